@@ -3,6 +3,7 @@
 import torch
 
 from flexattn.device.neuroncore import CORES
+from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.measure.gate import judge
 from flexattn.mods import bind
 from flexattn.neuron.feasible import default_config
@@ -14,6 +15,21 @@ from flexattn.runtime.launch import Lists
 from tests.support import block_mask, inputs
 
 TARGETS = tuple(CORES)
+# Configs with keys on the partitions.
+TRANSPOSED = {
+    "prefill": NkiPrefillConfig(128, 256, 256, mask="affine", form="st"),
+    "decode": NkiDecodeConfig(32, 256, 3, 48, mask="affine", form="st"),
+}
+# Lines that begin a kernel of one instruction: a tile of each dtype and memory.
+TILES = """
+f = nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.sbuf)
+g = nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.sbuf)
+h = nl.ndarray((128, 512), dtype=nl.bfloat16, buffer=nl.sbuf)
+c = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
+u = nl.ndarray((128, 512), dtype=nl.uint8, buffer=nl.sbuf)
+p = nl.ndarray((128, 1024), dtype=nl.float32, buffer=nl.psum)
+"""
+MATMUL = "nisa.nc_matmul(dst={}, stationary={}, moving={}, accumulate={})"
 HEADER = """
 import nki
 import nki.isa as nisa

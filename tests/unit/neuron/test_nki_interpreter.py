@@ -8,17 +8,7 @@ import torch
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import KernelError
 from flexattn.neuron.nki.interpret import interpret
-from tests.nki import kernel_of, run_lines
-
-TILES = """
-f = nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.sbuf)
-g = nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.sbuf)
-h = nl.ndarray((128, 512), dtype=nl.bfloat16, buffer=nl.sbuf)
-c = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
-u = nl.ndarray((128, 512), dtype=nl.uint8, buffer=nl.sbuf)
-p = nl.ndarray((128, 1024), dtype=nl.float32, buffer=nl.psum)
-"""
-MATMUL = "nisa.nc_matmul(dst={}, stationary={}, moving={}, accumulate={})"
+from tests.nki import MATMUL, TILES, kernel_of, run_lines
 
 
 def test_sbuf_grows_with_the_core():

@@ -1,6 +1,7 @@
 """The NKI kernels in the strict interpreter, held to the float64 oracle by the gate."""
 
-from itertools import cycle
+from dataclasses import replace
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -11,32 +12,31 @@ from flexattn.neuron.run import prepare
 from flexattn.problem import Shape
 from tests.cases import CASES, case
 from tests.covering import each_choice, pairwise
-from tests.nki import TARGETS, check, problem_of
+from tests.nki import TARGETS, TRANSPOSED, check, problem_of
 from tests.support import inputs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = {"prefill": NkiPrefillConfig(128, 128, 256), "decode": NkiDecodeConfig(128, 128, 3, 48)}
-each_target = pytest.mark.parametrize("target", TARGETS)
 each_kind = pytest.mark.parametrize("kind", SMALL)
+# Keys on the free dimension, as by default, and on the partitions: S^T = K Q^T.
+FORMS = {"s": dict.fromkeys(SMALL), "st": TRANSPOSED}
+each_form = pytest.mark.parametrize("form", FORMS)
 
 
-def on(target, config):
-    """The config with masks as the target can apply them."""
-    if target != "trn1":
-        return config
-    return type(config)(
-        **{name: getattr(config, name) for name in config.__slots__} | {"mask": "affine"}
-    )
-
-
+@each_form
 @each_choice(turn=list(zip(cycle(TARGETS), CASES, strict=False)), kind=SMALL)
-def test_the_catalogue(turn, kind):
+def test_the_catalogue(turn, kind, form):
     """Targets and kinds take turns over the cases, and fp32 and bf16 over the targets."""
     target, entry = turn
+    config = SMALL[kind]
+    if form == "st":
+        config, target = TRANSPOSED[kind], target if kind == "prefill" else "trn2"
+    elif target == "trn1":
+        config = replace(config, mask="affine")
     dtype = torch.bfloat16 if (kind == "prefill") == (target == "trn2") else torch.float32
     built = entry.make(2, 3, 1, 37, 53, dtype=dtype)
     check(
-        2, 3, 1, 37, 53, dtype=dtype, kind=kind, target=target, config=on(target, SMALL[kind]),
+        2, 3, 1, 37, 53, dtype=dtype, kind=kind, target=target, config=config,
         score_mod=built.score_mod, mask_mod=built.mask_mod, block=16,
     )  # fmt: skip
 
@@ -52,12 +52,14 @@ def test_several_tiles_and_sections(mods, dtype):
     )  # fmt: skip
 
 
+@each_form
 @pairwise(
     dims=[(64, 64), (128, 128), (192, 192), (192, 128), (40, 600)], target=TARGETS, kind=SMALL
 )
-def test_head_dimensions(kind, target, dims):
+def test_head_dimensions(kind, target, dims, form):
     dtype = torch.bfloat16 if target == "trn2" else torch.float32
-    check(1, 2, 1, 131, 259, *dims, dtype=dtype, kind=kind, target=target)
+    config = FORMS[form][kind]
+    check(1, 2, 1, 131, 259, *dims, dtype=dtype, kind=kind, target=target, config=config)
 
 
 @each_kind
@@ -67,24 +69,35 @@ def test_query_heads_share_key_heads(kind, heads):
     check(2, Hq, Hkv, 5, 133, dtype=torch.bfloat16, kind=kind, mask_mod=causal)
 
 
+BLOCKS = (16, (96, 40), (160, 257), (64, 512))
+
+
 @each_kind
-@pytest.mark.parametrize("block", [16, (96, 40), (160, 257), (1, 1), 128, (64, 512)])
-def test_blocks_that_no_tile_divides(kind, block):
-    check(1, 2, 1, 77, 301, kind=kind, mask_mod=sliding_window(40), block=block)
+@pytest.mark.parametrize(
+    ("block", "form"), [*product(BLOCKS, FORMS), ((1, 1), "s"), (128, "s")], ids=str
+)
+def test_blocks_that_no_tile_divides(kind, block, form):
+    config = FORMS[form][kind]
+    check(1, 2, 1, 77, 301, kind=kind, mask_mod=sliding_window(40), block=block, config=config)
 
 
+@each_form
 @each_kind
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 129), (129, 1), (128, 128), (200, 3)])
-def test_lengths(kind, lengths):
-    check(1, 2, 2, *lengths, kind=kind)
+def test_lengths(kind, lengths, form):
+    check(1, 2, 2, *lengths, kind=kind, config=FORMS[form][kind])
 
 
-@pytest.mark.parametrize("form", ["range", "affine", "select"])
+MASKED = [NkiPrefillConfig(128, 256, mask=mask) for mask in ("range", "affine", "select")]
+MASKED += [replace(TRANSPOSED["prefill"], mask=mask) for mask in ("affine", "select")]
+
+
+@pytest.mark.parametrize("config", MASKED, ids=lambda config: f"{config.form}-{config.mask}")
 @pytest.mark.parametrize("name", ["causal", "sliding_window", "alibi_causal_document", "padding"])
-def test_forms_of_a_mask(name, form):
+def test_forms_of_a_mask(name, config):
     built = case(name).make(1, 2, 2, 141, 173)
     check(
-        1, 2, 2, 141, 173, config=NkiPrefillConfig(128, 256, mask=form), block=64,
+        1, 2, 2, 141, 173, config=config, block=64,
         score_mod=built.score_mod, mask_mod=built.mask_mod,
     )  # fmt: skip
 
@@ -121,8 +134,12 @@ def test_keys_that_all_batches_share(kind):
     check(3, 2, 1, 9, 131, Bkv=1, kind=kind)
 
 
-def test_rows_without_keys_are_zero_and_minus_infinity():
-    got = check(1, 1, 1, 200, 130, mask_mod=lambda b, h, q, k: (k < 3) & (q > 150), block=64)
+@each_form
+def test_rows_without_keys_are_zero_and_minus_infinity(form):
+    got = check(
+        1, 1, 1, 200, 130, config=FORMS[form]["prefill"], block=64,
+        mask_mod=lambda b, h, q, k: (k < 3) & (q > 150),
+    )  # fmt: skip
     assert got.out[0, 0, :151].eq(0).all() and got.lse[0, 0, :151].isneginf().all()
     assert got.out[0, 0, 151:].ne(0).all()
 

@@ -4,18 +4,9 @@ import pytest
 
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import KernelError
-from tests.nki import run_lines
+from tests.nki import MATMUL, TILES, run_lines
 
-TILES = """
-f = nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.sbuf)
-g = nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.sbuf)
-h = nl.ndarray((128, 512), dtype=nl.bfloat16, buffer=nl.sbuf)
-c = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
-u = nl.ndarray((128, 512), dtype=nl.uint8, buffer=nl.sbuf)
-p = nl.ndarray((128, 1024), dtype=nl.float32, buffer=nl.psum)
-"""
 ADD = "nisa.tensor_tensor(dst=f, data1=f, data2=f, op=nl.add)"
-MATMUL = "nisa.nc_matmul(dst={}, stationary={}, moving={}, accumulate={})"
 RANGE = (
     "nisa.range_select(dst=f, on_true_tile=g, comp_op0=nl.{}, comp_op1=nl.less, bound0={}, "
     "bound1=c, range_start={}, on_false_value={})"

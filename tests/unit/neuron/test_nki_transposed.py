@@ -1,12 +1,11 @@
-"""Kernels with keys on the partitions, S^T = K Q^T, held to the oracle like the others."""
+"""What is of kernels with keys on the partitions alone, S^T = K Q^T."""
 
 from dataclasses import replace
-from itertools import cycle
 
 import pytest
 import torch
 
-from flexattn.catalogue import alibi, causal, sliding_window, softcap
+from flexattn.catalogue import alibi, causal, softcap
 from flexattn.errors import ConfigError, KernelError
 from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig, memory_of
 from flexattn.measure.task import Task
@@ -14,32 +13,16 @@ from flexattn.neuron.feasible import target_reasons, target_survey
 from flexattn.neuron.model import nki_estimate
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape
-from tests.cases import CASES, case
+from tests.cases import case
 from tests.covering import each_choice, pairwise
-from tests.nki import TARGETS, check, problem_of
+from tests.nki import TARGETS, TRANSPOSED, check, problem_of
 from tests.support import inputs
 from tests.unit.neuron.test_nki_model import task_of
 
-PREFILL = NkiPrefillConfig(128, 256, 256, mask="affine", form="st")
-DECODE = NkiDecodeConfig(32, 256, 3, 48, mask="affine", form="st")
-SMALL = {"prefill": PREFILL, "decode": DECODE}
+SMALL = TRANSPOSED
+PREFILL, DECODE = SMALL["prefill"], SMALL["decode"]
 each_kind = pytest.mark.parametrize("kind", SMALL)
 each_target = pytest.mark.parametrize("target", TARGETS)
-
-
-TURNS = list(zip(cycle(TARGETS), CASES, strict=False))
-
-
-@each_choice(turn=TURNS, kind=SMALL)
-def test_the_catalogue(turn, kind):
-    """Targets and kinds take turns over the cases, and fp32 and bf16 over the targets."""
-    target, entry = turn if kind == "prefill" else ("trn2", turn[1])
-    dtype = torch.bfloat16 if (kind == "prefill") == (target == "trn2") else torch.float32
-    built = entry.make(2, 3, 1, 37, 53, dtype=dtype)
-    check(
-        2, 3, 1, 37, 53, dtype=dtype, kind=kind, target=target, config=SMALL[kind],
-        score_mod=built.score_mod, mask_mod=built.mask_mod, block=16,
-    )  # fmt: skip
 
 
 @pairwise(
@@ -83,35 +66,6 @@ def test_scores_that_a_score_mod_makes_infinite_spread_to_no_other_row():
         check(1, 1, 1, 200, 200, config=PREFILL, score_mod=masked, target=target)
 
 
-@pairwise(dims=[(64, 64), (128, 128), (192, 192), (40, 600)], target=TARGETS, kind=SMALL)
-def test_head_dimensions(kind, target, dims):
-    dtype = torch.bfloat16 if target == "trn2" else torch.float32
-    check(1, 2, 1, 131, 259, *dims, dtype=dtype, kind=kind, target=target, config=SMALL[kind])
-
-
-@each_kind
-@pytest.mark.parametrize("block", [16, (96, 40), (160, 257), (64, 512)])
-def test_blocks_that_no_tile_divides(kind, block):
-    check(1, 2, 1, 77, 301, kind=kind, mask_mod=sliding_window(40), block=block,
-          config=SMALL[kind])  # fmt: skip
-
-
-@each_kind
-@pytest.mark.parametrize("lengths", [(1, 1), (1, 129), (129, 1), (128, 128), (200, 3)])
-def test_lengths(kind, lengths):
-    check(1, 2, 2, *lengths, kind=kind, config=SMALL[kind])
-
-
-@pytest.mark.parametrize("form", ["affine", "select"])
-@pytest.mark.parametrize("name", ["causal", "sliding_window", "alibi_causal_document", "padding"])
-def test_forms_of_a_mask(name, form):
-    built = case(name).make(1, 2, 2, 141, 173)
-    check(
-        1, 2, 2, 141, 173, config=replace(PREFILL, mask=form), block=64,
-        score_mod=built.score_mod, mask_mod=built.mask_mod,
-    )  # fmt: skip
-
-
 VARIANTS = [
     replace(PREFILL, BLOCK_M=32, BLOCK_N=128, score_buffers=1, buffers=1),
     replace(PREFILL, BLOCK_N=2048, section=4096, score_buffers=1),
@@ -126,14 +80,6 @@ VARIANTS = [
 def test_variants(config):
     kind = "decode" if isinstance(config, NkiDecodeConfig) else "prefill"
     check(1, 4, 2, 14, 700, 64, dtype=torch.bfloat16, kind=kind, config=config, mask_mod=causal)
-
-
-def test_rows_without_keys_are_zero_and_minus_infinity():
-    got = check(
-        1, 1, 1, 200, 130, config=PREFILL, block=64,
-        mask_mod=lambda b, h, q, k: (k < 3) & (q > 150),
-    )  # fmt: skip
-    assert got.out[0, 0, :151].eq(0).all() and got.lse[0, 0, :151].isneginf().all()
 
 
 @each_choice(config=[*SMALL.values(), *VARIANTS], name=["half_precision_bias", "relative_bias"])
