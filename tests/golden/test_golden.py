@@ -121,7 +121,7 @@ GOLDENS = {
         lse=False,
     ),
     "gluon_256_window": lambda: kernel(
-        replace(HOPPER, BLOCK_N=64, tile_scheduler="dynamic"),
+        replace(HOPPER, BLOCK_N=64),
         D=256,
         mask_mod=sliding_window(1024),
         runs=True,
@@ -132,7 +132,7 @@ GOLDENS = {
         score_mod=relative_bias(torch.zeros(32, 64), 32),
     ),
     "gluon_fp8_causal_sinks": lambda: kernel(
-        TAKEN, dtype="float8_e4m3fn", mask_mod=causal, runs=True, sinks="bfloat16"
+        HOPPER, dtype="float8_e4m3fn", mask_mod=causal, runs=True, sinks="bfloat16"
     ),
     "backward_noop": lambda: kernel(BACKWARD, "backward", lse=False),
     "backward_tma_runs_softcap": lambda: kernel(
