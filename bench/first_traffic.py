@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.time_limit import SECONDS
 
-__all__ = ["LIMIT_MS", "MODES", "faults", "main", "table"]
+__all__ = ["LIMIT_MS", "MODES", "distribution", "faults", "main", "table"]
 
 # The longest stall that the warm-up may leave.
 LIMIT_MS = 50.0
@@ -78,7 +78,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [head, ["---"] * len(head)]
     for name, each in found.items():
         for kind, walls in each["wall_ms"].items():
-            count, *figures = _figures(walls).values()
+            count, *figures = distribution(walls).values()
             lines.append([name, kind, str(count), *(f"{ms:.2f}" for ms in figures)])
     slowest = [
         f"{name}: warm-up {each['warm_seconds']:.1f} s, {each['kernels']} kernels; "
@@ -90,18 +90,18 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", *slowest])
 
 
-def _figures(walls: Sequence[float]) -> dict[str, float]:
-    """Of the calls of a kind, in milliseconds."""
-    ordered = sorted(walls)
+def distribution(times: Sequence[float]) -> dict[str, float]:
+    """What a file keeps of many times, where it does not keep each one."""
+    ordered = sorted(times)
     return {
-        "count": len(walls), "median": statistics.median(walls),
-        "99 %": ordered[int(0.99 * len(walls))], "longest": ordered[-1],
+        "count": len(times), "median": statistics.median(times),
+        "99 %": ordered[int(0.99 * len(times))], "longest": ordered[-1],
     }  # fmt: skip
 
 
 def _shortened(each: Mapping[str, Any]) -> dict[str, Any]:
     """What is kept of a process: figures of its calls and the slowest ones, not every one."""
-    walls = {kind: _figures(ms) for kind, ms in each["wall_ms"].items()}
+    walls = {kind: distribution(ms) for kind, ms in each["wall_ms"].items()}
     return {**each, "wall_ms": walls, "slowest": each["slowest"][:SLOWEST]}
 
 

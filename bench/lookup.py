@@ -13,12 +13,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from bench.environment import describe
+from bench.first_traffic import distribution
 from bench.host import ROWS, host_cost
 from bench.inputs import make
 from bench.peers import OURS, PEERS, Refusal
@@ -158,7 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         high = statistics.quantiles(each.us, n=10)[-1]
         lines.append(f"| {each.name} | {each.how} | {each.median:.0f} | {high:.0f} |")
     kept = found[0].median <= FIRST
-    told: dict[str, object] = {"first": [asdict(each) for each in found]}
+    first = [{"name": each.name, "how": each.how, **distribution(each.us)} for each in found]
+    told: dict[str, object] = {"first": first}
     if gpu:
         off, replay = repeated(args.rounds)
         added = replay.median - off.median

@@ -84,8 +84,3 @@ class Request:
     def made(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - self.prompt
-
-    @property
-    def in_prompt(self) -> bool:
-        """Whether keys of the prompt are still missing."""
-        return self.done < self.prompt
