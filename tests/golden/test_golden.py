@@ -151,8 +151,9 @@ GOLDENS = {
     "decode_alibi_per_head_mask": lambda: kernel(
         DECODE, "decode", score_mod=alibi(32, "cpu"), mask_mod=per_head, per_head=True
     ),
-    "combine_sinks": lambda: render_combine(problem("decode", sinks="float32").structure, DEVICE),
-    "combine": lambda: render_combine(problem("decode", D=80).structure, DEVICE),
+    "combine_sinks_80": lambda: render_combine(
+        problem("decode", D=80, sinks="float32").structure, DEVICE
+    ),
     "serving_join_scaled_80": lambda: render_join(
         ServingForm(
             "bfloat16",
