@@ -229,7 +229,8 @@ def _language(block):
         arrive=lambda barrier, count: barrier.expect(0),
     )  # fmt: skip
     return {
-        "Number": Number, "gl": gl, "tl": gl, "gluon": SimpleNamespace(jit=lambda f: f), "mbarrier": mbarrier,
+        "Number": Number, "gl": gl, "tl": gl, "gluon": SimpleNamespace(jit=lambda f: f),
+        "mbarrier": mbarrier,
         "fence_async_shared": lambda: None, "tma": SimpleNamespace(store_wait=block.await_stores),
         "atomic_add": block.add,
         "warpgroup_mma": block.product, "warpgroup_mma_init": lambda acc: acc,

@@ -58,7 +58,9 @@ def test_gradients(make, D):
         q, k, v = on_gpu(2, *heads, L, S, D)
         table = table_of(make, heads[0], dtype)
         config = served_by(q, k, v, make(table.requires_grad_()), causal)
-        assert D == 80 or isinstance(config, HopperBackwardConfig), config
+        # A factor's derivative takes registers that 128 columns do not leave: Triton's serves.
+        theirs = D == 80 or (D == 128 and make is scaled)
+        assert theirs or isinstance(config, HopperBackwardConfig), config
         for mask_mod in (causal, None, sliding_window(150)):
             assert_gradients(q, k, v, make=make, tensors=(table,), mask_mod=mask_mod, block=128)
 

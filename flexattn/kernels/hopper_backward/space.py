@@ -45,7 +45,9 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
         tight = each is _TALL or structure.score is not None
         tight_loop = not config.mha and (tight or waits_meet())
         early = "half" if each is not _SPLIT and (tight or tight_loop) else "all"
-        if structure.score is None and not plain:
+        # Nor are there any beside what is read along diagonals, at 128 columns.
+        beside = reads_diagonals(structure) and width == 128
+        if beside or (structure.score is None and not plain):
             early = ""
         config = replace(config, early_lse=early)
         if width <= 128:

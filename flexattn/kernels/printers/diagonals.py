@@ -47,6 +47,10 @@ class DiagonalPrinter(MultiPrinter):
         self.hoisted += printed.hoisted
         self.early += [*printed.early, *printed.body]
         self.places[node] = along.places[node]
+        # What a lane has read is there before the product, and given to each score behind it: it
+        # has a third of the registers.
+        if not any(node in other.args for other in self.ahead):
+            self.ahead = self.ahead - {node}
         read = along.values[node]
         return self._name(replace(read, text=f"of_diagonals({read.text})", row=True, key=True))
 
