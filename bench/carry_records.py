@@ -30,10 +30,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.measured import COMPILED
 from bench.same_programs import canonical, used_by
 from flexattn.records.codec import decode_record, encode
-from flexattn.records.record import Record
+from flexattn.records.standing import raced, same_tiles
 from flexattn.records.store import Store
 
 __all__ = ["FORMER_ARGUMENTS", "carry", "main", "programs", "verdict"]
@@ -90,22 +89,13 @@ def verdict(path: Path, old: dict[str, Any], new: dict[str, Any]) -> tuple[str, 
     template = record.environment.template
     if template not in (old["template"], new["template"]):
         return "a hint in the old tree already", template
-    if not _still_default(record, new["default"]):
+    if not same_tiles(encode(raced(record)), new["default"]):
         return "another default", template
     if template == new["template"]:
         return THERE, template
     if programs(old["kernels"]) != programs(new["kernels"]):
         return "another kernel", template
     return CARRIED, new["template"]
-
-
-def _still_default(record: Record, today: dict[str, Any]) -> bool:
-    """Whether what a record was raced against is today's static default.
-
-    Which assembler that takes depends on what is installed, and so does not count.
-    """
-    raced = encode(record.trials[record.decision.default].config)
-    return all(raced.get(name) == today.get(name) for name in (raced | today).keys() - COMPILED)
 
 
 def programs(kernels: dict[str, Any]) -> dict[str, Any]:

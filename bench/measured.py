@@ -18,6 +18,7 @@ from flexattn.problem import Problem
 from flexattn.records.codec import decode_record
 from flexattn.records.key import Key, key_of
 from flexattn.records.record import Trial
+from flexattn.records.standing import COMPILED
 from flexattn.records.store import Store
 from flexattn.serving.tuned import ServingProblem
 from flexattn.tune.studies import load_study, stored
@@ -27,8 +28,6 @@ from flexattn.tune.workload import Row, read
 __all__ = ["CONFIGS", "Measured", "measured", "paired", "tiles_of", "times"]
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-# Fields that say how a config is compiled: who has no time takes the one that differs in these.
-COMPILED = {"ptxas": "", "merge_consumers": True}
 
 
 @dataclass(frozen=True)

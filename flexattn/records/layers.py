@@ -2,13 +2,15 @@
 
 Layers: FLEXATTN_CACHE, the user's records, what the package ships for the device. Over all of them
 a record of this key in this environment (hit) comes before one of the same device in another
-environment (hint), and that before the nearest sizes of the same family (nearest).
+environment (hint), and that before the nearest sizes of the same family (nearest). A hint and a
+neighbour count where the static default that they were raced against is still that of their sizes.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -16,14 +18,16 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from flexattn.device import Device
+from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Config
-from flexattn.kernels.choose.defaults import reasons
+from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.registry import family_of
 from flexattn.problem import Problem, Structure
 from flexattn.records.environment import environment
 from flexattn.records.files import is_closed
 from flexattn.records.key import Key, Sizes, key_of, sizes_of
 from flexattn.records.record import Answer, Environment, Record, slug
+from flexattn.records.standing import outdated
 from flexattn.records.store import REAL, Store, generation
 from flexattn.settings import current, say_once
 from flexattn.util.lru import Lru
@@ -64,6 +68,16 @@ class Stored:
         """Its file."""
         return self.layer.store.path(self.folder, self.answer.key)
 
+    @property
+    def record(self) -> Record | None:
+        """The whole record, read now; None if the file is gone."""
+        return self.layer.store.read(self.folder, self.answer.key)
+
+    @property
+    def sizes(self) -> Sizes:
+        """As they were measured."""
+        return Sizes(*self.answer.sizes)
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -87,8 +101,7 @@ class Found:
     @property
     def record(self) -> Record | None:
         """The whole record, read now; None if the file is gone."""
-        answer = self.answer
-        return self.stored.layer.store.read(answer.environment, answer.key)
+        return self.stored.record
 
 
 @lru_cache(maxsize=1)
@@ -121,35 +134,71 @@ def _layers(explicit: tuple[Path, ...], cache_dir: Path, device: str) -> tuple[R
 _memory: Lru[object, tuple[Stored | None]] = Lru(4096)
 
 
-def find(problem: Problem, device: Device) -> Found | None:
-    """The first record that fits and whose config can run here; None leaves the static default.
+def find(
+    problem: Problem, device: Device, first: Callable[[], Config] | None = None
+) -> Found | None:
+    """The first record that fits and holds here; None leaves the static default.
 
-    The files are read once per key, structure and process; a record that this process writes is
-    seen at once, those of others by the next process.
+    first: gives the static default of the problem, for whoever computes it anyway. The files are
+    read once per key, structure and process; a record that this process writes is seen at once,
+    those of others by the next process.
     """
     key, places = key_of(problem), layers(device)
     memo = (key, problem.structure, device, places, generation())
     known = _memory.get(memo)
     if known is None:
-        known = (_first(problem, key, device, places),)
+        known = (_first(problem, key, device, places, first),)
         _memory.put(memo, known)
     stored = known[0]
     if stored is None:
         return None
-    config = transferred(stored.answer.config, Sizes(*stored.answer.sizes), problem, device)
+    config = transferred(stored.answer.config, stored.sizes, problem, device)
     return Found(config, stored.how, origin(stored, key.sizes), stored)
 
 
 def _first(
-    problem: Problem, key: Key, device: Device, places: tuple[RecordLayer, ...]
+    problem: Problem,
+    key: Key,
+    device: Device,
+    places: tuple[RecordLayer, ...],
+    first: Callable[[], Config] | None,
 ) -> Stored | None:
     here = environment(problem.structure.kind, device)
     for stored in ranked(key, here, places):
         found = infeasible(stored, problem.structure, device)
-        if not found:
+        if found:
+            say_once(f"{stored.path}: its config cannot run on {device.name}: {'; '.join(found)}")
+        elif not former_default(stored, problem, device, first):
             return stored
-        say_once(f"{stored.path}: its config cannot run on {device.name}: {'; '.join(found)}")
     return None
+
+
+def former_default(
+    stored: Stored, problem: Problem, device: Device, first: Callable[[], Config] | None = None
+) -> str:
+    """Why a hint or a neighbour says nothing of what runs without it; "" where it does, or a hit.
+
+    Its claim is about its own sizes, so the static default of those is what it is compared with:
+    at others the default may be another config though nothing about the record has changed.
+    first: as of `find`.
+    """
+    if stored.how == "hit":
+        return ""
+    here = sizes_of(problem) == stored.sizes
+    measured = problem if here else replace(problem, **stored.sizes._asdict())
+    try:
+        today = first() if here and first is not None else default(measured, device)
+    except ConfigError:
+        return ""  # nothing runs without it
+    return passed_over(stored, today)
+
+
+def passed_over(stored: Stored, today: Config) -> str:
+    """Why a record does not hold beside today's static default of its sizes; also logged."""
+    found = outdated(stored.record, today)
+    if found:
+        say_once(f"{stored.path}: not taken: {found}", logging.INFO)
+    return found
 
 
 def infeasible(stored: Stored, structure: Structure, device: Device) -> list[str]:

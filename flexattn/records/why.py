@@ -21,6 +21,7 @@ from flexattn.records.layers import (
     Stored,
     distance,
     find,
+    former_default,
     infeasible,
     layers,
     ranked,
@@ -61,10 +62,10 @@ class Closest:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A record that would have served but for its config, and why that cannot run here."""
+    """A record that would have served, and why not: its config cannot run, or its default went."""
 
     path: Path
-    reasons: tuple[str, ...]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,11 @@ def why(problem: Problem, device: Device) -> ConfigExplanation:
     passed = []
     for stored in ranked(key, here, places):
         reasons = infeasible(stored, problem.structure, device)
-        if not reasons:
+        refusal = f"its config cannot run here: {'; '.join(reasons)}" if reasons else ""
+        refusal = refusal or former_default(stored, problem, device)
+        if not refusal:
             break
-        passed.append(Passed(stored.path, tuple(reasons)))
+        passed.append(Passed(stored.path, refusal))
     closest, broken = [], []
     for layer, path, entry in islice(_entries(places), MAX_COMPARED):
         if isinstance(entry, CacheError):
@@ -108,11 +111,11 @@ def why(problem: Problem, device: Device) -> ConfigExplanation:
             others = _differences(here, entry.environment)
             closest.append(Closest(path, layer, entry, _differences(key, entry.key), others))
     served = None if found is None else found.stored
-    refused = {each.path: each.reasons for each in passed}
+    refused = {each.path: each.reason for each in passed}
     taken = None if served is None else served.path
     closest.sort(key=lambda each: (each.path != taken, *_weight(each, key), str(each.path)))
     told = [
-        replace(each, untaken=_untaken(each, key, served, refused.get(each.path, ()), off))
+        replace(each, untaken=_untaken(each, key, served, refused.get(each.path, ""), off))
         for each in closest[:_SHOWN]
     ]
     return ConfigExplanation(
@@ -150,9 +153,7 @@ def _weight(closest: Closest, key: Key) -> tuple[int, float, int]:
     return family, away, len(closest.environment)
 
 
-def _untaken(
-    each: Closest, key: Key, served: Stored | None, reasons: tuple[str, ...], off: bool
-) -> str:
+def _untaken(each: Closest, key: Key, served: Stored | None, refusal: str, off: bool) -> str:
     """Why a record does not serve a key, in the order in which dispatch asks."""
     if served is not None and each.path == served.path:
         return ""
@@ -166,8 +167,8 @@ def _untaken(
     away = distance(each.answer.key.sizes, key.sizes)
     if away > MAX_DISTANCE:
         return f"its sizes are {away:g} doublings away, and {MAX_DISTANCE:g} is the most"
-    if reasons:
-        return f"its config cannot run here: {'; '.join(reasons)}"
+    if refusal:
+        return refusal
     if served is None:
         return "too many that are nearer could not be read"
     nearer = "in its sizes" if served.distance < away else "in where it was made, or in its date"

@@ -158,13 +158,14 @@ def _open_candidates(
     problem: Problem, device: Device, options: Options, stored: bool
 ) -> Iterator[Candidate]:
     wanted = options.language
-    found = _tuned(problem, device)
+    static = _Static(problem, device, wanted)
+    found = _tuned(problem, device, static.first if wanted is None else None)
     if found is not None and wanted in (None, found.config.language):
         measured, config = not COMPILER_FIELDS.intersection(found.differing), found.config
         if not measured:
             config = family_of(config).of_this_compiler(config)
         yield Candidate(problem, device, config, found.how, found.origin, measured, stored)
-    defaults = _defaults(problem, device, wanted, stored)
+    defaults: Iterable[Candidate] = _defaults(problem, device, static, stored)
     exported = None
     if stored and current().binaries is not None:
         # Whoever exported kernels has compiled the candidates, and wrote the one that serves.
@@ -175,10 +176,30 @@ def _open_candidates(
     yield from (each for each in defaults if each is not exported)
 
 
+class _Static:
+    """The static defaults of a problem in turn; a record may ask for the first one before."""
+
+    def __init__(self, problem: Problem, device: Device, language: Language | None) -> None:
+        self._asked = problem, device, language
+        self._known: list[Config] = []
+        self._left: Iterator[Config] = iter(())
+
+    def first(self) -> Config:
+        """The first one, computed once; raises ConfigError as `candidates`."""
+        if not self._known:
+            self._left = candidates(*self._asked)
+            self._known.append(next(self._left))
+        return self._known[0]
+
+    def __iter__(self) -> Iterator[Config]:
+        yield self.first()
+        yield from self._left
+
+
 def _defaults(
-    problem: Problem, device: Device, language: Language | None, stored: bool
-) -> Iterable[Candidate]:
-    for position, config in enumerate(candidates(problem, device, language)):
+    problem: Problem, device: Device, static: Iterable[Config], stored: bool
+) -> Iterator[Candidate]:
+    for position, config in enumerate(static):
         origin = f"static default for {device.arch}"
         if position:
             origin += f", choice {position + 1}"
@@ -218,11 +239,11 @@ def _first_served(
     return choice, served.kernels[0], served.kernels[1] if choice.combine is not None else None
 
 
-def _tuned(problem: Problem, device: Device) -> Found | None:
+def _tuned(problem: Problem, device: Device, first: Callable[[], Config] | None) -> Found | None:
     """What the cache says; nothing for the interpreter, whose times nobody asks for."""
     if current().mode == "off" or device.backend == "interpreter":
         return None
-    return find(problem, device)
+    return find(problem, device, first)
 
 
 def _forced(problem: Problem, device: Device, options: Options) -> Config:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -12,7 +12,7 @@ from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
 from flexattn.kernels.paged_decode.space import serving_candidates, serving_reasons
 from flexattn.records.environment import environment
 from flexattn.records.key import Key, Sizes, mod_name, rounded
-from flexattn.records.layers import Stored, layers, origin, ranked
+from flexattn.records.layers import Stored, layers, origin, passed_over, ranked
 from flexattn.serving.request import Maxima
 from flexattn.settings import current, say_once
 
@@ -133,15 +133,18 @@ def tuned(form: ServingForm, maxima: Maxima, device: Device, lengths: str = "") 
     if current().mode == "off" or device.backend == "interpreter":
         return None
     here, places = environment("serving", device), layers(device)
-    height = next(serving_candidates(form, device)).BLOCK_M
+    static = next(serving_candidates(form, device))
     found: list[tuple[Stored, Key]] = []
     for name in able:
         key = ServingProblem(form, maxima, name).key
         for stored in ranked(key, here, places):
-            if not _holds_rows(stored, form, height):
+            if not _holds_rows(stored, form, static.BLOCK_M):
                 continue
             broken = serving_reasons(_config(stored), form, device)
             if not broken:
+                today: Any = _static_of(stored, form, device)
+                if stored.how != "hit" and passed_over(stored, today):
+                    continue
                 found.append((stored, key))
                 break
             if stored.how != "nearest":  # a neighbour was measured for another form
@@ -158,11 +161,22 @@ def _holds_rows(stored: Stored, form: ServingForm, height: int) -> bool:
 
     Several short tiles would each read the keys again, and a tall one computes rows of nobody.
     """
-    batch, q_len, _ = stored.answer.sizes
-    measured = q_len * form.group * (batch if form.prefix else 1)
-    if not form.rows or rounded(measured) == form.rows:
+    if _rows(stored, form) == form.rows:
         return True
     return min(form.rows, height) <= _config(stored).BLOCK_M <= max(_LEAST_ROWS, height)
+
+
+def _rows(stored: Stored, form: ServingForm) -> int:
+    """Of a request of a record's sizes, as the form that it was measured with has them."""
+    batch, q_len, _ = stored.answer.sizes
+    return rounded(q_len * form.group * (batch if form.prefix else 1)) if form.rows else 0
+
+
+def _static_of(stored: Stored, form: ServingForm, device: Device) -> ServingConfig:
+    """Today's static default of a record's own sizes, of which its trials tell."""
+    requests = 1 if form.prefix else rounded(stored.answer.sizes[0])
+    measured = replace(form, rows=_rows(stored, form), requests=requests)
+    return next(serving_candidates(measured, device))
 
 
 def _config(stored: Stored) -> ServingConfig:

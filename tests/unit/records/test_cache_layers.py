@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from flexattn.device import named
+from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.nki.config import NkiPrefillConfig
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records import layers as module
@@ -46,15 +47,19 @@ def places(tmp_path, monkeypatch):
     module._layers.cache_clear()
 
 
-def recorded(wanted, config, title="", **changes):
-    """A record of a problem in this environment, with a winner."""
+def recorded(wanted, config, title="", raced=None, **changes):
+    """A record of a problem in this environment, with a winner.
+
+    raced: the static default of its time; None for today's.
+    """
     make = decode_record if wanted.structure.kind == "decode" else prefill_record
     here = environment(wanted.structure.kind, H200)
     record = make(provenance="measured", environment=here, title=title)
-    winner = replace(record.trials[record.decision.winner], config=config)
-    trials = tuple(
-        winner if i == record.decision.winner else trial for i, trial in enumerate(record.trials)
-    )
+    trials = list(record.trials)
+    raced = default(wanted, H200) if raced is None else raced
+    for index, each in ((record.decision.default, raced), (record.decision.winner, config)):
+        trials[index] = replace(trials[index], config=each)
+    trials = tuple(trials)
     changes = {"key": key_of(wanted), "sizes": tuple(sizes_of(wanted)), **changes}
     return replace(record, trials=trials, **changes)
 
@@ -142,6 +147,36 @@ def test_a_hint_comes_before_a_neighbour_of_this_environment(places):
     places["user"].write(recorded(replace(PREFILL, kv_len=16384), ONE))
     places["user"].write(elsewhere(recorded(PREFILL, TWO), torch="2.0.0"))
     assert (find(PREFILL, H200).how, find(PREFILL, H200).config) == ("hint", TWO)
+
+
+def test_a_hint_that_raced_a_former_default_is_not_taken(places):
+    """Of a time when Triton's kernel was the only one, it went before a faster newer default."""
+    today = default(PREFILL, H200)
+    hint = elsewhere(recorded(PREFILL, ONE, raced=TWO), template="f" * 16)
+    places["user"].write(hint)
+    assert find(PREFILL, H200) is None
+    told = why(PREFILL, H200)
+    assert (told.how, told.config) == ("default", today)
+    words = "its default was PrefillConfig"
+    assert words in told.passed[0].reason and words in told.closest[0].untaken
+    assert "which is no longer the static default" in told.closest[0].untaken
+    assert find(replace(PREFILL, kv_len=16384), H200) is None, "nor does it serve other sizes"
+    assembled = replace(today, ptxas="13.1" if today.ptxas == "" else "", merge_consumers=False)
+    places["user"].write(elsewhere(recorded(PREFILL, THREE, raced=assembled), torch="2.0.0"))
+    assert (find(PREFILL, H200).how, find(PREFILL, H200).config) == ("hint", THREE)
+    places["user"].write(recorded(PREFILL, ONE, raced=TWO))
+    assert find(PREFILL, H200).how == "hit", "what was measured here holds"
+
+
+def test_the_default_that_the_caller_computes_is_asked_once(places, monkeypatch):
+    places["user"].write(elsewhere(recorded(PREFILL, ONE), torch="2.0.0"))
+    asked = []
+    today = default(PREFILL, H200)
+    monkeypatch.setattr(module, "default", None)
+    for _ in range(2):
+        sized = replace(PREFILL, **Sizes(*sizes_of(PREFILL))._asdict())
+        assert find(sized, H200, lambda: asked.append(1) or today).how == "hint"
+    assert len(asked) == 1
 
 
 def test_too_far_away_is_no_neighbour(places):
@@ -329,7 +364,7 @@ def test_why_the_default(places):
     (places["user"].root / "v1" / "x" / "y" / "b1-q1-k1.json").write_text("")
     told = why(PREFILL, H200)
     assert told.how == "default" and told.found is None and "num_stages" in str(told.config)
-    assert "shared memory" in " ".join(told.passed[0].reasons)
+    assert "shared memory" in " ".join([told.passed[0].reason])
     fields = {each.field for each in told.closest[1].key}
     assert fields == {"head_dim_qk", "head_dim_v"} and len(told.broken) == 1
 
