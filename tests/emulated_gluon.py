@@ -15,7 +15,7 @@ import torch
 
 from flexattn.reference.dropout import philox4x32
 from tests.emulated_diagonals import diagonal_sums, of_diagonals
-from tests.emulated_memory import Number, Shared, Staged, Tile, tile
+from tests.emulated_memory import Number, Shared, Tile, tile
 
 SECONDS = 20
 CONSUMERS, LOADER = 256, 32
@@ -35,18 +35,18 @@ class Meeting:
         self.generation, self.count = self.generation + 1, 0
         self.block.lock.notify_all()
 
-    def arrive(self, threads, of=CONSUMERS + LOADER):
-        """Of a hardware barrier, at which so many threads of all of them arrive."""
+    def arrive(self, threads):
+        """Of a hardware barrier, at which so many threads of 288 arrive."""
         with self.block.lock:
             self.count += threads
-            assert self.count <= of
-            if self.count == of:
+            assert self.count <= CONSUMERS + LOADER
+            if self.count == CONSUMERS + LOADER:
                 self._pass()
 
-    def sync(self, threads, of=CONSUMERS + LOADER):
+    def sync(self, threads):
         with self.block.lock:
             before = self.generation
-        self.arrive(threads, of)
+        self.arrive(threads)
         self._until(lambda: self.generation > before)
 
     def expect(self, size, arrivals=1):
@@ -70,19 +70,13 @@ class Meeting:
 class Block:
     """One program of the grid."""
 
-    def __init__(self, number, chance, of=1):
-        self.number, self.chance, self.of, self.failed = number, chance, of, False
+    def __init__(self, number, chance):
+        self.number, self.chance, self.failed = number, chance, False
         self.lock = threading.Condition()
         self.hardware, self.flying, self.copies, self.stores = {}, [], [], {}
-        self.warps = 1
 
     def count(self, place, more, mask=None, sem=None):
-        if np.ndim(place.offset):
-            np.add.at(place.array, np.asarray(place.offset)[mask], np.asarray(more)[mask])
-            return None
-        before = Number(place.array[place.offset])
-        place.array[place.offset] += more
-        return before
+        np.add.at(place.array, np.asarray(place.offset)[mask], np.asarray(more)[mask])
 
     def barrier(self, number):
         return self.hardware.setdefault(int(number), Meeting(self))
@@ -133,8 +127,6 @@ class Block:
         mine = self.stores.get(threading.get_ident(), [])
         while mine:
             write, at, place = mine.pop()
-            if isinstance(place, Staged):
-                place.check()
             write(at, place.array)
 
     def specialise(self, partitions, warps, registers):
@@ -147,11 +139,8 @@ class Block:
                     self.failed = True
                     self.lock.notify_all()
 
-        errors, self.warps = [], len(partitions)
-        threads = [
-            threading.Thread(target=run, args=each, name=each[0].__name__, daemon=True)
-            for each in partitions
-        ]
+        errors = []
+        threads = [threading.Thread(target=run, args=each, daemon=True) for each in partitions]
         for each in threads:
             each.start()
         for each in threads:
@@ -183,7 +172,7 @@ def run(source, programs, arguments, seed=0):
         ordered = any(each.name == "DQ_SEMAPHORES" for each in source.arguments)
         started = range(programs) if ordered else chance.sample(range(programs), programs)
         for number in started:
-            block = Block(number, random.Random(chance.random()), programs)
+            block = Block(number, random.Random(chance.random()))
             names = _language(block)
             exec(code, names)
             names.update(_assembly(block))
@@ -196,8 +185,6 @@ def _language(block):
     def allocate(dtype, shape, layout):
         if dtype == "int64":
             return Meeting(block)
-        if dtype == "int32":
-            return Shared(np.full(shape, -99, np.int64))
         if dtype == "uint32":
             return Shared(np.full(shape, 2**32 - 1, np.int64))
         return Shared(np.full(shape, np.nan, np.float32))
@@ -219,24 +206,21 @@ def _language(block):
         NVMMADistributedLayout=lambda *_: layout, DotOperandLayout=lambda *_: layout,
         SliceLayout=lambda *_: layout, BlockedLayout=lambda *_: layout,
         SwizzledSharedLayout=lambda *_: layout, NVMMASharedLayout=lambda *_: layout,
-        full=lambda shape, x, dtype, layout: np.full(shape, x), num_programs=lambda axis: block.of,
-        max=lambda x, axis: Number(x.max(axis)), atomic_add=block.count,
+        full=lambda shape, x, dtype, layout: np.full(shape, x), atomic_add=block.count,
     )  # fmt: skip
     mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: None, init=lambda barrier, count: None,
         expect=lambda barrier, size: barrier.expect(size),
         wait=lambda barrier, parity: barrier.wait(parity),
-        arrive=lambda barrier, count: barrier.expect(0),
     )  # fmt: skip
     return {
         "Number": Number, "gl": gl, "tl": gl, "gluon": SimpleNamespace(jit=lambda f: f),
-        "mbarrier": mbarrier,
-        "fence_async_shared": lambda: None, "tma": SimpleNamespace(store_wait=block.await_stores),
-        "atomic_add": block.add,
+        "mbarrier": mbarrier, "fence_async_shared": lambda: None,
+        "tma": SimpleNamespace(store_wait=block.await_stores), "atomic_add": block.add,
         "warpgroup_mma": block.product, "warpgroup_mma_init": lambda acc: acc,
         "warpgroup_mma_wait": block.await_products, "load": block.load,
-        "store": block.store, "barrier": lambda: None,
-        "reinterpret": lambda place, dtype, shape, layout: place.reinterpret(shape),
+        "store": block.store,
+        "reinterpret": lambda place, dtype, shape, layout: place.reshape(shape),
     }  # fmt: skip
 
 
@@ -285,10 +269,6 @@ def _assembly(block):
     def release_semaphore(place, order):
         place.array[place.offset] = order
 
-    def give_keys(at):
-        mine = CONSUMERS if threading.current_thread().name == "consume" else LOADER
-        block.barrier(at).arrive(mine, CONSUMERS + LOADER * (block.warps - 1))
-
     return {
         "give": lambda at: block.barrier(at).arrive(CONSUMERS),
         "give_if": lambda at, n: block.barrier(at).arrive(CONSUMERS) if n > 0 else None,
@@ -302,10 +282,6 @@ def _assembly(block):
             [block.barrier(at + w).sync(CONSUMERS) for w in (0, 1)] if n > 0 else None
         ),
         "begin_store": lambda: None,
-        "give_keys": give_keys,
-        "take_keys": lambda at: block.barrier(at).sync(
-            LOADER, CONSUMERS + LOADER * (block.warps - 1)
-        ),
         "give_kept": lambda at: block.barrier(at).arrive(CONSUMERS),
         "give_kept_if": lambda at, n: block.barrier(at).arrive(LOADER) if n > 0 else None,
         "take_kept": lambda at: block.barrier(at).sync(CONSUMERS),

@@ -76,10 +76,8 @@ BIAS = relative_bias(torch.zeros(32, 128, dtype=torch.bfloat16), 64)
 
 @pytest.mark.oldest
 @pytest.mark.compile
-@pytest.mark.parametrize(
-    ("D", "bias", "by_tile"), [(128, BIAS, False), (128, BIAS, True), (256, None, False)]
-)
-def test_guarded_loops_serialise_no_product(D, bias, by_tile):
+@pytest.mark.parametrize(("D", "bias"), [(128, BIAS), (256, None)])
+def test_guarded_loops_serialise_no_product(D, bias):
     """Of a learned bias by distance, and of 256 columns, ptxas let each wgmma wait for the one
     before it: where a loop has no turn its sums are zeros, and what writes those stood beside
     products under way."""
@@ -88,9 +86,8 @@ def test_guarded_loops_serialise_no_product(D, bias, by_tile):
     if structure.score is not None:
         structure = replace(structure, grads=loaded_floats(structure.score.mod))
     given = replace(problem("backward", D), structure=structure)
-    first = next(candidates(given, device, "triton"))
-    assert first.guarded
-    config = replace(first, by_tile=by_tile)
+    config = next(candidates(given, device, "triton"))
+    assert config.guarded
     compiled = compile_source(render(structure, config, device, ""), device)
     assert not _serialised(compiled.asm["ptx"], device)
     assert not resources(compiled, device).starved

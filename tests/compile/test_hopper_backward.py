@@ -17,7 +17,6 @@ from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.hopper_backward.source import TURN, render_before
 from flexattn.kernels.hopper_backward.space import defaults
-from flexattn.kernels.hopper_backward.tiles import at_sizes
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import _disassembled, resources
@@ -78,28 +77,6 @@ def test_defaults_keep_their_registers_and_overlap(name, D, sizes):
     stores = [each[: each.index("stmatrix")] for each in ptx.split(ANNOUNCED)[1:]]
     assert len(stores) == (0 if D == 256 else 1), len(stores)
     assert not any(re.search(barrier, each) for each in stores)
-
-
-@pytest.mark.parametrize(
-    ("name", "D"),
-    share(
-        [("causal", 128), ("full", 128), ("window", 128), ("full", 64)],
-        lambda case: case == ("causal", 128),
-    ),
-)
-def test_persistent_blocks_keep_their_registers(name, D):
-    wanted = problem("backward", D, group=1, **MODS[name])
-    config = at_sizes(replace(next(defaults(wanted)), persistent=True), wanted)
-    if config.BLOCK_M == 128:
-        config = replace(config, ds_stages=1, remat=True)
-    compiled = compile_source(render(wanted.structure, config, H200, "persistent"), H200)
-    taken = resources(compiled, H200)
-    assert not taken.serialised and taken.register_split == (240, 24)
-    assert sum(words for _, words in product_loops(compiled.asm["cubin"])) <= 1
-    # Nobody writes again what dk and dv are stored from before the copy engine has read it, which
-    # one thread alone knows.
-    barrier = r"\n\s*bar(?:rier)?(?:\.cta)?\.sync\s+0"
-    assert re.search(rf"bulk\.wait_group\.read\s+0;{barrier}", compiled.asm["ptx"])
 
 
 # Loads and stores of spilled words in a default's loops of products, all loops together: under

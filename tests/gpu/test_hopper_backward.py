@@ -104,14 +104,6 @@ FORMS = {
         "pipelined": "dk",
         "dk_rs": False,
     },
-    "persistent": {"dq_tma": True, "persistent": True, "ds_stages": 2},
-    "persistent halves": {
-        "dq_tma": True,
-        "dq_halves": True,
-        "persistent": True,
-        "ds_stages": 2,
-        "early_lse": "half",
-    },
 }
 TILES = {64: ((128, 128, 2), (64, 128, 3)), 128: ((64, 128, 2),), 256: ((64, 64, 2),)}
 # Shared memory has no room for a tile of dq of 256 columns.
@@ -127,19 +119,7 @@ def test_forms(name, D, forced):
         check(*on_gpu(1, 4, 2, 520, 640, D), MASKS["holes"])
 
 
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("name", ["persistent", "persistent halves"])
-def test_a_block_takes_one_tile_of_keys_after_another(name, D, forced):
-    """More tiles than SMs, of which `holes` leaves some without queries."""
-    for tile in TILES[D]:
-        forced(HopperBackwardConfig(*tile, **FORMS[name]))
-        check(*on_gpu(5, 8, 8, 520, 640, D), causal)
-        check(*on_gpu(3, 16, 8, 333, 1401, D), None)
-        check(*on_gpu(2, 16, 8, 520, 1281, D), MASKS["holes"])
-
-
-WITHOUT = ("dq_halves", "persistent")
-DROPPING = [each for each in EVERY_FORM if not FORMS[each[1]].keys() & set(WITHOUT)]
+DROPPING = [each for each in EVERY_FORM if "dq_halves" not in FORMS[each[1]]]
 
 
 @pytest.mark.parametrize(("D", "name"), [*((D, "plain") for D in TILES), *DROPPING])

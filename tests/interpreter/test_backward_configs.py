@@ -44,35 +44,3 @@ def test_guarded_loops_give_the_same_gradients():
     torch.testing.assert_close(found[3], wanted[3])
     assert not found[0][:, :, :131].any() and not found[1][:, :, 20:].any()
     assert found[0][:, :, 131:].all() and found[3].any()
-
-
-BY_TILE = {
-    "both ends": lambda t: lambda s, b, h, q, k: s + t[h, q - k + 40],
-    "backwards": lambda t: lambda s, b, h, q, k: s + t[h, 2 * k - q - 20],
-    "dense": lambda t: lambda s, b, h, q, k: s * t[q, k],
-    "a stride": lambda t: lambda s, b, h, q, k: s + t.T[k - q + 30, h],
-}
-
-
-@pytest.mark.parametrize("name", BY_TILE)
-def test_reads_compared_once_a_tile_give_the_same_gradients(name):
-    """Some tiles have places outside of the table, and negative ones, which count from its end."""
-    x = make(Row("row", "mods", Shape(1, 2, 1, 69, 75, 16), "none"), "cpu", torch.float32)
-    draw = torch.Generator().manual_seed(1)
-    size = (69, 75) if name == "dense" else (2, 90)
-    table = torch.randn(size, generator=draw).requires_grad_()
-    # Removed lanes alone read outside of the table.
-    x = replace(
-        x, score_mod=BY_TILE[name](table),
-        mask_mod=lambda b, h, q, k: (q - k > -40) & (q - k < 50) & (2 * k - q - 20 < 90),
-    )  # fmt: skip
-    dout = torch.randn_like(x.q)
-    tiles = {f"BLOCK_{axis}": 16 for axis in ("M1", "N1", "M2", "N2")}
-    plain, by_tile = (
-        exactly_trained({**tiles, "by_tile": on}, "TRITON")(x, dout) for on in (False, True)
-    )
-    found, wanted = by_tile.backward()(), plain.backward()()
-    for one, two in zip(found[:3], wanted[:3], strict=True):
-        assert torch.equal(one, two)
-    torch.testing.assert_close(found[3], wanted[3])
-    assert all(x.any() for x in found)

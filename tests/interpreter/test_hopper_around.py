@@ -18,7 +18,6 @@ FORMS = {
     "plain": {},
     "lse": {"through_lse": True},
     "dropped": {"dropout": True},
-    "persistent": {"persistent": True},
     "in_order": {"deterministic": True, "through_lse": True},
 }
 
@@ -31,15 +30,12 @@ def drawn(*shape, dtype=torch.float32):
 @pytest.mark.parametrize(("length", "D", "rows"), [(1, 64, 64), (130, 96, 64), (200, 64, 128)])
 @pytest.mark.parametrize("form", FORMS)
 def test_delta_is_made_and_sums_are_cleared(form, length, D, rows):
-    through_lse, dropout, deterministic, persistent = (
-        FORMS[form].get(name, False)
-        for name in ("through_lse", "dropout", "deterministic", "persistent")
+    through_lse, dropout, deterministic = (
+        FORMS[form].get(name, False) for name in ("through_lse", "dropout", "deterministic")
     )
     wanted = problem("backward", D, dtype="float16", kv_len=length, q_len=length, group=1)
     wanted = replace(wanted, structure=replace(wanted.structure, dropout=dropout))
-    config = HopperBackwardConfig(
-        rows, 128, 2, dq_tma=True, deterministic=deterministic, persistent=persistent
-    )
+    config = HopperBackwardConfig(rows, 128, 2, dq_tma=True, deterministic=deterministic)
     around = family_of(config).around(wanted, config, detect(CPU))
     out, dout = (drawn(HEADS, length, D, dtype=torch.float16) for _ in range(2))
     lse, dlse = torch.randn(2, B, HEADS, length)
@@ -63,8 +59,6 @@ def test_delta_is_made_and_sums_are_cleared(form, length, D, rows):
     )
     if deterministic:
         assert not nan["DQ_SEMAPHORES"].view(torch.int32).any()
-    if persistent:
-        assert nan["WORK_COUNTER"].view(torch.int32).flatten()[0] == 0
     stats = nan["STATS"].reshape(B, HEADS, tiles, 2, rows)
     first, second = (stats[:, :, :, i].reshape(B, HEADS, tiles * rows) for i in range(2))
     kept = 1.25 if dropout else 1.0

@@ -25,7 +25,6 @@ _SUMS = Argument("DQ_ACC", "*fp32", 16)
 # Of a tile of dQ as the copy engine adds it.
 SUMS_OF_A_ROW = 32
 _SEMAPHORES = Argument("DQ_SEMAPHORES", "*i32", 16)
-_COUNTER = Argument("WORK_COUNTER", "*i32", 16)
 
 
 def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
@@ -44,8 +43,6 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
     found.append(Argument("sm_scale", "fp32"))
     if config.deterministic:
         found.append(_SEMAPHORES)
-    if config.persistent:
-        found.append(_COUNTER)
     found += dropout_arguments(structure)[:2]
     return (*found, *mod_arguments(structure, config))
 
@@ -68,8 +65,6 @@ def before_arguments(
     found += [Argument(name, "i32") for name in ("Hq", "q_len", "num_queries")]
     if config.deterministic:
         found.append(_SEMAPHORES)
-    if config.persistent:
-        found.append(_COUNTER)
     return (*found, *dropout_arguments(structure)[2:])
 
 

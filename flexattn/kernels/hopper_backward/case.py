@@ -30,8 +30,6 @@ def case_of(config: HopperBackwardConfig, structure: Structure, device: Device) 
         config.dq_tma,
         config.dq_halves,
         config.deterministic,
-        config.persistent,
-        config.ping_pong,
         config.pipelined in PIPELINED
         and config.early_lse in EARLY
         and 0 <= config.ex2_emulated <= 8,

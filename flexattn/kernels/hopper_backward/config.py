@@ -40,7 +40,7 @@ class HopperBackwardConfig:
     ahead.
     mha: whether each key head has one query head, of one batch; default False: a block walks the
     rows of every query head that reads its keys. It spares a counter in registers, and is not
-    taken where weights are dropped or a block is persistent.
+    taken where weights are dropped.
     even_n: whether BLOCK_N divides the number of keys; default False. It spares a comparison of
     each score. Both follow from a problem's sizes.
     ds_stages: tiles of dS in shared memory, 1 or 2; default 1. With two in turn the warpgroups
@@ -78,9 +78,6 @@ class HopperBackwardConfig:
     deterministic: whether the blocks of a head add to dQ in the order in which they start, a
     semaphore for each tile; default False: in any order. dQ then has the same bits in every run.
     It takes dq_tma: a warp waits for a block's turn, not the consumers.
-    persistent: whether one block an SM takes tiles of keys until there are none, as of Hopper's
-    prefill; default False: a block has one. The next K and V are loaded while dK and dV are
-    stored. It takes dq_tma, and none of order, dropout, pipelined and ping_pong. Not timed yet.
     remat: whether addresses of tiles are computed anew in each turn of the loop; default False.
     What is known from before it takes registers, which beside masks and counters are lacking.
     """
@@ -101,7 +98,6 @@ class HopperBackwardConfig:
     dq_tma: bool = knob(False, True, word="dq-tma")
     dq_halves: bool = knob(False, True, word="halves")
     deterministic: bool = knob(False, True, word="deterministic")
-    persistent: bool = knob(False, True, word="persistent")
     remat: bool = knob(False, True, word="remat")
 
     heads: ClassVar[int] = 1

@@ -62,7 +62,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         return at_sizes(config, problem)
 
     def grid(self, problem: Problem, config: HopperBackwardConfig, device: Device) -> Geometry:
-        return backward_grid(problem, config, device)
+        return backward_grid(problem, config)
 
     def render(
         self, structure: Structure, config: HopperBackwardConfig, device: Device, title: str
@@ -80,8 +80,6 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         ]
         if config.deterministic:
             scratch.append(("DQ_SEMAPHORES", (1, 1, 1, tiles)))
-        if config.persistent:
-            scratch.append(("WORK_COUNTER", (1, 1, 1, 4)))
         before, through_lse = (
             render_before(structure, config, device, each) for each in (False, True)
         )
@@ -107,7 +105,6 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
             num_stages=stages,
             pipelined=pipelined,
             dq_halves=False,
-            persistent=False,
             dq_tma=True,
             deterministic=True,
             remat=True,

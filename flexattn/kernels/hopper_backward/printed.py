@@ -24,8 +24,6 @@ class RuleCase:
     dq_tma: bool
     dq_halves: bool
     deterministic: bool
-    persistent: bool
-    ping_pong: bool
     known_words: bool
     itemsize: int
     qk_dim: int
@@ -118,14 +116,6 @@ RULES: Rules[RuleCase] = Rules(
             lambda c: not c.dq_tma or c.num_stages <= 3,
         ),
         Rule(
-            "persistent",
-            "persistent takes dq_tma, and neither deterministic, pipelined nor ping_pong",
-            lambda c: (
-                not c.persistent
-                or (c.dq_tma and not c.deterministic and not c.ping_pong and not c.pipelined)
-            ),
-        ),
-        Rule(
             "words",
             "pipelined is dk, dq or empty, early_lse half, all or empty, and ex2_emulated of 8 "
             "at most 8",
@@ -159,12 +149,6 @@ RULES: Rules[RuleCase] = Rules(
             "dq_halves",
             "dq_halves takes dq_tma, and a second warp that neither adds in order nor draws",
             lambda c: not c.dq_halves or (c.dq_tma and not c.deterministic and not c.drops),
-        ),
-        Rule(
-            "persistent tiles",
-            "persistent drops no weights, and stores dK by way of {ds_stages} tiles of dS of "
-            "{BLOCK_N}x{BLOCK_M}, which have to hold one of {BLOCK_N}x{head_dim}",
-            lambda c: not c.persistent or (not c.drops and c.BLOCK_M * c.ds_stages >= c.head_dim),
         ),
         Rule(
             "dropout stages",

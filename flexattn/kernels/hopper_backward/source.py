@@ -41,8 +41,6 @@ _TWO_BUFFERS = "hopper_backward.two_buffers"
 _HARDWARE_BARRIERS = 16
 # The one at which the second warpgroup waits for the first: below those of four stages.
 TURN = 7
-# The one at which the loading warp waits for who is at a tile of keys: a kernel without turns.
-KEYS_READ = TURN
 # Those at which the warps that add tiles of dq meet the consumers, below those of three stages: of
 # each there is one more where two warps do so.
 DQ_STORED, DQ_READ = 5, 8
@@ -111,7 +109,6 @@ def render(
         "ds_stages": config.ds_stages,
         "announcement": ANNOUNCED,
         "deterministic": config.deterministic,
-        "persistent": config.persistent,
         "adding_warps": _adding_warps(config),
         "dropout": structure.dropout,
         "drawing_warps": _drawing_warps(config),
@@ -150,7 +147,6 @@ def render_before(
         "v_pieces": named_pieces("v", structure.head_dim_v),
         "through_lse": through_lse,
         "deterministic": config.deterministic,
-        "persistent": config.persistent,
         "dropout": structure.dropout,
     }
     template = "hopper_backward/before.py.jinja"
@@ -197,8 +193,6 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
     }
     if config.ping_pong:
         settings["TURN"] = TURN
-    if config.persistent:
-        settings["KEYS_READ"] = KEYS_READ
     if config.dq_tma:
         settings |= {"DQ_STORED": DQ_STORED, "DQ_READ": DQ_READ}
     if structure.dropout:

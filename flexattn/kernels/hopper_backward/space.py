@@ -69,9 +69,7 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperBackwardConfig]:
     tiles = {64: (_TALL, _WIDE), 128: (_WIDE,)}.get(columns(problem.structure), (_SPLIT,))
     for tile, stages in product(tiles, (2, 3)):
         config = at_sizes(replace(tile, num_stages=stages), problem)
-        # A persistent block counts heads at any sizes: its form has no mha.
-        for each in _forms(config, problem.structure):
-            yield at_sizes(each, problem)
+        yield from _forms(config, problem.structure)
 
 
 def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[HopperBackwardConfig]:
@@ -86,14 +84,7 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
     ]
     if columns(structure) <= 128:
         added = replace(config, dq_tma=True, ds_stages=2)
-        halves = replace(added, dq_halves=True)
-        pipelines += [added, halves, replace(halves, pipelined="dk", dk_rs=False)]
-        # Tall tiles have no registers for a second tile of dS beside the count of tiles.
-        lasting = replace(added, ds_stages=1, remat=True) if config.BLOCK_M == 128 else added
-        pipelines += [
-            replace(lasting, persistent=True),
-            replace(lasting, persistent=True, dq_halves=True),
-        ]
+        pipelines += [added, replace(added, dq_halves=True)]
     # Beside the scores of tall tiles dQ's product has no registers: ptxas waits for each.
     if config.BLOCK_M == 64:
         pipelines.append(replace(beside, pipelined="dq", remat=True))

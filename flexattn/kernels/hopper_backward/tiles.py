@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexattn.device import Device
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.tiles import Geometry, walks_runs
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
@@ -21,19 +20,17 @@ def at_sizes(config: HopperBackwardConfig, problem: Problem) -> HopperBackwardCo
     """The config in the form that a problem's heads and keys allow.
 
     With dropout a block counts heads also where each key head has one: ptxas of Triton 3.9 then
-    keeps Philox's keys in uniform registers, and of 3.6 makes shorter loops of a causal mask. A
-    persistent block that counts none spilled 32 words at 128 columns.
+    keeps Philox's keys in uniform registers, and of 3.6 makes shorter loops of a causal mask.
     """
-    counts = problem.structure.dropout or config.persistent
     return replace(
         config,
-        mha=_shared_heads(problem) == 1 and not counts,
+        mha=_shared_heads(problem) == 1 and not problem.structure.dropout,
         even_n=problem.kv_len % config.BLOCK_N == 0,
     )
 
 
-def backward_grid(problem: Problem, config: HopperBackwardConfig, device: Device) -> Geometry:
-    """A program for each tile of keys of each key head, or for each SM.
+def backward_grid(problem: Problem, config: HopperBackwardConfig) -> Geometry:
+    """A program for each tile of keys of each key head.
 
     Raises ConfigError for another form than a problem's.
     """
@@ -47,8 +44,7 @@ def backward_grid(problem: Problem, config: HopperBackwardConfig, device: Device
         )
     sizes = sizes_of_launch(problem, config)
     tiles = sizes["num_tiles"] * sizes["kv_units"]
-    programs = min(tiles, device.num_sms) if config.persistent else tiles
-    return Geometry(programs, sizes["num_tiles"], tiles)
+    return Geometry(tiles, sizes["num_tiles"], tiles)
 
 
 def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str, int]:

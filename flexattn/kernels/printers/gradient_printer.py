@@ -7,7 +7,6 @@ from typing import Any
 
 from flexattn.kernels.base.dialect import Dialect, TensorForm
 from flexattn.kernels.printers.diagonals import DiagonalPrinter, on_diagonals
-from flexattn.kernels.printers.tile_reads import TilePrinter
 from flexattn.kernels.printers.triton_printer import (
     TILE,
     MultiPrinter,
@@ -89,22 +88,17 @@ def adds_along_diagonals(structure: Structure) -> bool:
 
 
 def print_gradient(
-    captures: Captures,
-    slots: tuple[int, ...],
-    traits: Traits,
-    diagonals: bool = True,
-    by_tile: bool = False,
+    captures: Captures, slots: tuple[int, ...], traits: Traits, diagonals: bool = True
 ) -> PrintedGradient:
     """A score_mod of one half, whose dialect the traits have, with its derivatives.
 
     slots: the captured tensors whose gradients this half adds up, which is one that holds rows.
-    diagonals: of a tile's diagonals, where these have one place each, the sums are added. by_tile:
-    reads whose places rise evenly are compared with sizes once a tile.
+    diagonals: of a tile's diagonals, where these have one place each, the sums are added.
     Raises UnsupportedError as `derivatives` and `print_mod` do.
     """
     found = derivatives(captures.mod, slots)
     roots = (captures.mod.expr, *found.roots)
-    kind = TilePrinter if by_tile else DiagonalPrinter if traits.dialect.gluon else MultiPrinter
+    kind = DiagonalPrinter if traits.dialect.gluon else MultiPrinter
     printer = kind(captures.mod, captures.contiguous, traits, TILE, roots)
     printed = printer.run()
     result = _as_tile(printer, captures.mod.expr, printed.result)
@@ -119,19 +113,15 @@ def print_gradient(
 
 
 def print_with_gradients(
-    structure: Structure,
-    traits: Traits,
-    slots: tuple[int, ...] = (),
-    diagonals: bool = False,
-    by_tile: bool = False,
+    structure: Structure, traits: Traits, slots: tuple[int, ...] = (), diagonals: bool = False
 ) -> tuple[PrintedGradient | None, Printed | None]:
     """The score_mod with its derivatives and the mask_mod of a half; None where there is none.
 
-    slots, diagonals, by_tile, and what is raised: as of `print_gradient`.
+    slots, diagonals, and what is raised: as of `print_gradient`.
     """
     score = mask = None
     if structure.score is not None:
-        score = print_gradient(structure.score, slots, traits, diagonals, by_tile)
+        score = print_gradient(structure.score, slots, traits, diagonals)
     if structure.mask is not None:
         mask = print_mod(structure.mask.mod, structure.mask.contiguous, traits)
     return score, mask

@@ -9,14 +9,14 @@ from sympy import And, Eq, Max, Mod, Not, Or, Piecewise, floor, symbols
 from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
 # A config's numbers. Then truth values: whether a product goes on when the next tile begins, and
-# dQ's does, the copy engine adds dQ, its halves by themselves, and in order, a block has one tile
-# of keys after another, warpgroups take turns, and words and numbers are among those there are.
+# dQ's does, the copy engine adds dQ, its halves by themselves, and in order, and words and numbers
+# are among those that there are.
 _CONFIG = (
     BLOCK_M, BLOCK_N, num_stages, ds_stages, pipelined, dq_later, dq_tma, dq_halves, deterministic,
-    persistent, ping_pong, known_words,
+    known_words,
 ) = symbols(
     "BLOCK_M BLOCK_N num_stages ds_stages pipelined dq_later dq_tma dq_halves deterministic "
-    "persistent ping_pong known_words"
+    "known_words"
 )  # fmt: skip
 # A structure's sizes, with the columns of a tile, and those of a mask's blocks 0 where there is
 # none; then truth values: k and v are as q, q, k and v lie as TMA reads them, something captured
@@ -123,14 +123,6 @@ HOPPER_BACKWARD_STATEMENT = Statement(
             "num_stages={num_stages}: dq_tma takes a hardware barrier of the fourth stage",
         ),
         Inequality(
-            "persistent",
-            Or(
-                Not(persistent),
-                And(dq_tma, Not(deterministic), Not(pipelined), Not(ping_pong)),
-            ),
-            "persistent takes dq_tma, and neither deterministic, pipelined nor ping_pong",
-        ),
-        Inequality(
             "words",
             known_words,
             "pipelined is dk, dq or empty, early_lse half, all or empty, and ex2_emulated of 8 at "
@@ -164,12 +156,6 @@ HOPPER_BACKWARD_STATEMENT = Statement(
             "dq_halves",
             Or(Not(dq_halves), And(dq_tma, Not(deterministic), Not(drops))),
             "dq_halves takes dq_tma, and a second warp that neither adds in order nor draws",
-        ),
-        Inequality(
-            "persistent tiles",
-            Or(Not(persistent), And(Not(drops), ds_stages * BLOCK_M >= head_dim)),
-            "persistent drops no weights, and stores dK by way of {ds_stages} tiles of dS of "
-            "{BLOCK_N}x{BLOCK_M}, which have to hold one of {BLOCK_N}x{head_dim}",
         ),
         Inequality(
             "dropout stages",

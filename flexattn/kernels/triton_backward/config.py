@@ -43,10 +43,6 @@ class BackwardConfig:
     of a loop that may have no turn ptxas may see another instruction write its sums: then each
     wgmma of the kernel waits for the one before it (C7515). So it is on Hopper of a learned bias
     by distance, and above 128 columns of almost every call, and there the static defaults have it.
-    by_tile: whether places of a table
-    that rise evenly, as by distance, are compared with its size once a tile; default False: at
-    each score. Of a learned bias at D 128 the loops then run 15 % fewer instructions. Neither has
-    been timed on a GPU yet.
     """
 
     BLOCK_M1: int
@@ -58,7 +54,6 @@ class BackwardConfig:
     use_tma: bool = False
     sum_diagonals: bool = knob(True, False, word="scattered", moves=adds_along_diagonals)
     guarded: bool = knob(False, True, word="guarded", moves=serialises)
-    by_tile: bool = knob(False, True, word="by-tile", moves=_loads_for_keys)
 
     heads: ClassVar[int] = 1
     language: ClassVar[Language] = "triton"

@@ -40,12 +40,9 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
     """The backward kernel of a structure with a config; title goes into its header."""
     traits = traits_of(device, structure)
     over_keys, mask_over_keys = print_with_gradients(
-        structure, replace(traits, dialect=OVER_KEYS), structure.grads, config.sum_diagonals,
-        config.by_tile,
-    )  # fmt: skip
-    over_rows, mask_over_rows = print_with_gradients(
-        structure, replace(traits, dialect=OVER_ROWS), by_tile=config.by_tile
+        structure, replace(traits, dialect=OVER_KEYS), structure.grads, config.sum_diagonals
     )
+    over_rows, mask_over_rows = print_with_gradients(structure, replace(traits, dialect=OVER_ROWS))
     qk, v = named_pieces("qk", structure.head_dim_qk), named_pieces("v", structure.head_dim_v)
     sparsity = structure.sparsity
     settings: dict[str, int] = dict(config.tiles)

@@ -1,6 +1,5 @@
 """The pipelines of Hopper's backward, run in plain Python: their gradients are float64's."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,8 +58,6 @@ class Emulated(Recorded):
             seen["stats"], seen["sums"] = stats, np.zeros((stats.shape[2], rows, self.width))
             if self.config.deterministic:
                 told["DQ_SEMAPHORES"].zero_()
-            if self.config.persistent:
-                told["WORK_COUNTER"].view(torch.int32)[0] = 0
         elif "DQ" in names and "Q" not in names:
             heads = told["DQ"].shape[:2]
             sums = self.by_row(seen["sums"]) if self.config.dq_tma else seen["sums"]
@@ -88,8 +85,6 @@ class Emulated(Recorded):
             return Descriptor(sums, (1, 1, value.shape[2] // parts, value.shape[3]), 4)
         if name == "DQ_ACC":
             return Pointer(self.seen["sums"])
-        if name == "WORK_COUNTER":
-            value = value.view(torch.int32)
         return Pointer(value.view(-1).numpy()) if isinstance(value, torch.Tensor) else value
 
 
@@ -107,11 +102,10 @@ def gradients(
     like = [x.bfloat16() for x in (q, k, v)]
     problem, seen = _problem(asked, *like, lists), {}
     config, width = at_sizes(config, problem), columns(problem.structure)
-    device = replace(H200, num_sms=3) if config.persistent else H200
     assert not family_of(config).feasibility.reasons(config, problem.structure, H200)
 
     def kernels(problem, target, index, options):
-        choice = Candidate(problem, device, config, "forced", "test").choice()
+        choice = Candidate(problem, H200, config, "forced", "test").choice()
         return choice, Emulated(choice.source, config, width, seen), None
 
     def build(source, *_):
@@ -122,7 +116,7 @@ def gradients(
         q, k, v, score_mod=score_mod, block_mask=mask, scale=0.1, dropout=dropout
     )
     prepared = backward.prepare_backward(
-        problem, device, q.device, SimpleNamespace(kernels=kernels), Options(), (q, k, v), out,
+        problem, H200, q.device, SimpleNamespace(kernels=kernels), Options(), (q, k, v), out,
         dout, lists,
     )  # fmt: skip
     rest = prepared.rest_of(lists, score, asked.mask, dropout)
@@ -158,14 +152,6 @@ PIPELINES = {
         "dq_tma": True,
         "deterministic": True,
         "pipelined": "dk",
-        "lpt": False,
-    },
-    "persistent": {"dq_tma": True, "persistent": True, "ds_stages": 2},
-    "persistent halves": {
-        "dq_tma": True,
-        "dq_halves": True,
-        "persistent": True,
-        "shift_rows": True,
         "lpt": False,
     },
     "shifted dq": {"pipelined": "dq", "shift_rows": True, "ex2_emulated": 2, "lpt": False},
@@ -206,9 +192,6 @@ CASES = [
         ("two buffers", mask, (64, 128, 2), heads)
         for mask, heads in (("full", GQA), ("holes", MHA))
     ),
-    *(("persistent", mask, (64, 128, 2), heads) for mask in MASKS for heads in (MHA, GQA)),
-    *(("persistent halves", mask, (64, 128, 3), GQA) for mask in ("full", "holes")),
-    ("persistent halves", "causal", (128, 128, 1), MHA),
     *(("deterministic", mask, (64, 128, 2), MHA) for mask in MASKS),
     *(("deterministic dk", mask, (64, 64, 2), GQA) for mask in MASKS),
 ]

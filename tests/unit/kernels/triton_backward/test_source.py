@@ -42,7 +42,7 @@ def test_gradients_of_captured_tensors_are_there_where_they_are_asked_for():
 
 def test_a_relative_bias_is_summed_along_diagonals_or_scattered():
     given = structure(BIAS, grads=True)
-    configs = [each for each in turned(CONFIG, given) if not (each.guarded or each.by_tile)]
+    configs = [each for each in turned(CONFIG, given) if not each.guarded]
     assert [each.sum_diagonals for each in configs] == [True, False]
     one, other = (text(given, each) for each in configs)
     assert "tl.gather" in one and "tl.gather" not in other
@@ -51,7 +51,7 @@ def test_a_relative_bias_is_summed_along_diagonals_or_scattered():
 
 def test_loops_are_guarded_where_a_search_asks_and_a_score_mod_reads_memory_inside():
     given = structure(BIAS, mask_mod=causal, runs=True)
-    configs = [each for each in turned(CONFIG, given) if not each.by_tile]
+    configs = list(turned(CONFIG, given))
     assert [each.guarded for each in configs] == [False, True]
     wide = structure(D=256)
     assert [each.guarded for each in turned(CONFIG, wide)] == [False, True]
@@ -59,25 +59,6 @@ def test_loops_are_guarded_where_a_search_asks_and_a_score_mod_reads_memory_insi
     assert "if begin < end:" not in one and other.count("if begin < end:") == 2
     kept = [line.strip() for line in other.splitlines() if "begin < end" not in line]
     assert kept[3:] == [line.strip() for line in one.splitlines()][3:], "and nothing else changes"
-
-
-READS = {
-    "by distance": (lambda t: lambda s, b, h, q, k: s + t[h, q - k + 64], 2),
-    "dense": (lambda t: lambda s, b, h, q, k: s + t[q, k], 2),
-    "clamped": (lambda t: lambda s, b, h, q, k: s + t[h, (q - k).clamp(0, 127)], 0),
-    "by key": (lambda t: lambda s, b, h, q, k: s + t[h, k], 0),
-    "by score": (lambda t: lambda s, b, h, q, k: s + t[h, s.to(torch.int32)], 0),
-}
-
-
-@pytest.mark.parametrize("name", READS)
-def test_reads_whose_places_rise_evenly_are_compared_with_sizes_once_a_tile(name):
-    make, times = READS[name]
-    given = structure(make(torch.zeros(32, 128)))
-    one, other = text(given).splitlines(), text(given, replace(CONFIG, by_tile=True)).splitlines()
-    assert (one[3:] == other[3:]) == (not times)
-    conditions = [line for line in other if line.strip().startswith("if (") and ">= 0" in line]
-    assert len(conditions) == times, "once in each half"
 
 
 def test_a_soft_caps_derivative_uses_its_tanh():
