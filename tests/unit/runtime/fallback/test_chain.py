@@ -233,7 +233,7 @@ def test_a_record_serves_whatever_it_spills_where_this_compiler_was_measured(
 ):
     config = next(candidates_of(WANTED, H200, parse({"BACKEND": "TRITON"}))).config
     record = SimpleNamespace(config=config, how="hint", origin="hint", differing=differing)
-    monkeypatch.setattr("flexattn.runtime.dispatch.find", lambda problem, device: record)
+    monkeypatch.setattr("flexattn.runtime.dispatch.find", lambda problem, device, first: record)
     with override(mode="replay"):
         found = served(Builder(spills=spills(gluon=0, triton=999)))
     assert (found.how == "hint") is kept
