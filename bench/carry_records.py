@@ -32,7 +32,7 @@ from typing import Any
 
 from bench.same_programs import canonical, used_by
 from flexattn.records.codec import decode_record, encode
-from flexattn.records.standing import raced, same_tiles
+from flexattn.records.former_default import recorded_default, same_tiles
 from flexattn.records.store import Store
 
 __all__ = ["FORMER_ARGUMENTS", "carry", "main", "programs", "verdict"]
@@ -89,7 +89,7 @@ def verdict(path: Path, old: dict[str, Any], new: dict[str, Any]) -> tuple[str, 
     template = record.environment.template
     if template not in (old["template"], new["template"]):
         return "a hint in the old tree already", template
-    if not same_tiles(encode(raced(record)), new["default"]):
+    if not same_tiles(encode(recorded_default(record)), new["default"]):
         return "another default", template
     if template == new["template"]:
         return THERE, template

@@ -16,9 +16,9 @@ from flexattn.device import Device, named
 from flexattn.presets import files
 from flexattn.problem import Problem
 from flexattn.records.codec import decode_record
+from flexattn.records.former_default import TOOLCHAIN_FIELDS
 from flexattn.records.key import Key, key_of
 from flexattn.records.record import Trial
-from flexattn.records.standing import COMPILED
 from flexattn.records.store import Store
 from flexattn.serving.tuned import ServingProblem
 from flexattn.tune.studies import load_study, stored
@@ -61,7 +61,7 @@ class Measured:
 
 def tiles_of(config: Any) -> Any:
     """A config of any family without what says how it is compiled."""
-    changed = {name: value for name, value in COMPILED.items() if hasattr(config, name)}
+    changed = {name: value for name, value in TOOLCHAIN_FIELDS.items() if hasattr(config, name)}
     return replace(config, **changed)
 
 

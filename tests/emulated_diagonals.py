@@ -37,12 +37,12 @@ def keepers(keys, rows):
     return found
 
 
-def of_diagonals(read):
+def broadcast_diagonals(read):
     keys, half = read.shape
     return np.asarray(read).reshape(-1)[keepers(keys, 2 * half)].view(type(read))
 
 
-def diagonal_sums(values):
+def reduce_diagonals(values):
     keys, rows = values.shape
     found = np.zeros(keys * rows // 2, np.float32)
     np.add.at(found, keepers(keys, rows), np.asarray(values))

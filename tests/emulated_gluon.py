@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from flexattn.reference.dropout import philox4x32
-from tests.emulated_diagonals import diagonal_sums, of_diagonals
+from tests.emulated_diagonals import broadcast_diagonals, reduce_diagonals
 from tests.emulated_memory import Number, Shared, Tile, tile
 
 SECONDS = 20
@@ -287,8 +287,8 @@ def _assembly(block):
         "take_kept": lambda at: block.barrier(at).sync(CONSUMERS),
         "take_kept_if": lambda at, n: block.barrier(at).sync(LOADER) if n > 0 else None,
         "fast_tanh": np.tanh,
-        "of_diagonals": of_diagonals,
-        "diagonal_sums": diagonal_sums,
+        "broadcast_diagonals": broadcast_diagonals,
+        "reduce_diagonals": reduce_diagonals,
         "philox": _philox,
         "uniform": lambda word: word,
         "unsigned": lambda p: np.abs(p),

@@ -25,9 +25,9 @@ from flexattn.kernels.choose.registry import family_of
 from flexattn.problem import Problem, Structure
 from flexattn.records.environment import environment
 from flexattn.records.files import is_closed
+from flexattn.records.former_default import outdated
 from flexattn.records.key import Key, Sizes, key_of, sizes_of
 from flexattn.records.record import Answer, Environment, Record, slug
-from flexattn.records.standing import outdated
 from flexattn.records.store import REAL, Store, generation
 from flexattn.settings import current, say_once
 from flexattn.util.lru import Lru

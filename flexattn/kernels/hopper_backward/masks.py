@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from flexattn.kernels.printers.diagonals import read_once
+from flexattn.kernels.printers.diagonals import reads_by_diagonal
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.mods.derivative import derivatives
 from flexattn.mods.expr import Expr, depending, walk
@@ -55,22 +55,24 @@ def loads_pairs(structure: Structure) -> bool:
         queries = depending(nodes, ("score", "q_idx"))
         keys = depending(nodes, ("score", "kv_idx"))
         pairs = (node for node in nodes if node.op == "load" and node in queries and node in keys)
-        if any(captures is structure.mask or not read_once(node) for node in pairs):
+        if any(captures is structure.mask or not reads_by_diagonal(node) for node in pairs):
             return True
     return False
 
 
 def reads_diagonals(structure: Structure) -> bool:
     """Whether a score_mod reads something along diagonals of a tile."""
-    return structure.score is not None and any(map(read_once, walk(structure.score.mod.expr)))
+    return structure.score is not None and any(
+        map(reads_by_diagonal, walk(structure.score.mod.expr))
+    )
 
 
 def sums_diagonals(structure: Structure) -> bool:
     """Whether all that gets a gradient is read along diagonals of a tile."""
-    if structure.score is None:
+    if structure.score is None or not structure.grads:
         return not structure.grads
     found = derivatives(structure.score.mod, structure.grads)
-    return all(read_once(each.load) for each in found.loads)
+    return all(reads_by_diagonal(each.load) for each in found.loads)
 
 
 def may_be_no_number(score: Expr) -> bool:

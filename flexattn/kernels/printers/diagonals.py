@@ -1,8 +1,8 @@
 """What a score_mod reads along diagonals of a tile of Gluon's: once for each diagonal of a warp.
 
 A relative bias is read at q_idx - kv_idx and a constant: all scores of a diagonal of a tile read
-one place. The template's `of_diagonals` gives each score what a lane of its warp has read, and its
-`diagonal_sums` the other way around adds up what goes to one place.
+one place. The template's `broadcast_diagonals` gives each score what a lane of its warp has read,
+and its `reduce_diagonals` the other way around adds up what goes to one place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexattn.mods.analysis.dependence import along_diagonals
 from flexattn.mods.expr import Expr, reads
 
 # A lane gives another one 32 bits.
-_PASSED_ON = frozenset(("float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8"))
+_SHUFFLED = frozenset(("float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8"))
 
 
 def on_diagonals(load: Expr) -> bool:
@@ -24,9 +24,9 @@ def on_diagonals(load: Expr) -> bool:
     return reads(load, "kv_idx") and all(map(along_diagonals, load.args))
 
 
-def read_once(load: Expr) -> bool:
+def reads_by_diagonal(load: Expr) -> bool:
     """Whether a load is printed once for each diagonal of a warp."""
-    return load.op == "load" and load.dtype in _PASSED_ON and on_diagonals(load)
+    return load.op == "load" and load.dtype in _SHUFFLED and on_diagonals(load)
 
 
 class DiagonalPrinter(MultiPrinter):
@@ -36,7 +36,7 @@ class DiagonalPrinter(MultiPrinter):
     """
 
     def _load(self, node: Expr) -> Any:
-        if not read_once(node):
+        if not reads_by_diagonal(node):
             return super()._load(node)
         base = buffer_names(self.mod.kind, int(node.value or 0), 0)[0]
         view = View(f"{base}_along{self.count}", "diagonal_q", "start_n", by_row=False)
@@ -52,7 +52,9 @@ class DiagonalPrinter(MultiPrinter):
         if not any(node in other.args for other in self.ahead):
             self.ahead = self.ahead - {node}
         read = along.values[node]
-        return self._name(replace(read, text=f"of_diagonals({read.text})", row=True, key=True))
+        return self._name(
+            replace(read, text=f"broadcast_diagonals({read.text})", row=True, key=True)
+        )
 
 
 class _AlongPrinter(MultiPrinter):

@@ -246,7 +246,7 @@ class _Scatter:
     def _over_warps(self, each: str) -> Scatter:
         """One addition for each diagonal that two lanes have of a warp's part of a tile."""
         values = f"{self.base}_ds{self.number}"
-        lines = (f"{self.sum} = diagonal_sums({values})", *self._add(f"({self.sum} != 0.0)"))
+        lines = (f"{self.sum} = reduce_diagonals({values})", *self._add(f"({self.sum} != 0.0)"))
         return Scatter((), (f"{values} = {each}",), lines)
 
     def _add(self, *kept: str, by: str = "atomic_add") -> tuple[str, ...]:

@@ -43,13 +43,13 @@ def told(root, **about):
         usual = {
             "template": record.environment.template,
             "kernels": compiled(),
-            "default": encode(raced(record)),
+            "default": encode(recorded_default(record)),
         }
         found[path.relative_to(root).as_posix()] = usual | about
     return found
 
 
-def raced(record):
+def recorded_default(record):
     """The static default of a record's time."""
     return record.trials[record.decision.default].config
 

@@ -17,9 +17,9 @@ from flexattn.presets import files
 from flexattn.records import layers
 from flexattn.records.codec import decode_record
 from flexattn.records.environment import serving_policy
+from flexattn.records.former_default import outdated
 from flexattn.records.key import Sizes, key_of
 from flexattn.records.record import SCHEMA, slug
-from flexattn.records.standing import outdated
 from flexattn.records.store import REAL, Store
 from flexattn.serving import tuned as serving_tuned
 from flexattn.serving.tuned import ServingProblem, tuned

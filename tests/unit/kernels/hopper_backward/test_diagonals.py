@@ -13,7 +13,7 @@ from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.hopper_backward.source import render
 from flexattn.reference import attention
-from tests.emulated_diagonals import diagonal_sums, lanes_run, of_diagonals, threads
+from tests.emulated_diagonals import broadcast_diagonals, lanes_run, reduce_diagonals, threads
 from tests.problems import problem
 from tests.unit.kernels.hopper_backward.test_emulated import GQA, MASKS, MHA, PIPELINES, gradients
 
@@ -37,15 +37,15 @@ def test_assembly_of_a_warp(D, tile, span):
     rows, keys = tile
     draw = np.random.default_rng(0)
     values = draw.integers(-99, 99, (keys, rows)).astype(np.float32)
-    sums = np.stack([lanes_run(assembly(source, "BY_DIAGONAL"), each)
+    sums = np.stack([lanes_run(assembly(source, "REDUCE_DIAGONALS"), each)
                      for each in threads(values, span)])  # fmt: skip
-    held = threads(diagonal_sums(values), span // 2)
+    held = threads(reduce_diagonals(values), span // 2)
     np.testing.assert_array_equal(sums[..., : span // 4], held)
     assert not sums[..., span // 4 :].any()
     read = draw.integers(-99, 99, (keys, rows // 2)).astype(np.float32)
     twice = np.concatenate([threads(read, span // 2)] * 2, -1)
-    found = np.stack([lanes_run(assembly(source, "OF_DIAGONALS"), each) for each in twice])
-    np.testing.assert_array_equal(found, threads(of_diagonals(read), span))
+    found = np.stack([lanes_run(assembly(source, "BROADCAST_DIAGONALS"), each) for each in twice])
+    np.testing.assert_array_equal(found, threads(broadcast_diagonals(read), span))
 
 
 def distance(table):
@@ -99,7 +99,7 @@ def test_gradients_of_what_is_learned(score, name, mask, tile, heads, monkeypatc
     leaves = [x.requires_grad_() for x in (q, k, v, table)]
     out, _, _ = attention(q, k, v, score_mod=make(table), block_mask=block_mask, scale=0.1)
     for ours, wanted in zip(found, torch.autograd.grad(out, leaves, dout), strict=True):
-        torch.testing.assert_close(ours.double(), wanted.double(), rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(ours.double(), wanted.double(), rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_not_read_along_diagonals_is_not_served():

@@ -15,15 +15,17 @@ from flexattn.records.record import Record
 
 # Fields that say how a config is compiled, as a config is that is told nothing: which assembler a
 # default takes depends on what is installed.
-COMPILED = {"ptxas": "", "merge_consumers": True}
+TOOLCHAIN_FIELDS = {"ptxas": "", "merge_consumers": True}
 
 
 def same_tiles(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two configs, as `encode` gives them, differ at most in how they are compiled."""
-    return all(one.get(name) == other.get(name) for name in (one.keys() | other) - COMPILED.keys())
+    return all(
+        one.get(name) == other.get(name) for name in (one.keys() | other) - TOOLCHAIN_FIELDS.keys()
+    )
 
 
-def raced(record: Record) -> Config:
+def recorded_default(record: Record) -> Config:
     """The static default of a record's time."""
     return record.trials[record.decision.default].config
 
@@ -35,10 +37,10 @@ def outdated(record: Record | None, today: Config) -> str:
     """
     if record is None:
         return "its trials cannot be read, and so not which static default it was raced against"
-    was = encode(raced(record))
+    was = encode(recorded_default(record))
     now = encode(today)
     if same_tiles(was, now):
         return ""
-    words = was["type"], describe(raced(record)), now["type"], describe(today)
+    words = was["type"], describe(recorded_default(record)), now["type"], describe(today)
     told = "its default was {} {}, which is no longer the static default: that is {} {}"
     return told.format(*words)
