@@ -30,8 +30,8 @@ class HopperCosts:
     of the softmax. product: of one row, key and column of Q K^T or P V. softmax: of one row and
     key with three consumers; times `two` with two of them, 1 + `score` with a score_mod, `turns`
     where consumers alternate. narrow: factor of a step of fewer than 128 keys at up to 128
-    columns. tail: the part of the longest tile that ends alone. memory: of the bandwidth, what
-    gives keys that no other SM reads.
+    columns, but of three consumers. tail: the part of the longest tile that ends alone. memory:
+    of the bandwidth, what gives keys that no other SM reads.
     """
 
     launch: float = 8.6
@@ -77,7 +77,7 @@ def expected(
         start += costs.lazy_start
         softmax *= 1 - costs.lazy_gain
     computed = products + softmax
-    if keys < 128 and columns <= 256:
+    if keys < 128 and columns <= 256 and config.consumers < 3:
         computed *= costs.narrow
     if config.cross_tile_pipeline:
         start += costs.cross_start
