@@ -22,6 +22,9 @@ from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
+FEW = replace(MLA, BLOCK_M=16, BLOCK_N=64, num_stages=3)
+FEWER = {"16 rows": FEW, "two slots": replace(FEW, num_stages=2)}
+CONFIGS = {"64 rows": MLA, **FEWER, "32 rows": replace(FEW, BLOCK_M=32, num_stages=2)}
 H200 = named("nvidia-h200")
 
 
