@@ -73,7 +73,10 @@ def run(source, programs, arguments, seed=0):
             block = Decoding(number, random.Random(chance.random()))
             names = _language(block)
             exec(code, names)
-            names.update(no_offset=lambda: 0, prefetch=lambda address, wanted: None)
+            names.update(
+                no_offset=lambda: 0, let_combine_begin=lambda: None,
+                prefetch=lambda address, wanted: None,
+            )  # fmt: skip
             names[source.entry](*(arguments[each.name] for each in source.arguments))
 
 

@@ -58,6 +58,11 @@ def dialect(config: ServingConfig) -> Dialect:
     return MLA_SWAP_AB if config.swap_ab else MLA
 
 
+def registers(config: ServingConfig) -> int:
+    """The most of a thread as it starts; 0: no bound. The combine kernel begins beside few rows."""
+    return {16: 128, 32: 168}[config.BLOCK_M] if config.swap_ab else 0
+
+
 def described(form: ServingForm) -> Argument:
     """The cache as a tensor descriptor [pages or requests, heads, keys, columns]."""
     block = [1, 1, box(form), ROPE]

@@ -159,7 +159,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     if config.for_mla:
         return rendering.make_source(
             f"paged_decode/{config.template}.py.jinja", device, header, context, found,
-            config.num_warps, 1, "gluon",
+            config.num_warps, 1, "gluon", mla.registers(config),
         )  # fmt: skip
     if config.warp_private:
         warp = rendering.make_source(
@@ -182,6 +182,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         **_shared(form, config, device, [mask] if mask is not None else [], TRITON, COMBINE_WARPS),
         "v_pieces": rendering.named_pieces("v", form.head_dim_v // shape.column_parts),
         "by_work_tile": shape.work_tiles > 0,
+        "early": config.swap_ab and device.backend == "cuda",
         "widen": "",
         "prefetch": False,
         "predicated_loads": (),
