@@ -1,7 +1,7 @@
 """Runs a rendered MLA decode in plain Python, as tests/emulated_gluon.py does the backward.
 
-Each block is a thread for each warpgroup, one or two, and one for the loading warp. Keys arrive late by chance, and a
-product reads its operands when it is issued or not before it is awaited.
+A block has a thread for each warpgroup and one for the loading warp. Keys arrive late by chance,
+and a product reads its operands when it is issued or not before it is awaited.
 """
 
 import random

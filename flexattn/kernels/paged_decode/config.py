@@ -122,7 +122,7 @@ class ServingConfig:
 
     @property
     def swap_ab(self) -> bool:
-        """Whether it does so with keys as rows of both products, and few packed rows as columns."""
+        """Whether keys are rows of both products then, and few packed rows their columns."""
         return self.for_mla and self.BLOCK_M < 64
 
     @property

@@ -59,7 +59,7 @@ def dialect(config: ServingConfig) -> Dialect:
 
 
 def registers(config: ServingConfig) -> int:
-    """The most of a thread as it starts; 0: no bound. The combine kernel begins beside few rows."""
+    """The most of a thread as it starts, 0: no bound. A combine kernel begins beside few rows."""
     return {16: 128, 32: 168}[config.BLOCK_M] if config.swap_ab else 0
 
 
