@@ -18,7 +18,7 @@ from flexattn.errors import DriverError
 _ELEMENTS = {"fp8e4nv": 0, "fp16": 6, "fp32": 7, "bf16": 9}
 INVALID_CONTEXT = 201
 _L2_PROMOTION_128B = 2
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_PROGRAMMATIC_STREAM_SERIALIZATION, _EDGES_SINCE = 6, 12030
 _MAX_THREADS, _MAX_DYNAMIC_SHARED = 0, 8
 _PREFER_SHARED = 1
 _TOO_MANY_THREADS = "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
@@ -71,9 +71,12 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
-def begins_early() -> LaunchAttribute:
+def begins_early() -> LaunchAttribute | None:
     """That a kernel may begin while the one before it in its stream runs, for whose end it waits
-    itself (programmatic dependent launch)."""
+    itself (programmatic dependent launch); None before CUDA 12.3, whose graphs hold no such edge.
+    """
+    if version() < _EDGES_SINCE:
+        return None
     return LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 1)
 
 
