@@ -8,7 +8,7 @@ columns in fp32 registers. Method: FlashMLA's, but for the order of the products
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
@@ -49,6 +49,18 @@ def mla_space(rows: int = _ROWS) -> Iterator[ServingConfig]:
                 yield ServingConfig(height, _KEYS, 4, stages, 1, least, "launch", "whole")
     for least in (1, 2, 4, 8):
         yield ServingConfig(_ROWS, 2 * _KEYS, 4, 1, 1, least, "launch", "whole")
+
+
+def mla_defaults(form: ServingForm) -> Iterator[ServingConfig]:
+    """Where to start: at most 16 rows with operands swapped, then as many rows are.
+
+    Of few requests a program has about two tiles, and beside two the combine kernel has room to
+    begin. Not measured yet.
+    """
+    if 0 < form.rows <= 16:
+        few = list(islice(mla_space(form.rows), 2))
+        yield from few if form.requests > 8 else reversed(few)
+    yield next(mla_space())
 
 
 def dialect(config: ServingConfig) -> Dialect:

@@ -62,7 +62,14 @@ def test_configs_that_few_rows_do_not_have(change):
 def test_devices():
     for name in ("nvidia-a100", "nvidia-b200"):
         assert "sm_90" in "\n".join(serving_reasons(MLA, form(), named(name)))
-    assert {each.least for each in serving_space(form(), H200) if each.for_mla} == {1, 2, 4, 8}
+    found = [each for each in serving_space(form(), H200) if each.for_mla]
+    assert {each.least for each in found if not each.swap_ab} == {1, 2, 4, 8}
+    assert {(each.least, each.num_stages) for each in found if each.swap_ab} == {
+        (least, stages) for least in (1, 2) for stages in (2, 3)
+    }
+    assert found[0] == FEW, "many requests hold three tiles"
+    assert serving_space(form(B=1), H200)[0] == replace(FEW, num_stages=2)
+    assert not any(each.swap_ab for each in serving_space(form(heads=64), H200))
 
 
 def test_all_sms_merge_the_parts_of_one_request():
