@@ -1,7 +1,7 @@
 """Runs a rendered MLA decode in plain Python, as tests/emulated_gluon.py does the backward.
 
-Each block is three threads: two warpgroups and the loading warp. Keys arrive late by chance, and a
-product reads its operands when it is issued or not before it is awaited.
+A block has a thread for each warpgroup and one for the loading warp. Keys arrive late by chance,
+and a product reads its operands when it is issued or not before it is awaited.
 """
 
 import random
@@ -73,7 +73,10 @@ def run(source, programs, arguments, seed=0):
             block = Decoding(number, random.Random(chance.random()))
             names = _language(block)
             exec(code, names)
-            names.update(no_offset=lambda: 0, prefetch=lambda address, wanted: None)
+            names.update(
+                no_offset=lambda: 0, let_combine_begin=lambda: None,
+                prefetch=lambda address, wanted: None,
+            )  # fmt: skip
             names[source.entry](*(arguments[each.name] for each in source.arguments))
 
 
@@ -106,7 +109,9 @@ def _selected(condition, a, b):
 
 
 def _reinterpret(shared, dtype, shape, layout):
-    if shape[-1] == 64:
+    if dtype == "float32":  # of two numbers of 16 bits the first
+        return Shared(shared.array.reshape(shape[0], 2, *shape[1:])[:, 0])
+    if shape[-1] <= 64:
         return Shared(shared.array.reshape(shape))
     return Wide(shared.array.reshape(shape[0], shape[2] // 64, shape[1], 64))
 
@@ -142,7 +147,7 @@ def _language(block):
     mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: None, init=lambda barrier, count: None,
         expect=lambda barrier, size: barrier.expect(size),
-        arrive=lambda barrier, count: barrier.expect(0),
+        arrive=lambda barrier, count, pred=True: barrier.expect(0) if pred else None,
         wait=lambda barrier, parity: barrier.wait(parity),
     )  # fmt: skip
     return {

@@ -18,6 +18,7 @@ from flexattn.errors import DriverError
 _ELEMENTS = {"fp8e4nv": 0, "fp16": 6, "fp32": 7, "bf16": 9}
 INVALID_CONTEXT = 201
 _L2_PROMOTION_128B = 2
+_PROGRAMMATIC_STREAM_SERIALIZATION, _EDGES_SINCE = 6, 12030
 _MAX_THREADS, _MAX_DYNAMIC_SHARED = 0, 8
 _PREFER_SHARED = 1
 _TOO_MANY_THREADS = "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
@@ -47,8 +48,18 @@ def load_function(code: bytes, name: str, shared: int, threads: int, index: int)
     return function.value
 
 
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, of whose values of up to 64 bytes this is a number."""
+
+    _fields_ = [
+        ("id", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64 * 7),
+    ]
+
+
 class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig, without attributes."""
+    """CUlaunchConfig."""
 
     _fields_ = [
         ("grid", ctypes.c_uint * 3),
@@ -58,6 +69,15 @@ class LaunchConfig(ctypes.Structure):
         ("attributes", ctypes.c_void_p),
         ("count", ctypes.c_uint),
     ]
+
+
+def begins_early() -> LaunchAttribute | None:
+    """That a kernel may begin while the one before it in its stream runs, for whose end it waits
+    itself (programmatic dependent launch); None before CUDA 12.3, whose graphs hold no such edge.
+    """
+    if version() < _EDGES_SINCE:
+        return None
+    return LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 1)
 
 
 def launch_kernel() -> Any:

@@ -44,13 +44,17 @@ class Frame:
 class CudaLaunch:
     """A kernel with its fixed arguments; `launch` takes the others.
 
-    bound: where each argument gets its value; a box of it is (shape, strides) of a tensor.
+    bound: where each argument gets its value; a box of it is (shape, strides) of a tensor. early:
+    it may begin beside the kernel before it, for which it waits itself.
     """
 
-    def __init__(self, binary: Binary, bound: Binding, index: int, programs: int) -> None:
+    def __init__(
+        self, binary: Binary, bound: Binding, index: int, programs: int, early: bool = False
+    ) -> None:
         self._function = loaded(binary, index)
         self._index = index
         self._programs = programs
+        self._attribute = cuda_driver.begins_early() if early else None
         self._threads = binary.num_warps * 32
         self._shared = binary.shared
         self._maps = binary.maps
@@ -129,6 +133,8 @@ class CudaLaunch:
         config = frame.config
         config.grid[:], config.block[:] = (self._programs, 1, 1), (self._threads, 1, 1)
         config.shared = self._shared
+        if self._attribute is not None:
+            config.attributes, config.count = ctypes.addressof(self._attribute), 1
         start = ctypes.addressof(config), self._function, ctypes.addressof(frame.params), None
         frame.start = tuple(map(cuda_driver.address_argument, start))
         return frame

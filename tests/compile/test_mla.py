@@ -1,5 +1,8 @@
 """MLA decode for an H200 without one: products overlap, nothing spills in the loop over tiles."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from flexattn.catalogue import causal, sliding_window, softcap
@@ -39,3 +42,38 @@ def test_mla(name):
     assert binary_of(compiled, "sm_90").maps[0].block == (1, 1, min(64, wanted.page), 64)
     combine = compile_source(render_serving_combine(wanted, DEFAULT, DEVICE), DEVICE)
     assert resources(combine, DEVICE).spills == 0
+
+
+FEW = {
+    "16 rows": (16, 3, {"heads": (16, 1)}),
+    "one request": (16, 2, {"heads": (16, 1), "B": 1, "page": 16}),
+    "window": (16, 3, {"heads": (12, 1), "mask": sliding_window(1024), "score": softcap(30.0)}),
+    "drafts": (32, 2, {"heads": (16, 1), "q_len": 2, "mask": causal, "lse": True}),
+}
+
+
+@pytest.mark.parametrize("name", share(FEW, lambda name: name == "16 rows"))
+def test_few_rows(name):
+    """With operands swapped: the same, and the combine kernel has room to begin beside it."""
+    rows, stages, about = FEW[name]
+    wanted = form(**{"D": (576, 512), "page": 64, "shared_kv": True, **about})
+    config = replace(DEFAULT, BLOCK_M=rows, BLOCK_N=64, num_stages=stages)
+    assert not serving_reasons(config, wanted, DEVICE)
+    compiled = compile_source(render_serving(wanted, config, DEVICE, name), DEVICE)
+    taken = resources(compiled, DEVICE)
+    # 36 of scores, 32 of outputs: 64 columns by 16 keys each.
+    assert taken.matrix_instructions == 68 and not taken.serialised
+    assert taken.shared <= DEVICE.shared_memory
+    assert not spills_too_much(taken.loop_spills, taken.loop_instructions, taken.stack)
+    # Of an address that both products had ptxas of Triton 3.6 read one before it was written.
+    products = re.findall(
+        r"wgmma.mma_async.*}, (%rd\d+), (%rd\d+), .*, ([01]);", compiled.asm["ptx"]
+    )
+    assert len(products) == 68
+    scores, values = ({x for *pair, by in products if by == b for x in pair} for b in "01")
+    assert not scores & values
+    source = render_serving_combine(wanted, config, DEVICE)
+    combine = resources(compile_source(source, DEVICE), DEVICE)
+    assert combine.spills == 0 and source.early
+    # Eight warps, and four.
+    assert 256 * taken.registers + 128 * combine.registers <= DEVICE.registers

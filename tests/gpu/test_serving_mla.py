@@ -18,6 +18,9 @@ pytestmark = [
     ),
 ]
 MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
+FEW = replace(MLA, BLOCK_M=16, BLOCK_N=64, num_stages=3)
+TWO = replace(FEW, num_stages=2)
+WIDER = replace(TWO, BLOCK_M=32)
 LENGTHS = [2047, 0, 1, 517, 4096, 33, 128]
 CASES = {
     "16 heads": {},
@@ -32,6 +35,22 @@ CASES = {
     "whole requests": {"lengths": [4096] * 64, "heads": 128, "page": 256},
     "shares of two tiles": {"config": replace(MLA, least=2), "lengths": [3001, 900]},
     "window": {"mask_mod": sliding_window(700), "bias": True},
+    "few rows": {"config": FEW},
+    "few rows, two slots": {"config": TWO, "lengths": [*LENGTHS, 16384]},
+    "few rows, pages of 16": {"config": FEW, "page": 16},
+    "few rows, pages of 32": {"config": TWO, "page": 32},
+    "few rows, pages of 256, HND": {"config": FEW, "page": 256, "layout": "HND"},
+    "few rows, contiguous": {"config": TWO, "page": 0, "heads": 33},
+    "few rows, float16": {"config": FEW, "dtype": torch.float16, "sinks": True},
+    "few rows, drafts": {"config": FEW, "heads": 4, "q_len": 4, "mask_mod": causal},
+    "few rows, window": {"config": TWO, "mask_mod": sliding_window(700), "bias": True},
+    "few rows, one request": {"config": TWO, "lengths": [16384]},
+    "few rows, one odd request": {"config": FEW, "lengths": [30_011]},
+    "few rows, whole requests": {"config": FEW, "lengths": [4096] * 132},
+    "few rows, halves": {"config": FEW, "lengths": [4096] * 64},
+    "32 rows": {"config": WIDER, "heads": 32},
+    "32 rows, drafts": {"config": WIDER, "heads": 16, "q_len": 2, "mask_mod": causal},
+    "32 rows, pages of 16": {"config": WIDER, "heads": 24, "page": 16},
 }
 
 

@@ -22,7 +22,16 @@ from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
+# Operands swapped, for rows that fill a side of 16.
+FEW = replace(MLA, BLOCK_M=16, BLOCK_N=64, num_stages=3)
+TWO = replace(FEW, num_stages=2)
+WIDER = replace(TWO, BLOCK_M=32)
 H200 = named("nvidia-h200")
+
+
+def named_config(value):
+    """A config in a test's name."""
+    return f"{value.BLOCK_M}x{value.num_stages}" if isinstance(value, ServingConfig) else None
 
 
 class Emulated(Recorded):
@@ -108,17 +117,24 @@ def check(each, page=64, layout="NHD", config=MLA, sinks=None, **mods):
     return plan
 
 
+@pytest.mark.parametrize("config", [MLA, FEW], ids=named_config)
 @pytest.mark.parametrize("page", [0, 16, 64, 256])
-def test_caches(page, programs):
+def test_caches(page, config, programs):
     programs(3)
-    check(requests([211, 1, 0, 130]), page=page)
+    check(requests([211, 1, 0, 130]), page=page, config=config)
 
 
-@pytest.mark.parametrize(("heads", "q_len"), [(8, 1), (128, 1), (24, 3), (33, 2)])
-def test_rows(heads, q_len, programs):
+SEVERAL = [
+    (MLA, 8, 1), (MLA, 128, 1), (MLA, 24, 3), (MLA, 33, 2), (FEW, 8, 1), (FEW, 24, 3),
+    (WIDER, 32, 1), (WIDER, 33, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "heads", "q_len"), SEVERAL, ids=named_config)
+def test_rows(config, heads, q_len, programs):
     """Fewer than a tile has, and several tiles, of which the last has few."""
     programs(4)
-    check(requests([300, 129, 64], heads, q_len), layout="HND")
+    check(requests([300, 129, 64], heads, q_len), layout="HND", config=config)
 
 
 def test_requests_that_share_keys_by_a_stride_of_0(programs):
@@ -131,36 +147,41 @@ def test_requests_that_share_keys_by_a_stride_of_0(programs):
         plan.run(each.q[:, None], shared, seq_lens=each.numbers([64, 64]))
 
 
+@pytest.mark.parametrize("config", [MLA, FEW, TWO], ids=named_config)
 @pytest.mark.parametrize("number", [1, 2, 7])
-def test_splits(number, programs):
+def test_splits(number, config, programs):
     programs(number)
-    check(requests([700, 1, 383]), sinks=torch.randn(16))
+    check(requests([700, 1, 383]), config=config, sinks=torch.randn(16))
 
 
-@pytest.mark.parametrize("heads", [16, 128])
-def test_one_request(heads, programs):
+@pytest.mark.parametrize(("heads", "config"), [(16, MLA), (128, MLA), (16, FEW)], ids=named_config)
+def test_one_request(heads, config, programs):
     """So many parts of few rows are merged by columns."""
     programs(24)
-    check(requests([2800], heads))
+    check(requests([2800], heads), config=config)
 
 
-def test_rising_maxima(programs):
+@pytest.mark.parametrize("config", [MLA, FEW], ids=named_config)
+def test_rising_maxima(config, programs):
     """Each tile's weights scale what came before, by far, and the first keys count for nothing."""
     programs(2)
     each = requests([900])
     rising = [x * torch.linspace(0.1, 9, len(x))[:, None, None] for x in each.k]
-    check(replace(each, k=[x.to(torch.bfloat16) for x in rising]))
+    check(replace(each, k=[x.to(torch.bfloat16) for x in rising]), config=config)
 
 
-def test_causal_drafts(programs):
+@pytest.mark.parametrize(("heads", "config"), [(20, MLA), (4, FEW), (8, WIDER)], ids=named_config)
+def test_causal_drafts(heads, config, programs):
     programs(5)
-    check(requests([513, 200], 20, 4), mask_mod=causal)
+    check(requests([513, 200], heads, 4), config=config, mask_mod=causal)
 
 
-def test_mods(programs):
+@pytest.mark.parametrize("config", [MLA, FEW], ids=named_config)
+def test_mods(config, programs):
     """A window, whose first page is masked in part, and a bias."""
     programs(3)
-    check(requests([450, 31, 290]), mask_mod=sliding_window(150), score_mod=alibi(16, "cpu"))
+    mods = {"mask_mod": sliding_window(150), "score_mod": alibi(16, "cpu")}
+    check(requests([450, 31, 290]), config=config, **mods)
 
 
 def test_shares_that_hold_a_request(programs):
@@ -170,12 +191,13 @@ def test_shares_that_hold_a_request(programs):
     assert plan._workspace.view(torch.int32).eq(UNWRITTEN).all()
 
 
-def test_keys_behind_a_prefix(programs):
+@pytest.mark.parametrize("config", [MLA, FEW], ids=named_config)
+def test_keys_behind_a_prefix(config, programs):
     """The second pass of a cascade: positions begin where the prefix ends, pages do not."""
     programs(3)
     each = requests([270, 65])
     each = replace(each, v=[x[..., :512] for x in each.k])
-    plan = plan_for(each, page=64, config=MLA, shared_kv=True, offset=True)
+    plan = plan_for(each, page=64, config=config, shared_kv=True, offset=True)
     cache, table = poisoned_pages(each, 64)
     start = each.numbers([1000, 3])
     out, lse = plan.run(
@@ -186,17 +208,19 @@ def test_keys_behind_a_prefix(programs):
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN")
-@pytest.mark.parametrize(("number", "heads"), [(2, 16), (5, 80)])
-def test_lengths_that_change_under_a_launch(number, heads, programs, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "heads", "config"), [(2, 16, MLA), (5, 80, MLA), (2, 40, FEW)], ids=named_config
+)
+def test_lengths_that_change_under_a_launch(number, heads, config, programs, monkeypatch):
     """The loading warp and both warpgroups read them each by itself, and waited for ever."""
     programs(number)
     monkeypatch.setattr(Emulated, "pointers", {"SEQ_LENS": Changing})
     each = requests([700, 1, 383, 129], heads)
     each = replace(each, v=[x[..., :512] for x in each.k])
-    plan = plan_for(each, page=64, config=MLA, shared_kv=True)
+    plan = plan_for(each, page=64, config=config, shared_kv=True)
     for _ in range(2):
         out = run(plan, each)
     assert out[0].shape == (4, heads, 512)
     monkeypatch.undo()
     programs(number)
-    check(each)
+    check(each, config=config)

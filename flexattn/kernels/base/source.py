@@ -59,6 +59,11 @@ class Source:
     entry: str = field(default="kernel", compare=False)
     stored: bool = field(default=False, compare=False)
 
+    @property
+    def early(self) -> bool:
+        """Whether it may be launched before the kernel in front of it ends, for which it waits."""
+        return "griddepcontrol.wait" in self.text
+
 
 @dataclass(frozen=True, slots=True)
 class _Piece:

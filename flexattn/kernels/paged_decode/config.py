@@ -121,8 +121,15 @@ class ServingConfig:
         return self.split_policy == "whole"
 
     @property
+    def swap_ab(self) -> bool:
+        """Whether keys are rows of both products then, and few packed rows their columns."""
+        return self.for_mla and self.BLOCK_M < 64
+
+    @property
     def template(self) -> str:
         """Which of the templates that is."""
+        if self.swap_ab:
+            return "mla_swap_ab"
         return "mla" if self.for_mla else "warp" if self.warp_private else "program"
 
     @property
@@ -169,6 +176,11 @@ def serving_shared_memory(config: ServingConfig, form: ServingForm) -> int:
     """Bytes: the stages of K and V, and a query tile on its way to the matrix instruction."""
     if config.warp_private:
         return config.num_warps * config.BLOCK_M * (form.head_dim_v + 4) * 4
+    if config.swap_ab:
+        columns = config.BLOCK_M * form.head_dim_qk + config.BLOCK_N * (
+            config.num_stages * form.head_dim_v + 2 * (form.head_dim_qk - form.head_dim_v)
+        )
+        return columns * SERVING_ITEMSIZE[form.kv_dtype]
     if config.for_mla:
         numbers_of_rows = 4 * config.BLOCK_M * 4
         tiles = (

@@ -48,13 +48,13 @@ def merge_shape(form: ServingForm, config: ServingConfig, device: Device) -> Mer
     if not config.for_mla or form.ragged or work_tiles > config.programs(device):
         parts = max(1, min(32, held // (rows * width)))
         return MergeShape(rows, width, parts, config.BLOCK_M // rows, 1)
-    columns = width
+    columns, least = width, LEAST_COLUMNS // (2 if config.swap_ab else 1)
     while work_tiles * (filled // rows) * (width // columns) < device.num_sms:
         if rows > 1:
             rows //= 2
-        elif columns > LEAST_COLUMNS:
+        elif columns > least:
             columns //= 2
         else:
             break
-    parts = min(64, held // (rows * columns))
+    parts = min(128 if config.swap_ab else 64, held // (rows * columns))
     return MergeShape(rows, columns, parts, -(-filled // rows), width // columns, work_tiles)

@@ -8,10 +8,11 @@ columns in fp32 registers. Method: FlashMLA's, but for the order of the products
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice, product
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
-from flexattn.kernels.base.dialect import Dialect, TensorForm
+from flexattn.kernels.base.dialect import TRITON, Dialect, TensorForm
 from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
 from flexattn.kernels.printers.triton_ops import signature_type
 
@@ -21,18 +22,57 @@ MLA = Dialect(
     tile=TensorForm("[BLOCK_M, KEYS]", "MMA_S"),
     key=TensorForm("[1, KEYS]", "MMA_S"),
 )
+# The same with the operands of both products swapped: a row of a tile is a key.
+MLA_SWAP_AB = Dialect(
+    gluon=True,
+    tile=TensorForm("[KEYS, BLOCK_M]", "MMA"),
+    key=TensorForm("[KEYS, 1]", "MMA"),
+)
 LATENT, ROPE = 512, 64
 _ROWS, _KEYS = 64, 64
+# Tiles of keys that an SM holds beside so many rows of Q.
+MOST_STAGES = {16: 3, 32: 2}
 # Fewer keys of a page are more copies a tile than one warp can ask for.
 LEAST_PAGE = 16
 # Of a thread of the second warpgroup, and of the loading warp: the first has what they leave.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 
 
-def mla_space() -> Iterator[ServingConfig]:
-    """Every config of this kind, the default first. Shares of few tiles cost more to merge."""
+def mla_space(rows: int = _ROWS) -> Iterator[ServingConfig]:
+    """Every config for so many packed rows (0: unknown), the default first.
+
+    Shares of few tiles cost more to merge. Few rows are a side of wgmma that may be short.
+    """
+    for height in (16, 32):
+        if 0 < rows <= height:
+            for least, stages in product((1, 2), range(MOST_STAGES[height], 1, -1)):
+                yield ServingConfig(height, _KEYS, 4, stages, 1, least, "launch", "whole")
     for least in (1, 2, 4, 8):
         yield ServingConfig(_ROWS, 2 * _KEYS, 4, 1, 1, least, "launch", "whole")
+
+
+def mla_defaults(form: ServingForm) -> Iterator[ServingConfig]:
+    """Where to start: at most 16 rows with operands swapped, then as many rows are.
+
+    Of few requests a program has about two tiles, and beside two the combine kernel has room to
+    begin. Not measured yet.
+    """
+    if 0 < form.rows <= 16:
+        few = list(islice(mla_space(form.rows), 2))
+        yield from few if form.requests > 8 else reversed(few)
+    yield next(mla_space())
+
+
+def dialect(config: ServingConfig) -> Dialect:
+    """The dialect of a config whose warps share each tile."""
+    if not config.for_mla:
+        return TRITON
+    return MLA_SWAP_AB if config.swap_ab else MLA
+
+
+def registers(config: ServingConfig) -> int:
+    """The most of a thread as it starts, 0: no bound. A combine kernel begins beside few rows."""
+    return {16: 128, 32: 168}[config.BLOCK_M] if config.swap_ab else 0
 
 
 def described(form: ServingForm) -> Argument:
@@ -46,7 +86,7 @@ def box(form: ServingForm) -> int:
     return min(form.page, _KEYS) if form.page else _KEYS
 
 
-def context(form: ServingForm) -> dict[str, object]:
+def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
     """What the template knows beside what all serving templates do."""
     return {
         "jit": "gluon.jit",
@@ -58,17 +98,19 @@ def context(form: ServingForm) -> dict[str, object]:
         "producer_registers": _PRODUCER_REGISTERS,
         "by_lane": ", BY_LANE",
         "prefetched_before": True,
+        "rows": config.BLOCK_M,
     }
 
 
-def mla_sizes(form: ServingForm) -> dict[str, int]:
+def mla_sizes(form: ServingForm, config: ServingConfig) -> dict[str, int]:
     """Constants of that kernel alone."""
+    own = {"STAGES": config.num_stages} if config.swap_ab else {"FULL": 4}
     return {
         "KEYS": _KEYS,
         "HALF": LATENT // 2,
         "BOX": box(form),
-        # Quarters of a tile, each of which arrives by itself.
-        "FULL": 4,
+        # Tiles that are held, or quarters of a tile, each of which arrives by itself.
+        **own,
         # Of a work tile, in shared memory; what its part is, if not its first or a later one.
         "SLOT_WORDS": 16,
         "SLOTS": 4,
@@ -94,10 +136,20 @@ def mla_reasons(config: ServingConfig, form: ServingForm, device: Device) -> lis
         (not form.prefix, "the MLA template takes no prefix that requests share"),
         (form.aligned, "the copy engine reads what lies at multiples of 16 bytes"),
         (
-            numbers == (_ROWS, 2 * _KEYS, 4, 1, 1) and config.least >= 1,
+            (numbers == (_ROWS, 2 * _KEYS, 4, 1, 1) or _swaps(config)) and config.least >= 1,
             f"the MLA template has BLOCK_M={_ROWS}, BLOCK_N={2 * _KEYS}, num_warps=4, "
-            "num_stages=1 and per_sm=1",
+            f"num_stages=1 and per_sm=1, or with 2 or 3 stages BLOCK_M=16, with 2 BLOCK_M=32, and "
+            f"BLOCK_N={_KEYS}",
         ),
         (config.combine == "launch", "the MLA template leaves merges to a second kernel"),
     )
     return [said for holds, said in rules if not holds]
+
+
+def _swaps(config: ServingConfig) -> bool:
+    """Whether it is one whose operands are swapped."""
+    most = MOST_STAGES.get(config.BLOCK_M, 0)
+    return (
+        2 <= config.num_stages <= most
+        and (config.BLOCK_N, config.num_warps, config.per_sm) == (_KEYS, 4, 1)
+    )  # fmt: skip

@@ -92,7 +92,7 @@ def _combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
 
 def render_serving(form: ServingForm, config: ServingConfig, device: Device, title: str) -> Source:
     """The kernel of a form with a config for a device; title goes into its header."""
-    dialect = WARPS_DIALECT if config.warp_private else mla.MLA if config.for_mla else TRITON
+    dialect = WARPS_DIALECT if config.warp_private else mla.dialect(config)
     traits = _traits(form, device, dialect)
     score = None if form.score is None else whole_score(form.score, traits)
     mask = _printed(form.mask, form, traits)
@@ -150,7 +150,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
             "q_element": triton_type(form.dtype) if form.dtype != form.product_dtype else "",
         }
     if config.for_mla:
-        context |= mla.context(form)
+        context |= mla.context(form, config)
     header = [title, f"config: {describe_serving(config)}"]
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:
@@ -158,8 +158,8 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     found = serving_arguments(form, config.for_mla)
     if config.for_mla:
         return rendering.make_source(
-            "paged_decode/mla.py.jinja", device, header, context, found, config.num_warps, 1,
-            "gluon",
+            f"paged_decode/{config.template}.py.jinja", device, header, context, found,
+            config.num_warps, 1, "gluon", mla.registers(config),
         )  # fmt: skip
     if config.warp_private:
         warp = rendering.make_source(
@@ -182,6 +182,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         **_shared(form, config, device, [mask] if mask is not None else [], TRITON, COMBINE_WARPS),
         "v_pieces": rendering.named_pieces("v", form.head_dim_v // shape.column_parts),
         "by_work_tile": shape.work_tiles > 0,
+        "early": config.swap_ab and device.backend == "cuda",
         "widen": "",
         "prefetch": False,
         "predicated_loads": (),
@@ -302,7 +303,7 @@ def _shared(
     if config.warp_private:
         settings |= warp_sizes(form, config, device)
     elif config.for_mla:
-        settings |= mla.mla_sizes(form)
+        settings |= mla.mla_sizes(form, config)
     settings |= scale_constants(form)
     if form.split_keys:
         settings |= {

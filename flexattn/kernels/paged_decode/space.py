@@ -102,7 +102,7 @@ def serving_space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...
     )
     able = (
         config
-        for config in (*serving_warps.warps_space(form), *mla.mla_space(), *grid)
+        for config in (*serving_warps.warps_space(form), *mla.mla_space(form.rows), *grid)
         if not serving_reasons(config, form, device)
     )
     return tuple(dict.fromkeys((first, *able)))
@@ -124,7 +124,7 @@ def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
     if form.ragged or form.rows >= 16:
         # Latent keys took 0.45 of the Triton kernel's time with 128 heads over 64 x 4k, with 16
         # over 64 x 4k 0.97, over 1 x 16k 0.47 (an H100).
-        yield next(mla.mla_space())
+        yield from mla.mla_defaults(form)
     combine: Combine = "launch" if form.prefix else _combine(height, widest)
     if form.dtype == "float32":
         # Without matrix instructions a tile lives in registers.

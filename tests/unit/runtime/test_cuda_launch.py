@@ -31,7 +31,8 @@ class Driver:
             return self.fails.pop()
         assert function == 42 and extra is None
         config = cuda_driver.LaunchConfig.from_address(config)
-        assert (config.shared, config.attributes, config.count) == (100, None, 0)
+        assert config.shared == 100 and bool(config.attributes) == config.count
+        early = config.count and cuda_driver.LaunchAttribute.from_address(config.attributes)
         found = []
         count = sum(9 if kind[0] == "t" else 1 for kind in self.types) + 2
         pointers = iter((ctypes.c_void_p * count).from_address(params))
@@ -51,7 +52,9 @@ class Driver:
         assert scratch == [bytes(8)] * 2 and next(pointers, None) is None
         grid, block = tuple(config.grid), tuple(config.block)
         stream = config.stream or 0
-        self.seen.append(SimpleNamespace(grid=grid, block=block, stream=stream, args=found))
+        self.seen.append(
+            SimpleNamespace(grid=grid, block=block, stream=stream, args=found, early=early)
+        )
         return 0
 
     def encode(self, at, element, address, shape, strides, block, swizzle):
@@ -61,7 +64,7 @@ class Driver:
 
 @pytest.fixture
 def drive(monkeypatch):
-    def make(types, fixed, boxes=(), maps=(), parameters=None, order=1):
+    def make(types, fixed, boxes=(), maps=(), parameters=None, order=1, **more):
         driver = Driver(types)
         monkeypatch.setattr(cuda_driver, "load_function", lambda *args: 42)
         # As the driver's function: of C, and without argtypes.
@@ -81,7 +84,7 @@ def drive(monkeypatch):
         bound = bind_arguments(arguments, kept, given, described)
         # What a binary may have other than its source says.
         bound = replace(bound, boxes=bound.boxes + tuple(boxes[len(found) :]))
-        return CudaLaunch(binary, bound, 0, 6), driver
+        return CudaLaunch(binary, bound, 0, 6, **more), driver
 
     yield make
     loaded.cache_clear()
@@ -103,6 +106,19 @@ def test_arguments_arrive_in_order(drive):
     )
     launch.launch(0, [first, 0.25, 0.1, -3, second])
     assert driver.seen[2].stream == 0
+
+
+def test_a_kernel_that_waits_itself_may_begin_early(drive, monkeypatch):
+    """Programmatic dependent launch, of drivers whose graphs hold it."""
+    for version, known in ((12020, False), (12030, True)):
+        monkeypatch.setattr(cuda_driver, "version", lambda version=version: version)
+        launch, driver = drive(["i32"], [5], early=True)
+        launch.launch(0, [])
+        early = driver.seen[0].early
+        assert (early.id, early.value) == (6, 1) if known else not early
+    launch, driver = drive(["i32"], [5])
+    launch.launch(0, [])
+    assert not driver.seen[0].early
 
 
 def test_a_launch_may_pass_its_values_in_any_order(drive):

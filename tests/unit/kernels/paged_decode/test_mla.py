@@ -12,6 +12,8 @@ from flexattn.kernels.paged_decode.space import serving_reasons, serving_space
 from flexattn.serving.request import Maxima, form_of
 
 H200 = named("nvidia-h200")
+# Operands swapped.
+FEW = ServingConfig(16, 64, 4, 3, 1, combine="launch", split_policy="whole")
 MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
 
 
@@ -46,16 +48,36 @@ def test_configs_it_does_not_have(change):
     assert serving_reasons(replace(MLA, **change), form(), H200)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"BLOCK_N": 128}, {"BLOCK_M": 32}, {"BLOCK_M": 8}, {"num_stages": 1}, {"num_stages": 4}],
+)
+def test_configs_that_few_rows_do_not_have(change):
+    """An SM holds three tiles of keys beside 16 rows, two beside 32."""
+    assert not serving_reasons(FEW, form(), H200)
+    assert serving_reasons(replace(FEW, **change), form(), H200)
+    assert not serving_reasons(replace(FEW, BLOCK_M=32, num_stages=2), form(heads=32), H200)
+
+
 def test_devices():
     for name in ("nvidia-a100", "nvidia-b200"):
         assert "sm_90" in "\n".join(serving_reasons(MLA, form(), named(name)))
-    assert {each.least for each in serving_space(form(), H200) if each.for_mla} == {1, 2, 4, 8}
+    found = [each for each in serving_space(form(), H200) if each.for_mla]
+    assert {each.least for each in found if not each.swap_ab} == {1, 2, 4, 8}
+    assert {(each.least, each.num_stages) for each in found if each.swap_ab} == {
+        (least, stages) for least in (1, 2) for stages in (2, 3)
+    }
+    assert found[0] == FEW, "many requests hold three tiles"
+    assert serving_space(form(B=1), H200)[0] == replace(FEW, num_stages=2)
+    assert not any(each.swap_ab for each in serving_space(form(heads=64), H200))
 
 
 def test_all_sms_merge_the_parts_of_one_request():
     one = merge_shape(form(B=1), MLA, H200)
     assert (one.rows, one.columns, one.grid(132)) == (1, 128, 64)
     assert one.rows * one.row_parts == 16, "rows that there are, not those of the tile"
+    few = merge_shape(form(B=1), FEW, H200)
+    assert (few.rows, few.columns, few.parts, few.grid(132)) == (1, 64, 128, 128)
     many = merge_shape(form(heads=128), MLA, H200)
     assert many.work_tiles == 128 and many.columns == 512
     # More work tiles than programs: each program has the one that it ends in.
