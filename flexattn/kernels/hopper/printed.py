@@ -29,6 +29,8 @@ class RuleCase:
     v_itemsize: int
     heads: int
     v_box: int
+    v_parts: int
+    k_parts: int
     itemsize: int
     qk_dim: int
     v_dim: int
@@ -75,12 +77,14 @@ def shared_memory(c: RuleCase) -> tuple[int, bool, int]:
     output = 2 * c.out_padded * out_rows
     # Tiles of 192 columns are three parts of 64, each at an address of its own.
     three = not boxed and c.qk_padded == 192
+    # Above 256 columns Q and K are in parts of 128.
+    wide = c.qk_padded > 256
     # An output takes one or two of them.
-    in_parts = three and c.v_padded <= 128
+    in_parts = wide or (three and c.v_padded <= 128)
     in_whole = not halved and c.qk_padded == c.v_padded and not (boxed or three)
     in_boxes = boxed and c.out_padded <= c.qk_padded
     through_q = c.itemsize == 2 and (in_boxes or in_parts or in_whole)
-    two_parts = three and c.v_padded == 128
+    two_parts = wide or (three and c.v_padded == 128)
     # A persistent block loads its next Q while an output leaves, if there is room.
     early = c.persistent and not two_parts and loaded + output <= c.shared_limit
     own = early or not through_q
@@ -165,7 +169,9 @@ RULES: Rules[RuleCase] = Rules(
         Rule(
             "barriers",
             "barriers: a block has 16, {num_stages} stages of {consumers} consumers need more",
-            lambda c: c.consumers * (2 if c.ping_pong else 1) + 2 * c.num_stages + 2 <= 14,
+            lambda c: (
+                c.consumers * (2 if c.ping_pong else 1) + c.num_stages * (c.k_parts + 1) + 2 <= 14
+            ),
         ),
         Rule(
             "v_box",
@@ -193,7 +199,8 @@ RULES: Rules[RuleCase] = Rules(
             "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v, and "
             "q_in_regs is 0",
             lambda c: (
-                c.itemsize > 1 or (c.q_in_regs == 0 and c.qk_dim == c.v_dim and c.qk_dim != 192)
+                c.itemsize > 1
+                or c.q_in_regs == 0 and c.qk_dim == c.v_dim and c.qk_dim <= 256 and c.qk_dim != 192
             ),
         ),
         Rule(
@@ -204,7 +211,7 @@ RULES: Rules[RuleCase] = Rules(
         Rule(
             "head dimension",
             "head dimension {qk_dim} is not one of 64, 96, 128, 192, 256; multiples of 8 from 16"
-            " to 256 are in 16 bits",
+            " to 256 are in 16 bits, and of 64 from 320 to 512 with V of 128 and more",
             lambda c: (
                 c.qk_dim == 64
                 or c.qk_dim == 96
@@ -212,14 +219,43 @@ RULES: Rules[RuleCase] = Rules(
                 or c.qk_dim == 192
                 or c.qk_dim == 256
                 or c.v_box > 0
+                or (c.qk_dim >= 128 and c.qk_dim <= 512 and c.qk_dim > 256 and c.qk_dim % 64 == 0)
             ),
         ),
         Rule(
             "head dimension",
             "head dimension {v_dim} is not one of 64, 96, 128, 256; multiples of 8 from 16 to "
-            "256 are in 16 bits",
+            "256 are in 16 bits, and of 64 from 320 to 512 with V of 128 and more",
             lambda c: (
-                c.v_dim == 64 or c.v_dim == 96 or c.v_dim == 128 or c.v_dim == 256 or c.v_box > 0
+                c.v_dim == 64
+                or c.v_dim == 96
+                or c.v_dim == 128
+                or c.v_dim == 256
+                or c.v_box > 0
+                or (c.v_dim >= 128 and c.v_dim <= 512 and c.qk_dim > 256 and c.v_dim % 64 == 0)
+            ),
+        ),
+        Rule(
+            "head dimension",
+            "head dimension {v_dim} of V is below 128 beside {qk_dim} of Q and K",
+            lambda c: c.v_padded >= 128 or c.qk_dim <= 256,
+        ),
+        Rule(
+            "v_parts",
+            "v_parts={v_parts}: a block has at most 256 columns of V, and two share those of "
+            "more",
+            lambda c: (
+                (c.v_parts == 1 and c.v_dim <= 256)
+                or (c.v_parts == 2 and c.qk_dim > 256 and c.v_dim > 256)
+            ),
+        ),
+        Rule(
+            "k_parts",
+            "k_parts={k_parts} is not 1, nor do as many parts share the copies of 128 of "
+            "{qk_padded} columns of K",
+            lambda c: (
+                c.k_parts == 1
+                or (c.k_parts > 1 and c.qk_dim > 256 and c.qk_padded % (128 * c.k_parts) == 0)
             ),
         ),
         Rule(
@@ -246,11 +282,12 @@ RULES: Rules[RuleCase] = Rules(
             "q_in_regs",
             "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them; with"
             " a v_box no multiple of 32 of them, or products of scores are as wide as those of "
-            "values",
+            "values; above 256 columns not 128",
             lambda c: (
                 c.q_in_regs == 0
+                or (c.q_in_regs == 128 and c.qk_padded > 256)
                 or (
-                    not (c.qk_padded == 192 or c.v_box > 0)
+                    not (c.qk_padded == 192 or c.qk_padded > 256 or c.v_box > 0)
                     and (
                         c.q_in_regs == c.qk_padded
                         or (c.q_in_regs >= 64 and 2 * c.q_in_regs == c.qk_padded)
@@ -297,7 +334,9 @@ RULES: Rules[RuleCase] = Rules(
     ),
     worth=(
         Rule(
-            "no overlap", "no overlap: {num_stages} stage of K and V", lambda c: c.num_stages >= 2
+            "no overlap",
+            "no overlap: {num_stages} stage of K and V",
+            lambda c: c.num_stages >= 2 or c.k_parts > 1,
         ),
     ),
 )

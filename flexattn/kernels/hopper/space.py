@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flexattn.kernels.base.features import loads_by_key, loads_early, loads_tiles
 from flexattn.kernels.base.knobs import turned
-from flexattn.kernels.hopper.case import BOX, whole_boxes
+from flexattn.kernels.hopper.case import BOX, PART, WIDEST, copied_columns, whole_boxes
 from flexattn.kernels.hopper.config import (
     BOXED_REGISTERS,
     CONSUMER_REGISTERS,
@@ -80,6 +80,8 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
     box = boxes(structure)[0]
     boxed = box and not (structure.head_dim_v <= 128 < widest or widest <= 64)
     table = _IN_BOXES if boxed else _PREFERRED
+    if widest > WIDEST:
+        table = ((widest, _wide(structure)),)
     for each in next((configs for limit, configs in table if widest <= limit), ()):
         if box:
             held = min(each.q_in_regs, structure.head_dim_qk // 32 * 32)
@@ -123,6 +125,15 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
         found = replace(found, merge_consumers=_merges(structure, widest))
         found = replace(found, ptxas=preferred())
         yield replace(found, cross_tile_pipeline=_forms(structure, found.tile_scheduler)[0])
+
+
+def _wide(structure: Structure) -> tuple[HopperPrefillConfig, ...]:
+    """Configs of head dimensions above 256: 64 keys at a time in parts, or 32 twice."""
+    copies = copied_columns(structure.head_dim_qk) // PART
+    parts = -(-structure.head_dim_v // WIDEST)
+    in_parts = config(2, 64, 1), config(1, 64, 1)
+    found = (*(replace(each, k_parts=copies) for each in in_parts), config(2, 32, 2))
+    return tuple(replace(each, v_parts=parts, consumer_regs=BOXED_REGISTERS) for each in found)
 
 
 def boxes(structure: Structure) -> tuple[int, ...]:

@@ -12,10 +12,11 @@ from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 _CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_regs, producer_regs,
     ping_pong, persistent, known_words, l2_swizzle, q_in_regs, lazy_rescale, v_itemsize, heads,
-    v_box,
+    v_box, v_parts, k_parts,
 ) = sp.symbols(
     "consumers BLOCK_N num_stages consumer_regs producer_regs "
-    "ping_pong persistent known_words l2_swizzle q_in_regs lazy_rescale v_itemsize heads v_box"
+    "ping_pong persistent known_words l2_swizzle q_in_regs lazy_rescale v_itemsize heads v_box "
+    "v_parts k_parts"
 )  # fmt: skip
 # A problem's sizes and truth values, a device's limits: as stated/symbols.py has them, but
 # for *_padded, which here are the columns of a tile in shared memory; v_columns of V's are
@@ -56,6 +57,8 @@ SM_THREAD_REGISTERS = 512
 # Of the 16 of a block, less the one at which all warps meet and one that the compiler may take.
 # The inequality counts the one at which each consumer meets its own.
 NAMED_BARRIERS = 14
+# Columns of one copy above WIDEST, which is what an accumulator has at most.
+WIDE_COPY, WIDEST, WIDEST_IN_PARTS = 128, 256, 512
 STATED_QK_DIMS, STATED_V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
 
 
@@ -88,7 +91,12 @@ three = let(
     sp.And(sp.Eq(qk_padded, 192), sp.Not(boxed)),
     "Tiles of 192 columns are three parts of 64, each at an address of its own.",
 )
-in_parts = let("in_parts", sp.And(three, v_padded <= 128), "An output takes one or two of them.")
+wide = let("wide", qk_padded > WIDEST, "Above 256 columns Q and K are in parts of 128.")
+in_parts = let(
+    "in_parts",
+    sp.Or(wide, sp.And(three, v_padded <= 128)),
+    "An output takes one or two of them.",
+)
 in_whole = let(
     "in_whole", sp.And(sp.Not(sp.Or(three, boxed)), sp.Eq(qk_padded, v_padded), sp.Not(halved))
 )
@@ -96,7 +104,7 @@ in_boxes = let("in_boxes", sp.And(boxed, out_padded <= qk_padded))
 through_q = let(
     "through_q", sp.And(sp.Or(in_parts, in_whole, in_boxes), sp.Eq(itemsize, _ITEMSIZE))
 )
-two_parts = let("two_parts", sp.And(three, sp.Eq(v_padded, 128)))
+two_parts = let("two_parts", sp.Or(wide, sp.And(three, sp.Eq(v_padded, 128))))
 early = let(
     "early",
     sp.And(persistent, loaded + output <= shared_limit, sp.Not(two_parts)),
@@ -164,13 +172,13 @@ _REGISTERS = let.formula(
 )
 
 
-def _one_of(size: sp.Symbol, among: tuple[int, ...]) -> Inequality:
+def _one_of(size: sp.Symbol, among: tuple[int, ...], in_parts: Any) -> Inequality:
     words = (
         f"head dimension {{{size.name}}} is not one of {', '.join(map(str, among))}; multiples of "
-        "8 from 16 to 256 are in 16 bits"
+        "8 from 16 to 256 are in 16 bits, and of 64 from 320 to 512 with V of 128 and more"
     )
     listed = sp.Or(*(sp.Eq(size, each) for each in among))
-    return Inequality("head dimension", sp.Or(v_box > 0, listed), words)
+    return Inequality("head dimension", sp.Or(v_box > 0, listed, in_parts), words)
 
 
 def _in_boxes(size: sp.Symbol) -> Inequality:
@@ -181,6 +189,10 @@ def _in_boxes(size: sp.Symbol) -> Inequality:
 
 def _divides(tile: Any, block: Any) -> Any:
     return sp.Eq(sp.Mod(block, tile), 0)
+
+
+def _in_whole_parts(size: sp.Symbol) -> Any:
+    return sp.And(_divides(64, size), size >= WIDE_COPY, size <= WIDEST_IN_PARTS)
 
 
 # The pass that narrows products of V tells them by an operand in registers, and by their width.
@@ -225,7 +237,8 @@ _SHAPE: tuple[Inequality, ...] = (
     ),
     Inequality(
         "barriers",
-        2 * num_stages + 2 + consumers * sp.Piecewise((2, ping_pong), (1, True)) <= NAMED_BARRIERS,
+        num_stages * (1 + k_parts) + 2 + consumers * sp.Piecewise((2, ping_pong), (1, True))
+        <= NAMED_BARRIERS,
         "barriers: a block has 16, {num_stages} stages of {consumers} consumers need more",
     ),
     Inequality(
@@ -252,7 +265,15 @@ _FIT: tuple[Inequality, ...] = (
     # What nobody has run in eight bits: Q in parts, or in registers.
     Inequality(
         "fp8",
-        sp.Or(itemsize > 1, sp.And(sp.Eq(qk_dim, v_dim), sp.Ne(qk_dim, 192), sp.Eq(q_in_regs, 0))),
+        sp.Or(
+            itemsize > 1,
+            sp.And(
+                sp.Eq(qk_dim, v_dim),
+                sp.Ne(qk_dim, 192),
+                qk_dim <= WIDEST,
+                sp.Eq(q_in_regs, 0),
+            ),
+        ),
         "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v, "
         "and q_in_regs is 0",
     ),
@@ -261,8 +282,31 @@ _FIT: tuple[Inequality, ...] = (
         sp.Or(sp.Not(FP8_PV), sp.And(sp.Eq(itemsize, 1), BLOCK_N >= 32)),
         "fp8_pv: V and weights of 8 bits are of fp8, in tiles of at least 32 keys",
     ),
-    _one_of(qk_dim, STATED_QK_DIMS),
-    _one_of(v_dim, STATED_V_DIMS),
+    _one_of(qk_dim, STATED_QK_DIMS, sp.And(qk_dim > WIDEST, _in_whole_parts(qk_dim))),
+    _one_of(v_dim, STATED_V_DIMS, sp.And(qk_dim > WIDEST, _in_whole_parts(v_dim))),
+    # The output leaves through Q's parts, of which a narrower one is none.
+    Inequality(
+        "head dimension",
+        sp.Or(qk_dim <= WIDEST, v_padded >= WIDE_COPY),
+        "head dimension {v_dim} of V is below 128 beside {qk_dim} of Q and K",
+    ),
+    Inequality(
+        "v_parts",
+        sp.Or(
+            sp.And(sp.Eq(v_parts, 1), v_dim <= WIDEST),
+            sp.And(sp.Eq(v_parts, 2), v_dim > WIDEST, qk_dim > WIDEST),
+        ),
+        "v_parts={v_parts}: a block has at most 256 columns of V, and two share those of more",
+    ),
+    Inequality(
+        "k_parts",
+        sp.Or(
+            sp.Eq(k_parts, 1),
+            sp.And(k_parts > 1, qk_dim > WIDEST, _divides(WIDE_COPY * k_parts, qk_padded)),
+        ),
+        "k_parts={k_parts} is not 1, nor do as many parts share the copies of 128 of "
+        "{qk_padded} columns of K",
+    ),
     _in_boxes(qk_dim),
     _in_boxes(v_dim),
     Inequality(
@@ -281,8 +325,9 @@ _FIT: tuple[Inequality, ...] = (
         sp.Or(
             sp.Eq(q_in_regs, 0),
             held_parts,
+            sp.And(qk_padded > WIDEST, sp.Eq(q_in_regs, WIDE_COPY)),
             sp.And(
-                sp.Not(sp.Or(sp.Eq(qk_padded, 192), v_box > 0)),
+                sp.Not(sp.Or(sp.Eq(qk_padded, 192), qk_padded > WIDEST, v_box > 0)),
                 sp.Or(
                     sp.Eq(q_in_regs, qk_padded),
                     sp.And(sp.Eq(2 * q_in_regs, qk_padded), q_in_regs >= 64),
@@ -290,7 +335,8 @@ _FIT: tuple[Inequality, ...] = (
             ),
         ),
         "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them; with a "
-        "v_box no multiple of 32 of them, or products of scores are as wide as those of values",
+        "v_box no multiple of 32 of them, or products of scores are as wide as those of values; above "
+        "256 columns not 128",
     ),
     # Along a run each consumer may have a row of blocks of its own.
     Inequality(
@@ -328,7 +374,11 @@ _FIT: tuple[Inequality, ...] = (
 # What can run, and is offered to an exhaustive search alone.
 _WORTH: tuple[Inequality, ...] = (
     # Nothing is loaded while the one tile of keys is in use.
-    Inequality("no overlap", num_stages >= 2, "no overlap: {num_stages} stage of K and V"),
+    Inequality(
+        "no overlap",
+        sp.Or(num_stages >= 2, k_parts > 1),
+        "no overlap: {num_stages} stage of K and V",
+    ),
 )
 
 HOPPER_STATEMENT = Statement(
