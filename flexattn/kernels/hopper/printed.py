@@ -199,8 +199,7 @@ RULES: Rules[RuleCase] = Rules(
             "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v, and "
             "q_in_regs is 0",
             lambda c: (
-                c.itemsize > 1
-                or c.q_in_regs == 0 and c.qk_dim == c.v_dim and c.qk_dim <= 256 and c.qk_dim != 192
+                c.itemsize > 1 or (c.q_in_regs == 0 and c.qk_dim == c.v_dim and c.qk_dim != 192)
             ),
         ),
         Rule(
@@ -219,7 +218,13 @@ RULES: Rules[RuleCase] = Rules(
                 or c.qk_dim == 192
                 or c.qk_dim == 256
                 or c.v_box > 0
-                or (c.qk_dim >= 128 and c.qk_dim <= 512 and c.qk_dim > 256 and c.qk_dim % 64 == 0)
+                or (
+                    c.itemsize == 2
+                    and c.qk_dim >= 128
+                    and c.qk_dim <= 512
+                    and c.qk_dim > 256
+                    and c.qk_dim % 64 == 0
+                )
             ),
         ),
         Rule(
@@ -232,7 +237,13 @@ RULES: Rules[RuleCase] = Rules(
                 or c.v_dim == 128
                 or c.v_dim == 256
                 or c.v_box > 0
-                or (c.v_dim >= 128 and c.v_dim <= 512 and c.qk_dim > 256 and c.v_dim % 64 == 0)
+                or (
+                    c.itemsize == 2
+                    and c.v_dim >= 128
+                    and c.v_dim <= 512
+                    and c.qk_dim > 256
+                    and c.v_dim % 64 == 0
+                )
             ),
         ),
         Rule(
@@ -242,8 +253,7 @@ RULES: Rules[RuleCase] = Rules(
         ),
         Rule(
             "v_parts",
-            "v_parts={v_parts}: a block has at most 256 columns of V, and two share those of "
-            "more",
+            "v_parts={v_parts}: it is 2 above 256 columns of V, and 1 up to them",
             lambda c: (
                 (c.v_parts == 1 and c.v_dim <= 256)
                 or (c.v_parts == 2 and c.qk_dim > 256 and c.v_dim > 256)
@@ -282,7 +292,7 @@ RULES: Rules[RuleCase] = Rules(
             "q_in_regs",
             "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them; with"
             " a v_box no multiple of 32 of them, or products of scores are as wide as those of "
-            "values; above 256 columns not 128",
+            "values; above 256 columns it is not 128",
             lambda c: (
                 c.q_in_regs == 0
                 or (c.q_in_regs == 128 and c.qk_padded > 256)

@@ -80,9 +80,8 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
     box = boxes(structure)[0]
     boxed = box and not (structure.head_dim_v <= 128 < widest or widest <= 64)
     table = _IN_BOXES if boxed else _PREFERRED
-    if widest > WIDEST:
-        table = ((widest, _wide(structure)),)
     for each in next((configs for limit, configs in table if widest <= limit), ()):
+        each = _in_parts(each, structure)
         if box:
             held = min(each.q_in_regs, structure.head_dim_qk // 32 * 32)
             each = replace(_in_boxes(each, box), q_in_regs=held)
@@ -127,13 +126,17 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
         yield replace(found, cross_tile_pipeline=_forms(structure, found.tile_scheduler)[0])
 
 
-def _wide(structure: Structure) -> tuple[HopperPrefillConfig, ...]:
-    """Configs of head dimensions above 256: 64 keys at a time in parts, or 32 twice."""
+def _in_parts(config: HopperPrefillConfig, structure: Structure) -> HopperPrefillConfig:
+    """The config for head dimensions above 256: of one stage, each copy of K is a part."""
+    if structure.head_dim_qk <= WIDEST:
+        return config
     copies = copied_columns(structure.head_dim_qk) // PART
-    parts = -(-structure.head_dim_v // WIDEST)
-    in_parts = config(2, 64, 1), config(1, 64, 1)
-    found = (*(replace(each, k_parts=copies) for each in in_parts), config(2, 32, 2))
-    return tuple(replace(each, v_parts=parts, consumer_regs=BOXED_REGISTERS) for each in found)
+    return replace(
+        config,
+        v_parts=-(-structure.head_dim_v // WIDEST),
+        k_parts=copies if config.num_stages == 1 else 1,
+        consumer_regs=min(config.consumer_regs, BOXED_REGISTERS),
+    )
 
 
 def boxes(structure: Structure) -> tuple[int, ...]:
@@ -237,6 +240,7 @@ _PREFERRED: tuple[tuple[int, tuple[HopperPrefillConfig, ...]], ...] = (
     (128, (config(2, 128, 2), config(2, 64, 3), config(2, 64, 2))),
     (192, (config(2, 128, 2), config(2, 64, 2))),
     (256, (config(2, 64, 2, held=128), config(2, 64, 2), config(2, 32, 2))),
+    (512, (config(2, 64, 1), config(2, 32, 2), config(1, 64, 1))),
 )
 # The same in boxes. Up to 128 columns three consumers have registers for 64 keys each: 16 to 42 %
 # faster than two with 128 (H200), 2 to 23 % with a causal mask. Beyond by a count of registers and
@@ -280,6 +284,8 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     if every:
         counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]
     columns = structure.head_dim_qk
+    if columns > WIDEST:
+        counts, widths, depths = ((1, 2), (32, 64), (1, 2))  # type: ignore[assignment]
     parts = (0, 128) if columns == 256 or (box and columns > 128) else (0,)
     if every and columns == 128:
         for each in preferences(structure):
@@ -293,7 +299,7 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     for consumers, width, stages, held in product(counts, widths, depths, parts):
         tile = config(consumers, width, stages, held=held)
         tile = replace(tile, ptxas=preferred())
-        tile = _in_boxes(tile, box) if box else tile
+        tile = _in_parts(_in_boxes(tile, box) if box else tile, structure)
         tile = fit_to_mask(tile, structure)
         waits = early if not loads_tiles(structure, (CONSUMER_ROWS, tile.BLOCK_N)) else (False,)
         turns = (False, True) if tile.consumers > 1 else (False,)

@@ -192,7 +192,10 @@ def _divides(tile: Any, block: Any) -> Any:
 
 
 def _in_whole_parts(size: sp.Symbol) -> Any:
-    return sp.And(_divides(64, size), size >= WIDE_COPY, size <= WIDEST_IN_PARTS)
+    in_16_bits = sp.Eq(itemsize, 2)
+    return sp.And(
+        qk_dim > WIDEST, in_16_bits, _divides(64, size), size >= WIDE_COPY, size <= WIDEST_IN_PARTS
+    )
 
 
 # The pass that narrows products of V tells them by an operand in registers, and by their width.
@@ -265,15 +268,7 @@ _FIT: tuple[Inequality, ...] = (
     # What nobody has run in eight bits: Q in parts, or in registers.
     Inequality(
         "fp8",
-        sp.Or(
-            itemsize > 1,
-            sp.And(
-                sp.Eq(qk_dim, v_dim),
-                sp.Ne(qk_dim, 192),
-                qk_dim <= WIDEST,
-                sp.Eq(q_in_regs, 0),
-            ),
-        ),
+        sp.Or(itemsize > 1, sp.And(sp.Eq(qk_dim, v_dim), sp.Ne(qk_dim, 192), sp.Eq(q_in_regs, 0))),
         "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v, "
         "and q_in_regs is 0",
     ),
@@ -282,8 +277,8 @@ _FIT: tuple[Inequality, ...] = (
         sp.Or(sp.Not(FP8_PV), sp.And(sp.Eq(itemsize, 1), BLOCK_N >= 32)),
         "fp8_pv: V and weights of 8 bits are of fp8, in tiles of at least 32 keys",
     ),
-    _one_of(qk_dim, STATED_QK_DIMS, sp.And(qk_dim > WIDEST, _in_whole_parts(qk_dim))),
-    _one_of(v_dim, STATED_V_DIMS, sp.And(qk_dim > WIDEST, _in_whole_parts(v_dim))),
+    _one_of(qk_dim, STATED_QK_DIMS, _in_whole_parts(qk_dim)),
+    _one_of(v_dim, STATED_V_DIMS, _in_whole_parts(v_dim)),
     # The output leaves through Q's parts, of which a narrower one is none.
     Inequality(
         "head dimension",
@@ -296,7 +291,7 @@ _FIT: tuple[Inequality, ...] = (
             sp.And(sp.Eq(v_parts, 1), v_dim <= WIDEST),
             sp.And(sp.Eq(v_parts, 2), v_dim > WIDEST, qk_dim > WIDEST),
         ),
-        "v_parts={v_parts}: a block has at most 256 columns of V, and two share those of more",
+        "v_parts={v_parts}: it is 2 above 256 columns of V, and 1 up to them",
     ),
     Inequality(
         "k_parts",
@@ -335,8 +330,8 @@ _FIT: tuple[Inequality, ...] = (
             ),
         ),
         "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them; with a "
-        "v_box no multiple of 32 of them, or products of scores are as wide as those of values; above "
-        "256 columns not 128",
+        "v_box no multiple of 32 of them, or products of scores are as wide as those of values; "
+        "above 256 columns it is not 128",
     ),
     # Along a run each consumer may have a row of blocks of its own.
     Inequality(
