@@ -103,6 +103,8 @@ def registers(c: RuleCase) -> int:
     boxed = c.v_box > 0
     # Tiles of 192 columns are three parts of 64, each at an address of its own.
     three = not boxed and c.qk_padded == 192
+    # Above 256 columns Q and K are in parts of 128.
+    wide = c.qk_padded > 256
     scores = c.BLOCK_N / 2
     accumulator = c.v_columns / 2
     # P in 16 bits. Weights of 8 take half the place, and the product that is added to the sum its
@@ -113,6 +115,8 @@ def registers(c: RuleCase) -> int:
     # Mods that read are fitted to compiled kernels.
     if c.loads_tile:
         gathered = floor(scores) + 8
+    elif c.loads_keys and wide:
+        gathered = 16
     elif c.loads_keys:
         gathered = lists + floor(max(c.qk_padded - c.v_padded, 0) / 4) + 40
     else:

@@ -189,6 +189,8 @@ def _rescales_lazily(structure: Structure, widest: int, reads: bool) -> bool:
     if widest > 192 and reads:
         return False
     sparsity = structure.sparsity
+    if widest > WIDEST:
+        return sparsity is None or sparsity.runs
     if structure.head_dim_v > 128:
         return True  # tiles of 64 keys
     return not 128 < widest <= 192 or sparsity is None or not reads

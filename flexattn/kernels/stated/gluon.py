@@ -46,7 +46,7 @@ _ROWS, _THREADS, _ITEMSIZE = 64, 128, 2
 _SHARED_SLACK = 1024
 # Addresses, loop state, row statistics, and what the mods hold.
 _REGISTER_SLACK, SCORE_REGISTERS, _GATHER_REGISTERS, LISTS_REGISTERS = 28, 8, 40, 16
-PARTS_REGISTERS = 16
+PARTS_REGISTERS = WIDE_GATHER_REGISTERS = 16
 # Of lazy_rescale, beside parts of Q, in shared memory or in registers; of the main loop beside the
 # products of weights of 8 bits, or beside lazy_rescale and a Q that is held.
 LAZY_REGISTERS = MAINLOOP_REGISTERS = 8
@@ -143,6 +143,7 @@ gathered = let(
     "gathered",
     sp.Piecewise(
         (sp.floor(scores) + 8, loads_tile),
+        (WIDE_GATHER_REGISTERS, sp.And(loads_keys, wide)),
         (_GATHER_REGISTERS + sp.floor(sp.Max(0, qk_padded - v_padded) / 4) + lists, loads_keys),
         (0, True),
     ),
