@@ -18,7 +18,7 @@ from flexattn.kernels.base.knobs import at_rest, words
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.hopper import cost, printed, space
-from flexattn.kernels.hopper.case import WIDEST, case_of
+from flexattn.kernels.hopper.case import case_of
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.kernels.hopper.grid import fit_to_mask, grid, with_consumers
 from flexattn.kernels.hopper.sized import sized
@@ -30,8 +30,6 @@ from flexattn.problem import Kind, Problem, Structure
 # The one switch: whether it serves prefills on Hopper that nobody tuned. Either way another family
 # serves what this one cannot, and a tuner chooses between both.
 LEADS = True
-# The same of head dimensions above 256, whose kernel nobody has raced on a GPU.
-LEADS_WIDE = False
 # Whether sizes choose among five kernels of a structure (sized.py). A new length may then compile
 # one, which `warm` cannot tell from a model's lengths; nor has it been raced on a GPU.
 BY_SIZES = False
@@ -52,8 +50,6 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         if structure.fp8:
             return True
         if structure.kv_dtype or structure.dtype == "float32":
-            return False
-        if structure.head_dim_qk > WIDEST and not LEADS_WIDE:
             return False
         return LEADS and self.offered(device) and values_by_key(structure) <= FEW_BY_KEY
 

@@ -287,7 +287,7 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
         counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]
     columns = structure.head_dim_qk
     if columns > WIDEST:
-        counts, widths, depths = ((1, 2), (32, 64), (1, 2))  # type: ignore[assignment]
+        counts, widths, depths = ((1, 2), (32, 64), (1, 2))
     parts = (0, 128) if columns == 256 or (box and columns > 128) else (0,)
     if every and columns == 128:
         for each in preferences(structure):
