@@ -12,10 +12,12 @@ from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.options import NONE, Options
+from flexattn.kernels.choose.space import space
 from flexattn.mods import bind
 from flexattn.reference import Precision, attention
 from flexattn.runtime.launch import Lists, prepare_launch
 from tests.emulated_prefill import Emulated
+from tests.families import gluon_refused
 from tests.problems import choices, problem
 from tests.support import inputs
 
@@ -94,3 +96,37 @@ def test_numbers(form, mods, dims):
     # The output alone is rounded.
     torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-5)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("mods", MASKS)
+@pytest.mark.parametrize("dims", [(512, 512), (320, 448), (512, 256), (384, 128)])
+def test_the_static_default(dims, mods):
+    """A block has at most 256 columns of the output, and K's copies arrive one by one."""
+    D, Dv = dims
+    config = default(problem(D=D, Dv=Dv, **MASKS[mods]), H200)
+    assert (config.language, config.v_parts) == ("gluon", 1 + (Dv > 256))
+    assert config.k_parts == -(-D // 128) and config.num_stages == 1
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"D": 576, "Dv": 512}, "no head dimensions of 576 and 512"),
+        ({"D": 488, "Dv": 512}, "of 64 from 320 to 512"),
+        ({"D": 512, "Dv": 64}, "head dimension 64 of V is below 128"),
+        ({"D": 256, "Dv": 512}, "head dimension 512 is not one of"),
+        ({"D": 512, "dtype": "float8_e4m3fn"}, "are in 16 bits"),
+        ({"D": 512, "dtype": "float32"}, "multiplies float16"),
+    ],
+    ids=str,
+)
+def test_what_another_template_serves(about, said):
+    assert said in gluon_refused(problem(**about), H200)
+
+
+def test_what_a_search_tries():
+    found = [each for each in space(problem(D=512), H200) if each.language == "gluon"]
+    forms = {(each.consumers, each.BLOCK_N, each.num_stages, each.k_parts) for each in found}
+    assert forms >= {(2, 64, 1, 4), (2, 32, 2, 1), (1, 64, 1, 4), (1, 32, 2, 1)}
+    assert {each.v_parts for each in found} == {2}
+    assert {each.ping_pong for each in found} == {False, True}
