@@ -30,7 +30,10 @@ REST = [
     (512, 512, "bfloat16", {"mask_mod": DOCUMENTS, "runs": True}),
     (512, 512, "bfloat16", {"score_mod": alibi(32, "cpu"), **CAUSAL}),
     (512, 512, "bfloat16", {"score_mod": relative_bias(torch.zeros(32, 64), 32)}),
-    *((*pair, "bfloat16", CAUSAL) for pair in ((320, 320), (448, 384), (512, 256), (384, 128))),
+    *(
+        (*pair, "bfloat16", CAUSAL)
+        for pair in ((320, 320), (448, 384), (512, 256), (384, 128), (576, 512))
+    ),
 ]
 
 

@@ -114,14 +114,7 @@ GOLDENS = {
     "gluon_runs_alibi": lambda: kernel(
         TAKEN, D=64, score_mod=alibi(32, "cpu"), mask_mod=causal, runs=True
     ),
-    "gluon_wide_causal": lambda: kernel(
-        HopperPrefillConfig(
-            2, 64, 1, 232, tile_scheduler="dynamic", order="sections", v_parts=2, k_parts=4
-        ),
-        D=512,
-        mask_mod=causal,
-        runs=True,
-    ),
+    "gluon_wide": lambda: kernel(HopperPrefillConfig(2, 64, 1, 232, v_parts=2, k_parts=2), D=512),
     "gluon_runs_document": lambda: kernel(
         replace(HOPPER, tile_scheduler="dynamic"),
         mask_mod=and_masks(document(torch.zeros(8).int()), causal),

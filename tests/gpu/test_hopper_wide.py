@@ -27,7 +27,16 @@ pytestmark = [
     pytest.mark.skipif(not HOPPER, reason="the Gluon template is Hopper's"),
 ]
 GLUON = {"BACKEND": "GLUON"}
-PAIRS = ((512, 512), (320, 320), (384, 384), (448, 448), (512, 256), (320, 128), (384, 512))
+PAIRS = (
+    (512, 512),
+    (320, 320),
+    (384, 384),
+    (448, 448),
+    (512, 256),
+    (320, 128),
+    (384, 512),
+    (576, 512),
+)
 
 
 def tensors(*sizes, dtype=torch.bfloat16, **more):
@@ -89,6 +98,7 @@ TURNED = (
     {"consumers": 1},
     {"BLOCK_N": 32, "num_stages": 2, "k_parts": 1},
     {"k_parts": 2},
+    {"k_parts": 8},
     {"k_parts": 1},
     {"tile_scheduler": "grid"},
     {"tile_scheduler": "static", "order": "heads"},

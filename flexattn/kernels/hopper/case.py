@@ -20,9 +20,9 @@ from flexattn.problem import Structure
 # Columns of Q, K and the output in one TMA copy where head dimensions are any: 128 bytes, which is
 # the widest swizzle.
 BOX = 64
-# Columns of one copy of Q, K and the output of head dimensions above WIDEST, and the widest
-# accumulator that two consumers have registers for.
-PART, WIDEST = 128, 256
+# Columns of the widest accumulator that two consumers have registers for. Above them Q and K, too,
+# are copied in parts.
+WIDEST = 256
 
 
 def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -> RuleCase:
@@ -81,10 +81,13 @@ def padded_columns(head_dim: int) -> int:
 
 
 def copied_columns(head_dim: int) -> int:
-    """Columns of a tile of Q or K, in parts where they are no power of two or above WIDEST."""
-    if head_dim > WIDEST:
-        return whole_boxes(head_dim, PART)
-    return head_dim if head_dim % 64 == 0 else padded_columns(head_dim)
+    """Columns of a tile of Q or K, in parts where they are no power of two."""
+    return head_dim if head_dim % BOX == 0 else padded_columns(head_dim)
+
+
+def part_columns(head_dim: int, k_parts: int) -> int:
+    """Columns of one copy of Q, K and the output, of head dimensions above WIDEST."""
+    return 2 * BOX if head_dim % (2 * BOX * k_parts) == 0 else BOX
 
 
 def whole_boxes(head_dim: int, box: int) -> int:

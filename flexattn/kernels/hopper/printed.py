@@ -77,7 +77,7 @@ def shared_memory(c: RuleCase) -> tuple[int, bool, int]:
     output = 2 * c.out_padded * out_rows
     # Tiles of 192 columns are three parts of 64, each at an address of its own.
     three = not boxed and c.qk_padded == 192
-    # Above 256 columns Q and K are in parts of 128.
+    # Above 256 columns Q and K are in parts.
     wide = c.qk_padded > 256
     # An output takes one or two of them.
     in_parts = wide or (three and c.v_padded <= 128)
@@ -103,7 +103,7 @@ def registers(c: RuleCase) -> int:
     boxed = c.v_box > 0
     # Tiles of 192 columns are three parts of 64, each at an address of its own.
     three = not boxed and c.qk_padded == 192
-    # Above 256 columns Q and K are in parts of 128.
+    # Above 256 columns Q and K are in parts.
     wide = c.qk_padded > 256
     scores = c.BLOCK_N / 2
     accumulator = c.v_columns / 2
@@ -214,7 +214,7 @@ RULES: Rules[RuleCase] = Rules(
         Rule(
             "head dimension",
             "head dimension {qk_dim} is not one of 64, 96, 128, 192, 256; multiples of 8 from 16"
-            " to 256 are in 16 bits, and of 64 from 320 to 512 with V of 128 and more",
+            " to 256 are in 16 bits, and of 64 from 320 to 576 with V of 128 and more",
             lambda c: (
                 c.qk_dim == 64
                 or c.qk_dim == 96
@@ -225,7 +225,7 @@ RULES: Rules[RuleCase] = Rules(
                 or (
                     c.itemsize == 2
                     and c.qk_dim >= 128
-                    and c.qk_dim <= 512
+                    and c.qk_dim <= 576
                     and c.qk_dim > 256
                     and c.qk_dim % 64 == 0
                 )
@@ -234,7 +234,7 @@ RULES: Rules[RuleCase] = Rules(
         Rule(
             "head dimension",
             "head dimension {v_dim} is not one of 64, 96, 128, 256; multiples of 8 from 16 to "
-            "256 are in 16 bits, and of 64 from 320 to 512 with V of 128 and more",
+            "256 are in 16 bits, and of 64 from 320 to 576 with V of 128 and more",
             lambda c: (
                 c.v_dim == 64
                 or c.v_dim == 96
@@ -244,7 +244,7 @@ RULES: Rules[RuleCase] = Rules(
                 or (
                     c.itemsize == 2
                     and c.v_dim >= 128
-                    and c.v_dim <= 512
+                    and c.v_dim <= 576
                     and c.qk_dim > 256
                     and c.v_dim % 64 == 0
                 )
@@ -265,11 +265,10 @@ RULES: Rules[RuleCase] = Rules(
         ),
         Rule(
             "k_parts",
-            "k_parts={k_parts} is not 1, nor do as many parts share the copies of 128 of "
-            "{qk_padded} columns of K",
+            "k_parts={k_parts} is not 1, nor do as many whole 64 columns make {qk_dim} of K",
             lambda c: (
                 c.k_parts == 1
-                or (c.k_parts > 1 and c.qk_dim > 256 and c.qk_padded % (128 * c.k_parts) == 0)
+                or (c.k_parts > 1 and c.qk_dim > 256 and c.qk_dim % (64 * c.k_parts) == 0)
             ),
         ),
         Rule(
@@ -296,10 +295,9 @@ RULES: Rules[RuleCase] = Rules(
             "q_in_regs",
             "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them; with"
             " a v_box no multiple of 32 of them, or products of scores are as wide as those of "
-            "values; above 256 columns it is not 128",
+            "values",
             lambda c: (
                 c.q_in_regs == 0
-                or (c.q_in_regs == 128 and c.qk_padded > 256)
                 or (
                     not (c.qk_padded == 192 or c.qk_padded > 256 or c.v_box > 0)
                     and (

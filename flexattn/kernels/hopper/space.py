@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flexattn.kernels.base.features import loads_by_key, loads_early, loads_tiles
 from flexattn.kernels.base.knobs import turned
-from flexattn.kernels.hopper.case import BOX, PART, WIDEST, copied_columns, whole_boxes
+from flexattn.kernels.hopper.case import BOX, WIDEST, whole_boxes
 from flexattn.kernels.hopper.config import (
     BOXED_REGISTERS,
     CONSUMER_REGISTERS,
@@ -127,14 +127,16 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
 
 
 def _in_parts(config: HopperPrefillConfig, structure: Structure) -> HopperPrefillConfig:
-    """The config for head dimensions above 256: of one stage, each copy of K is a part."""
+    """The config for head dimensions above 256: of one stage K has 3 to 7 parts."""
     if structure.head_dim_qk <= WIDEST:
         return config
-    copies = copied_columns(structure.head_dim_qk) // PART
+    boxes = structure.head_dim_qk // BOX
     return replace(
         config,
         v_parts=-(-structure.head_dim_v // WIDEST),
-        k_parts=copies if config.num_stages == 1 else 1,
+        k_parts=1
+        if config.num_stages > 1
+        else next((n for n in (4, 3, 5, 7) if boxes % n == 0), 1),
         consumer_regs=min(config.consumer_regs, BOXED_REGISTERS),
     )
 
@@ -242,7 +244,7 @@ _PREFERRED: tuple[tuple[int, tuple[HopperPrefillConfig, ...]], ...] = (
     (128, (config(2, 128, 2), config(2, 64, 3), config(2, 64, 2))),
     (192, (config(2, 128, 2), config(2, 64, 2))),
     (256, (config(2, 64, 2, held=128), config(2, 64, 2), config(2, 32, 2))),
-    (512, (config(2, 64, 1), config(2, 32, 2), config(1, 64, 1))),
+    (576, (config(2, 64, 1), config(2, 32, 2), config(2, 32, 1), config(1, 64, 1))),
 )
 # The same in boxes. Up to 128 columns three consumers have registers for 64 keys each: 16 to 42 %
 # faster than two with 128 (H200), 2 to 23 % with a causal mask. Beyond by a count of registers and

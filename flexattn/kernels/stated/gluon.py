@@ -57,8 +57,9 @@ SM_THREAD_REGISTERS = 512
 # Of the 16 of a block, less the one at which all warps meet and one that the compiler may take.
 # The inequality counts the one at which each consumer meets its own.
 NAMED_BARRIERS = 14
-# Columns of one copy above WIDEST, which is what an accumulator has at most.
-WIDE_COPY, WIDEST, WIDEST_IN_PARTS = 128, 256, 512
+# Columns of V that leave at least through parts of Q, of the widest accumulator, and of the widest
+# heads in parts.
+LEAST_V, ACCUMULATED, PARTS_END = 128, 256, 576
 STATED_QK_DIMS, STATED_V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
 
 
@@ -91,7 +92,7 @@ three = let(
     sp.And(sp.Eq(qk_padded, 192), sp.Not(boxed)),
     "Tiles of 192 columns are three parts of 64, each at an address of its own.",
 )
-wide = let("wide", qk_padded > WIDEST, "Above 256 columns Q and K are in parts of 128.")
+wide = let("wide", qk_padded > ACCUMULATED, "Above 256 columns Q and K are in parts.")
 in_parts = let(
     "in_parts",
     sp.Or(wide, sp.And(three, v_padded <= 128)),
@@ -176,7 +177,7 @@ _REGISTERS = let.formula(
 def _one_of(size: sp.Symbol, among: tuple[int, ...], in_parts: Any) -> Inequality:
     words = (
         f"head dimension {{{size.name}}} is not one of {', '.join(map(str, among))}; multiples of "
-        "8 from 16 to 256 are in 16 bits, and of 64 from 320 to 512 with V of 128 and more"
+        "8 from 16 to 256 are in 16 bits, and of 64 from 320 to 576 with V of 128 and more"
     )
     listed = sp.Or(*(sp.Eq(size, each) for each in among))
     return Inequality("head dimension", sp.Or(v_box > 0, listed, in_parts), words)
@@ -195,7 +196,7 @@ def _divides(tile: Any, block: Any) -> Any:
 def _in_whole_parts(size: sp.Symbol) -> Any:
     in_16_bits = sp.Eq(itemsize, 2)
     return sp.And(
-        qk_dim > WIDEST, in_16_bits, _divides(64, size), size >= WIDE_COPY, size <= WIDEST_IN_PARTS
+        qk_dim > ACCUMULATED, in_16_bits, _divides(64, size), size >= LEAST_V, size <= PARTS_END
     )
 
 
@@ -283,14 +284,14 @@ _FIT: tuple[Inequality, ...] = (
     # The output leaves through Q's parts, of which a narrower one is none.
     Inequality(
         "head dimension",
-        sp.Or(qk_dim <= WIDEST, v_padded >= WIDE_COPY),
+        sp.Or(qk_dim <= ACCUMULATED, v_padded >= LEAST_V),
         "head dimension {v_dim} of V is below 128 beside {qk_dim} of Q and K",
     ),
     Inequality(
         "v_parts",
         sp.Or(
-            sp.And(sp.Eq(v_parts, 1), v_dim <= WIDEST),
-            sp.And(sp.Eq(v_parts, 2), v_dim > WIDEST, qk_dim > WIDEST),
+            sp.And(sp.Eq(v_parts, 1), v_dim <= ACCUMULATED),
+            sp.And(sp.Eq(v_parts, 2), v_dim > ACCUMULATED, qk_dim > ACCUMULATED),
         ),
         "v_parts={v_parts}: it is 2 above 256 columns of V, and 1 up to them",
     ),
@@ -298,10 +299,9 @@ _FIT: tuple[Inequality, ...] = (
         "k_parts",
         sp.Or(
             sp.Eq(k_parts, 1),
-            sp.And(k_parts > 1, qk_dim > WIDEST, _divides(WIDE_COPY * k_parts, qk_padded)),
+            sp.And(k_parts > 1, qk_dim > ACCUMULATED, _divides(64 * k_parts, qk_dim)),
         ),
-        "k_parts={k_parts} is not 1, nor do as many parts share the copies of 128 of "
-        "{qk_padded} columns of K",
+        "k_parts={k_parts} is not 1, nor do as many whole 64 columns make {qk_dim} of K",
     ),
     _in_boxes(qk_dim),
     _in_boxes(v_dim),
@@ -321,9 +321,8 @@ _FIT: tuple[Inequality, ...] = (
         sp.Or(
             sp.Eq(q_in_regs, 0),
             held_parts,
-            sp.And(qk_padded > WIDEST, sp.Eq(q_in_regs, WIDE_COPY)),
             sp.And(
-                sp.Not(sp.Or(sp.Eq(qk_padded, 192), qk_padded > WIDEST, v_box > 0)),
+                sp.Not(sp.Or(sp.Eq(qk_padded, 192), qk_padded > ACCUMULATED, v_box > 0)),
                 sp.Or(
                     sp.Eq(q_in_regs, qk_padded),
                     sp.And(sp.Eq(2 * q_in_regs, qk_padded), q_in_regs >= 64),
@@ -331,8 +330,7 @@ _FIT: tuple[Inequality, ...] = (
             ),
         ),
         "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them; with a "
-        "v_box no multiple of 32 of them, or products of scores are as wide as those of values; "
-        "above 256 columns it is not 128",
+        "v_box no multiple of 32 of them, or products of scores are as wide as those of values",
     ),
     # Along a run each consumer may have a row of blocks of its own.
     Inequality(

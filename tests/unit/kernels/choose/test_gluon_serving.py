@@ -86,7 +86,7 @@ def test_a_record_of_the_other_language_is_not_taken(monkeypatch):
         ({}, NONE, "default", "static default"),
         ({"layout": STRIDED}, NONE, "default", "inner stride 1"),
         ({"D": 94, "Dv": 94}, NONE, "default", "not one of 64, 96"),
-        ({"D": 576, "Dv": 512}, NONE, "default", "cannot run"),
+        ({"D": 640, "Dv": 512}, NONE, "default", "cannot run"),
         ({}, Options(BLOCK_M=64), "forced", "without BACKEND"),
         ({}, NONE, "hit", "record"),
     ],

@@ -69,7 +69,7 @@ BREAKS = [
     ("fp8_pv", replace(PLAIN, fp8_pv=True, BLOCK_N=64), {}, H200),
     ("fp8_pv", replace(PLAIN, fp8_pv=True, BLOCK_N=16), {"dtype": "float8_e4m3fn"}, H200),
     ("head dimension", replace(PLAIN, BLOCK_N=32), {"D": 80, "Dv": 128}, H200),
-    ("head dimension", WIDE, {"D": 488, "Dv": 512}, H200),
+    ("head dimension", replace(WIDE, k_parts=1), {"D": 488, "Dv": 512}, H200),
     ("head dimension", replace(WIDE, v_parts=1), {"D": 512, "Dv": 64}, H200),
     ("v_parts", WIDE, {"D": 512, "Dv": 256}, H200),
     ("k_parts", replace(WIDE, k_parts=3), {"D": 512}, H200),

@@ -83,8 +83,9 @@ CASES = [
     *((form, mask, (512, 512)) for form in ("two stages", "halves", "whole", "packed")
       for mask in ("full", "lists")),
     ("default", "causal", (320, 320)),
-    ("halves", "full", (448, 384)),
+    ("whole", "full", (448, 384)),
     ("default", "window", (384, 128)),
+    ("default", "causal", (576, 512)),
 ]  # fmt: skip
 
 
@@ -105,14 +106,14 @@ def test_the_static_default(dims, mods):
     D, Dv = dims
     config = default(problem(D=D, Dv=Dv, **MASKS[mods]), H200)
     assert (config.language, config.v_parts) == ("gluon", 1 + (Dv > 256))
-    assert config.k_parts == -(-D // 128) and config.num_stages == 1
+    assert (config.k_parts, config.num_stages) == ({512: 4, 320: 5, 384: 3}[D], 1)
 
 
 @pytest.mark.parametrize(
     ("about", "said"),
     [
-        ({"D": 576, "Dv": 512}, "no head dimensions of 576 and 512"),
-        ({"D": 488, "Dv": 512}, "of 64 from 320 to 512"),
+        ({"D": 640, "Dv": 512}, "no head dimensions of 640 and 512"),
+        ({"D": 488, "Dv": 512}, "of 64 from 320 to 576"),
         ({"D": 512, "Dv": 64}, "head dimension 64 of V is below 128"),
         ({"D": 256, "Dv": 512}, "head dimension 512 is not one of"),
         ({"D": 512, "dtype": "float8_e4m3fn"}, "are in 16 bits"),
