@@ -143,7 +143,8 @@ def test_bits_stay(mask_mod):
         assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
 
 
-def test_gradients():
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+def test_gradients(dropout_p):
     """The forward leaves its log-sum-exps to a backward that another template serves."""
     q, k, v = tensors(1, 4, 2, 301, 301, 512)
-    assert_gradients(q, k, v, mask_mod=causal, block=128)
+    assert_gradients(q, k, v, mask_mod=causal, block=128, dropout_p=dropout_p)
