@@ -21,7 +21,7 @@ CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 _PRODUCER_REGISTERS = {1: 40, 2: 24, 3: 32}
 # The same of two consumers where the producer copies V in boxes, or K in parts, and keeps a place
 # for each.
-BOXED_REGISTERS, _BOXED_PRODUCER, _PARTS_PRODUCER = 232, 40, 48
+BOXED_REGISTERS, _BOXED_PRODUCER = 232, 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,7 @@ class HopperPrefillConfig:
     @property
     def producer_regs(self) -> int:
         """Registers of a thread of the producer warpgroup."""
-        if self.consumers == 2 and self.consumer_regs <= BOXED_REGISTERS:
-            if self.v_parts * self.k_parts > 1:
-                return _PARTS_PRODUCER
-            if self.v_box:
-                return _BOXED_PRODUCER
+        many = self.v_box or self.v_parts * self.k_parts > 1
+        if many and self.consumers == 2 and self.consumer_regs <= BOXED_REGISTERS:
+            return _BOXED_PRODUCER
         return _PRODUCER_REGISTERS.get(self.consumers, 24)

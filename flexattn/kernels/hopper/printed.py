@@ -166,6 +166,12 @@ RULES: Rules[RuleCase] = Rules(
             ),
         ),
         Rule(
+            "register split",
+            "consumer_regs={consumer_regs}: two consumers and {producer_regs} of the producer "
+            "warps are more than the 504 that a block starts with",
+            lambda c: c.consumers != 2 or 2 * c.consumer_regs + c.producer_regs <= 504,
+        ),
+        Rule(
             "ping pong",
             "ping_pong: it needs two consumers or more",
             lambda c: not c.ping_pong or c.consumers >= 2,

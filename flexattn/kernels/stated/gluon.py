@@ -52,8 +52,8 @@ PARTS_REGISTERS = WIDE_GATHER_REGISTERS = 16
 LAZY_REGISTERS = MAINLOOP_REGISTERS = 8
 # Of a column of Q in registers: half of one holds it, a quarter of that gives way to the slack.
 HELD_REGISTERS = sp.Rational(3, 16)
-# Registers of an SM for one thread of every warpgroup.
-SM_THREAD_REGISTERS = 512
+# Registers of an SM for one thread of every warpgroup, and those that three warpgroups start with.
+SM_THREAD_REGISTERS, STARTED_WITH_TWO = 512, 3 * 168
 # Of the 16 of a block, less the one at which all warps meet and one that the compiler may take.
 # The inequality counts the one at which each consumer meets its own.
 NAMED_BARRIERS = 14
@@ -234,6 +234,14 @@ _SHAPE: tuple[Inequality, ...] = (
         ),
         "consumer_regs={consumer_regs} is no multiple of 8 from 24 to 240 that leaves "
         "{producer_regs} of 512 for the producer warps of {consumers} consumers",
+    ),
+    # Each thread starts with as many, a multiple of 8: consumers wait for ever for what the producer
+    # warps do not give.
+    Inequality(
+        "register split",
+        sp.Or(sp.Ne(consumers, 2), 2 * consumer_regs + producer_regs <= STARTED_WITH_TWO),
+        "consumer_regs={consumer_regs}: two consumers and {producer_regs} of the producer warps "
+        "are more than the 504 that a block starts with",
     ),
     Inequality(
         "ping pong",

@@ -13,6 +13,7 @@ from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.choose.space import space
+from flexattn.kernels.hopper.merge_consumers import REGISTERS
 from flexattn.mods import bind
 from flexattn.reference import Precision, attention
 from flexattn.runtime.launch import Lists, prepare_launch
@@ -130,4 +131,9 @@ def test_what_a_search_tries():
     forms = {(each.consumers, each.BLOCK_N, each.num_stages, each.k_parts) for each in found}
     assert forms >= {(2, 64, 1, 4), (2, 32, 2, 1), (1, 64, 1, 4), (1, 32, 2, 1)}
     assert {each.v_parts for each in found} == {2}
+    # A block starts with multiples of 8; consumers wait for ever for more.
+    for each in found:
+        groups = each.consumers + 1
+        started = REGISTERS // (128 * groups) // 8 * 8 * groups
+        assert each.consumers * each.consumer_regs + each.producer_regs <= started
     assert {each.ping_pong for each in found} == {False, True}
