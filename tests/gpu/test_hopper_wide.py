@@ -1,4 +1,4 @@
-"""Forms of Hopper's own template for head dimensions above 256, and gradients behind it, on a GPU."""
+"""Forms of Hopper's template for head dimensions above 256, and gradients behind it, on a GPU."""
 
 from dataclasses import replace
 

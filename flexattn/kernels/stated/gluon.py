@@ -235,8 +235,8 @@ _SHAPE: tuple[Inequality, ...] = (
         "consumer_regs={consumer_regs} is no multiple of 8 from 24 to 240 that leaves "
         "{producer_regs} of 512 for the producer warps of {consumers} consumers",
     ),
-    # Each thread starts with as many, a multiple of 8: consumers wait for ever for what the producer
-    # warps do not give.
+    # Each thread starts with as many, a multiple of 8: for what the producer warps do not give
+    # consumers wait for ever.
     Inequality(
         "register split",
         sp.Or(sp.Ne(consumers, 2), 2 * consumer_regs + producer_regs <= STARTED_WITH_TWO),
