@@ -18,7 +18,7 @@ from flexattn.kernels.base.knobs import at_rest, words
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.hopper import cost, printed, space
-from flexattn.kernels.hopper.case import case_of
+from flexattn.kernels.hopper.case import WIDEST, case_of
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.kernels.hopper.grid import fit_to_mask, grid, with_consumers
 from flexattn.kernels.hopper.sized import sized
@@ -30,6 +30,8 @@ from flexattn.problem import Kind, Problem, Structure
 # The one switch: whether it serves prefills on Hopper that nobody tuned. Either way another family
 # serves what this one cannot, and a tuner chooses between both.
 LEADS = True
+# Head dimensions above 256 that were raced on a GPU: others are left to a search.
+WIDE_LED = ((512, 512),)
 # Whether sizes choose among five kernels of a structure (sized.py). A new length may then compile
 # one, which `warm` cannot tell from a model's lengths; nor has it been raced on a GPU.
 BY_SIZES = False
@@ -50,6 +52,9 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         if structure.fp8:
             return True
         if structure.kv_dtype or structure.dtype == "float32":
+            return False
+        dims = structure.head_dim_qk, structure.head_dim_v
+        if structure.head_dim_qk > WIDEST and dims not in WIDE_LED:
             return False
         return LEADS and self.offered(device) and values_by_key(structure) <= FEW_BY_KEY
 

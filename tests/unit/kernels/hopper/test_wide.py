@@ -105,8 +105,10 @@ def test_numbers(form, mods, dims):
 def test_the_static_default(dims, mods):
     """A block has at most 256 columns of the output, and K's copies arrive one by one."""
     D, Dv = dims
-    config = default(problem(D=D, Dv=Dv, **MASKS[mods]), H200)
-    assert (config.language, config.v_parts) == ("gluon", 1 + (Dv > 256))
+    wanted = problem(D=D, Dv=Dv, **MASKS[mods])
+    config = default(wanted, H200, "gluon")
+    assert (default(wanted, H200) == config) is (dims == (512, 512))
+    assert config.v_parts == 1 + (Dv > 256)
     assert (config.k_parts, config.num_stages) == ({512: 4, 320: 5, 384: 3}[D], 1)
 
 
