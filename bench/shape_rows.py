@@ -29,5 +29,8 @@ def shape_rows() -> list[Row]:
         Row("bert-512", "public", Shape(64, 16, 16, 512, 512, 64)),
         Row("cross-4k-77", "public", Shape(16, 20, 20, 4096, 77, 64)),
         Row("gemma4-4k", "public", Shape(1, 8, 8, 4096, 4096, 512), "causal"),
+        Row("gemma4-4k-full", "public", Shape(1, 8, 8, 4096, 4096, 512)),
+        Row("gemma4-16k", "public", Shape(1, 8, 8, 16384, 16384, 512), "causal"),
+        Row("gemma4-16k-full", "public", Shape(1, 8, 8, 16384, 16384, 512)),
         Row("fp32-2k", "public", Shape(4, 16, 16, 2048, 2048, 64), "causal", dtype="float32"),
     ]

@@ -103,8 +103,8 @@ class Shared:
     def permute(self, order):
         return Shared(self.array.transpose(order))
 
-    def slice(self, start, length):
-        return Shared(self.array[start : start + length])
+    def slice(self, start, length, dim=0):
+        return Shared(self.array[(slice(None),) * dim + (slice(start, start + length),)])
 
     def load(self, layout):
         return tile(self.array.copy(), self.array.dtype)

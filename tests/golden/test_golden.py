@@ -114,6 +114,9 @@ GOLDENS = {
     "gluon_runs_alibi": lambda: kernel(
         TAKEN, D=64, score_mod=alibi(32, "cpu"), mask_mod=causal, runs=True
     ),
+    "gluon_wide": lambda: kernel(
+        HopperPrefillConfig(1, 64, 1, 232, v_parts=2, k_parts=2), D=512, lse=False
+    ),
     "gluon_runs_document": lambda: kernel(
         replace(HOPPER, tile_scheduler="dynamic"),
         mask_mod=and_masks(document(torch.zeros(8).int()), causal),

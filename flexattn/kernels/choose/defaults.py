@@ -70,4 +70,6 @@ def refused(problem: Problem, device: Device, language: Language) -> str:
         if not found:
             return ""
         first = first or "; ".join(found)
-    return first or "its head dimensions end at 256"
+    structure = problem.structure
+    dims = f"{structure.head_dim_qk} and {structure.head_dim_v}"
+    return first or f"it takes no head dimensions of {dims}"

@@ -20,6 +20,9 @@ from flexattn.problem import Structure
 # Columns of Q, K and the output in one TMA copy where head dimensions are any: 128 bytes, which is
 # the widest swizzle.
 BOX = 64
+# Columns of the widest accumulator that two consumers have registers for. Above them Q and K, too,
+# are copied in parts.
+WIDEST = 256
 
 
 def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -> RuleCase:
@@ -39,12 +42,16 @@ def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -
         1 if config.fp8_pv else 2,
         config.heads,
         config.v_box,
-        *_fixed(structure, device, config.BLOCK_N, config.v_box),
+        config.v_parts,
+        config.k_parts,
+        *_fixed(structure, device, config.BLOCK_N, config.v_box, config.v_parts),
     )
 
 
 @lru_cache(maxsize=1024)
-def _fixed(structure: Structure, device: Device, keys: int, v_box: int) -> tuple[Any, ...]:
+def _fixed(
+    structure: Structure, device: Device, keys: int, v_box: int, v_parts: int
+) -> tuple[Any, ...]:
     unit = CONSUMER_ROWS, keys
     qk, v, sparsity = structure.head_dim_qk, structure.head_dim_v, structure.sparsity
     blocks = (0, 0, False)
@@ -61,12 +68,8 @@ def _fixed(structure: Structure, device: Device, keys: int, v_box: int) -> tuple
     )
     limits = (device.shared_memory, device.has_wgmma)
     # Tiles of K are copied in parts of 64 columns where their width is no power of two.
-    held = (
-        qk if qk % 64 == 0 else padded_columns(qk),
-        padded_columns(v),
-        padded_columns(v),
-        padded_columns(v),
-    )
+    values = padded_columns(-(-v // v_parts))
+    held = (copied_columns(qk), values, values, values)
     if v_box:
         held = (whole_boxes(qk, BOX), padded_columns(v), whole_boxes(v, BOX), multiplied(v, v_box))
     return (structure.itemsize, qk, v, *held, *blocks, *facts, *limits)
@@ -75,6 +78,16 @@ def _fixed(structure: Structure, device: Device, keys: int, v_box: int) -> tuple
 def padded_columns(head_dim: int) -> int:
     """Columns of a tile in shared memory: a power of two of at least 64."""
     return max(64, power_above(head_dim))
+
+
+def copied_columns(head_dim: int) -> int:
+    """Columns of a tile of Q or K, in parts where they are no power of two."""
+    return head_dim if head_dim % BOX == 0 else padded_columns(head_dim)
+
+
+def part_columns(head_dim: int, k_parts: int) -> int:
+    """Columns of one copy of Q, K and the output, of head dimensions above WIDEST."""
+    return 2 * BOX if head_dim % (2 * BOX * k_parts) == 0 else BOX
 
 
 def whole_boxes(head_dim: int, box: int) -> int:

@@ -19,7 +19,8 @@ CONSUMER_ROWS, CONSUMER_WARPS = 64, 4
 # them: together within the 512 that an SM has for one thread of every warpgroup.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 _PRODUCER_REGISTERS = {1: 40, 2: 24, 3: 32}
-# The same of two consumers where the producer copies V in boxes, and keeps a place for each.
+# The same of two consumers where the producer copies V in boxes, or K in parts, and keeps a place
+# for each.
 BOXED_REGISTERS, _BOXED_PRODUCER = 232, 40
 
 
@@ -64,6 +65,11 @@ class HopperPrefillConfig:
     v_box: columns of V of one TMA copy, 16, 32 or 64, where head dimensions are multiples of 8: Q,
     K and the output are then copied in boxes of 64, filled with zeros, and wgmma multiplies no
     more columns than there are. Default 0: tiles as wide as a power of two.
+    v_parts: blocks that share the columns of V and the output where they are more than 256; each
+    multiplies the scores again. Default 1.
+    k_parts: parts of a tile of K, each of some columns, that are loaded and released one by one
+    where head dimensions are above 256; default 1. With one stage the next tile arrives behind
+    the products of this one.
     merge_consumers: whether one consumer is compiled, and a pass over its PTX makes that of all
     (kernels/hopper/merge_consumers.py); default True, which halves the time to compile.
     ptxas: the assembler among those that Triton brings; default "", its own choice.
@@ -85,6 +91,8 @@ class HopperPrefillConfig:
     ping_pong_softmax: bool = False
     pack_gqa: bool = False
     v_box: int = 0
+    v_parts: int = 1
+    k_parts: int = 1
     merge_consumers: bool = True
     ptxas: Ptxas = ""
 
@@ -118,6 +126,7 @@ class HopperPrefillConfig:
     @property
     def producer_regs(self) -> int:
         """Registers of a thread of the producer warpgroup."""
-        if self.v_box and self.consumers == 2 and self.consumer_regs <= BOXED_REGISTERS:
+        many = self.v_box or self.v_parts * self.k_parts > 1
+        if many and self.consumers == 2 and self.consumer_regs <= BOXED_REGISTERS:
             return _BOXED_PRODUCER
         return _PRODUCER_REGISTERS.get(self.consumers, 24)

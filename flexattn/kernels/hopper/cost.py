@@ -13,6 +13,7 @@ from math import ceil
 
 from flexattn.device import Device
 from flexattn.kernels.base.estimate import Estimate, bandwidth
+from flexattn.kernels.hopper.case import WIDEST
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.space import L2_BYTES
 from flexattn.problem import Problem
@@ -55,9 +56,12 @@ COSTS = HopperCosts()
 def expected(
     problem: Problem, config: HopperPrefillConfig, device: Device, costs: HopperCosts = COSTS
 ) -> Estimate | None:
-    """What a config is expected to take; None for inputs of eight bits, which nobody fitted."""
+    """What a config is expected to take.
+
+    None for inputs of eight bits and head dimensions above 256, which nobody fitted.
+    """
     structure = problem.structure
-    if structure.fp8 or not problem.q_len or not problem.kv_len:
+    if structure.fp8 or structure.head_dim_qk > WIDEST or not problem.q_len or not problem.kv_len:
         return None
     rows, keys = config.all_rows, config.BLOCK_N
     columns = structure.head_dim_qk + structure.head_dim_v

@@ -18,7 +18,7 @@ from flexattn.kernels.base.knobs import at_rest, words
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.hopper import cost, printed, space
-from flexattn.kernels.hopper.case import case_of
+from flexattn.kernels.hopper.case import WIDEST, case_of
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.kernels.hopper.grid import fit_to_mask, grid, with_consumers
 from flexattn.kernels.hopper.sized import sized
@@ -30,6 +30,8 @@ from flexattn.problem import Kind, Problem, Structure
 # The one switch: whether it serves prefills on Hopper that nobody tuned. Either way another family
 # serves what this one cannot, and a tuner chooses between both.
 LEADS = True
+# Head dimensions above 256 that were raced on a GPU: others are left to a search.
+WIDE_LED = ((512, 512),)
 # Whether sizes choose among five kernels of a structure (sized.py). A new length may then compile
 # one, which `warm` cannot tell from a model's lengths; nor has it been raced on a GPU.
 BY_SIZES = False
@@ -50,6 +52,9 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         if structure.fp8:
             return True
         if structure.kv_dtype or structure.dtype == "float32":
+            return False
+        dims = structure.head_dim_qk, structure.head_dim_v
+        if structure.head_dim_qk > WIDEST and dims not in WIDE_LED:
             return False
         return LEADS and self.offered(device) and values_by_key(structure) <= FEW_BY_KEY
 
@@ -137,7 +142,8 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
     def short(self, config: HopperPrefillConfig) -> str:
         """128x128 c2 s2 pingpong static heads has two consumers that alternate.
 
-        r, q, v: consumer_regs, q_in_regs and v_box, where they are no default. lazy: lazy_rescale;
+        r, q, v: consumer_regs, q_in_regs and v_box, where they are no default; parts: v_parts and
+        k_parts. lazy: lazy_rescale;
         gqa: pack_gqa; fp8pv: fp8_pv; drains: no cross_tile_pipeline; pingpong-softmax: ping_pong
         with ping_pong_softmax; then tile_scheduler and order. late: no early_loads.
         """
@@ -146,6 +152,8 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
             parts.append(f"r{config.consumer_regs}")
         numbers = {"q": config.q_in_regs, "v": config.v_box}
         parts += [f"{letter}{number}" for letter, number in numbers.items() if number]
+        if config.v_parts * config.k_parts > 1:
+            parts.append(f"parts{config.v_parts}-{config.k_parts}")
         flags = {"lazy": config.lazy_rescale, "gqa": config.pack_gqa, "fp8pv": config.fp8_pv}
         parts += [word for word, holds in flags.items() if holds]
         parts += ["drains"] * (not config.cross_tile_pipeline)

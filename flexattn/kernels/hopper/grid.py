@@ -28,7 +28,7 @@ def grid(problem: Problem, config: HopperPrefillConfig, device: Device) -> Geome
             "take a number of consumers that divides the group, or pack_gqa=False",
         )
     tiles = -(-problem.q_len // config.BLOCK_M)
-    units = problem.B * (problem.Hq // config.heads) * tiles
+    units = problem.B * (problem.Hq // config.heads) * tiles * config.v_parts
     stays = config.tile_scheduler != "grid"
     return Geometry(min(units, device.num_sms) if stays else units, tiles, units)
 

@@ -29,6 +29,8 @@ class RuleCase:
     v_itemsize: int
     heads: int
     v_box: int
+    v_parts: int
+    k_parts: int
     itemsize: int
     qk_dim: int
     v_dim: int
@@ -75,12 +77,14 @@ def shared_memory(c: RuleCase) -> tuple[int, bool, int]:
     output = 2 * c.out_padded * out_rows
     # Tiles of 192 columns are three parts of 64, each at an address of its own.
     three = not boxed and c.qk_padded == 192
+    # Above 256 columns Q and K are in parts.
+    wide = c.qk_padded > 256
     # An output takes one or two of them.
-    in_parts = three and c.v_padded <= 128
+    in_parts = wide or (three and c.v_padded <= 128)
     in_whole = not halved and c.qk_padded == c.v_padded and not (boxed or three)
     in_boxes = boxed and c.out_padded <= c.qk_padded
     through_q = c.itemsize == 2 and (in_boxes or in_parts or in_whole)
-    two_parts = three and c.v_padded == 128
+    two_parts = wide or (three and c.v_padded == 128)
     # A persistent block loads its next Q while an output leaves, if there is room.
     early = c.persistent and not two_parts and loaded + output <= c.shared_limit
     own = early or not through_q
@@ -99,6 +103,8 @@ def registers(c: RuleCase) -> int:
     boxed = c.v_box > 0
     # Tiles of 192 columns are three parts of 64, each at an address of its own.
     three = not boxed and c.qk_padded == 192
+    # Above 256 columns Q and K are in parts.
+    wide = c.qk_padded > 256
     scores = c.BLOCK_N / 2
     accumulator = c.v_columns / 2
     # P in 16 bits. Weights of 8 take half the place, and the product that is added to the sum its
@@ -109,6 +115,8 @@ def registers(c: RuleCase) -> int:
     # Mods that read are fitted to compiled kernels.
     if c.loads_tile:
         gathered = floor(scores) + 8
+    elif c.loads_keys and wide:
+        gathered = 16
     elif c.loads_keys:
         gathered = lists + floor(max(c.qk_padded - c.v_padded, 0) / 4) + 40
     else:
@@ -158,6 +166,12 @@ RULES: Rules[RuleCase] = Rules(
             ),
         ),
         Rule(
+            "register split",
+            "consumer_regs={consumer_regs}: two consumers and {producer_regs} of the producer "
+            "warps are more than the 504 that a block starts with",
+            lambda c: c.consumers != 2 or 2 * c.consumer_regs + c.producer_regs <= 504,
+        ),
+        Rule(
             "ping pong",
             "ping_pong: it needs two consumers or more",
             lambda c: not c.ping_pong or c.consumers >= 2,
@@ -165,7 +179,9 @@ RULES: Rules[RuleCase] = Rules(
         Rule(
             "barriers",
             "barriers: a block has 16, {num_stages} stages of {consumers} consumers need more",
-            lambda c: c.consumers * (2 if c.ping_pong else 1) + 2 * c.num_stages + 2 <= 14,
+            lambda c: (
+                c.consumers * (2 if c.ping_pong else 1) + c.num_stages * (c.k_parts + 1) + 2 <= 14
+            ),
         ),
         Rule(
             "v_box",
@@ -204,7 +220,7 @@ RULES: Rules[RuleCase] = Rules(
         Rule(
             "head dimension",
             "head dimension {qk_dim} is not one of 64, 96, 128, 192, 256; multiples of 8 from 16"
-            " to 256 are in 16 bits",
+            " to 256 are in 16 bits, and of 64 from 320 to 576 with V of 128 and more",
             lambda c: (
                 c.qk_dim == 64
                 or c.qk_dim == 96
@@ -212,14 +228,53 @@ RULES: Rules[RuleCase] = Rules(
                 or c.qk_dim == 192
                 or c.qk_dim == 256
                 or c.v_box > 0
+                or (
+                    c.itemsize == 2
+                    and c.qk_dim >= 128
+                    and c.qk_dim <= 576
+                    and c.qk_dim > 256
+                    and c.qk_dim % 64 == 0
+                )
             ),
         ),
         Rule(
             "head dimension",
             "head dimension {v_dim} is not one of 64, 96, 128, 256; multiples of 8 from 16 to "
-            "256 are in 16 bits",
+            "256 are in 16 bits, and of 64 from 320 to 576 with V of 128 and more",
             lambda c: (
-                c.v_dim == 64 or c.v_dim == 96 or c.v_dim == 128 or c.v_dim == 256 or c.v_box > 0
+                c.v_dim == 64
+                or c.v_dim == 96
+                or c.v_dim == 128
+                or c.v_dim == 256
+                or c.v_box > 0
+                or (
+                    c.itemsize == 2
+                    and c.v_dim >= 128
+                    and c.v_dim <= 576
+                    and c.qk_dim > 256
+                    and c.v_dim % 64 == 0
+                )
+            ),
+        ),
+        Rule(
+            "head dimension",
+            "head dimension {v_dim} of V is below 128 beside {qk_dim} of Q and K",
+            lambda c: c.v_padded >= 128 or c.qk_dim <= 256,
+        ),
+        Rule(
+            "v_parts",
+            "v_parts={v_parts}: it is 2 above 256 columns of V, and 1 up to them",
+            lambda c: (
+                (c.v_parts == 1 and c.v_dim <= 256)
+                or (c.v_parts == 2 and c.qk_dim > 256 and c.v_dim > 256)
+            ),
+        ),
+        Rule(
+            "k_parts",
+            "k_parts={k_parts} is not 1, nor do as many whole 64 columns make {qk_dim} of K",
+            lambda c: (
+                c.k_parts == 1
+                or (c.k_parts > 1 and c.qk_dim > 256 and c.qk_dim % (64 * c.k_parts) == 0)
             ),
         ),
         Rule(
@@ -250,7 +305,7 @@ RULES: Rules[RuleCase] = Rules(
             lambda c: (
                 c.q_in_regs == 0
                 or (
-                    not (c.qk_padded == 192 or c.v_box > 0)
+                    not (c.qk_padded == 192 or c.qk_padded > 256 or c.v_box > 0)
                     and (
                         c.q_in_regs == c.qk_padded
                         or (c.q_in_regs >= 64 and 2 * c.q_in_regs == c.qk_padded)
@@ -297,7 +352,9 @@ RULES: Rules[RuleCase] = Rules(
     ),
     worth=(
         Rule(
-            "no overlap", "no overlap: {num_stages} stage of K and V", lambda c: c.num_stages >= 2
+            "no overlap",
+            "no overlap: {num_stages} stage of K and V",
+            lambda c: c.num_stages >= 2 or c.k_parts > 1,
         ),
     ),
 )

@@ -22,6 +22,7 @@ from flexattn.kernels.hopper.arguments import (
     consumer_arguments,
     producer_arguments,
 )
+from flexattn.kernels.hopper.case import WIDEST
 from flexattn.kernels.hopper.config import CONSUMER_ROWS, CONSUMER_WARPS, HopperPrefillConfig
 from flexattn.kernels.hopper.printer import HOPPER, MaskPieces, print_consumer_score, print_mask
 from flexattn.kernels.hopper.tanh import COEFFICIENTS, LIMIT, float_bits
@@ -64,11 +65,16 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """One copy of Q or K, and what wgmma multiplies of it."""
+    """One copy of Q or K, and what wgmma multiplies of it.
+
+    of_part: which of K's parts it belongs to; k_part: the same of a part's first copy, else None.
+    """
 
     start: int
     width: int
     parts: tuple[_Part, ...]
+    of_part: int
+    k_part: int | None
 
 
 def render(
@@ -123,8 +129,12 @@ def render(
         settings |= {"V_BOX": tiles.v_box, "V_BOXES": tiles.v_boxes, "V_COLUMNS": tiles.v_columns}
     if config.order == "sections":
         settings["L2_SWIZZLE"] = max(1, config.l2_swizzle // config.heads)
+    if config.v_parts > 1:
+        settings["V_PARTS"] = config.v_parts
+    if config.k_parts > 1:
+        settings["K_PARTS"] = config.k_parts
     v_empty = _HARDWARE_BARRIERS - config.num_stages
-    k_empty = v_empty - config.num_stages
+    k_empty = v_empty - config.num_stages * config.k_parts
     q_empty = k_empty - q_stages
     settings |= {"V_EMPTY": v_empty, "K_EMPTY": k_empty, "Q_EMPTY": q_empty}
     # Consumers with runs of their own end a work tile at different KV tiles, and q_in_regs holds
@@ -147,6 +157,7 @@ def render(
     early_exp2 = EARLY_EXP2 if score is None else EARLY_EXP2 // 2
     if not wide or fused == "softcap":
         early_exp2 = 0
+    chunks = _chunks(tiles, config)
     context = {
         **mods,
         **values(config),
@@ -160,7 +171,13 @@ def render(
         "score": score,
         "mask": mask,
         "constants": (*settings.items(), *BASE_2),
-        "qk_chunks": _chunks(tiles, config.q_in_regs),
+        "qk_chunks": chunks,
+        "wide": tiles.qk_padded > WIDEST,
+        # Behind each part of K how many groups of products of the same scores are issued.
+        "unreleased": [
+            sum(len(each.parts) for each in chunks if each.of_part > part)
+            for part in range(config.k_parts)
+        ],
         "out_chunks": tiles.out_chunks,
         "v_boxes": tiles.v_boxes,
         "unpadded": narrowed and unpadded_values.announcement(tiles.v_columns, tiles.v_width),
@@ -231,15 +248,17 @@ def render(
     )
 
 
-def _chunks(tiles: Tiles, q_in_regs: int) -> list[_Chunk]:
+def _chunks(tiles: Tiles, config: HopperPrefillConfig) -> list[_Chunk]:
     """The copies of Q and K, in order; the first q_in_regs columns of Q are in registers."""
+    copies = tiles.qk_chunks // config.k_parts
     found, held = [], 0
     for i, parts in enumerate(tiles.qk_parts):
         start, made = i * tiles.qk_width, []
         for first, width in parts:
             cut = f".slice({first}, {width}, dim=1)" if width < tiles.qk_width else ""
-            is_held = start + first + width <= q_in_regs
+            is_held = start + first + width <= config.q_in_regs
             made.append(_Part(cut, f"q_regs[{held}]" if is_held else ""))
             held += is_held
-        found.append(_Chunk(start, tiles.qk_width, tuple(made)))
+        opened = None if i % copies else i // copies
+        found.append(_Chunk(start, tiles.qk_width, tuple(made), i // copies, opened))
     return found

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flexattn.kernels.base.features import loads_by_key, loads_early, loads_tiles
 from flexattn.kernels.base.knobs import turned
-from flexattn.kernels.hopper.case import BOX, whole_boxes
+from flexattn.kernels.hopper.case import BOX, WIDEST, whole_boxes
 from flexattn.kernels.hopper.config import (
     BOXED_REGISTERS,
     CONSUMER_REGISTERS,
@@ -81,6 +81,7 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
     boxed = box and not (structure.head_dim_v <= 128 < widest or widest <= 64)
     table = _IN_BOXES if boxed else _PREFERRED
     for each in next((configs for limit, configs in table if widest <= limit), ()):
+        each = _in_parts(each, structure)
         if box:
             held = min(each.q_in_regs, structure.head_dim_qk // 32 * 32)
             each = replace(_in_boxes(each, box), q_in_regs=held)
@@ -123,6 +124,21 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
         found = replace(found, merge_consumers=_merges(structure, widest))
         found = replace(found, ptxas=preferred())
         yield replace(found, cross_tile_pipeline=_forms(structure, found.tile_scheduler)[0])
+
+
+def _in_parts(config: HopperPrefillConfig, structure: Structure) -> HopperPrefillConfig:
+    """The config for head dimensions above 256: of one stage K has 3 to 7 parts."""
+    if structure.head_dim_qk <= WIDEST:
+        return config
+    boxes = structure.head_dim_qk // BOX
+    return replace(
+        config,
+        v_parts=-(-structure.head_dim_v // WIDEST),
+        k_parts=1
+        if config.num_stages > 1
+        else next((n for n in (4, 3, 5, 7) if boxes % n == 0), 1),
+        consumer_regs=min(config.consumer_regs, BOXED_REGISTERS),
+    )
 
 
 def boxes(structure: Structure) -> tuple[int, ...]:
@@ -175,6 +191,8 @@ def _rescales_lazily(structure: Structure, widest: int, reads: bool) -> bool:
     if widest > 192 and reads:
         return False
     sparsity = structure.sparsity
+    if widest > WIDEST:
+        return sparsity is None or sparsity.runs
     if structure.head_dim_v > 128:
         return True  # tiles of 64 keys
     return not 128 < widest <= 192 or sparsity is None or not reads
@@ -226,6 +244,7 @@ _PREFERRED: tuple[tuple[int, tuple[HopperPrefillConfig, ...]], ...] = (
     (128, (config(2, 128, 2), config(2, 64, 3), config(2, 64, 2))),
     (192, (config(2, 128, 2), config(2, 64, 2))),
     (256, (config(2, 64, 2, held=128), config(2, 64, 2), config(2, 32, 2))),
+    (576, (config(2, 64, 1), config(2, 32, 2), config(2, 32, 1), config(1, 64, 1))),
 )
 # The same in boxes. Up to 128 columns three consumers have registers for 64 keys each: 16 to 42 %
 # faster than two with 128 (H200), 2 to 23 % with a causal mask. Beyond by a count of registers and
@@ -269,6 +288,8 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     if every:
         counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]
     columns = structure.head_dim_qk
+    if columns > WIDEST:
+        counts, widths, depths = ((1, 2), (32, 64), (1, 2))
     parts = (0, 128) if columns == 256 or (box and columns > 128) else (0,)
     if every and columns == 128:
         for each in preferences(structure):
@@ -282,7 +303,7 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     for consumers, width, stages, held in product(counts, widths, depths, parts):
         tile = config(consumers, width, stages, held=held)
         tile = replace(tile, ptxas=preferred())
-        tile = _in_boxes(tile, box) if box else tile
+        tile = _in_parts(_in_boxes(tile, box) if box else tile, structure)
         tile = fit_to_mask(tile, structure)
         waits = early if not loads_tiles(structure, (CONSUMER_ROWS, tile.BLOCK_N)) else (False,)
         turns = (False, True) if tile.consumers > 1 else (False,)

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from flexattn.device import Device
 from flexattn.kernels.base.tiles import walks_runs
-from flexattn.kernels.hopper.case import BOX, case_of, multiplied, padded_columns, whole_boxes
+from flexattn.kernels.hopper.case import (
+    BOX,
+    WIDEST,
+    case_of,
+    multiplied,
+    padded_columns,
+    part_columns,
+    whole_boxes,
+)
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.printed import shared_memory
 from flexattn.problem import ITEMSIZE, Structure
@@ -46,6 +54,7 @@ class Tiles:
 def tiles_of(structure: Structure, config: HopperPrefillConfig) -> Tiles:
     """The tiles of a kernel: 192 is three copies of 64, 96 one of 128 with zeros at the end.
 
+    Above 256 they are copies of 64 or 128, and V's columns those of one of v_parts blocks.
     With a v_box 80 is two copies of 64, of which wgmma multiplies 64 + 16 columns.
     """
     qk_dim, v_dim = structure.head_dim_qk, structure.head_dim_v
@@ -59,6 +68,13 @@ def tiles_of(structure: Structure, config: HopperPrefillConfig) -> Tiles:
         return Tiles(
             BOX, len(parts), v, outputs, BOX, parts, multiplied_columns, config.v_box, boxes
         )
+    if qk_dim > WIDEST:
+        v, width = (
+            padded_columns(-(-v_dim // config.v_parts)),
+            part_columns(qk_dim, config.k_parts),
+        )
+        chunks = qk_dim // width
+        return Tiles(width, chunks, v, v // width, width, (((0, width),),) * chunks, v, v)
     if qk_dim % 64 == 0 and qk != qk_dim:
         chunks, outputs = qk_dim // 64, 2 if v == 128 else 1
         return Tiles(64, chunks, v, outputs, v // outputs, (((0, 64),),) * chunks, v, v)

@@ -12,10 +12,11 @@ from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 _CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_regs, producer_regs,
     ping_pong, persistent, known_words, l2_swizzle, q_in_regs, lazy_rescale, v_itemsize, heads,
-    v_box,
+    v_box, v_parts, k_parts,
 ) = sp.symbols(
     "consumers BLOCK_N num_stages consumer_regs producer_regs "
-    "ping_pong persistent known_words l2_swizzle q_in_regs lazy_rescale v_itemsize heads v_box"
+    "ping_pong persistent known_words l2_swizzle q_in_regs lazy_rescale v_itemsize heads v_box "
+    "v_parts k_parts"
 )  # fmt: skip
 # A problem's sizes and truth values, a device's limits: as stated/symbols.py has them, but
 # for *_padded, which here are the columns of a tile in shared memory; v_columns of V's are
@@ -45,17 +46,20 @@ _ROWS, _THREADS, _ITEMSIZE = 64, 128, 2
 _SHARED_SLACK = 1024
 # Addresses, loop state, row statistics, and what the mods hold.
 _REGISTER_SLACK, SCORE_REGISTERS, _GATHER_REGISTERS, LISTS_REGISTERS = 28, 8, 40, 16
-PARTS_REGISTERS = 16
+PARTS_REGISTERS = WIDE_GATHER_REGISTERS = 16
 # Of lazy_rescale, beside parts of Q, in shared memory or in registers; of the main loop beside the
 # products of weights of 8 bits, or beside lazy_rescale and a Q that is held.
 LAZY_REGISTERS = MAINLOOP_REGISTERS = 8
 # Of a column of Q in registers: half of one holds it, a quarter of that gives way to the slack.
 HELD_REGISTERS = sp.Rational(3, 16)
-# Registers of an SM for one thread of every warpgroup.
-SM_THREAD_REGISTERS = 512
+# Registers of an SM for one thread of every warpgroup, and those that three warpgroups start with.
+SM_THREAD_REGISTERS, STARTED_WITH_TWO = 512, 3 * 168
 # Of the 16 of a block, less the one at which all warps meet and one that the compiler may take.
 # The inequality counts the one at which each consumer meets its own.
 NAMED_BARRIERS = 14
+# Columns of V that leave at least through parts of Q, of the widest accumulator, and of the widest
+# heads in parts.
+LEAST_V, ACCUMULATED, PARTS_END = 128, 256, 576
 STATED_QK_DIMS, STATED_V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
 
 
@@ -88,7 +92,12 @@ three = let(
     sp.And(sp.Eq(qk_padded, 192), sp.Not(boxed)),
     "Tiles of 192 columns are three parts of 64, each at an address of its own.",
 )
-in_parts = let("in_parts", sp.And(three, v_padded <= 128), "An output takes one or two of them.")
+wide = let("wide", qk_padded > ACCUMULATED, "Above 256 columns Q and K are in parts.")
+in_parts = let(
+    "in_parts",
+    sp.Or(wide, sp.And(three, v_padded <= 128)),
+    "An output takes one or two of them.",
+)
 in_whole = let(
     "in_whole", sp.And(sp.Not(sp.Or(three, boxed)), sp.Eq(qk_padded, v_padded), sp.Not(halved))
 )
@@ -96,7 +105,7 @@ in_boxes = let("in_boxes", sp.And(boxed, out_padded <= qk_padded))
 through_q = let(
     "through_q", sp.And(sp.Or(in_parts, in_whole, in_boxes), sp.Eq(itemsize, _ITEMSIZE))
 )
-two_parts = let("two_parts", sp.And(three, sp.Eq(v_padded, 128)))
+two_parts = let("two_parts", sp.Or(wide, sp.And(three, sp.Eq(v_padded, 128))))
 early = let(
     "early",
     sp.And(persistent, loaded + output <= shared_limit, sp.Not(two_parts)),
@@ -135,6 +144,7 @@ gathered = let(
     "gathered",
     sp.Piecewise(
         (sp.floor(scores) + 8, loads_tile),
+        (WIDE_GATHER_REGISTERS, sp.And(loads_keys, wide)),
         (_GATHER_REGISTERS + sp.floor(sp.Max(0, qk_padded - v_padded) / 4) + lists, loads_keys),
         (0, True),
     ),
@@ -164,13 +174,13 @@ _REGISTERS = let.formula(
 )
 
 
-def _one_of(size: sp.Symbol, among: tuple[int, ...]) -> Inequality:
+def _one_of(size: sp.Symbol, among: tuple[int, ...], in_parts: Any) -> Inequality:
     words = (
         f"head dimension {{{size.name}}} is not one of {', '.join(map(str, among))}; multiples of "
-        "8 from 16 to 256 are in 16 bits"
+        "8 from 16 to 256 are in 16 bits, and of 64 from 320 to 576 with V of 128 and more"
     )
     listed = sp.Or(*(sp.Eq(size, each) for each in among))
-    return Inequality("head dimension", sp.Or(v_box > 0, listed), words)
+    return Inequality("head dimension", sp.Or(v_box > 0, listed, in_parts), words)
 
 
 def _in_boxes(size: sp.Symbol) -> Inequality:
@@ -181,6 +191,13 @@ def _in_boxes(size: sp.Symbol) -> Inequality:
 
 def _divides(tile: Any, block: Any) -> Any:
     return sp.Eq(sp.Mod(block, tile), 0)
+
+
+def _in_whole_parts(size: sp.Symbol) -> Any:
+    in_16_bits = sp.Eq(itemsize, 2)
+    return sp.And(
+        qk_dim > ACCUMULATED, in_16_bits, _divides(64, size), size >= LEAST_V, size <= PARTS_END
+    )
 
 
 # The pass that narrows products of V tells them by an operand in registers, and by their width.
@@ -218,6 +235,14 @@ _SHAPE: tuple[Inequality, ...] = (
         "consumer_regs={consumer_regs} is no multiple of 8 from 24 to 240 that leaves "
         "{producer_regs} of 512 for the producer warps of {consumers} consumers",
     ),
+    # Each thread starts with as many, a multiple of 8: for what the producer warps do not give
+    # consumers wait for ever.
+    Inequality(
+        "register split",
+        sp.Or(sp.Ne(consumers, 2), 2 * consumer_regs + producer_regs <= STARTED_WITH_TWO),
+        "consumer_regs={consumer_regs}: two consumers and {producer_regs} of the producer warps "
+        "are more than the 504 that a block starts with",
+    ),
     Inequality(
         "ping pong",
         sp.Or(sp.Not(ping_pong), consumers >= 2),
@@ -225,7 +250,8 @@ _SHAPE: tuple[Inequality, ...] = (
     ),
     Inequality(
         "barriers",
-        2 * num_stages + 2 + consumers * sp.Piecewise((2, ping_pong), (1, True)) <= NAMED_BARRIERS,
+        num_stages * (1 + k_parts) + 2 + consumers * sp.Piecewise((2, ping_pong), (1, True))
+        <= NAMED_BARRIERS,
         "barriers: a block has 16, {num_stages} stages of {consumers} consumers need more",
     ),
     Inequality(
@@ -261,8 +287,30 @@ _FIT: tuple[Inequality, ...] = (
         sp.Or(sp.Not(FP8_PV), sp.And(sp.Eq(itemsize, 1), BLOCK_N >= 32)),
         "fp8_pv: V and weights of 8 bits are of fp8, in tiles of at least 32 keys",
     ),
-    _one_of(qk_dim, STATED_QK_DIMS),
-    _one_of(v_dim, STATED_V_DIMS),
+    _one_of(qk_dim, STATED_QK_DIMS, _in_whole_parts(qk_dim)),
+    _one_of(v_dim, STATED_V_DIMS, _in_whole_parts(v_dim)),
+    # The output leaves through Q's parts, of which a narrower one is none.
+    Inequality(
+        "head dimension",
+        sp.Or(qk_dim <= ACCUMULATED, v_padded >= LEAST_V),
+        "head dimension {v_dim} of V is below 128 beside {qk_dim} of Q and K",
+    ),
+    Inequality(
+        "v_parts",
+        sp.Or(
+            sp.And(sp.Eq(v_parts, 1), v_dim <= ACCUMULATED),
+            sp.And(sp.Eq(v_parts, 2), v_dim > ACCUMULATED, qk_dim > ACCUMULATED),
+        ),
+        "v_parts={v_parts}: it is 2 above 256 columns of V, and 1 up to them",
+    ),
+    Inequality(
+        "k_parts",
+        sp.Or(
+            sp.Eq(k_parts, 1),
+            sp.And(k_parts > 1, qk_dim > ACCUMULATED, _divides(64 * k_parts, qk_dim)),
+        ),
+        "k_parts={k_parts} is not 1, nor do as many whole 64 columns make {qk_dim} of K",
+    ),
     _in_boxes(qk_dim),
     _in_boxes(v_dim),
     Inequality(
@@ -282,7 +330,7 @@ _FIT: tuple[Inequality, ...] = (
             sp.Eq(q_in_regs, 0),
             held_parts,
             sp.And(
-                sp.Not(sp.Or(sp.Eq(qk_padded, 192), v_box > 0)),
+                sp.Not(sp.Or(sp.Eq(qk_padded, 192), qk_padded > ACCUMULATED, v_box > 0)),
                 sp.Or(
                     sp.Eq(q_in_regs, qk_padded),
                     sp.And(sp.Eq(2 * q_in_regs, qk_padded), q_in_regs >= 64),
@@ -328,7 +376,11 @@ _FIT: tuple[Inequality, ...] = (
 # What can run, and is offered to an exhaustive search alone.
 _WORTH: tuple[Inequality, ...] = (
     # Nothing is loaded while the one tile of keys is in use.
-    Inequality("no overlap", num_stages >= 2, "no overlap: {num_stages} stage of K and V"),
+    Inequality(
+        "no overlap",
+        sp.Or(num_stages >= 2, k_parts > 1),
+        "no overlap: {num_stages} stage of K and V",
+    ),
 )
 
 HOPPER_STATEMENT = Statement(

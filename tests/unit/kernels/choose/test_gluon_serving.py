@@ -86,7 +86,7 @@ def test_a_record_of_the_other_language_is_not_taken(monkeypatch):
         ({}, NONE, "default", "static default"),
         ({"layout": STRIDED}, NONE, "default", "inner stride 1"),
         ({"D": 94, "Dv": 94}, NONE, "default", "not one of 64, 96"),
-        ({"D": 512, "Dv": 512}, NONE, "default", "cannot run"),
+        ({"D": 640, "Dv": 512}, NONE, "default", "cannot run"),
         ({}, Options(BLOCK_M=64), "forced", "without BACKEND"),
         ({}, NONE, "hit", "record"),
     ],
@@ -138,6 +138,7 @@ def test_its_names():
     )  # fmt: skip
     words = "64x128 c2 s2 r232 q64 lazy gqa fp8pv drains pingpong-softmax late"
     assert short(other) == words
+    assert short(replace(PLAIN, v_parts=2, k_parts=4)) == "128x128 c2 s2 parts2-4"
     assert describe(PLAIN) == "consumers=2 BLOCK_N=128 num_stages=2 consumer_regs=240"
     forced = parse(family_of(PLAIN).options_of(PLAIN))
     assert forced.apply(PLAIN) == PLAIN and forced.language == "gluon"

@@ -43,6 +43,7 @@ def a_triton_that_keeps_registers(monkeypatch):
 
 H200, A100, B200 = (named(f"nvidia-{name}") for name in ("h200", "a100", "b200"))
 PLAIN = HopperPrefillConfig(2, 128, 2, 240)
+WIDE = replace(PLAIN, BLOCK_N=64, num_stages=1, consumer_regs=232, v_parts=2, k_parts=4)
 STRIDED = Layout(False, True, True, True)
 
 BREAKS = [
@@ -68,6 +69,11 @@ BREAKS = [
     ("fp8_pv", replace(PLAIN, fp8_pv=True, BLOCK_N=64), {}, H200),
     ("fp8_pv", replace(PLAIN, fp8_pv=True, BLOCK_N=16), {"dtype": "float8_e4m3fn"}, H200),
     ("head dimension", replace(PLAIN, BLOCK_N=32), {"D": 80, "Dv": 128}, H200),
+    ("head dimension", replace(WIDE, k_parts=1), {"D": 488, "Dv": 512}, H200),
+    ("head dimension", replace(WIDE, v_parts=1), {"D": 512, "Dv": 64}, H200),
+    ("v_parts", WIDE, {"D": 512, "Dv": 256}, H200),
+    ("k_parts", replace(WIDE, k_parts=3), {"D": 512}, H200),
+    ("k_parts", replace(PLAIN, k_parts=2), {}, H200),
     ("head dimension", replace(PLAIN, BLOCK_N=32), {"D": 128, "Dv": 192}, H200),
     ("head dimension", replace(PLAIN, v_box=16), {"D": 92, "Dv": 128}, H200),
     ("head dimension", replace(PLAIN, v_box=16), {"D": 128, "Dv": 8}, H200),
@@ -97,12 +103,14 @@ configs = st.builds(
     fp8_pv=st.booleans(),
     pack_gqa=st.booleans(),
     v_box=st.sampled_from([0, 0, 16, 48, 64]),
+    v_parts=st.sampled_from([1, 1, 2]),
+    k_parts=st.sampled_from([1, 1, 2, 4]),
 )
 cases = st.builds(
     problem,
     st.sampled_from(["prefill", "decode"]),
-    D=st.sampled_from([64, 80, 96, 128, 192, 256]),
-    Dv=st.sampled_from([64, 128, 256]),
+    D=st.sampled_from([64, 80, 96, 128, 192, 256, 320, 512]),
+    Dv=st.sampled_from([64, 128, 256, 512]),
     dtype=st.sampled_from(["bfloat16", "float32", "float8_e4m3fn"]),
     score_mod=st.sampled_from([None, softcap(50.0)]),
     mask_mod=st.sampled_from([None, causal]),

@@ -1,0 +1,128 @@
+"""Runs a rendered Hopper prefill in plain Python, as tests/emulated_gluon.py does the backward.
+
+Each block is three threads: two consumer warpgroups, each with products of its own under way, and
+the loading warp. Configs have merge_consumers=False: the pass that merges them works on PTX.
+"""
+
+import random
+import re
+
+import numpy as np
+import torch
+
+from flexattn.runtime.build import DESCRIPTOR
+from tests.emulated_gluon import CONSUMERS, LOADER, _language
+from tests.emulated_memory import Descriptor, Number, Pointer, Shared, Tile, tile
+from tests.emulated_mla import Decoding, _store
+from tests.launches import Recorded
+
+EACH = CONSUMERS // 2
+_WAITS = re.compile(r"def (wait_but_(\d+))\(")
+
+
+class Emulated(Recorded):
+    """A kernel that is launched on tensors of float32 in the memory of the CPU."""
+
+    def launch(self, stream, given):
+        super().launch(stream, given)
+        told = self.launched[-1]
+        out, told["OUT"] = told["OUT"], told["OUT"].float()
+        run(self.source, self.programs, dict(self._arguments()))
+        out.copy_(told["OUT"])
+
+    def _arguments(self):
+        for argument in self.source.arguments:
+            value, described = self.launched[-1][argument.name], DESCRIPTOR.match(argument.type)
+            if described:
+                block = tuple(map(int, described["shape"].split(",")))
+                yield argument.name, Descriptor(value.numpy(), block, 2)
+            elif isinstance(value, torch.Tensor):
+                yield argument.name, Pointer(value.view(-1).numpy())
+            else:
+                yield argument.name, Number(value) if type(value) is int else value
+
+
+def run(source, programs, arguments, seed=0):
+    """Run a kernel. arguments: arrays behind Pointers and Descriptors, and numbers, by name."""
+    body = source.text[source.text.index("\nBLOCK_M = ") :]
+    code = compile(body, "kernel", "exec")
+    chance = random.Random(seed)
+    with np.errstate(all="ignore"):
+        for number in chance.sample(range(programs), programs):
+            block = Decoding(number, random.Random(chance.random()))
+            names = _prefill(block, programs)
+            exec(code, names)
+            names.update(_assembly(block, body))
+            names[source.entry](*(arguments[each.name] for each in source.arguments))
+
+
+def _prefill(block, programs):
+    names = _language(block)
+    gl, allocate = names["gl"], names["gl"].allocate_shared_memory
+
+    def allocated(dtype, shape, layout):
+        words = dtype == "int32"
+        return Shared(np.full(shape, 10**6, np.int64)) if words else allocate(dtype, shape, layout)
+
+    def count(place, more):
+        found = place.array[place.offset]
+        place.array[place.offset] += more
+        return Number(found)
+
+    vars(gl).update(
+        constexpr=lambda x: _CONSTANTS.get(type(x), lambda x: x)(x),
+        allocate_shared_memory=allocated, atomic_add=count, load=_load, store=_store,
+        max=np.max, sum=np.sum, log2=np.log2, reduce=lambda x, axis, _: np.take(x, 0, axis),
+        cdiv=lambda a, b: Number(-(-a // b)), program_id=lambda axis: Number(block.number),
+        num_programs=lambda axis: programs, reshape=np.reshape, permute=np.transpose,
+        fma=lambda a, b, c: a * b + c, split=lambda x: (x[..., 0], x[..., 1]),
+        full=lambda shape, x, dtype, layout: tile(np.full(shape, x)),
+    )  # fmt: skip
+    names["mbarrier"].arrive = lambda barrier, count: barrier.expect(0)
+    return names
+
+
+_VALUE = {"value": property(lambda self: self)}
+_CONSTANTS = {kind: type("Constant", (kind,), _VALUE) for kind in (int, str)}
+
+
+def _load(place, mask=True, other=0):
+    at, kept = np.asarray(place.offset), np.asarray(mask)
+    found = np.where(kept, place.array[np.where(kept, at, 0)], other)
+    if found.ndim:
+        return found.view(Tile)
+    return Number(found) if found.dtype.kind == "i" else float(found)
+
+
+def _online_softmax(qk, m_i, l_i):
+    m_new = np.maximum(m_i, qk.max(1, keepdims=True))
+    m_safe = np.where(np.isneginf(m_new), 0.0, m_new)
+    p, alpha = np.exp2(qk - m_safe), np.exp2(m_i - m_safe).view(Tile)
+    return p, m_new, l_i * alpha + p.sum(1, keepdims=True), alpha
+
+
+def _assembly(block, body):
+    """In place of the functions that are inline assembly, or tell of who has which score."""
+    waits = {
+        name: lambda groups=int(groups): block.await_products(groups)
+        for name, groups in _WAITS.findall(body)
+    }
+    lazy = {
+        "exponents": lambda qk, scale, m_i: qk * scale,
+        "online_softmax": _online_softmax,
+        "operand": lambda p: p,
+        "rescale": lambda acc, alpha: acc * alpha,
+        "by_thread": lambda x: x,
+        "thread_value": lambda x: x[:, :1],
+    }
+    return {
+        **waits,
+        **(lazy if "def exponents(" in body else {}),
+        "consumer_release": lambda at: block.barrier(at).arrive(EACH),
+        "producer_acquire": lambda at: block.barrier(at).sync(LOADER),
+        "no_offset": lambda: 0,
+        "keep_branch": lambda x: x,
+        "load_scalar": lambda place: Number(place.array[0]),
+        "exchange_values": lambda words, value: value,
+        "fast_tanh": np.tanh,
+    }
