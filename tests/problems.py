@@ -26,6 +26,7 @@ def problem(
     layout=DENSE,
     sinks="",
     kv_dtype="",
+    fp32_products="ieee",
 ):
     """A problem of batch 2 with 8 key heads; with a mask_mod its lists have blocks of `block`.
 
@@ -43,7 +44,7 @@ def problem(
         layout=layout,
         lse=lse,
         max_scores=False,
-        tf32=False,
+        fp32_products=fp32_products,
         positive_scale=True,
         sinks=sinks,
         kv_dtype=kv_dtype,

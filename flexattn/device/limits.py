@@ -18,14 +18,14 @@ class Limits:
     single: float
     bandwidth: float
 
-    def peak(self, dtype: str, tf32: bool) -> float:
-        """TFLOP/s for inputs of a dtype."""
+    def peak(self, dtype: str, products: str = "ieee") -> float:
+        """TFLOP/s for inputs of a dtype; products: how those of float32 are multiplied."""
         if dtype == "float8_e4m3fn":
             return 2 * self.half
         if dtype != "float32":
             return self.half
-        return self.tf32 if tf32 else self.single
+        return {"tf32x3": self.tf32 / 3, "bf16x6": self.half / 6}.get(products, self.single)
 
-    def ridge(self, dtype: str, tf32: bool) -> float:
+    def ridge(self, dtype: str, products: str = "ieee") -> float:
         """FLOP per byte above which arithmetic is the limit."""
-        return self.peak(dtype, tf32) / self.bandwidth
+        return self.peak(dtype, products) / self.bandwidth

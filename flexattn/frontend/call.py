@@ -12,10 +12,10 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound, Identity
 from flexattn.mods.signatures import ScoreMod
-from flexattn.problem import checks
 from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.dropout import Dropout
 from flexattn.problem.facts import facts_of
+from flexattn.problem.fp32_products import setting_of
 from flexattn.problem.read_checks import check_reads
 
 # flex_attention's names for `Call.tensors`.
@@ -76,7 +76,7 @@ class Call(NamedTuple):
             enable_gqa, return_lse,
             repr(options) if options else None, return_aux,
             None if sinks is None else facts_of(sinks), descales,
-            q.dtype is _FLOAT32 and checks.tf32_allowed(q), dropout_p != 0.0,
+            q.dtype is _FLOAT32 and setting_of(q), dropout_p != 0.0,
         )  # fmt: skip
 
     @property

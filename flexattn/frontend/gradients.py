@@ -22,6 +22,7 @@ from flexattn.mods.derivative import derivatives
 from flexattn.problem import Problem, Shape, checks, make_problem
 from flexattn.problem.dropout import Dropout
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of
+from flexattn.problem.fp32_products import products_for, setting_of
 from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_class import mask_class
 from flexattn.records.store import generation
@@ -94,7 +95,7 @@ def check_backward(
     """That there is a kernel for these gradients; raises as `check_gradients`. Reads no values."""
     if asked.score is not None:
         derivatives(asked.score.mod, asked.slots)
-    problem = _problem(asked, q, k, v, lists)
+    problem = _problem(asked, q, k, v, lists, target)
     # Where the caller's numbers cannot run, or no config can, the forward is not run for nothing.
     config = _options(asked.options, problem, target).exact or default(problem, target)
     if broken := reasons(config, problem.structure, target):
@@ -130,7 +131,7 @@ def choice_of(call: Call) -> tuple[Problem, Choice]:
     """What the backward of an admitted call runs; it is built, and nothing is launched."""
     target, index = detect(call.q.device), call.q.device.index if call.q.is_cuda else -1
     asked = AskedGradients.of(call)
-    problem = _problem(asked, call.q, call.k, call.v, asked.lists())
+    problem = _problem(asked, call.q, call.k, call.v, asked.lists(), target)
     options = _options(call.options, problem, target)
     choice, _, _ = dispatcher().kernels(problem, target, index, options)
     return problem, choice
@@ -200,15 +201,16 @@ def plan_backward(
         sizes = mask.BLOCK_SIZE, *shapes
     key = (
         *map(facts_of, (q, k, v, out, dout)), identity(asked.score), identity(asked.mask),
-        masked, sizes, asked.slots, asked.options, checks.tf32_allowed(q, asked.options.tf32),
+        masked, sizes, asked.slots, asked.options,
+        setting_of(q, asked.options.fp32),
         asked.dropout is None, settings.mode, settings.cache, settings.cache_dir, generation(),
         torch.are_deterministic_algorithms_enabled(),
         None if into is None else tuple(x.stride() for x in into),
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
-        problem = _problem(asked, q, k, v, lists)
         target = detect(q.device)
+        problem = _problem(asked, q, k, v, lists, target)
         options = _options(asked.options, problem, target)
         launch = prepare_backward(
             problem, target, q.device, dispatcher(), options, (q, k, v), out, dout, lists, into
@@ -221,7 +223,12 @@ def plan_backward(
 
 
 def _problem(
-    asked: AskedGradients, q: Tensor, k: Tensor, v: Tensor, lists: BothLists | None
+    asked: AskedGradients,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: BothLists | None,
+    target: Device,
 ) -> Problem:
     B, Hq, q_len, D = q.shape
     Hkv, kv_len, Dv = v.shape[1:]
@@ -239,7 +246,9 @@ def _problem(
         sparsity,
         layout_of(*(TensorFacts(*facts_of(x)) for x in (q, k, v))),
         mask_class=masked,
-        tf32=checks.tf32_allowed(q, asked.options.tf32),
+        fp32_products=products_for(
+            setting_of(q, asked.options.fp32), "backward", (D, Dv), target.capability, False
+        ),
         tanh=asked.options.tanh,
         grads=asked.slots,
         dropout=asked.dropout is not None,

@@ -11,6 +11,7 @@ from flexattn.kernels.choose import options
 from flexattn.kernels.choose.defaults import refused
 from flexattn.problem import DTYPES, FP8, Problem, Shape, checks, kind_for, make_problem
 from flexattn.problem.facts import TensorFacts, layout_of
+from flexattn.problem.fp32_products import products_for, setting_of
 from flexattn.problem.mask_class import mask_class
 from flexattn.records.store import generation
 from flexattn.records.untuned import note
@@ -111,7 +112,13 @@ def _problem(
         mask_class=masked,
         lse=call.statistics.lse,
         max_scores=call.statistics.max_scores,
-        tf32=checks.tf32_allowed(call.q, chosen.tf32),
+        fp32_products=products_for(
+            setting_of(call.q, chosen.fp32),
+            kind,
+            (head_dim, head_dim_v),
+            target.capability,
+            k.dtype != q.dtype,
+        ),
         positive_scale=call.scale > 0,
         sinks="" if call.sinks is None else DTYPES[call.sinks.dtype],
         rules_off=chosen.all_rules_off,

@@ -13,8 +13,8 @@ from flexattn.frontend.call import Call
 from flexattn.frontend.gradients import AskedGradients, BackwardPlan, plan_backward
 from flexattn.frontend.plan import Plan
 from flexattn.mods.derivative import derivatives
-from flexattn.problem import checks
 from flexattn.problem.facts import facts_of
+from flexattn.problem.fp32_products import setting_of
 from flexattn.problem.mask_class import UNKNOWN, known_class
 from flexattn.problem.runs import query_lists, unwritten, versions
 from flexattn.records.store import generation
@@ -70,7 +70,7 @@ class Trained:
         """
         facts = [*map(facts_of, tensors), *map(facts_of, others)]
         decided = (
-            checks.tf32_allowed(tensors[0], self.asked.options.tf32),
+            setting_of(tensors[0], self.asked.options.fp32),
             torch.are_deterministic_algorithms_enabled(), current(), generation(),
         )  # fmt: skip
         last, parts = self._last, _parts(mask)

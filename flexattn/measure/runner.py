@@ -126,7 +126,8 @@ class DeviceRunner:
     def _round_as(self, task: Task) -> None:
         if self._where.type == "cuda":
             # What the reference run of float32 inputs looks at.
-            torch.backends.cuda.matmul.allow_tf32 = task.problem.structure.tf32
+            allowed = task.problem.structure.fp32_products == "tf32x3"
+            torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "none"
 
     def _open_call(self, task: Task) -> None:
         self._round_as(task)

@@ -11,6 +11,7 @@ from flexattn.problem.problem import (
     MAX_LENGTH,
     NARROWER,
     Captures,
+    Fp32Products,
     Kind,
     Layout,
     Problem,

@@ -288,10 +288,3 @@ def check_devices(q: Tensor) -> None:
             "flexattn runs on cuda (NVIDIA and AMD) and cpu tensors",
             "move them with x.to('cuda') or x.cpu(); torch's own flex_attention knows xpu and mps",
         )
-
-
-def tf32_allowed(q: Tensor, asked: bool | None = None) -> bool:
-    """Whether float32 products use tf32: as asked, else torch's own setting for this device."""
-    if q.dtype != torch.float32 or not q.is_cuda or torch.version.hip is not None:
-        return False
-    return bool(torch.backends.cuda.matmul.allow_tf32) if asked is None else asked

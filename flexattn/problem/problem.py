@@ -12,6 +12,7 @@ from flexattn.mods.terms import ALL, Terms, split
 
 Kind = Literal["prefill", "decode", "backward"]
 Tanh = Literal["auto", "fast", "exact"]
+Fp32Products = Literal["ieee", "tf32x3", "bf16x6"]
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float16: "float16",
@@ -103,14 +104,15 @@ class Structure:
     """Everything that decides a kernel's source, and nothing that does not: no length, no batch.
 
     group: query heads per KV head. lse, max_scores: which statistics are written.
-    tf32: float32 products may round to tf32. positive_scale: the softmax scale is above 0.
+    positive_scale: the softmax scale is above 0.
     sinks: the dtype of the heads' sink logits, "" without them.
     rules_off: rules of flexattn.mods.rules that the caller switched off, sorted.
     tanh: the hardware's instruction where the output's dtype allows it, always, or never.
     kv_dtype: of k and v where they are narrower than q, "" where they have its dtype.
     grads: of a backward, the slots of what score_mod captures that get a gradient.
     dropout: weights are dropped, by a seed; how many is an argument. batch_invariant: a row's bits
-    depend on its own query and keys alone.
+    depend on its own query and keys alone. fp32_products: how tiles of float32 are multiplied: by
+    FMA, by three products of tf32, or by six of bfloat16.
     """
 
     kind: Kind
@@ -124,7 +126,6 @@ class Structure:
     layout: Layout
     lse: bool
     max_scores: bool
-    tf32: bool
     positive_scale: bool
     sinks: str = ""
     rules_off: tuple[str, ...] = ()
@@ -133,6 +134,7 @@ class Structure:
     grads: tuple[int, ...] = ()
     dropout: bool = False
     batch_invariant: bool = False
+    fp32_products: Fp32Products = "ieee"
 
     @property
     def terms(self) -> Terms | None:
@@ -243,7 +245,7 @@ def make_problem(
     mask_class: str = "",
     lse: bool = False,
     max_scores: bool = False,
-    tf32: bool = False,
+    fp32_products: Fp32Products = "ieee",
     positive_scale: bool = True,
     sinks: str = "",
     rules_off: tuple[str, ...] = (),
@@ -267,7 +269,7 @@ def make_problem(
         layout=layout,
         lse=lse,
         max_scores=max_scores,
-        tf32=tf32,
+        fp32_products=fp32_products,
         positive_scale=positive_scale,
         sinks=sinks,
         rules_off=rules_off if score is not None else (),

@@ -30,6 +30,7 @@ from flexattn.problem import (
     MAX_LENGTH,
     NARROWER,
     Captures,
+    Fp32Products,
     Kind,
     Layout,
     Problem,
@@ -102,12 +103,12 @@ class _Line:
     layout: Layout
     lse: bool
     max_scores: bool
-    tf32: bool
     positive_scale: bool
     sinks: Literal["", "float16", "bfloat16", "float32"] = ""
     kv_dtype: Literal["", "float16", "bfloat16", "float8_e4m3fn"] = ""
     grads: tuple[int, ...] = ()
     broadcast_kv: bool = False
+    fp32_products: Fp32Products = "ieee"
 
 
 def untuned_path() -> Path:
@@ -232,6 +233,8 @@ def _untuned(raw: bytes) -> Untuned:
     if type(data) is not dict or data.get("schema") != SCHEMA:
         raise CacheError("another schema", f"this version reads {SCHEMA}")
     score, mask = (_decoded(data.pop(name, None), name) for name in ("score", "mask"))
+    if data.pop("tf32", False) is True:  # older lines have a flag
+        data["fp32_products"] = "tf32x3"
     line: _Line = decode(_Line, data, "line")
     if line.dtype not in ITEMSIZE:
         raise CacheError(f"dtype {line.dtype[:20]}", "kernels take half, bfloat16 and float")
@@ -241,8 +244,8 @@ def _untuned(raw: bytes) -> Untuned:
     structure = Structure(
         line.kind, line.dtype, line.head_dim_qk, line.head_dim_v, line.group,
         _captures(score), _captures(mask), line.sparsity, line.layout,
-        line.lse, line.max_scores, line.tf32, line.positive_scale, line.sinks,
-        kv_dtype=line.kv_dtype, grads=line.grads,
+        line.lse, line.max_scores, line.positive_scale, line.sinks,
+        kv_dtype=line.kv_dtype, grads=line.grads, fp32_products=line.fp32_products,
     )  # fmt: skip
     if not set(line.grads) <= set(() if score is None else loaded_floats(score.mod)):
         raise CacheError(f"gradients of {line.grads}", "they are of score's floating tensors")

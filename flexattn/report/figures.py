@@ -26,7 +26,7 @@ from flexattn.report.drawing import (
 )
 from flexattn.report.importance import Importance
 from flexattn.report.limits import limits_of
-from flexattn.report.roofline import reach, tf32, work
+from flexattn.report.roofline import products_of, reach, work
 
 _WIDTH = 340.0
 # Panels of a row in the picture of axes, the height of one, and what labels take below it.
@@ -195,8 +195,8 @@ def roofline(record: Record, name: str) -> Drawing:
     limits = limits_of(record.environment.device)
     assert limits is not None
     done, times = work(record), numbers.timed(record)
-    peak = limits.peak(record.key.dtype, tf32(record))
-    ridge = limits.ridge(record.key.dtype, tf32(record))
+    peak = limits.peak(record.key.dtype, products_of(record))
+    ridge = limits.ridge(record.key.dtype, products_of(record))
     ends = (min(done.intensity, ridge) / 8, max(done.intensity, ridge) * 8)
     rates = {each.trial: reach(record, each.us) for each in times}
     floor = min(min(rate.tflops for rate in rates.values()) / 2, ends[0] * limits.bandwidth)

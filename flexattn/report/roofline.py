@@ -8,7 +8,7 @@ from typing import Literal
 
 from flexattn.kernels.paged_decode.config import SERVING_ITEMSIZE as SERVED
 from flexattn.problem import ITEMSIZE
-from flexattn.records.key import Key
+from flexattn.records.key import MULTIPLIED, Key
 from flexattn.records.record import Record
 from flexattn.report.limits import limits_of
 from flexattn.serving.tuned import batch_lengths
@@ -105,16 +105,19 @@ def reach(record: Record, us: float) -> Reach:
     found = limits_of(record.environment.device)
     if found is None:
         return Reach(tflops, bandwidth, None, None)
-    roof = min(found.peak(record.key.dtype, tf32(record)), found.bandwidth * done.intensity)
+    roof = min(found.peak(record.key.dtype, products_of(record)), found.bandwidth * done.intensity)
     bound: Literal["compute", "memory"] = (
-        "memory" if done.intensity < found.ridge(record.key.dtype, tf32(record)) else "compute"
+        "memory"
+        if done.intensity < found.ridge(record.key.dtype, products_of(record))
+        else "compute"
     )
     return Reach(tflops, bandwidth, tflops / roof, bound)
 
 
-def tf32(record: Record) -> bool:
-    """Whether float32 products may round to tf32 in this record's problem."""
-    return "tf32" in record.key.precision.split()
+def products_of(record: Record) -> str:
+    """How float32 is multiplied in this record's problem."""
+    words = set(record.key.precision.split())
+    return next((products for products, word in MULTIPLIED.items() if word in words), "ieee")
 
 
 def _kept(mask_class: str) -> tuple[float, Density]:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from flexattn.device import Device
 from flexattn.errors import BuildError
 from flexattn.kernels.base.config import Config
+from flexattn.kernels.base.features import fp32_products
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.choose.registry import family_of, launch_key
 from flexattn.measure.task import AnyTask
@@ -102,9 +103,8 @@ def build_all(
     deadline and work. Configs with one source are compiled once. Triton's cache then has every
     kernel: another process of this Triton compiles none again.
     """
-    structure = problem.structure
     found = orders_for(problem, configs, device)
-    return _build(found, _multiplies(structure), jobs, deadline, say, work, pool)
+    return _build(found, _multiplies(problem.structure), jobs, deadline, say, work, pool)
 
 
 def build_task(
@@ -212,7 +212,7 @@ def compile_one(order: BuildOrder) -> _Compiled:
 
 def _multiplies(structure: Structure) -> bool:
     """Whether a structure's products are of matrix instructions."""
-    return structure.dtype != "float32" or structure.tf32
+    return fp32_products(structure) != "ieee"
 
 
 def unfit(taken: Resources, matrix: bool, device: Device) -> Failed | None:

@@ -19,6 +19,7 @@ from flexattn.mods.bind import clear
 from flexattn.mods.expr import walk
 from flexattn.mods.path import load_path, role_of
 from flexattn.problem import FP8, checks, kind_for, make_problem
+from flexattn.problem.fp32_products import products_for, torchs_setting
 from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_class import mask_class
 from flexattn.records.key import Key, key_of
@@ -116,10 +117,12 @@ def task_from(
         cpu = torch.device("cpu")
         lists, by_key = lists.to(cpu), by_key and by_key.to(cpu)
     scale = checks.check_scale(row.scale, shape.D)
-    tf32 = row.dtype == "float32" and device.backend == "cuda"
+    setting = torchs_setting() if row.dtype == "float32" else "ieee"
+    dims = shape.D, shape.Dv
     options: dict[str, Any] = {
-        "mask_class": name, "tf32": tf32 and torch.backends.cuda.matmul.allow_tf32,
-    }  # fmt: skip
+        "mask_class": name,
+        "fp32_products": products_for(setting, kind, dims, device.capability, False),
+    }
     if kind == "backward":
         # Neither a scale's sign nor a sink, which lse has in it, decides anything in its kernel.
         options |= {"grads": slots}

@@ -11,12 +11,12 @@ from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.triton.source import render_combine
 from flexattn.runtime.build import compile_source
-from flexattn.runtime.resources import resources
+from flexattn.runtime.resources import resources, spills_too_much
 from flexattn.settings import override
 from tests.cases import causal_score
 from tests.compile.devices import DEVICES
 from tests.compile.shares import LONG, share
-from tests.families import render
+from tests.families import estimates, render
 from tests.problems import problem
 
 pytestmark = pytest.mark.compile
@@ -64,6 +64,31 @@ def test_default_config(arch, kind, D, Dv, dtype):
         code = compiled.asm["amdgcn" if device.backend == "hip" else "ptx"]
         wgmma = device.has_wgmma and kind == "prefill"
         assert {"hip": "v_mfma", "cuda": "wgmma" if wgmma else "mma.sync"}[device.backend] in code
+
+
+PARTS = [
+    (arch, kind, D)
+    for arch in DEVICES
+    if arch.startswith("sm_")
+    for kind in ("prefill", "decode")
+    for D in (32, 64, 96, 128)
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind", "D"), share(PARTS, lambda case: case in {("sm_90", "prefill", 64)})
+)
+def test_default_config_of_float32_in_parts(arch, kind, D):
+    """Matrix units multiply it; what is estimated of shared memory is enough."""
+    device = named(DEVICES[arch])
+    wanted = problem(kind, D, dtype="float32", mask_mod=causal, fp32_products="bf16x6")
+    config, compiled = served(wanted, device)
+    taken = resources(compiled, device)
+    assert not spills_too_much(taken.loop_spills, taken.loop_instructions, taken.stack), config
+    assert taken.matrix_instructions > 0
+    assert taken.shared <= estimates(config, wanted.structure, device)[0]
+    wgmma = device.has_wgmma and kind == "prefill"
+    assert ("wgmma" if wgmma else "mma.sync") in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])

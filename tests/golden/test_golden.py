@@ -106,6 +106,7 @@ GOLDENS = {
         DECODE, "decode", mask_mod=prefix_lm(torch.zeros(2).long()), runs=True
     ),
     "prefill_strided_fp32": lambda: kernel(PREFILL, D=80, dtype="float32", layout=STRIDED),
+    "prefill_bf16x6": lambda: kernel(PREFILL, D=64, dtype="float32", fp32_products="bf16x6"),
     "gluon_noop": lambda: kernel(HOPPER),
     "gluon_lazy_rescale": lambda: kernel(replace(HOPPER, BLOCK_N=32, lazy_rescale=True), D=64),
     "gluon_lists_softcap_192_128": lambda: kernel(

@@ -36,6 +36,11 @@ def multiplies_ramp(structure: Structure, device: Device) -> bool:
     return structure.terms is not None and structure.terms.step is not None
 
 
+def fp32_products(structure: Structure) -> str:
+    """How tiles of float32 are multiplied; "" for tiles of another dtype."""
+    return structure.fp32_products if structure.dtype == "float32" else ""
+
+
 def decays(structure: Structure) -> bool:
     """Whether keys may be proven too far behind to count: rule "decay_skip" of mods/rules.py.
 

@@ -24,6 +24,7 @@ from flexattn.kernels.choose.registry import by_language, family_of
 from flexattn.kernels.ptx.assembler import PTXAS, Ptxas
 from flexattn.mods.rules import REWRITES
 from flexattn.problem import Tanh
+from flexattn.problem.fp32_products import Fp32Setting
 from flexattn.settings import current, log, say_once
 from flexattn.util.near import did_you_mean
 
@@ -33,10 +34,12 @@ _V = TypeVar("_V")
 # GLUON is ours as well: of torch's own, a call that trains uses AUTO in its place.
 _BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH", "GLUON")
 FLASH = 'BACKEND="FLASH" leaves the choice of the kernel to flexattn'
-# As torch writes it into a kernel, and bare; three products of tf32 are about as exact as fp32.
+# As torch writes a precision into a kernel.
 _QUOTE = "'"
 _TANH: dict[str, Tanh] = {each: each for each in get_args(Tanh)}
-_TF32 = {"ieee": False, "tf32x3": False, "tf32": True}
+# tf32x3 as well: six products of bfloat16 are nearer to float32, and faster.
+_FP32: dict[str, Fp32Setting] = {each: each for each in get_args(Fp32Setting)}
+_FP32["tf32x3"] = "bf16x6"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,8 @@ class Options:
     """What the caller decided: a template, and numbers that override the config's.
 
     kind, language: of the template. merge_consumers, ptxas: how one of Hopper's is compiled.
-    exact: the whole config, where a tuner decides; the numbers are then not looked at. tf32:
-    whether products of float32 may use it, torch's own setting where None. rules_off, tanh: as a
+    exact: the whole config, where a tuner decides; the numbers are then not looked at.
+    fp32: how it is multiplied; torch's own setting where None. rules_off, tanh: as a
     Structure has them. deterministic: a backward gives the same bits in every run, or is refused.
     backward: names and numbers of its config. batch_invariant: a row's bits depend on its own
     query and keys alone.
@@ -64,7 +67,7 @@ class Options:
     exact: Config | None = None
     rules_off: tuple[str, ...] = ()
     tanh: Tanh = "auto"
-    tf32: bool | None = None
+    fp32: Fp32Setting | None = None
     deterministic: bool = False
     backward: tuple[tuple[str, int | bool], ...] = ()
     batch_invariant: bool = False
@@ -136,7 +139,7 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
         ptxas=_ptxas(chosen.get("PTXAS")),
         rules_off=_rules(chosen.get("RULES_OFF", "")),
         tanh=_one_of("TANH", chosen.get("TANH", "auto"), _TANH),
-        tf32=_tf32(chosen.get("FLOAT32_PRECISION")),
+        fp32=_fp32(chosen.get("FLOAT32_PRECISION")),
         deterministic=bool(_boolean(chosen, "DETERMINISTIC")),
         backward=_backward(behind),
         batch_invariant=current().batch_invariant if invariant is None else invariant,
@@ -259,11 +262,11 @@ def _ptxas(value: object) -> Ptxas | None:
     return None if value is None else _one_of("PTXAS", value, dict(zip(PTXAS, PTXAS, strict=True)))
 
 
-def _tf32(value: object) -> bool | None:
+def _fp32(value: object) -> Fp32Setting | None:
     if value is None:
         return None
     precision = value.strip(_QUOTE) if isinstance(value, str) else value
-    return _one_of("FLOAT32_PRECISION", precision, _TF32)
+    return _one_of("FLOAT32_PRECISION", precision, _FP32)
 
 
 def _language(chosen: Mapping[str, Any]) -> Language | None:

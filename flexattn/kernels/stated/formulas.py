@@ -5,7 +5,7 @@ Both are fitted to compiled kernels of every arch.
 
 from __future__ import annotations
 
-from sympy import And, Eq, Max, Min, Piecewise, Rational, floor
+from sympy import And, Eq, Max, Min, Or, Piecewise, Rational, floor
 
 from flexattn.kernels.stated import symbols as s
 from flexattn.kernels.stated.statement import Steps
@@ -14,9 +14,11 @@ from flexattn.kernels.stated.statement import Steps
 _SHARED_SLACK = 2048
 # Addresses, loop state, row statistics and what the mods hold, beside the tiles themselves.
 WGMMA_SLACK, MMA_SLACK, KEYS_SLACK, MFMA_SLACK, FMA_SLACK = 26, 40, 100, 120, 24
-WMMA_SLACK, WMMA_ROWS = 24, 128
+WMMA_SLACK, WMMA_ROWS, SPLIT_SLACK = 24, 128, 24
 # Of a key in a product that adds a ramp: 16 bfloat16 numbers.
 RAMP_BYTES = 32
+# Of a float32 number as three of bfloat16.
+SPLIT_BYTES = 6
 # What a mod reads for each key of a tile, before it is used.
 _GATHER_REGISTERS = 8
 
@@ -31,10 +33,16 @@ wgmma = let(
     "A warpgroup multiplies 64 rows, with the accumulator in registers and K in shared memory.",
 )
 
+split_wgmma = let(
+    "split_wgmma",
+    And(s.split_products, s.has_wgmma, s.BLOCK_M >= 64, s.num_warps >= 4),
+    "Float32 as three parts of bfloat16, of which those of Q lie in shared memory as well.",
+)
+
 # Shared memory.
 in_registers = let(
     "in_registers",
-    And(wgmma, s.BLOCK_M >= 16 * s.num_warps),
+    And(Or(wgmma, split_wgmma), s.BLOCK_M >= 16 * s.num_warps),
     "P stays with the warps that made it.",
 )
 p_tile = let(
@@ -42,6 +50,7 @@ p_tile = let(
     Piecewise(
         (s.BLOCK_M * s.BLOCK_N * Max(s.itemsize, 4), s.loads_tile),
         (0, in_registers),
+        (SPLIT_BYTES * s.BLOCK_M * s.BLOCK_N, split_wgmma),
         (s.BLOCK_M * s.BLOCK_N * s.itemsize, True),
     ),
 )
@@ -54,13 +63,24 @@ held = let(
     "held",
     Piecewise(
         (ahead * (s.qk_padded + s.v_padded), s.num_stages > 1),
+        (0, s.split_products),
         (Max(s.qk_padded, s.v_padded), True),
     ),
     "One stage holds either of K and V.",
 )
+parts = let(
+    "parts",
+    Piecewise(
+        (SPLIT_BYTES * Max(s.qk_padded, s.v_padded), s.split_products),
+        (0, True),
+    ),
+    "What is split lies there a second time, as three parts of bfloat16; without wgmma fragments "
+    "of rows and keys do, of which this is enough.",
+)
 ramp = let("ramp", Piecewise((RAMP_BYTES, s.adds_ramp), (0, True)))
-q_tile = let("q_tile", s.BLOCK_M * s.qk_padded * s.itemsize)
-kv_tiles = let("kv_tiles", s.BLOCK_N * (held * s.itemsize + ramp))
+q_bytes = let("q_bytes", Piecewise((SPLIT_BYTES, split_wgmma), (s.itemsize, True)))
+q_tile = let("q_tile", s.BLOCK_M * s.qk_padded * q_bytes)
+kv_tiles = let("kv_tiles", s.BLOCK_N * (held * s.itemsize + parts + ramp))
 
 SHARED_MEMORY_FORMULA = let.formula(
     "shared_memory",
@@ -116,6 +136,8 @@ held_rows = let(
 wmma = floor(Rational(2, 3) * (2 * made + held_rows + held_keys)) + WMMA_SLACK + gathered
 shared_out = floor(made + Rational(3, 2) * keys) + KEYS_SLACK
 mma = floor(made + q + s.BLOCK_N * words / 2) + MMA_SLACK
+# A tile's product has sums of its own, and P lies there as three parts.
+split_registers = floor(2 * s.BLOCK_M * s.v_padded / threads + 4 * scores) + SPLIT_SLACK
 
 REGISTERS_FORMULA = let.formula(
     "registers",
@@ -124,6 +146,7 @@ REGISTERS_FORMULA = let.formula(
     Piecewise(
         (fma, s.scalar_products),
         (wgmma_registers, wgmma),
+        (split_registers, split_wgmma),
         (wmma, RDNA),
         (mfma, s.is_hip),
         # Warps beyond the rows share out the keys: fragments of K and V, and their addresses.

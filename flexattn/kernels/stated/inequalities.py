@@ -7,7 +7,11 @@ from typing import Any
 from sympy import And, Eq, Mod, Ne, Not, Or
 
 from flexattn.kernels.stated import symbols as s
-from flexattn.kernels.stated.formulas import RDNA, REGISTERS_FORMULA, SHARED_MEMORY_FORMULA
+from flexattn.kernels.stated.formulas import (
+    RDNA,
+    REGISTERS_FORMULA,
+    SHARED_MEMORY_FORMULA,
+)
 from flexattn.kernels.stated.statement import Inequality, Statement
 
 
@@ -54,6 +58,7 @@ _SHAPE: tuple[Inequality, ...] = (
     Inequality("splits", s.num_splits >= 0, "num_splits={num_splits} is below 0"),
     Inequality("order", s.known_order, "the order of {config} is none of those there are"),
 )
+_SPLIT_WGMMA = And(s.split_products, s.has_wgmma, s.BLOCK_M >= 64, s.num_warps >= 4)
 # A tile never spans two blocks of a mask; it may cover one that no tile divides.
 _FIT: tuple[Inequality, ...] = (
     Inequality(
@@ -70,6 +75,13 @@ _FIT: tuple[Inequality, ...] = (
         "mask block",
         Or(Eq(s.mask_keys, 0), s.BLOCK_N <= s.keys_cover),
         "BLOCK_N={BLOCK_N} is wider than the mask's block of {mask_keys}",
+    ),
+    # Of parts of tf32 such took twice the time at D 64, and at D 256 one read beyond its tensors
+    # (Triton 3.6).
+    Inequality(
+        "warps",
+        Or(Not(_SPLIT_WGMMA), s.num_warps * 16 <= s.BLOCK_M),
+        "num_warps={num_warps} share {BLOCK_M} rows of float32, which warpgroups split by 64",
     ),
     Inequality("tma", Or(Not(s.use_tma), s.has_tma), "use_tma: {arch} has no TMA"),
     Inequality(
@@ -110,8 +122,8 @@ _WORTH: tuple[Inequality, ...] = (
     # The estimate is of mods as heavy as those measured: heavier ones need room.
     Inequality(
         "headroom",
-        # RDNA's estimate is steep: what it passes at all has room for the mods that were measured.
-        Or(RDNA, 4 * s.registers <= 3 * s.thread_registers),
+        # These estimates are steep: what they pass has room for the mods that were measured.
+        Or(RDNA, _SPLIT_WGMMA, 4 * s.registers <= 3 * s.thread_registers),
         "headroom: about {registers} registers a thread leave few of {thread_registers}",
     ),
     # Two warps on the same 16 rows pay where the accumulator needs them, and only there.

@@ -27,12 +27,14 @@ BLOCKS = (mask_rows, mask_keys, rows_cover, keys_cover) = symbols(
     "mask_rows mask_keys rows_cover keys_cover"
 )
 # Truth values of a problem: decodes for the decode template, scalar_products where no matrix
-# instruction multiplies the dtype, loads_keys where a mod reads a value for every key, loads_tile
-# for every score, adds_ramp where a product adds what rises along the keys, dense_layout where
-# tensors lie as TMA needs them.
-FACTS = (decodes, scalar_products, loads_keys, loads_tile, adds_ramp, dense_layout) = symbols(
-    "decodes scalar_products loads_keys loads_tile adds_ramp dense_layout"
-)
+# instruction multiplies the dtype, split_products where each product is six of bfloat16,
+# loads_keys where a mod reads a value for every key, loads_tile for every score, adds_ramp where
+# a product adds what rises along the keys, dense_layout where tensors lie as TMA needs them.
+FACTS = (
+    decodes, scalar_products, split_products, loads_keys, loads_tile, adds_ramp, dense_layout,
+) = symbols(
+    "decodes scalar_products split_products loads_keys loads_tile adds_ramp dense_layout"
+)  # fmt: skip
 # A device's bytes of shared memory, 32-bit registers of an SM and of a thread, lanes of a warp.
 _LIMITS = (shared_limit, sm_registers, thread_registers, warp_size) = symbols(
     "shared_limit sm_registers thread_registers warp_size"

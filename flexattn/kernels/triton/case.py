@@ -51,9 +51,11 @@ def _fixed(structure: Structure, device: Device) -> tuple[Any, ...]:
         keys = structure.sparsity.kv_block
     sizes = (structure.itemsize, qk, v, padded(qk), padded(v), len(pieces(qk)), len(pieces(v)))
     blocks = (rows, keys, power_above(rows), power_above(keys))
+    products = features.fp32_products(structure)
     facts = (
         structure.kind == "decode",
-        structure.dtype == "float32" and not structure.tf32,
+        products == "ieee",
+        products == "bf16x6",
         features.loads_by_key(structure) and not features.compares_numbers(structure),
         features.loads_tiles(structure),
         features.multiplies_ramp(structure, device),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeAlias
 
 from flexattn.device import Device, is_rdna
 from flexattn.kernels.base import features
@@ -54,7 +55,12 @@ def decode_rules(problem: Problem, device: Device) -> Iterator[DecodeConfig]:
 
 def _prefill(structure: Structure, device: Device) -> Iterator[PrefillConfig]:
     widest = max(structure.head_dim_qk, structure.head_dim_v)
-    if structure.dtype == "float32":
+    products = features.fp32_products(structure)
+    if products == "bf16x6":
+        yield from of_parts(widest, device)
+        yield from (PrefillConfig(16, 16, 4, 1), PrefillConfig(16, 16, 8, 1))
+        return
+    if products:
         # Without matrix instructions the tile lives in registers: small tiles.
         shapes = ((64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 8, 2), (32, 16, 4, 1))
         # What is converted lies there twice: loops of larger tiles spilled.
@@ -77,6 +83,12 @@ def _prefill(structure: Structure, device: Device) -> Iterator[PrefillConfig]:
     yield from (PrefillConfig(64, 32, 8, 1), PrefillConfig(32, 32, 8, 1))
     yield from (PrefillConfig(32, 16, 4, 1), PrefillConfig(16, 16, 4, 1))
     yield PrefillConfig(16, 16, 8, 1)
+
+
+def of_parts(widest: int, device: Device) -> tuple[PrefillConfig, ...]:
+    """Tiles of float32 that is multiplied as parts of bfloat16, best first."""
+    table = _PARTS["sm_90" if device.has_wgmma else "small"]
+    return next(configs for limit, configs in table if widest <= limit)
 
 
 @lru_cache(maxsize=256)
@@ -113,7 +125,18 @@ def _gathering(structure: Structure, widest: int) -> Iterator[PrefillConfig]:
 
 # Widest head dimension, then configs by preference: measured on an H200; elsewhere chosen to
 # fit 99 KiB of shared memory, the LDS of CDNA, or RDNA's registers, without spills.
-_PREFILL: dict[str, tuple[tuple[int, tuple[PrefillConfig, ...]], ...]] = {
+_Table: TypeAlias = tuple[tuple[int, tuple[PrefillConfig, ...]], ...]
+_PARTS: dict[str, _Table] = {
+    "sm_90": (
+        (64, (PrefillConfig(64, 32, 4, 2), PrefillConfig(64, 16, 4, 2))),
+        (128, (PrefillConfig(128, 32, 8, 2), PrefillConfig(64, 32, 4, 2))),
+    ),
+    "small": (
+        (64, (PrefillConfig(64, 32, 4, 2), PrefillConfig(32, 32, 4, 2))),
+        (128, (PrefillConfig(16, 32, 4, 2), PrefillConfig(32, 16, 4, 2))),
+    ),
+}
+_PREFILL: dict[str, _Table] = {
     "sm_90": (
         (64, (PrefillConfig(64, 128, 4, 3, True), PrefillConfig(128, 64, 4, 3))),
         (

@@ -8,8 +8,10 @@ from dataclasses import replace
 from flexattn.device import Device, is_rdna
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.feasibility import Feasibility
+from flexattn.kernels.base.features import fp32_products
 from flexattn.kernels.triton.amd import for_device
 from flexattn.kernels.triton.config import PrefillConfig
+from flexattn.kernels.triton.defaults import of_parts
 from flexattn.kernels.triton.tiles import fit_to_mask
 from flexattn.problem import DENSE, Problem, Structure
 
@@ -39,7 +41,10 @@ def invariant_config(problem: Problem, device: Device, rules: Feasibility) -> Pr
 
 def _tiles(structure: Structure, device: Device) -> Iterator[PrefillConfig]:
     widest = max(structure.head_dim_qk, structure.head_dim_v)
-    if structure.dtype == "float32":
+    products = fp32_products(structure)
+    if products == "bf16x6":
+        yield from of_parts(widest, device)
+    elif products:
         yield PrefillConfig(64, 32, 8, 2)
     elif device.backend == "hip":
         yield PrefillConfig(32, 16, 2, 1) if is_rdna(device) else PrefillConfig(64, 32, 4, 1)

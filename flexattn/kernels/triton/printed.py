@@ -37,6 +37,7 @@ class RuleCase:
     keys_cover: int
     decodes: bool
     scalar_products: bool
+    split_products: bool
     loads_keys: bool
     loads_tile: bool
     adds_ramp: bool
@@ -61,12 +62,16 @@ def shared_memory(c: RuleCase) -> int:
     """
     # A warpgroup multiplies 64 rows, with the accumulator in registers and K in shared memory.
     wgmma = c.has_wgmma and c.itemsize == 2 and c.BLOCK_M >= 64 and c.num_warps >= 4
+    # Float32 as three parts of bfloat16, of which those of Q lie in shared memory as well.
+    split_wgmma = c.has_wgmma and c.split_products and c.BLOCK_M >= 64 and c.num_warps >= 4
     # P stays with the warps that made it.
-    in_registers = wgmma and c.BLOCK_M >= 16 * c.num_warps
+    in_registers = (split_wgmma or wgmma) and c.BLOCK_M >= 16 * c.num_warps
     if c.loads_tile:
         p_tile = c.BLOCK_M * c.BLOCK_N * max(c.itemsize, 4)
     elif in_registers:
         p_tile = 0
+    elif split_wgmma:
+        p_tile = 6 * c.BLOCK_M * c.BLOCK_N
     else:
         p_tile = c.BLOCK_M * c.BLOCK_N * c.itemsize
     # wgmma reads K and V in place, so the tiles in use count too.
@@ -74,11 +79,17 @@ def shared_memory(c: RuleCase) -> int:
     # One stage holds either of K and V.
     if c.num_stages > 1:
         held = ahead * (c.qk_padded + c.v_padded)
+    elif c.split_products:
+        held = 0
     else:
         held = max(c.qk_padded, c.v_padded)
+    # What is split lies there a second time, as three parts of bfloat16; without wgmma fragments
+    # of rows and keys do, of which this is enough.
+    parts = 6 * max(c.qk_padded, c.v_padded) if c.split_products else 0
     ramp = 32 if c.adds_ramp else 0
-    q_tile = c.BLOCK_M * c.itemsize * c.qk_padded
-    kv_tiles = c.BLOCK_N * (held * c.itemsize + ramp)
+    q_bytes = 6 if split_wgmma else c.itemsize
+    q_tile = c.BLOCK_M * q_bytes * c.qk_padded
+    kv_tiles = c.BLOCK_N * (held * c.itemsize + parts + ramp)
     if c.is_hip:
         return max(q_tile, kv_tiles + p_tile)
     return kv_tiles + p_tile + q_tile + 2048
@@ -110,6 +121,10 @@ def registers(c: RuleCase) -> int:
         gathered = 0
     if wgmma:
         return gathered + 2 * c.num_stages + floor(made) + 26
+    # Float32 as three parts of bfloat16, of which those of Q lie in shared memory as well.
+    split_wgmma = c.has_wgmma and c.split_products and c.BLOCK_M >= 64 and c.num_warps >= 4
+    if split_wgmma:
+        return floor(2 * c.BLOCK_M * c.v_padded / threads + 4 * scores) + 24
     if c.is_hip and c.warp_size == 32:
         # Each half of a wave holds whole operands. Warps beyond the rows share out the keys.
         rows = max(c.BLOCK_M, 16 * c.num_warps)
@@ -190,6 +205,14 @@ RULES: Rules[RuleCase] = Rules(
             "BLOCK_N={BLOCK_N} is wider than the mask's block of {mask_keys}",
             lambda c: c.mask_keys == 0 or c.BLOCK_N <= c.keys_cover,
         ),
+        Rule(
+            "warps",
+            "num_warps={num_warps} share {BLOCK_M} rows of float32, which warpgroups split by 64",
+            lambda c: (
+                16 * c.num_warps <= c.BLOCK_M
+                or not (c.has_wgmma and c.split_products and c.BLOCK_M >= 64 and c.num_warps >= 4)
+            ),
+        ),
         Rule("tma", "use_tma: {arch} has no TMA", lambda c: c.has_tma or not c.use_tma),
         Rule(
             "tma",
@@ -228,7 +251,9 @@ RULES: Rules[RuleCase] = Rules(
             "headroom",
             "headroom: about {registers} registers a thread leave few of {thread_registers}",
             lambda c: (
-                (c.is_hip and c.warp_size == 32) or 4 * c.registers <= 3 * c.thread_registers
+                (c.is_hip and c.warp_size == 32)
+                or 4 * c.registers <= 3 * c.thread_registers
+                or (c.has_wgmma and c.split_products and c.BLOCK_M >= 64 and c.num_warps >= 4)
             ),
         ),
         Rule(

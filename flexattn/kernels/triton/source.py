@@ -5,7 +5,12 @@ from __future__ import annotations
 from flexattn.device import Device
 from flexattn.kernels.base import source as rendering
 from flexattn.kernels.base.config import Config, describe, power_above
-from flexattn.kernels.base.features import loads_tiles, multiplies_ramp, skips_far
+from flexattn.kernels.base.features import (
+    fp32_products,
+    loads_tiles,
+    multiplies_ramp,
+    skips_far,
+)
 from flexattn.kernels.base.knobs import values
 from flexattn.kernels.base.source import BASE_2, Source
 from flexattn.kernels.base.tiles import tiles_per_q, walks_runs
@@ -88,7 +93,7 @@ def render(
         "widens": structure.kv_dtype != "",
         "by_bytes": _loads_bytes(structure),
         "upcast": device.backend == "interpreter" and structure.dtype == "bfloat16",
-        "precision": _precision(structure),
+        "precision": fp32_products(structure),
         "lse": structure.lse,
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",
@@ -156,9 +161,3 @@ def render_combine(structure: Structure, device: Device) -> Source:
     return rendering.make_source(
         "triton/combine.py.jinja", device, [title], context, combine_arguments(structure), 4, 1
     )
-
-
-def _precision(structure: Structure) -> str:
-    if structure.dtype != "float32":
-        return ""
-    return "tf32x3" if structure.tf32 else "ieee"

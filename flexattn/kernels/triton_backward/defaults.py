@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from flexattn.device import Device, is_rdna
+from flexattn.kernels.base.features import fp32_products
 from flexattn.kernels.printers.gradient_printer import adds_along_diagonals
 from flexattn.kernels.triton_backward.config import BackwardConfig, serialises
 from flexattn.problem import Problem
@@ -62,6 +63,8 @@ _DIAGONALS = (
 )
 # Without matrix instructions what is multiplied lies in registers: beyond 64 wide tiles spill.
 _FLOAT32 = (BackwardConfig(32, 32, 32, 32, 8, 1), BackwardConfig(16, 32, 32, 16, 4, 1))
+# Of parts of bfloat16, up to 64 and up to 128 columns.
+_PARTS = (BackwardConfig(32, 64, 64, 32, 4, 1), BackwardConfig(16, 32, 32, 16, 8, 1))
 _SMALLEST = (BackwardConfig(16, 16, 16, 16, 4, 1), BackwardConfig(16, 16, 16, 16, 8, 1))
 
 
@@ -69,7 +72,10 @@ def defaults(problem: Problem, device: Device) -> Iterator[BackwardConfig]:
     """Configs by preference, the smallest tiles last."""
     structure = problem.structure
     widest = max(structure.head_dim_qk, structure.head_dim_v)
-    if structure.dtype == "float32":
+    if (products := fp32_products(structure)) == "bf16x6":
+        yield _PARTS[widest > 64]
+        yield from _SMALLEST
+    elif products:
         yield from _FLOAT32 if widest <= 64 else ()
         yield from reversed(_SMALLEST)
     else:

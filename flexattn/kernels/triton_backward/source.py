@@ -8,6 +8,7 @@ from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.config import describe, power_above
 from flexattn.kernels.base.delta import delta_arguments
+from flexattn.kernels.base.features import fp32_products
 from flexattn.kernels.base.source import (
     BASE_2,
     Source,
@@ -128,8 +129,9 @@ def _ragged(structure: Structure, config: BackwardConfig) -> dict[str, bool]:
 
 def _products(structure: Structure, device: Device) -> dict[str, object]:
     """How tiles are multiplied."""
-    precision = ""
-    if structure.dtype == "float32":
-        precision = "tf32x3" if structure.tf32 else "ieee"
     upcast = device.backend == "interpreter" and structure.dtype == "bfloat16"
-    return {"precision": precision, "upcast": upcast, "natural": structure.dtype == "float32"}
+    return {
+        "precision": fp32_products(structure),
+        "upcast": upcast,
+        "natural": structure.dtype == "float32",
+    }

@@ -149,6 +149,16 @@ def test_sinks_are_listed_by_their_dtype(monkeypatch):
     assert listed.problem == met[0]
 
 
+@pytest.mark.parametrize(("flag", "products"), [(False, "ieee"), (True, "tf32x3")])
+def test_a_line_of_before_there_were_parts_is_read(flag, products):
+    note(DECODE, H200, "default", None, None)
+    line = json.loads(untuned_path().read_text())
+    del line["fp32_products"]
+    untuned_path().write_text(json.dumps(line | {"tf32": flag}) + "\n")
+    (listed,) = read_untuned(untuned_path())
+    assert listed.problem.structure.fp32_products == products
+
+
 def test_numbers_that_became_arguments_are_kept(monkeypatch):
     def scaled(factor):
         return lambda score, b, h, q_idx, kv_idx: score * factor

@@ -2,7 +2,6 @@
 
 import enum
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from flexattn.errors import ConfigError, InputError
 from flexattn.kernels.choose.options import NONE, Options, for_torch, parse
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.mods.rules import REWRITES
-from flexattn.problem.checks import tf32_allowed
 from flexattn.settings import say_once
 
 
@@ -84,8 +82,10 @@ def test_every_key_of_torch_is_accepted():
         ({"DETERMINISTIC": True}, Options(deterministic=True)),
         ({"BACKEND": "FLASH"}, NONE),
         ({"BACKEND": "FLASH", "BLOCK_M": 64}, Options(BLOCK_M=64)),
-        ({"FLOAT32_PRECISION": "'ieee'"}, Options(tf32=False)),
-        ({"fwd_FLOAT32_PRECISION": "tf32"}, Options(tf32=True)),
+        ({"FLOAT32_PRECISION": "'ieee'"}, Options(fp32="ieee")),
+        ({"fwd_FLOAT32_PRECISION": "tf32"}, Options(fp32="tf32")),
+        ({"FLOAT32_PRECISION": "'tf32x3'"}, Options(fp32="bf16x6")),
+        ({"FLOAT32_PRECISION": "bf16x6"}, Options(fp32="bf16x6")),
         ({"bwd_WRITE_DQ": False, "WRITE_DQ": False}, NONE),
         (UNDOCUMENTED, NONE),
         ({f"fwd_{key}": value for key, value in UNDOCUMENTED.items()}, NONE),
@@ -173,19 +173,6 @@ def test_numbers_of_classes_of_their_own_are_ints(number, key):
 
 def vars_of(options):
     return [getattr(options, name) for name in ("BLOCK_M", "num_warps", "num_splits")]
-
-
-@pytest.mark.parametrize(
-    ("asked", "set_in_torch", "expected"),
-    [(None, True, True), (None, False, False), (False, True, False), (True, False, True)],
-)
-def test_precision_is_as_asked_else_as_torch_has_it(asked, set_in_torch, expected, monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", None)
-    matmul = SimpleNamespace(allow_tf32=set_in_torch)
-    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
-    assert tf32_allowed(SimpleNamespace(dtype=torch.float32, is_cuda=True), asked) is expected
-    for dtype, is_cuda in ((torch.bfloat16, True), (torch.float32, False)):
-        assert not tf32_allowed(SimpleNamespace(dtype=dtype, is_cuda=is_cuda), asked)
 
 
 def test_torch_gets_no_key_that_it_does_not_have():

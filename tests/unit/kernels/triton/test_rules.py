@@ -32,6 +32,7 @@ H200, A100, RTX = (named(f"nvidia-{name}") for name in ("h200", "a100", "rtx-509
 STRIDED = Layout(False, False, False, False)
 BIAS = relative_bias(torch.zeros(32, 64), 32)
 MODS = {"noop": {}, "causal": {"mask_mod": causal, "score_mod": softcap(50.0)}}
+SPLIT = {"dtype": "float32", "fp32_products": "bf16x6"}
 EFFORTS = ("quick", "full", "exhaustive")
 
 BREAKS = [
@@ -41,6 +42,7 @@ BREAKS = [
     ("power of two", PrefillConfig(2**17, 64, 4, 2), {}, H200),
     ("warps", PrefillConfig(64, 64, 3, 2), {}, H200),
     ("warps", PrefillConfig(64, 64, 0, 2), {}, H200),
+    ("warps", PrefillConfig(64, 32, 8, 2), SPLIT, H200),
     ("stages", PrefillConfig(64, 64, 4, 9), {}, H200),
     ("stages", PrefillConfig(64, 64, 4, 0), {}, H200),
     ("splits", DecodeConfig(16, 64, 4, 2, -1), {"kind": "decode"}, H200),
@@ -56,6 +58,7 @@ BREAKS = [
     ("tma", PrefillConfig(64, 32, 4, 2, True), {"D": 128, "Dv": 192}, H200),
     ("tma", PrefillConfig(16, 16, 8, 1, True), {"D": 512, "Dv": 16}, H200),
     ("shared memory", PrefillConfig(64, 64, 4, 5), {}, RTX),
+    ("shared memory", PrefillConfig(128, 32, 8, 5), SPLIT, H200),
     ("registers", PrefillConfig(128, 128, 4, 2), {}, H200),
     ("occupancy", PrefillConfig(32, 64, 16, 2), {"D": 256}, H200),
 ]
@@ -73,6 +76,7 @@ cases = st.builds(
     Dv=st.sampled_from([16, 64, 128, 512]),
     dtype=st.sampled_from(["bfloat16", "float32", "float8_e4m3fn"]),
     score_mod=st.sampled_from([None, softcap(50.0), BIAS]),
+    fp32_products=st.sampled_from(["ieee", "bf16x6", "tf32x3"]),
     mask_mod=st.sampled_from([None, causal]),
     block=st.sampled_from([(128, 128), (48, 80), (16, 512)]),
     layout=st.sampled_from([STRIDED, Layout(True, True, True, True)]),
