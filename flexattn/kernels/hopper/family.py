@@ -21,7 +21,7 @@ from flexattn.kernels.hopper import cost, printed, space
 from flexattn.kernels.hopper.case import case_of
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.kernels.hopper.grid import fit_to_mask, grid, with_consumers
-from flexattn.kernels.hopper.sized import sized
+from flexattn.kernels.hopper.sized import alternatives, sized
 from flexattn.kernels.hopper.source import render
 from flexattn.kernels.hopper.transpose_v import render_transpose_v
 from flexattn.kernels.ptx.assembler import preferred
@@ -32,7 +32,7 @@ from flexattn.problem import Kind, Problem, Structure
 LEADS = True
 # Whether sizes choose among five kernels of a structure (sized.py). A new length may then compile
 # one, which `warm` cannot tell from a model's lengths; nor has it been raced on a GPU.
-BY_SIZES = False
+BY_SIZES = True
 # Each length of a call prepares a launch, and asks for it.
 _transpose_v = lru_cache(maxsize=64)(render_transpose_v)
 
@@ -57,6 +57,10 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         if BY_SIZES:
             return sized(problem, device, self.feasibility)
         return space.preferences(problem.structure)
+
+    def at_other_sizes(self, problem: Problem) -> Iterator[HopperPrefillConfig]:
+        few = replace(problem, q_len=1)
+        return alternatives(few, list(space.preferences(problem.structure))) if BY_SIZES else iter(())
 
     def expected(
         self, problem: Problem, config: HopperPrefillConfig, device: Device

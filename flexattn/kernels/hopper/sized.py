@@ -41,8 +41,9 @@ def alternatives(
     first = rules[0]
     yield from islice((each for each in rules if each.consumers < first.consumers), 1)
     if problem.Hq > problem.Hkv and problem.q_len <= first.BLOCK_M // 2:
-        packed = islice(preferences(problem.structure, pack_gqa=True), 1)
-        yield from (each for each in packed if each.heads > 1 and shares_keys(problem, each))
+        packed = preferences(problem.structure, pack_gqa=True)
+        sharing = (each for each in packed if each.heads > 1 and shares_keys(problem, each))
+        yield from islice(sharing, 1)
     if first.lazy_rescale:
         yield replace(first, lazy_rescale=False)
     if problem.structure.sparsity is not None:

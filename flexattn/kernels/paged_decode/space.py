@@ -113,11 +113,7 @@ def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
         yield invariant_config(form)
         return
     if device.capability == 90 and 0 < form.rows <= 8:
-        for each in serving_warps.warps_defaults(form):
-            programs = each.programs(device)
-            # Each head has as many: more idle ones than this cost more than walking apart gives.
-            if programs % form.kv_heads <= programs // 8:
-                yield each
+        yield from serving_warps.filling(serving_warps.warps_defaults(form), form, device)
     widest = max(form.head_dim_qk, form.head_dim_v)
     height = 64 if form.ragged or form.rows > 32 else 32 if form.rows > 16 else 16
     warps = 8 if height * widest > 64 * 128 else 4
