@@ -108,7 +108,7 @@ def at_other_sizes(problem: Problem, device: Device) -> Iterator[Options]:
     from flexattn.kernels.choose.options import Options
     from flexattn.kernels.choose.registry import family_of
 
-    for config in family_of(default(problem, device)).at_other_sizes(problem):
+    for config in family_of(default(problem, device)).at_other_sizes(problem, device):
         if not reasons(config, problem.structure, device):
             yield Options(exact=config)
 

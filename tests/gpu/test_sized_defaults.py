@@ -5,7 +5,6 @@ import torch
 
 import flexattn
 from flexattn.catalogue import causal, sliding_window
-from flexattn.kernels.hopper import family
 from flexattn.settings import override
 from tests.support import assert_accurate, block_mask, inputs
 
@@ -31,12 +30,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_sizes_chose_is_right(name, monkeypatch):
+def test_what_sizes_chose_is_right(name):
     B, Hq, Hkv, rows, keys, D, mask_mod, chosen = CASES[name]
     widths = D if isinstance(D, tuple) else (D, D)
     q, k, v = inputs(B, Hq, Hkv, rows, keys, *widths, dtype=torch.bfloat16, device="cuda")
     mask = block_mask(mask_mod, q, k, per_batch=False, per_head=False)
-    monkeypatch.setattr(family, "BY_SIZES", True)
     with override(mode="off"):
         told = flexattn.explain(q, k, v, block_mask=mask, enable_gqa=True)
         assert {each: getattr(told.config, each) for each in chosen} == chosen, told

@@ -63,8 +63,11 @@ class KernelFamily(ABC, Generic[_C]):
     def defaults(self, problem: Problem, device: Device) -> Iterator[_C]:
         """Configs to start from, best first, cut to the mask's blocks; not all of them can run."""
 
-    def at_other_sizes(self, problem: Problem) -> Iterator[_C]:
-        """Configs of other kernels that come first at other sizes; not all of them can run."""
+    def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[_C]:
+        """Configs of all kernels that come first at other sizes, where that is more than one.
+
+        Not all of them can run.
+        """
         return iter(())
 
     def expected(self, problem: Problem, config: _C, device: Device) -> Estimate | None:

@@ -30,9 +30,6 @@ from flexattn.problem import Kind, Problem, Structure
 # The one switch: whether it serves prefills on Hopper that nobody tuned. Either way another family
 # serves what this one cannot, and a tuner chooses between both.
 LEADS = True
-# Whether sizes choose among five kernels of a structure (sized.py). A new length may then compile
-# one, which `warm` cannot tell from a model's lengths; nor has it been raced on a GPU.
-BY_SIZES = True
 # Each length of a call prepares a launch, and asks for it.
 _transpose_v = lru_cache(maxsize=64)(render_transpose_v)
 
@@ -54,13 +51,14 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         return LEADS and self.offered(device) and values_by_key(structure) <= FEW_BY_KEY
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
-        if BY_SIZES:
-            return sized(problem, device, self.feasibility)
-        return space.preferences(problem.structure)
+        return sized(problem, device, self.feasibility)
 
-    def at_other_sizes(self, problem: Problem) -> Iterator[HopperPrefillConfig]:
-        few = replace(problem, q_len=1)
-        return alternatives(few, list(space.preferences(problem.structure))) if BY_SIZES else iter(())
+    def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
+        structure = problem.structure
+        every = space.preferences(structure)
+        rules = [each for each in every if not self.feasibility.violated(each, structure, device)]
+        yield from rules[:1]
+        yield from alternatives(replace(problem, q_len=1), rules)
 
     def expected(
         self, problem: Problem, config: HopperPrefillConfig, device: Device

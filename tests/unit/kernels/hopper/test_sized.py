@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from flexattn.catalogue import causal
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
-from flexattn.kernels.hopper import family, space
+from flexattn.kernels.hopper import space
 from flexattn.kernels.hopper.cost import expected
 from flexattn.kernels.hopper.sized import alternatives
 from tests.families import violated
@@ -20,7 +20,6 @@ H200 = named("nvidia-h200")
 @pytest.fixture(autouse=True)
 def a_triton_that_has_it(monkeypatch):
     monkeypatch.setattr(space, "offered", lambda: True)
-    monkeypatch.setattr(family, "BY_SIZES", True)
 
 
 def sized(D, B, heads, rows, keys, mask_class=""):
@@ -72,7 +71,7 @@ def test_every_size_has_a_default_that_can_run_and_an_estimate(D, B, heads, rows
     assert not violated(config, wanted.structure, H200)
     assert default(wanted, H200) == config
     rules = list(space.preferences(wanted.structure))
-    assert len(list(alternatives(wanted, rules))) <= 4
+    assert len(list(alternatives(wanted, rules))) <= 5
     told = expected(wanted, config, H200)
     assert told.us > 0 and told.waves > 0
 
