@@ -46,8 +46,8 @@ class DecodeCosts:
 
 
 COSTS = DecodeCosts()
-# Of taller tiles, fitted to 111 chunks of prompts, of D 64, 128 and 256, on an H200: of the numbers
-# of splits that were timed the one that it chooses takes 1.008 of the fastest's time in the mean.
+# Of taller tiles, fitted to 111 chunks of prompts of D 64, 128 and 256 on an H200: in the mean the
+# number of splits that they choose takes 1.015 of the time of the fastest one that was timed.
 TALL = DecodeCosts(
     step=0.195, per_key=0.0052, eight_warps=1.0, busy=0.00465, merge=7.85, per_split=0.0, parts=3.6
 )
