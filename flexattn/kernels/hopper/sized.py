@@ -40,7 +40,7 @@ def alternatives(
 
     Fewer rows of a tile, or heads of a group that share one; each softmax rescaled at once, where
     keys are few; heads side by side where a mask makes their tiles uneven, else tiles that end
-    before the next one begins.
+    before the next one begins, which goes well with few keys too.
     """
     if not rules:
         return
@@ -51,10 +51,18 @@ def alternatives(
         packed = preferences(problem.structure, pack_gqa=True)
         sharing = (each for each in packed if each.heads > 1 and shares_keys(problem, each))
         yield from islice(sharing, 1)
+    dense = problem.structure.sparsity is None
     for each in (first, *shorter):
         if each.lazy_rescale:
-            yield replace(each, lazy_rescale=False)
-    if problem.structure.sparsity is not None:
+            at_once = replace(each, lazy_rescale=False)
+            yield _drained(at_once) if dense else at_once
+    if not dense:
         yield replace(first, order="heads", l2_swizzle=8)
-    elif first.cross_tile_pipeline and first.tile_scheduler != "grid":
-        yield replace(first, cross_tile_pipeline=False)
+    elif _drained(first) != first:
+        yield _drained(first)
+
+
+def _drained(config: HopperPrefillConfig) -> HopperPrefillConfig:
+    """The config with tiles that end before the next one begins, if its blocks stay."""
+    stays = config.tile_scheduler != "grid"
+    return replace(config, cross_tile_pipeline=False) if stays else config
