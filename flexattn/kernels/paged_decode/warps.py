@@ -16,7 +16,6 @@ from flexattn.kernels.paged_decode.config import (
     SplitPolicy,
 )
 
-
 # The short side of the matrix instruction.
 SHORT_ROWS = 8
 
