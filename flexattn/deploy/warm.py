@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flexattn.problem import FP8
+
 if TYPE_CHECKING:
+    from flexattn.device import Device
+    from flexattn.kernels.choose.options import Options
+    from flexattn.problem import Problem
     from flexattn.tune.workload import Row, Workload
 
 # Query rows of short prompts and chunks: decode serves them, with a tile for few rows or for more.
@@ -79,6 +84,8 @@ def warm(
                 structure = replace(structure, lse=True)
             asked = replace(problem, structure=structure)
             config = dispatcher().kernels(asked, target, index, NONE)[0].config
+            for options in () if row.kind == "backward" else at_other_sizes(asked, target):
+                dispatcher().kernels(asked, target, index, options)
             for source in () if row.kind == "backward" else sources(structure, config, target):
                 with suppress(BuildError):  # a call goes on without it, and says so
                     builder().kernel(source, target, index)
@@ -95,6 +102,17 @@ def warm(
     return builder().compiled - before
 
 
+def at_other_sizes(problem: Problem, device: Device) -> Iterator[Options]:
+    """What asks for the kernels that serve a problem's mods and head dimensions at other sizes."""
+    from flexattn.kernels.choose.defaults import default, reasons
+    from flexattn.kernels.choose.options import Options
+    from flexattn.kernels.choose.registry import family_of
+
+    for config in family_of(default(problem, device)).at_other_sizes(problem, device):
+        if not reasons(config, problem.structure, device):
+            yield Options(exact=config)
+
+
 def rows_like(row: Row) -> Iterator[Row]:
     """A row, then rows of its prompts at lengths that other kernels serve.
 
@@ -107,5 +125,6 @@ def rows_like(row: Row) -> Iterator[Row]:
     lengths = [(q_len, kv_len) for q_len in _SHORT for kv_len in (q_len, keys)]
     for q_len, kv_len in (*lengths, (_ONE_BLOCK, _ONE_BLOCK)):
         yield replace(row, shape=replace(row.shape, q_len=q_len, kv_len=kv_len))
-    chunk = replace(row.shape, B=1, q_len=_ONE_BLOCK, kv_len=max(keys, _CHUNKED))
-    yield replace(row, shape=chunk)
+    if row.dtype not in FP8.values():  # which has no decode
+        chunk = replace(row.shape, B=1, q_len=_ONE_BLOCK, kv_len=max(keys, _CHUNKED))
+        yield replace(row, shape=chunk, kind="decode")

@@ -177,8 +177,9 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
     elif structure.batch_invariant:
         template_why = "prefill alone is batch-invariant"
     elif asked.kind is None:
-        sms = detect(torch.device(call.q.device)).num_sms
-        template_why = kind_for(problem, sms, structure.fp8)[1]
+        device = detect(torch.device(call.q.device))
+        told = kind_for(problem, device.num_sms, structure.fp8, device.has_wgmma)
+        template_why = told[1]
     language_why = _why_this_language(choice, asked)
     return Explanation(
         route=route,

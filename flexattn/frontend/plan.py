@@ -93,7 +93,7 @@ def _problem(
     _, Hkv, kv_len, head_dim_v = v.shape
     fp8 = q.dtype in FP8
     shape = Shape(B, Hq, Hkv, q_len, kv_len, head_dim, head_dim_v)
-    kind = chosen.kind or kind_for(shape, target.num_sms, fp8)[0]
+    kind = chosen.kind or kind_for(shape, target.num_sms, fp8, target.has_wgmma)[0]
     # Splits of the keys do not drop, and of a length that fills a GPU they are not invariant.
     if call.dropout is not None or chosen.batch_invariant:
         kind = "prefill"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -130,7 +130,7 @@ def form_of(
     key = maxima.head_dim_qk * maxima.kv_dtype.itemsize
     value = maxima.head_dim_v * maxima.kv_dtype.itemsize
     q_rows = maxima.rows if prefix else maxima.q_len
-    return ServingForm(
+    found = ServingForm(
         dtype=DTYPES[maxima.dtype],
         kv_dtype=KV_DTYPES[maxima.kv_dtype],
         head_dim_qk=maxima.head_dim_qk,
@@ -153,3 +153,5 @@ def form_of(
         positive_scale=positive_scale,
         split_keys=SPLIT_KEYS if batch_invariant else 0,
     )
+    fits = found.fits_cache(maxima.batch * maxima.kv_len, q_rows * group)
+    return replace(found, cached=fits and not maxima.total_q)

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from flexattn.device import Device
 from flexattn.errors import InputError
-from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.config import LEAST_ROWS, ServingConfig, ServingForm
 from flexattn.kernels.paged_decode.space import serving_candidates, serving_reasons
 from flexattn.records.environment import environment
 from flexattn.records.key import Key, Sizes, mod_name, rounded
@@ -80,8 +80,6 @@ class ServingProblem:
 
 
 _LAYOUT = ("shared_kv", "prefix", "offset", "aligned")
-# Of a tile that its program's warps share: a matrix instruction has no fewer.
-_LEAST_ROWS = 16
 _RANK = {"hit": 0, "hint": 1, "nearest": 2}
 
 
@@ -163,7 +161,7 @@ def _holds_rows(stored: Stored, form: ServingForm, height: int) -> bool:
     """
     if _rows(stored, form) == form.rows:
         return True
-    return min(form.rows, height) <= _config(stored).BLOCK_M <= max(_LEAST_ROWS, height)
+    return min(form.rows, height) <= _config(stored).BLOCK_M <= max(LEAST_ROWS, height)
 
 
 def _rows(stored: Stored, form: ServingForm) -> int:
@@ -175,7 +173,9 @@ def _rows(stored: Stored, form: ServingForm) -> int:
 def _static_of(stored: Stored, form: ServingForm, device: Device) -> ServingConfig:
     """Today's static default of a record's own sizes, of which its trials tell."""
     requests = 1 if form.prefix else rounded(stored.answer.sizes[0])
-    measured = replace(form, rows=_rows(stored, form), requests=requests)
+    batch, q_len, kv_len = stored.answer.sizes
+    cached = form.rows > 0 and form.fits_cache(batch * kv_len, q_len * form.group)
+    measured = replace(form, rows=_rows(stored, form), requests=requests, cached=cached)
     return next(serving_candidates(measured, device))
 
 

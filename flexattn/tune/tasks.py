@@ -105,7 +105,7 @@ def task_from(
     lists = by_key = sparsity = None
     name = ""
     fp8 = row.dtype in FP8.values()
-    kind = row.kind or kind_for(shape, device.num_sms, fp8)[0]
+    kind = row.kind or kind_for(shape, device.num_sms, fp8, device.has_wgmma)[0]
     if mask_mod is not None and mask is not None:
         block_mask = _block_mask(mask_mod, mask, row, where)
         name = mask_class(block_mask)

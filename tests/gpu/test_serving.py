@@ -84,6 +84,17 @@ def test_warps_that_walk_alone(numbers):
     check(each, config=config, sinks=torch.randn(8, device="cuda"))
 
 
+@pytest.mark.parametrize(
+    ("heads", "D"), [((71, 1), 64), ((48, 1), 128), ((64, 4), 128), ((40, 40), 128)]
+)
+def test_defaults_of_many_rows_or_heads(heads, D):
+    """Tiles of 16 rows, several of a request where L2 holds the keys, or half as many warps."""
+    each = batch([1] * 7, LENGTHS, *heads, D, **BF16)
+    for page in (1, 16):
+        check(each, page=page)
+    check(batch([1], [4161], *heads, D, **BF16), sinks=torch.randn(heads[0], device="cuda"))
+
+
 @pytest.mark.parametrize("page", [0, 3, 16])
 def test_tiles_of_one_request_go_round(page):
     """One plan for every length: what lies behind the last key is read, and counts for nothing."""

@@ -5,7 +5,6 @@ import torch
 
 import flexattn
 from flexattn.catalogue import causal, sliding_window
-from flexattn.kernels.hopper import family
 from flexattn.settings import override
 from tests.support import assert_accurate, block_mask, inputs
 
@@ -19,6 +18,18 @@ pytestmark = [
 CASES = {
     "fewer rows": (1, 20, 20, 1499, 1501, 64, None, {"consumers": 2}),
     "rescaled at once": (1, 24, 24, 2047, 2049, 64, sliding_window(127), {"lazy_rescale": False}),
+    "fewer rows at once": (
+        32,
+        16,
+        16,
+        255,
+        255,
+        64,
+        causal,
+        {"consumers": 2, "lazy_rescale": False},
+    ),
+    "apart at once": (5, 16, 16, 4999, 255, 128, None, {"lazy_rescale": False}),
+    "splits of tall tiles": (5, 64, 8, 17, 8193, 64, None, {"BLOCK_M": 64, "num_splits": 2}),
     "tiles apart": (1, 12, 12, 4999, 511, 128, None, {"cross_tile_pipeline": False}),
     "heads side by side": (1, 32, 8, 1023, 1023, 128, causal, {"order": "heads"}),
     "shared tiles": (9, 16, 4, 61, 1025, 128, None, {"pack_gqa": True}),
@@ -31,12 +42,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_sizes_chose_is_right(name, monkeypatch):
+def test_what_sizes_chose_is_right(name):
     B, Hq, Hkv, rows, keys, D, mask_mod, chosen = CASES[name]
     widths = D if isinstance(D, tuple) else (D, D)
     q, k, v = inputs(B, Hq, Hkv, rows, keys, *widths, dtype=torch.bfloat16, device="cuda")
     mask = block_mask(mask_mod, q, k, per_batch=False, per_head=False)
-    monkeypatch.setattr(family, "BY_SIZES", True)
     with override(mode="off"):
         told = flexattn.explain(q, k, v, block_mask=mask, enable_gqa=True)
         assert {each: getattr(told.config, each) for each in chosen} == chosen, told

@@ -89,7 +89,9 @@ def test_head_dimensions(dims, dtype):
     check(requests(D=dims[0], Dv=dims[1], dtype=dtype), score_mod=softcap(30.0))
 
 
-@pytest.mark.parametrize(("q_len", "group", "rows"), [(1, 1, 8), (1, 3, 8), (3, 4, 16), (2, 5, 8)])
+@pytest.mark.parametrize(
+    ("q_len", "group", "rows"), [(1, 1, 8), (1, 3, 8), (3, 4, 16), (2, 5, 8), (1, 40, 16)]
+)
 def test_rows(q_len, group, rows):
     each = requests(q_len, Hq=2 * group)
     check(each, config=replace(SMALL, BLOCK_M=rows), mask_mod=causal)

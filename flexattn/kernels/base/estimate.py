@@ -14,6 +14,8 @@ _Bound = Literal["products", "softmax", "memory", "latency"]
 # What a model must expect another config to gain over the one that rules put first. Less than this
 # it cannot tell: of the configs of one record its ratios are off by 4 % in the median.
 ESTIMATE_MARGIN = 1.05
+# Of an H200's 50 MiB of L2, what the keys and values of the heads at work may fill.
+L2_BYTES = 32 * 2**20
 # An H200's memory, in bytes a microsecond: of a device whose own nobody knows.
 _BANDWIDTH = 4.8e6
 

@@ -63,6 +63,13 @@ class KernelFamily(ABC, Generic[_C]):
     def defaults(self, problem: Problem, device: Device) -> Iterator[_C]:
         """Configs to start from, best first, cut to the mask's blocks; not all of them can run."""
 
+    def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[_C]:
+        """Configs of all kernels that come first at other sizes, where that is more than one.
+
+        Not all of them can run.
+        """
+        return iter(())
+
     def expected(self, problem: Problem, config: _C, device: Device) -> Estimate | None:
         """What a launch is expected to take; None where no model was fitted to measured ones."""
         return None

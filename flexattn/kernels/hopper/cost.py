@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from math import ceil
 
 from flexattn.device import Device
-from flexattn.kernels.base.estimate import Estimate, bandwidth
+from flexattn.kernels.base.estimate import L2_BYTES, Estimate, bandwidth
 from flexattn.kernels.hopper.case import WIDEST
 from flexattn.kernels.hopper.config import HopperPrefillConfig
-from flexattn.kernels.hopper.space import L2_BYTES
 from flexattn.problem import Problem
 from flexattn.problem.mask_class import kept
 

@@ -21,7 +21,7 @@ from flexattn.kernels.hopper import cost, printed, space
 from flexattn.kernels.hopper.case import WIDEST, case_of
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.kernels.hopper.grid import fit_to_mask, grid, with_consumers
-from flexattn.kernels.hopper.sized import sized
+from flexattn.kernels.hopper.sized import alternatives, sized
 from flexattn.kernels.hopper.source import render
 from flexattn.kernels.hopper.transpose_v import render_transpose_v
 from flexattn.kernels.ptx.assembler import preferred
@@ -32,9 +32,6 @@ from flexattn.problem import Kind, Problem, Structure
 LEADS = True
 # Head dimensions above 256 that were raced on a GPU: others are left to a search.
 WIDE_LED = ((512, 512),)
-# Whether sizes choose among five kernels of a structure (sized.py). A new length may then compile
-# one, which `warm` cannot tell from a model's lengths; nor has it been raced on a GPU.
-BY_SIZES = False
 # Each length of a call prepares a launch, and asks for it.
 _transpose_v = lru_cache(maxsize=64)(render_transpose_v)
 
@@ -59,9 +56,14 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         return LEADS and self.offered(device) and values_by_key(structure) <= FEW_BY_KEY
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
-        if BY_SIZES:
-            return sized(problem, device, self.feasibility)
-        return space.preferences(problem.structure)
+        return sized(problem, device, self.feasibility)
+
+    def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
+        structure = problem.structure
+        every = space.preferences(structure)
+        rules = [each for each in every if not self.feasibility.violated(each, structure, device)]
+        yield from rules[:1]
+        yield from alternatives(replace(problem, q_len=1), rules)
 
     def expected(
         self, problem: Problem, config: HopperPrefillConfig, device: Device

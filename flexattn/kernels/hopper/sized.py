@@ -20,32 +20,49 @@ def sized(
     problem: Problem, device: Device, feasibility: Feasibility
 ) -> Iterator[HopperPrefillConfig]:
     """The preferences of a structure, and before them what the sizes are expected to want more."""
+
+    def can_run(config: HopperPrefillConfig) -> bool:
+        return not feasibility.violated(config, problem.structure, device)
+
     rules = list(preferences(problem.structure))
     return best_first(
         rules,
-        alternatives(problem, rules),
+        alternatives(problem, list(filter(can_run, rules))),
         lambda config: expected(problem, config, device),
-        lambda config: not feasibility.violated(config, problem.structure, device),
+        can_run,
     )
 
 
 def alternatives(
     problem: Problem, rules: Sequence[HopperPrefillConfig]
 ) -> Iterator[HopperPrefillConfig]:
-    """The first preference with one thing changed that sizes decide: five kernels at most.
+    """What sizes change of the first preference: six kernels at most.
 
     Fewer rows of a tile, or heads of a group that share one; each softmax rescaled at once, where
     keys are few; heads side by side where a mask makes their tiles uneven, else tiles that end
-    before the next one begins.
+    before the next one begins, which goes well with few keys too.
     """
+    if not rules:
+        return
     first = rules[0]
-    yield from islice((each for each in rules if each.consumers < first.consumers), 1)
+    shorter = list(islice((each for each in rules if each.consumers < first.consumers), 1))
+    yield from shorter
     if problem.Hq > problem.Hkv and problem.q_len <= first.BLOCK_M // 2:
-        packed = islice(preferences(problem.structure, pack_gqa=True), 1)
-        yield from (each for each in packed if each.heads > 1 and shares_keys(problem, each))
-    if first.lazy_rescale:
-        yield replace(first, lazy_rescale=False)
-    if problem.structure.sparsity is not None:
+        packed = preferences(problem.structure, pack_gqa=True)
+        sharing = (each for each in packed if each.heads > 1 and shares_keys(problem, each))
+        yield from islice(sharing, 1)
+    dense = problem.structure.sparsity is None
+    for each in (first, *shorter):
+        if each.lazy_rescale:
+            at_once = replace(each, lazy_rescale=False)
+            yield _drained(at_once) if dense else at_once
+    if not dense:
         yield replace(first, order="heads", l2_swizzle=8)
-    elif first.cross_tile_pipeline and first.tile_scheduler != "grid":
-        yield replace(first, cross_tile_pipeline=False)
+    elif _drained(first) != first:
+        yield _drained(first)
+
+
+def _drained(config: HopperPrefillConfig) -> HopperPrefillConfig:
+    """The config with tiles that end before the next one begins, if its blocks stay."""
+    stays = config.tile_scheduler != "grid"
+    return replace(config, cross_tile_pipeline=False) if stays else config

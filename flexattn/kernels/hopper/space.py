@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
+from flexattn.kernels.base.estimate import L2_BYTES
 from flexattn.kernels.base.features import loads_by_key, loads_early, loads_tiles
 from flexattn.kernels.base.knobs import turned
 from flexattn.kernels.hopper.case import BOX, WIDEST, whole_boxes
@@ -30,9 +31,6 @@ QK_DIMS, V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
 
 # Heads of a section where tiles of all heads are to lie side by side.
 EVERY_HEAD = 64
-
-# Of an H200's 50 MiB of L2, what the keys and values of the heads at work may fill.
-L2_BYTES = 32 * 2**20
 
 
 # What the template is written in, inside the package that is installed: no import of it needed.

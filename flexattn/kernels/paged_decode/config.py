@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 from flexattn.device import Device
 from flexattn.errors import InputTypeError
 from flexattn.kernels.base.config import padded
+from flexattn.kernels.base.estimate import L2_BYTES
 from flexattn.problem import Captures
 
 SERVING_ITEMSIZE = {
@@ -27,6 +28,8 @@ Combine: TypeAlias = Literal["last", "launch", "await"]
 SplitPolicy: TypeAlias = Literal["even", "whole", "heads", "round"]
 # What has a scale of its own, where more than a tensor or a head has.
 Scales: TypeAlias = Literal["", "page", "page_head", "token", "token_head"]
+# Rows of a tile that a matrix instruction multiplies at least, where warps share it.
+LEAST_ROWS = 16
 # Bytes of a line of the L2 cache.
 LINE = 128
 
@@ -42,7 +45,8 @@ class ServingForm:
     is shared by the rows of all requests (the first pass of a cascade). offset: a request's keys
     begin behind a prefix (its second pass). aligned: addresses and strides are multiples of 16
     bytes. split_keys: of a batch-invariant kernel, keys of a split; 0 where splits are cut for
-    balance.
+    balance. cached: the keys of the largest batch, as often as tiles of 16 rows read them, fit the
+    L2 cache; it chooses a config, and decides no text.
     """
 
     dtype: str
@@ -66,11 +70,21 @@ class ServingForm:
     positive_scale: bool = True
     split_keys: int = 0
     scales: Scales = ""
+    cached: bool = False
 
     @property
     def ragged(self) -> bool:
         """Whether cu_seqlens_q gives each request's number of queries."""
         return self.rows == 0
+
+    def fits_cache(self, keys: int, rows: int) -> bool:
+        """Whether so many keys of a batch, as often as tiles of 16 rows read them, fit L2.
+
+        rows: packed ones of a request.
+        """
+        columns = self.head_dim_qk + (0 if self.shared_kv else self.head_dim_v)
+        each = columns * SERVING_ITEMSIZE[self.kv_dtype] * self.kv_heads
+        return keys * each * -(-rows // LEAST_ROWS) <= L2_BYTES
 
     @property
     def product_dtype(self) -> str:

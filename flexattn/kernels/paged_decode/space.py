@@ -112,12 +112,10 @@ def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
     if form.split_keys:
         yield invariant_config(form)
         return
-    if device.capability == 90 and 0 < form.rows <= 8:
-        for each in serving_warps.warps_defaults(form):
-            programs = each.programs(device)
-            # Each head has as many: more idle ones than this cost more than walking apart gives.
-            if programs % form.kv_heads <= programs // 8:
-                yield each
+    if device.capability == 90 and form.rows > 0:
+        short = form.rows <= serving_warps.SHORT_ROWS
+        found = serving_warps.warps_defaults if short else serving_warps.tall_defaults
+        yield from serving_warps.filling(found(form), form, device)
     widest = max(form.head_dim_qk, form.head_dim_v)
     height = 64 if form.ragged or form.rows > 32 else 32 if form.rows > 16 else 16
     warps = 8 if height * widest > 64 * 128 else 4

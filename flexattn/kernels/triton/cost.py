@@ -21,15 +21,16 @@ from flexattn.problem.mask_class import kept
 
 @dataclass(frozen=True, slots=True)
 class DecodeCosts:
-    """Microseconds, fitted to 111 records and 4 studies of an H200.
+    """Microseconds of tiles of 16 rows, fitted to 111 records and 4 studies of an H200.
 
     In the median times are off by 4.4 %, ratios of numbers of splits by 2.4 %.
 
     launch: of a graph whose L2 is cold. step: of a tile of keys, and per_key of each key of 256
     columns that 16 rows meet. exposed: what a tile waits for its loads with fewer than three
     stages. eight_warps: factor of per_key where eight warps share a tile. busy: per_key of an SM
-    whose programs keep it busy. merge, per_split: of the kernel that merges splits. memory: the
-    part of its bandwidth that is reached.
+    whose programs keep it busy. merge, per_split: of the kernel that merges splits; parts: how
+    many times memory's own time what splits leave takes to be written and read. memory: the part
+    of its bandwidth that is reached.
     """
 
     launch: float = 6.89
@@ -40,10 +41,19 @@ class DecodeCosts:
     busy: float = 0.00804
     merge: float = 2.47
     per_split: float = 0.117
+    parts: float = 0.0
     memory: float = 0.96
 
 
 COSTS = DecodeCosts()
+# Of taller tiles, fitted to 111 chunks of prompts of D 64, 128 and 256 on an H200: in the mean the
+# number of splits that they choose takes 1.015 of the time of the fastest one that was timed.
+TALL = DecodeCosts(
+    step=0.195, per_key=0.0052, eight_warps=1.0, busy=0.00465, merge=7.85, per_split=0.0, parts=3.6
+)
+_SHORT_ROWS = 16
+# Registers of a thread of a tall tile, beside its scores, its weights and its outputs.
+_REGISTERS = 80
 
 
 def expected(
@@ -52,6 +62,7 @@ def expected(
     """What a decode config is expected to take; None where there is nothing to do."""
     if not problem.q_len or not problem.kv_len or not problem.B:
         return None
+    costs = TALL if config.BLOCK_M > _SHORT_ROWS else costs
     structure = problem.structure
     share, imbalance = kept(problem.mask_class if structure.sparsity is not None else "")
     grid = decode_grid(problem, config, device)
@@ -69,6 +80,9 @@ def expected(
     read *= ITEMSIZE[structure.dtype_of("k")] / (bandwidth(device) * costs.memory)
     body = (chain**4 + busy**4 + read**4) ** 0.25
     merge = costs.merge + costs.per_split * grid.num_splits if grid.num_splits > 1 else 0.0
+    if grid.num_splits > 1:
+        left = grid.programs * config.BLOCK_M * structure.head_dim_v * 4
+        merge += costs.parts * 2 * left / bandwidth(device)
     bound = "memory" if read >= max(chain, busy) else "latency" if chain > busy else "products"
     us = costs.launch + body + merge
     return Estimate(us, bound, grid.programs / device.num_sms)  # type: ignore[arg-type]
@@ -89,11 +103,15 @@ def other_splits(problem: Problem, config: DecodeConfig, device: Device) -> list
 
 
 def _resident(problem: Problem, config: DecodeConfig, device: Device) -> int:
-    """Programs that an SM holds, by its shared memory, and if each takes all registers it may."""
+    """Programs that an SM holds, by shared memory and registers; short tiles take all they may."""
     structure = problem.structure
     columns = padded(structure.head_dim_qk) + padded(structure.head_dim_v)
     size = ITEMSIZE[structure.dtype_of("k")]
     taken = (config.num_stages - 1) * config.BLOCK_N * columns * size
     taken += config.BLOCK_M * padded(structure.head_dim_qk) * structure.itemsize
-    by_registers = device.registers // (32 * config.num_warps * device.max_registers)
+    threads, each = 32 * config.num_warps, device.max_registers
+    if config.BLOCK_M > _SHORT_ROWS:
+        held = config.BLOCK_M * (config.BLOCK_N * 1.25 + padded(structure.head_dim_v)) / threads
+        each = min(each, _REGISTERS + ceil(held))
+    by_registers = device.registers // (threads * each)
     return max(1, min(device.shared_memory // max(1, taken), by_registers))

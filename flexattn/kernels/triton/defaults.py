@@ -37,11 +37,11 @@ def decode_defaults(
     """Decode configs, best first; q_len decides between two heights of tiles.
 
     Where the model of an H200 expects another number of splits to gain, it is the first one's:
-    kernels do not depend on it. It was fitted to tiles of 16 rows.
+    kernels do not depend on it.
     """
     rules = list(decode_rules(problem, device))
     first = next(filter(can_run, rules), None)
-    fitted = first is not None and device.has_wgmma and first.BLOCK_M == 16
+    fitted = first is not None and device.has_wgmma
     others = other_splits(problem, first, device) if first is not None and fitted else ()
     yield from best_first(rules, others, lambda config: expected(problem, config, device), can_run)
 

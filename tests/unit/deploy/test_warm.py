@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flexattn.deploy.warm import rows_like, warm
+from flexattn.deploy.warm import at_other_sizes, rows_like, warm
 from flexattn.device import named
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.choose.options import NONE
@@ -49,11 +49,13 @@ def rows(name):
     return parse_workload({"layers": [layer]}, "a model", "a test").rows
 
 
-def kernels_of(row):
-    """Hashes of what a call of a row asks for on an H200."""
+def kernels_of(row, warmed=False):
+    """Hashes of what a call of a row asks for on an H200; warmed: and of what `warm` adds."""
     problem = task_from(row, *mods_of(row), H200, torch.device("cpu")).problem
     built = Builder()
     choice = Dispatcher(built).kernels(problem, H200, 0, NONE)[0]
+    for options in at_other_sizes(problem, H200) if warmed else ():
+        Dispatcher(built).kernels(problem, H200, 0, options)
     before_it = sources(problem.structure, choice.config, H200)
     return {source.hash for source in (*built.built, *before_it)}
 
@@ -69,7 +71,7 @@ def test_random_lengths_ask_for_no_other_kernel(name, monkeypatch):
     with override(mode="off"):
         prefill, decode = rows(name)
         warmed = {found for row in rows(name) for each in rows_like(row)
-                  for found in kernels_of(each)}  # fmt: skip
+                  for found in kernels_of(each, warmed=True)}  # fmt: skip
         filled = renders(monkeypatch)
         lengths = [1, 2, 5, 16, 17, 100, 128, 129]
         lengths += [round(2 ** draw.uniform(0, 11.5)) for _ in range(4)]

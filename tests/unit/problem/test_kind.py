@@ -7,8 +7,8 @@ from flexattn.problem import Shape, kind_for
 SMS = 132
 
 
-def kind(B, Hq, Hkv, q_len, kv_len, **more):
-    return kind_for(Shape(B, Hq, Hkv, q_len, kv_len, 128, 128), SMS, **more)[0]
+def kind(B, Hq, Hkv, q_len, kv_len, D=128, **more):
+    return kind_for(Shape(B, Hq, Hkv, q_len, kv_len, D, D), SMS, **more)[0]
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (8, 8), (71, 1)])
@@ -37,6 +37,20 @@ def test_a_chunk_decodes_where_prefills_tiles_are_few_or_empty(B, heads, q_len):
 def test_a_chunk_that_fills_prefills_tiles_takes_them(B, heads, q_len):
     """128 rows of 128 heads decoded because 128 tiles are fewer than 132 SMs."""
     assert kind(B, *heads, q_len, 128 * 1024) == "prefill"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "D", "packs", "faster"),
+    [((4, 64, 8, 33, 8192), 64, True, "prefill"), ((4, 64, 8, 33, 8192), 64, False, "decode"),
+     ((16, 32, 8, 33, 4096), 128, True, "prefill"), ((16, 32, 8, 33, 4096), 128, False, "decode"),
+     ((16, 25, 25, 64, 4096), 64, True, "decode"), ((16, 40, 40, 17, 4096), 128, True, "prefill"),
+     ((4, 16, 8, 64, 8192), 256, True, "prefill"), ((1, 16, 8, 64, 32768), 256, True, "decode"),
+     ((1, 40, 40, 128, 32768), 128, True, "decode"), ((1, 64, 8, 512, 4096), 64, True, "prefill"),
+     ((8, 64, 8, 17, 57547), 64, True, "decode"), ((3, 40, 40, 25, 58304), 128, True, "prefill")],
+)  # fmt: skip
+def test_the_kind_that_was_faster_on_an_h200(sizes, D, packs, faster):
+    """packs: heads of a group share a tile of prefill's; else it took twice the time."""
+    assert kind(*sizes, D, packs=packs) == faster
 
 
 def test_the_reason_is_told():

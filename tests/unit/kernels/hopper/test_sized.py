@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from flexattn.catalogue import causal
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
-from flexattn.kernels.hopper import family, space
+from flexattn.kernels.hopper import space
 from flexattn.kernels.hopper.cost import expected
 from flexattn.kernels.hopper.sized import alternatives
 from tests.families import violated
@@ -20,7 +20,6 @@ H200 = named("nvidia-h200")
 @pytest.fixture(autouse=True)
 def a_triton_that_has_it(monkeypatch):
     monkeypatch.setattr(space, "offered", lambda: True)
-    monkeypatch.setattr(family, "BY_SIZES", True)
 
 
 def sized(D, B, heads, rows, keys, mask_class=""):
@@ -35,11 +34,19 @@ def test_two_rounds_of_fewer_rows_end_before_two_of_more():
     assert default(sized(64, 8, 20, 1500, 1500), H200).consumers == 3
 
 
+def test_short_causal_prompts_take_fewer_rows_rescaled_at_once():
+    """256 rows of 128 x 16 heads: measured, 47 us by 192 rows, 40 of these at once, 32 by 128."""
+    short = default(sized(64, 32, 16, 256, 256, "d1/2 i2 runs"), H200)
+    assert short.consumers == 2 and not short.lazy_rescale
+    long = default(sized(64, 2, 16, 4096, 4096, "d1/2 i2 runs"), H200)
+    assert long.consumers == 3 and long.lazy_rescale
+
+
 def test_few_keys_are_rescaled_at_once_or_not_run_into_the_next_tile():
     window = default(sized(64, 1, 64, 8192, 8192, "d1/32 i1 runs"), H200)
     assert not window.lazy_rescale
     cross = default(sized(128, 1, 12, 32760, 512), H200)
-    assert not cross.cross_tile_pipeline and cross.lazy_rescale
+    assert not cross.cross_tile_pipeline and not cross.lazy_rescale
     assert default(sized(128, 1, 12, 32760, 32760), H200).cross_tile_pipeline
 
 
@@ -54,6 +61,8 @@ def test_heads_of_a_group_share_a_tile_that_one_would_half_fill():
     assert default(few, H200).pack_gqa
     assert not default(replace(few, q_len=128), H200).pack_gqa
     assert not default(replace(few, Hkv=32), H200).pack_gqa
+    narrow = replace(sized(64, 16, 64, 17, 4096), Hkv=8)
+    assert default(narrow, H200).heads == 2, "measured, 348 us and 153"
     odd = replace(few, Hq=21, Hkv=7)
     assert not default(odd, H200).pack_gqa, "no two of three heads"
 
@@ -72,7 +81,7 @@ def test_every_size_has_a_default_that_can_run_and_an_estimate(D, B, heads, rows
     assert not violated(config, wanted.structure, H200)
     assert default(wanted, H200) == config
     rules = list(space.preferences(wanted.structure))
-    assert len(list(alternatives(wanted, rules))) <= 4
+    assert len(list(alternatives(wanted, rules))) <= 5
     told = expected(wanted, config, H200)
     assert told.us > 0 and told.waves > 0
 
