@@ -100,7 +100,7 @@ def gradients(
     slots = tuple(range(len(learned)))
     asked = AskedGradients(score, bound(mask_mod, "mask"), mask, 0.1, NONE, slots, dropout)
     like = [x.bfloat16() for x in (q, k, v)]
-    problem, seen = _problem(asked, *like, lists), {}
+    problem, seen = _problem(asked, *like, lists, H200), {}
     config, width = at_sizes(config, problem), columns(problem.structure)
     assert not family_of(config).feasibility.reasons(config, problem.structure, H200)
 
