@@ -32,8 +32,17 @@ from flexattn.problem import Kind, Problem, Structure
 LEADS = True
 # Head dimensions above 256 that were raced on a GPU: others are left to a search.
 WIDE_LED = ((512, 512),)
+# Rows of a tile of two consumers, with which they were.
+_RACED_ROWS = 2 * CONSUMER_ROWS
 # Each length of a call prepares a launch, and asks for it.
 _transpose_v = lru_cache(maxsize=64)(render_transpose_v)
+
+
+def _raced(structure: Structure) -> bool:
+    """Whether heads above 256 columns are served as they were raced, with whole tiles of rows."""
+    dims, sparsity = (structure.head_dim_qk, structure.head_dim_v), structure.sparsity
+    whole = sparsity is None or sparsity.runs or sparsity.q_block % _RACED_ROWS == 0
+    return dims in WIDE_LED and whole
 
 
 class _Prefill(KernelFamily[HopperPrefillConfig]):
@@ -50,8 +59,7 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
             return True
         if structure.kv_dtype or structure.dtype == "float32":
             return False
-        dims = structure.head_dim_qk, structure.head_dim_v
-        if structure.head_dim_qk > WIDEST and dims not in WIDE_LED:
+        if structure.head_dim_qk > WIDEST and not _raced(structure):
             return False
         return LEADS and self.offered(device) and values_by_key(structure) <= FEW_BY_KEY
 

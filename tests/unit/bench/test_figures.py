@@ -51,5 +51,5 @@ def test_a_figure_that_differs_is_noticed():
         rewritten("<!--= rato h200-prefill-fa4 fa4 -->1<!--.-->")
     with pytest.raises(ValueError, match="has no row 'd7'"):
         rewritten("<!--= us h200-prefill-fa4 d7 -->1<!--.-->")
-    with pytest.raises(ValueError, match="no row of h100-head-dims matches 'times'"):
-        rewritten("<!--= table h100-head-dims flexattn,sdpa-cudnn  times -->1<!--.-->")
+    with pytest.raises(ValueError, match="no row of h200-head-dims matches 'times'"):
+        rewritten("<!--= table h200-head-dims flexattn,sdpa-cudnn  times -->1<!--.-->")

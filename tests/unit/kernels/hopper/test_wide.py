@@ -139,3 +139,10 @@ def test_what_a_search_tries():
         started = REGISTERS // (128 * groups) // 8 * 8 * groups
         assert each.consumers * each.consumer_regs + each.producer_regs <= started
     assert {each.ping_pong for each in found} == {False, True}
+
+
+def test_blocks_of_fewer_rows_than_a_tile_has_are_tritons():
+    """A single consumer would serve them, which was not raced, nor held to a gate with a mask."""
+    for block, language in ((128, "gluon"), (64, "triton")):
+        wanted = problem(D=512, Dv=512, mask_mod=holes, block=(block, block))
+        assert default(wanted, H200).language == language
