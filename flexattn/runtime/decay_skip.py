@@ -25,13 +25,13 @@ from flexattn.settings import current, say_once
 
 # Where few keys, or few rows for each of them, are walked, two more kernels would cost what they
 # save: an estimate, which nothing has measured yet.
-LEAST_KEYS, _LEAST_ROWS, LEAST_SCORES = 1024, 256, 10**8
+LEAST_KEYS, LEAST_ROWS, LEAST_SCORES = 1024, 256, 10**8
 
 
 def pays(problem: Problem) -> bool:
     """Whether a call is long enough for keys to be left out of it: by its shape alone."""
     scores = problem.B * problem.Hq * problem.q_len * problem.kv_len
-    long = problem.kv_len >= LEAST_KEYS and problem.q_len >= _LEAST_ROWS
+    long = problem.kv_len >= LEAST_KEYS and problem.q_len >= LEAST_ROWS
     return long and scores >= LEAST_SCORES
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from flexattn.device import Device
 from flexattn.errors import InputError
-from flexattn.kernels.paged_decode.config import LEAST_ROWS, ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.config import TILE_ROWS, ServingConfig, ServingForm
 from flexattn.kernels.paged_decode.space import serving_candidates, serving_reasons
 from flexattn.records.environment import environment
 from flexattn.records.key import Key, Sizes, mod_name, rounded
@@ -161,7 +161,7 @@ def _holds_rows(stored: Stored, form: ServingForm, height: int) -> bool:
     """
     if _rows(stored, form) == form.rows:
         return True
-    return min(form.rows, height) <= _config(stored).BLOCK_M <= max(LEAST_ROWS, height)
+    return min(form.rows, height) <= _config(stored).BLOCK_M <= max(TILE_ROWS, height)
 
 
 def _rows(stored: Stored, form: ServingForm) -> int:

@@ -29,7 +29,7 @@ SplitPolicy: TypeAlias = Literal["even", "whole", "heads", "round"]
 # What has a scale of its own, where more than a tensor or a head has.
 Scales: TypeAlias = Literal["", "page", "page_head", "token", "token_head"]
 # Rows of a tile that a matrix instruction multiplies at least, where warps share it.
-LEAST_ROWS = 16
+TILE_ROWS = 16
 # Bytes of a line of the L2 cache.
 LINE = 128
 
@@ -84,7 +84,7 @@ class ServingForm:
         """
         columns = self.head_dim_qk + (0 if self.shared_kv else self.head_dim_v)
         each = columns * SERVING_ITEMSIZE[self.kv_dtype] * self.kv_heads
-        return keys * each * -(-rows // LEAST_ROWS) <= L2_BYTES
+        return keys * each * -(-rows // TILE_ROWS) <= L2_BYTES
 
     @property
     def product_dtype(self) -> str:
