@@ -371,7 +371,7 @@ def test_what_has_no_registers_left_is_served_by_triton():
 
 
 def test_a_preference_that_cannot_run_is_refused_before_it_is_compiled():
-    wanted = problem("prefill", 512)
+    wanted = problem("prefill", 640)
     assert all(
         reasons(each, wanted.structure, H200) for each in preferences(wanted, H200, "gluon")
     )

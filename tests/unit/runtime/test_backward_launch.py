@@ -58,7 +58,7 @@ def test_every_argument_has_a_value(language, mask_mod, batch, monkeypatch):
     lists = None if mask is None else BothLists.of(mask)
     score = bound(softcap(20.0), "score")
     asked = AskedGradients(score, bound(mask_mod, "mask"), mask, 0.1, NONE, ())
-    problem, launched = _problem(asked, q, k, v, lists), []
+    problem, launched = _problem(asked, q, k, v, lists, H200), []
 
     def kernels(problem, target, index, options):
         choice = next(candidates_of(problem, target, options)).choice()
@@ -110,7 +110,7 @@ def test_gradients_that_lie_in_one_tensor_are_written_by_its_strides(monkeypatch
     """By a descriptor's, which Hopper's kernel has for dk and dv, as by pointers'."""
     whole = torch.empty(2, 300, 3, 4, 64, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4)
     q, k, v = torch.randn(3, 2, 4, 300, 64, dtype=torch.bfloat16)
-    problem = _problem(AskedGradients(None, None, None, 0.1, NONE, ()), q, k, v, None)
+    problem = _problem(AskedGradients(None, None, None, 0.1, NONE, ()), q, k, v, None, H200)
     prepared = []
 
     class Kernel(SimpleNamespace):
