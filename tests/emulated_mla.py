@@ -74,7 +74,7 @@ def run(source, programs, arguments, seed=0):
             names = _language(block)
             exec(code, names)
             names.update(
-                no_offset=lambda: 0, let_combine_begin=lambda: None,
+                no_offset=lambda: 0, launch_dependents=lambda: None,
                 prefetch=lambda address, wanted: None,
             )  # fmt: skip
             names[source.entry](*(arguments[each.name] for each in source.arguments))

@@ -71,9 +71,9 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
-def begins_early() -> LaunchAttribute | None:
-    """That a kernel may begin while the one before it in its stream runs, for whose end it waits
-    itself (programmatic dependent launch); None before CUDA 12.3, whose graphs hold no such edge.
+def pdl_attribute() -> LaunchAttribute | None:
+    """Programmatic dependent launch: a kernel may begin while the one before it in its stream
+    runs, for whose end it waits itself. None before CUDA 12.3, whose graphs hold no such edge.
     """
     if version() < _EDGES_SINCE:
         return None

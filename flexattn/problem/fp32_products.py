@@ -17,7 +17,7 @@ _TORCHS: dict[str, Fp32Setting] = {"ieee": "ieee", "tf32": "tf32"}
 _MEASURED = (32, 64, 128)
 
 
-def torchs_setting() -> Fp32Setting:
+def torch_setting() -> Fp32Setting:
     """torch's setting of float32 products; "none", its default, leaves the choice to a library."""
     return _TORCHS.get(torch.backends.cuda.matmul.fp32_precision, "auto")
 
@@ -26,7 +26,7 @@ def setting_of(q: Tensor, asked: Fp32Setting | None = None) -> Fp32Setting:
     """As asked, else as torch has it; "ieee" where NVIDIA's units do not multiply q."""
     if q.dtype != torch.float32 or not q.is_cuda or torch.version.hip is not None:
         return "ieee"
-    return torchs_setting() if asked is None else asked
+    return torch_setting() if asked is None else asked
 
 
 def products_for(

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from flexattn.problem import Captures, Problem
 
 # Words of a key for products of float32 that are not FMA.
-MULTIPLIED = {"tf32x3": "tf32", "bf16x6": "bf16x6"}
+PRODUCT_WORDS = {"tf32x3": "tf32", "bf16x6": "bf16x6"}
 # The fields that are rounded: two keys that differ in these alone are neighbours.
 SIZES = ("B", "q_len", "kv_len")
 
@@ -138,7 +138,7 @@ def key_of(problem: Problem | Keyed) -> Key:
             ("v", s.layout.v_contiguous),
         )
     )
-    precision = [word for each, word in MULTIPLIED.items() if each == s.fp32_products]
+    precision = [word for each, word in PRODUCT_WORDS.items() if each == s.fp32_products]
     precision += ["signed-scale"] * (not s.positive_scale)
     precision += [f"tanh={s.tanh}"] * (s.tanh != "auto")
     precision += [f"without-{name}" for name in s.rules_off]

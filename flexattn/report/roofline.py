@@ -8,7 +8,7 @@ from typing import Literal
 
 from flexattn.kernels.paged_decode.config import SERVING_ITEMSIZE as SERVED
 from flexattn.problem import ITEMSIZE
-from flexattn.records.key import MULTIPLIED, Key
+from flexattn.records.key import PRODUCT_WORDS, Key
 from flexattn.records.record import Record
 from flexattn.report.limits import limits_of
 from flexattn.serving.tuned import batch_lengths
@@ -117,7 +117,7 @@ def reach(record: Record, us: float) -> Reach:
 def products_of(record: Record) -> str:
     """How float32 is multiplied in this record's problem."""
     words = set(record.key.precision.split())
-    return next((products for products, word in MULTIPLIED.items() if word in words), "ieee")
+    return next((products for products, word in PRODUCT_WORDS.items() if word in words), "ieee")
 
 
 def _kept(mask_class: str) -> tuple[float, Density]:

@@ -78,7 +78,7 @@ class Kernel:
         """
         bound = bind_arguments(self.source.arguments, fixed, given, boxes, spare)
         if self.binary is not None:
-            return CudaLaunch(self.binary, bound, self.index, programs, self.source.early)
+            return CudaLaunch(self.binary, bound, self.index, programs, self.source.launch_pdl)
         return TritonLaunch(self.compiled, programs, bound, self.index)
 
 

@@ -44,17 +44,17 @@ class Frame:
 class CudaLaunch:
     """A kernel with its fixed arguments; `launch` takes the others.
 
-    bound: where each argument gets its value; a box of it is (shape, strides) of a tensor. early:
-    it may begin beside the kernel before it, for which it waits itself.
+    bound: where each argument gets its value; a box of it is (shape, strides) of a tensor.
+    launch_pdl: it may begin while the kernel before it runs, for whose end it waits itself.
     """
 
     def __init__(
-        self, binary: Binary, bound: Binding, index: int, programs: int, early: bool = False
+        self, binary: Binary, bound: Binding, index: int, programs: int, launch_pdl: bool = False
     ) -> None:
         self._function = loaded(binary, index)
         self._index = index
         self._programs = programs
-        self._attribute = cuda_driver.begins_early() if early else None
+        self._attribute = cuda_driver.pdl_attribute() if launch_pdl else None
         self._threads = binary.num_warps * 32
         self._shared = binary.shared
         self._maps = binary.maps

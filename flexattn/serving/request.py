@@ -153,5 +153,5 @@ def form_of(
         positive_scale=positive_scale,
         split_keys=SPLIT_KEYS if batch_invariant else 0,
     )
-    fits = found.fits_cache(maxima.batch * maxima.kv_len, q_rows * group)
-    return replace(found, cached=fits and not maxima.total_q)
+    fits = found.fits_l2(maxima.batch * maxima.kv_len, q_rows * group)
+    return replace(found, keys_in_l2=fits and not maxima.total_q)

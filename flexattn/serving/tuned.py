@@ -174,8 +174,8 @@ def _static_of(stored: Stored, form: ServingForm, device: Device) -> ServingConf
     """Today's static default of a record's own sizes, of which its trials tell."""
     requests = 1 if form.prefix else rounded(stored.answer.sizes[0])
     batch, q_len, kv_len = stored.answer.sizes
-    cached = form.rows > 0 and form.fits_cache(batch * kv_len, q_len * form.group)
-    measured = replace(form, rows=_rows(stored, form), requests=requests, cached=cached)
+    in_l2 = form.rows > 0 and form.fits_l2(batch * kv_len, q_len * form.group)
+    measured = replace(form, rows=_rows(stored, form), requests=requests, keys_in_l2=in_l2)
     return next(serving_candidates(measured, device))
 
 

@@ -19,7 +19,7 @@ from flexattn.mods.bind import clear
 from flexattn.mods.expr import walk
 from flexattn.mods.path import load_path, role_of
 from flexattn.problem import FP8, checks, kind_for, make_problem
-from flexattn.problem.fp32_products import products_for, torchs_setting
+from flexattn.problem.fp32_products import products_for, torch_setting
 from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_class import mask_class
 from flexattn.records.key import Key, key_of
@@ -117,7 +117,7 @@ def task_from(
         cpu = torch.device("cpu")
         lists, by_key = lists.to(cpu), by_key and by_key.to(cpu)
     scale = checks.check_scale(row.scale, shape.D)
-    setting = torchs_setting() if row.dtype == "float32" else "ieee"
+    setting = torch_setting() if row.dtype == "float32" else "ieee"
     dims = shape.D, shape.Dv
     options: dict[str, Any] = {
         "mask_class": name,

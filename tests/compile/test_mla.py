@@ -74,6 +74,6 @@ def test_few_rows(name):
     assert not scores & values
     source = render_serving_combine(wanted, config, DEVICE)
     combine = resources(compile_source(source, DEVICE), DEVICE)
-    assert combine.spills == 0 and source.early
+    assert combine.spills == 0 and source.launch_pdl
     # Eight warps, and four.
     assert 256 * taken.registers + 128 * combine.registers <= DEVICE.registers

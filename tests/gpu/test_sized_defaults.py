@@ -18,16 +18,8 @@ pytestmark = [
 CASES = {
     "fewer rows": (1, 20, 20, 1499, 1501, 64, None, {"consumers": 2}),
     "rescaled at once": (1, 24, 24, 2047, 2049, 64, sliding_window(127), {"lazy_rescale": False}),
-    "fewer rows at once": (
-        32,
-        16,
-        16,
-        255,
-        255,
-        64,
-        causal,
-        {"consumers": 2, "lazy_rescale": False},
-    ),
+    "fewer rows at once": (32, 16, 16, 255, 255, 64, causal,
+                           {"consumers": 2, "lazy_rescale": False}),
     "apart at once": (5, 16, 16, 4999, 255, 128, None, {"lazy_rescale": False}),
     "splits of tall tiles": (5, 64, 8, 17, 8193, 64, None, {"BLOCK_M": 64, "num_splits": 2}),
     "tiles apart": (1, 12, 12, 4999, 511, 128, None, {"cross_tile_pipeline": False}),
@@ -38,7 +30,7 @@ CASES = {
     "one split": (8, 64, 8, 1, 4097, 64, sliding_window(127), {"num_splits": 1}),
     "more splits": (10, 32, 8, 1, 16385, 128, None, {"num_splits": 3}),
     "two tiles under way": (3, 16, 1, 1, 999, (576, 512), None, {"num_stages": 3}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -60,8 +60,8 @@ class Source:
     stored: bool = field(default=False, compare=False)
 
     @property
-    def early(self) -> bool:
-        """Whether it may be launched before the kernel in front of it ends, for which it waits."""
+    def launch_pdl(self) -> bool:
+        """Whether it waits itself for the kernel before it: programmatic dependent launch."""
         return "griddepcontrol.wait" in self.text
 
 

@@ -30,9 +30,10 @@ from flexattn.problem import Kind, Problem, Structure
 # The one switch: whether it serves prefills on Hopper that nobody tuned. Either way another family
 # serves what this one cannot, and a tuner chooses between both.
 LEADS = True
-# Head dimensions above 256 that were raced on a GPU: others are left to a search.
-WIDE_LED = ((512, 512),)
-# Rows of a tile of two consumers, with which they were.
+# Head dimensions above 256 that it serves by default: others were not raced, and are left to a
+# search.
+WIDE_DEFAULTS = ((512, 512),)
+# Rows of the tiles with which they were raced, of two consumers.
 _RACED_ROWS = 2 * CONSUMER_ROWS
 # Each length of a call prepares a launch, and asks for it.
 _transpose_v = lru_cache(maxsize=64)(render_transpose_v)
@@ -42,7 +43,7 @@ def _raced(structure: Structure) -> bool:
     """Whether heads above 256 columns are served as they were raced, with whole tiles of rows."""
     dims, sparsity = (structure.head_dim_qk, structure.head_dim_v), structure.sparsity
     whole = sparsity is None or sparsity.runs or sparsity.q_block % _RACED_ROWS == 0
-    return dims in WIDE_LED and whole
+    return dims in WIDE_DEFAULTS and whole
 
 
 class _Prefill(KernelFamily[HopperPrefillConfig]):
@@ -153,9 +154,9 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         """128x128 c2 s2 pingpong static heads has two consumers that alternate.
 
         r, q, v: consumer_regs, q_in_regs and v_box, where they are no default; parts: v_parts and
-        k_parts. lazy: lazy_rescale;
-        gqa: pack_gqa; fp8pv: fp8_pv; drains: no cross_tile_pipeline; pingpong-softmax: ping_pong
-        with ping_pong_softmax; then tile_scheduler and order. late: no early_loads.
+        k_parts. lazy: lazy_rescale; gqa: pack_gqa; fp8pv: fp8_pv; drains: no cross_tile_pipeline;
+        pingpong-softmax: ping_pong with ping_pong_softmax; then tile_scheduler and order. late: no
+        early_loads.
         """
         parts = [f"{config.BLOCK_M}x{config.BLOCK_N} c{config.consumers} s{config.num_stages}"]
         if config.consumer_regs != CONSUMER_REGISTERS.get(config.consumers):

@@ -76,7 +76,7 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
     terms = structure.terms
     diagonal = terms is not None and terms.diagonal is not None
     box = boxes(structure)[0]
-    boxed = box and not (structure.head_dim_v <= 128 < widest or widest <= 64)
+    boxed = box and (64 < widest <= 128 or structure.head_dim_v > 128)
     table = _IN_BOXES if boxed else _PREFERRED
     for each in next((configs for limit, configs in table if widest <= limit), ()):
         each = _in_parts(each, structure)
@@ -125,16 +125,16 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
 
 
 def _in_parts(config: HopperPrefillConfig, structure: Structure) -> HopperPrefillConfig:
-    """The config for head dimensions above 256: of one stage K has 3 to 7 parts."""
+    """The config for head dimensions above 256. The one stage that K may have is cut in parts of
+    whole boxes, about four of them.
+    """
     if structure.head_dim_qk <= WIDEST:
         return config
-    boxes = structure.head_dim_qk // BOX
+    whole = (parts for parts in (4, 3, 5, 7) if structure.head_dim_qk % (parts * BOX) == 0)
     return replace(
         config,
         v_parts=-(-structure.head_dim_v // WIDEST),
-        k_parts=1
-        if config.num_stages > 1
-        else next((n for n in (4, 3, 5, 7) if boxes % n == 0), 1),
+        k_parts=next(whole, 1) if config.num_stages == 1 else 1,
         consumer_regs=min(config.consumer_regs, BOXED_REGISTERS),
     )
 

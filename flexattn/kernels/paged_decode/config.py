@@ -45,8 +45,8 @@ class ServingForm:
     is shared by the rows of all requests (the first pass of a cascade). offset: a request's keys
     begin behind a prefix (its second pass). aligned: addresses and strides are multiples of 16
     bytes. split_keys: of a batch-invariant kernel, keys of a split; 0 where splits are cut for
-    balance. cached: the keys of the largest batch, as often as tiles of 16 rows read them, fit the
-    L2 cache; it chooses a config, and decides no text.
+    balance. keys_in_l2: the keys of the largest batch, as often as tiles of 16 rows read them, fit
+    the L2 cache; it chooses a config, and decides no text.
     """
 
     dtype: str
@@ -70,14 +70,14 @@ class ServingForm:
     positive_scale: bool = True
     split_keys: int = 0
     scales: Scales = ""
-    cached: bool = False
+    keys_in_l2: bool = False
 
     @property
     def ragged(self) -> bool:
         """Whether cu_seqlens_q gives each request's number of queries."""
         return self.rows == 0
 
-    def fits_cache(self, keys: int, rows: int) -> bool:
+    def fits_l2(self, keys: int, rows: int) -> bool:
         """Whether so many keys of a batch, as often as tiles of 16 rows read them, fit L2.
 
         rows: packed ones of a request.

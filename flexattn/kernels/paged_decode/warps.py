@@ -50,7 +50,7 @@ def tall_defaults(form: ServingForm) -> Iterator[ServingConfig]:
     one = 0 < form.rows <= 2 * SHORT_ROWS
     if widest > 128 or form.mask is not None or SERVING_ITEMSIZE[form.kv_dtype] != 2:
         return
-    if one or form.cached:
+    if one or form.keys_in_l2:
         few = form.requests == 1 or (widest > 64 and form.requests * form.kv_heads <= 8)
         keys, programs = 64 if widest > 64 else 128, 1 if few else 2
         yield ServingConfig(2 * SHORT_ROWS, keys, 4, 1, programs, 1, "await", "heads")

@@ -28,9 +28,9 @@ class DecodeCosts:
     launch: of a graph whose L2 is cold. step: of a tile of keys, and per_key of each key of 256
     columns that 16 rows meet. exposed: what a tile waits for its loads with fewer than three
     stages. eight_warps: factor of per_key where eight warps share a tile. busy: per_key of an SM
-    whose programs keep it busy. merge, per_split: of the kernel that merges splits; parts: how
-    many times memory's own time what splits leave takes to be written and read. memory: the part
-    of its bandwidth that is reached.
+    whose programs keep it busy. merge, per_split: of the kernel that merges splits; parts: the
+    time to write and read what splits leave, over what memory's bandwidth alone gives. memory: the
+    part of its bandwidth that is reached.
     """
 
     launch: float = 6.89

@@ -112,7 +112,7 @@ def test_a_kernel_that_waits_itself_may_begin_early(drive, monkeypatch):
     """Programmatic dependent launch, of drivers whose graphs hold it."""
     for version, known in ((12020, False), (12030, True)):
         monkeypatch.setattr(cuda_driver, "version", lambda version=version: version)
-        launch, driver = drive(["i32"], [5], early=True)
+        launch, driver = drive(["i32"], [5], launch_pdl=True)
         launch.launch(0, [])
         early = driver.seen[0].early
         assert (early.id, early.value) == (6, 1) if known else not early
