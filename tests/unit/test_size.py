@@ -11,7 +11,7 @@ LIMITS = {
     "": 7040,
     "configs/nvidia-h200": 560,
     "configs/studies": 160,
-    "bench/results": 240,
+    "bench/results": 256,
     "notebooks": 260,
     "tests/golden/files": 300,
     "docs/pictures": 80,

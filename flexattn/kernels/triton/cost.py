@@ -46,8 +46,9 @@ class DecodeCosts:
 
 
 COSTS = DecodeCosts()
-# Of taller tiles, fitted to 111 chunks of prompts of D 64, 128 and 256 on an H200: in the mean the
-# number of splits that they choose takes 1.015 of the time of the fastest one that was timed.
+# Of taller tiles, fitted to 109 chunks of prompts of D 64, 128 and 256 on an H200
+# (bench/results/h200-chunks.json): in the mean the number of splits that they choose takes 1.016
+# of the time of the fastest one that was timed.
 TALL = DecodeCosts(
     step=0.195, per_key=0.0052, eight_warps=1.0, busy=0.00465, merge=7.85, per_split=0.0, parts=3.6
 )

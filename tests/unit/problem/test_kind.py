@@ -1,10 +1,15 @@
 """Decode or prefill by lengths alone: what each kind's tiles would do with the SMs of a GPU."""
 
+import json
+from pathlib import Path
+from statistics import mean
+
 import pytest
 
 from flexattn.problem import Shape, kind_for
 
 SMS = 132
+CHUNKS = Path(__file__).parents[3] / "bench/results/h200-chunks.json"
 
 
 def kind(B, Hq, Hkv, q_len, kv_len, D=128, **more):
@@ -51,6 +56,21 @@ def test_a_chunk_that_fills_prefills_tiles_takes_them(B, heads, q_len):
 def test_the_kind_that_was_faster_on_an_h200(sizes, D, packs, faster):
     """packs: heads of a group share a tile of prefill's; else it took twice the time."""
     assert kind(*sizes, D, packs=packs) == faster
+
+
+def taken(B, Hq, Hkv, q_len, kv_len, D, us):
+    """Of a chunk's times on an H200: that of the kind chosen over the faster one's."""
+    prefill = min(us[each] for each in ("prefill", "packed") if each in us)
+    decode = min(time for name, time in us.items() if name.startswith("decode"))
+    chosen = kind(B, Hq, Hkv, q_len, kv_len, D, packs=True)
+    return {"prefill": prefill, "decode": decode}[chosen] / min(prefill, decode)
+
+
+def test_chunks_take_the_kind_that_was_faster():
+    """Those that the numbers were fitted to, and those that they had not seen."""
+    stored = json.loads(CHUNKS.read_text())
+    assert mean(taken(*row) for row in stored["chunks"]) < 1.01
+    assert max(taken(*row) for row in stored["unseen"]) < 1.02
 
 
 def test_the_reason_is_told():

@@ -1,6 +1,9 @@
 """Decode's splits by sizes: what a mask leaves, what fills the SMs, and where nothing changes."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from statistics import mean
 
 import pytest
 from hypothesis import given, strategies as st
@@ -14,6 +17,7 @@ from flexattn.kernels.triton.tiles import decode_grid
 from tests.problems import problem
 
 H200, A100 = (named(f"nvidia-{name}") for name in ("h200", "a100"))
+CHUNKS = Path(__file__).parents[4] / "bench/results/h200-chunks.json"
 
 
 def decoded(D, B, group, keys, mask_class=""):
@@ -51,6 +55,18 @@ def test_tall_tiles_fill_what_an_sm_holds(B, group, rows, keys, D, splits):
     found = default(wanted, H200)
     assert found.BLOCK_M == 64
     assert decode_grid(wanted, found, H200).num_splits == splits
+
+
+def test_chunks_have_the_number_of_splits_that_was_fastest():
+    """What the numbers were fitted to, over the fastest number of splits that was timed."""
+    found = []
+    for B, Hq, Hkv, q_len, kv_len, D, us in json.loads(CHUNKS.read_text())["chunks"]:
+        wanted = problem("decode", D, group=Hq // Hkv, q_len=q_len, kv_len=kv_len)
+        wanted = replace(wanted, B=B, Hq=Hq, Hkv=Hkv)
+        splits = decode_grid(wanted, default(wanted, H200), H200).num_splits
+        times = {name: time for name, time in us.items() if name.startswith("decode")}
+        found.append(times[f"decode-{splits}"] / min(times.values()))
+    assert mean(found) < 1.02
 
 
 def test_the_same_kernel_without_a_number_comes_next():
