@@ -14,10 +14,11 @@ from flexattn.problem.problem import Kind, Problem, Shape
 _PREFILL_ROWS, _DECODE_ROWS, _CHUNKED = 128, 64, 8
 # Rows of prefill's tiles of up to 64 columns.
 _NARROW, _NARROW_ROWS = 64, 192
-# Microseconds that 128 keys take, fitted to 109 chunks on an H200 (bench/results/h200-chunks.json):
-# in the mean the kind that they choose takes 1.009 of the faster one's time. Of a tile of prefill's: at least the first, the
-# second for each column; the third is the factor where SMs have more than one tile. Of a tile of
-# decode's, for each column, where a GPU is full of them; the second is of more than 128 columns.
+# Microseconds that 128 keys take, fitted to 109 chunks on an H200
+# (bench/results/h200-chunks.json): in the mean the kind that they choose takes 1.009 of the faster
+# one's time. Of a tile of prefill's: at least the first, the second for each column; the third is
+# the factor where SMs have more than one tile. Of a tile of decode's, for each column, where a GPU
+# is full of them; the second is of more than 128 columns.
 _PREFILL, _PREFILL_COLUMN, _SEVERAL = 1.2, 0.0098, 1.2
 _DECODE_COLUMN, _DECODE_WIDE = 0.014, 0.031
 # What merges splits; bytes that memory gives in a microsecond.

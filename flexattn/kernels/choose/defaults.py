@@ -24,9 +24,9 @@ def candidates(
     """The static default, then what to fall back to where it does not build or fit, or spills.
 
     Of Hopper's template all tiles come first, each in its variants; then Triton's, the smallest
-    last. Sizes decide little, so a new length needs no new kernel, or the other one of decode's
-    two tile heights by q_len. language: its configs alone. Raises ConfigError with the reasons
-    when nothing can run.
+    last. Sizes decide little: a new length needs no new kernel, or one of a few of Hopper's
+    prefill, or the other one of decode's two tile heights by q_len. language: its configs alone.
+    Raises ConfigError with the reasons when nothing can run.
     """
     kind: str = problem.structure.kind
     template, do = kind, "use smaller head dimensions"
