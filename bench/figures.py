@@ -48,6 +48,7 @@ NAMES = {
     "flexattn-deterministic": "flexattn, deterministic",
     "sdpa-flash": "FlashAttention-2",
     "streaming read": "only reads",
+    "matmul": "torch.matmul",
     "bf16": "bfloat16",
 }
 

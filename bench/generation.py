@@ -4,6 +4,7 @@ Models of transformers with random weights: Llama's shape with both caches, its 
 not, beside sdpa; Gemma-2's and gpt-oss's beside their own eager. A token's time is what 64 more of
 them take; with a static cache transformers compiles the model by itself. Logits of the first 16
 tokens are held to a float32 model's, all fed with its tokens: errors up to twice the rival's pass.
+FREE is the model without attention, each query its own answer: what no attention is faster than.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from bench.runner import Method
 from flexattn.integrations.transformers import register
 from flexattn.measure.timing import Samples, paired_ratio
 
-__all__ = ["ROWS", "GenerationRow", "main", "table"]
+__all__ = ["FREE", "ROWS", "GenerationRow", "main", "table"]
 
 SHORT, LONG = 16, 80
+FREE = "no attention"
+_FREE = "bench_no_attention"
 # Of the rival's error of the logits, as everywhere in the gate: see docs/gate.md.
 SLACK = 2.0
 METHOD = Method(rounds=7)
@@ -78,7 +81,9 @@ ROWS = (
     GenerationRow("Llama", "sdpa", options=STATIC),
     GenerationRow("Llama", "sdpa", padded=True, options=STATIC),
     GenerationRow("Gemma2", "eager", prompt=4000),
+    GenerationRow("Gemma2", "eager", prompt=4000, options=STATIC),
     GenerationRow("GptOss", "eager", prompt=4000),
+    GenerationRow("GptOss", "eager", prompt=4000, options=STATIC),
 )
 
 
@@ -159,10 +164,11 @@ def measure(row: GenerationRow, rounds: int) -> RowResult:
     given, logits, ms = _prompts(row), {}, {}
     exact, tokens = _exact(row, given)
     models = {}
-    for name in (OURS, row.rival):
+    for name in (OURS, row.rival, FREE):
         models[name] = _model(row.model)
-        models[name].set_attn_implementation(name)
-        logits[name] = _logits(models[name], row, given, tokens)[0]
+        models[name].set_attn_implementation(_FREE if name == FREE else name)
+        if name != FREE:
+            logits[name] = _logits(models[name], row, given, tokens)[0]
         for count in (SHORT, LONG):
             _generated(models[name], row, given, count)
         ms[name] = [0.0] * rounds
@@ -174,6 +180,17 @@ def measure(row: GenerationRow, rounds: int) -> RowResult:
     return RowResult(row.name, "generation", 0.0, 0, {OURS: gate}, samples, {})
 
 
+def register_free() -> None:
+    """Let models be made without attention: each query is its own answer, and no mask is made."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def attend(module: Any, query: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, None]:
+        return query.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(_FREE, attend)
+    AttentionMaskInterface.register(_FREE, lambda *args, **more: None)
+
+
 def _exact(row: GenerationRow, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Logits and tokens of the same weights in float32, by the rival's attention."""
     model = _model(row.model, torch.float32)
@@ -182,15 +199,18 @@ def _exact(row: GenerationRow, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Te
 
 
 def table(report: Report) -> str:
-    """A line each row: milliseconds a token, and ours over the rival's."""
+    """A line each row: milliseconds a token, ours over the rival's, and without attention."""
     lines = []
     for row in report.rows:
-        (rival,) = set(row.samples) - {OURS}
+        (rival,) = set(row.samples) - {OURS, FREE}
         ratio = paired_ratio(row.samples[OURS], row.samples[rival])
         ours, theirs = (row.samples[name].median / 1e3 for name in (OURS, rival))
+        least = ""
+        if FREE in row.samples:
+            least = f", {FREE} {paired_ratio(row.samples[FREE], row.samples[rival]).value:.3f}"
         lines.append(
             f"{row.name}: {OURS} {ours:.3f} ms a token, {rival} {theirs:.3f}: {ratio.value:.3f} "
-            f"({ratio.low:.3f} to {ratio.high:.3f}); {row.gates[OURS].message}"
+            f"({ratio.low:.3f} to {ratio.high:.3f}){least}; {row.gates[OURS].message}"
         )
     return "\n".join(lines)
 
@@ -206,6 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("no GPU is visible to torch: tokens are timed on one", file=sys.stderr)
         return 2
     register(OURS)
+    register_free()
     found: list[RowResult] = []
     method = replace(METHOD, rounds=asked.rounds).facts()
     for row in ROWS:

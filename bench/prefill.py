@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 
 from bench.command import main
+from bench.matmul import MATMUL, matmul
+from bench.peers import TEMPLATES
 from bench.rows import prefill_rows
 from bench.runner import Method
 from bench.shape_rows import shape_rows
@@ -12,4 +14,5 @@ from bench.shape_rows import shape_rows
 METHOD = Method(rounds=20, min_ms=10.0, flush_l2=False, graph=False)
 
 if __name__ == "__main__":
-    sys.exit(main("prefill", [*prefill_rows(), *shape_rows()], METHOD))
+    named = {**TEMPLATES, MATMUL: matmul}
+    sys.exit(main("prefill", [*prefill_rows(), *shape_rows()], METHOD, named=named))
