@@ -225,8 +225,11 @@ def _language(block):
 
 
 def _load(place, mask=True, other=0):
+    if mask is False:  # of an address that may be 0
+        return other
     if np.ndim(place.offset) == 0:
-        return Number(place.array[place.offset])
+        found = place.array[place.offset]
+        return found if found.dtype.kind == "f" else Number(found)
     return np.where(mask, place.array[np.where(mask, place.offset, 0)], other).view(Tile)
 
 

@@ -56,6 +56,10 @@ class Pointer:
     def __add__(self, more):
         return Pointer(self.array, self.offset + more)
 
+    def to(self, dtype):
+        """Its address, of which a kernel asks alone whether it is 0."""
+        return 1
+
 
 class Descriptor:
     """A tensor as the copy engine sees it: outside of it zeros are read, and nothing written."""

@@ -249,6 +249,8 @@ def _problem(
         fp32_products=products_for(
             setting_of(q, asked.options.fp32), "backward", (D, Dv), target.capability, False
         ),
+        # Of the others none is a backward's: its derivative is of the whole score_mod.
+        rules_off=tuple({"decay_skip"} & {*asked.options.all_rules_off}),
         tanh=asked.options.tanh,
         grads=asked.slots,
         dropout=asked.dropout is not None,

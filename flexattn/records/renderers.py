@@ -59,6 +59,11 @@ RENDERERS: dict[str, Renderer] = {
         ("kernels.hopper.source", "kernels.hopper.transpose_v"),
         ("hopper/prefill.py.jinja", "hopper/transpose_v.py.jinja"),
     ),
+    # Beside those of backward, on the same devices.
+    "decay_skip": Renderer(
+        ("kernels.decay_skip.source",),
+        ("decay_skip/norms.py.jinja", "decay_skip/window.py.jinja"),
+    ),
     # Beside those of prefill and decode, on devices whose compiler takes hints.
     "amd": Renderer(("kernels.triton.amd",), ()),
     "nki": Renderer(("kernels.nki.source",), ()),
@@ -85,6 +90,8 @@ def source_hash(kind: RecordKind, device: Device) -> str:
     names: list[str] = [kind]
     if kind == "prefill" and device.has_wgmma:
         names.append("hopper")
+    if kind == "backward" and device.has_wgmma:
+        names.append("decay_skip")
     if kind in ("prefill", "decode") and device.backend == "hip":
         names.append("amd")
     names += unlisted(kind, device)

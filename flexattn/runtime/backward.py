@@ -26,7 +26,9 @@ from flexattn.kernels.printers.gradient_printer import grad_name
 from flexattn.mods import Bound
 from flexattn.problem import Problem
 from flexattn.problem.dropout import Dropout
+from flexattn.runtime import decay_blocks
 from flexattn.runtime.build import Launcher, builder
+from flexattn.runtime.decay_blocks import DecayBlocks
 from flexattn.runtime.dispatch import Choice, Dispatcher
 from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import (
@@ -43,6 +45,7 @@ from flexattn.runtime.launch import (
 _TILES = ("Q_TILES", "DO_TILES", "K_TILES", "V_TILES")
 _GIVEN = (
     "Q", "K", "V", "OUT", "DO", "LSE", "DLSE", "DELTA", "DQ", "DK", "DV", "sm_scale", *_TILES,
+    *decay_blocks.NAMES,
 )  # fmt: skip
 _RESULTS = ("DQ", "DK", "DV")
 
@@ -93,7 +96,8 @@ class _AroundLaunch:
 class BackwardLaunch:
     """A chosen kernel, and those around it, with what does not change while shapes do not.
 
-    rest: names of what `rest_of` gives. deterministic: whether dq's sums are in order.
+    rest: names of what `rest_of` gives. deterministic: whether dq's sums are in order. decay: what
+    finds the tiles that have weights, where far ones are proven to have none.
     """
 
     choice: Choice
@@ -104,6 +108,7 @@ class BackwardLaunch:
     runs: bool
     rest: tuple[str, ...]
     deterministic: bool = False
+    decay: DecayBlocks | None = None
 
     @property
     def problem(self) -> Problem:
@@ -149,8 +154,11 @@ class BackwardLaunch:
         q, k, v = inputs
         around = self.around
         scratch = around.allocate(out.device)
+        near = (None,) * 3 if self.decay is None else self.decay.empty(out.device)
         given = (q, k, v, out, dout, lse, dlse, delta, dq, dk, dv, scale, q, dout, k, v)
-        given = (*given, *scratch, *rest, *sums)
+        given = (*given, *near, *scratch, *rest, *sums)
+        if self.decay is not None:
+            self.decay.run(given, stream)
         around.before[dlse is not None].launch(stream, given)
         self.attend.launch(stream, given)
         if around.after is not None:
@@ -242,6 +250,11 @@ def prepare_backward(
         *map(grad_name, structure.grads),
     )
     boxes |= {name: dense_box(shape) for name, shape in around.scratch}
+    decay = None
+    if around.blocks is not None:
+        decay = DecayBlocks.of(problem, around.blocks, inputs, fixed, given, target, index)
+        # Where nothing is left out their addresses are 0, and the same kernel visits all tiles.
+        fixed |= decay_blocks.NOTHING if decay is None else {}
     launched = _AroundLaunch.of(around, target, index, fixed, given)
     boxes = {name: box for name, box in boxes.items() if name in names and names[name].described}
     return BackwardLaunch(
@@ -253,6 +266,7 @@ def prepare_backward(
         runs,
         rest,
         deterministic,
+        decay,
     )
 
 

@@ -17,7 +17,7 @@ from flexattn.kernels.hopper_backward.tiles import at_sizes
 from flexattn.mods import bind as bound
 from flexattn.problem.dropout import Dropout
 from flexattn.reference import attention
-from flexattn.runtime import backward
+from flexattn.runtime import backward, decay_blocks
 from flexattn.runtime.dispatch import Candidate
 from flexattn.runtime.key_lists import BothLists
 from tests.emulated_gluon import run
@@ -42,6 +42,9 @@ class Emulated(Recorded):
 
     def run(self, programs, told):
         names, rows, seen = told.keys(), self.config.BLOCK_M, self.seen
+        if "DECAY_WINDOW" in names:
+            for name, found in zip(("M_BLOCK_MAX", "N_BLOCK_MIN"), seen["tiles"], strict=True):
+                told[name].copy_(found)
         if "OUT" in names:
             told["DELTA"].copy_((told["OUT"] * told["DO"]).double().sum(-1))
         if "STATS" in names and "Q" not in names:
@@ -89,9 +92,13 @@ class Emulated(Recorded):
 
 
 def gradients(
-    config, q, k, v, dout, mask_mod, monkeypatch, dropout=None, score_mod=None, learned=()
-):
-    """dq, dk and dv of the kernels that a launch has, and those of learned tensors."""
+    config, q, k, v, dout, mask_mod, monkeypatch, dropout=None, score_mod=None, learned=(),
+    tiles=None,
+):  # fmt: skip
+    """dq, dk and dv of the kernels that a launch has, and those of learned tensors.
+
+    tiles: what the kernel would find that looks for tiles with weights.
+    """
     mask = mask_mod and create_block_mask(
         mask_mod, None, None, q.shape[2], k.shape[2], device="cpu"
     )
@@ -100,7 +107,7 @@ def gradients(
     slots = tuple(range(len(learned)))
     asked = AskedGradients(score, bound(mask_mod, "mask"), mask, 0.1, NONE, slots, dropout)
     like = [x.bfloat16() for x in (q, k, v)]
-    problem, seen = _problem(asked, *like, lists, H200), {}
+    problem, seen = _problem(asked, *like, lists, H200), {"tiles": tiles}
     config, width = at_sizes(config, problem), columns(problem.structure)
     assert not family_of(config).feasibility.reasons(config, problem.structure, H200)
 
@@ -111,7 +118,11 @@ def gradients(
     def build(source, *_):
         return Emulated(source, config, width, seen)
 
-    monkeypatch.setattr(backward, "builder", lambda: SimpleNamespace(kernel=build))
+    for each in (backward, decay_blocks):
+        monkeypatch.setattr(each, "builder", lambda: SimpleNamespace(kernel=build))
+    windows = SimpleNamespace(empty=lambda device: None, run=lambda given, stream: None)
+    monkeypatch.setattr(decay_blocks, "pays", lambda problem: tiles is not None)
+    monkeypatch.setattr(decay_blocks.DecaySkip, "of", lambda *_: windows)
     out, lse, _ = attention(
         q, k, v, score_mod=score_mod, block_mask=mask, scale=0.1, dropout=dropout
     )

@@ -1,0 +1,81 @@
+"""Which tiles of keys and queries a backward visits where far ones have no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.device import Device
+from flexattn.errors import BuildError
+from flexattn.kernels.base.source import Source
+from flexattn.problem import Problem
+from flexattn.runtime.build import Launcher, builder
+from flexattn.runtime.decay_skip import DecaySkip, pays
+from flexattn.runtime.fallback.memory import memory
+from flexattn.runtime.fallback.outcome import concerns_the_device, outcome_of
+from flexattn.settings import current, say_once
+
+# What the kernels are given, and what is there in place of it where nothing is left out.
+NAMES = ("DECAY_WINDOW", "M_BLOCK_MAX", "N_BLOCK_MIN")
+NOTHING = dict.fromkeys(NAMES, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DecayBlocks:
+    """The kernels that find windows, and the one that finds tiles by them, for one problem.
+
+    shapes: of M_BLOCK_MAX and N_BLOCK_MIN.
+    """
+
+    skip: DecaySkip
+    blocks: Launcher
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        source: Source,
+        inputs: Sequence[Tensor],
+        fixed: Mapping[str, Any],
+        given: Sequence[str],
+        target: Device,
+        index: int,
+    ) -> DecayBlocks | None:
+        """For a problem of at least the length that is worth it.
+
+        source: of the third kernel. inputs: q, k and v. fixed, given: of the backward's kernels.
+        None where kernels do not build, which is said, or cost more than they save.
+        """
+        if not pays(problem):
+            return None
+        skip = DecaySkip.of(problem, inputs[0], inputs[1], given, target, index)
+        if skip is None:
+            return None
+        heads = problem.B, problem.Hq
+        try:
+            kernel = builder().kernel(source, target, index)
+        except BuildError as error:
+            if current().strict or concerns_the_device(error):
+                raise
+            outcome = outcome_of(error)
+            say_once(f"{problem.describe()}: far tiles are not left out: {outcome}")
+            memory().note(source, target, outcome, problem.describe())
+            return None
+        blocks = kernel.prepare(heads[0] * heads[1], fixed, given, spare=(*fixed, *given))
+        shapes = tuple((*heads, fixed[name]) for name in ("num_tiles", "num_queries"))
+        return cls(skip, blocks, shapes)
+
+    def empty(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Memory for what `run` writes, by NAMES."""
+        tiles = (torch.empty(x, dtype=torch.int32, device=device) for x in self.shapes)
+        return self.skip.empty(device), *tiles
+
+    def run(self, given: Sequence[Any], stream: int) -> None:
+        """Find the tiles, on a stream; given: what the backward is given, with `empty` in it."""
+        self.skip.run(given, stream)
+        self.blocks.launch(stream, given)
