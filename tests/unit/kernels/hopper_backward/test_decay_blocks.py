@@ -1,6 +1,5 @@
 """Hopper's backward without the tiles whose weights vanish: its gradients are the same bits."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -8,13 +7,8 @@ from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import causal, causal_offset, document, sliding_window
 from flexattn.device import named
-from flexattn.kernels.base.vanishing import skips_vanished
-from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
-from flexattn.kernels.triton_backward.config import BackwardConfig
-from flexattn.mods import bind
 from flexattn.reference import attention
-from tests.problems import problem
 from tests.unit.kernels.hopper_backward.test_emulated import GQA, MHA, PIPELINES, gradients
 
 H200 = named("nvidia-h200")

@@ -1,0 +1,150 @@
+"""Which tiles a backward leaves out: none with a key that a window of a row's kept key holds."""
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.nn.attention.flex_attention import and_masks
+
+from flexattn import create_block_mask
+from flexattn.catalogue import (
+    causal,
+    causal_offset,
+    document,
+    padding,
+    prefix_lm,
+    sliding_window,
+)
+from flexattn.device import detect, named
+from flexattn.frontend.gradients import AskedGradients, _problem
+from flexattn.kernels.base.arguments import captured_values
+from flexattn.kernels.choose.options import NONE
+from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
+from flexattn.kernels.hopper_backward.source import PLACES, render_blocks
+from flexattn.mods import bind
+from flexattn.problem.mask_class import mask_class
+from flexattn.runtime.build import builder
+from flexattn.runtime.key_lists import BothLists
+from flexattn.runtime.launch import Lists
+from tests.support import random_runs
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
+H200, CPU = named("nvidia-h200"), detect(torch.device("cpu"))
+HEADS = 4
+SLOPES = torch.ones(HEADS)
+MASKS = {
+    "none": None,
+    "causal": causal,
+    "ahead": causal_offset(129),
+    "behind": causal_offset(-221),
+    "window": sliding_window(343),
+    "prefix": prefix_lm(torch.tensor([470])),
+    "padding": padding(torch.tensor([461])),
+    "documents": and_masks(document(torch.arange(1200) // 257), causal),
+    "parity": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((q_idx + kv_idx) % 2 == 0),
+}
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    return score + SLOPES[h] * (kv_idx - q_idx)
+
+
+def tiles_of(mask_mod, mask, lengths, windows, config):
+    """M_BLOCK_MAX [HEADS, num_tiles] and N_BLOCK_MIN [HEADS, num_queries] of one batch."""
+    q, k = (torch.zeros(1, HEADS, n, 64, dtype=torch.bfloat16) for n in lengths)
+    if mask is not None:
+        mask_class(mask)  # finds its runs
+    # Those by key may be no runs, in masks that nothing but a test makes.
+    lists = None if mask is None else BothLists(*[Lists.of(mask)] * 2)
+    score, bound = bind(alibi, "score"), mask_mod and bind(mask_mod, "mask")
+    asked = AskedGradients(score, bound, mask, 1.0, NONE, ())
+    structure = _problem(asked, q, k, k, lists, H200).structure
+    source = render_blocks(structure, config, CPU)
+    sizes = [-(-n // block) for n, block in zip(lengths, (config.BLOCK_M, config.BLOCK_N))]
+    first, last = (torch.full((HEADS, n), -7, dtype=torch.int32) for n in sizes)
+    fixed = {
+        "DECAY_WINDOW": windows, "N_BLOCK_MIN": first, "M_BLOCK_MAX": last, "Hq": HEADS,
+        "kv_len": lengths[1], "num_queries": sizes[0], "num_tiles": sizes[1],
+        "stride_kv_mask_b": 0, "stride_kv_mask_h": 0, "KV_RUNS": None,
+        **captured_values(structure.mask, bound),
+    }  # fmt: skip
+    if lists is not None:
+        fixed["KV_RUNS"] = runs = lists.by_query.runs
+        fixed["stride_kv_mask_h"] = runs.shape[2] if runs.shape[1] > 1 else 0
+    given = [each.name for each in source.arguments]
+    launcher = builder().kernel(source, CPU, -1).prepare(HEADS, {}, given)
+    launcher.launch(-1, [fixed[name] for name in given])
+    return last, first
+
+
+def check(mask_mod, mask, lengths, windows, config, listed):
+    """listed: which scores are of blocks that a mask lists, and are kept by it."""
+    last, first = tiles_of(mask_mod, mask, lengths, windows, config)
+    assert (first.diff(dim=1) >= 0).all()
+    tiles = torch.arange(last.shape[1])
+    assert torch.equal(last, (first[:, :, None] <= tiles).sum(1).int())
+    rows = torch.arange(lengths[0]) // config.BLOCK_M
+    keys = torch.arange(lengths[1])
+    kept = torch.where(listed, keys, -1).amax(-1)
+    left_out = keys // config.BLOCK_N < first[:, rows, None]
+    near = keys >= kept[..., None] - windows[:, None, None]
+    assert not (left_out & listed & near).any()
+    return first
+
+
+CONFIG = HopperBackwardConfig(64, 128, 2)
+
+
+@pytest.mark.parametrize("lengths", [(610, 890), (1000, 640)], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_keys_in_a_window_are_visited(name, lengths):
+    mask_mod = MASKS[name]
+    mask = mask_mod and create_block_mask(mask_mod, None, None, *lengths, device="cpu")
+    listed = torch.ones(lengths, dtype=torch.bool)
+    if mask_mod is not None:
+        zero, rows, keys = torch.tensor(0), *map(torch.arange, lengths)
+        listed &= mask_mod(zero, zero, rows[:, None], keys[None, :])
+    windows = torch.tensor([0.0, 77.0, 300.0, 2.0**27])
+    first = check(mask_mod, mask, lengths, windows, CONFIG, listed)
+    if name == "causal":
+        kept = (torch.arange(first.shape[1]) * 64).clamp(max=lengths[1] - 1)
+        wanted = (kept - windows[:, None]).clamp(min=0) // 128
+        assert torch.equal(first, wanted.int())
+    elif name == "none":
+        assert torch.equal(first[:, 0], ((lengths[1] - 1 - windows).clamp(min=0) // 128).int())
+    elif name in ("ahead", "padding", "documents"):
+        assert first[0].any()
+    assert not first[3].any() or name in ("window", "documents")
+
+
+@pytest.mark.parametrize("mask_mod", [causal, MASKS["parity"], None], ids=["upto", "rest", "all"])
+def test_a_block_that_is_not_listed_is_no_anchor(mask_mod):
+    """The mask keeps a row's key, but its blocks end before it: those keys are all there is."""
+    mask = random_runs(mask_mod, HEADS, 128, 256, torch.Generator().manual_seed(11))
+    rows, keys = torch.arange(128)[:, None], torch.arange(256)[None, :]
+    kept = torch.ones(128, 256, dtype=torch.bool)
+    if mask_mod is not None:
+        kept = mask_mod(torch.tensor(0), torch.tensor(0), rows, keys)
+    ends = Lists.of(mask).runs[0].repeat_interleave(16, 1)[..., None]
+    first, full, full_end, end = ends.unbind(2)
+    block = keys // 16
+    whole = (block >= full) & (block < full_end)
+    listed = (block >= first) & (block < end) & (kept | whole)
+    windows = torch.tensor([0.0, 20.0, 50.0, 2.0**27])
+    check(mask_mod, mask, (128, 256), windows, HopperBackwardConfig(16, 16, 2), listed)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(1, 40000), st.integers(1, 40000), st.floats(0, 50000), st.sampled_from([64, 128])
+)
+def test_long_heads(q_len, kv_len, window, keys):
+    """More tiles than a program looks at at once."""
+    windows = torch.tensor([window, 0.0, 1e3, 2.0**27]).ceil()
+    config = HopperBackwardConfig(64, keys, 2)
+    mask = create_block_mask(causal, None, None, q_len, kv_len, device="cpu")
+    last, first = tiles_of(causal, mask, (q_len, kv_len), windows, config)
+    kept = (torch.arange(first.shape[1]) * 64).clamp(max=kv_len - 1)
+    assert torch.equal(first, ((kept - windows[:, None]).clamp(min=0) // keys).int())
+    wanted = torch.searchsorted(first, torch.arange(last.shape[1]).expand_as(last), right=True)
+    assert torch.equal(last, wanted.int())
+    assert PLACES < 40000 // 64
