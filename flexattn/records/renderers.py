@@ -43,8 +43,15 @@ RENDERERS: dict[str, Renderer] = {
         ("kernels.triton.source",), (_HELPERS, "triton/decode.py.jinja", "triton/combine.py.jinja")
     ),
     "backward": Renderer(
-        ("kernels.triton_backward.source",),
-        (_HELPERS, "triton_backward/backward.py.jinja", "triton_backward/delta.py.jinja"),
+        (
+            "kernels.triton_backward.source", "kernels.decay_skip.source",
+            "kernels.decay_skip.blocks",
+        ),
+        (
+            _HELPERS, "triton_backward/backward.py.jinja", "triton_backward/delta.py.jinja",
+            "decay_skip/norms.py.jinja", "decay_skip/window.py.jinja",
+            "decay_skip/blocks.py.jinja",
+        ),
     ),
     "serving": Renderer(
         ("kernels.paged_decode.source",),
@@ -58,11 +65,6 @@ RENDERERS: dict[str, Renderer] = {
     "hopper": Renderer(
         ("kernels.hopper.source", "kernels.hopper.transpose_v"),
         ("hopper/prefill.py.jinja", "hopper/transpose_v.py.jinja"),
-    ),
-    # Beside those of backward, on the same devices.
-    "decay_skip": Renderer(
-        ("kernels.decay_skip.source",),
-        ("decay_skip/norms.py.jinja", "decay_skip/window.py.jinja"),
     ),
     # Beside those of prefill and decode, on devices whose compiler takes hints.
     "amd": Renderer(("kernels.triton.amd",), ()),
@@ -90,8 +92,6 @@ def source_hash(kind: RecordKind, device: Device) -> str:
     names: list[str] = [kind]
     if kind == "prefill" and device.has_wgmma:
         names.append("hopper")
-    if kind == "backward" and device.has_wgmma:
-        names.append("decay_skip")
     if kind in ("prefill", "decode") and device.backend == "hip":
         names.append("amd")
     names += unlisted(kind, device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexattn.device import Device
 from flexattn.errors import BuildError
-from flexattn.kernels.base.source import Source
+from flexattn.kernels.decay_skip.blocks import render_blocks
 from flexattn.problem import Problem
 from flexattn.runtime.build import Launcher, builder
 from flexattn.runtime.decay_skip import DecaySkip, pays
@@ -22,6 +22,9 @@ from flexattn.settings import current, say_once
 # What the kernels are given, and what is there in place of it where nothing is left out.
 NAMES = ("DECAY_WINDOW", "M_BLOCK_MAX", "N_BLOCK_MIN")
 NOTHING = dict.fromkeys(NAMES, 0)
+# Of fewer keys than this the three kernels cost what they save, and below what a forward asks for
+# as well: 16 heads of 128 columns with a causal mask and ALiBi's slopes, H200.
+LEAST_KEYS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +42,26 @@ class DecayBlocks:
     def of(
         cls,
         problem: Problem,
-        source: Source,
+        tile: tuple[int, int],
         inputs: Sequence[Tensor],
         fixed: Mapping[str, Any],
         given: Sequence[str],
         target: Device,
         index: int,
     ) -> DecayBlocks | None:
-        """For a problem of at least the length that is worth it.
+        """For a problem of at least the length that is worth it; tile: its rows and keys.
 
-        source: of the third kernel. inputs: q, k and v. fixed, given: of the backward's kernels.
-        None where kernels do not build, which is said, or cost more than they save.
+        inputs: q, k and v. fixed, given: of the backward's kernels. None where kernels do not
+        build, which is said, or cost more than they save.
         """
-        if not pays(problem):
+        if problem.kv_len < LEAST_KEYS or not pays(problem):
             return None
         skip = DecaySkip.of(problem, inputs[0], inputs[1], given, target, index)
         if skip is None:
             return None
-        heads = problem.B, problem.Hq
+        source = render_blocks(problem.structure, *tile, target)
+        m_blocks, n_blocks = -(-problem.q_len // tile[0]), -(-problem.kv_len // tile[1])
+        told = {**fixed, "m_blocks": m_blocks, "n_blocks": n_blocks}
         try:
             kernel = builder().kernel(source, target, index)
         except BuildError as error:
@@ -66,9 +71,9 @@ class DecayBlocks:
             say_once(f"{problem.describe()}: far tiles are not left out: {outcome}")
             memory().note(source, target, outcome, problem.describe())
             return None
-        blocks = kernel.prepare(heads[0] * heads[1], fixed, given, spare=(*fixed, *given))
-        shapes = tuple((*heads, fixed[name]) for name in ("num_tiles", "num_queries"))
-        return cls(skip, blocks, shapes)
+        heads = problem.B, problem.Hq
+        blocks = kernel.prepare(heads[0] * heads[1], told, given, spare=(*told, *given))
+        return cls(skip, blocks, ((*heads, n_blocks), (*heads, m_blocks)))
 
     def empty(self, device: torch.device) -> tuple[Tensor, ...]:
         """Memory for what `run` writes, by NAMES."""

@@ -239,6 +239,7 @@ def test_gradients_do_not_read_far_tiles(deterministic, D):
 def test_gradients_against_the_oracle(mask, heads, lengths, monkeypatch):
     for name in ("LEAST_KEYS", "LEAST_ROWS", "LEAST_SCORES"):
         monkeypatch.setattr(f"flexattn.runtime.decay_skip.{name}", 0)
+    monkeypatch.setattr("flexattn.runtime.decay_blocks.LEAST_KEYS", 0)
     monkeypatch.setattr(gradients, "_launches", Lru(8))
     guards._seen.clear()
     q, k, v = tensors(2, *heads, *lengths, 128)

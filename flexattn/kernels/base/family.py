@@ -25,15 +25,15 @@ class Around(NamedTuple):
     """What a backward launches before and after its kernel, each `programs` programs.
 
     before: what makes delta, without and with a gradient of lse. scratch: names and shapes of the
-    memory that all share, of four bytes an element. blocks: what finds which tiles have weights
-    where far ones vanish, a program for each head of each batch; None where none are left out.
+    memory that all share, of four bytes an element. blocks: rows and keys of the tiles that the
+    kernel leaves out where their weights vanish; None where it visits all.
     """
 
     before: tuple[Source, Source]
     programs: int
     after: Source | None = None
     scratch: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    blocks: Source | None = None
+    blocks: tuple[int, int] | None = None
 
 
 class KernelFamily(ABC, Generic[_C]):

@@ -12,7 +12,7 @@ from flexattn.kernels.base.arguments import (
 )
 from flexattn.kernels.base.delta import delta_arguments
 from flexattn.kernels.base.tiles import walks_runs
-from flexattn.kernels.base.vanishing import skips_vanished
+from flexattn.kernels.base.vanishing import M_BLOCK_MAX, N_BLOCK_MIN, skips_vanished
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.printers.gradient_printer import grad_name
 from flexattn.kernels.printers.triton_ops import signature_type
@@ -26,8 +26,6 @@ _SUMS = Argument("DQ_ACC", "*fp32", 16)
 # Of a tile of dQ as the copy engine adds it.
 SUMS_OF_A_ROW = 32
 _SEMAPHORES = Argument("DQ_SEMAPHORES", "*i32", 16)
-# What leaves out tiles whose weights vanish; their addresses are 0 where none are looked for.
-M_BLOCK_MAX, N_BLOCK_MIN = Argument("M_BLOCK_MAX", "*i32", 4), Argument("N_BLOCK_MIN", "*i32", 4)
 
 
 def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
@@ -77,16 +75,6 @@ def before_arguments(
     if config.deterministic:
         found.append(_SEMAPHORES)
     return (*found, *dropout_arguments(structure)[2:])
-
-
-def blocks_arguments(structure: Structure, bounded: bool) -> tuple[Argument, ...]:
-    """Of the kernel that finds which tiles have weights; bounded: the mask gives rows an end."""
-    found = [Argument("DECAY_WINDOW", "*fp32", 16), M_BLOCK_MAX, N_BLOCK_MIN]
-    found += [Argument(name, "i32") for name in ("Hq", "kv_len", "num_queries", "num_tiles")]
-    if structure.sparsity is not None:
-        found.append(Argument("KV_RUNS", "*i32", 4))
-        found += [Argument(f"stride_kv_mask_{axis}", "i64") for axis in "bh"]
-    return (*found, *(captured_arguments(structure.mask) if bounded else ()))
 
 
 def after_arguments(structure: Structure) -> tuple[Argument, ...]:

@@ -20,12 +20,7 @@ from flexattn.kernels.hopper_backward import printed, space
 from flexattn.kernels.hopper_backward.arguments import SUMS_OF_A_ROW
 from flexattn.kernels.hopper_backward.case import case_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
-from flexattn.kernels.hopper_backward.source import (
-    render,
-    render_after,
-    render_before,
-    render_blocks,
-)
+from flexattn.kernels.hopper_backward.source import render, render_after, render_before
 from flexattn.kernels.hopper_backward.tiles import at_sizes, backward_grid, sizes_of_launch
 from flexattn.problem import Kind, Problem, Structure
 
@@ -90,9 +85,8 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
             render_before(structure, config, device, each) for each in (False, True)
         )
         after = render_after(structure, config, device)
-        blocks = None
-        if skips_vanished(structure, config):
-            blocks = render_blocks(structure, config, device)
+        skips = skips_vanished(structure, config)
+        blocks = (config.BLOCK_M, config.BLOCK_N) if skips else None
         return Around((before, through_lse), tiles, after, tuple(scratch), blocks)
 
     def bind(

@@ -22,7 +22,6 @@ from flexattn.kernels.hopper_backward.arguments import (
     after_arguments,
     arguments,
     before_arguments,
-    blocks_arguments,
     list_arguments,
     mod_arguments,
 )
@@ -34,11 +33,10 @@ from flexattn.kernels.hopper_backward.config import (
 from flexattn.kernels.hopper_backward.masks import band_of, may_be_no_number, reads_diagonals
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
 from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_with_gradients
-from flexattn.kernels.printers.triton_printer import Printed, View, print_mod
+from flexattn.kernels.printers.triton_printer import Printed
 from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.kernels.ptx.stages import OWN_STAGES, Stages
-from flexattn.mods.analysis.mask_form import mask_form
-from flexattn.problem import INDEX_RANGES, Structure
+from flexattn.problem import Structure
 
 _TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
 _TWO_BUFFERS = "hopper_backward.two_buffers"
@@ -51,8 +49,6 @@ DQ_STORED, DQ_READ = 5, 8
 # The one at which the warps that draw what dropout keeps let the consumers go on, above those by
 # which Triton lets the warps of a partition meet; the other one, KEPT_READ, lies below FREE_Q.
 KEPT_DRAWN = 4
-# Tiles at which the program looks at once that finds which of them have weights.
-PLACES = 256
 # So many powers of 2 of a thread are made by one piece of assembly.
 POWERS_AT_ONCE = 8
 # A row of a tile is a key, and what is walked are queries: see OVER_ROWS of the gradient printer.
@@ -171,37 +167,6 @@ def render_after(structure: Structure, config: HopperBackwardConfig, device: Dev
     }
     template, found = "hopper_backward/after.py.jinja", after_arguments(structure)
     return make_source(template, device, [_title(structure)], context, found, 4, 1)
-
-
-def render_blocks(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
-    """The kernel that makes of windows which tiles of queries a tile of keys is walked with."""
-    under, sparsity = _under(structure, device), structure.sparsity
-    settings = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "PLACES": PLACES}
-    if sparsity is not None:
-        settings |= {"SPARSE_Q": sparsity.q_block, "SPARSE_KV": sparsity.kv_block}
-    context: dict[str, object] = {
-        **mod_context([] if under is None else [under.lines], device),
-        "constants": tuple(settings.items()),
-        "sparse": sparsity is not None,
-        "under": under,
-    }
-    header = [f"tiles of a backward with a decay window for {device.arch}"]
-    template = "hopper_backward/blocks.py.jinja"
-    found = blocks_arguments(structure, under is not None)
-    return make_source(template, device, header, context, found, 4, 1)
-
-
-def _under(structure: Structure, device: Device) -> Printed | None:
-    """The end of the keys of first_row, where the mask keeps all keys below it."""
-    if structure.mask is None:
-        return None
-    mod = structure.mask.mod
-    span = mask_form(mod.expr, INDEX_RANGES).span
-    if not span.is_prefix or span.high is None:
-        return None
-    view = View("under", q_idx="first_row", by_key=False, dtype="int32")
-    traits = traits_of(device, structure)
-    return print_mod(replace(mod, expr=span.high), structure.mask.contiguous, traits, view)
 
 
 def _used(structure: Structure) -> int:

@@ -12,9 +12,11 @@ from flexattn.kernels.base.arguments import (
 )
 from flexattn.kernels.base.config import pieces
 from flexattn.kernels.base.delta import dense_stride_arguments
+from flexattn.kernels.base.vanishing import M_BLOCK_MAX, N_BLOCK_MIN
 from flexattn.kernels.printers.gradient_printer import grad_name
 from flexattn.kernels.printers.triton_ops import signature_type
 from flexattn.kernels.triton_backward.config import BackwardConfig
+from flexattn.kernels.triton_backward.tiles import skips_blocks
 from flexattn.problem import Structure
 
 _SIZES = (
@@ -41,6 +43,8 @@ def backward_arguments(
     found += dense_stride_arguments("dv", "bhn", structure.head_dim_v)
     found += [Argument(name, "i32") for name in _SIZES]
     found.append(Argument("sm_scale", "fp32"))
+    if skips_blocks(structure, config) is not None:
+        found += [M_BLOCK_MAX, N_BLOCK_MIN]
     found += _sparse(structure, runs)
     for captures in (structure.score, structure.mask):
         found += captured_arguments(captures)

@@ -15,7 +15,12 @@ from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.triton_backward.config import RULES, BackwardConfig, case_of, estimate
 from flexattn.kernels.triton_backward.defaults import axes, defaults
 from flexattn.kernels.triton_backward.source import render, render_delta, rows_of_delta
-from flexattn.kernels.triton_backward.tiles import backward_grid, fit_to_mask, sizes_of_launch
+from flexattn.kernels.triton_backward.tiles import (
+    backward_grid,
+    fit_to_mask,
+    sizes_of_launch,
+    skips_blocks,
+)
 from flexattn.problem import Kind, Problem, Structure
 
 
@@ -55,7 +60,8 @@ class _Backward(KernelFamily[BackwardConfig]):
         structure = problem.structure
         before, through_lse = (render_delta(structure, device, each) for each in (False, True))
         tiles = -(-problem.q_len // rows_of_delta(structure))
-        return Around((before, through_lse), problem.B * problem.Hq * tiles)
+        blocks = skips_blocks(structure, config)
+        return Around((before, through_lse), problem.B * problem.Hq * tiles, blocks=blocks)
 
     def launch_key(self, config: BackwardConfig) -> tuple[object, ...]:
         return *config.tiles, config.num_warps

@@ -30,7 +30,7 @@ from flexattn.kernels.ptx.assembler import for_split_tiles
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.kernels.triton_backward.arguments import backward_arguments
 from flexattn.kernels.triton_backward.config import BackwardConfig
-from flexattn.kernels.triton_backward.tiles import reads_runs, tile_counts
+from flexattn.kernels.triton_backward.tiles import reads_runs, skips_blocks, tile_counts
 from flexattn.problem import Structure
 
 # Elements of the output that a program of delta reads at once.
@@ -45,11 +45,13 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
     )
     over_rows, mask_over_rows = print_with_gradients(structure, replace(traits, dialect=OVER_ROWS))
     qk, v = named_pieces("qk", structure.head_dim_qk), named_pieces("v", structure.head_dim_v)
-    sparsity = structure.sparsity
+    sparsity, skipped = structure.sparsity, skips_blocks(structure, config)
     settings: dict[str, int] = dict(config.tiles)
     if sparsity is not None:
         settings |= {"SPARSE_Q": sparsity.q_block, "SPARSE_KV": sparsity.kv_block}
         settings |= tile_counts(sparsity, config)
+    if skipped is not None:
+        settings |= dict(zip(("SKIP_M", "SKIP_N"), skipped, strict=True))
     printed = (over_keys, mask_over_keys, over_rows, mask_over_rows)
     context: dict[str, object] = {
         **mod_context([each.lines for each in printed if each is not None], device),
@@ -73,6 +75,7 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         **_products(structure, device),
         "use_tma": config.use_tma,
         "guarded": config.guarded,
+        "decay_skip": skipped is not None,
         "dropout": structure.dropout,
         "ptx": device.backend == "cuda",
         "rows_aligned": sparsity is None or sparsity.q_block % 16 == 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flexattn.kernels.base.tiles import Geometry, tile_for
+from flexattn.kernels.base.vanishing import skips_vanished
 from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.problem import Problem, Sparsity, Structure
 
@@ -32,6 +33,17 @@ def reads_runs(structure: Structure, config: BackwardConfig) -> bool:
     return not any(sparsity.q_block % size for size in rows) and not any(
         sparsity.kv_block % size for size in keys
     )
+
+
+def skips_blocks(structure: Structure, config: BackwardConfig) -> tuple[int, int] | None:
+    """Rows and keys of the tiles that are left out where weights vanish; None where none are.
+
+    Tiles of both halves are whole numbers of them.
+    """
+    walks = structure.sparsity is None or reads_runs(structure, config)
+    if not walks or not skips_vanished(structure, config):
+        return None
+    return min(config.BLOCK_M1, config.BLOCK_M2), min(config.BLOCK_N1, config.BLOCK_N2)
 
 
 def tile_counts(sparsity: Sparsity, config: BackwardConfig) -> dict[str, int]:

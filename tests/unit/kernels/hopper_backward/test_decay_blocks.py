@@ -1,6 +1,5 @@
 """Hopper's backward without the tiles whose weights vanish: its gradients are the same bits."""
 
-
 import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks
@@ -15,23 +14,23 @@ H200 = named("nvidia-h200")
 CONFIG = HopperBackwardConfig(64, 128, 2)
 # Steep, of one tile or two; flat; level.
 SLOPES = torch.tensor([4.0, 1.5, 0.01, 0.0])
-LENGTHS = 410, 390
-DOCUMENTS = torch.arange(700) // 210
+LENGTHS = 270, 290
+DOCUMENTS = torch.arange(700) // 150
 
 
 def alibi(score, b, h, q_idx, kv_idx):
     return score + SLOPES[h] * (kv_idx - q_idx)
 
 
-def tiles_with_weights(window, mask_mod, config, heads):
-    """M_BLOCK_MAX and N_BLOCK_MIN [2, heads, ...], from all that a mask keeps."""
+def tiles_with_weights(window, mask_mod, config, batches):
+    """M_BLOCK_MAX and N_BLOCK_MIN [batches, 4, ...], from all that a mask keeps."""
     rows, keys = (torch.arange(n) for n in LENGTHS)
     kept = torch.ones(LENGTHS, dtype=torch.bool)
     if mask_mod is not None:
         kept = mask_mod(torch.tensor(0), torch.tensor(0), rows[:, None], keys[None, :])
     num_tiles = -(-LENGTHS[1] // config.BLOCK_N)
     found = []
-    for each in window[:heads]:
+    for each in window:
         first = []
         for tile in kept.split(config.BLOCK_M):
             every = tile.all(0).nonzero()
@@ -40,27 +39,27 @@ def tiles_with_weights(window, mask_mod, config, heads):
             first.append(reached if tile.any() else num_tiles)
         first = torch.tensor(first).flip(0).cummin(0).values.flip(0)
         found.append(([int((first <= n).sum()) for n in range(num_tiles)], first.tolist()))
-    most, first = (torch.tensor(x).int()[None].repeat(2, 1, 1) for x in zip(*found, strict=True))
-    return most, first
+    return tuple(torch.tensor(x).int().repeat(batches, 1, 1) for x in zip(*found, strict=True))
 
 
 MASKS = {
     "full": None,
     "causal": causal,
-    "ahead": causal_offset(90),
-    "behind": causal_offset(-170),
-    "window": sliding_window(300),
+    "ahead": causal_offset(40),
+    "behind": causal_offset(-70),
+    "window": sliding_window(200),
     "documents": and_masks(document(DOCUMENTS), causal),
 }
 FORMS = [
-    *(("plain", mask, (64, 128, 2), MHA) for mask in MASKS),
+    ("plain", "full", (64, 64, 2), MHA),
+    ("plain", "documents", (64, 64, 2), MHA),
     ("halves", "causal", (64, 128, 2), GQA),
     ("dk halves", "causal", (128, 128, 2), MHA),
-    ("dq", "documents", (64, 128, 2), GQA),
     ("dk", "ahead", (64, 64, 3), MHA),
     ("shifted dq", "full", (64, 128, 3), GQA),
-    *(("deterministic", mask, (64, 128, 2), MHA) for mask in MASKS),
-    *(("deterministic dk", mask, (64, 64, 2), GQA) for mask in MASKS),
+    *(("deterministic", mask, (64, 64, 2), MHA) for mask in MASKS),
+    ("deterministic dk", "full", (64, 64, 2), GQA),
+    ("deterministic dk", "causal", (64, 64, 2), GQA),
 ]
 
 
@@ -68,13 +67,12 @@ FORMS = [
 def test_gradients(name, mask, tile, heads, monkeypatch):
     config = HopperBackwardConfig(*tile, **PIPELINES[name])
     torch.manual_seed(0)
-    batch = 2 if heads[0] == heads[1] else 1
-    q, dout = (torch.randn(2, 4, LENGTHS[0], 40, dtype=torch.float64) for _ in range(2))
-    k, v = (torch.randn(batch, 4 * heads[1] // heads[0], LENGTHS[1], 40).double() for _ in "kv")
-    # What is above 1 in base 2 there, and 150.
+    batches = 1 if heads[0] == heads[1] else 2  # which share their keys
+    q, dout = (torch.randn(batches, 4, LENGTHS[0], 40).double() for _ in range(2))
+    k, v = (torch.randn(1, 4 * heads[1] // heads[0], LENGTHS[1], 40).double() for _ in "kv")
     norms = 2.02 * 0.1 * 1.4427 * q.norm(dim=-1).max() * k.norm(dim=-1).max()
     window = ((norms + 150) / (SLOPES * 1.4427)).ceil().clamp(max=2**27)
-    tiles = tiles_with_weights(window, MASKS[mask], config, 4)
+    tiles = tiles_with_weights(window, MASKS[mask], config, batches)
     assert (tiles[0][0, 0] < tiles[0][0, 3]).any()
     (found, block_mask), (whole, _) = (
         gradients(config, q, k, v, dout, MASKS[mask], monkeypatch, score_mod=alibi, tiles=each)
