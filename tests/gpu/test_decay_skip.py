@@ -174,30 +174,29 @@ def test_short_and_long_calls_share_a_kernel(options):
     assert builder().compiled == before
 
 
-on_hopper = pytest.mark.skipif(not HOPPER, reason="the backward that leaves tiles out is Hopper's")
-VISITED = {"RULES_OFF": "decay_skip"}
+each_backward = pytest.mark.parametrize(
+    "options", [pytest.param({"BACKEND": "TRITON"}, id="triton"), GLUON]
+)
 
 
-def gradients_of(q, k, v, dout, mask, slopes, **options):
+def gradients_of(q, k, v, dout, mask, slopes, options):
     """Those of q, k and v; slopes: of the bias."""
 
     def score_mod(score, b, h, q_idx, kv_idx):
         return score + slopes[h] * (kv_idx - q_idx)
 
     given = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = flexattn.flex_attention(
-        *given, score_mod, mask, enable_gqa=True, kernel_options={"BACKEND": "GLUON", **options}
-    )
+    out = flexattn.flex_attention(*given, score_mod, mask, enable_gqa=True, kernel_options=options)
     return torch.autograd.grad(out, given, dout)
 
 
-@on_hopper
+@each_backward
 @pytest.mark.parametrize(
     "sizes", [(4096, 4096, 128), (4001, 4093, 64), (1023, 8191, 128)], ids=str
 )
 @pytest.mark.parametrize("heads", [(16, 16), (16, 4)], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-def test_gradients_of_the_same_bits_in_order(mask, heads, sizes):
+def test_gradients_of_the_same_bits_in_order(mask, heads, sizes, options):
     """A tile of dQ waits for those that add to it alone, and is added to in their order."""
     L, S, D = sizes
     q, k, v = tensors(2, *heads, L, S, D, Bkv=1 if heads[1] < 16 else 2)
@@ -205,66 +204,82 @@ def test_gradients_of_the_same_bits_in_order(mask, heads, sizes):
     blocks = block_mask(MASKS[mask](), q, k, per_batch=False, per_head=False)
     slopes = alibi_slopes(16, "cuda")
     found, whole = (
-        gradients_of(q, k, v, dout, blocks, slopes, DETERMINISTIC=True, **each)
-        for each in ({}, VISITED)
+        gradients_of(
+            q, k, v, dout, blocks, slopes, {**options, "DETERMINISTIC": True, "RULES_OFF": off}
+        )
+        for off in ("", "decay_skip")
     )
     for ours, wanted in zip(found, whole, strict=True):
         assert ours.isfinite().all() and torch.equal(ours, wanted)
 
 
-@on_hopper
+@each_backward
 @pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_gradients_do_not_read_far_tiles(deterministic, D):
+def test_gradients_do_not_read_far_tiles(D, options):
     """Head 0's weights halve with every key: rows from 2048 on have none of the first keys."""
-    if deterministic and D == 256:
-        pytest.skip("Triton's backward serves it")
     q, k, v = tensors(1, 16, 16, 4096, 4096, D)
     dout, _ = cotangents(q, v, False)
     dout[:, :, 2048:] = math.nan
     blocks = block_mask(causal, q, k, per_batch=False, per_head=False)
     falling = alibi_slopes(16, "cuda")
     for slopes in (falling, torch.full_like(falling, math.nan), -falling):
-        dq, dk, dv = gradients_of(q, k, v, dout, blocks, slopes, DETERMINISTIC=deterministic)
+        dq, dk, dv = gradients_of(q, k, v, dout, blocks, slopes, options)
         proven = bool(slopes[0] > 0)
         assert dv[0, 0, :1024].isfinite().all().item() is proven
         assert dk[0, 0, :1024].isfinite().all().item() is proven
         assert dv[0, 15, :1024].isnan().all() and dq[0, :, 2048:].isnan().all()
 
 
-@on_hopper
-@pytest.mark.parametrize("lengths", [(1024, 1024), (777, 1111)], ids=str)
-@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=str)
-@pytest.mark.parametrize("mask", ["none", "causal", "window"])
-def test_gradients_against_the_oracle(mask, heads, lengths, monkeypatch):
+@pytest.fixture
+def short_calls_too(monkeypatch):
     for name in ("LEAST_KEYS", "LEAST_ROWS", "LEAST_SCORES"):
         monkeypatch.setattr(f"flexattn.runtime.decay_skip.{name}", 0)
     monkeypatch.setattr("flexattn.runtime.decay_blocks.LEAST_KEYS", 0)
     monkeypatch.setattr(gradients, "_launches", Lru(8))
     guards._seen.clear()
+    yield
+    guards._seen.clear()
+
+
+@each_backward
+@pytest.mark.usefixtures("short_calls_too")
+@pytest.mark.parametrize("lengths", [(1024, 1024), (777, 1111)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=str)
+@pytest.mark.parametrize("mask", ["none", "causal", "window"])
+def test_gradients_against_the_oracle(mask, heads, lengths, options):
     q, k, v = tensors(2, *heads, *lengths, 128)
     mask_mod = {"none": None, "causal": causal, "window": sliding_window(400)}[mask]
     assert_gradients(
         q, k, v, mask_mod=mask_mod, block=128, make=lambda: alibi(8, "cuda"),
-        kernel_options={"BACKEND": "GLUON"},
+        kernel_options=options,
     )  # fmt: skip
 
 
-@on_hopper
-def test_a_graph_replays_gradients_with_slopes_that_change_in_place():
+@pytest.mark.usefixtures("short_calls_too")
+def test_gradients_of_slopes_that_are_learned():
+    def learned(slopes):
+        return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
+
+    q, k, v = tensors(2, 8, 8, 1024, 1024, 64)
+    slopes = (alibi_slopes(8, "cuda"),)
+    assert_gradients(q, k, v, mask_mod=causal, block=128, make=learned, tensors=slopes)
+
+
+@each_backward
+def test_a_graph_replays_gradients_with_slopes_that_change_in_place(options):
     q, k, v = tensors(1, 16, 16, 4096, 4096, 128)
     dout, _ = cotangents(q, v, False)
     blocks = block_mask(causal, q, k, per_batch=False, per_head=False)
     slopes = alibi_slopes(16, "cuda")
-    call = (q, k, v, dout, blocks, slopes)
+    call = (q, k, v, dout, blocks, slopes, {**options, "DETERMINISTIC": True})
     with torch.cuda.stream(torch.cuda.Stream()):
-        gradients_of(*call, DETERMINISTIC=True)
+        gradients_of(*call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = gradients_of(*call, DETERMINISTIC=True)
+        found = gradients_of(*call)
     slopes.copy_(slopes.flip(0) / 4)
     graph.replay()
     torch.cuda.synchronize()
-    for ours, wanted in zip(found, gradients_of(*call, DETERMINISTIC=True), strict=True):
+    for ours, wanted in zip(found, gradients_of(*call), strict=True):
         assert torch.equal(ours, wanted)
