@@ -194,7 +194,8 @@ def rise(terms: Iterable[Expr], reads: Variables) -> Rise | None:
     2^(2 N - d (a - e)). Where d (a - e) > 2 N + 150 that is below 2^-150, which is 0 in float32,
     and beside the maximum's own weight of 1 the row's sum and its weighted values are without it
     what they are with it. If a is kept by all rows of a tile, keys below a - (2 N + 150) / d need
-    not be visited. N is measured in each call, for each head, with one percent for rounding; a NaN
+    not be visited; nor by a backward, whose weights exp(S' - lse) are no larger than beside the
+    maximum. N is measured in each call, for each head, with one percent for rounding; a NaN
     or an infinity in q, k or d, and d <= 0, leave every key where it is. What is not visited is
     not read: NaN and infinities of V there do not reach the output.
 
