@@ -14,6 +14,7 @@ from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.choose.space import space
+from flexattn.kernels.decay_skip.blocks import render_blocks
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.hopper_backward.source import TURN, render_before
 from flexattn.kernels.hopper_backward.space import defaults
@@ -77,6 +78,22 @@ def test_defaults_keep_their_registers_and_overlap(name, D, sizes):
     stores = [each[: each.index("stmatrix")] for each in ptx.split(ANNOUNCED)[1:]]
     assert len(stores) == (0 if D == 256 else 1), len(stores)
     assert not any(re.search(barrier, each) for each in stores)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_what_finds_tiles_with_weights_and_the_kernel_that_adds_in_their_order(mask):
+    structure = problem("backward", **{**MODS["alibi"], **MODS[mask]}).structure
+    if mask == "full":
+        structure = replace(structure, mask=None, sparsity=None)
+    blocks = compile_source(render_blocks(structure, 64, 128, H200), H200)
+    assert not resources(blocks, H200).starved
+    config = family_of(CONFIG).made_deterministic(CONFIG, structure)
+    source = render(structure, config, H200, "test")
+    assert {"M_BLOCK_MAX", "N_BLOCK_MIN"} <= {each.name for each in source.arguments}
+    compiled = compile_source(source, H200)
+    spilled = [words for _, words in product_loops(compiled.asm["cubin"])]
+    assert spilled and not any(spilled), spilled
+    assert not resources(compiled, H200).serialised
 
 
 # Loads and stores of spilled words in a default's loops of products, all loops together: under

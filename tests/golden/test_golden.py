@@ -24,6 +24,7 @@ from flexattn.device import named
 from flexattn.kernels.block_mask.source import render_block_mask
 from flexattn.kernels.cache_append.form import AppendForm, RopeForm
 from flexattn.kernels.cache_append.source import render_append
+from flexattn.kernels.decay_skip.blocks import render_blocks
 from flexattn.kernels.decay_skip.source import render_norms, render_window
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
@@ -100,6 +101,12 @@ GOLDENS = {
     ),
     "decay_window_alibi": lambda: render_window(
         problem(score_mod=alibi(32, "cpu")).structure, DEVICE
+    ),
+    "decay_blocks_alibi": lambda: render_blocks(
+        problem("backward", score_mod=alibi(32, "cpu"), mask_mod=causal, runs=True).structure,
+        64,
+        128,
+        DEVICE,
     ),
     "norms_96": lambda: render_norms(problem(D=96, score_mod=alibi(32, "cpu")).structure, DEVICE),
     "decode_runs_prefix": lambda: kernel(

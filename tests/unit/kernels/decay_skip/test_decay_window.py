@@ -17,10 +17,17 @@ from flexattn.catalogue import (
 )
 from flexattn.cli.rewritten import rewrites
 from flexattn.device import named
+from flexattn.frontend.gradients import AskedGradients, _problem
 from flexattn.kernels.base.features import decays, skips_far
+from flexattn.kernels.base.vanishing import skips_vanished
+from flexattn.kernels.choose.options import parse
+from flexattn.kernels.decay_skip.blocks import render_blocks
 from flexattn.kernels.decay_skip.source import render_norms, render_window
 from flexattn.kernels.hopper.config import HopperPrefillConfig
+from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.triton.config import PrefillConfig
+from flexattn.kernels.triton_backward.config import BackwardConfig
+from flexattn.kernels.triton_backward.tiles import skips_blocks
 from flexattn.mods import bind
 from flexattn.mods.terms import ALL, split
 from flexattn.runtime.decay_skip import pays
@@ -96,6 +103,49 @@ def test_structures_that_leave_far_keys_out(name):
 def test_structures_that_do_not(name):
     structure = problem(**HAVE_NOT[name]).structure
     assert not decays(structure) and not skips_far(structure, TRITON)
+
+
+HOPPER = HopperBackwardConfig(64, 128, 2)
+BACKWARDS = (HOPPER, replace(HOPPER, dq_tma=True, deterministic=True), BackwardConfig(*[64] * 4))
+
+
+@pytest.mark.parametrize("name", [name for name in HAVE if name != "float32"])
+def test_their_backwards_leave_out_the_same_tiles(name):
+    structure = problem("backward", **HAVE[name]).structure
+    for config in BACKWARDS:
+        source = render(structure, config, DEVICE, "test")
+        names = [argument.name for argument in source.arguments]
+        both = config is not HOPPER  # its dQ is added up in any order
+        assert "M_BLOCK_MAX" in names and ("N_BLOCK_MIN" in names) is both
+        bare = render(replace(structure, rules_off=("decay_skip",)), config, DEVICE, "test")
+        assert not {"M_BLOCK_MAX", "N_BLOCK_MIN"} & {each.name for each in bare.arguments}
+        assert bare.hash != source.hash
+    blocks = render_blocks(structure, 64, 128, DEVICE)
+    assert ("their upper bound" in blocks.text) is (name == "causal")
+
+
+@pytest.mark.parametrize("name", HAVE_NOT.keys() - {"plain", "decode", "fp8"})
+def test_backwards_that_visit_all_tiles(name):
+    structure = problem("backward", **HAVE_NOT[name]).structure
+    assert not any(skips_vanished(structure, config) for config in BACKWARDS)
+
+
+def test_backwards_that_visit_all_tiles_for_another_reason():
+    structure = problem("backward", **HAVE["causal"]).structure
+    assert skips_vanished(structure, HOPPER)
+    assert not skips_vanished(replace(structure, dropout=True), HOPPER)
+    assert not skips_vanished(replace(structure, kind="prefill"), HOPPER)
+    narrow = problem("backward", **HAVE["causal"], block=(32, 128)).structure
+    assert skips_blocks(narrow, BackwardConfig(32, 64, 32, 128)) == (32, 64)
+    assert skips_blocks(narrow, BackwardConfig(64, 64, 32, 128)) is None
+
+
+def test_a_backward_is_told_which_rules_are_off():
+    q = torch.zeros(1, 32, 256, 64)
+    for given, off in (("", ()), ("row,decay_skip", ("decay_skip",)), ("row", ())):
+        chosen = parse({"RULES_OFF": given})
+        asked = AskedGradients(bind(ALIBI, "score"), None, None, 1.0, chosen, ())
+        assert _problem(asked, q, q, q, None, DEVICE).structure.rules_off == off
 
 
 def test_tiles_wider_than_a_block_walk_lists():
