@@ -45,7 +45,7 @@ from flexattn.runtime.launch import (
 _TILES = ("Q_TILES", "DO_TILES", "K_TILES", "V_TILES")
 _GIVEN = (
     "Q", "K", "V", "OUT", "DO", "LSE", "DLSE", "DELTA", "DQ", "DK", "DV", "sm_scale", *_TILES,
-    *decay_blocks.NAMES,
+    *decay_blocks.TILES_FOUND,
 )  # fmt: skip
 _RESULTS = ("DQ", "DK", "DV")
 
@@ -254,7 +254,7 @@ def prepare_backward(
     if around.blocks is not None:
         decay = DecayBlocks.of(problem, around.blocks, inputs, fixed, given, target, index)
         # Where nothing is left out their addresses are 0, and the same kernel visits all tiles.
-        fixed |= decay_blocks.NOTHING if decay is None else {}
+        fixed |= decay_blocks.VISITS_ALL if decay is None else {}
     launched = _AroundLaunch.of(around, target, index, fixed, given)
     boxes = {name: box for name, box in boxes.items() if name in names and names[name].described}
     return BackwardLaunch(

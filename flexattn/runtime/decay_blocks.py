@@ -20,11 +20,11 @@ from flexattn.runtime.fallback.outcome import concerns_the_device, outcome_of
 from flexattn.settings import current, say_once
 
 # What the kernels are given, and what is there in place of it where nothing is left out.
-NAMES = ("DECAY_WINDOW", "M_BLOCK_MAX", "N_BLOCK_MIN")
-NOTHING = dict.fromkeys(NAMES, 0)
-# Of fewer keys than this the three kernels cost what they save, and below what a forward asks for
-# as well: 16 heads of 128 columns with a causal mask and ALiBi's slopes, H200.
-LEAST_KEYS = 2048
+TILES_FOUND = ("DECAY_WINDOW", "M_BLOCK_MAX", "N_BLOCK_MIN")
+VISITS_ALL = dict.fromkeys(TILES_FOUND, 0)
+# Of fewer keys the three kernels cost what they save or more, on an H200: 16 heads of 128 columns,
+# with a causal mask and ALiBi's slopes. What a forward asks for is asked for as well.
+LEAST_BACKWARD_KEYS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class DecayBlocks:
         inputs: q, k and v. fixed, given: of the backward's kernels. None where kernels do not
         build, which is said, or cost more than they save.
         """
-        if problem.kv_len < LEAST_KEYS or not pays(problem):
+        if problem.kv_len < LEAST_BACKWARD_KEYS or not pays(problem):
             return None
         skip = DecaySkip.of(problem, inputs[0], inputs[1], given, target, index)
         if skip is None:
@@ -76,7 +76,7 @@ class DecayBlocks:
         return cls(skip, blocks, ((*heads, n_blocks), (*heads, m_blocks)))
 
     def empty(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Memory for what `run` writes, by NAMES."""
+        """Memory for what `run` writes, by TILES_FOUND."""
         tiles = (torch.empty(x, dtype=torch.int32, device=device) for x in self.shapes)
         return self.skip.empty(device), *tiles
 

@@ -163,7 +163,7 @@ def short_calls_too(monkeypatch):
     """The lengths of tests are those where three kernels more do not pay."""
     for name in ("LEAST_KEYS", "LEAST_ROWS", "LEAST_SCORES"):
         monkeypatch.setattr(f"flexattn.runtime.decay_skip.{name}", 0)
-    monkeypatch.setattr("flexattn.runtime.decay_blocks.LEAST_KEYS", 0)
+    monkeypatch.setattr("flexattn.runtime.decay_blocks.LEAST_BACKWARD_KEYS", 0)
     monkeypatch.setattr(gradients, "_launches", Lru(64))
     guards._seen.clear()
     yield
@@ -244,7 +244,7 @@ def test_a_short_call_has_the_same_kernel_and_visits_all_tiles(short_calls_too, 
     dout[:, :, 64:] = math.nan
     mask, before = block_mask(causal, q, k, 32), builder().compiled
     differentiated(q, k, v, mask, dout)
-    for name, value in (("decay_blocks.LEAST_KEYS", 98), ("decay_skip.LEAST_KEYS", 98)):
+    for name, value in (("decay_blocks.LEAST_BACKWARD_KEYS", 98), ("decay_skip.LEAST_KEYS", 98)):
         compiled = builder().compiled
         with monkeypatch.context() as here:
             here.setattr(f"flexattn.runtime.{name}", value)

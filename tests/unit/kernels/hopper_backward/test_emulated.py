@@ -122,7 +122,7 @@ def gradients(
         monkeypatch.setattr(each, "builder", lambda: SimpleNamespace(kernel=build))
     windows = SimpleNamespace(empty=lambda device: None, run=lambda given, stream: None)
     monkeypatch.setattr(decay_blocks, "pays", lambda problem: tiles is not None)
-    monkeypatch.setattr(decay_blocks, "LEAST_KEYS", 0)
+    monkeypatch.setattr(decay_blocks, "LEAST_BACKWARD_KEYS", 0)
     monkeypatch.setattr(decay_blocks.DecaySkip, "of", lambda *_: windows)
     out, lse, _ = attention(
         q, k, v, score_mod=score_mod, block_mask=mask, scale=0.1, dropout=dropout
