@@ -144,3 +144,40 @@ def test_mods_where_tiles_go_round(name):
     )  # fmt: skip
     each = requests(2, [517], Hq=6)
     assert_right(run(plan, each), each, **mods)
+
+
+HALVES = replace(SMALL, BLOCK_M=4)
+
+
+@pytest.mark.oldest
+@pairwise(
+    dims=[(256, 256), (128, 128), (256, 128), (128, 256)],
+    dtype=[torch.float16, torch.bfloat16],
+    pieces=[(2, 8), (4, 16), (8, 32)],
+    page=[0, 3, 16],
+)
+def test_rows_that_have_a_column_for_each_half_of_a_head(dims, dtype, pieces, page):
+    warps, own = pieces
+    config = replace(HALVES, BLOCK_N=warps * own, num_warps=warps, per_sm=7)
+    each = requests(Hq=6, D=dims[0], Dv=dims[1], dtype=dtype)
+    check(each, config=config, page=page, score_mod=softcap(30.0), sinks=torch.randn(6))
+
+
+@each_choice(rows=[(1, 1), (1, 4), (2, 2), (3, 3), (1, 5)], ragged=[False, True])
+def test_few_rows_of_a_wide_head(rows, ragged):
+    """One tile of them, several, and tiles that end within four rows."""
+    q_len, group = rows
+    each = requests(q_len, Hq=2 * group, D=256)
+    plan = plan_for(each, page=16, config=HALVES, ragged=ragged, mask_mod=sliding_window(9))
+    assert_right(run(plan, each), each, mask_mod=sliding_window(9))
+
+
+def test_a_wide_head_of_one_request_goes_round():
+    config = replace(HALVES, split_policy="round", per_sm=2)
+    for keys in (0, 33, 517):
+        plan = DecodePlan(
+            batch=1, kv_len=600, heads=(4, 2), head_dim=256, device="cpu", page_size=16, lse=True,
+            config=config,
+        )  # fmt: skip
+        each = requests(lengths=[keys], Hq=4, D=256)
+        assert_right(run(plan, each), each)

@@ -30,6 +30,8 @@ SplitPolicy: TypeAlias = Literal["even", "whole", "heads", "round"]
 Scales: TypeAlias = Literal["", "page", "page_head", "token", "token_head"]
 # Rows of a tile that a matrix instruction multiplies at least, where warps share it.
 TILE_ROWS = 16
+# The short side of the matrix instruction, of whose 8 columns a warp-private tile's rows are.
+SHORT_ROWS = 8
 # Bytes of a line of the L2 cache.
 LINE = 128
 
@@ -150,6 +152,11 @@ class ServingConfig:
     def keys_per_warp(self) -> int:
         """Keys of a tile that each warp has for itself."""
         return self.BLOCK_N // self.num_warps
+
+    @property
+    def chunks(self) -> int:
+        """Parts of a head's columns, each with columns of its own of a product's 8, by rows."""
+        return max(1, SHORT_ROWS // self.BLOCK_M)
 
     @property
     def left(self) -> int:

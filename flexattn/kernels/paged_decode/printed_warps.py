@@ -19,6 +19,7 @@ class RuleCase:
     BLOCK_N: int
     num_warps: int
     keys_per_warp: int
+    chunks: int
     num_stages: int
     per_sm: int
     least: int
@@ -50,7 +51,7 @@ def held(c: RuleCase) -> int:
     """Registers of a thread that hold a tile, K, V and Q in words, and the ends of requests."""
     kv_tiles = floor(c.keys_per_warp * c.kv_itemsize * (c.qk_dim + c.v_dim) / 128)
     widened = 32 if c.kv_itemsize == 1 else 0
-    scores = floor(c.BLOCK_M * c.keys_per_warp / 16)
+    scores = floor(c.chunks * c.keys_per_warp * max(c.BLOCK_M, 8) / 16)
     q_and_output = floor(c.BLOCK_M * (c.v_dim + floor(c.qk_dim / 2)) / 32)
     # Of requests.
     ends = (2 if c.masked else 1) * floor(c.requests / 32)
@@ -70,12 +71,12 @@ RULES: Rules[RuleCase] = Rules(
             "warp-private kernels run on NVIDIA's sm_80 to sm_90",
             lambda c: c.interpreted or (c.capability >= 80 and c.capability <= 90),
         ),
-        Rule("rows", "BLOCK_M={BLOCK_M} is 8 or 16", lambda c: c.BLOCK_M in (8, 16)),
+        Rule("rows", "BLOCK_M={BLOCK_M} is 4, 8 or 16", lambda c: c.BLOCK_M in (4, 8, 16)),
         Rule("warps", "num_warps is 1, 2, 4 or 8", lambda c: c.num_warps in (1, 2, 4, 8)),
         Rule(
             "keys",
-            "each warp has {keys_per_warp} of 16, 32 or 64 keys",
-            lambda c: c.keys_per_warp in (16, 32, 64),
+            "each warp has {keys_per_warp} of 16, 32 or 64 keys, or half of them for 4 rows",
+            lambda c: c.chunks * c.keys_per_warp in (16, 32, 64),
         ),
         Rule(
             "keys",
@@ -93,7 +94,7 @@ RULES: Rules[RuleCase] = Rules(
         Rule(
             "merge",
             "fewer than 4 warps have no registers to merge 16 rows",
-            lambda c: c.interpreted or c.BLOCK_M == 8 or c.num_warps >= 4,
+            lambda c: c.interpreted or c.num_warps >= 4 or c.BLOCK_M <= 8,
         ),
         Rule(
             "split_policy",
@@ -117,8 +118,16 @@ RULES: Rules[RuleCase] = Rules(
         ),
         Rule(
             "head dimension",
-            "head dimensions ({qk_dim}, {v_dim}) are 64 or 128",
-            lambda c: (c.qk_dim in (64, 128)) and (c.v_dim in (64, 128)),
+            "head dimensions ({qk_dim}, {v_dim}) are 64 or 128, of 4 rows 128 or 256",
+            lambda c: (
+                (c.qk_dim == 64 * c.chunks or c.qk_dim == 128 * c.chunks)
+                and (c.v_dim == 64 * c.chunks or c.v_dim == 128 * c.chunks)
+            ),
+        ),
+        Rule(
+            "merge",
+            "one warp has too few threads to merge rows of 256 values",
+            lambda c: 128 * c.num_warps >= c.v_dim,
         ),
         Rule(
             "layout",

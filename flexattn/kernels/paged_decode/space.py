@@ -12,6 +12,7 @@ from flexattn.kernels.base.config import padded
 from flexattn.kernels.base.rule import able, worded
 from flexattn.kernels.paged_decode import mla, printed as printed_serving, warps as serving_warps
 from flexattn.kernels.paged_decode.config import (
+    SHORT_ROWS,
     Combine,
     ServingConfig,
     ServingForm,
@@ -113,7 +114,7 @@ def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
         yield invariant_config(form)
         return
     if device.capability == 90 and form.rows > 0:
-        short = form.rows <= serving_warps.SHORT_ROWS
+        short = form.rows <= SHORT_ROWS
         found = serving_warps.warps_defaults if short else serving_warps.tall_defaults
         yield from serving_warps.filling(found(form), form, device)
     widest = max(form.head_dim_qk, form.head_dim_v)

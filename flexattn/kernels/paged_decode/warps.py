@@ -11,17 +11,18 @@ from flexattn.kernels.base.rule import worded
 from flexattn.kernels.paged_decode import printed_warps as printed_serving_warps
 from flexattn.kernels.paged_decode.config import (
     SERVING_ITEMSIZE,
+    SHORT_ROWS,
     ServingConfig,
     ServingForm,
     SplitPolicy,
 )
 
-# The short side of the matrix instruction.
-SHORT_ROWS = 8
-
 
 def warps_defaults(form: ServingForm) -> Iterator[ServingConfig]:
     """The static defaults for at most 8 rows, best first: measured on an H200."""
+    if max(form.head_dim_qk, form.head_dim_v) > 128:
+        yield ServingConfig(4, 64, 4, 1, 2, 1, "await", "heads")
+        return
     if form.requests == 1 and form.mask is None:
         # Of 128k keys 128.4.2 is 0.7 % ahead, but a form has no length: the tuner's records do.
         yield ServingConfig(8, 128, 8, 1, 1, 1, "await", "round")
@@ -97,6 +98,7 @@ def warps_reasons(config: ServingConfig, form: ServingForm, device: Device) -> l
         config.BLOCK_N,
         config.num_warps,
         config.keys_per_warp,
+        config.chunks,
         config.num_stages,
         config.per_sm,
         config.least,
