@@ -19,7 +19,6 @@ class RuleCase:
     BLOCK_N: int
     num_warps: int
     keys_per_warp: int
-    chunks: int
     num_stages: int
     per_sm: int
     least: int
@@ -30,6 +29,7 @@ class RuleCase:
     kv_itemsize: int
     qk_dim: int
     v_dim: int
+    chunks: int
     kv_heads: int
     requests: int
     rows: int
@@ -51,7 +51,8 @@ def held(c: RuleCase) -> int:
     """Registers of a thread that hold a tile, K, V and Q in words, and the ends of requests."""
     kv_tiles = floor(c.keys_per_warp * c.kv_itemsize * (c.qk_dim + c.v_dim) / 128)
     widened = 32 if c.kv_itemsize == 1 else 0
-    scores = floor(c.chunks * c.keys_per_warp * max(c.BLOCK_M, 8) / 16)
+    product_rows = c.BLOCK_M * c.chunks
+    scores = floor(c.chunks * c.keys_per_warp * product_rows / 16)
     q_and_output = floor(c.BLOCK_M * (c.v_dim + floor(c.qk_dim / 2)) / 32)
     # Of requests.
     ends = (2 if c.masked else 1) * floor(c.requests / 32)
@@ -71,11 +72,15 @@ RULES: Rules[RuleCase] = Rules(
             "warp-private kernels run on NVIDIA's sm_80 to sm_90",
             lambda c: c.interpreted or (c.capability >= 80 and c.capability <= 90),
         ),
-        Rule("rows", "BLOCK_M={BLOCK_M} is 4, 8 or 16", lambda c: c.BLOCK_M in (4, 8, 16)),
+        Rule(
+            "rows",
+            "BLOCK_M={BLOCK_M} is 8 or 16, where heads have 256 columns 4 or 8",
+            lambda c: c.BLOCK_M * c.chunks in (8, 16),
+        ),
         Rule("warps", "num_warps is 1, 2, 4 or 8", lambda c: c.num_warps in (1, 2, 4, 8)),
         Rule(
             "keys",
-            "each warp has {keys_per_warp} of 16, 32 or 64 keys, or half of them for 4 rows",
+            "each warp has {keys_per_warp} of 16, 32 or 64 keys, of 256 columns half of them",
             lambda c: c.chunks * c.keys_per_warp in (16, 32, 64),
         ),
         Rule(
@@ -93,8 +98,8 @@ RULES: Rules[RuleCase] = Rules(
         ),
         Rule(
             "merge",
-            "fewer than 4 warps have no registers to merge 16 rows",
-            lambda c: c.interpreted or c.num_warps >= 4 or c.BLOCK_M <= 8,
+            "fewer than 4 warps have no registers to merge 16 rows, or 8 of 256 columns",
+            lambda c: c.interpreted or c.num_warps >= 4 or c.BLOCK_M * c.chunks == 8,
         ),
         Rule(
             "split_policy",
@@ -118,7 +123,7 @@ RULES: Rules[RuleCase] = Rules(
         ),
         Rule(
             "head dimension",
-            "head dimensions ({qk_dim}, {v_dim}) are 64 or 128, of 4 rows 128 or 256",
+            "head dimensions ({qk_dim}, {v_dim}) are 64 or 128, or 128 or 256",
             lambda c: (
                 (c.qk_dim == 64 * c.chunks or c.qk_dim == 128 * c.chunks)
                 and (c.v_dim == 64 * c.chunks or c.v_dim == 128 * c.chunks)

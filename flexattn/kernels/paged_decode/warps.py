@@ -20,8 +20,8 @@ from flexattn.kernels.paged_decode.config import (
 
 def warps_defaults(form: ServingForm) -> Iterator[ServingConfig]:
     """The static defaults for at most 8 rows, best first: measured on an H200."""
-    if max(form.head_dim_qk, form.head_dim_v) > 128:
-        yield ServingConfig(4, 64, 4, 1, 2, 1, "await", "heads")
+    if form.chunks > 1:
+        yield from _wide_defaults(form)
         return
     if form.requests == 1 and form.mask is None:
         # Of 128k keys 128.4.2 is 0.7 % ahead, but a form has no length: the tuner's records do.
@@ -37,6 +37,18 @@ def warps_defaults(form: ServingForm) -> Iterator[ServingConfig]:
     # Keys of D 64 are half as long: of few requests the wide tile takes 11 % less.
     least = form.head_dim_v == 128 and (not form.page or form.requests <= 8)
     yield from (narrow, wide) if least else (wide, narrow)
+
+
+def _wide_defaults(form: ServingForm) -> Iterator[ServingConfig]:
+    """The same where heads have 256 columns."""
+    height = SHORT_ROWS // form.chunks
+    if form.requests == 1 and form.mask is None and form.rows <= height:
+        yield ServingConfig(height, 128, 8, 1, 1, 1, "await", "round")
+    if SERVING_ITEMSIZE[form.kv_dtype] == 1:
+        yield ServingConfig(height, 64, 4, 1, 2, 1, "await", "heads")
+    yield ServingConfig(
+        height if form.rows <= height else SHORT_ROWS, 32, 4, 1, 2, 1, "await", "heads"
+    )
 
 
 def tall_defaults(form: ServingForm) -> Iterator[ServingConfig]:
@@ -83,8 +95,15 @@ def filling(
 def warps_space(form: ServingForm) -> Iterator[ServingConfig]:
     """Every config of this kind; not all of them can run."""
     policies: tuple[SplitPolicy, ...] = ("heads", "round")
-    height = 8 if 0 < form.rows <= 8 else 16
-    axes = product((1, 2, 4, 8), (16, 32, 64), (1, 2, 3, 4, 6, 8, 12), (1, 2), policies)
+    short, chunks = SHORT_ROWS // form.chunks, form.chunks
+    height = short if 0 < form.rows <= short else 2 * short
+    axes = product(
+        (1, 2, 4, 8),
+        (16 // chunks, 32 // chunks, 64 // chunks),
+        (1, 2, 3, 4, 6, 8, 12),
+        (1, 2),
+        policies,
+    )
     for warps, keys, per_sm, least, policy in axes:
         if policy == "round" and least > 1:
             continue  # it shares tiles out without looking at how many there are
@@ -98,7 +117,6 @@ def warps_reasons(config: ServingConfig, form: ServingForm, device: Device) -> l
         config.BLOCK_N,
         config.num_warps,
         config.keys_per_warp,
-        config.chunks,
         config.num_stages,
         config.per_sm,
         config.least,
@@ -109,6 +127,7 @@ def warps_reasons(config: ServingConfig, form: ServingForm, device: Device) -> l
         SERVING_ITEMSIZE[form.kv_dtype],
         form.head_dim_qk,
         form.head_dim_v,
+        form.chunks,
         form.kv_heads,
         form.requests,
         form.rows,
