@@ -44,6 +44,8 @@ def form(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16
         ({"D": (256, 256), "heads": (8, 4), "q_len": 4}, True, "heads", 8),
         ({"D": (256, 256), "heads": (8, 4), "q_len": 8}, False, "even", 16),
         ({"D": (256, 256), "heads": (8, 4), "B": 1}, True, "round", 4),
+        ({"D": (256, 256), "heads": (8, 4), "B": 1, "mask": causal}, True, "heads", 4),
+        ({"D": (256, 256), "heads": (16, 2), "B": 1}, False, "even", 16),
         ({"D": (576, 512), "heads": (128, 1), "shared_kv": True}, False, "whole", 64),
         ({"D": (576, 512), "heads": (4, 1), "shared_kv": True}, False, "even", 16),
         ({"D": (576, 512), "heads": (16, 1), "shared_kv": True, "page": 8}, False, "even", 16),
@@ -54,7 +56,7 @@ def form(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16
         ({"heads": (204, 204)}, False, "even", 16),
     ],
     # A function's name holds its address: two workers would collect different tests.
-    ids=range(22),
+    ids=range(24),
 )
 def test_the_default(about, warp_private, split_policy, rows):
     found = next(serving_candidates(form(**about), H200))
