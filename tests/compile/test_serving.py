@@ -358,6 +358,7 @@ INVARIANT = {
     "eight bits": {"kv": torch.float8_e4m3fn, "scaled": True},
     "one request": {"B": 1},
     "one request, contiguous, of two head dimensions": {"B": 1, "page": 0, "D": (64, 128)},
+    "chunks of 256 columns": {"total_q": 512, "mask": causal, "D": (256, 256), "heads": (8, 4)},
 }
 
 

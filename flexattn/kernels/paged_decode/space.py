@@ -76,7 +76,7 @@ def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingCon
     """
     of, do = "the serving template", "use smaller head dimensions"
     if form.split_keys:
-        of, do = "batch-invariant serving", "use head dimensions of 64 or 128, or leave it out"
+        of, do = "batch-invariant serving", "use head dimensions of 64, 128 or 256"
     return able(
         _preferences(form, device),
         lambda config: serving_reasons(config, form, device),
