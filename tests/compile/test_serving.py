@@ -54,6 +54,8 @@ CASES = {
     "odd pages": {"page": 3, "heads": (6, 2), "D": (64, 64)},
     "one request": {"B": 1},
     "many requests": {"B": 512, "mask": causal},
+    "256 columns": {"D": (256, 256), "heads": (8, 4), "mask": sliding_window(1024)},
+    "8 rows of 256 columns": {"D": (256, 256), "heads": (16, 2), "score": softcap(30.0)},
 }
 AWAITED = {
     "heads": ServingConfig(8, 64, 4, 1, 2, 1, "await", "heads"),
@@ -84,7 +86,7 @@ def spills_by_tile(compiled):
     return sum(bool(re.search(r"\b(STL|LDL)\b", lines[i])) for each in inner for i in each)
 
 
-QUICK = ("paged", "window", "eight bits", "mixed", "odd pages")
+QUICK = ("paged", "window", "eight bits", "mixed", "odd pages", "256 columns")
 
 
 @pytest.mark.releases
@@ -356,6 +358,7 @@ INVARIANT = {
     "eight bits": {"kv": torch.float8_e4m3fn, "scaled": True},
     "one request": {"B": 1},
     "one request, contiguous, of two head dimensions": {"B": 1, "page": 0, "D": (64, 128)},
+    "chunks of 256 columns": {"total_q": 512, "mask": causal, "D": (256, 256), "heads": (8, 4)},
 }
 
 

@@ -21,7 +21,7 @@ from tests.invariance import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 KEYS = 3000
-FORMS = ("causal", "window", "ALiBi, e4m3", "gpt-oss")
+FORMS = ("causal", "window", "ALiBi, e4m3", "gpt-oss", "gemma")
 # Requests, and rows of all or of each: chunks beside steps, then steps alone, then drafts.
 PLANS = {
     "mixed": {"batch": 16, "total_q": 700},
@@ -35,14 +35,14 @@ def drawn(name):
     """Requests, options of their plans, and what each run is given beside them."""
     draw = torch.Generator().manual_seed(5)
     lengths = [*torch.randint(1, KEYS, (10,), generator=draw).tolist(), KEYS, 512]
-    heads, D = ((64, 8), 64) if name == "gpt-oss" else ((32, 8), 128)
+    heads, D = {"gpt-oss": ((64, 8), 64), "gemma": ((8, 4), 256)}.get(name, ((32, 8), 128))
     eight = torch.float8_e4m3fn if "e4m3" in name else None
     told = stories(lengths, heads, D, kv_dtype=eight, device="cuda")
     options, call = {"mask_mod": causal}, {}
     if name in ("window", "gpt-oss"):
         options = {"mask_mod": sliding_window(128 if D == 64 else 700), "sinks": True}
         call = {"sinks": torch.randn(heads[0], device="cuda")}
-    if name == "window":
+    if name in ("window", "gemma"):
         options["score_mod"] = softcap(20.0)
     if eight is not None:
         options |= {"score_mod": alibi(heads[0], "cuda"), "scaled": True}

@@ -84,6 +84,36 @@ def test_warps_that_walk_alone(numbers):
     check(each, config=config, sinks=torch.randn(8, device="cuda"))
 
 
+@pytest.mark.parametrize("numbers", [(4, 32, 4), (4, 32, 2), (4, 128, 8), (8, 32, 4), (8, 64, 8)])
+def test_heads_of_256_columns(numbers):
+    """Each row and key there twice, once for each half of the columns."""
+    per_sm = 8 // numbers[2]
+    config = ServingConfig(*numbers, 1, per_sm, combine="await", split_policy="heads")
+    q_len = numbers[0] // 4
+    for page in (0, 3, 16, 64):
+        each = batch([q_len] * 7, LENGTHS, 16, 4, 256, **BF16)
+        check(
+            each, config=config, page=page, score_mod=softcap(30.0), mask_mod=sliding_window(700)
+        )
+    each = batch([q_len], [131_071], 3, 1, 256, dtype=torch.float16, device="cuda")
+    check(each, config=config, sinks=torch.randn(3, device="cuda"))
+    each = batch([q_len] * 7, LENGTHS, 8, 4, 256, 128, **BF16)
+    check(each, config=config, page=16)
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_len"), [((8, 4), 1), ((8, 4), 2), ((16, 2), 1), ((16, 2), 2), ((16, 2), 4)]
+)
+def test_defaults_of_256_columns(heads, q_len):
+    for page in (0, 16):
+        each = batch([q_len] * 7, LENGTHS, *heads, 256, **BF16)
+        check(each, page=page, mask_mod=causal)
+        check(batch([q_len], [8191], *heads, 256, **BF16), page=page)
+    few, wide, k_scale, v_scale = quantized(each, torch.float8_e4m3fn, per_head=True)
+    plan = plan_for(few, page=16, kv_dtype=torch.float8_e4m3fn, scaled=True)
+    assert_right(run(plan, few, k_scale=k_scale, v_scale=v_scale), few, exact=wide)
+
+
 @pytest.mark.parametrize(
     ("heads", "D"), [((71, 1), 64), ((48, 1), 128), ((64, 4), 128), ((40, 40), 128)]
 )

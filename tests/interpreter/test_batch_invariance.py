@@ -99,6 +99,17 @@ def test_programs_of_several_splits_hand_on_what_they_have_folded(least):
         assert bool((plan._workspace.view(torch.int32) == -1).all())
 
 
+@pytest.mark.usefixtures("short_splits")
+def test_rows_of_256_columns_in_tiles_of_4_and_of_8():
+    told = stories([9, 150], (4, 2), D=256)
+    alone = whole(told, page=16, mask_mod=causal)
+    steps = [Piece(story, n - 1, n) for story in told for n in (1, len(story))]
+    for pieces, ragged in ((steps, False), (steps, True), ([Piece(told[1], 130, 150)], True)):
+        plan = plan_of(told, pieces, page=16, ragged=ragged, mask_mod=causal)
+        assert plan.config.BLOCK_M == (8 if ragged else 4)
+        assert_same_bits(run_pieces(plan, pieces), pieces, told, alone)
+
+
 def test_a_split_has_many_tiles_where_nothing_is_shortened():
     told = stories([1100], (2, 2), D=128)
     for last in (511, 513, 1100):

@@ -144,3 +144,45 @@ def test_mods_where_tiles_go_round(name):
     )  # fmt: skip
     each = requests(2, [517], Hq=6)
     assert_right(run(plan, each), each, **mods)
+
+
+WIDE = replace(SMALL, BLOCK_M=4, BLOCK_N=16)
+
+
+@pytest.mark.oldest
+@pairwise(
+    dims=[(256, 256), (256, 128), (128, 256)],
+    dtype=[torch.float16, torch.bfloat16],
+    tile=[(4, 2, 8), (8, 4, 8), (4, 2, 16)],
+    page=[0, 3, 16],
+)
+def test_rows_of_256_columns(dims, dtype, tile, page):
+    """Each row and each key is there twice, once for each half of the columns."""
+    height, warps, own = tile
+    config = replace(SMALL, BLOCK_M=height, BLOCK_N=warps * own, num_warps=warps, per_sm=7)
+    each = requests(lengths=[53, 0, 17], Hq=6, D=dims[0], Dv=dims[1], dtype=dtype)
+    check(each, config=config, page=page, score_mod=softcap(30.0), sinks=torch.randn(6))
+
+
+@each_choice(
+    rows=[(1, 1, 4), (1, 4, 4), (3, 3, 4), (1, 5, 8), (2, 4, 8), (3, 3, 8)], ragged=[False, True]
+)
+def test_few_rows_of_256_columns(rows, ragged):
+    """One tile of them, several, and tiles that end within."""
+    q_len, group, height = rows
+    each = requests(q_len, [53, 0, 17], Hq=2 * group, D=256)
+    config, window = replace(WIDE, BLOCK_M=height), sliding_window(9)
+    plan = plan_for(each, page=16, config=config, ragged=ragged, mask_mod=window)
+    assert_right(run(plan, each), each, mask_mod=window)
+
+
+def test_one_request_of_256_columns_goes_round():
+    config = replace(WIDE, split_policy="round", per_sm=2)
+    plan = DecodePlan(
+        batch=1, kv_len=300, heads=(4, 2), head_dim=256, device="cpu", page_size=16, lse=True,
+        config=config,
+    )  # fmt: skip
+    for keys in (0, 33, 217):
+        each = requests(lengths=[keys], Hq=4, D=256)
+        assert_right(run(plan, each), each)
+        assert bool((plan._workspace.view(torch.int32) == -1).all())

@@ -30,6 +30,9 @@ SplitPolicy: TypeAlias = Literal["even", "whole", "heads", "round"]
 Scales: TypeAlias = Literal["", "page", "page_head", "token", "token_head"]
 # Rows of a tile that a matrix instruction multiplies at least, where warps share it.
 TILE_ROWS = 16
+# The short side of the matrix instruction, and the most columns of a warp-private product.
+SHORT_ROWS = 8
+WARP_COLUMNS = 128
 # Bytes of a line of the L2 cache.
 LINE = 128
 
@@ -85,6 +88,15 @@ class ServingForm:
         columns = self.head_dim_qk + (0 if self.shared_kv else self.head_dim_v)
         each = columns * SERVING_ITEMSIZE[self.kv_dtype] * self.kv_heads
         return keys * each * -(-rows // TILE_ROWS) <= L2_BYTES
+
+    @property
+    def chunks(self) -> int:
+        """Parts of a head's columns that are rows and keys of their own of warp-private products.
+
+        A tile of rows of 256 columns has half as many rows then as its instruction has places, and
+        half as many keys are the least that a warp may take.
+        """
+        return 2 if max(self.head_dim_qk, self.head_dim_v) > WARP_COLUMNS else 1
 
     @property
     def product_dtype(self) -> str:

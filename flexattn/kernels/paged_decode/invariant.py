@@ -9,7 +9,12 @@ tile, the programs, and which of them has a split are free.
 from __future__ import annotations
 
 from flexattn.device import Device
-from flexattn.kernels.paged_decode.config import SERVING_ITEMSIZE, ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.config import (
+    SERVING_ITEMSIZE,
+    SHORT_ROWS,
+    ServingConfig,
+    ServingForm,
+)
 
 # Of 8k keys and 8 KV heads 128 splits, one for each SM of a Hopper GPU; of short splits the parts
 # are as many bytes as the keys, and of long ones few programs have any.
@@ -21,15 +26,17 @@ def invariant_config(form: ServingForm) -> ServingConfig:
     """The config of a batch-invariant form; all but its rows and programs decides bits.
 
     Each warp has 16 keys of a tile, so that K, V and outputs of 16 rows fit its registers; of
-    64 columns of 16 bits 32, for as many bytes under way.
+    64 columns of 16 bits 32, for as many bytes under way, and of 256 columns 8, and 8 rows.
     """
     narrow = (
         SERVING_ITEMSIZE[form.kv_dtype] * form.head_dim_v == 128
         and SERVING_ITEMSIZE[form.kv_dtype] > 1
     )
-    short = 0 < form.rows <= 8
-    keys, per_sm = (32, 3 if short else 2) if narrow else (16, 2)
-    return ServingConfig(8 if short else 16, keys * _WARPS, _WARPS, 1, per_sm, 1, "await", "heads")
+    height = SHORT_ROWS // form.chunks
+    short = 0 < form.rows <= height
+    keys, per_sm = (32, 3 if short else 2) if narrow else (16 // form.chunks, 2)
+    height = height if short else 2 * height
+    return ServingConfig(height, keys * _WARPS, _WARPS, 1, per_sm, 1, "await", "heads")
 
 
 def invariant_reasons(config: ServingConfig, form: ServingForm) -> list[str]:

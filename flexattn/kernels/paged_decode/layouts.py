@@ -7,7 +7,13 @@ import math
 from flexattn.device import Device
 from flexattn.kernels.base.dialect import Dialect, TensorForm
 from flexattn.kernels.paged_decode.awaiting import UNWRITTEN, await_context
-from flexattn.kernels.paged_decode.config import SERVING_ITEMSIZE, ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.config import (
+    SERVING_ITEMSIZE,
+    SHORT_ROWS,
+    WARP_COLUMNS,
+    ServingConfig,
+    ServingForm,
+)
 
 # Tiles of keys x rows, which each warp has alone. Its language is Gluon, by the name of Triton's.
 WARPS_DIALECT = Dialect(
@@ -29,7 +35,7 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
     """
     if not config.warp_private:
         return {}
-    warps, own = config.num_warps, config.keys_per_warp
+    warps, own, height = config.num_warps, config.keys_per_warp, config.BLOCK_M
     inside = _inside(form, config)
     warp = [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
 
@@ -57,7 +63,7 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
     in_word = 4 // SERVING_ITEMSIZE[form.kv_dtype]
     # Elements that a thread reads side by side of K, and so of Q, and of V: 8 threads have a row.
     k_side = 4 * in_word
-    v_side = min(k_side, form.head_dim_v // 8)
+    v_side = min(k_side, form.head_dim_v // (8 * form.chunks))
     q, k, v = form.head_dim_qk // 2, form.head_dim_qk // in_word, form.head_dim_v // in_word
     q_words, v_words = k_side // 2, v_side // in_word
     rows = bits(1, 8, 1)
@@ -65,9 +71,13 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
     k_lanes = bits(4, 16, 2) + rows
     v_registers = bits(1, v_words, 2) + bits(8 * v_words, v, 2) + bits(1, 2, 1) + bits(8, own, 1)
     v_lanes = bits(2, 8, 1) + bits(v_words, 8 * v_words, 2)
-    q_registers = bits(1, q_words, 2) + bits(4 * q_words, q, 2) + bits(8, config.BLOCK_M, 1)
-    q_lanes = bits(q_words, 4 * q_words, 2) + rows
+    q_chunk, side = q // form.chunks, SHORT_ROWS // form.chunks
+    q_registers = bits(1, q_words, 2) + bits(4 * q_words, q_chunk, 2) + bits(side, height, 1)
+    q_lanes = bits(q_words, 4 * q_words, 2) + bits(q_chunk, q, 2) + bits(1, side, 1)
     mma = f"tl.NVMMADistributedLayout([2, 0], [{warps}, 1, 1], [1, 16, 8])"
+    # Of chunks that belong together one thread has the products, and adds them up.
+    sums = linear(bits(8, own, 1) + bits(4, height, 2), bits(1, 4, 2) + rows, warps, own, height)
+    scores = (("SCORES", sums),) if form.chunks > 1 else ()
     requests = f"tl.BlockedLayout([{max(1, form.requests // 32)}], [32], [{warps}], [0])"
     return {
         "jit": "gluon.jit",
@@ -75,11 +85,12 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
         "by_request": ", BY_REQUEST",
         "layouts": (
             ("MMA", mma),
+            *scores,
             ("A", f"tl.DotOperandLayout(0, {mma}, 2)"),
             ("B", f"tl.DotOperandLayout(1, {mma}, 2)"),
             ("K_LOAD", linear(k_registers, k_lanes, warps, own, k)),
             ("V_LOAD", linear(v_registers, v_lanes, warps, own, v)),
-            ("Q_LOAD", linear(q_registers, q_lanes, warps, config.BLOCK_M, q)),
+            ("Q_LOAD", linear(q_registers, q_lanes, warps, height, q)),
             ("K_PAGES", paged(k_registers, k_lanes)),
             ("V_PAGES", paged(v_registers, v_lanes)),
             *_merged(form, config),
@@ -87,6 +98,11 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
             ("BY_REQUEST", requests),
             ("WORD", "tl.pointer_type(tl.int32)"),
         ),
+        "chunks": form.chunks,
+        "scores_layout": "SCORES" if form.chunks > 1 else "MMA",
+        "product_keys": "KEYS_PER_WARP" if form.chunks == 1 else "(KEYS_PER_WARP * CHUNKS)",
+        "product_rows": "BLOCK_M" if form.chunks == 1 else "(BLOCK_M * CHUNKS)",
+        "product_columns": "HEAD_DIM_V" if form.chunks == 1 else "(HEAD_DIM_V // CHUNKS)",
         "in_word": in_word,
         "k_side": k_side,
         "v_side": v_side,
@@ -95,7 +111,7 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
         **await_context(
             _vector(form, config),
             _parts(form, config) * _rows_held(form, config),
-            32 * config.num_warps // min(config.num_warps, _merge_rows(form, config)),
+            32 * config.num_warps // _rows_at_once(form, config),
             form.head_dim_v,
         ),
     }
@@ -118,6 +134,7 @@ def warp_sizes(form: ServingForm, config: ServingConfig, device: Device) -> dict
         "MERGE_PARTS": _parts(form, config),
         "VECTOR": _vector(form, config),
         "EMPTY": UNWRITTEN,
+        **({"CHUNKS": form.chunks} if form.chunks > 1 else {}),
     }
 
 
@@ -134,8 +151,13 @@ def _merge_rows(form: ServingForm, config: ServingConfig) -> int:
 
 def _rows_held(form: ServingForm, config: ServingConfig) -> int:
     """Rows of a merge that one thread has."""
-    rows = _merge_rows(form, config)
-    return rows // min(config.num_warps, rows)
+    return _merge_rows(form, config) // _rows_at_once(form, config)
+
+
+def _rows_at_once(form: ServingForm, config: ServingConfig) -> int:
+    """Rows of a merge that warps have at a time: of each row a thread has one vector at most."""
+    warps = max(1, config.num_warps * WARP_COLUMNS // max(WARP_COLUMNS, form.head_dim_v))
+    return min(warps, _merge_rows(form, config))
 
 
 def _parts(form: ServingForm, config: ServingConfig) -> int:
@@ -145,14 +167,14 @@ def _parts(form: ServingForm, config: ServingConfig) -> int:
 
 def _vector(form: ServingForm, config: ServingConfig) -> int:
     """Columns side by side that a thread merges."""
-    by_row = min(config.num_warps, _merge_rows(form, config))
+    by_row = _rows_at_once(form, config)
     return max(1, min(4, form.head_dim_v // (32 * (config.num_warps // by_row))))
 
 
 def _merged(form: ServingForm, config: ServingConfig) -> tuple[tuple[str, str], ...]:
     """Layouts of a merge: of warps [warps, rows, columns], of programs [parts, rows, columns]."""
-    warps, rows = config.num_warps, _merge_rows(form, config)
-    by_row, vector = min(warps, rows), _vector(form, config)
+    warps = config.num_warps
+    by_row, vector = _rows_at_once(form, config), _vector(form, config)
     spread = f"{by_row}, {warps // by_row}"
 
     def whole(first: int, columns: int) -> str:

@@ -29,6 +29,7 @@ class RuleCase:
     kv_itemsize: int
     qk_dim: int
     v_dim: int
+    chunks: int
     kv_heads: int
     requests: int
     rows: int
@@ -50,7 +51,8 @@ def held(c: RuleCase) -> int:
     """Registers of a thread that hold a tile, K, V and Q in words, and the ends of requests."""
     kv_tiles = floor(c.keys_per_warp * c.kv_itemsize * (c.qk_dim + c.v_dim) / 128)
     widened = 32 if c.kv_itemsize == 1 else 0
-    scores = floor(c.BLOCK_M * c.keys_per_warp / 16)
+    product_rows = c.BLOCK_M * c.chunks
+    scores = floor(c.chunks * c.keys_per_warp * product_rows / 16)
     q_and_output = floor(c.BLOCK_M * (c.v_dim + floor(c.qk_dim / 2)) / 32)
     # Of requests.
     ends = (2 if c.masked else 1) * floor(c.requests / 32)
@@ -70,12 +72,16 @@ RULES: Rules[RuleCase] = Rules(
             "warp-private kernels run on NVIDIA's sm_80 to sm_90",
             lambda c: c.interpreted or (c.capability >= 80 and c.capability <= 90),
         ),
-        Rule("rows", "BLOCK_M={BLOCK_M} is 8 or 16", lambda c: c.BLOCK_M in (8, 16)),
+        Rule(
+            "rows",
+            "BLOCK_M={BLOCK_M} is 8 or 16, where heads have 256 columns 4 or 8",
+            lambda c: c.BLOCK_M * c.chunks in (8, 16),
+        ),
         Rule("warps", "num_warps is 1, 2, 4 or 8", lambda c: c.num_warps in (1, 2, 4, 8)),
         Rule(
             "keys",
-            "each warp has {keys_per_warp} of 16, 32 or 64 keys",
-            lambda c: c.keys_per_warp in (16, 32, 64),
+            "each warp has {keys_per_warp} of 16, 32 or 64 keys, of 256 columns half of them",
+            lambda c: c.chunks * c.keys_per_warp in (16, 32, 64),
         ),
         Rule(
             "keys",
@@ -92,8 +98,8 @@ RULES: Rules[RuleCase] = Rules(
         ),
         Rule(
             "merge",
-            "fewer than 4 warps have no registers to merge 16 rows",
-            lambda c: c.interpreted or c.BLOCK_M == 8 or c.num_warps >= 4,
+            "fewer than 4 warps have no registers to merge 16 rows, or 8 of 256 columns",
+            lambda c: c.interpreted or c.num_warps >= 4 or c.BLOCK_M * c.chunks == 8,
         ),
         Rule(
             "split_policy",
@@ -117,8 +123,16 @@ RULES: Rules[RuleCase] = Rules(
         ),
         Rule(
             "head dimension",
-            "head dimensions ({qk_dim}, {v_dim}) are 64 or 128",
-            lambda c: (c.qk_dim in (64, 128)) and (c.v_dim in (64, 128)),
+            "head dimensions ({qk_dim}, {v_dim}) are 64 or 128, or 128 or 256",
+            lambda c: (
+                (c.qk_dim == 64 * c.chunks or c.qk_dim == 128 * c.chunks)
+                and (c.v_dim == 64 * c.chunks or c.v_dim == 128 * c.chunks)
+            ),
+        ),
+        Rule(
+            "merge",
+            "one warp has too few threads to merge rows of 256 values",
+            lambda c: 128 * c.num_warps >= c.v_dim,
         ),
         Rule(
             "layout",

@@ -25,10 +25,10 @@ _CONFIG = (
 # lengths are given; then truth values: whether k and v are as q, there is a mask_mod, as
 # ServingForm has them.
 _FORM = (
-    itemsize, kv_itemsize, qk_dim, v_dim, kv_heads, requests, rows, same_dtype, masked,
+    itemsize, kv_itemsize, qk_dim, v_dim, chunks, kv_heads, requests, rows, same_dtype, masked,
     aligned, shared_kv, prefix, offset,
 ) = symbols(
-    "itemsize kv_itemsize qk_dim v_dim kv_heads requests rows same_dtype masked "
+    "itemsize kv_itemsize qk_dim v_dim chunks kv_heads requests rows same_dtype masked "
     "aligned shared_kv prefix offset"
 )  # fmt: skip
 # interpreted: no device. programs: of a launch. thread_registers: of one thread, for as many
@@ -45,7 +45,8 @@ WIDENED = 32
 let = Steps()
 kv_tiles = let("kv_tiles", floor(keys_per_warp * (qk_dim + v_dim) * kv_itemsize / 128))
 widened = let("widened", Piecewise((WIDENED, Eq(kv_itemsize, 1)), (0, True)))
-scores = let("scores", floor(keys_per_warp * BLOCK_M / 16))
+product_rows = let("product_rows", BLOCK_M * chunks)
+scores = let("scores", floor(keys_per_warp * chunks * product_rows / 16))
 q_and_output = let("q_and_output", floor(BLOCK_M * (floor(qk_dim / 2) + v_dim) / 32))
 ends = let("ends", floor(requests / 32) * Piecewise((2, masked), (1, True)), "Of requests.")
 _HELD = let.formula(
@@ -70,12 +71,16 @@ WARPS_STATEMENT = Statement(
             Or(interpreted, And(capability >= 80, capability <= 90)),
             "warp-private kernels run on NVIDIA's sm_80 to sm_90",
         ),
-        Inequality("rows", _one_of(BLOCK_M, (8, 16)), "BLOCK_M={BLOCK_M} is 8 or 16"),
+        Inequality(
+            "rows",
+            _one_of(BLOCK_M * chunks, (8, 16)),
+            "BLOCK_M={BLOCK_M} is 8 or 16, where heads have 256 columns 4 or 8",
+        ),
         Inequality("warps", _one_of(num_warps, (1, 2, 4, 8)), "num_warps is 1, 2, 4 or 8"),
         Inequality(
             "keys",
-            _one_of(keys_per_warp, (16, 32, 64)),
-            "each warp has {keys_per_warp} of 16, 32 or 64 keys",
+            _one_of(keys_per_warp * chunks, (16, 32, 64)),
+            "each warp has {keys_per_warp} of 16, 32 or 64 keys, of 256 columns half of them",
         ),
         Inequality(
             "keys", Eq(BLOCK_N, keys_per_warp * num_warps), "warps have equal shares of BLOCK_N"
@@ -86,8 +91,8 @@ WARPS_STATEMENT = Statement(
         Inequality("programs", And(per_sm >= 1, least >= 1), "per_sm and least are at least 1"),
         Inequality(
             "merge",
-            Or(interpreted, Eq(BLOCK_M, 8), num_warps >= 4),
-            "fewer than 4 warps have no registers to merge 16 rows",
+            Or(interpreted, Eq(BLOCK_M * chunks, 8), num_warps >= 4),
+            "fewer than 4 warps have no registers to merge 16 rows, or 8 of 256 columns",
         ),
         Inequality(
             "split_policy", known_policy, "split_policy={split_policy!r} is heads or round"
@@ -105,8 +110,16 @@ WARPS_STATEMENT = Statement(
         ),
         Inequality(
             "head dimension",
-            And(_one_of(qk_dim, (64, 128)), _one_of(v_dim, (64, 128))),
-            "head dimensions ({qk_dim}, {v_dim}) are 64 or 128",
+            And(
+                _one_of(qk_dim, (64 * chunks, 128 * chunks)),
+                _one_of(v_dim, (64 * chunks, 128 * chunks)),
+            ),
+            "head dimensions ({qk_dim}, {v_dim}) are 64 or 128, or 128 or 256",
+        ),
+        Inequality(
+            "merge",
+            num_warps * 128 >= v_dim,
+            "one warp has too few threads to merge rows of 256 values",
         ),
         Inequality(
             "layout",

@@ -40,6 +40,12 @@ def form(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16
         ({"kv": torch.float8_e4m3fn}, True, "heads", 8),
         ({"kv": torch.float32}, False, "even", 16),
         ({"D": (80, 80)}, False, "even", 16),
+        ({"D": (256, 256), "heads": (8, 4)}, True, "heads", 4),
+        ({"D": (256, 256), "heads": (8, 4), "q_len": 4}, True, "heads", 8),
+        ({"D": (256, 256), "heads": (8, 4), "q_len": 8}, False, "even", 16),
+        ({"D": (256, 256), "heads": (8, 4), "B": 1}, True, "round", 4),
+        ({"D": (256, 256), "heads": (8, 4), "B": 1, "mask": causal}, True, "heads", 4),
+        ({"D": (256, 256), "heads": (16, 2), "B": 1}, False, "even", 16),
         ({"D": (576, 512), "heads": (128, 1), "shared_kv": True}, False, "whole", 64),
         ({"D": (576, 512), "heads": (4, 1), "shared_kv": True}, False, "even", 16),
         ({"D": (576, 512), "heads": (16, 1), "shared_kv": True, "page": 8}, False, "even", 16),
@@ -50,7 +56,7 @@ def form(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16
         ({"heads": (204, 204)}, False, "even", 16),
     ],
     # A function's name holds its address: two workers would collect different tests.
-    ids=range(18),
+    ids=range(24),
 )
 def test_the_default(about, warp_private, split_policy, rows):
     found = next(serving_candidates(form(**about), H200))
@@ -155,13 +161,18 @@ def test_the_tuner_is_offered_the_neighbours():
 
 @pytest.mark.parametrize("page", [0, 1, 3, 16, 24, 256])
 @pytest.mark.parametrize("D", [(64, 128), (128, 64)])
-@pytest.mark.parametrize(("warps", "own", "rows"), [(1, 64, 8), (4, 32, 8), (8, 16, 16)])
+@pytest.mark.parametrize(
+    ("warps", "own", "rows"),
+    [(1, 64, 8), (4, 32, 8), (8, 16, 16), (4, 8, 4), (2, 16, 4), (8, 8, 8)],
+)
 def test_each_word_has_one_place(warps, own, rows, D, page):
     """The bases of a layout are all bits of its shape, each once; lanes may read alike."""
+    D = (2 * D[0], 2 * D[1]) if own == 8 or rows == 4 else D
     config = ServingConfig(rows, warps * own, warps, 1, 1, 1, "await", "heads")
     layouts = dict(serving_layouts(form(D=D, page=page), config)["layouts"])
     about = {"tl": _Recorder()}
-    for name in ("K_LOAD", "V_LOAD", "Q_LOAD", "K_PAGES", "V_PAGES"):
+    names = ("K_LOAD", "V_LOAD", "Q_LOAD", "K_PAGES", "V_PAGES", "SCORES")
+    for name in names[: 5 + (max(D) > 128)]:
         registers, lanes, warp, _, shape = eval(layouts[name], about)
         bases = [tuple(each) for each in (*registers, *lanes, *warp) if any(each)]
         wanted = [
