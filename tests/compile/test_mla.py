@@ -40,8 +40,10 @@ def test_mla(name):
     assert taken.shared <= DEVICE.shared_memory
     assert not spills_too_much(taken.loop_spills, taken.loop_instructions, taken.stack)
     assert binary_of(compiled, "sm_90").maps[0].block == (1, 1, min(64, wanted.page), 64)
-    combine = compile_source(render_serving_combine(wanted, DEFAULT, DEVICE), DEVICE)
-    assert resources(combine, DEVICE).spills == 0
+    combine = render_serving_combine(wanted, DEFAULT, DEVICE)
+    assert resources(compile_source(combine, DEVICE), DEVICE).spills == 0
+    # It waits for a launch that lets it begin.
+    assert combine.launch_pdl and "griddepcontrol.launch_dependents" in source.text
 
 
 FEW = {

@@ -34,6 +34,8 @@ _ROWS, _KEYS = 64, 64
 MOST_STAGES = {16: 3, 32: 2}
 # Fewer keys of a page are more copies a tile than one warp can ask for.
 LEAST_PAGE = 16
+# Scores (base 2) above a row's reference before that follows: weights of 16 bits hold 2^8.
+_SLACK = 8
 # Of a thread of the second warpgroup, and of the loading warp: the first has what they leave.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 
@@ -103,7 +105,7 @@ def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
 
 def mla_sizes(form: ServingForm, config: ServingConfig) -> dict[str, int]:
     """Constants of that kernel alone."""
-    own = {"STAGES": config.num_stages} if config.swap_ab else {"FULL": 4}
+    own = {"STAGES": config.num_stages} if config.swap_ab else {"FULL": 4, "SLACK": _SLACK}
     return {
         "KEYS": _KEYS,
         "HALF": LATENT // 2,

@@ -182,7 +182,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         **_shared(form, config, device, [mask] if mask is not None else [], TRITON, COMBINE_WARPS),
         "v_pieces": rendering.named_pieces("v", form.head_dim_v // shape.column_parts),
         "by_work_tile": shape.work_tiles > 0,
-        "launch_pdl": config.swap_ab and device.backend == "cuda",
+        "launch_pdl": config.for_mla and device.backend == "cuda",
         "widen": "",
         "prefetch": False,
         "predicated_loads": (),
