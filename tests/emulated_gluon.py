@@ -268,6 +268,13 @@ def _assembly(block):
     def await_semaphore(place, order):
         # Blocks run one after another, as they start.
         assert place.array[place.offset] == order
+        return order
+
+    def claim(place):
+        found = place.array[place.offset]
+        place.array[place.offset] = max(found, 1)
+        assert found != 1
+        return found
 
     def release_semaphore(place, order):
         place.array[place.offset] = order
@@ -297,6 +304,8 @@ def _assembly(block):
         "unsigned": lambda p: np.abs(p),
         "kept_half": lambda p: _maximum(p, 0.0),
         "await_semaphore": await_semaphore,
+        "read_flag": lambda place: place.array[place.offset],
+        "claim": claim,
         "release_semaphore": release_semaphore,
         "no_offset": lambda: 0,
         "block_of_thread": lambda: block.number,
