@@ -211,6 +211,7 @@ def _language(block):
     mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: None, init=lambda barrier, count: None,
         expect=lambda barrier, size: barrier.expect(size),
+        arrive=lambda barrier, count: barrier.expect(0, count),
         wait=lambda barrier, parity: barrier.wait(parity),
     )  # fmt: skip
     return {
@@ -283,8 +284,6 @@ def _assembly(block):
         "give": lambda at: block.barrier(at).arrive(CONSUMERS),
         "give_if": lambda at, n: block.barrier(at).arrive(CONSUMERS) if n > 0 else None,
         "take": lambda at: block.barrier(at).sync(LOADER),
-        "release_tile": lambda at: block.barrier(at).arrive(LOADER),
-        "take_tile_if": lambda at, n: block.barrier(at).sync(CONSUMERS) if n > 0 else None,
         "give_half": lambda at: [block.barrier(at + w).arrive(CONSUMERS) for w in (0, 1)],
         "take_half": lambda at: block.barrier(at).sync(LOADER),
         "release_half": lambda at: block.barrier(at).arrive(LOADER),

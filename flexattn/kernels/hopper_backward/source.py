@@ -45,9 +45,10 @@ _HARDWARE_BARRIERS = 16
 # The one at which the second warpgroup waits for the first: below those of four stages.
 TURN = 7
 # Those at which the warps that add tiles of dq meet the consumers, below those of three stages: of
-# each there is one more where two warps do so.
+# each there is one more where two warps do so. DQ_READ is of halves alone.
 DQ_STORED, DQ_READ = 5, 8
-# The flag of a tile of dQ that has sums. Before it is 0, and 1 while the first block stores its part.
+# The flag of a tile of dQ that has sums. Before, it is 0, and 1 while the first block stores its
+# part.
 SUMMED = 2
 # The one at which the warps that draw what dropout keeps let the consumers go on, above those by
 # which Triton lets the warps of a partition meet; the other one, KEPT_READ, lies below FREE_Q.
@@ -203,7 +204,9 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
     if config.ping_pong:
         settings["TURN"] = TURN
     if config.dq_tma:
-        settings |= {"DQ_STORED": DQ_STORED, "DQ_READ": DQ_READ}
+        settings["DQ_STORED"] = DQ_STORED
+        if config.dq_halves:
+            settings["DQ_READ"] = DQ_READ
         if not config.deterministic:
             settings["SUMMED"] = SUMMED
     if structure.dropout:
