@@ -211,6 +211,7 @@ def _language(block):
     mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: None, init=lambda barrier, count: None,
         expect=lambda barrier, size: barrier.expect(size),
+        arrive=lambda barrier, count: barrier.expect(0, count),
         wait=lambda barrier, parity: barrier.wait(parity),
     )  # fmt: skip
     return {
@@ -268,6 +269,13 @@ def _assembly(block):
     def await_semaphore(place, order):
         # Blocks run one after another, as they start.
         assert place.array[place.offset] == order
+        return order
+
+    def claim(place):
+        found = place.array[place.offset]
+        place.array[place.offset] = max(found, 1)
+        assert found != 1
+        return found
 
     def release_semaphore(place, order):
         place.array[place.offset] = order
@@ -276,8 +284,6 @@ def _assembly(block):
         "give": lambda at: block.barrier(at).arrive(CONSUMERS),
         "give_if": lambda at, n: block.barrier(at).arrive(CONSUMERS) if n > 0 else None,
         "take": lambda at: block.barrier(at).sync(LOADER),
-        "release_tile": lambda at: block.barrier(at).arrive(LOADER),
-        "take_tile_if": lambda at, n: block.barrier(at).sync(CONSUMERS) if n > 0 else None,
         "give_half": lambda at: [block.barrier(at + w).arrive(CONSUMERS) for w in (0, 1)],
         "take_half": lambda at: block.barrier(at).sync(LOADER),
         "release_half": lambda at: block.barrier(at).arrive(LOADER),
@@ -297,6 +303,8 @@ def _assembly(block):
         "unsigned": lambda p: np.abs(p),
         "kept_half": lambda p: _maximum(p, 0.0),
         "await_semaphore": await_semaphore,
+        "read_flag": lambda place: place.array[place.offset],
+        "claim": claim,
         "release_semaphore": release_semaphore,
         "no_offset": lambda: 0,
         "block_of_thread": lambda: block.number,

@@ -230,7 +230,7 @@ def prepare_backward(
     }  # fmt: skip
     names = {each.name: each for each in choice.source.arguments}
     runs = not names.keys().isdisjoint(("KV_RUNS", "Q_RUNS"))
-    deterministic = "DQ_SEMAPHORES" in names
+    deterministic = "Q_ORDER" in names
     if lists is not None:
         fixed |= _mask_strides(lists, runs, deterministic)
     rest = rest_names(structure, () if lists is None else lists.read(runs, deterministic))

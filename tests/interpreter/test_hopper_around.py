@@ -8,6 +8,7 @@ import torch
 
 from flexattn.device import detect
 from flexattn.kernels.choose.registry import family_of
+from flexattn.kernels.hopper_backward.arguments import flags_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.runtime.build import builder
 from tests.problems import problem
@@ -18,7 +19,9 @@ FORMS = {
     "plain": {},
     "lse": {"through_lse": True},
     "dropped": {"dropout": True},
-    "in_order": {"deterministic": True, "through_lse": True},
+    "by_engine": {"dq_tma": True},
+    "halves": {"dq_tma": True, "dq_halves": True},
+    "in_order": {"dq_tma": True, "deterministic": True, "through_lse": True},
 }
 
 
@@ -30,12 +33,11 @@ def drawn(*shape, dtype=torch.float32):
 @pytest.mark.parametrize(("length", "D", "rows"), [(1, 64, 64), (130, 96, 64), (200, 64, 128)])
 @pytest.mark.parametrize("form", FORMS)
 def test_delta_is_made_and_sums_are_cleared(form, length, D, rows):
-    through_lse, dropout, deterministic = (
-        FORMS[form].get(name, False) for name in ("through_lse", "dropout", "deterministic")
-    )
+    fields = dict(FORMS[form])
+    through_lse, dropout = (fields.pop(name, False) for name in ("through_lse", "dropout"))
     wanted = problem("backward", D, dtype="float16", kv_len=length, q_len=length, group=1)
     wanted = replace(wanted, structure=replace(wanted.structure, dropout=dropout))
-    config = HopperBackwardConfig(rows, 128, 2, dq_tma=True, deterministic=deterministic)
+    config = HopperBackwardConfig(rows, 128, 2, **fields)
     around = family_of(config).around(wanted, config, detect(CPU))
     out, dout = (drawn(HEADS, length, D, dtype=torch.float16) for _ in range(2))
     lse, dlse = torch.randn(2, B, HEADS, length)
@@ -54,11 +56,9 @@ def test_delta_is_made_and_sums_are_cleared(form, length, D, rows):
     made = (out.double() * dout.double()).sum(-1) - dlse * through_lse
     made = torch.where(lse == -inf, 0.0, made)
     torch.testing.assert_close(delta, made.float())
-    assert not nan["DQ_ACC"].any() and nan["DQ_ACC"].numel() == B * HEADS * tiles * rows * columns(
-        wanted.structure
-    )
-    if deterministic:
-        assert not nan["DQ_SEMAPHORES"].view(torch.int32).any()
+    assert nan["DQ_ACC"].numel() == B * HEADS * tiles * rows * columns(wanted.structure)
+    cleared = nan[flags_of(config) if config.dq_tma else "DQ_ACC"]
+    assert cleared.numel() and not cleared.view(torch.int32).any()
     stats = nan["STATS"].reshape(B, HEADS, tiles, 2, rows)
     first, second = (stats[:, :, :, i].reshape(B, HEADS, tiles * rows) for i in range(2))
     kept = 1.25 if dropout else 1.0

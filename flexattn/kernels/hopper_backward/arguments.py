@@ -25,7 +25,11 @@ _SIZES = (
 _SUMS = Argument("DQ_ACC", "*fp32", 16)
 # Of a tile of dQ as the copy engine adds it.
 SUMS_OF_A_ROW = 32
-_SEMAPHORES = Argument("DQ_SEMAPHORES", "*i32", 16)
+
+
+def flags_of(config: HopperBackwardConfig) -> str:
+    """The name of what says how far sums of dQ are, where the copy engine adds them."""
+    return "DQ_SEMAPHORES" if config.deterministic else "DQ_FLAGS"
 
 
 def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
@@ -42,8 +46,8 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
         sums = Argument("DQ_ACC", _described(sums_rows, SUMS_OF_A_ROW, 128))
     found += [sums, *(Argument(name, "i32") for name in _SIZES)]
     found.append(Argument("sm_scale", "fp32"))
-    if config.deterministic:
-        found.append(_SEMAPHORES)
+    if config.dq_tma:
+        found.append(Argument(flags_of(config), "*i32", 16))
     found += dropout_arguments(structure)[:2]
     return (*found, *mod_arguments(structure, config))
 
@@ -68,19 +72,19 @@ def list_arguments(structure: Structure, config: HopperBackwardConfig) -> list[A
 def before_arguments(
     structure: Structure, config: HopperBackwardConfig, through_lse: bool
 ) -> tuple[Argument, ...]:
-    """Of the kernel that makes delta and STATS, and clears DQ_ACC and DQ_SEMAPHORES."""
+    """Of the kernel that makes delta and STATS, and clears DQ_ACC, or flags."""
     found = delta_arguments(structure, through_lse)
-    found += [Argument("STATS", "*fp32", 16), _SUMS]
+    cleared = Argument(flags_of(config), "*i32", 16) if config.dq_tma else _SUMS
+    found += [Argument("STATS", "*fp32", 16), cleared]
     found += [Argument(name, "i32") for name in ("Hq", "q_len", "num_queries")]
-    if config.deterministic:
-        found.append(_SEMAPHORES)
     return (*found, *dropout_arguments(structure)[2:])
 
 
-def after_arguments(structure: Structure) -> tuple[Argument, ...]:
+def after_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
     """Of the kernel that makes DQ of DQ_ACC."""
     divisor = gcd(16, structure.head_dim_qk)
-    found = [_SUMS, Argument("DQ", f"*{signature_type(structure.dtype)}", 16)]
+    found = [Argument(flags_of(config), "*i32", 16)] if config.dq_tma else []
+    found += [_SUMS, Argument("DQ", f"*{signature_type(structure.dtype)}", 16)]
     found += [Argument(f"stride_dq{axis}", "i64", divisor) for axis in "bhm"]
     found += [Argument(name, "i32") for name in ("Hq", "q_len", "num_queries")]
     return (*found, Argument("sm_scale", "fp32"))

@@ -67,14 +67,16 @@ class HopperBackwardConfig:
     early_lse: what is read of a tile's lse before the product of its scores is issued; default "",
     nothing. Issued behind it a read takes some 340 cycles (H100, by the profile). "all": 4 to 6 %
     faster at D 128 and 2 to 3 % at D 256 on an H100; delta is then read before dP is awaited.
-    "half": where registers have no place for more; 1 % at D 64. In tiles that the warpgroups share
+    "half": where registers have no place for more; 1 % at D 64. Of tiles where a mask_mod is
+    evaluated, but a band's, nothing. In tiles that the warpgroups share
     by columns it is read through shared memory.
     dq_tma: whether a tile of dQ passes through shared memory and the copy engine adds it, as in
     FlashAttention-3; default False: each thread adds what it holds. It spares the consumers
     instructions and registers, and takes 32 KB. 4 to 20 % faster up to 128 columns on an H100.
     dq_halves: whether each warpgroup hands on its half of a tile of dQ by itself, to a warp of its
-    own; default False: both wait for both. It takes dq_tma, neither order nor dropout. 3 to 5 %
-    faster without a mask and with a causal one on an H100, 9 % slower with a window of 1,024.
+    own; default False: both wait for the whole tile. It takes dq_tma, neither order nor dropout.
+    3 to 5 % faster without a mask and with a causal one on an H100 when both waited for both; in
+    a window ptxas lets its products wait for each other.
     deterministic: whether the blocks of a head add to dQ in the order in which they start, a
     semaphore for each tile; default False: in any order. dQ then has the same bits in every run.
     It takes dq_tma: a warp waits for a block's turn, not the consumers.

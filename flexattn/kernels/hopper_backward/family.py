@@ -17,7 +17,7 @@ from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.base.vanishing import skips_vanished
 from flexattn.kernels.hopper_backward import printed, space
-from flexattn.kernels.hopper_backward.arguments import SUMS_OF_A_ROW
+from flexattn.kernels.hopper_backward.arguments import SUMS_OF_A_ROW, flags_of
 from flexattn.kernels.hopper_backward.case import case_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.source import render, render_after, render_before
@@ -79,8 +79,8 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
             ("STATS", (1, 1, tiles, 2 * config.BLOCK_M)),
             ("DQ_ACC", (1, tiles, rows, SUMS_OF_A_ROW)),
         ]
-        if config.deterministic:
-            scratch.append(("DQ_SEMAPHORES", (1, 1, 1, tiles)))
+        if config.dq_tma:
+            scratch.append((flags_of(config), (1, 1, tiles, 1 + config.dq_halves)))
         before, through_lse = (
             render_before(structure, config, device, each) for each in (False, True)
         )

@@ -22,6 +22,7 @@ from flexattn.kernels.hopper_backward.arguments import (
     after_arguments,
     arguments,
     before_arguments,
+    flags_of,
     list_arguments,
     mod_arguments,
 )
@@ -44,8 +45,11 @@ _HARDWARE_BARRIERS = 16
 # The one at which the second warpgroup waits for the first: below those of four stages.
 TURN = 7
 # Those at which the warps that add tiles of dq meet the consumers, below those of three stages: of
-# each there is one more where two warps do so.
+# each there is one more where two warps do so. DQ_READ is of halves alone.
 DQ_STORED, DQ_READ = 5, 8
+# The flag of a tile of dQ that has sums. Before, it is 0, and 1 while the first block stores its
+# part.
+SUMMED = 2
 # The one at which the warps that draw what dropout keeps let the consumers go on, above those by
 # which Triton lets the warps of a partition meet; the other one, KEPT_READ, lies below FREE_Q.
 KEPT_DRAWN = 4
@@ -105,8 +109,7 @@ def render(
         "ex2_emulated": config.ex2_emulated,
         "of": POWERS_AT_ONCE,
         "shift_rows": config.shift_rows and sparsity is None and not config.deterministic,
-        "dq_tma": config.dq_tma,
-        "halves": config.dq_halves,
+        **_flagged(config),
         "ds_stages": config.ds_stages,
         "announcement": ANNOUNCED,
         "deterministic": config.deterministic,
@@ -148,6 +151,7 @@ def render_before(
         "v_pieces": named_pieces("v", structure.head_dim_v),
         "through_lse": through_lse,
         "deterministic": config.deterministic,
+        **_flagged(config),
         "dropout": structure.dropout,
     }
     template = "hopper_backward/before.py.jinja"
@@ -163,10 +167,15 @@ def render_after(structure: Structure, config: HopperBackwardConfig, device: Dev
         "constants": tuple(settings.items()),
         **_places(config, width),
         "used": _used(structure),
-        "dq_tma": config.dq_tma,
+        **_flagged(config),
     }
-    template, found = "hopper_backward/after.py.jinja", after_arguments(structure)
+    template, found = "hopper_backward/after.py.jinja", after_arguments(structure, config)
     return make_source(template, device, [_title(structure)], context, found, 4, 1)
+
+
+def _flagged(config: HopperBackwardConfig) -> dict[str, object]:
+    """Who adds dQ, in which parts, and the name of what says how far its sums are."""
+    return {"dq_tma": config.dq_tma, "halves": config.dq_halves, "flags": flags_of(config)}
 
 
 def _used(structure: Structure) -> int:
@@ -195,7 +204,11 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
     if config.ping_pong:
         settings["TURN"] = TURN
     if config.dq_tma:
-        settings |= {"DQ_STORED": DQ_STORED, "DQ_READ": DQ_READ}
+        settings["DQ_STORED"] = DQ_STORED
+        if config.dq_halves:
+            settings["DQ_READ"] = DQ_READ
+        if not config.deterministic:
+            settings["SUMMED"] = SUMMED
     if structure.dropout:
         # Pairs of words, a thread each.
         pairs, threads = rows * config.BLOCK_N // 64, 32 * _drawing_warps(config)

@@ -46,8 +46,7 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
         tight_loop = not config.mha and (tight or waits_meet())
         early = "half" if each is not _SPLIT and (tight or tight_loop) else "all"
         # Nor are there any beside what is read along diagonals, at 128 columns.
-        beside = reads_diagonals(structure) and width == 128
-        if beside or (structure.score is None and not plain):
+        if reads_diagonals(structure) and width == 128:
             early = ""
         config = replace(config, early_lse=early)
         if width <= 128:

@@ -12,6 +12,7 @@ from flexattn.device import named
 from flexattn.frontend.gradients import AskedGradients, _problem
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.choose.registry import family_of
+from flexattn.kernels.hopper_backward.arguments import flags_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.tiles import at_sizes
 from flexattn.mods import bind as bound
@@ -58,23 +59,32 @@ class Emulated(Recorded):
                 stats[..., 0] -= np.log2(told["keep_scale"])
                 stats[..., 1] /= told["keep_scale"]
             stats = stats.reshape(-1, rows, 2).transpose(0, 2, 1).reshape(1, 1, -1, 2 * rows)
-            seen["stats"], seen["sums"] = stats, np.zeros((stats.shape[2], rows, self.width))
-            if self.config.deterministic:
-                told["DQ_SEMAPHORES"].zero_()
+            flags = self.flags(told)
+            sums = np.full((stats.shape[2], rows, self.width), 0.0 if flags is None else np.nan)
+            seen["stats"], seen["sums"] = stats, sums
+            if flags is not None:
+                flags.zero_()
         elif "DQ" in names and "Q" not in names:
             heads = told["DQ"].shape[:2]
-            sums = self.by_row(seen["sums"]) if self.config.dq_tma else seen["sums"]
+            sums, flags = seen["sums"], self.flags(told)
+            if flags is not None:
+                sums = np.where(flags[0, 0, :, :1, None].numpy() != 0, self.by_row(sums), 0.0)
             sums = sums.reshape(*heads, -1, self.width) * told["sm_scale"]
             told["DQ"].copy_(torch.from_numpy(sums)[:, :, : told["q_len"], : told["DQ"].shape[3]])
         elif "Q" in names:
             run(self.source, programs, {n: self.argument(n, x) for n, x in told.items()})
+
+    def flags(self, told):
+        """What says which tiles of dq have sums; None where those begin with zeros."""
+        return told[flags_of(self.config)] if self.config.dq_tma else None
 
     def by_row(self, sums):
         """Tiles in the order of rows, of those in the order in which threads hold them."""
         tall = self.config.BLOCK_M == 128
         groups = (2, 1) if tall else (1, 2)
         sums = sums.reshape(-1, *groups, self.width // groups[1] // 8, 4, 8, 4, 2, 2)
-        return sums.transpose(0, 1, 4, 7, 5, 2, 3, 6, 8)
+        sums = sums.transpose(0, 1, 4, 7, 5, 2, 3, 6, 8)
+        return sums.reshape(len(sums), self.config.BLOCK_M, self.width)
 
     def argument(self, name, value):
         if name in SIZES:
