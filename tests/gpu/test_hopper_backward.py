@@ -97,6 +97,14 @@ FORMS = {
     "two buffers": {"ds_stages": 2, "early_lse": "half"},
     "dq_tma two buffers": {"dq_tma": True, "ds_stages": 2, "early_lse": "all", "remat": True},
     "dq_tma halves": {"dq_tma": True, "dq_halves": True, "ds_stages": 2, "remat": True},
+    "ds first": {"ds_first": True, "early_lse": "all", "remat": True},
+    "halves ds first": {
+        "dq_tma": True,
+        "dq_halves": True,
+        "ds_stages": 2,
+        "ds_first": True,
+        "early_lse": "half",
+    },
     "dq_tma dk halves": {
         "dq_tma": True,
         "dq_halves": True,

@@ -108,6 +108,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
             num_stages=stages,
             pipelined=pipelined,
             dq_halves=False,
+            ds_first=False,
             dq_tma=True,
             deterministic=True,
             remat=True,

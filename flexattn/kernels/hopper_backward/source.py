@@ -35,8 +35,9 @@ from flexattn.kernels.hopper_backward.masks import band_of, may_be_no_number, re
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
 from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_with_gradients
 from flexattn.kernels.printers.triton_printer import Printed
+from flexattn.kernels.ptx import warp_numbers
 from flexattn.kernels.ptx.assembler import waits_meet
-from flexattn.kernels.ptx.stages import OWN_STAGES, Stages
+from flexattn.kernels.ptx.stages import Stages
 from flexattn.problem import Structure
 
 _TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
@@ -119,6 +120,7 @@ def render(
         "beside_warps": _beside(structure, config),
         "beside_registers": [24] * len(_beside(structure, config)),
         "half": "bf16" if structure.dtype == "bfloat16" else "f16",
+        "ds_first": config.ds_first,
         "early_lse": config.early_lse,
         "remat": config.remat,
         "even_n": config.even_n,
@@ -134,8 +136,17 @@ def render(
         BLOCK_WARPS,
         config.num_stages,
         "gluon",
-        stages=Stages((_TWO_BUFFERS,)) if config.ds_stages == 2 else OWN_STAGES,
+        stages=_stages(structure, config),
     )
+
+
+def _stages(structure: Structure, config: HopperBackwardConfig) -> Stages:
+    """Where a mask's lists say how long loops are, ptxas is told what a warp's threads share.
+
+    But only beside ds_first, with which it was measured: 1 % faster with a causal mask on an H200.
+    """
+    told = structure.sparsity is not None and config.ds_first
+    return Stages((warp_numbers.NAME,) * told + (_TWO_BUFFERS,) * (config.ds_stages == 2))
 
 
 def render_before(

@@ -27,7 +27,8 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     Of 256 columns without a mask the form in turns was 2 % faster than the plain one (H100).
     Up to 128 columns the copy engine adds dQ, dS has two tiles, and lse is read early, as far as
     registers go; without a mask and with a causal one a warpgroup hands on its half of dQ by
-    itself: together 0.92 to 0.96 of the time of the plain form (H100).
+    itself: together 0.92 to 0.96 of the time of the plain form (H100). Where it does, tall tiles,
+    and others behind a mask, store dS before dV's product is issued.
     """
     structure = problem.structure
     width, plain = columns(structure), _few_registers(structure)
@@ -53,7 +54,9 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
             stages, remat = (1, True) if tight_loop else (2, config.remat)
             added = replace(config, dq_tma=True, ds_stages=stages, remat=remat)
             halves = not (structure.dropout or reads_diagonals(structure))
-            yield replace(added, dq_halves=halves and _walks_far(structure))
+            halves = halves and _walks_far(structure)
+            first = halves and plain and (each is _TALL or masked)
+            yield replace(added, dq_halves=halves, ds_first=first)
         yield config
 
 
@@ -83,7 +86,8 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
     ]
     if columns(structure) <= 128:
         added = replace(config, dq_tma=True, ds_stages=2)
-        pipelines += [added, replace(added, dq_halves=True)]
+        halves = replace(added, dq_halves=True)
+        pipelines += [added, halves, replace(halves, ds_first=True)]
     # Beside the scores of tall tiles dQ's product has no registers: ptxas waits for each.
     if config.BLOCK_M == 64:
         pipelines.append(replace(beside, pipelined="dq", remat=True))

@@ -160,6 +160,7 @@ PIPELINES = {
     "dq_tma": {"dq_tma": True},
     "halves": {"dq_tma": True, "dq_halves": True, "early_lse": "half"},
     "two buffers": {"dq_tma": True, "ds_stages": 2, "early_lse": "all"},
+    "ds first": {"dq_tma": True, "ds_stages": 2, "ds_first": True, "early_lse": "half"},
     "dq_tma dk": {"dq_tma": True, "pipelined": "dk"},
     "dk halves": {
         "dq_tma": True,
@@ -206,6 +207,8 @@ CASES = [
     *(("dq_tma", mask, (64, 128, 2), heads) for mask, heads in (("full", GQA), ("holes", MHA))),
     *(("dq_tma dk", mask, (64, 64, 3), heads) for mask, heads in (("window", GQA), ("full", MHA))),
     ("dq_tma", "causal", (128, 64, 1), MHA),
+    ("ds first", "causal", (128, 128, 2), MHA),
+    ("ds first", "full", (64, 128, 2), GQA),
     ("dk halves", "causal", (128, 128, 2), MHA),
     ("dk halves", "holes", (64, 128, 3), GQA),
     ("halves", "causal", (128, 64, 2), MHA),
