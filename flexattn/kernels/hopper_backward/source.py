@@ -113,13 +113,14 @@ def render(
         "adding_warps": _adding_warps(config),
         "dropout": structure.dropout,
         "drawing_warps": _drawing_warps(config),
-        "beside_warps": _beside(structure, config),
-        "beside_registers": [24] * len(_beside(structure, config)),
+        "beside_warps": [4] * config.by_product + _beside(structure, config),
+        "beside_registers": [240] * config.by_product + [24] * len(_beside(structure, config)),
         "half": "bf16" if structure.dtype == "bfloat16" else "f16",
         "early_lse": config.early_lse,
         "remat": config.remat,
         "even_n": config.even_n,
         "grouped": not config.mha,
+        "by_product": config.by_product,
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
     return make_source(
@@ -128,7 +129,7 @@ def render(
         header,
         context,
         found,
-        BLOCK_WARPS,
+        BLOCK_WARPS // 2 if config.by_product else BLOCK_WARPS,
         config.num_stages,
         "gluon",
         stages=Stages((_TWO_BUFFERS,)) if config.ds_stages == 2 else OWN_STAGES,
@@ -194,6 +195,9 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
     }
     if config.ping_pong:
         settings["TURN"] = TURN
+    if config.by_product:
+        # Two of each: a warpgroup may be a tile ahead.
+        settings |= {"W_STORED": free_q - 2, "DS_STORED": free_q - 4}
     if config.dq_tma:
         settings |= {"DQ_STORED": DQ_STORED, "DQ_READ": DQ_READ}
     if structure.dropout:
@@ -226,7 +230,7 @@ def _beside(structure: Structure, config: HopperBackwardConfig) -> list[int]:
 def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:
     """How the warps share the tiles."""
     rows = config.BLOCK_M
-    return {
+    shared: dict[str, object] = {
         "split": config.split,
         "s_warps": [4, 2] if config.split else [8, 1],
         "s_columns": rows // 2 if config.split else rows,
@@ -234,6 +238,8 @@ def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:
         **_places(config, head_dim),
         "per_thread": rows * head_dim // (32 * BLOCK_WARPS),
     }
+    # By products a tile is one warpgroup's, and of dq half the columns are.
+    return shared | {"s_warps": [4, 1], "dq_warps": [4, 1]} if config.by_product else shared
 
 
 def _places(config: HopperBackwardConfig, width: int) -> dict[str, object]:
