@@ -35,18 +35,18 @@ class Meeting:
         self.generation, self.count = self.generation + 1, 0
         self.block.lock.notify_all()
 
-    def arrive(self, threads):
-        """Of a hardware barrier, at which so many threads of 288 arrive."""
+    def arrive(self, threads, of=CONSUMERS + LOADER):
+        """Of a hardware barrier, at which so many threads of those that pass it arrive."""
         with self.block.lock:
             self.count += threads
-            assert self.count <= CONSUMERS + LOADER
-            if self.count == CONSUMERS + LOADER:
+            assert self.count <= of
+            if self.count == of:
                 self._pass()
 
-    def sync(self, threads):
+    def sync(self, threads, of=CONSUMERS + LOADER):
         with self.block.lock:
             before = self.generation
-        self.arrive(threads)
+        self.arrive(threads, of)
         self._until(lambda: self.generation > before)
 
     def expect(self, size, arrivals=1):
@@ -73,10 +73,17 @@ class Block:
     def __init__(self, number, chance):
         self.number, self.chance, self.failed = number, chance, False
         self.lock = threading.Condition()
-        self.hardware, self.flying, self.copies, self.stores = {}, [], [], {}
+        self.hardware, self.products, self.copies, self.stores = {}, {}, [], {}
+        # Of a thread: which partition it runs; and how many of them are consumers'.
+        self.partitions, self.groups = {}, 1
 
     def count(self, place, more, mask=None, sem=None):
         np.add.at(place.array, np.asarray(place.offset)[mask], np.asarray(more)[mask])
+
+    @property
+    def flying(self):
+        """The products of this thread that are under way."""
+        return self.products.setdefault(threading.get_ident(), [])
 
     def barrier(self, number):
         return self.hardware.setdefault(int(number), Meeting(self))
@@ -130,7 +137,8 @@ class Block:
             write(at, place.array)
 
     def specialise(self, partitions, warps, registers):
-        def run(function, arguments):
+        def run(number, function, arguments):
+            self.partitions[threading.get_ident()] = number
             try:
                 function(*arguments)
             except BaseException as error:
@@ -140,7 +148,11 @@ class Block:
                     self.lock.notify_all()
 
         errors = []
-        threads = [threading.Thread(target=run, args=each, daemon=True) for each in partitions]
+        self.groups = 1 + warps.count(4)
+        threads = [
+            threading.Thread(target=run, args=(i, *each), daemon=True)
+            for i, each in enumerate(partitions)
+        ]
         for each in threads:
             each.start()
         for each in threads:
@@ -150,7 +162,7 @@ class Block:
         for each in self.copies:
             each.join()
         assert (
-            not self.flying
+            not any(self.products.values())
             and not any(self.stores.values())
             and all(not each.count for each in self.hardware.values())
         )
@@ -261,10 +273,11 @@ def _assembly(block):
     """In place of the functions that are inline assembly."""
 
     def add(place, values):
-        # One tile's address is a whole number of them.
-        size = values.size
+        # One tile's address is a whole number of them. Of two warpgroups each adds half of it.
+        size, half = values.size * block.groups, values.shape[1]
         assert place.offset % size == 0
-        place.array[place.offset // size] += np.asarray(values)
+        first = half * (block.partitions[threading.get_ident()] % block.groups)
+        place.array[place.offset // size][:, first : first + half] += np.asarray(values)
 
     def await_semaphore(place, order):
         # Blocks run one after another, as they start.
@@ -281,8 +294,15 @@ def _assembly(block):
         place.array[place.offset] = order
 
     return {
-        "give": lambda at: block.barrier(at).arrive(CONSUMERS),
-        "give_if": lambda at, n: block.barrier(at).arrive(CONSUMERS) if n > 0 else None,
+        "give": lambda at: block.barrier(at).arrive(CONSUMERS // block.groups),
+        "give_if": lambda at, n: (
+            block.barrier(at).arrive(CONSUMERS // block.groups) if n > 0 else None
+        ),
+        "tell": lambda at: block.barrier(at).arrive(CONSUMERS // 2, CONSUMERS),
+        "hear": lambda at: block.barrier(at).sync(CONSUMERS // 2, CONSUMERS),
+        "hear_if": lambda at, n: (
+            block.barrier(at).sync(CONSUMERS // 2, CONSUMERS) if n > 0 else None
+        ),
         "take": lambda at: block.barrier(at).sync(LOADER),
         "give_half": lambda at: [block.barrier(at + w).arrive(CONSUMERS) for w in (0, 1)],
         "take_half": lambda at: block.barrier(at).sync(LOADER),

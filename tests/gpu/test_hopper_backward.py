@@ -112,10 +112,15 @@ FORMS = {
         "pipelined": "dk",
         "dk_rs": False,
     },
+    "by product": {"by_product": True},
+    "by product early": {"by_product": True, "early_lse": "half", "dk_rs": False, "lpt": False},
 }
 TILES = {64: ((128, 128, 2), (64, 128, 3)), 128: ((64, 128, 2),), 256: ((64, 64, 2),)}
-# Shared memory has no room for a tile of dq of 256 columns.
-EVERY_FORM = [(D, name) for D in TILES for name in FORMS if D < 256 or "dq_tma" not in FORMS[name]]
+# Shared memory has no room for a tile of dq of 256 columns; others' tiles are none of one product.
+EVERY_FORM = [
+    (D, name) for D in TILES for name, form in FORMS.items()
+    if (D < 256 or "dq_tma" not in form) and (D == 256 or "by_product" not in form)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("D", "name"), EVERY_FORM)
@@ -127,7 +132,7 @@ def test_forms(name, D, forced):
         check(*on_gpu(1, 4, 2, 520, 640, D), MASKS["holes"])
 
 
-DROPPING = [each for each in EVERY_FORM if "dq_halves" not in FORMS[each[1]]]
+DROPPING = [each for each in EVERY_FORM if not {"dq_halves", "by_product"} & FORMS[each[1]].keys()]
 
 
 @pytest.mark.parametrize(("D", "name"), [*((D, "plain") for D in TILES), *DROPPING])

@@ -27,9 +27,11 @@ def case_of(config: HopperBackwardConfig, structure: Structure, device: Device) 
         config.ds_stages,
         config.pipelined != "",
         config.pipelined == "dq",
+        config.ping_pong,
         config.dq_tma,
         config.dq_halves,
         config.deterministic,
+        config.by_product,
         config.pipelined in PIPELINED
         and config.early_lse in EARLY
         and 0 <= config.ex2_emulated <= 8,

@@ -112,6 +112,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
             dq_tma=True,
             deterministic=True,
             remat=True,
+            by_product=False,
         )
 
     def launch_key(self, config: HopperBackwardConfig) -> tuple[object, ...]:

@@ -21,9 +21,11 @@ class RuleCase:
     ds_stages: int
     pipelined: bool
     dq_later: bool
+    ping_pong: bool
     dq_tma: bool
     dq_halves: bool
     deterministic: bool
+    by_product: bool
     known_words: bool
     itemsize: int
     qk_dim: int
@@ -51,8 +53,12 @@ def shared_memory(c: RuleCase) -> int:
     walked_tiles = c.BLOCK_M * c.num_stages * (2 * c.head_dim * c.itemsize + 8)
     # K and V.
     held_tiles = 2 * c.BLOCK_N * c.head_dim * c.itemsize
-    # dS, and a P a stage where the warpgroups share a tile's columns.
-    scored = c.ds_stages + (c.num_stages if c.BLOCK_N == 64 else 0)
+    # dS, and a P a stage where the warpgroups share a tile's columns; two of each by products.
+    scored = (
+        c.ds_stages
+        + (3 if c.by_product else 0)
+        + (c.num_stages if not c.by_product and c.BLOCK_N == 64 else 0)
+    )
     score_tiles = c.BLOCK_M * c.BLOCK_N * c.itemsize * scored
     # A bit of each weight.
     kept = floor(c.BLOCK_M * c.BLOCK_N / 8) if c.drops else 0
@@ -65,7 +71,7 @@ def registers(c: RuleCase) -> int:
     """Registers of a consumer's thread."""
     dk_dv = floor(c.BLOCK_N * c.head_dim / 128)
     # Of one tile; dP has as many.
-    scores = floor(c.BLOCK_M * c.BLOCK_N / 256)
+    scores = (2 if c.by_product else 1) * floor(c.BLOCK_M * c.BLOCK_N / 256)
     dq_tile = floor(c.BLOCK_M * c.head_dim / 256)
     return dk_dv + max(2 * scores, dq_tile + floor(scores / 2)) + 32
 
@@ -114,6 +120,21 @@ RULES: Rules[RuleCase] = Rules(
             "dq_tma stages",
             "num_stages={num_stages}: dq_tma takes a hardware barrier of the fourth stage",
             lambda c: not c.dq_tma or c.num_stages <= 3,
+        ),
+        Rule(
+            "by_product",
+            "by_product takes tiles of 64x64, three stages at most, and nothing that orders the "
+            "products of warpgroups that share them",
+            lambda c: (
+                not c.by_product
+                or (
+                    c.BLOCK_M == 64
+                    and c.BLOCK_N == 64
+                    and c.ds_stages == 1
+                    and c.num_stages <= 3
+                    and not (c.dq_tma or c.ping_pong or c.pipelined)
+                )
+            ),
         ),
         Rule(
             "words",
@@ -177,6 +198,11 @@ RULES: Rules[RuleCase] = Rules(
             "order of captured gradients",
             "gradients of what score_mod captures are added up in any order",
             lambda c: not (c.deterministic and c.has_grads),
+        ),
+        Rule(
+            "by_product gradients",
+            "by_product neither drops weights nor adds to gradients of what score_mod captures",
+            lambda c: not (c.by_product and (c.drops or c.has_grads)),
         ),
         Rule(
             "mods",

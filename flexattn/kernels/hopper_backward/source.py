@@ -117,14 +117,15 @@ def render(
         "adding_warps": _adding_warps(config),
         "dropout": structure.dropout,
         "drawing_warps": _drawing_warps(config),
-        "beside_warps": _beside(structure, config),
-        "beside_registers": [24] * len(_beside(structure, config)),
+        "beside_warps": [4] * config.by_product + _beside(structure, config),
+        "beside_registers": [240] * config.by_product + [24] * len(_beside(structure, config)),
         "half": "bf16" if structure.dtype == "bfloat16" else "f16",
         "ds_first": config.ds_first,
         "early_lse": config.early_lse,
         "remat": config.remat,
         "even_n": config.even_n,
         "grouped": not config.mha,
+        "by_product": config.by_product,
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
     return make_source(
@@ -133,7 +134,7 @@ def render(
         header,
         context,
         found,
-        BLOCK_WARPS,
+        BLOCK_WARPS // 2 if config.by_product else BLOCK_WARPS,
         config.num_stages,
         "gluon",
         stages=_stages(structure, config),
@@ -214,6 +215,9 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
     }
     if config.ping_pong:
         settings["TURN"] = TURN
+    if config.by_product:
+        # Two of each: a warpgroup may be a tile ahead.
+        settings |= {"W_STORED": free_q - 2, "DS_STORED": free_q - 4}
     if config.dq_tma:
         settings["DQ_STORED"] = DQ_STORED
         if config.dq_halves:
@@ -250,7 +254,7 @@ def _beside(structure: Structure, config: HopperBackwardConfig) -> list[int]:
 def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:
     """How the warps share the tiles."""
     rows = config.BLOCK_M
-    return {
+    shared: dict[str, object] = {
         "split": config.split,
         "s_warps": [4, 2] if config.split else [8, 1],
         "s_columns": rows // 2 if config.split else rows,
@@ -258,6 +262,8 @@ def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:
         **_places(config, head_dim),
         "per_thread": rows * head_dim // (32 * BLOCK_WARPS),
     }
+    # By products a tile is one warpgroup's, and of dq half the columns are.
+    return shared | {"s_warps": [4, 1], "dq_warps": [4, 1]} if config.by_product else shared
 
 
 def _places(config: HopperBackwardConfig, width: int) -> dict[str, object]:

@@ -29,6 +29,8 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     registers go; without a mask and with a causal one a warpgroup hands on its half of dQ by
     itself: together 0.92 to 0.96 of the time of the plain form (H100). Where it does, tall tiles,
     and others behind a mask, store dS before dV's product is issued.
+    Above 128 columns each warpgroup has products of its own; a score_mod's arithmetic would be one
+    warpgroup's alone.
     """
     structure = problem.structure
     width, plain = columns(structure), _few_registers(structure)
@@ -57,6 +59,8 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
             halves = halves and _walks_far(structure)
             first = halves and plain and (each is _TALL or masked)
             yield replace(added, dq_halves=halves, ds_first=first)
+        elif structure.score is None and not structure.dropout:
+            yield _by_product(config)
         yield config
 
 
@@ -94,12 +98,20 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
     early = "half" if config.BLOCK_M == 128 else "all"
     pipelines += [replace(each, early_lse=early) for each in pipelines]
     dense = structure.sparsity is None
-    for each, ping_pong in product(pipelines, (False, True)):
-        each = replace(each, ping_pong=ping_pong)
+    forms = [replace(each, ping_pong=x) for each, x in product(pipelines, (False, True))]
+    if config.split and not (structure.dropout or structure.grads):
+        forms.append(_by_product(config))
+    for each in forms:
         yield each
         if structure.dtype == "bfloat16":
             yield replace(each, ex2_emulated=2)
         yield replace(each, shift_rows=True) if dense else replace(each, lpt=False)
+
+
+def _by_product(config: HopperBackwardConfig) -> HopperBackwardConfig:
+    return replace(
+        config, by_product=True, pipelined="", ping_pong=False, early_lse="", remat=True
+    )
 
 
 def _walks_far(structure: Structure) -> bool:

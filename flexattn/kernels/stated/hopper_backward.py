@@ -9,14 +9,15 @@ from sympy import And, Eq, Max, Mod, Not, Or, Piecewise, floor, symbols
 from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
 # A config's numbers. Then truth values: whether a product goes on when the next tile begins, and
-# dQ's does, the copy engine adds dQ, its halves by themselves, and in order, and words and numbers
-# are among those that there are.
+# dQ's does, the warpgroups take turns, the copy engine adds dQ, its halves by themselves, and in
+# order, each warpgroup has products of its own, and words and numbers are among those that there
+# are.
 _CONFIG = (
-    BLOCK_M, BLOCK_N, num_stages, ds_stages, pipelined, dq_later, dq_tma, dq_halves, deterministic,
-    known_words,
+    BLOCK_M, BLOCK_N, num_stages, ds_stages, pipelined, dq_later, ping_pong, dq_tma, dq_halves,
+    deterministic, by_product, known_words,
 ) = symbols(
-    "BLOCK_M BLOCK_N num_stages ds_stages pipelined dq_later dq_tma dq_halves deterministic "
-    "known_words"
+    "BLOCK_M BLOCK_N num_stages ds_stages pipelined dq_later ping_pong dq_tma dq_halves "
+    "deterministic by_product known_words"
 )  # fmt: skip
 # A structure's sizes, with the columns of a tile, and those of a mask's blocks 0 where there is
 # none; then truth values: k and v are as q, q, k and v lie as TMA reads them, something captured
@@ -49,8 +50,10 @@ walked_tiles = let(
 held_tiles = let("held_tiles", 2 * BLOCK_N * head_dim * itemsize, "K and V.")
 scored = let(
     "scored",
-    ds_stages + Piecewise((num_stages, Eq(BLOCK_N, 64)), (0, True)),
-    "dS, and a P a stage where the warpgroups share a tile's columns.",
+    ds_stages
+    + Piecewise((num_stages, And(Eq(BLOCK_N, 64), Not(by_product))), (0, True))
+    + Piecewise((3, by_product), (0, True)),
+    "dS, and a P a stage where the warpgroups share a tile's columns; two of each by products.",
 )
 score_tiles = let("score_tiles", scored * BLOCK_M * BLOCK_N * itemsize)
 kept = let(
@@ -66,7 +69,11 @@ _SHARED = let.formula(
 )
 let = Steps()
 dk_dv = let("dk_dv", floor(2 * BLOCK_N * head_dim / _THREADS))
-scores = let("scores", floor(BLOCK_M * BLOCK_N / _THREADS), "Of one tile; dP has as many.")
+scores = let(
+    "scores",
+    floor(BLOCK_M * BLOCK_N / _THREADS) * Piecewise((2, by_product), (1, True)),
+    "Of one tile; dP has as many.",
+)
 dq_tile = let("dq_tile", floor(BLOCK_M * head_dim / _THREADS))
 _REGISTERS = let.formula(
     "registers",
@@ -121,6 +128,21 @@ HOPPER_BACKWARD_STATEMENT = Statement(
             "dq_tma stages",
             Or(Not(dq_tma), num_stages <= 3),
             "num_stages={num_stages}: dq_tma takes a hardware barrier of the fourth stage",
+        ),
+        Inequality(
+            "by_product",
+            Or(
+                Not(by_product),
+                And(
+                    Eq(BLOCK_M, 64),
+                    Eq(BLOCK_N, 64),
+                    num_stages <= 3,
+                    Eq(ds_stages, 1),
+                    Not(Or(pipelined, ping_pong, dq_tma)),
+                ),
+            ),
+            "by_product takes tiles of 64x64, three stages at most, and nothing that orders the "
+            "products of warpgroups that share them",
         ),
         Inequality(
             "words",
@@ -184,6 +206,11 @@ HOPPER_BACKWARD_STATEMENT = Statement(
             "order of captured gradients",
             Not(And(has_grads, deterministic)),
             "gradients of what score_mod captures are added up in any order",
+        ),
+        Inequality(
+            "by_product gradients",
+            Not(And(by_product, Or(drops, has_grads))),
+            "by_product neither drops weights nor adds to gradients of what score_mod captures",
         ),
         Inequality(
             "mods",

@@ -177,6 +177,7 @@ PIPELINES = {
         "pipelined": "dk",
         "lpt": False,
     },
+    "by product": {"by_product": True, "early_lse": "all"},
     "shifted dq": {"pipelined": "dq", "shift_rows": True, "ex2_emulated": 2, "lpt": False},
 }
 DOCUMENTS = torch.arange(210) // 75
@@ -204,6 +205,10 @@ CASES = [
     ("dk", "causal", (64, 64, 3), MHA),
     ("dq", "holes", (64, 64, 2), GQA),
     ("plain", "causal", (128, 128, 1), MHA),
+    *(
+        ("by product", mask, (64, 64, 2), heads)
+        for mask, heads in (("full", GQA), ("causal", MHA), ("holes", GQA), ("window", MHA))
+    ),
     *(("dq_tma", mask, (64, 128, 2), heads) for mask, heads in (("full", GQA), ("holes", MHA))),
     *(("dq_tma dk", mask, (64, 64, 3), heads) for mask, heads in (("window", GQA), ("full", MHA))),
     ("dq_tma", "causal", (128, 64, 1), MHA),

@@ -109,12 +109,27 @@ SLOPES = torch.zeros(32)
         ({"dq_tma": True, "pipelined": "dq"}, "before the next tile begins"),
         ({"deterministic": True}, "deterministic takes dq_tma"),
         ({"BLOCK_M": 128, "num_stages": 1}, "registers"),
+        ({"by_product": True}, "by_product takes tiles of 64x64"),
+        ({"by_product": True, "BLOCK_N": 64, "ping_pong": True}, "that orders the products"),
     ],
 )
 def test_configs_that_cannot_run(changes, words):
     structure = problem("backward").structure
     found = family_of(CONFIG).feasibility.reasons(replace(CONFIG, **changes), structure, H200)
     assert words in "; ".join(found)
+
+
+def test_products_of_their_own_neither_drop_weights_nor_add_to_captured_gradients():
+    """Above 128 columns they are the default, but where a warpgroup lacks what the other has."""
+    wanted = problem("backward", 256, mask_mod=causal, runs=True)
+    first, shared = list(defaults(wanted))
+    assert first.by_product and not first.split and shared.split
+    (other,) = defaults(problem("backward", 256, score_mod=softcap(5.0)))
+    assert not other.by_product
+    for change in ({"dropout": True}, {"grads": (0,)}):
+        structure = replace(wanted.structure, **change)
+        reasons = family_of(first).feasibility.reasons(first, structure, H200)
+        assert "by_product neither drops weights" in "; ".join(reasons)
 
 
 def test_options_decide_the_language():
