@@ -197,7 +197,7 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
     if config.dq_tma:
         settings |= {"DQ_STORED": DQ_STORED, "DQ_READ": DQ_READ}
     if structure.dropout:
-        # Pairs of words, a thread each.
+        # Two words a thread.
         pairs, threads = rows * config.BLOCK_N // 64, 32 * _drawing_warps(config)
         settings |= {"KEPT_DRAWN": KEPT_DRAWN, "KEPT_READ": free_q - 1}
         settings |= {"DRAWN_AT_ONCE": threads, "DRAWN_PARTS": pairs // threads}
@@ -213,8 +213,10 @@ def _adding_warps(config: HopperBackwardConfig) -> int:
 
 
 def _drawing_warps(config: HopperBackwardConfig) -> int:
-    """Of the four warps beside the consumers a deterministic kernel takes three."""
-    return 1 if config.deterministic else 2
+    """Four of a tile of 64 x 128, one a scheduler; else what a loading warp's warpgroup has left."""
+    if config.deterministic:
+        return 1
+    return 4 if (config.BLOCK_M, config.BLOCK_N) == (64, 128) else 2
 
 
 def _beside(structure: Structure, config: HopperBackwardConfig) -> list[int]:
