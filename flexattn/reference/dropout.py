@@ -54,8 +54,8 @@ def dropout_words(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Of each call of Philox its four words, and the four that its last two rounds began with.
 
-    All are int64, and broadcast. The seed is in the counter, and the key is 0: a kernel's round keys
-    are then constants.
+    All are int64, and broadcast. The seed is in the counter, and the key is 0: a kernel's round
+    keys are then constants.
     """
     counter = torch.broadcast_tensors(rows, keys, head + (seed >> 32) & _WORD, seed & _WORD)
     none = torch.zeros_like(seed)

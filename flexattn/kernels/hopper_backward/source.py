@@ -213,7 +213,7 @@ def _adding_warps(config: HopperBackwardConfig) -> int:
 
 
 def _drawing_warps(config: HopperBackwardConfig) -> int:
-    """Four of a tile of 64 x 128, one a scheduler; else what a loading warp's warpgroup has left."""
+    """Four of a tile of 64 x 128, one a scheduler; else those of the loading warp's warpgroup."""
     if config.deterministic:
         return 1
     return 4 if (config.BLOCK_M, config.BLOCK_N) == (64, 128) else 2

@@ -41,8 +41,8 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
         if bare and each is _SPLIT and not masked:
             config = replace(config, remat=True, pipelined="dk", ping_pong=True)
         # Tall tiles and a score_mod leave no registers for all of lse. Where query heads are
-        # counted, they leave none for a second tile of dS either, nor does Triton 3.9's loop. Warps
-        # that draw what dropout keeps take eight of a consumer's.
+        # counted, they leave none for a second tile of dS either, nor does Triton 3.9's loop.
+        # Warps that draw what dropout keeps take eight of a consumer's.
         tight = each is _TALL or structure.score is not None
         tight_loop = not config.mha and (tight or waits_meet())
         half = tight or tight_loop or structure.dropout
