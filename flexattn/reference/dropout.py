@@ -88,4 +88,5 @@ def kept_weights(dropout: Dropout, lanes: tuple[Tensor, ...], heads: int) -> Ten
     found = dropout.keeps(numbers).unflatten(-1, (2, 2, 2, 2))  # row 8, key 8, key 16, key 1
     found = found.permute(0, 1, 2, 4, 3, 6, 5, 7).flatten(4).flatten(2, 3)
     found = found.index_select(2, row * 2 + q // 8 % 2)
-    return found.index_select(3, key * 8 + k // 16 % 2 * 4 + k // 8 % 2 * 2 + k % 2)
+    kept: Tensor = found.index_select(3, key * 8 + k // 16 % 2 * 4 + k // 8 % 2 * 2 + k % 2)
+    return kept

@@ -87,9 +87,9 @@ def test_the_share_that_is_dropped(p):
 def test_weights_are_dropped_independently_of_each_other(p):
     """Neighbours, weights of one call of Philox, other heads, batches and seeds."""
     found = mask(p).double() - (1 - p)
-    shifts = [(0, 0, 0, 1), (0, 0, 1, 0), (0, 0, 8, 0), (0, 0, 0, 8), (0, 0, 8, 9), (0, 0, 1, -1),
-              (0, 0, 0, 2), (0, 0, 0, 16), (0, 0, 8, 17), (0, 0, 0, 24), (0, 0, 0, 25), (0, 0, 0, 32),
-              (0, 0, 16, 0), (0, 1, 0, 0), (1, 0, 0, 0)]  # fmt: skip
+    apart = [(0, 1), (1, 0), (8, 0), (0, 8), (8, 9), (1, -1), (0, 2), (0, 16), (8, 17), (0, 24),
+             (0, 25), (0, 32), (16, 0)]  # fmt: skip
+    shifts = [*((0, 0, *each) for each in apart), (0, 1, 0, 0), (1, 0, 0, 0)]
     pairs = [(found, found.roll(shift, (0, 1, 2, 3))) for shift in shifts]
     pairs += [(found, mask(p, seed).double() - (1 - p)) for seed in (6, 5 + 2**32, -5)]
     for one, other in pairs:
@@ -98,7 +98,7 @@ def test_weights_are_dropped_independently_of_each_other(p):
 
 
 def test_the_low_bits_of_a_weight_do_not_know_the_others():
-    """Where a weight's high bits decide nothing, its low ones do: beside each other weight of its call."""
+    """The low ones decide where the high ones do not: beside each other weight of a call."""
     rows, keys = torch.arange(0, 2**18, 16)[:, None], torch.arange(0, 1024, 32)
     words, extra = dropout_words(rows, keys, torch.tensor(3), torch.tensor(2**61 + 12345))
     shifts = (0, 8, 16, 24)
