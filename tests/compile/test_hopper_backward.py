@@ -59,10 +59,9 @@ def kept(wanted):
     taken = resources(compiled, H200)
     assert isinstance(choice.config, HopperBackwardConfig), choice.attempts
     assert not taken.serialised and taken.shared <= H200.shared_memory, (choice.config, taken)
-    draws = wanted.structure.dropout and (choice.config.BLOCK_M, choice.config.BLOCK_N) == (
-        64,
-        128,
-    )
+    config = choice.config
+    wide = (config.BLOCK_M, config.BLOCK_N) == (64, 128) and not config.deterministic
+    draws = wanted.structure.dropout and wide
     assert taken.register_split == (232 if draws else 240, 24)
     used = family_of(choice.config).feasibility.resources(choice.config, wanted.structure, H200)
     assert abs(used[0] - taken.shared) <= 512
