@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from flexattn.reference.dropout import philox4x32
+from flexattn.reference.dropout import dropout_words
 from tests.emulated_diagonals import broadcast_diagonals, reduce_diagonals
 from tests.emulated_memory import Number, Shared, Tile, tile
 
@@ -214,7 +214,7 @@ def _language(block):
         load=_load, allocate_shared_memory=allocate,
         static_range=range, program_id=lambda axis: block.number, warp_specialize=block.specialise,
         float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",
-        uint32="uint32", uint64="uint64", join=lambda a, b: np.stack([a, b], -1).view(Tile),
+        uint16="uint16", uint32="uint32", join=lambda a, b: np.stack([a, b], -1).view(Tile),
         NVMMADistributedLayout=lambda *_: layout, DotOperandLayout=lambda *_: layout,
         SliceLayout=lambda *_: layout, BlockedLayout=lambda *_: layout,
         SwizzledSharedLayout=lambda *_: layout, NVMMASharedLayout=lambda *_: layout,
@@ -233,8 +233,15 @@ def _language(block):
         "warpgroup_mma": block.product, "warpgroup_mma_init": lambda acc: acc,
         "warpgroup_mma_wait": block.await_products, "load": block.load,
         "store": block.store,
-        "reinterpret": lambda place, dtype, shape, layout: place.reshape(shape),
+        "reinterpret": _reinterpret,
     }  # fmt: skip
+
+
+def _reinterpret(place, dtype, shape, layout):
+    if dtype == "uint16":
+        halves = np.stack([place.array & 0xFFFF, place.array >> 16 & 0xFFFF], -1)
+        return Shared(halves.reshape(shape))
+    return place.reshape(shape)
 
 
 def _load(place, mask=True, other=0):
@@ -254,11 +261,18 @@ def _maximum(a, b):
     return np.maximum(a, b).view(Tile) if isinstance(a, Tile) else max(a, b)
 
 
-def _philox(row, key, head, *seed):
+def _philox(row, key, head, seed):
     """The reference's, whose words are the kernel's: see tests/compile/test_dropout.py."""
-    counter = (torch.from_numpy(row), torch.from_numpy(key), torch.tensor(head), torch.tensor(0))
-    halves = [torch.tensor(int(x) & 0xFFFFFFFF) for x in seed]
-    return [x.numpy() for x in philox4x32(counter, tuple(halves))]
+    counter = (torch.from_numpy(np.array(x, dtype=np.int64)) for x in (row, key, head, int(seed)))
+    return [x.numpy().view(Tile) for words in dropout_words(*counter) for x in words]
+
+
+def _kept_pair(word, extra, selector, below):
+    """By what prmt and a comparison of halves of floating point do: see there as well."""
+    places = (0, 8) if selector == 0x1504 else (16, 24)
+    numbers = [(word >> place & 0x7F) << 8 | extra >> place & 0xFF for place in places]
+    low, high = (np.where(x >= (int(below) & 0xFFFF), 0xFFFF, 0) for x in numbers)
+    return (low | high << 16).view(Tile)
 
 
 def _select(condition, a, b):
@@ -319,7 +333,7 @@ def _assembly(block):
         "broadcast_diagonals": broadcast_diagonals,
         "reduce_diagonals": reduce_diagonals,
         "philox": _philox,
-        "uniform": lambda word: word,
+        "kept_pair": _kept_pair,
         "unsigned": lambda p: np.abs(p),
         "kept_half": lambda p: _maximum(p, 0.0),
         "await_semaphore": await_semaphore,

@@ -1,8 +1,9 @@
-"""Runs straight-line PTX in Python, thread by thread: arithmetic of integers, and stores."""
+"""Runs PTX in Python, thread by thread: arithmetic of integers, loops, and stores."""
 
 import re
+import struct
 
-_HIGH = {"16": 0xFFFF, "32": 0xFFFFFFFF, "64": 2**64 - 1}
+_HIGH = {"16": 0xFFFF, "32": 0xFFFFFFFF, "64": 2**64 - 1, "x2": 0xFFFFFFFF}
 
 
 def _prmt(a, b, selector):
@@ -11,6 +12,13 @@ def _prmt(a, b, selector):
     # The high bit of a selector's digit copies the byte's sign over all of it.
     each = [(255 if byte >> 7 else 0) if sign else byte for byte, sign in picked]
     return sum(byte << 8 * place for place, byte in enumerate(each))
+
+
+def _not_less(a, b):
+    """Of both halves of words, as floating point; what is no number is not less, either."""
+    pairs = [struct.unpack("<2e", struct.pack("<I", x)) for x in (a, b)]
+    low, high = (0 if x < y else 0xFFFF for x, y in zip(*pairs, strict=True))
+    return low | high << 16
 
 
 _OPERATIONS = {
@@ -27,17 +35,23 @@ _OPERATIONS = {
     "mad": lambda x, y, z: x * y + z,
     "bfe": lambda x, start, size: (x >> start) & ((1 << size) - 1),
     "prmt": _prmt,
+    # Of halves of floating point; `set` compares by geu.
+    "abs": lambda x: x & 0x7FFF7FFF,
+    "set": _not_less,
     # All threads have the same there.
     "shfl": lambda x, *_: x,
 }
 
 
 def run(ptx, parameters, memory, threads=128):
-    """What a kernel without branches stores: words by address.
+    """What a kernel stores: words by address.
 
     parameters: its numbers and addresses, which are not negative. memory: what every load gives.
     """
-    body = re.sub(r"//[^\n]*|\.loc[^\n]*|\$L\w+:", "", ptx[ptx.index("{\n") : ptx.index("ret;")])
+    body = re.sub(
+        r"//[^\n]*|\.loc[^\n]*|\.pragma[^\n]*", "", ptx[ptx.index("{\n") : ptx.index("ret;")]
+    )
+    body = re.sub(r"(\$L\w+):", r"\1;", body)
     statements = [each.strip(" {}\n\t") for each in body.replace("\n", " ").split(";")]
     stored = {}
     for thread in range(threads):
@@ -47,28 +61,41 @@ def run(ptx, parameters, memory, threads=128):
 
 def _run_thread(statements, thread, parameters, memory, stored):
     registers = {"%tid.x": thread}
+    places = {each: place for place, each in enumerate(statements) if each.startswith("$L")}
 
     def value(text):
         return registers[text] if text in registers else int(text, 0) & _HIGH["64"]
 
-    for statement in statements:
-        name, _, rest = statement.partition(" ")
-        operands = re.findall(r"[%\w.-]+", rest)
-        kind, _, suffix = name.partition(".")
-        if name.startswith(".reg"):
-            continue
-        if name.startswith("ld.param"):
-            registers[operands[0]] = parameters[int(operands[1].rpartition("_")[2])]
-        elif name.startswith("ld.global"):
-            registers[operands[0]] = memory
-        elif name.startswith("st.global"):
-            address, offset, word = operands
-            stored[value(address) + int(offset)] = value(word) & _HIGH["32"]
-        elif name == "mov.b64" and len(operands) == 3:
-            low, high, source = operands
-            registers[low] = value(source) & _HIGH["32"]
-            registers[high] = value(source) >> 32
-        else:
-            high = _HIGH["64" if "wide" in suffix else suffix[-2:]]
-            found = _OPERATIONS[kind](*map(value, operands[1:]))
-            registers[operands[0]] = found & (_HIGH["32"] if kind == "cvt" else high)
+    place = 0
+    while place < len(statements):
+        name, _, rest = statements[place].partition(" ")
+        place += 1
+        operands = re.findall(r"[%$\w.-]+", rest)
+        if name.startswith("@"):
+            if registers[name[1:]]:
+                place = places[operands[-1]]
+        elif name.startswith("bra"):
+            place = places[operands[0]]
+        elif not name.startswith((".reg", "$L")):
+            _run_statement(name, operands, value, registers, parameters, memory, stored)
+
+
+def _run_statement(name, operands, value, registers, parameters, memory, stored):
+    kind, _, suffix = name.partition(".")
+    if name.startswith("ld.param"):
+        registers[operands[0]] = parameters[int(operands[1].rpartition("_")[2])]
+    elif name.startswith("ld.global"):
+        registers[operands[0]] = memory
+    elif name.startswith("st.global"):
+        address, offset, word = operands
+        stored[value(address) + int(offset)] = value(word) & _HIGH["32"]
+    elif name.startswith("setp.ne"):
+        registers[operands[0]] = value(operands[1]) != value(operands[2])
+    elif name == "mov.b64" and len(operands) == 3:
+        low, high, source = operands
+        registers[low] = value(source) & _HIGH["32"]
+        registers[high] = value(source) >> 32
+    else:
+        high = _HIGH["64" if "wide" in suffix else suffix[-2:]]
+        found = _OPERATIONS[kind](*map(value, operands[1:]))
+        registers[operands[0]] = found & (_HIGH["32"] if kind == "cvt" else high)

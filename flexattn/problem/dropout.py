@@ -12,8 +12,10 @@ RANDOM_NUMBERS = 2**15
 
 
 class Dropout(NamedTuple):
-    """A weight whose 15 random bits are a number below `below` is dropped.
+    """How many of 2^15 numbers drop a weight; each weight has one of 15 random bits.
 
+    Up to a half it is those below `below`, and over it all but those below 2^15 - below: kernels
+    compare these numbers as halves of floating point, of which the high ones are no numbers.
     seed: int64 [1] on the call's device, None where nothing is drawn yet. The mask is a function
     of it and of (b, h, q_idx, kv_idx) alone: see flexattn/reference/dropout.py.
     """
@@ -36,6 +38,18 @@ class Dropout(NamedTuple):
         """With a seed from torch's default generator of a device; nothing waits for the device."""
         return self._replace(seed=torch.randint(2**63 - 1, (1,), device=device))
 
+    def keeps(self, numbers: Tensor) -> Tensor:
+        """Which of the numbers keep their weights."""
+        if self.below > RANDOM_NUMBERS // 2:
+            return numbers < RANDOM_NUMBERS - self.below
+        return numbers >= self.below
+
     def arguments(self) -> dict[str, Any]:
-        """What kernels take, by their names for it."""
-        return {"DROPOUT_SEED": self.seed, "drop_below": self.below, "keep_scale": self.scale}
+        """What kernels take, by their names for it.
+
+        drop_below: the number below which weights are dropped; where it is negative those are kept
+        that are below its complement.
+        """
+        kept = RANDOM_NUMBERS - self.below
+        below = self.below if kept >= RANDOM_NUMBERS // 2 else ~kept
+        return {"DROPOUT_SEED": self.seed, "drop_below": below, "keep_scale": self.scale}

@@ -60,7 +60,10 @@ def kept(wanted):
     taken = resources(compiled, H200)
     assert isinstance(choice.config, HopperBackwardConfig), choice.attempts
     assert not taken.serialised and taken.shared <= H200.shared_memory, (choice.config, taken)
-    assert {240, 24} <= set(taken.register_split), taken
+    config = choice.config
+    wide = (config.BLOCK_M, config.BLOCK_N) == (64, 128) and not config.deterministic
+    draws = wanted.structure.dropout and wide
+    assert {232 if draws else 240, 24} <= set(taken.register_split), taken
     used = family_of(choice.config).feasibility.resources(choice.config, wanted.structure, H200)
     assert abs(used[0] - taken.shared) <= 512
     return compiled, [words for _, words in product_loops(compiled.asm["cubin"])]
@@ -141,11 +144,11 @@ def test_dropout_keeps_its_registers():
     wanted = dropping("causal", 128, EVEN)
     compiled, spilled = kept(wanted)
     assert spilled and not any(spilled), spilled
-    # The two warps that draw also meet by themselves, at a barrier of Triton's choice.
+    # The four warps that draw also meet by themselves, at a barrier of Triton's choice.
     code = _disassembled(compiled.asm["cubin"])
     barriers = set(re.findall(r"\bBAR\.(?:SYNC|ARV)\S* 0x(\w+), 0x(\w+)", code))
     threads = {int(count, 16) for _, count in barriers}
-    assert {32 * 2, 32 * 8, 32 * (2 + 8)} <= threads
+    assert {32 * 4, 32 * 8, 32 * (4 + 8)} <= threads
     assert len({number for number, _ in barriers}) == len(barriers), barriers
     before = compile_source(render_before(wanted.structure, CONFIG, H200, False), H200)
     assert not resources(before, H200).starved

@@ -133,7 +133,7 @@ def sinks(structure: Structure) -> list[Argument]:
 
 
 def dropout_arguments(structure: Structure) -> list[Argument]:
-    """The seed, below which number of 15 bits a weight is dropped, and what scales the others."""
+    """The seed, which numbers drop a weight (`Dropout.arguments`), and what scales the others."""
     if not structure.dropout:
         return []
     below, scale = Argument("drop_below", "i32"), Argument("keep_scale", "fp32")

@@ -225,7 +225,7 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
         if not config.deterministic:
             settings["SUMMED"] = SUMMED
     if structure.dropout:
-        # Pairs of words, a thread each.
+        # Two words a thread.
         pairs, threads = rows * config.BLOCK_N // 64, 32 * _drawing_warps(config)
         settings |= {"KEPT_DRAWN": KEPT_DRAWN, "KEPT_READ": free_q - 1}
         settings |= {"DRAWN_AT_ONCE": threads, "DRAWN_PARTS": pairs // threads}
@@ -241,8 +241,10 @@ def _adding_warps(config: HopperBackwardConfig) -> int:
 
 
 def _drawing_warps(config: HopperBackwardConfig) -> int:
-    """Of the four warps beside the consumers a deterministic kernel takes three."""
-    return 1 if config.deterministic else 2
+    """Four of a tile of 64 x 128, one a scheduler; else those of the loading warp's warpgroup."""
+    if config.deterministic:
+        return 1
+    return 4 if (config.BLOCK_M, config.BLOCK_N) == (64, 128) else 2
 
 
 def _beside(structure: Structure, config: HopperBackwardConfig) -> list[int]:

@@ -45,9 +45,11 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
             config = replace(config, remat=True, pipelined="dk", ping_pong=True)
         # Tall tiles and a score_mod leave no registers for all of lse. Where query heads are
         # counted, they leave none for a second tile of dS either, nor does Triton 3.9's loop.
+        # Warps that draw what dropout keeps take eight of a consumer's.
         tight = each is _TALL or structure.score is not None
         tight_loop = not config.mha and (tight or waits_meet())
-        early = "half" if each is not _SPLIT and (tight or tight_loop) else "all"
+        half = tight or tight_loop or structure.dropout
+        early = "half" if each is not _SPLIT and half else "all"
         # Nor are there any beside what is read along diagonals, at 128 columns.
         if reads_diagonals(structure) and width == 128:
             early = ""

@@ -102,7 +102,8 @@ def render(
         "ptx": device.backend == "cuda",
         "rows_aligned": sparsity is None or sparsity.q_block % 16 == 0,
         "in_order": structure.batch_invariant,
-        "keys_aligned": sparsity is None or sparsity.kv_block % 16 == 0,
+        "keys_aligned": config.BLOCK_N % 32 == 0
+        and (sparsity is None or sparsity.kv_block % 32 == 0),
     }
     split = prefill and device.has_wgmma and len(qk) + len(v) > 2
     ptxas = for_split_tiles() if split else ""

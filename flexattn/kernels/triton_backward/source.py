@@ -79,7 +79,8 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         "dropout": structure.dropout,
         "ptx": device.backend == "cuda",
         "rows_aligned": sparsity is None or sparsity.q_block % 16 == 0,
-        "keys_aligned": sparsity is None or sparsity.kv_block % 16 == 0,
+        "keys_aligned": min(config.BLOCK_N1, config.BLOCK_N2) >= 32
+        and (sparsity is None or sparsity.kv_block % 32 == 0),
     }
     split = device.has_wgmma and len(qk) + len(v) > 2
     return make_source(

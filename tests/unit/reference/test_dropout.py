@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexattn.problem.dropout import Dropout
-from flexattn.reference.dropout import kept_weights, philox4x32
+from flexattn.reference.dropout import dropout_words, kept_weights, philox4x32
 
 WORD = 2**32 - 1
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
@@ -33,15 +33,40 @@ def test_known_answers(counter, key, rounds, words):
     assert tuple(map(int, found)) == words
 
 
-def test_the_word_and_the_half_of_each_weight():
+@pytest.mark.parametrize("p", [0.3, 0.8])
+def test_the_number_of_each_weight(p):
     """As the formula says it, weight by weight: kernels make the same bits from it."""
-    seed, below = -(2**62) - 12345, Dropout.of(0.3).below
-    found = mask(0.3, seed, (2, 3, 37, 43))
-    key = torch.tensor(seed & WORD), torch.tensor(seed >> 32 & WORD)
-    for b, h, q, k in [(0, 0, 0, 0), (1, 2, 36, 42), (0, 1, 8, 9), (1, 0, 23, 17), (0, 2, 15, 24)]:
-        counter = tuple(map(torch.tensor, (q & ~8, k & ~9, b * 3 + h, 0)))
-        word = philox4x32(counter, key)[(q >> 3 & 1) * 2 + (k >> 3 & 1)]
-        assert bool(found[b, h, q, k]) == (int(word) >> 16 * (k & 1) & 0x7FFF >= below)
+    seed, below = -(2**62) - 12345, Dropout.of(p).below
+    found = mask(p, seed, (2, 3, 37, 43))
+    places = [(0, 0, 0, 0), (1, 2, 36, 42), (0, 1, 8, 9), (1, 0, 23, 17), (0, 2, 15, 24),
+              (1, 1, 1, 16), (0, 0, 31, 25)]  # fmt: skip
+    for b, h, q, k in places:
+        head = b * 3 + h + (seed >> 32) & WORD
+        counter = tuple(map(torch.tensor, (q & ~8, k & ~25, head, seed & WORD)))
+        none = torch.tensor(0), torch.tensor(0)
+        words = [
+            philox4x32(counter, none, rounds)[q // 8 % 2 * 2 + k // 8 % 2] for rounds in (7, 5)
+        ]
+        shift = (k // 16 % 2 * 2 + k % 2) * 8
+        high, low = (int(word) >> shift & 0xFF for word in words)
+        number = high % 128 * 256 + low
+        kept = number < 2**15 - below if p > 0.5 else number >= below
+        assert bool(found[b, h, q, k]) == kept
+
+
+@pytest.mark.parametrize("p", [0.0, 2**-15, 0.1, 0.5, 0.5 + 2**-15, 0.9, 1 - 2**-15, 1.0])
+def test_as_many_numbers_drop_as_dropout_p_says(p):
+    """Exactly, and what a kernel is told means the same numbers."""
+    numbers, dropout = torch.arange(2**15), Dropout(round(p * 2**15))
+    kept = dropout.keeps(numbers)
+    assert int((~kept).sum()) == dropout.below
+    told = dropout.arguments()["drop_below"]
+    flip = -1 if told < 0 else 0
+    assert 0 <= told ^ flip <= 2**14
+    # Halves of floating point that are no numbers compare as above.
+    halves = numbers.to(torch.int16).view(torch.float16)
+    below = torch.tensor(told ^ flip, dtype=torch.int16).view(torch.float16)
+    assert torch.equal(~(halves < below) ^ (flip < 0), kept)
 
 
 def test_a_slice_has_the_bits_of_the_whole():
@@ -50,7 +75,7 @@ def test_a_slice_has_the_bits_of_the_whole():
     assert torch.equal(kept_weights(dropout, lanes, 3), mask(0.4)[1:2, 1:3, 37:91, 5:300])
 
 
-@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.001, 0.01, 1 / 128, 0.1, 13 / 128, 0.5, 0.9])
 def test_the_share_that_is_dropped(p):
     found = mask(p)
     deviation = math.sqrt(p * (1 - p) / found.numel())
@@ -62,10 +87,23 @@ def test_the_share_that_is_dropped(p):
 def test_weights_are_dropped_independently_of_each_other(p):
     """Neighbours, weights of one call of Philox, other heads, batches and seeds."""
     found = mask(p).double() - (1 - p)
-    shifts = [(0, 0, 0, 1), (0, 0, 1, 0), (0, 0, 8, 0), (0, 0, 0, 8), (0, 0, 8, 9), (0, 0, 1, -1),
-              (0, 0, 0, 2), (0, 0, 0, 16), (0, 0, 16, 0), (0, 1, 0, 0), (1, 0, 0, 0)]  # fmt: skip
+    apart = [(0, 1), (1, 0), (8, 0), (0, 8), (8, 9), (1, -1), (0, 2), (0, 16), (8, 17), (0, 24),
+             (0, 25), (0, 32), (16, 0)]  # fmt: skip
+    shifts = [*((0, 0, *each) for each in apart), (0, 1, 0, 0), (1, 0, 0, 0)]
     pairs = [(found, found.roll(shift, (0, 1, 2, 3))) for shift in shifts]
     pairs += [(found, mask(p, seed).double() - (1 - p)) for seed in (6, 5 + 2**32, -5)]
     for one, other in pairs:
         correlation = (one * other).mean() / (p * (1 - p))
         assert abs(correlation) < 5 / math.sqrt(found.numel())
+
+
+def test_the_low_bits_of_a_weight_do_not_know_the_others():
+    """The low ones decide where the high ones do not: beside each other weight of a call."""
+    rows, keys = torch.arange(0, 2**18, 16)[:, None], torch.arange(0, 1024, 32)
+    words, extra = dropout_words(rows, keys, torch.tensor(3), torch.tensor(2**61 + 12345))
+    shifts = (0, 8, 16, 24)
+    low = torch.stack([x >> s & 0xFF for x in extra for s in shifts]).flatten(1).double()
+    high = torch.stack([x >> s & 0x7F for x in words for s in shifts]).flatten(1).double()
+    found = torch.cat([low, high])
+    correlation = torch.corrcoef(found) - torch.eye(32)
+    assert correlation.abs().max() < 5 / math.sqrt(found.shape[1])
