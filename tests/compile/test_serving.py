@@ -55,6 +55,7 @@ CASES = {
     "one request": {"B": 1},
     "many requests": {"B": 512, "mask": causal},
     "256 columns": {"D": (256, 256), "heads": (8, 4), "mask": sliding_window(1024)},
+    "16 rows of 256 columns": {"D": (256, 256), "heads": (16, 2), "q_len": 2},
     "8 rows of 256 columns": {"D": (256, 256), "heads": (16, 2), "score": softcap(30.0)},
 }
 AWAITED = {

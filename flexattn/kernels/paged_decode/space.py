@@ -142,7 +142,7 @@ def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
                 yield ServingConfig(height, 64, warps, 2, 1, 1, combine)
             yield ServingConfig(height, 32, warps, 3, 1, 1, combine)
         else:
-            if height < 64:
+            if height < 64 and device.capability == 90:
                 # 16 rows of 256 columns: 44.5 us of 49.7, 32: 46.7 of 59.6 (8 x 8k keys, 2 heads);
                 # one of 192 and 128: 174.6 of 219.5 (16 x 4k keys, 16 heads; an H200).
                 yield ServingConfig(height, 64, 8, 3, 1, 1, combine)
