@@ -148,7 +148,8 @@ class Block:
                     self.lock.notify_all()
 
         errors = []
-        self.groups = 1 + warps.count(4)
+        # Those that draw what dropout keeps are as many warps as a warpgroup.
+        self.groups = 2 if partitions[1][0].__name__ == "differentiate" else 1
         threads = [
             threading.Thread(target=run, args=(i, *each), daemon=True)
             for i, each in enumerate(partitions)
@@ -214,7 +215,8 @@ def _language(block):
         load=_load, allocate_shared_memory=allocate,
         static_range=range, program_id=lambda axis: block.number, warp_specialize=block.specialise,
         float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",
-        uint16="uint16", uint32="uint32", join=lambda a, b: np.stack([a, b], -1).view(Tile),
+        uint16="uint16", uint32="uint32", uint64="uint64",
+        join=lambda a, b: np.stack([a, b], -1).view(Tile),
         NVMMADistributedLayout=lambda *_: layout, DotOperandLayout=lambda *_: layout,
         SliceLayout=lambda *_: layout, BlockedLayout=lambda *_: layout,
         SwizzledSharedLayout=lambda *_: layout, NVMMASharedLayout=lambda *_: layout,
