@@ -148,7 +148,8 @@ class Block:
                     self.lock.notify_all()
 
         errors = []
-        self.groups = 1 + warps.count(4)
+        # A second consumer has the registers of one; warps that draw are four as well.
+        self.groups = 1 + registers.count(240)
         threads = [
             threading.Thread(target=run, args=(i, *each), daemon=True)
             for i, each in enumerate(partitions)
