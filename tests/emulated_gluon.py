@@ -148,8 +148,8 @@ class Block:
                     self.lock.notify_all()
 
         errors = []
-        # Those that draw what dropout keeps are as many warps as a warpgroup.
-        self.groups = 2 if partitions[1][0].__name__ == "differentiate" else 1
+        # Four warps may also draw what dropout keeps.
+        self.groups = 1 + any(function.__name__ == "differentiate" for function, _ in partitions)
         threads = [
             threading.Thread(target=run, args=(i, *each), daemon=True)
             for i, each in enumerate(partitions)

@@ -126,7 +126,7 @@ SPILLS = {
     ("documents", 256, ODD): (4, 0),
     # With dropout, where a single word is a thread's number, which is stored for after the loop.
     ("dropout full", 64, EVEN): (0, 3),
-    ("dropout full", 64, ODD): (0, 8),
+    ("dropout full", 64, ODD): (4, 8),
     ("dropout causal", 64, EVEN): (2, 5),
     ("dropout causal", 64, ODD): (2, 6),
     ("dropout lists", 64, EVEN): (6, 6),
