@@ -6,7 +6,18 @@ from flexattn.runtime.resources import _BRANCH, _INSTRUCTION, _LABEL, _SPILL, _d
 
 
 def product_loops(cubin):
-    """(instructions, loads and stores of spilled registers) of each innermost loop with wgmma.
+    """(instructions, loads and stores of spilled registers) of each innermost loop with wgmma."""
+    return [
+        (
+            sum(bool(_INSTRUCTION.match(each)) for each in lines),
+            sum(bool(_SPILL.search(each)) for each in lines),
+        )
+        for lines in loops_with_products(cubin)
+    ]
+
+
+def loops_with_products(cubin):
+    """The lines of each innermost loop with wgmma.
 
     A loop ends with a branch under a predicate. What waits for a barrier in vain stands behind the
     kernel and jumps back without one: `resources` takes all between for a loop, prologue and all.
@@ -24,10 +35,4 @@ def product_loops(cubin):
         (a, z) for a, z in loops
         if not any((a, z) != other and a <= other[0] and other[1] <= z for other in loops)
     ]  # fmt: skip
-    return [
-        (
-            sum(bool(_INSTRUCTION.match(each)) for each in lines[a:z]),
-            sum(bool(_SPILL.search(each)) for each in lines[a:z]),
-        )
-        for a, z in inner
-    ]
+    return [lines[a:z] for a, z in inner]

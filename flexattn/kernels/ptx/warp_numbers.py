@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 
 # By which a kernel asks for this pass: its module in kernels/.
-NAME = "ptx.warp_numbers"
+WARP_NUMBERS = "ptx.warp_numbers"
 
 _READ = r"\tshfl\.sync\.idx\.b32 \t(%r\d+), {}, 0, 31, -1;\n"
 # All warps start here, before those of a partition have numbers of their own.

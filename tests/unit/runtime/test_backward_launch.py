@@ -78,12 +78,13 @@ def test_every_argument_has_a_value(language, mask_mod, batch, monkeypatch):
     found = prepared.run((q, k, v), q, lse, (dout, None), 0.1, rest, ())
     assert [x.shape for x in found[:3]] == [q.shape, k.shape, v.shape]
     names = [next(iter(values)) for _, values in launched]
-    assert names == (["OUT", "Q"] if language == "triton" else ["OUT", "Q", "DQ_ACC"])
+    assert names == (["OUT", "Q"] if language == "triton" else ["OUT", "Q", "DQ_FLAGS"])
     if language == "gluon":
         (tiles, before), (programs, kernel), (again, after) = launched
-        assert before["DQ_ACC"] is kernel["DQ_ACC"] is after["DQ_ACC"]
+        assert before["DQ_FLAGS"] is kernel["DQ_FLAGS"] is after["DQ_FLAGS"]
+        assert "DQ_ACC" not in before and kernel["DQ_ACC"] is after["DQ_ACC"]
         assert before["STATS"] is kernel["STATS"] and after["DQ"] is found.dq
-        assert before["DQ_ACC"].numel() == tiles * 64 * 128 and tiles == again
+        assert kernel["DQ_ACC"].numel() == tiles * 64 * 128 and tiles == again
         assert programs == 4 * batch * 2 and kernel["shared_heads"] == 4 // batch
 
 
