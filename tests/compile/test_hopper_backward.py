@@ -135,7 +135,7 @@ SPILLS = {
     ("dropout causal", 64, EVEN): (2, 5),
     ("dropout causal", 64, ODD): (2, 6),
     ("dropout lists", 64, EVEN): (6, 6),
-    ("dropout lists", 64, ODD): (2, 3),
+    ("dropout lists", 64, ODD): (2, 8),
     ("dropout causal", 256, EVEN): (0, 2),
     ("dropout causal", 256, ODD): (0, 4),
     ("dropout lists", 256, EVEN): (0, 2),
