@@ -32,7 +32,9 @@ def test_loops_add_once_for_each_diagonal(D, sizes, name):
     compiled, spilled = kept(wanted)
     assert max(spilled) <= MOST[D], spilled
     loops = len(product_loops(compiled.asm["cubin"]))
-    added = _disassembled(compiled.asm["cubin"]).count("REDG.E.ADD.F32")
+    # Beside a compare-and-swap ptxas of Triton 3.6 makes no REDG of what returns to nobody.
+    code = _disassembled(compiled.asm["cubin"])
+    added = sum(code.count(f"{each}.E.ADD.F32") for each in ("REDG", "ATOMG"))
     assert added == ADDED[D] * loops, (added, loops)
 
 
