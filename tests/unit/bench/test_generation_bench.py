@@ -5,6 +5,11 @@ import torch
 from bench import generation
 from bench.generation import GenerationRow, judge
 
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
+
 
 def test_logits_may_be_twice_as_far_off_as_the_rivals():
     exact = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(1))
@@ -17,11 +22,7 @@ def test_logits_may_be_twice_as_far_off_as_the_rivals():
 
 def test_all_are_fed_with_the_float32_models_tokens(monkeypatch):
     """A model of other weights then sees the same text, and its own first choice is not taken."""
-    small = {
-        "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 16,
-    }  # fmt: skip
-    monkeypatch.setitem(generation.MODELS, "Llama", small)
+    monkeypatch.setitem(generation.MODELS, "Llama", SMALL)
     monkeypatch.setattr(generation, "SHORT", 5)
     monkeypatch.setattr(generation, "DEVICE", "cpu")
     row = GenerationRow("Llama", "eager", padded=True, batch=2, prompt=20)
@@ -39,11 +40,7 @@ def test_all_are_fed_with_the_float32_models_tokens(monkeypatch):
 
 def test_a_model_without_attention_answers_with_its_queries(monkeypatch):
     """Its tokens cost what everything but attention costs, with either cache."""
-    small = {
-        "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 16,
-    }  # fmt: skip
-    monkeypatch.setitem(generation.MODELS, "Llama", small)
+    monkeypatch.setitem(generation.MODELS, "Llama", SMALL)
     monkeypatch.setattr(generation, "DEVICE", "cpu")
     generation.register_free()
     row = GenerationRow("Llama", "eager", batch=2, prompt=20)
