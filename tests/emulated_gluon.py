@@ -314,9 +314,9 @@ def _assembly(block):
         "give_if": lambda at, n: (
             block.barrier(at).arrive(CONSUMERS // block.groups) if n > 0 else None
         ),
-        "tell": lambda at: block.barrier(at).arrive(CONSUMERS // 2, CONSUMERS),
-        "hear": lambda at: block.barrier(at).sync(CONSUMERS // 2, CONSUMERS),
-        "hear_if": lambda at, n: (
+        "signal": lambda at: block.barrier(at).arrive(CONSUMERS // 2, CONSUMERS),
+        "await_signal": lambda at: block.barrier(at).sync(CONSUMERS // 2, CONSUMERS),
+        "await_signal_if": lambda at, n: (
             block.barrier(at).sync(CONSUMERS // 2, CONSUMERS) if n > 0 else None
         ),
         "take": lambda at: block.barrier(at).sync(LOADER),
