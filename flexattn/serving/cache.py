@@ -81,12 +81,13 @@ def describe_cache(k: Tensor, v: Tensor, maxima: Maxima, aligned: bool, tile: in
     return Cache(k, v, steps[0], steps[1], k.shape[0], k.shape[keys_at])
 
 
-def check_box(k: Tensor) -> None:
-    """That a tensor descriptor can say how K lies; raises InputError for strides of 0."""
-    if any(size > 1 and step == 0 for size, step in zip(k.shape, k.stride(), strict=True)):
+def check_box(name: str, tensor: Tensor) -> None:
+    """That a tensor descriptor can say how one lies; raises InputError for strides of 0."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(size > 1 and step == 0 for size, step in pairs):
         raise InputError(
-            f"K of shape {list(k.shape)} with strides {k.stride()}",
-            "the MLA template reads through a tensor descriptor, which knows no stride of 0",
+            f"{name} of shape {list(tensor.shape)} with strides {tensor.stride()}",
+            "the kernel reads through a tensor descriptor, which knows no stride of 0",
             "keep each request's keys in memory of its own, or in pages",
         )
 

@@ -353,9 +353,11 @@ class DecodePlan:
             fixed["num_pages"] = cache.pages
         read = {"k": cache.steps_k} if tied(form) else {"k": cache.steps_k, "v": cache.steps_v}
         boxes = {}
-        if self.config.for_mla:
-            check_box(k)
-            read, boxes = {}, {"K": box_of(k if m.layout == "HND" else k.transpose(1, 2))}
+        if self.config.by_tma:
+            for name, tensor in zip(("K",) if tied(form) else ("K", "V"), (k, v), strict=False):
+                check_box(name, tensor)
+                boxes[name] = box_of(tensor if m.layout == "HND" else tensor.transpose(1, 2))
+            read = {}
         for name, each in read.items():
             fixed |= {f"stride_{name}{axis}": step for axis, step in zip("pnh", each, strict=True)}
         kernels, combine = self._kernels, None

@@ -36,7 +36,7 @@ def test_caches(page, layout, together):
     check(batch([1] * 6, LENGTHS, 6, 2), page=page, layout=layout, together=together)
 
 
-@pairwise(per_sm=[1, 2, 7], least=[1, 3], combine=["last", "launch"])
+@pairwise(per_sm=[1, 2, 7], least=[1, 3], combine=["last", "launch", "dependent"])
 def test_pieces_of_any_size_merge(per_sm, least, combine):
     config = ServingConfig(16, 16, 4, 2, per_sm, least, combine)
     check(batch([2] * 6, LENGTHS, 10, 2), config=config, sinks=torch.randn(10))

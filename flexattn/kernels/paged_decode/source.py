@@ -12,7 +12,7 @@ from flexattn.kernels.base.arguments import Argument, captured_arguments
 from flexattn.kernels.base.config import padded, pieces
 from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.base.source import BASE_2, Source
-from flexattn.kernels.paged_decode import mla
+from flexattn.kernels.paged_decode import mla, warp_specialized
 from flexattn.kernels.paged_decode.config import (
     COMBINE_WARPS,
     LINE,
@@ -53,14 +53,13 @@ def tied(form: ServingForm) -> bool:
 def serving_arguments(form: ServingForm, described: bool = False) -> tuple[Argument, ...]:
     """Arguments of the serving kernel, in order; None of them depends on a length.
 
-    described: K is a tensor descriptor, which has its strides.
+    described: K and V are tensor descriptors, which have their strides.
     """
     q, kv = signature_type(form.dtype), signature_type(form.kv_dtype)
     wide = 16 if form.aligned else 1
-    keys = mla.described(form) if described else Argument("K", f"*{kv}", wide)
-    found = [Argument("Q", f"*{q}", wide), keys]
-    if not tied(form):
-        found.append(Argument("V", f"*{kv}", wide))
+    found = [Argument("Q", f"*{q}", wide)]
+    for name in "K" if tied(form) else "KV":
+        found.append(mla.described(form, name) if described else Argument(name, f"*{kv}", wide))
     found += [*_written(form), *_described(form)]
     if form.page:
         found.append(Argument("TABLE", "*i32", 4))
@@ -135,6 +134,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         # Tall tiles have no registers for what the loop can compute again.
         "row_offsets_hoisted": config.BLOCK_M < 64 and (of_pages or not form.page),
         "last": config.combine == "last",
+        "launch_pdl": config.dependent and device.backend == "cuda",
         "late_sum": config.BLOCK_M <= 32,
         # A warp of its own reads in the layout of its scores, and has its next tile in registers.
         "mask_apart": late and config.warp_private,
@@ -151,15 +151,21 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         }
     if config.for_mla:
         context |= mla.context(form, config)
+    elif config.warp_specialized:
+        context |= warp_specialized.context(form, config)
     header = [title, f"config: {describe_serving(config)}"]
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:
             header.append(f"{name}: {rendering.expression_line(captures)}")
-    found = serving_arguments(form, config.for_mla)
-    if config.for_mla:
+    found = serving_arguments(form, config.by_tma)
+    if config.by_tma:
+        # Of the first warpgroup's warps, which start the others.
+        most = mla.registers(config)
+        if config.warp_specialized:
+            most = warp_specialized.registers(form, config)
         return rendering.make_source(
-            f"paged_decode/{config.template}.py.jinja", device, header, context, found,
-            config.num_warps, 1, "gluon", mla.registers(config),
+            f"paged_decode/{config.template}.py.jinja", device, header, context, found, 4, 1,
+            "gluon", most,
         )  # fmt: skip
     if config.warp_private:
         warp = rendering.make_source(
@@ -182,7 +188,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         **_shared(form, config, device, [mask] if mask is not None else [], TRITON, COMBINE_WARPS),
         "v_pieces": rendering.named_pieces("v", form.head_dim_v // shape.column_parts),
         "by_work_tile": shape.work_tiles > 0,
-        "launch_pdl": config.for_mla and device.backend == "cuda",
+        "launch_pdl": config.dependent and device.backend == "cuda",
         "widen": "",
         "prefetch": False,
         "predicated_loads": (),
@@ -304,6 +310,8 @@ def _shared(
         settings |= warp_sizes(form, config, device)
     elif config.for_mla:
         settings |= mla.mla_sizes(form, config)
+    elif config.warp_specialized:
+        settings |= warp_specialized.sizes(form, config)
     settings |= scale_constants(form)
     if form.split_keys:
         settings |= {
@@ -318,7 +326,7 @@ def _shared(
         **rendering.mod_context([each.lines for each in used], device, dialect),
         "jit": "triton.jit",
         "warp_private": config.warp_private,
-        "whole_shares": config.for_mla,
+        "whole_shares": config.by_tma,
         "split_keys": form.split_keys,
         # What a batch's work is counted in.
         "unit": "SPLIT_KEYS" if form.split_keys else "BLOCK_N",

@@ -10,7 +10,12 @@ from typing import get_args
 from flexattn.device import Device
 from flexattn.kernels.base.config import padded
 from flexattn.kernels.base.rule import able, worded
-from flexattn.kernels.paged_decode import mla, printed as printed_serving, warps as serving_warps
+from flexattn.kernels.paged_decode import (
+    mla,
+    printed as printed_serving,
+    warp_specialized,
+    warps as serving_warps,
+)
 from flexattn.kernels.paged_decode.config import (
     SHORT_ROWS,
     Combine,
@@ -50,6 +55,8 @@ def serving_reasons(config: object, form: ServingForm, device: Device) -> list[s
         return invariant_reasons(config, form)
     if config.for_mla:
         return mla.mla_reasons(config, form, device)
+    if config.warp_specialized:
+        return warp_specialized.reasons(config, form, device)
     case = printed_serving.RuleCase(
         config.BLOCK_M,
         config.BLOCK_N,
@@ -65,7 +72,20 @@ def serving_reasons(config: object, form: ServingForm, device: Device) -> list[s
         device.max_registers,
     )
     found = printed_serving.RULES.broken(case, printed_serving.estimate)
-    return worded(found, case, {"combine": config.combine}) if found else []
+    broken = worded(found, case, {"combine": config.combine}) if found else []
+    if config.dependent:
+        broken += _dependent_reasons(form, device)
+    return broken
+
+
+def _dependent_reasons(form: ServingForm, device: Device) -> list[str]:
+    """Why the kernel that merges cannot begin while the one before it runs."""
+    able = device.backend == "interpreter" or device.capability >= 90
+    rules = (
+        (able, "a kernel begins while the one before it runs on sm_90 and newer"),
+        (not form.prefix, "a cascade merges the parts of its prefix itself"),
+    )
+    return [said for holds, said in rules if not holds]
 
 
 def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
@@ -95,7 +115,7 @@ def serving_space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...
     first, height = candidates[0], next(c.BLOCK_M for c in candidates if c.split_policy == "even")
     heights = {height, 16, 64} if form.rows > 16 or form.ragged else {height}
     axes = (sorted(heights), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (1, 2, 4))
-    combines: tuple[Combine, ...] = ("last", "launch")
+    combines: tuple[Combine, ...] = ("last", "launch", "dependent")
     grid = (
         ServingConfig(*numbers, combine=combine)
         for numbers in product(*axes)
@@ -103,7 +123,12 @@ def serving_space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...
     )
     able = (
         config
-        for config in (*serving_warps.warps_space(form), *mla.mla_space(form.rows), *grid)
+        for config in (
+            *serving_warps.warps_space(form),
+            *mla.mla_space(form.rows),
+            *warp_specialized.space(form),
+            *grid,
+        )
         if not serving_reasons(config, form, device)
     )
     return tuple(dict.fromkeys((first, *able)))

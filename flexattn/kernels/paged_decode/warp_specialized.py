@@ -1,0 +1,106 @@
+"""Decode of many query heads a KV head on Hopper: what can run, and what its template knows.
+
+A warp loads tiles of K and V by TMA; of all tiles of a program each of one or two warpgroups
+multiplies its own. Rows are those of FlashAttention-3's PackGQA (Dao-AILab/flash-attention, 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from flexattn.device import Device
+from flexattn.kernels.paged_decode import mla
+from flexattn.kernels.paged_decode.config import (
+    SHORT_ROWS,
+    ServingConfig,
+    ServingForm,
+    serving_shared_memory,
+)
+
+_ROWS, _KEYS = 64, 64
+_HEAD_DIMS = (64, 128, 256)
+# Work tiles whose numbers are held: more than tiles of keys are.
+_SLOTS = 8
+MOST_STAGES = _SLOTS - 2
+# Of a thread: of the second warpgroup, and of the loading warp; the first has what they leave.
+_PRODUCER_REGISTERS = 40
+# Bytes of numbers and barriers, and what an SM keeps of each program.
+_NUMBERS = 2048
+
+
+def space(form: ServingForm) -> Iterator[ServingConfig]:
+    """Every config for more rows than warp-private tiles have; not all of them can run."""
+    if 0 < form.rows <= SHORT_ROWS:
+        return
+    for groups, per_sm, stages, least in product(
+        (2, 1), (1, 2), range(2, MOST_STAGES + 1), (1, 2)
+    ):
+        yield ServingConfig(
+            _ROWS, _KEYS, 4 * groups, stages, per_sm, least, "launch", "whole"
+        )  # fmt: skip
+
+
+def registers(form: ServingForm, config: ServingConfig) -> int:
+    """The most of a thread as it starts: beside head dimensions of 128 a combine kernel begins."""
+    if form.head_dim_v > 128:
+        return 168
+    return 136 if config.per_sm == 1 else 128
+
+
+def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
+    """What the template knows beside what all serving templates do."""
+    return {
+        **mla.context(form, config),
+        "groups": config.num_warps // 4,
+        "head_dim": form.head_dim_v,
+        "consumer_registers": 232 if form.head_dim_v > 128 else 184,
+        "producer_registers": _PRODUCER_REGISTERS,
+    }
+
+
+def sizes(form: ServingForm, config: ServingConfig) -> dict[str, int]:
+    """Constants of that kernel alone, and those that it has another value for."""
+    return {
+        **mla.work_tile_sizes(form),
+        "STAGES": config.num_stages,
+        "CHUNKS": form.head_dim_v // mla.ROPE,
+        "SLOTS": _SLOTS,
+        # Of the warpgroup that starts the others.
+        "LANES": 128,
+    }
+
+
+def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
+    """Why a config of this kind cannot run for a form on a device; empty where it can."""
+    groups = config.num_warps // 4
+    held = serving_shared_memory(config, form) + _NUMBERS
+    # An SM has 1 KB more than a program may take.
+    fits = held <= device.shared_memory and config.per_sm * held <= device.shared_memory + 1024
+    threads = 128 * (groups + 1)
+    rules = (
+        *mla.by_tma_rules(form, device, "warp-specialised"),
+        (
+            form.head_dim_qk == form.head_dim_v and form.head_dim_v in _HEAD_DIMS,
+            "the warp-specialised template is for head dimensions of 64, 128 or 256 of K and V",
+        ),
+        (not form.shared_kv, "the warp-specialised template loads K and V apart"),
+        (
+            config.num_warps in (4, 8) and 2 <= config.num_stages <= MOST_STAGES,
+            f"the warp-specialised template has BLOCK_M={_ROWS}, BLOCK_N={_KEYS}, num_warps=4 or "
+            f"8, and num_stages of 2 to {MOST_STAGES}",
+        ),
+        (
+            # It would take a tile that the other one waits for in the same slot for its own.
+            config.num_stages % max(1, groups) == 0,
+            "each of two warpgroups has slots of its own, so num_stages is even",
+        ),
+        (config.least >= 1 and config.per_sm >= 1, "per_sm and least are at least 1"),
+        (fits, f"tiles need about {held} of {device.shared_memory} bytes of shared memory"),
+        (
+            config.per_sm * threads * registers(form, config) <= device.registers,
+            f"{config.per_sm} programs of {threads} threads are more than an SM's registers hold",
+        ),
+        (config.combine == "launch", "its merges are left to a second kernel"),
+    )
+    return [said for holds, said in rules if not holds]

@@ -1,0 +1,91 @@
+"""Decode of many query heads a KV head on Hopper, on a GPU: tiles, splits and merges."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexattn.catalogue import alibi, causal, sliding_window, softcap
+from flexattn.serving import ServingConfig
+from tests.serving import assert_right, batch, plan_for, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+        reason="the template is for sm_90",
+    ),
+]
+# Two warpgroups, and one.
+PAIR = ServingConfig(64, 64, 8, 4, 1, combine="launch", split_policy="whole")
+ONE = replace(PAIR, num_warps=4)
+TWO = replace(PAIR, num_stages=2)
+LENGTHS = [2047, 0, 1, 517, 4096, 33, 128]
+CASES = {
+    "48 heads": {},
+    "one warpgroup": {"config": ONE},
+    "two programs an SM": {"config": replace(ONE, num_stages=2, per_sm=2)},
+    "six slots": {"config": replace(PAIR, num_stages=6)},
+    "pages of 64": {"page": 64},
+    "pages of 256, HND": {"page": 256, "layout": "HND"},
+    "contiguous": {"page": 0, "heads": (33, 1)},
+    "float16": {"dtype": torch.float16, "sinks": True},
+    "64 columns": {"D": 64, "heads": (71, 1)},
+    "256 columns": {"D": 256, "config": TWO, "heads": (32, 2)},
+    "256 columns, one warpgroup": {"D": 256, "config": replace(ONE, num_stages=3)},
+    "drafts": {"heads": (64, 8), "q_len": 4, "mask_mod": causal},
+    "128 rows": {"heads": (128, 1)},
+    "one request": {"lengths": [16384]},
+    "one odd request": {"lengths": [30_011], "config": ONE},
+    "whole requests": {"lengths": [4096] * 132},
+    "shares of two tiles": {"config": replace(PAIR, least=2), "lengths": [3001, 900]},
+    "window": {"mask_mod": sliding_window(700), "bias": True},
+    "softcap": {"score_mod": softcap(20.0)},
+    "many short requests": {"lengths": [1 + 37 * i % 200 for i in range(512)]},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers(name):
+    about = dict(CASES[name])
+    heads, q_len, D = about.pop("heads", (48, 1)), about.pop("q_len", 1), about.pop("D", 128)
+    lengths, dtype = about.pop("lengths", LENGTHS), about.pop("dtype", torch.bfloat16)
+    each = batch([q_len] * len(lengths), lengths, *heads, D, dtype=dtype, device="cuda")
+    page, layout = about.pop("page", 16), about.pop("layout", "NHD")
+    config, sinks = about.pop("config", PAIR), about.pop("sinks", False)
+    if about.pop("bias", False):
+        about["score_mod"] = alibi(heads[0], "cuda")
+    plan = plan_for(each, page=page, config=config, layout=layout, sinks=sinks, **about)
+    call = {"sinks": torch.randn(heads[0], device="cuda")} if sinks else {}
+    for _ in range(2):
+        got = run(plan, each, layout=layout, **call)
+        assert_right(got, each, **call, **about)
+
+
+def test_chunks_of_prefill():
+    each = batch([1, 77, 0, 2], [2000, 1400, 77, 650], 48, 1, 128, torch.bfloat16, "cuda")
+    plan = plan_for(each, page=16, config=PAIR, ragged=True, mask_mod=causal)
+    assert_right(run(plan, each), each, mask_mod=causal)
+
+
+def test_graphs_of_both_kernels():
+    """Replayed back to back, each launch waits for the kernel that merged before it."""
+    each = batch([1] * 16, [8192 - 64 * i for i in range(16)], 48, 1, 128, torch.bfloat16, "cuda")
+    k, v = (torch.stack([x.new_zeros(8192, 1, 128)] * 16) for x in (each.k[0], each.v[0]))
+    for b in range(16):
+        k[b, : each.kv_lens[b]], v[b, : each.kv_lens[b]] = each.k[b], each.v[b]
+    lens, q = each.numbers(each.kv_lens), each.q[:, None]
+    for config in (PAIR, ServingConfig(64, 64, 4, 3, combine="dependent")):
+        plan = plan_for(each, config=config)
+        out, lse = plan.run(q, (k, v), seq_lens=lens)
+        wanted = out.clone(), lse.clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(5):
+                out, lse = plan.run(q, (k, v), seq_lens=lens)
+        for _ in range(20):
+            out.fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
