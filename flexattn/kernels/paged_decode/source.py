@@ -198,6 +198,9 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         ("ROW_PARTS", shape.row_parts),
         *((("COLUMN_PARTS", shape.column_parts),) if shape.work_tiles else ()),
     )
+    most = 0
+    if config.warp_specialized:
+        most = warp_specialized.merge_registers(form, config, device)
     title = f"serving combine {form.dtype} D={form.head_dim_v} for {device.arch}"
     return rendering.make_source(
         "paged_decode/combine.py.jinja",
@@ -207,6 +210,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         _combine_arguments(form),
         COMBINE_WARPS,
         1,
+        registers=most,
     )
 
 

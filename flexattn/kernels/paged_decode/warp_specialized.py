@@ -12,6 +12,7 @@ from itertools import product
 from flexattn.device import Device
 from flexattn.kernels.paged_decode import mla
 from flexattn.kernels.paged_decode.config import (
+    COMBINE_WARPS,
     SHORT_ROWS,
     ServingConfig,
     ServingForm,
@@ -46,6 +47,14 @@ def registers(form: ServingForm, config: ServingConfig) -> int:
     if form.head_dim_v > 128:
         return 168
     return 136 if config.per_sm == 1 else 128
+
+
+def merge_registers(form: ServingForm, config: ServingConfig, device: Device) -> int:
+    """The most of a thread of the kernel that merges, with which it begins beside; 0: no bound."""
+    if form.head_dim_v > 128 or config.per_sm > 1:
+        return 0
+    taken = 128 * (config.num_warps // 4 + 1) * registers(form, config)
+    return (device.registers - taken) // (32 * COMBINE_WARPS) // 8 * 8
 
 
 def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
