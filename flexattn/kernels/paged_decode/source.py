@@ -152,7 +152,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     if config.for_mla:
         context |= mla.context(form, config)
     elif config.warp_specialized:
-        context |= warp_specialized.context(form, config)
+        context |= warp_specialized.specialized_context(form, config)
     header = [title, f"config: {describe_serving(config)}"]
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:
@@ -162,7 +162,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         # Of the first warpgroup's warps, which start the others.
         most = mla.registers(config)
         if config.warp_specialized:
-            most = warp_specialized.registers(form, config)
+            most = warp_specialized.specialized_registers(form, config)
         return rendering.make_source(
             f"paged_decode/{config.template}.py.jinja", device, header, context, found, 4, 1,
             "gluon", most,
@@ -315,7 +315,7 @@ def _shared(
     elif config.for_mla:
         settings |= mla.mla_sizes(form, config)
     elif config.warp_specialized:
-        settings |= warp_specialized.sizes(form, config)
+        settings |= warp_specialized.specialized_sizes(form, config)
     settings |= scale_constants(form)
     if form.split_keys:
         settings |= {

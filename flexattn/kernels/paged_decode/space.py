@@ -56,7 +56,7 @@ def serving_reasons(config: object, form: ServingForm, device: Device) -> list[s
     if config.for_mla:
         return mla.mla_reasons(config, form, device)
     if config.warp_specialized:
-        return warp_specialized.reasons(config, form, device)
+        return warp_specialized.specialized_reasons(config, form, device)
     case = printed_serving.RuleCase(
         config.BLOCK_M,
         config.BLOCK_N,
@@ -126,7 +126,7 @@ def serving_space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...
         for config in (
             *serving_warps.warps_space(form),
             *mla.mla_space(form.rows),
-            *warp_specialized.space(form),
+            *warp_specialized.specialized_space(form),
             *grid,
         )
         if not serving_reasons(config, form, device)

@@ -23,26 +23,26 @@ _ROWS, _KEYS = 64, 64
 _HEAD_DIMS = (64, 128, 256)
 # Work tiles whose numbers are held: more than tiles of keys are.
 _SLOTS = 8
-MOST_STAGES = _SLOTS - 2
+_MOST_STAGES = _SLOTS - 2
 # Of a thread: of the second warpgroup, and of the loading warp; the first has what they leave.
 _PRODUCER_REGISTERS = 40
 # Bytes of numbers and barriers, and what an SM keeps of each program.
 _NUMBERS = 2048
 
 
-def space(form: ServingForm) -> Iterator[ServingConfig]:
+def specialized_space(form: ServingForm) -> Iterator[ServingConfig]:
     """Every config for more rows than warp-private tiles have; not all of them can run."""
     if 0 < form.rows <= SHORT_ROWS:
         return
     for groups, per_sm, stages, least in product(
-        (2, 1), (1, 2), range(2, MOST_STAGES + 1), (1, 2)
+        (2, 1), (1, 2), range(2, _MOST_STAGES + 1), (1, 2)
     ):
         yield ServingConfig(
             _ROWS, _KEYS, 4 * groups, stages, per_sm, least, "launch", "whole"
         )  # fmt: skip
 
 
-def registers(form: ServingForm, config: ServingConfig) -> int:
+def specialized_registers(form: ServingForm, config: ServingConfig) -> int:
     """The most of a thread as it starts: beside head dimensions of 128 a combine kernel begins."""
     if form.head_dim_v > 128:
         return 168
@@ -53,11 +53,11 @@ def merge_registers(form: ServingForm, config: ServingConfig, device: Device) ->
     """The most of a thread of the kernel that merges, with which it begins beside; 0: no bound."""
     if form.head_dim_v > 128 or config.per_sm > 1:
         return 0
-    taken = 128 * (config.num_warps // 4 + 1) * registers(form, config)
+    taken = 128 * (config.num_warps // 4 + 1) * specialized_registers(form, config)
     return (device.registers - taken) // (32 * COMBINE_WARPS) // 8 * 8
 
 
-def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
+def specialized_context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
     """What the template knows beside what all serving templates do."""
     return {
         **mla.context(form, config),
@@ -68,7 +68,7 @@ def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
     }
 
 
-def sizes(form: ServingForm, config: ServingConfig) -> dict[str, int]:
+def specialized_sizes(form: ServingForm, config: ServingConfig) -> dict[str, int]:
     """Constants of that kernel alone, and those that it has another value for."""
     return {
         **mla.work_tile_sizes(form),
@@ -80,7 +80,7 @@ def sizes(form: ServingForm, config: ServingConfig) -> dict[str, int]:
     }
 
 
-def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
+def specialized_reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
     """Why a config of this kind cannot run for a form on a device; empty where it can."""
     groups = config.num_warps // 4
     held = serving_shared_memory(config, form) + _NUMBERS
@@ -95,9 +95,9 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
         ),
         (not form.shared_kv, "the warp-specialised template loads K and V apart"),
         (
-            config.num_warps in (4, 8) and 2 <= config.num_stages <= MOST_STAGES,
+            config.num_warps in (4, 8) and 2 <= config.num_stages <= _MOST_STAGES,
             f"the warp-specialised template has BLOCK_M={_ROWS}, BLOCK_N={_KEYS}, num_warps=4 or "
-            f"8, and num_stages of 2 to {MOST_STAGES}",
+            f"8, and num_stages of 2 to {_MOST_STAGES}",
         ),
         (
             # It would take a tile that the other one waits for in the same slot for its own.
@@ -107,7 +107,7 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
         (config.least >= 1 and config.per_sm >= 1, "per_sm and least are at least 1"),
         (fits, f"tiles need about {held} of {device.shared_memory} bytes of shared memory"),
         (
-            config.per_sm * threads * registers(form, config) <= device.registers,
+            config.per_sm * threads * specialized_registers(form, config) <= device.registers,
             f"{config.per_sm} programs of {threads} threads are more than an SM's registers hold",
         ),
         (config.combine == "launch", "its merges are left to a second kernel"),
