@@ -38,7 +38,7 @@ NO_DEVICE := $(ANYWHERE) and not full_matrix and not long
 help:
 	@echo "make demo          the main job: on a GPU, or in the interpreter"
 	@echo "make test          lint, types and every test that needs no GPU"
-	@echo "make test-compile  every config of the default space, for every GPU, without one; long tests"
+	@echo "make test-compile  configs of the default space, for every GPU, without one; long tests"
 	@echo "make test-gpu      the tests that need a GPU"
 	@echo "make lint types    ruff and codespell; mypy"
 	@echo "make docs          the manual, as HTML in $(MANUAL); warnings are errors"
