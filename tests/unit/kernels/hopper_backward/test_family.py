@@ -311,3 +311,16 @@ def test_explain_says_why_one_of_the_two_serves(words):
     choice = next(candidates_of(wanted, H200, _options(asked, wanted, H200))).choice()
     assert words in _why_this_language(choice, asked)
     assert (choice.config.language == "gluon") is (words == "warp-specialised")
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_kernels_of_one_hash_ask_for_the_same_passes(D):
+    """The hash finds a kernel in every cache, and covers the text alone, not the passes."""
+    asked = {}
+    for mods in ({}, {"mask_mod": causal, "runs": True}):
+        wanted = problem("backward", D, **mods)
+        for config in space(wanted, H200):
+            if family_of(config).language == "gluon":
+                source = family_of(config).render(wanted.structure, config, H200, "test")
+                assert asked.setdefault(source.hash, source.stages) == source.stages, config
+    assert len({stages.passes for stages in asked.values()}) > 2
