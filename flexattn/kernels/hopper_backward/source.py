@@ -37,7 +37,7 @@ from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_wi
 from flexattn.kernels.printers.triton_printer import Printed
 from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.kernels.ptx.stages import Stages
-from flexattn.kernels.ptx.warp_numbers import WARP_NUMBERS
+from flexattn.kernels.ptx.warp_numbers import ANNOUNCED as WARP_NUMBERS_ANNOUNCED, WARP_NUMBERS
 from flexattn.problem import Structure
 
 _TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
@@ -82,7 +82,7 @@ def render(
     if band is not None:
         mask = None
     used: list[PrintedGradient | Printed] = [each for each in (score, mask) if each is not None]
-    sparsity = structure.sparsity
+    sparsity, stages = structure.sparsity, _stages(structure, config)
     found = arguments(structure, config)
     context: dict[str, object] = {
         **mod_context([each.lines for each in used], device, TRANSPOSED),
@@ -113,6 +113,7 @@ def render(
         **_flagged(config),
         "ds_stages": config.ds_stages,
         "announcement": ANNOUNCED,
+        "warp_numbers": WARP_NUMBERS_ANNOUNCED if WARP_NUMBERS in stages.passes else "",
         "deterministic": config.deterministic,
         "adding_warps": _adding_warps(config),
         "dropout": structure.dropout,
@@ -137,7 +138,7 @@ def render(
         BLOCK_WARPS // 2 if config.by_product else BLOCK_WARPS,
         config.num_stages,
         "gluon",
-        stages=_stages(structure, config),
+        stages=stages,
     )
 
 
