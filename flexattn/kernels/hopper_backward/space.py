@@ -27,9 +27,9 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     Of 256 columns without a mask the form in turns was 2 % faster than the plain one (H100).
     Up to 128 columns the copy engine adds dQ, dS has two tiles, and lse is read early, as far as
     registers go; without a mask and with a causal one a warpgroup hands on its half of dQ by
-    itself: together 0.92 to 0.96 of the time of the plain form (H100). Where it does, tall tiles,
-    and others behind a mask, store dS before dV's product is issued.
-    Above 128 columns each warpgroup has products of its own; a score_mod's arithmetic would be one
+    itself: together 0.92 to 0.96 of the time of the plain form (H100). Where it does, ds_first is
+    taken by tiles of 128 rows, and by others behind a mask.
+    Above 128 columns by_product goes first, but with a score_mod, whose arithmetic would be one
     warpgroup's alone.
     """
     structure = problem.structure
@@ -45,7 +45,7 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
             config = replace(config, remat=True, pipelined="dk", ping_pong=True)
         # Tall tiles and a score_mod leave no registers for all of lse. Where query heads are
         # counted, they leave none for a second tile of dS either, nor does Triton 3.9's loop.
-        # Warps that draw what dropout keeps take eight of a consumer's.
+        # With dropout four warps that draw may take eight registers of each of these threads.
         tight = each is _TALL or structure.score is not None
         tight_loop = not config.mha and (tight or waits_meet())
         half = tight or tight_loop or structure.dropout
