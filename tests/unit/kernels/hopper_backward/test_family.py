@@ -134,6 +134,16 @@ def test_products_of_their_own_neither_drop_weights_nor_add_to_captured_gradient
         assert "by_product neither drops weights" in "; ".join(reasons)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kv_len", "alone"),
+    [("float16", 16384, True), ("float16", 16385, False), ("bfloat16", 131072, True)],
+)
+def test_weights_handed_on_in_float16_keep_their_bits(dtype, kv_len, alone):
+    """Of 131,072 keys alike each weighs 2**-17, of which float16 keeps eight bits."""
+    wanted = problem("backward", 256, kv_len=kv_len, dtype=dtype)
+    assert next(defaults(wanted)).by_product == alone
+
+
 def test_options_decide_the_language():
     wanted = problem("backward", mask_mod=causal, runs=True)
     apart = problem("backward", 32)
