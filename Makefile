@@ -72,12 +72,15 @@ test-oldest-compiled: env
 test-oldest-interpreted: env
 	$(WITH_OLDEST) $(INTERPRETED) $(PYTEST_ALONE) -m "oldest and $(NO_DEVICE)" tests/interpreter
 
+# Of what the newest Triton and the oldest both compile each takes a half; with WHOLE=1 all of it.
+half = $(if $(WHOLE),,--half-matrix=$(1))
+
 test-compile: env $(BETWEEN:%=$(VENV)/triton-%/.pins)
 	$(COMPILED) $(PYTEST) -m "long and $(ANYWHERE)" tests/unit tests/compile
 	$(INTERPRETED) $(PYTEST) -m "long and $(ANYWHERE)" tests/interpreter
 	$(WITH_OLDEST) $(INTERPRETED) $(PYTEST) -m "oldest and long and $(ANYWHERE)" tests/interpreter
-	$(COMPILED) $(PYTEST) -m full_matrix tests/compile
-	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m "oldest and (full_matrix or not releases) and not gpu and not full_autotune" tests/compile
+	$(COMPILED) $(PYTEST) $(call half,first) -m full_matrix tests/compile
+	$(WITH_OLDEST) $(COMPILED) $(PYTEST) $(call half,second) -m "oldest and (full_matrix or not releases) and not gpu and not full_autotune" tests/compile
 	for release in $(BETWEEN); do \
 		PYTHONPATH=$(VENV)/triton-$$release $(COMPILED) $(PYTEST) -m "releases and $(NO_DEVICE)" tests/compile || exit 1; \
 	done
