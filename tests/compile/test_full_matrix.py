@@ -1,4 +1,4 @@
-"""What the space offers compiles, fits and spills nothing, for every arch."""
+"""Every config that the space offers compiles, fits and spills nothing, for every arch."""
 
 from dataclasses import replace
 
@@ -33,13 +33,13 @@ def tile_of(config):
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 @pytest.mark.parametrize("arch", DEVICES)
-def test_every_second_config_offered(arch, kind, D, mods):
+def test_every_config_offered(arch, kind, D, mods, pytestconfig):
     device = named(DEVICES[arch])
     wanted = problem(kind, D, **MODS[mods])
     wrong = []
     # The Gluon template's configs have a test of their own.
     configs = [c for c in space(wanted, device) if not isinstance(c, HopperPrefillConfig)]
-    for config in part(map(tile_of, configs), 2, turn=mods == "noop"):
+    for config in part(pytestconfig, map(tile_of, configs), 2, turn=mods == "noop"):
         compiled = compile_source(render(wanted.structure, config, device, "matrix"), device)
         taken = resources(compiled, device)
         fits = taken.shared <= device.shared_memory and taken.registers <= device.max_registers
