@@ -42,7 +42,7 @@ CASES = {
     "shares of two tiles": {"config": replace(PAIR, least=2), "lengths": [3001, 900]},
     "window": {"mask_mod": sliding_window(700), "bias": True},
     "softcap": {"score_mod": softcap(20.0)},
-    "many short requests": {"lengths": [1 + 37 * i % 200 for i in range(512)]},
+    "many short requests": {"lengths": [1 + 37 * i % 200 for i in range(511)]},
 }
 
 
@@ -64,14 +64,16 @@ def test_numbers(name):
 
 
 def test_chunks_of_prefill():
-    each = batch([1, 77, 0, 2], [2000, 1400, 77, 650], 48, 1, 128, torch.bfloat16, "cuda")
+    lengths, about = [2000, 1400, 77, 650], {"dtype": torch.bfloat16, "device": "cuda"}
+    each = batch([1, 77, 0, 2], lengths, 48, 1, 128, **about)
     plan = plan_for(each, page=16, config=PAIR, ragged=True, mask_mod=causal)
     assert_right(run(plan, each), each, mask_mod=causal)
 
 
 def test_graphs_of_both_kernels():
     """Replayed back to back, each launch waits for the kernel that merged before it."""
-    each = batch([1] * 16, [8192 - 64 * i for i in range(16)], 48, 1, 128, torch.bfloat16, "cuda")
+    lengths = [8192 - 64 * i for i in range(16)]
+    each = batch([1] * 16, lengths, 48, 1, 128, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.stack([x.new_zeros(8192, 1, 128)] * 16) for x in (each.k[0], each.v[0]))
     for b in range(16):
         k[b, : each.kv_lens[b]], v[b, : each.kv_lens[b]] = each.k[b], each.v[b]

@@ -135,15 +135,32 @@ def test_keys_behind_a_prefix(config, programs):
     assert_right((out[:, 0], lse[:, 0]), each)
 
 
-def test_requests_that_share_values_by_a_stride_of_0(programs):
+@pytest.mark.parametrize("shared", ["K", "V", "KV"])
+def test_keys_that_all_requests_share(shared, programs):
+    """By a stride of 0, which no descriptor has."""
     programs(3)
-    each = requests([64, 64])
+    each = requests([211, 130])
+    plan = plan_for(each, config=ONE)
+    cache = [torch.randn(2, 211, 1, 64).to(torch.bfloat16) for _ in "KV"]
+    cache = [
+        x[:1].expand(2, -1, -1, -1) if name in shared else x
+        for name, x in zip("KV", cache, strict=True)
+    ]
+    k, v = ([x[b, :n] for b, n in enumerate(each.kv_lens)] for x in cache)
+    out, lse = plan.run(each.q[:, None], tuple(cache), seq_lens=each.numbers(each.kv_lens))
+    assert_right((out[:, 0], lse[:, 0]), replace(each, k=k, v=v))
+
+
+def test_heads_that_share_values_by_a_stride_of_0(programs):
+    programs(3)
+    each = requests([64, 64], (64, 4))
     plan = plan_for(each, config=PAIR)
     k, v = (torch.stack(x) for x in (each.k, each.v))
-    with pytest.raises(InputError, match=r"V of shape.*|no stride of 0"):
+    with pytest.raises(InputError, match="no stride of 0"):
         plan.run(
-            each.q[:, None], (k, v[:1].expand(2, -1, -1, -1)), seq_lens=each.numbers([64, 64])
-        )
+            each.q[:, None], (k, v[:, :, :1].expand(-1, -1, 4, -1)),
+            seq_lens=each.numbers([64, 64]),
+        )  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN")

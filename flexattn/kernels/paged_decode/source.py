@@ -50,10 +50,20 @@ def tied(form: ServingForm) -> bool:
     return len(v) == 1 and v[0][1] == pieces(form.head_dim_qk)[0][1]
 
 
+def stepped_axes(form: ServingForm, described: bool) -> str:
+    """Pages or requests, keys and heads, of which a kernel is told the strides of the cache.
+
+    A descriptor has them, but none of 0: a request whose keys are those of all is asked for.
+    """
+    if not described:
+        return "pnh"
+    return "" if form.page else "p"
+
+
 def serving_arguments(form: ServingForm, described: bool = False) -> tuple[Argument, ...]:
     """Arguments of the serving kernel, in order; None of them depends on a length.
 
-    described: K and V are tensor descriptors, which have their strides.
+    described: K and V are tensor descriptors.
     """
     q, kv = signature_type(form.dtype), signature_type(form.kv_dtype)
     wide = 16 if form.aligned else 1
@@ -71,8 +81,9 @@ def serving_arguments(form: ServingForm, described: bool = False) -> tuple[Argum
     q_step = 16 // SERVING_ITEMSIZE[form.dtype] if form.aligned else 1
     kv_step = 16 // SERVING_ITEMSIZE[form.kv_dtype] if form.aligned else 1
     found += [Argument(f"stride_q{axis}", "u32", q_step) for axis in "mh"]
-    for tensor in "" if described else "k" if tied(form) else "kv":
-        found += [Argument(f"stride_{tensor}{axis}", "u32", kv_step) for axis in "pnh"]
+    for tensor in "k" if tied(form) else "kv":
+        axes = stepped_axes(form, described)
+        found += [Argument(f"stride_{tensor}{axis}", "u32", kv_step) for axis in axes]
     if form.page:
         found += [Argument("stride_table", "i32"), Argument("num_pages", "i32")]
     if form.prefix:

@@ -28,6 +28,34 @@ _MOST_STAGES = _SLOTS - 2
 _PRODUCER_REGISTERS = 40
 # Bytes of numbers and barriers, and what an SM keeps of each program.
 _NUMBERS = 2048
+# Requests whose lengths the loading warp's registers hold, but for a few words.
+_MOST_REQUESTS = 512
+# Parts of a work tile of several, beside which two programs of an SM gain more than merging costs.
+_MOST_PARTS = 16
+
+
+def specialized_defaults(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
+    """The static default for more than 8 rows of a request, where there is one.
+
+    Measured on an H200. Of 128 columns one program an SM took 26.6 us of the Triton template's
+    33.6 (48 rows, 16 x 8k keys), 70.8 of 79.9 (32 rows of 8 heads, 16 x 4k), 26.7 of 29.1 (16 rows,
+    16 x 8k), 12.9 of 16.0 (48 rows, 4 x 2k) and 23.0 of 76.2 (64 rows, 1 x 64k), with two it took
+    29.6, 73.2, 28.5, 14.3 and 46.0: twice as many parts are merged. Rows of several work tiles
+    gain more than that: 128 over 16 x 8k keys took 34.3 us of 37.7, 71 of 64 columns over 64 x 4k
+    37.6 of 50.2, and the Triton template 43.4. Whole work tiles leave no parts, and beside each
+    other they hide each other's ends. Of 64 columns nothing else was timed. Beside a cascade's
+    prefix an SM has no registers for this.
+    """
+    several = form.rows > _ROWS
+    if form.ragged or form.offset or form.head_dim_v > 128:
+        return
+    if form.head_dim_v <= 64 and (form.keys_in_l2 or not several):
+        return
+    work_tiles = form.requests * form.kv_heads * -(-form.rows // _ROWS)
+    if 2 * device.num_sms <= (_MOST_PARTS if several else 1) * work_tiles:
+        yield ServingConfig(_ROWS, _KEYS, 4, 2, 2, 1, "launch", "whole")
+    elif form.head_dim_v > 64:
+        yield ServingConfig(_ROWS, _KEYS, 4, 3, 1, 1, "launch", "whole")
 
 
 def specialized_space(form: ServingForm) -> Iterator[ServingConfig]:
@@ -111,5 +139,9 @@ def specialized_reasons(config: ServingConfig, form: ServingForm, device: Device
             f"{config.per_sm} programs of {threads} threads are more than an SM's registers hold",
         ),
         (config.combine == "launch", "its merges are left to a second kernel"),
+        (
+            form.requests <= _MOST_REQUESTS,
+            f"the loading warp has registers for the lengths of {_MOST_REQUESTS} requests",
+        ),
     )
     return [said for holds, said in rules if not holds]
