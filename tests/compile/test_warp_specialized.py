@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
-from flexattn.kernels.paged_decode.space import serving_reasons
+from flexattn.kernels.paged_decode.space import serving_candidates, serving_reasons
 from flexattn.runtime.binary import binary_of
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources, spills_too_much
@@ -17,7 +18,27 @@ from tests.compile.test_serving import DEVICE, form
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 PAIR = ServingConfig(64, 64, 8, 4, 1, combine="launch", split_policy="whole")
 ONE = replace(PAIR, num_warps=4)
+
+
+def ancestors(past, tree):
+    """A tree of drafts behind the keys before them, by a table."""
+
+    def mask(b, h, q_idx, kv_idx):
+        own = kv_idx - past[b]
+        return (own < 0) | tree[b, q_idx - past[b], own]
+
+    return mask
+
+
+TREE = ancestors(torch.zeros(16, dtype=torch.int32), torch.zeros(16, 8, 8, dtype=torch.bool))
+# None stands for the default.
 CASES = {
+    "default": (None, {}),
+    "default, 128 rows": (None, {"heads": (128, 1)}),
+    "default, 71 rows of 64 columns": (None, {"heads": (71, 1), "D": (64, 64), "B": 64}),
+    "default, contiguous": (None, {"page": 0, "lse": True}),
+    "default, 512 requests": (None, {"B": 512, "mask": causal, "sinks": True}),
+    "default, tree": (None, {"heads": (64, 8), "q_len": 8, "mask": TREE, "score": softcap(30.0)}),
     "48 heads": (PAIR, {}),
     "six slots": (replace(PAIR, num_stages=6), {"page": 64}),
     "one warpgroup": (ONE, {"lse": True}),
@@ -31,10 +52,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", share(CASES, lambda name: name == "48 heads"))
+@pytest.mark.parametrize("name", share(CASES, lambda name: name in ("default", "48 heads")))
 def test_template(name):
     config, about = CASES[name]
     wanted = form(**{"heads": (48, 1), "B": 16, **about})
+    if config is None:
+        config = next(serving_candidates(wanted, DEVICE))
+        assert config.warp_specialized
     assert not serving_reasons(config, wanted, DEVICE)
     source = render_serving(wanted, config, DEVICE, name)
     compiled = compile_source(source, DEVICE)

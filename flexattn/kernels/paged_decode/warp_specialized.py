@@ -24,8 +24,10 @@ _HEAD_DIMS = (64, 128, 256)
 # Work tiles whose numbers are held: more than tiles of keys are.
 _SLOTS = 8
 _MOST_STAGES = _SLOTS - 2
-# Of a thread: of the second warpgroup, and of the loading warp; the first has what they leave.
+# Of a thread of the loading warp; the first warpgroup has what this and the second one leave.
 _PRODUCER_REGISTERS = 40
+# Where it has more lengths, and there is no second one: with 40 and 256 requests it spills 50 words.
+_MANY_REQUESTS, _THEIR_REGISTERS = 64, 88
 # Bytes of numbers and barriers, and what an SM keeps of each program.
 _NUMBERS = 2048
 # Requests whose lengths the loading warp's registers hold, but for a few words.
@@ -87,12 +89,13 @@ def merge_registers(form: ServingForm, config: ServingConfig, device: Device) ->
 
 def specialized_context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
     """What the template knows beside what all serving templates do."""
+    many = config.num_warps == 4 and form.requests > _MANY_REQUESTS
     return {
         **mla.context(form, config),
         "groups": config.num_warps // 4,
         "head_dim": form.head_dim_v,
         "consumer_registers": 232 if form.head_dim_v > 128 else 184,
-        "producer_registers": _PRODUCER_REGISTERS,
+        "producer_registers": _THEIR_REGISTERS if many else _PRODUCER_REGISTERS,
     }
 
 
