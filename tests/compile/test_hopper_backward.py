@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
+from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
 from flexattn.cli.offline import compiled as compiled_for
@@ -38,6 +39,7 @@ MODS = {
     "lists": {"mask_mod": causal},
     "window": {"mask_mod": sliding_window(1000), "runs": True},
     "documents": {"mask_mod": document(torch.zeros(8192).int()), "runs": True},
+    "packed": {"mask_mod": and_masks(document(torch.zeros(8192).int()), causal), "runs": True},
     "softcap": {"score_mod": softcap(30.0), "mask_mod": causal, "runs": True},
     "alibi": {"score_mod": alibi(32, "cpu"), "mask_mod": causal, "runs": True},
 }
@@ -241,6 +243,17 @@ def test_nobody_waits_for_a_warpgroup_that_waits_for_its_turn(form, dropout):
     between = re.findall(r"@second bar\.sync.*?@first bar\.arrive", ptx, re.DOTALL)
     assert between and len(between) == ptx.count("@second bar.sync")
     assert not any(re.search(r"\bbar(?:rier)?\.sync", x[x.index(";") :]) for x in between)
+
+
+def test_trimmed_runs_keep_registers():
+    wanted = problem("backward", 128, kv_len=8192, group=1, **MODS["packed"])
+    config = replace(next(defaults(wanted)), trimmed=True, waves=4)
+    compiled = compile_source(render(wanted.structure, config, H200, "trimmed"), H200)
+    assert not resources(compiled, H200).serialised
+    spilled = [words for _, words in product_loops(compiled.asm["cubin"])]
+    assert spilled and not any(spilled), spilled
+    trim = family_of(config).around(wanted, config, H200).trim
+    assert not resources(compile_source(trim, H200), H200).starved
 
 
 @pytest.mark.parametrize("D", [128, 160])

@@ -112,6 +112,9 @@ FORMS = {
         "pipelined": "dk",
         "dk_rs": False,
     },
+    "waves": {"dq_tma": True, "ds_stages": 2, "waves": 4},
+    "trimmed": {"dq_tma": True, "ds_stages": 2, "early_lse": "half", "trimmed": True},
+    "trimmed dk": {"pipelined": "dk", "remat": True, "dk_rs": False, "trimmed": True},
     "by product": {"by_product": True},
     "by product early": {"by_product": True, "early_lse": "half", "dk_rs": False, "lpt": False},
 }
@@ -219,6 +222,24 @@ def test_documents(D):
     numbers = DOCUMENT.cuda()
     q, k, v = on_gpu(2, 4, 2, 700, 700, D)
     check(q, k, v, lambda b, h, q, k: (numbers[q] == numbers[k]) & (q >= k))
+
+
+@pytest.mark.parametrize("by", ["all", "batch", "head"])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_documents_whose_runs_are_trimmed(D, by, forced):
+    """Of blocks in which one ends the mask keeps nothing in some tiles, here or in all heads."""
+    numbers = torch.stack([DOCUMENT, ((torch.arange(1024) + 71) // 340).int()]).cuda()
+    places = {"all": lambda b, h: 0, "batch": lambda b, h: b, "head": lambda b, h: h % 2}
+
+    def mask_mod(b, h, q, k):
+        which = places[by](b, h)
+        return (numbers[which, q] == numbers[which, k]) & (q >= k)
+
+    for form in ({"dq_tma": D < 256, "waves": 4}, {"pipelined": "dk"}):
+        keys = 64 if D == 256 else 128
+        forced(HopperBackwardConfig(64, keys, 2, trimmed=True, remat=True, **form))
+        check(*on_gpu(2, 4, 4, 700, 700, D), mask_mod)
+        check(*on_gpu(2, 4, 2, 700, 650, D), mask_mod)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])

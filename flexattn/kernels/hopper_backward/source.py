@@ -25,6 +25,7 @@ from flexattn.kernels.hopper_backward.arguments import (
     flags_of,
     list_arguments,
     mod_arguments,
+    trim_arguments,
 )
 from flexattn.kernels.hopper_backward.config import (
     BLOCK_WARPS,
@@ -32,9 +33,10 @@ from flexattn.kernels.hopper_backward.config import (
     columns,
 )
 from flexattn.kernels.hopper_backward.masks import band_of, may_be_no_number, reads_diagonals
+from flexattn.kernels.hopper_backward.tiles import trims_runs
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
 from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_with_gradients
-from flexattn.kernels.printers.triton_printer import Printed
+from flexattn.kernels.printers.triton_printer import Printed, print_mod
 from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.kernels.ptx.warp_numbers import ANNOUNCED as WARP_NUMBERS_ANNOUNCED, WARP_NUMBERS
@@ -100,6 +102,7 @@ def render(
         "indexed": bool(used),
         "sparse": sparsity is not None,
         "runs": walks_runs(structure, config),
+        "trimmed": trims_runs(structure, config),
         "decay_skip": skips_vanished(structure, config),
         "has_full": sparsity is not None and sparsity.has_full,
         "num_stages": config.num_stages,
@@ -172,6 +175,26 @@ def render_before(
     return make_source(template, device, [_title(structure)], context, found, 4, 1)
 
 
+def render_trim(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
+    """The kernel that trims a mask's runs: a program a tile of keys, of each head that differs."""
+    assert structure.mask is not None and structure.sparsity is not None
+    captures, traits = structure.mask, traits_of(device, structure)
+    mask = print_mod(captures.mod, captures.contiguous, traits)
+    settings = {
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "SPARSE_KV": structure.sparsity.kv_block,
+        "TILES_PER_Q": structure.sparsity.q_block // config.BLOCK_M,
+    }
+    context: dict[str, object] = {
+        **mod_context([mask.lines], device),
+        "constants": tuple(settings.items()),
+        "mask": mask,
+    }
+    template, found = "hopper_backward/trim.py.jinja", trim_arguments(structure)
+    return make_source(template, device, [_title(structure)], context, found, 4, 1)
+
+
 def render_after(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
     """The kernel that makes DQ of DQ_ACC: a program a tile of a head."""
     width = columns(structure)
@@ -231,10 +254,18 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
         settings |= {"KEPT_DRAWN": KEPT_DRAWN, "KEPT_READ": free_q - 1}
         settings |= {"DRAWN_AT_ONCE": threads, "DRAWN_PARTS": pairs // threads}
     if sparsity is not None:
-        settings |= {"SPARSE_KV": sparsity.kv_block, "TILES_PER_Q": sparsity.q_block // rows}
+        settings |= _of_blocks(structure, config)
         if config.deterministic:
             settings["TILES_PER_KV"] = sparsity.kv_block // config.BLOCK_N
     return settings
+
+
+def _of_blocks(structure: Structure, config: HopperBackwardConfig) -> dict[str, object]:
+    """What the lists of a mask are of: its blocks, or tiles where its runs are trimmed."""
+    sparsity = structure.sparsity
+    if sparsity is None or trims_runs(structure, config):
+        return {"SPARSE_KV": config.BLOCK_N, "TILES_PER_Q": 1}
+    return {"SPARSE_KV": sparsity.kv_block, "TILES_PER_Q": sparsity.q_block // config.BLOCK_M}
 
 
 def _adding_warps(config: HopperBackwardConfig) -> int:

@@ -111,6 +111,11 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
         if structure.dtype == "bfloat16":
             yield replace(each, ex2_emulated=2)
         yield replace(each, shift_rows=True) if dense else replace(each, lpt=False)
+        # Where a block walks few rows, its ends and the last wave count.
+        if structure.sparsity is not None and not _walks_far(structure):
+            yield replace(each, waves=4)
+            if structure.sparsity.runs:
+                yield replace(each, waves=4, trimmed=True)
 
 
 def _by_product(config: HopperBackwardConfig) -> HopperBackwardConfig:

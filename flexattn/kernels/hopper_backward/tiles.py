@@ -7,7 +7,7 @@ from dataclasses import replace
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.tiles import Geometry, walks_runs
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
-from flexattn.problem import Problem
+from flexattn.problem import Problem, Structure
 
 # One block fills an SM, of which a Hopper has 132 at most.
 BLOCKS_AT_ONCE = 128
@@ -52,8 +52,8 @@ def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str,
 
     num_queries: tiles of queries of a head, for which there is scratch memory: a mask's lists name
     all tiles of a block. kv_units: key heads of all batches. section_heads: those whose tiles
-    start side by side, about as many as the device has SMs for. shared_heads: query heads, of all
-    batches, that read the same keys.
+    start side by side, about as many as the device has SMs for, or a few times as many.
+    shared_heads: query heads, of all batches, that read the same keys.
     """
     rows, sparsity = config.BLOCK_M, problem.structure.sparsity
     if sparsity is not None and not walks_runs(problem.structure, config):
@@ -65,9 +65,14 @@ def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str,
         "num_tiles": num_tiles,
         "num_queries": -(-problem.q_len // rows) * (rows // config.BLOCK_M),
         "kv_units": problem.Hkv * _batches(problem),
-        "section_heads": max(1, BLOCKS_AT_ONCE // at_once) if config.lpt else 1,
+        "section_heads": max(1, BLOCKS_AT_ONCE * config.waves // at_once) if config.lpt else 1,
         "shared_heads": _shared_heads(problem),
     }
+
+
+def trims_runs(structure: Structure, config: HopperBackwardConfig) -> bool:
+    """Whether the ends of a mask's runs are trimmed before: in order, all listed blocks count."""
+    return config.trimmed and not config.deterministic and walks_runs(structure, config)
 
 
 def _batches(problem: Problem) -> int:

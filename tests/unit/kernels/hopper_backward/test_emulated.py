@@ -1,5 +1,6 @@
 """The pipelines of Hopper's backward, run in plain Python: their gradients are float64's."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -46,6 +47,8 @@ class Emulated(Recorded):
         if "DECAY_WINDOW" in names:
             for name, found in zip(("M_BLOCK_MAX", "N_BLOCK_MIN"), seen["tiles"], strict=True):
                 told[name].copy_(found)
+        if "mask_heads" in names:
+            told["M_RUNS"].view(torch.int32).copy_(self.trimmed(told))
         if "OUT" in names:
             told["DELTA"].copy_((told["OUT"] * told["DO"]).double().sum(-1))
         if "STATS" in names and "Q" not in names:
@@ -74,6 +77,28 @@ class Emulated(Recorded):
         elif "Q" in names:
             run(self.source, programs, {n: self.argument(n, x) for n, x in told.items()})
 
+    def trimmed(self, told):
+        """Runs of tiles by what the mask keeps of each, as the kernel finds them one by one."""
+        seen, (rows, keys) = self.seen, (self.config.BLOCK_M, self.config.BLOCK_N)
+        q_idx, kv_idx = torch.arange(told["q_len"])[:, None], torch.arange(told["kv_len"])[None]
+        found = torch.zeros(told["M_RUNS"].shape, dtype=torch.int32)
+        for b, h, tile in product(*map(range, found.shape[:3])):
+            kept = seen["mask_mod"](torch.tensor(b), torch.tensor(h), q_idx, kv_idx)
+            kept = kept[:, tile * keys : (tile + 1) * keys].split(rows)
+            row = (b * told["stride_q_mask_b"] + h * told["stride_q_mask_h"]) + tile * keys // 128
+            run = told["Q_RUNS"].view(-1, 4)[row].tolist()
+            begin, full_begin, full_end, end = (x * (128 // rows) for x in run)
+            end = min(end, len(kept))
+            full_begin, full_end = min(full_begin, end), min(full_end, end)
+            some_full = full_begin < full_end
+            while begin < (full_begin if some_full else end) and not kept[begin].any():
+                begin += 1
+            while end > (full_end if some_full else begin) and not kept[end - 1].any():
+                end -= 1
+            middle = (full_begin, full_end) if some_full else (end, begin)
+            found[b, h, tile] = torch.tensor([begin, *middle, end])
+        return found
+
     def flags(self, told):
         """What says which tiles of dq have sums; None where those begin with zeros."""
         return told[flags_of(self.config)] if self.config.dq_tma else None
@@ -98,6 +123,8 @@ class Emulated(Recorded):
             return Descriptor(sums, (1, 1, value.shape[2] // parts, value.shape[3]), 4)
         if name == "DQ_ACC":
             return Pointer(self.seen["sums"])
+        if name == "M_RUNS":
+            value = value.view(torch.int32)
         return Pointer(value.view(-1).numpy()) if isinstance(value, torch.Tensor) else value
 
 
@@ -117,7 +144,8 @@ def gradients(
     slots = tuple(range(len(learned)))
     asked = AskedGradients(score, bound(mask_mod, "mask"), mask, 0.1, NONE, slots, dropout)
     like = [x.bfloat16() for x in (q, k, v)]
-    problem, seen = _problem(asked, *like, lists, H200), {"tiles": tiles}
+    problem = _problem(asked, *like, lists, H200)
+    seen = {"tiles": tiles, "mask_mod": mask_mod}
     config, width = at_sizes(config, problem), columns(problem.structure)
     assert not family_of(config).feasibility.reasons(config, problem.structure, H200)
 
@@ -179,6 +207,8 @@ PIPELINES = {
     },
     "by product": {"by_product": True, "early_lse": "all"},
     "shifted dq": {"pipelined": "dq", "shift_rows": True, "ex2_emulated": 2, "lpt": False},
+    "trimmed": {"dq_tma": True, "ds_stages": 2, "trimmed": True, "waves": 4},
+    "trimmed dk": {"pipelined": "dk", "trimmed": True},
 }
 DOCUMENTS = torch.arange(210) // 75
 
@@ -187,8 +217,22 @@ def documents(b, h, q_idx, kv_idx):
     return DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]
 
 
+def packed(b, h, q_idx, kv_idx):
+    """Of the first rows of the second block nothing is kept in the first one's keys."""
+    return (q_idx >= kv_idx) & ((q_idx >= 140) == (kv_idx >= 140))
+
+
+ENDS = torch.tensor([[60, 210, 128, 140], [210, 0, 65, 150]])
+
+
+def by_head(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx < ENDS[b, h])
+
+
 MASKS = {
     "documents": documents,
+    "packed": packed,
+    "by head": by_head,
     "full": None,
     "causal": causal,
     "window": sliding_window(90),
@@ -222,6 +266,12 @@ CASES = [
         ("two buffers", mask, (64, 128, 2), heads)
         for mask, heads in (("full", GQA), ("holes", MHA))
     ),
+    *(
+        ("trimmed", mask, (64, 128, 2), heads)
+        for mask in ("documents", "packed", "by head", "window", "holes", "full")
+        for heads in (MHA, GQA)
+    ),
+    *(("trimmed dk", mask, (64, 64, 2), MHA) for mask in ("packed", "documents")),
     *(("deterministic", mask, (64, 128, 2), MHA) for mask in MASKS),
     *(("deterministic dk", mask, (64, 64, 2), GQA) for mask in MASKS),
 ]
