@@ -25,6 +25,7 @@ _SIZES = (
 )  # fmt: skip
 # What is left of a mask's runs by key: see templates/hopper_backward/trim.py.jinja.
 M_RUNS = Argument("M_RUNS", "*i32", 4)
+_COUNTER = Argument("WORK_COUNTER", "*i32", 16)
 _SUMS = Argument("DQ_ACC", "*fp32", 16)
 # Of a tile of dQ as the copy engine adds it.
 SUMS_OF_A_ROW = 32
@@ -51,6 +52,7 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
     found.append(Argument("sm_scale", "fp32"))
     if config.dq_tma:
         found.append(Argument(flags_of(config), "*i32", 16))
+    found += [_COUNTER] * config.persistent
     found += dropout_arguments(structure)[:2]
     return (*found, *mod_arguments(structure, config))
 
@@ -80,6 +82,7 @@ def before_arguments(
     cleared = Argument(flags_of(config), "*i32", 16) if config.dq_tma else _SUMS
     found += [Argument("STATS", "*fp32", 16), cleared]
     found += [Argument(name, "i32") for name in ("Hq", "q_len", "num_queries")]
+    found += [_COUNTER] * config.persistent
     return (*found, *dropout_arguments(structure)[2:])
 
 

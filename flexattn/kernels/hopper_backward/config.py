@@ -76,6 +76,10 @@ class HopperBackwardConfig:
     trimmed: whether a kernel before this one trims the ends of a mask's runs, which are blocks, to
     the tiles of which the mask keeps something; default False. It takes runs, and no order. Of
     eight documents of 8k tokens 6 % of the tiles go.
+    persistent: whether one block an SM takes tiles of keys until there are none, as of Hopper's
+    prefill; default False: a block has one. While its dK and dV are stored, by way of the tiles of
+    dS and dQ, the next Q, dO, K and V are loaded. It takes dq_tma as a whole, and neither order,
+    dropout, pipelined nor ping_pong.
     early_lse: what is read of a tile's lse before the product of its scores is issued; default "",
     nothing. Issued behind it a read takes some 340 cycles (H100, by the profile). "all": 4 to 6 %
     faster at D 128 and 2 to 3 % at D 256 on an H100; delta is then read before dP is awaited.
@@ -118,6 +122,7 @@ class HopperBackwardConfig:
     lpt: bool = knob(True, False, word="by-head", moves=_masked)
     waves: int = knob(1, 4, word="waves", moves=_masked)
     trimmed: bool = knob(False, True, word="trimmed", moves=_joined)
+    persistent: bool = knob(False, True, word="persistent")
     early_lse: str = knob(*EARLY, word="early")
     dq_tma: bool = knob(False, True, word="dq-tma")
     dq_halves: bool = knob(False, True, word="halves")

@@ -73,7 +73,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         return at_sizes(config, problem)
 
     def grid(self, problem: Problem, config: HopperBackwardConfig, device: Device) -> Geometry:
-        return backward_grid(problem, config)
+        return backward_grid(problem, config, device)
 
     def render(
         self, structure: Structure, config: HopperBackwardConfig, device: Device, title: str
@@ -91,6 +91,8 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         ]
         if config.dq_tma:
             scratch.append((flags_of(config), (1, 1, tiles, 1 + config.dq_halves)))
+        if config.persistent:
+            scratch.append(("WORK_COUNTER", (1, 1, 1, 4)))
         before, through_lse = (
             render_before(structure, config, device, each) for each in (False, True)
         )
@@ -123,6 +125,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
             dq_tma=True,
             deterministic=True,
             waves=1,
+            persistent=False,
             trimmed=False,
             remat=True,
             by_product=False,

@@ -50,6 +50,9 @@ TURN = 7
 # Those at which the warps that add tiles of dq meet the consumers, below those of three stages: of
 # each there is one more where two warps do so. DQ_READ is used with dq_halves alone.
 DQ_STORED, DQ_READ = 5, 8
+# The first of two at which the loading warp of a persistent block waits until K and V have been
+# read; such a block has no turns.
+KEYS_READ = 6
 # The flag of a tile of dQ that has sums. Before, it is 0, and 1 while the first block stores its
 # part.
 SUMMED = 2
@@ -118,6 +121,7 @@ def render(
         "announcement": ANNOUNCED,
         "warp_numbers": WARP_NUMBERS_ANNOUNCED if WARP_NUMBERS in stages.passes else "",
         "deterministic": config.deterministic,
+        "persistent": config.persistent,
         "adding_warps": _adding_warps(config),
         "dropout": structure.dropout,
         "drawing_warps": _drawing_warps(config),
@@ -167,6 +171,7 @@ def render_before(
         "v_pieces": named_pieces("v", structure.head_dim_v),
         "through_lse": through_lse,
         "deterministic": config.deterministic,
+        "persistent": config.persistent,
         **_flagged(config),
         "dropout": structure.dropout,
     }
@@ -237,6 +242,8 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
         "FREE_DO": free_do,
         "FREE_Q": free_q,
     }
+    if config.persistent:
+        settings["KEYS_READ"] = KEYS_READ
     if config.ping_pong:
         settings["TURN"] = TURN
     if config.by_product:

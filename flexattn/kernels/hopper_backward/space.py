@@ -97,6 +97,9 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
         added = replace(config, dq_tma=True, ds_stages=2)
         halves = replace(added, dq_halves=True)
         pipelines += [added, halves, replace(halves, ds_first=True)]
+        if config.BLOCK_M == 64:
+            stays = replace(added, persistent=True)
+            pipelines += [stays, replace(stays, ds_first=True)]
     # Beside the scores of tall tiles dQ's product has no registers: ptxas waits for each.
     if config.BLOCK_M == 64:
         pipelines.append(replace(beside, pipelined="dq", remat=True))

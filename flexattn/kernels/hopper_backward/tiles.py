@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flexattn.device import Device
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.tiles import Geometry, walks_runs
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
@@ -29,8 +30,8 @@ def at_sizes(config: HopperBackwardConfig, problem: Problem) -> HopperBackwardCo
     )
 
 
-def backward_grid(problem: Problem, config: HopperBackwardConfig) -> Geometry:
-    """A program for each tile of keys of each key head.
+def backward_grid(problem: Problem, config: HopperBackwardConfig, device: Device) -> Geometry:
+    """A program for each tile of keys of each key head, or for each SM.
 
     Raises ConfigError for another form than a problem's.
     """
@@ -44,7 +45,8 @@ def backward_grid(problem: Problem, config: HopperBackwardConfig) -> Geometry:
         )
     sizes = sizes_of_launch(problem, config)
     tiles = sizes["num_tiles"] * sizes["kv_units"]
-    return Geometry(tiles, sizes["num_tiles"], tiles)
+    programs = min(tiles, device.num_sms) if config.persistent else tiles
+    return Geometry(programs, sizes["num_tiles"], tiles)
 
 
 def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str, int]:

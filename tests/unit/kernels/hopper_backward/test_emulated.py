@@ -1,5 +1,6 @@
 """The pipelines of Hopper's backward, run in plain Python: their gradients are float64's."""
 
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -67,6 +68,8 @@ class Emulated(Recorded):
             seen["stats"], seen["sums"] = stats, sums
             if flags is not None:
                 flags.zero_()
+            if self.config.persistent:
+                told["WORK_COUNTER"].view(torch.int32)[0] = 0
         elif "DQ" in names and "Q" not in names:
             heads = told["DQ"].shape[:2]
             sums, flags = seen["sums"], self.flags(told)
@@ -123,7 +126,7 @@ class Emulated(Recorded):
             return Descriptor(sums, (1, 1, value.shape[2] // parts, value.shape[3]), 4)
         if name == "DQ_ACC":
             return Pointer(self.seen["sums"])
-        if name == "M_RUNS":
+        if name in ("M_RUNS", "WORK_COUNTER"):
             value = value.view(torch.int32)
         return Pointer(value.view(-1).numpy()) if isinstance(value, torch.Tensor) else value
 
@@ -147,10 +150,12 @@ def gradients(
     problem = _problem(asked, *like, lists, H200)
     seen = {"tiles": tiles, "mask_mod": mask_mod}
     config, width = at_sizes(config, problem), columns(problem.structure)
+    # Fewer than there are tiles of keys.
+    device = replace(H200, num_sms=3) if config.persistent else H200
     assert not family_of(config).feasibility.reasons(config, problem.structure, H200)
 
     def kernels(problem, target, index, options):
-        choice = Candidate(problem, H200, config, "forced", "test").choice()
+        choice = Candidate(problem, device, config, "forced", "test").choice()
         return choice, Emulated(choice.source, config, width, seen), None
 
     def build(source, *_):
@@ -166,7 +171,7 @@ def gradients(
         q, k, v, score_mod=score_mod, block_mask=mask, scale=0.1, dropout=dropout
     )
     prepared = backward.prepare_backward(
-        problem, H200, q.device, SimpleNamespace(kernels=kernels), Options(), (q, k, v), out,
+        problem, device, q.device, SimpleNamespace(kernels=kernels), Options(), (q, k, v), out,
         dout, lists,
     )  # fmt: skip
     rest = prepared.rest_of(lists, score, asked.mask, dropout)
@@ -208,6 +213,14 @@ PIPELINES = {
     "by product": {"by_product": True, "early_lse": "all"},
     "shifted dq": {"pipelined": "dq", "shift_rows": True, "ex2_emulated": 2, "lpt": False},
     "trimmed": {"dq_tma": True, "ds_stages": 2, "trimmed": True, "waves": 4},
+    "persistent": {"dq_tma": True, "ds_stages": 2, "persistent": True, "early_lse": "all"},
+    "persistent trimmed": {
+        "dq_tma": True,
+        "ds_stages": 2,
+        "persistent": True,
+        "trimmed": True,
+        "waves": 4,
+    },
     "trimmed dk": {"pipelined": "dk", "trimmed": True},
 }
 DOCUMENTS = torch.arange(210) // 75
@@ -271,6 +284,10 @@ CASES = [
         for mask in ("documents", "packed", "by head", "window", "holes", "full")
         for heads in (MHA, GQA)
     ),
+    *(("persistent", mask, (64, 128, 2), heads) for mask in MASKS for heads in (MHA, GQA)),
+    ("persistent", "causal", (128, 128, 1), MHA),
+    ("persistent", "full", (64, 128, 3), MHA),
+    *(("persistent trimmed", mask, (64, 128, 2), MHA) for mask in ("packed", "by head")),
     *(("trimmed dk", mask, (64, 64, 2), MHA) for mask in ("packed", "documents")),
     *(("deterministic", mask, (64, 128, 2), MHA) for mask in MASKS),
     *(("deterministic dk", mask, (64, 64, 2), GQA) for mask in MASKS),
