@@ -134,6 +134,7 @@ def render(
         "even_n": config.even_n,
         "grouped": not config.mha,
         "by_product": config.by_product,
+        "found_ahead": config.persistent and config.mha and sparsity is not None,
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
     return make_source(
