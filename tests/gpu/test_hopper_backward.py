@@ -112,6 +112,7 @@ FORMS = {
         "pipelined": "dk",
         "dk_rs": False,
     },
+    "held": {"dq_tma": True, "dq_halves": True, "ds_stages": 2, "s_rs": True, "dp_rs": True},
     "by product": {"by_product": True},
     "by product early": {"by_product": True, "early_lse": "half", "dk_rs": False, "lpt": False},
 }

@@ -178,6 +178,7 @@ PIPELINES = {
         "lpt": False,
     },
     "by product": {"by_product": True, "early_lse": "all"},
+    "held": {"dq_tma": True, "s_rs": True, "dp_rs": True},
     "shifted dq": {"pipelined": "dq", "shift_rows": True, "ex2_emulated": 2, "lpt": False},
 }
 DOCUMENTS = torch.arange(210) // 75
@@ -213,6 +214,7 @@ CASES = [
     *(("dq_tma dk", mask, (64, 64, 3), heads) for mask, heads in (("window", GQA), ("full", MHA))),
     ("dq_tma", "causal", (128, 64, 1), MHA),
     ("ds first", "causal", (128, 128, 2), MHA),
+    *(("held", mask, (128, 128, 2), heads) for mask, heads in (("full", MHA), ("causal", GQA))),
     ("ds first", "full", (64, 128, 2), GQA),
     ("dk halves", "causal", (128, 128, 2), MHA),
     ("dk halves", "holes", (64, 128, 3), GQA),
