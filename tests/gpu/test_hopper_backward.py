@@ -124,6 +124,7 @@ FORMS = {
         "early_lse": "all",
         "remat": True,
     },
+    "held": {"dq_tma": True, "dq_halves": True, "ds_stages": 2, "s_rs": True, "dp_rs": True},
     "by product": {"by_product": True},
     "by product early": {"by_product": True, "early_lse": "half", "dk_rs": False, "lpt": False},
 }

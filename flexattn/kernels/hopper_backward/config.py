@@ -60,6 +60,10 @@ class HopperBackwardConfig:
     an H100, 2 % faster in the best forms of 64 and 256.
     dk_rs: whether dK's product reads dS from registers (wgmma's RS form); default True. From
     shared memory it costs bandwidth, and spares the registers that the pipelined forms lack.
+    s_rs, dp_rs: whether the products of the scores and of dP read K and V from registers, which
+    hold them for all tiles; default False: from shared memory. Such a product then reads half as
+    much there. For tiles of 128 keys of 64 columns, 16 registers each; at 128 columns, where it is
+    twice as many, ptxas spills and serialises products.
     ex2_emulated: powers of 2, of every 8, that are made by multiply-adds beside the unit for
     them, which makes 16 a clock (FlashAttention-4); default 0. Their relative error is 9e-5:
     P is rounded to 16 bits, with one of 2e-3 in bfloat16. Within 2 % of the default on an H100.
@@ -117,6 +121,8 @@ class HopperBackwardConfig:
     pipelined: str = knob(*PIPELINED, word="pipelined")
     ping_pong: bool = knob(False, True, word="pingpong")
     dk_rs: bool = knob(True, False, word="dk-ss")
+    s_rs: bool = knob(False, True, word="s-rs")
+    dp_rs: bool = knob(False, True, word="dp-rs")
     ex2_emulated: int = knob(0, 2, word="ex2", moves=_bfloat16)
     shift_rows: bool = knob(False, True, word="shifted", moves=_dense)
     lpt: bool = knob(True, False, word="by-head", moves=_masked)

@@ -100,6 +100,11 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
         if config.BLOCK_M == 64:
             stays = replace(added, persistent=True)
             pipelines += [stays, replace(stays, ds_first=True)]
+    if columns(structure) == 64:
+        # Of tall tiles one of them is what registers have room for, of others both.
+        held = [replace(halves, s_rs=True), replace(halves, dp_rs=True)]
+        both = replace(halves, s_rs=True, dp_rs=True)
+        pipelines += [both] if config.BLOCK_M == 64 else held
     # Beside the scores of tall tiles dQ's product has no registers: ptxas waits for each.
     if config.BLOCK_M == 64:
         pipelines.append(replace(beside, pipelined="dq", remat=True))
