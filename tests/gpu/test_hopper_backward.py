@@ -124,7 +124,14 @@ FORMS = {
         "early_lse": "all",
         "remat": True,
     },
-    "held": {"dq_tma": True, "dq_halves": True, "ds_stages": 2, "s_rs": True, "dp_rs": True},
+    "held": {
+        "dq_tma": True,
+        "ds_stages": 2,
+        "persistent": True,
+        "ds_first": True,
+        "dp_rs": True,
+        "early_lse": "half",
+    },
     "by product": {"by_product": True},
     "by product early": {"by_product": True, "early_lse": "half", "dk_rs": False, "lpt": False},
 }

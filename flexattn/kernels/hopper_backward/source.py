@@ -113,7 +113,6 @@ def render(
         "ping_pong": config.ping_pong,
         "waits_meet": waits_meet(),
         "dk_rs": config.dk_rs and not config.split,
-        "s_rs": config.s_rs and config.BLOCK_N == 128,
         "dp_rs": config.dp_rs and config.BLOCK_N == 128,
         "ex2_emulated": config.ex2_emulated,
         "of": POWERS_AT_ONCE,
