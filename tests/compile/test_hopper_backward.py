@@ -115,14 +115,21 @@ def test_descriptors_stay_in_uniform_registers(D):
     for lines in loops:
         products = [number for number, line in enumerate(lines) if "HGMMA" in line]
         between = "\n".join(lines[products[0] : products[-1]])
-        assert not re.search(r"\bR2UR\b", between)
+        # Without the pass there are dozens; one is of a persistent block's own.
+        assert len(re.findall(r"\bR2UR\b", between)) <= config.persistent
 
 
 # Loads and stores of spilled words in a default's loops of products, all loops together: under
 # Triton 3.6 and under 3.9. No other default has any. A soft cap's derivative is one more tile of
 # 32 registers beside the weights, their gradients and the 128 of dK and dV. Tall tiles of 64
-# columns have two of 64. The rest lacks a register or two for a mask's or a bias' numbers.
+# columns have two of 64. Documents of which each row sees the past have both comparisons in a loop
+# for masked tiles. The rest lacks a register or two for a mask's or a bias' numbers.
 SPILLS = {
+    ("packed", 128, EVEN): (4, 18),
+    ("packed", 128, ODD): (37, 62),
+    ("packed", 256, EVEN): (0, 1),
+    ("packed", 256, ODD): (5, 7),
+    ("window", 64, EVEN): (0, 2),
     ("softcap", 128, EVEN): (0, 58),
     ("softcap", 128, ODD): (98, 115),
     ("window", 64, ODD): (0, 6),
