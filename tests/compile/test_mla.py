@@ -61,9 +61,7 @@ def test_orders(name):
     wanted = form(D=(576, 512), page=64, shared_kv=True, heads=(128, 1))
     config = replace(DEFAULT, **ORDERED[name])
     assert not serving_reasons(config, wanted, DEVICE)
-    taken = resources(
-        compile_source(render_serving(wanted, config, DEVICE, name), DEVICE), DEVICE
-    )
+    taken = resources(compile_source(render_serving(wanted, config, DEVICE, name), DEVICE), DEVICE)
     assert taken.matrix_instructions >= 160 and not taken.serialised
     assert taken.shared <= DEVICE.shared_memory
     assert not spills_too_much(taken.loop_spills, taken.loop_instructions, taken.stack)

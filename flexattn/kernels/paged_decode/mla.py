@@ -118,7 +118,11 @@ def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
 
 def mla_sizes(form: ServingForm, config: ServingConfig) -> dict[str, int]:
     """Constants of that kernel alone."""
-    own = {"STAGES": config.num_stages} if config.swap_ab else {"FULL": 4 * config.pieces, "SLACK": _SLACK}
+    own = (
+        {"STAGES": config.num_stages}
+        if config.swap_ab
+        else {"FULL": 4 * config.pieces, "SLACK": _SLACK}
+    )
     return {
         "KEYS": _KEYS,
         "HALF": LATENT // 2,

@@ -42,9 +42,7 @@ def test_what_it_does_not_serve_it_names(about, word):
     assert not any(each.for_mla for each in serving_space(form(**about), H200))
 
 
-@pytest.mark.parametrize(
-    "change", [{"order": "seesaw"}, {"pieces": 2}, {"handover": "thread"}]
-)
+@pytest.mark.parametrize("change", [{"order": "seesaw"}, {"pieces": 2}, {"handover": "thread"}])
 def test_orders_it_does_not_have(change):
     assert serving_reasons(replace(MLA, **change), form(), H200)
 
