@@ -38,7 +38,7 @@ NO_DEVICE := $(ANYWHERE) and not full_matrix and not long
 help:
 	@echo "make demo          the main job: on a GPU, or in the interpreter"
 	@echo "make test          lint, types and every test that needs no GPU"
-	@echo "make test-compile  every config of the default space, for every GPU, without one; long tests"
+	@echo "make test-compile  configs of the default space, for every GPU, without one; long tests"
 	@echo "make test-gpu      the tests that need a GPU"
 	@echo "make lint types    ruff and codespell; mypy"
 	@echo "make docs          the manual, as HTML in $(MANUAL); warnings are errors"
@@ -72,12 +72,15 @@ test-oldest-compiled: env
 test-oldest-interpreted: env
 	$(WITH_OLDEST) $(INTERPRETED) $(PYTEST_ALONE) -m "oldest and $(NO_DEVICE)" tests/interpreter
 
+# Of what the newest Triton and the oldest both compile each takes a half; with WHOLE=1 all of it.
+half = $(if $(WHOLE),,--half-matrix=$(1))
+
 test-compile: env $(BETWEEN:%=$(VENV)/triton-%/.pins)
 	$(COMPILED) $(PYTEST) -m "long and $(ANYWHERE)" tests/unit tests/compile
 	$(INTERPRETED) $(PYTEST) -m "long and $(ANYWHERE)" tests/interpreter
 	$(WITH_OLDEST) $(INTERPRETED) $(PYTEST) -m "oldest and long and $(ANYWHERE)" tests/interpreter
-	$(COMPILED) $(PYTEST) -m full_matrix tests/compile
-	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m "oldest and (full_matrix or not releases) and not gpu and not full_autotune" tests/compile
+	$(COMPILED) $(PYTEST) $(call half,first) -m full_matrix tests/compile
+	$(WITH_OLDEST) $(COMPILED) $(PYTEST) $(call half,second) -m "oldest and (full_matrix or not releases) and not gpu and not full_autotune" tests/compile
 	for release in $(BETWEEN); do \
 		PYTHONPATH=$(VENV)/triton-$$release $(COMPILED) $(PYTEST) -m "releases and $(NO_DEVICE)" tests/compile || exit 1; \
 	done

@@ -1,4 +1,4 @@
-"""Runs PTX in Python, thread by thread: arithmetic of integers, loops, and stores."""
+"""Runs PTX in Python, thread by thread: integers, comparisons, loops, and stores."""
 
 import re
 import struct
@@ -21,6 +21,22 @@ def _not_less(a, b):
     return low | high << 16
 
 
+def _signed(x):
+    return (x + 2**31) % 2**32 - 2**31
+
+
+def _float(x):
+    return struct.unpack("<f", struct.pack("<I", x))[0]
+
+
+_TYPES = {"b32": lambda x: x, "s32": _signed, "f32": _float}
+_COMPARISONS = {
+    "eq": lambda x, y: x == y,
+    "ne": lambda x, y: x != y,
+    "lt": lambda x, y: x < y,
+    # Of what is no number, too.
+    "geu": lambda x, y: not x < y,
+}
 _OPERATIONS = {
     "mov": lambda x: x,
     "cvt": lambda x: x,
@@ -35,6 +51,7 @@ _OPERATIONS = {
     "mad": lambda x, y, z: x * y + z,
     "bfe": lambda x, start, size: (x >> start) & ((1 << size) - 1),
     "prmt": _prmt,
+    "selp": lambda x, y, first: x if first else y,
     # Of halves of floating point; `set` compares by geu.
     "abs": lambda x: x & 0x7FFF7FFF,
     "set": _not_less,
@@ -89,8 +106,13 @@ def _run_statement(name, operands, value, registers, parameters, memory, stored)
     elif name.startswith("st.global"):
         address, offset, word = operands
         stored[value(address) + int(offset)] = value(word) & _HIGH["32"]
-    elif name.startswith("setp.ne"):
-        registers[operands[0]] = value(operands[1]) != value(operands[2])
+    elif kind == "setp":
+        compared, read = suffix.split(".")
+        registers[operands[0]] = _COMPARISONS[compared](
+            *(_TYPES[read](value(each)) for each in operands[1:])
+        )
+    elif suffix == "pred":
+        registers[operands[0]] = _OPERATIONS[kind](*map(value, operands[1:]))
     elif name == "mov.b64" and len(operands) == 3:
         low, high, source = operands
         registers[low] = value(source) & _HIGH["32"]

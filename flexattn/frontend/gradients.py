@@ -249,7 +249,7 @@ def _problem(
         fp32_products=products_for(
             setting_of(q, asked.options.fp32), "backward", (D, Dv), target.capability, False
         ),
-        # Of the others none is a backward's: its derivative is of the whole score_mod.
+        # The other rules change nothing: a backward computes the score_mod as it is written.
         rules_off=tuple({"decay_skip"} & {*asked.options.all_rules_off}),
         tanh=asked.options.tanh,
         grads=asked.slots,

@@ -12,10 +12,11 @@ RANDOM_NUMBERS = 2**15
 
 
 class Dropout(NamedTuple):
-    """How many of 2^15 numbers drop a weight; each weight has one of 15 random bits.
+    """Which weights are dropped, by a random number of 15 bits for each.
 
-    Up to a half it is those below `below`, and over it all but those below 2^15 - below: kernels
-    compare these numbers as halves of floating point, of which the high ones are no numbers.
+    below: of the 2^15 numbers, how many drop a weight. Up to a half of them it is those under
+    `below`; beyond that, those under 2^15 - below keep it. So kernels compare with 2^14 at most:
+    they compare the bits as float16, and those of greater thresholds may be NaN.
     seed: int64 [1] on the call's device, None where nothing is drawn yet. The mask is a function
     of it and of (b, h, q_idx, kv_idx) alone: see flexattn/reference/dropout.py.
     """
@@ -47,8 +48,8 @@ class Dropout(NamedTuple):
     def arguments(self) -> dict[str, Any]:
         """What kernels take, by their names for it.
 
-        drop_below: the number below which weights are dropped; where it is negative those are kept
-        that are below its complement.
+        drop_below: weights with smaller numbers are dropped; where it is negative, weights with
+        numbers under its complement ~drop_below are kept, and no others.
         """
         kept = RANDOM_NUMBERS - self.below
         below = self.below if kept >= RANDOM_NUMBERS // 2 else ~kept

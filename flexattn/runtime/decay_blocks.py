@@ -1,4 +1,4 @@
-"""Which tiles of keys and queries a backward visits where far ones have no weights."""
+"""Which tiles a backward visits where those of far keys have no weights."""
 
 from __future__ import annotations
 
@@ -49,10 +49,11 @@ class DecayBlocks:
         target: Device,
         index: int,
     ) -> DecayBlocks | None:
-        """For a problem of at least the length that is worth it; tile: its rows and keys.
+        """For the kernels of a problem's backward, whose tiles have `tile` rows and keys.
 
-        inputs: q, k and v. fixed, given: of the backward's kernels. None where kernels do not
-        build, which is said, or cost more than they save.
+        inputs: q, k and v. fixed, given: values that the backward's kernels have, and names of
+        those that `run` is given. None where these kernels cost more than they save, or do not
+        build, which is said: the backward then visits all tiles.
         """
         if problem.kv_len < LEAST_BACKWARD_KEYS or not pays(problem):
             return None
@@ -60,6 +61,9 @@ class DecayBlocks:
         if skip is None:
             return None
         source = render_blocks(problem.structure, *tile, target)
+        known = memory().find(source, target)
+        if known is not None and not known.built and not current().strict:
+            return None
         m_blocks, n_blocks = -(-problem.q_len // tile[0]), -(-problem.kv_len // tile[1])
         told = {**fixed, "m_blocks": m_blocks, "n_blocks": n_blocks}
         try:
@@ -76,11 +80,11 @@ class DecayBlocks:
         return cls(skip, blocks, ((*heads, n_blocks), (*heads, m_blocks)))
 
     def empty(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Memory for what `run` writes, by TILES_FOUND."""
+        """Memory for what `run` writes, in the order of TILES_FOUND."""
         tiles = (torch.empty(x, dtype=torch.int32, device=device) for x in self.shapes)
         return self.skip.empty(device), *tiles
 
     def run(self, given: Sequence[Any], stream: int) -> None:
-        """Find the tiles, on a stream; given: what the backward is given, with `empty` in it."""
+        """Find the tiles, on a stream; given: what the backward is given, `empty`'s among it."""
         self.skip.run(given, stream)
         self.blocks.launch(stream, given)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from flexattn.catalogue import causal
@@ -97,12 +98,24 @@ def kernel(OUT, SEED, row_start, start_n, head, drop_below):
 """
 DRAWING = {"wide_product", "philox", "kept_pair", "draw_words", "four_bits",
            "BLOCK_N", "DRAWN", "DRAWN_AT_ONCE"}  # fmt: skip
-SEED, DROPOUT, HEAD = 2**62 + 12345, Dropout.of(0.3), 37
+# Of 16 rows and 32 keys of a kernel in Triton whether each weight is kept.
+KEEPS = """
+
+@triton.jit
+def kernel(OUT, SEED, row_start, start_n, head, drop_below):
+    rows, keys = tl.arange(0, 16)[:, None], tl.arange(0, 32)[None, :]
+    found = is_kept(row_start, rows, start_n, keys, head, tl.load(SEED), drop_below)
+    tl.store(OUT + rows * 32 + keys, found.to(tl.int32))
+"""
+KEEPING = {"wide_product", "philox", "random_words", "is_kept"}
+SEED, HEAD = 2**62 + 12345, 37
+# Of more than a half kernels are told which numbers keep a weight.
+SHARES = pytest.mark.parametrize("p", [0.3, 0.8])
 
 
-def stored(wanted, needed, kernel, starts, num_warps, tmp_path):
+def stored(wanted, needed, kernel, starts, num_warps, p, tmp_path, language="gluon"):
     """What a kernel of some of a template's functions stores: words, in order."""
-    text = render(wanted.structure, default(wanted, H200, "gluon"), H200, "test").text
+    text = render(wanted.structure, default(wanted, H200, language), H200, "test").text
     parts = []
     for node in ast.parse(text).body:
         assigned = node.targets[0] if isinstance(node, ast.Assign) else node
@@ -116,37 +129,51 @@ def stored(wanted, needed, kernel, starts, num_warps, tmp_path):
     spec.loader.exec_module(module)
     types = {"OUT": "*i32", "SEED": "*i64", "row_start": "i32", "start_n": "i32", "head": "i32",
              "drop_below": "i32"}  # fmt: skip
-    source = GluonASTSource(module.kernel, types, {})
+    source = {"gluon": GluonASTSource, "triton": ASTSource}[language](module.kernel, types, {})
     ptx = triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
     )
-    given = (0, 0, *starts, HEAD, DROPOUT.arguments()["drop_below"])
+    given = (0, 0, *starts, HEAD, Dropout.of(p).arguments()["drop_below"])
     found = run(ptx.asm["ptx"], given, SEED, 32 * num_warps)
     return [found[4 * place] for place in range(len(found))]
 
 
-def mask(rows, keys):
+def mask(rows, keys, p):
     """The reference's, int64 of the rows and keys."""
     lanes = (torch.tensor([0]), torch.tensor([HEAD]), rows, keys)
-    return kept_weights(DROPOUT._replace(seed=torch.tensor([SEED])), lanes, 64)[0, 0].long()
+    dropout = Dropout.of(p)._replace(seed=torch.tensor([SEED]))
+    return kept_weights(dropout, lanes, 64)[0, 0].long()
 
 
 @pytest.mark.oldest
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_hoppers_pairs_are_those_of_the_reference(tmp_path):
+@SHARES
+def test_hoppers_pairs_are_those_of_the_reference(p, tmp_path):
     """No interpreter runs Gluon: the PTX of its function is run, for a consumer's tile."""
-    found = stored(dropping("prefill", 128), NEEDED, DROPS, (192, 384), 4, tmp_path)
-    wanted = mask(torch.arange(64) + 192, torch.arange(128) + 384)
+    found = stored(dropping("prefill", 128), NEEDED, DROPS, (192, 384), 4, p, tmp_path)
+    wanted = mask(torch.arange(64) + 192, torch.arange(128) + 384, p)
     assert found == (wanted[:, ::2] + (wanted[:, 1::2] << 16)).flatten().tolist()
 
 
 @pytest.mark.oldest
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_what_hoppers_backward_draws_is_the_reference_s(tmp_path):
+@SHARES
+def test_what_hoppers_backward_draws_is_the_reference_s(p, tmp_path):
     """A word has bits of two keys and of those eight further on, of eight of 32 rows."""
-    found = stored(dropping("backward", 128), DRAWING, DRAWS, (192, 384), 4, tmp_path)
-    wanted = mask(torch.arange(64) + 192, torch.arange(128) + 384)
+    found = stored(dropping("backward", 128), DRAWING, DRAWS, (192, 384), 4, p, tmp_path)
+    wanted = mask(torch.arange(64) + 192, torch.arange(128) + 384, p)
     # Rows: 5, 4, 3, 2-1, 0; keys: 6-5, 4, 3, 2-1, 0.
     bits = wanted.reshape(2, 2, 2, 4, 2, 4, 2, 2, 4, 2)
     bits = bits.permute(0, 5, 8, 3, 6, 9, 1, 4, 2, 7).reshape(2 * 4 * 4 * 4 * 2, 32)
     assert found == (bits << torch.arange(32)).sum(1).tolist()
+
+
+@pytest.mark.oldest
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@SHARES
+@pytest.mark.parametrize("kind", ["prefill", "backward"])
+def test_what_triton_s_kernels_keep_is_the_reference_s(kind, p, tmp_path):
+    """On NVIDIA's devices they compare other numbers than in the interpreter."""
+    wanted = dropping(kind, 64)
+    found = stored(wanted, KEEPING, KEEPS, (192, 384), 4, p, tmp_path, "triton")
+    assert found == mask(torch.arange(16) + 192, torch.arange(32) + 384, p).flatten().tolist()

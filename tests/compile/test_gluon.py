@@ -25,7 +25,7 @@ from flexattn.runtime.build import compile_source
 from flexattn.runtime.cuda_launch import RANK
 from flexattn.runtime.resources import resources
 from tests.cases import CASES as WHOLE
-from tests.compile.shares import LONG, share
+from tests.compile.shares import LONG, part, share
 from tests.families import estimates, gluon_refused, preferences, render
 from tests.problems import problem
 
@@ -335,16 +335,17 @@ def test_a_tile_branches_past_the_row_max_where_no_row_rose():
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("mods", ["noop", "window_softcap"])
 @pytest.mark.parametrize(("D", "Dv"), SIZES)
-def test_every_config_offered(D, Dv, mods):
+def test_every_second_config_offered(D, Dv, mods):
     wanted = problem("prefill", D, Dv, **MODS[mods])
     # The order of tiles decides a few instructions before the loop.
-    found = {
+    found = [
         replace(each, order="last", l2_swizzle=8)
         for each in space(wanted, H200)
         if isinstance(each, HopperPrefillConfig)
-    }
-    assert found
-    faults = list(filter(None, (wrong(wanted, config) for config in found)))
+    ]
+    chosen = part(found, 2, turn=mods == "noop")
+    assert chosen
+    faults = list(filter(None, (wrong(wanted, config) for config in chosen)))
     assert not faults, "\n".join(faults)
 
 

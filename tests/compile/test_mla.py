@@ -15,6 +15,7 @@ from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources, spills_too_much
 from tests.compile.shares import share
 from tests.compile.test_serving import DEVICE, form
+from tests.odd_mods import checkerboard
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 DEFAULT = next(mla.mla_space())
@@ -23,6 +24,7 @@ MLA = {
     "drafts": {"heads": (16, 1), "q_len": 4, "mask": causal, "lse": True},
     "window": {"heads": (16, 1), "mask": sliding_window(1024), "score": softcap(30.0)},
     "pages of 16": {"heads": (16, 1), "page": 16},
+    "no tile free of its mask": {"heads": (16, 1), "q_len": 4, "mask": checkerboard(3)},
 }
 
 

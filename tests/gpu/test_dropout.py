@@ -26,11 +26,11 @@ TILES = [
 
 
 @pytest.mark.parametrize("options", TILES)
-@pytest.mark.parametrize("mask_mod", [None, causal])
-def test_the_mask_itself(options, mask_mod):
+@pytest.mark.parametrize(("mask_mod", "p"), [(None, 0.3), (causal, 0.8)])
+def test_the_mask_itself(options, mask_mod, p):
     """Values are the unit matrix, so that weights come out: 128 of the keys at a time."""
     q, k, _ = inputs(2, 4, 2, 333, 256, 128, dtype=torch.bfloat16, device="cuda")
-    dropout, mask = drawn(0.3, "cuda"), block_mask(mask_mod, q, k)
+    dropout, mask = drawn(p, "cuda"), block_mask(mask_mod, q, k)
     lanes = tuple(torch.arange(n, device="cuda") for n in (2, 4, 333, 256))
     wanted = kept_weights(dropout, lanes, 4)
     if mask_mod is not None:
@@ -39,9 +39,7 @@ def test_the_mask_itself(options, mask_mod):
         v = torch.zeros(2, 2, 256, 128, dtype=torch.bfloat16, device="cuda")
         v[:, :, first : first + 128] = torch.eye(128)
         torch.manual_seed(SEED)
-        got = run(
-            q, k, v, block_mask=mask, dropout_p=0.3, kernel_options=options, max_scores=False
-        )
+        got = run(q, k, v, block_mask=mask, dropout_p=p, kernel_options=options, max_scores=False)
         assert torch.equal(got.out != 0, wanted[..., first : first + 128])
 
 
@@ -61,22 +59,22 @@ def test_outputs(dtype, D):
 
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("options", [TILES[0], TILES[2]])
-@pytest.mark.parametrize("mask_mod", [None, causal])
-def test_the_mask_of_a_backward(options, mask_mod, D):
+@pytest.mark.parametrize(("mask_mod", "p"), [(None, 0.8), (causal, 0.3)])
+def test_the_mask_of_a_backward(options, mask_mod, p, D):
     """The output's gradient is the unit matrix of D queries, so that dV is their weights."""
     given = inputs(2, 4, 4, 333, 401, D, dtype=torch.bfloat16, device="cuda")
     q, k, v = (x.requires_grad_() for x in given)
-    dropout, mask = drawn(0.3, "cuda"), block_mask(mask_mod, q, k, 128)
+    dropout, mask = drawn(p, "cuda"), block_mask(mask_mod, q, k, 128)
     lanes = tuple(torch.arange(n, device="cuda") for n in (2, 4, 333, 401))
     wanted = kept_weights(dropout, lanes, 4)
     if mask_mod is not None:
         wanted &= lanes[3] <= lanes[2][:, None]
     torch.manual_seed(SEED)
     tile = {name: word for name, word in options.items() if name == "BACKEND"}
-    found = flexattn.explain(q, k, v, None, mask, kernel_options=tile, dropout_p=0.3)
+    found = flexattn.explain(q, k, v, None, mask, kernel_options=tile, dropout_p=p)
     assert found.backward.config.language == ("gluon" if tile["BACKEND"] == "GLUON" else "triton")
     torch.manual_seed(SEED)
-    out = flexattn.flex_attention(q, k, v, None, mask, kernel_options=tile, dropout_p=0.3)
+    out = flexattn.flex_attention(q, k, v, None, mask, kernel_options=tile, dropout_p=p)
     for first in range(0, 333, D):
         dout, rows = torch.zeros_like(out), min(D, 333 - first)
         dout[:, :, first : first + rows] = torch.eye(D, device="cuda")[:rows]
@@ -106,7 +104,7 @@ def test_gradients_of_blocks_cut_at_odd_places():
 def test_the_share_that_is_dropped():
     q, k, _ = inputs(2, 8, 8, 512, 128, 128, dtype=torch.bfloat16, device="cuda")
     v = torch.eye(128, dtype=torch.bfloat16, device="cuda").expand(2, 8, 128, 128).contiguous()
-    for p in (0.01, 0.1, 0.5):
+    for p in (0.01, 0.1, 0.5, 0.9):
         found = flexattn.flex_attention(q, k, v, dropout_p=p)
         deviation = math.sqrt(p * (1 - p) / found.numel())
         assert abs((found == 0).double().mean() - p) < 5 * deviation + 2**-16

@@ -8,6 +8,7 @@ import torch
 from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.kernels.paged_decode.mla_order import ORDERS
 from flexattn.serving import ServingConfig
+from tests.odd_mods import checkerboard
 from tests.serving import assert_right, batch, plan_for, run
 
 pytestmark = [
@@ -36,6 +37,7 @@ CASES = {
     "whole requests": {"lengths": [4096] * 64, "heads": 128, "page": 256},
     "shares of two tiles": {"config": replace(MLA, least=2), "lengths": [3001, 900]},
     "window": {"mask_mod": sliding_window(700), "bias": True},
+    "no tile free of its mask": {"heads": 20, "q_len": 4, "mask_mod": checkerboard(3)},
     "few rows": {"config": FEW},
     "few rows, two slots": {"config": TWO, "lengths": [*LENGTHS, 16384]},
     "few rows, pages of 16": {"config": FEW, "page": 16},

@@ -28,6 +28,7 @@ from flexattn.kernels.decay_skip.blocks import PLACES, render_blocks
 from flexattn.mods import bind
 from flexattn.problem.mask_class import mask_class
 from flexattn.runtime.build import builder
+from flexattn.runtime.fallback.outcome import Outcome
 from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Lists
 from flexattn.settings import override
@@ -274,3 +275,15 @@ def test_where_its_kernels_do_not_build_all_tiles_are_visited(
     with override(strict=False):
         found = differentiated(q, k, v, mask, dout)
     assert all(map(torch.equal, found, wanted)) and "are not left out" in caplog.text
+
+
+def test_a_kernel_that_was_refused_before_is_not_built_again(short_calls_too, monkeypatch):
+    q, k, v = inputs(1, 4, 4, 97, 97)
+    dout, _ = cotangents(q, v, False)
+    dout[:, :, 64:] = math.nan
+    refused = SimpleNamespace(find=lambda source, target: Outcome("compiler", "a register short"))
+    monkeypatch.setattr("flexattn.runtime.decay_blocks.memory", lambda: refused)
+    monkeypatch.setattr("flexattn.runtime.decay_blocks.builder", lambda: None)
+    with override(strict=False):
+        _, _, dv = differentiated(q, k, v, block_mask(causal, q, k, 32), dout)
+    assert dv[0, :, :32].isnan().all()

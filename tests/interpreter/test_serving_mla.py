@@ -19,6 +19,7 @@ from flexattn.serving import kernels
 from tests.emulated_memory import Pointer
 from tests.emulated_mla import described, run as run_source
 from tests.launches import Recorded
+from tests.odd_mods import checkerboard
 from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
@@ -208,6 +209,13 @@ def test_mods(config, programs):
     programs(3)
     mods = {"mask_mod": sliding_window(150), "score_mod": alibi(16, "cpu")}
     check(requests([450, 31, 290]), config=config, **mods)
+
+
+@pytest.mark.parametrize(("heads", "config"), [(20, MLA), (4, FEW)], ids=named_config)
+def test_a_mask_that_no_tile_is_free_of(heads, config, programs):
+    """The kernel of 64 rows asked for the number of a tile before there was one."""
+    programs(3)
+    check(requests([450, 31, 290], heads, 4), config=config, mask_mod=checkerboard(3))
 
 
 def test_shares_that_hold_a_request(programs):

@@ -9,15 +9,16 @@ from flexattn.kernels.base.config import Config
 from flexattn.kernels.base.features import skips_far
 from flexattn.problem import Structure
 
-# What of the tiles of each head have weights: see templates/decay_skip/blocks.py.jinja. The
-# addresses are 0 where nobody looked.
+# Of each head: the end of the tiles of queries that have weights of each tile of keys, and the
+# first tile of keys that each tile of queries has weights of, by decay_skip/blocks.py.jinja. Their
+# addresses are 0 where all tiles are visited.
 M_BLOCK_MAX, N_BLOCK_MIN = Argument("M_BLOCK_MAX", "*i32", 4), Argument("N_BLOCK_MIN", "*i32", 4)
 
 
 def skips_vanished(structure: Structure, config: Config) -> bool:
-    """Whether a backward's kernel leaves out keys that are too far before a kept one of their row.
+    """Whether a backward's kernel leaves out tiles of keys too far before one that its rows keep.
 
-    It is so where a forward leaves them out: of a weight exp(S' - lse) that is 0 in float32 all
-    terms of all gradients are 0, that of lse among them.
+    It does so where a forward does. A weight exp(S' - lse) that is 0 in float32 is a factor of all
+    that its score adds to gradients, those of lse and of captured tensors among them.
     """
     return structure.kind == "backward" and skips_far(replace(structure, kind="prefill"), config)

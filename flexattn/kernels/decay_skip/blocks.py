@@ -12,12 +12,15 @@ from flexattn.kernels.printers.triton_printer import Printed, View, print_mod
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Structure
 
-# Tiles that a program looks at at once.
+# Tiles of a head that a program works on at a time.
 PLACES = 256
 
 
 def render_blocks(structure: Structure, rows: int, keys: int, device: Device) -> Source:
-    """The kernel for tiles of so many rows and keys, of a mask that has runs or of none."""
+    """The kernel for tiles of so many rows and keys.
+
+    structure: of a backward, without a mask or with one whose blocks form runs.
+    """
     under, sparsity = _under(structure, device), structure.sparsity
     settings = {"BLOCK_M": rows, "BLOCK_N": keys, "PLACES": PLACES}
     found = [Argument("DECAY_WINDOW", "*fp32", 16), M_BLOCK_MAX, N_BLOCK_MIN]
@@ -39,7 +42,10 @@ def render_blocks(structure: Structure, rows: int, keys: int, device: Device) ->
 
 
 def _under(structure: Structure, device: Device) -> Printed | None:
-    """The end of the keys of first_row, where the mask keeps all keys below it."""
+    """One past the last key that row `first_row` keeps, of a mask that keeps all keys before it.
+
+    None for any other mask. Later rows of a tile keep those keys as well: the bound never falls.
+    """
     if structure.mask is None:
         return None
     mod = structure.mask.mod

@@ -28,7 +28,7 @@ SUMS_OF_A_ROW = 32
 
 
 def flags_of(config: HopperBackwardConfig) -> str:
-    """The name of what says how far sums of dQ are, where the copy engine adds them."""
+    """The tensor that says how far the sums of a tile are, where the copy engine adds dQ."""
     return "DQ_SEMAPHORES" if config.deterministic else "DQ_FLAGS"
 
 
@@ -62,7 +62,7 @@ def mod_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[A
 
 
 def list_arguments(structure: Structure, config: HopperBackwardConfig) -> list[Argument]:
-    """Of what says which tiles are walked: the mask's lists by key, and where weights vanish."""
+    """Of tensors that say which tiles are walked: where weights vanish, and the lists by key."""
     found = [M_BLOCK_MAX] if skips_vanished(structure, config) else []
     if found and config.deterministic:
         found.append(N_BLOCK_MIN)
@@ -72,7 +72,7 @@ def list_arguments(structure: Structure, config: HopperBackwardConfig) -> list[A
 def before_arguments(
     structure: Structure, config: HopperBackwardConfig, through_lse: bool
 ) -> tuple[Argument, ...]:
-    """Of the kernel that makes delta and STATS, and clears DQ_ACC, or flags."""
+    """Of the kernel that makes delta and STATS, and clears DQ_ACC, or its flags."""
     found = delta_arguments(structure, through_lse)
     cleared = Argument(flags_of(config), "*i32", 16) if config.dq_tma else _SUMS
     found += [Argument("STATS", "*fp32", 16), cleared]

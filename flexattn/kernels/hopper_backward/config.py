@@ -35,8 +35,8 @@ class HopperBackwardConfig:
 
     BLOCK_M: query rows of a tile, 64 or 128.
     BLOCK_N: keys of a tile; 128, of which each of the two consumer warpgroups has 64 rows of dK
-    and dV in registers, or 64, of which each has half the columns, or dK or dV: 256 columns fit so
-    alone.
+    and dV in registers, or 64: each then has half the columns of both, or one of the two. More
+    than 128 columns fit with 64 alone.
     num_stages: tiles of Q, and of dO, in shared memory at once, 1 to 4; the loads run that far
     ahead.
     mha: whether each key head has one query head, of one batch; default False: a block walks the
@@ -68,30 +68,29 @@ class HopperBackwardConfig:
     early_lse: what is read of a tile's lse before the product of its scores is issued; default "",
     nothing. Issued behind it a read takes some 340 cycles (H100, by the profile). "all": 4 to 6 %
     faster at D 128 and 2 to 3 % at D 256 on an H100; delta is then read before dP is awaited.
-    "half": where registers have no place for more; 1 % at D 64. Of tiles where a mask_mod is
-    evaluated, but a band's, nothing. In tiles that the warpgroups share
-    by columns it is read through shared memory.
+    "half": where registers have no place for more; 1 % at D 64. Nothing is read early of tiles in
+    which a mask_mod other than a band is evaluated. In tiles that the warpgroups share by columns
+    it is read through shared memory.
     dq_tma: whether a tile of dQ passes through shared memory and the copy engine adds it, as in
     FlashAttention-3; default False: each thread adds what it holds. It spares the consumers
     instructions and registers, and takes 32 KB. 4 to 20 % faster up to 128 columns on an H100.
     dq_halves: whether each warpgroup hands on its half of a tile of dQ by itself, to a warp of its
-    own; default False: both wait for the whole tile. It takes dq_tma, neither order nor dropout.
-    3 to 5 % faster without a mask and with a causal one on an H100 when both waited for both; in
-    a window ptxas lets its products wait for each other.
+    own; default False: both wait for the whole tile. It takes dq_tma, without deterministic and
+    dropout. Faster without a mask and with a causal one; in a window ptxas serialises products.
     ds_first: whether dS is stored before dV's product is issued, as in FlashAttention-4; default
-    False: after. What a warp asks of the memory units behind a product waits until the tensor
-    cores have taken that. It spares registers as well: 3 to 6 % faster in tall tiles, about 1 % at
-    D 128 with a causal mask and 1 % slower there without one, on an H200.
+    False: after. A store behind a product waits until the tensor cores have taken all of that. It
+    spares registers as well: 3 to 6 % faster in tiles of 128 rows, about 1 % at D 128 with a
+    causal mask and 1 % slower there without one, on an H200.
     deterministic: whether the blocks of a head add to dQ in the order in which they start, a
     semaphore for each tile; default False: in any order. dQ then has the same bits in every run.
     It takes dq_tma: a warp waits for a block's turn, not the consumers.
     remat: whether addresses of tiles are computed anew in each turn of the loop; default False.
     What is known from before it takes registers, which beside masks and counters are lacking.
     by_product: whether one warpgroup makes scores, weights and dV of a tile, and the other dP, dS
-    and dK; default False: they share each product. For tiles of 64 rows and keys, where a half of
-    a product reads as much of shared memory as it multiplies. Neither drops weights nor adds to
-    captured gradients: one of the warpgroups has the scores, and the other what they are
-    multiplied by. 8 to 20 % faster at D 192 and 256 on an H200.
+    and dK; default False: they share each product. For tiles of 64 rows and keys, of which half a
+    product of scores reads shared memory for longer than it multiplies. Without dropout and
+    captured gradients, which take scores and dP in one warpgroup. Weights times the mod's
+    derivative are rounded to 16 bits between the two. 8 to 20 % faster at D 192 and 256 (H200).
     """
 
     BLOCK_M: int

@@ -37,7 +37,7 @@ from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_wi
 from flexattn.kernels.printers.triton_printer import Printed
 from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.kernels.ptx.stages import Stages
-from flexattn.kernels.ptx.warp_numbers import WARP_NUMBERS
+from flexattn.kernels.ptx.warp_numbers import ANNOUNCED as WARP_NUMBERS_ANNOUNCED, WARP_NUMBERS
 from flexattn.problem import Structure
 
 _TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
@@ -46,7 +46,7 @@ _HARDWARE_BARRIERS = 16
 # The one at which the second warpgroup waits for the first: below those of four stages.
 TURN = 7
 # Those at which the warps that add tiles of dq meet the consumers, below those of three stages: of
-# each there is one more where two warps do so. DQ_READ is of halves alone.
+# each there is one more where two warps do so. DQ_READ is used with dq_halves alone.
 DQ_STORED, DQ_READ = 5, 8
 # The flag of a tile of dQ that has sums. Before, it is 0, and 1 while the first block stores its
 # part.
@@ -82,7 +82,7 @@ def render(
     if band is not None:
         mask = None
     used: list[PrintedGradient | Printed] = [each for each in (score, mask) if each is not None]
-    sparsity = structure.sparsity
+    sparsity, stages = structure.sparsity, _stages(structure, config)
     found = arguments(structure, config)
     context: dict[str, object] = {
         **mod_context([each.lines for each in used], device, TRANSPOSED),
@@ -113,6 +113,7 @@ def render(
         **_flagged(config),
         "ds_stages": config.ds_stages,
         "announcement": ANNOUNCED,
+        "warp_numbers": WARP_NUMBERS_ANNOUNCED if WARP_NUMBERS in stages.passes else "",
         "deterministic": config.deterministic,
         "adding_warps": _adding_warps(config),
         "dropout": structure.dropout,
@@ -137,14 +138,14 @@ def render(
         BLOCK_WARPS // 2 if config.by_product else BLOCK_WARPS,
         config.num_stages,
         "gluon",
-        stages=_stages(structure, config),
+        stages=stages,
     )
 
 
 def _stages(structure: Structure, config: HopperBackwardConfig) -> Stages:
-    """Where a mask's lists say how long loops are, ptxas is told what a warp's threads share.
+    """Passes over PTX: where a mask's lists say how long loops are, warps' numbers stay uniform.
 
-    But only beside ds_first, with which it was measured: 1 % faster with a causal mask on an H200.
+    That only beside ds_first, with which it was measured: 1 % faster with a causal mask, H200.
     """
     told = structure.sparsity is not None and config.ds_first
     return Stages((WARP_NUMBERS,) * told + (_TWO_BUFFERS,) * (config.ds_stages == 2))
@@ -186,7 +187,7 @@ def render_after(structure: Structure, config: HopperBackwardConfig, device: Dev
 
 
 def _flagged(config: HopperBackwardConfig) -> dict[str, object]:
-    """Who adds dQ, in which parts, and the name of what says how far its sums are."""
+    """How dQ is added up, and the name of the tensor that says how far the sums of a tile are."""
     return {"dq_tma": config.dq_tma, "halves": config.dq_halves, "flags": flags_of(config)}
 
 
@@ -241,7 +242,11 @@ def _adding_warps(config: HopperBackwardConfig) -> int:
 
 
 def _drawing_warps(config: HopperBackwardConfig) -> int:
-    """Four of a tile of 64 x 128, one a scheduler; else those of the loading warp's warpgroup."""
+    """Warps that draw what dropout keeps.
+
+    Four beside tiles of 64 x 128, one on each scheduler. Else as many as fill up the warpgroup of
+    the loading warp, beside those that add dQ.
+    """
     if config.deterministic:
         return 1
     return 4 if (config.BLOCK_M, config.BLOCK_N) == (64, 128) else 2

@@ -16,6 +16,8 @@ from flexattn.problem import Problem, Structure
 _TALL = HopperBackwardConfig(128, 128, 2)
 _WIDE = HopperBackwardConfig(64, 128, 2)
 _SPLIT = HopperBackwardConfig(64, 64, 2)
+# The smallest weight that float16 keeps in eleven bits; a row of more keys has smaller ones.
+_NORMAL_FP16 = 2.0**-14
 
 
 def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
@@ -27,10 +29,11 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     Of 256 columns without a mask the form in turns was 2 % faster than the plain one (H100).
     Up to 128 columns the copy engine adds dQ, dS has two tiles, and lse is read early, as far as
     registers go; without a mask and with a causal one a warpgroup hands on its half of dQ by
-    itself: together 0.92 to 0.96 of the time of the plain form (H100). Where it does, tall tiles,
-    and others behind a mask, store dS before dV's product is issued.
-    Above 128 columns each warpgroup has products of its own; a score_mod's arithmetic would be one
-    warpgroup's alone.
+    itself: together 0.92 to 0.96 of the time of the plain form (H100). Where it does, ds_first is
+    taken by tiles of 128 rows, and by others behind a mask.
+    Above 128 columns by_product goes first, but with a score_mod, whose arithmetic would be one
+    warpgroup's alone, and in float16 where a row has so many keys that its weights, which one
+    warpgroup hands to the other in 16 bits, lose some of theirs.
     """
     structure = problem.structure
     width, plain = columns(structure), _few_registers(structure)
@@ -45,7 +48,7 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
             config = replace(config, remat=True, pipelined="dk", ping_pong=True)
         # Tall tiles and a score_mod leave no registers for all of lse. Where query heads are
         # counted, they leave none for a second tile of dS either, nor does Triton 3.9's loop.
-        # Warps that draw what dropout keeps take eight of a consumer's.
+        # With dropout four warps that draw may take eight registers of each of these threads.
         tight = each is _TALL or structure.score is not None
         tight_loop = not config.mha and (tight or waits_meet())
         half = tight or tight_loop or structure.dropout
@@ -61,7 +64,7 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
             halves = halves and _walks_far(structure)
             first = halves and plain and (each is _TALL or masked)
             yield replace(added, dq_halves=halves, ds_first=first)
-        elif structure.score is None and not structure.dropout:
+        elif structure.score is None and not structure.dropout and _keeps_weights(problem):
             yield _by_product(config)
         yield config
 
@@ -114,6 +117,10 @@ def _by_product(config: HopperBackwardConfig) -> HopperBackwardConfig:
     return replace(
         config, by_product=True, pipelined="", ping_pong=False, early_lse="", remat=True
     )
+
+
+def _keeps_weights(problem: Problem) -> bool:
+    return problem.structure.dtype != "float16" or problem.kv_len * _NORMAL_FP16 <= 1
 
 
 def _walks_far(structure: Structure) -> bool:

@@ -6,12 +6,15 @@ kernels of others that compile meanwhile are as they would be without it.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import lru_cache, partial
 from threading import Lock
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 from flexattn.kernels.ptx.assembler import Ptxas, assembled_by
 from flexattn.kernels.ptx.stages import OWN_STAGES, Stages, pass_of
@@ -52,15 +55,29 @@ def _install(step: int) -> None:
 
 
 def _hook(*given: Any) -> Any:
-    """As Triton calls it: with a compile's stages; later releases also without, for a key."""
+    """As Triton calls it: with a compile's stages; later releases also without, for a key.
+
+    Of the key are the passes' own texts: what another text of one made is compiled again.
+    """
     found = _before(*given) if _before is not None else None
     stages = _wanted.get()
     if not given:
         words = found or ("", "")
-        return words if stages is None else tuple(f"{each} {stages}" for each in words)
+        return words if stages is None else tuple(f"{each} {_told(stages)}" for each in words)
     if stages is not None:
         _change(given[1], stages)
     return found
+
+
+def _told(stages: Stages) -> str:
+    return " ".join((str(stages), *map(_text_of, stages.passes)))
+
+
+@lru_cache(maxsize=16)
+def _text_of(name: str) -> str:
+    """The hash of a pass's text."""
+    module = cast(ModuleType, pass_of(name))
+    return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
 
 
 def _change(made: dict[str, Any], wanted: Stages) -> None:

@@ -5,6 +5,9 @@ have the same, drops the shuffle, and in a loop whose length was read from memor
 number in each thread and turn. With it go the descriptors of all operands of wgmma that are the
 warpgroup's own: each is then moved into uniform registers by itself, between the products. The
 number of the thread shuffled first, and then divided, is one uniform register for the kernel.
+
+A kernel that asks for this pass says so in a comment: Triton 3.6, and stores of binaries, find
+kernels by their text alone. Another form of the pass has another number there.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import re
 
 # By which a kernel asks for this pass: its module in kernels/.
 WARP_NUMBERS = "ptx.warp_numbers"
+ANNOUNCED = "warp_numbers 1"
 
 _READ = r"\tshfl\.sync\.idx\.b32 \t(%r\d+), {}, 0, 31, -1;\n"
 # All warps start here, before those of a partition have numbers of their own.

@@ -38,7 +38,7 @@ def reads_runs(structure: Structure, config: BackwardConfig) -> bool:
 def skips_blocks(structure: Structure, config: BackwardConfig) -> tuple[int, int] | None:
     """Rows and keys of the tiles that are left out where weights vanish; None where none are.
 
-    Tiles of both halves are whole numbers of them.
+    The tiles of the kernel's halves, dK with dV and dQ, are multiples of these.
     """
     walks = structure.sparsity is None or reads_runs(structure, config)
     if not walks or not skips_vanished(structure, config):

@@ -3,6 +3,7 @@
 import hashlib
 import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 from triton import knobs
@@ -16,6 +17,7 @@ from flexattn.kernels.hopper.merge_consumers import (
     block_warps,
     merged,
 )
+from flexattn.kernels.ptx import hook
 from flexattn.kernels.ptx.hook import compiled_by
 from flexattn.kernels.ptx.stages import Stages
 
@@ -181,6 +183,18 @@ def test_the_stages_stand_behind_the_hook_there_was(monkeypatch):
     assert stages["ptx"]("another kernel", metadata) == "another kernel"
     assert len(seen) == 2
     assert [word.split()[0] for word in words] == ["key", "hash"] and NAME in words[0]
+
+
+def test_triton_is_told_when_a_pass_has_another_text(monkeypatch):
+    """It found kernels in its cache that an older text of the pass had made."""
+    told = []
+    for text in ("one text", "another"):
+        monkeypatch.setattr(hook, "inspect", SimpleNamespace(getsource=lambda _, x=text: x))
+        hook._text_of.cache_clear()
+        with compiled_by(MERGE):
+            told.append(knobs.runtime.add_stages_inspection_hook())
+    hook._text_of.cache_clear()
+    assert all(one != other for one, other in zip(*told, strict=True))
 
 
 def test_the_hook_is_there_while_someone_compiles_and_then_as_before(monkeypatch):

@@ -266,7 +266,7 @@ DROPPING = [
     ("dk", "window", (64, 64, 3), MHA, 0.3),
     ("dq", "holes", (64, 128, 2), GQA, 0.3),
     ("shifted dq", "full", (64, 128, 3), GQA, 0.3),
-    ("dq_tma", "window", (64, 128, 2), MHA, 0.3),
+    ("dq_tma", "window", (64, 128, 2), MHA, 0.8),
     ("deterministic", "causal", (64, 64, 2), MHA, 0.3),
     ("deterministic dk", "holes", (64, 128, 2), GQA, 0.3),
 ]

@@ -17,8 +17,10 @@ from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.masks import Band, band_of, may_be_no_number
+from flexattn.kernels.hopper_backward.source import _TWO_BUFFERS as TWO_BUFFERS
 from flexattn.kernels.hopper_backward.space import defaults
 from flexattn.kernels.hopper_backward.tiles import at_sizes, backward_grid, sizes_of_launch
+from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
 from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.mods import bind
 from flexattn.problem import Layout
@@ -130,6 +132,16 @@ def test_products_of_their_own_neither_drop_weights_nor_add_to_captured_gradient
         structure = replace(wanted.structure, **change)
         reasons = family_of(first).feasibility.reasons(first, structure, H200)
         assert "by_product neither drops weights" in "; ".join(reasons)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_len", "alone"),
+    [("float16", 16384, True), ("float16", 16385, False), ("bfloat16", 131072, True)],
+)
+def test_weights_handed_on_in_float16_keep_their_bits(dtype, kv_len, alone):
+    """Of 131,072 keys alike each weighs 2**-17, of which float16 keeps eight bits."""
+    wanted = problem("backward", 256, kv_len=kv_len, dtype=dtype)
+    assert next(defaults(wanted)).by_product == alone
 
 
 def test_options_decide_the_language():
@@ -311,3 +323,18 @@ def test_explain_says_why_one_of_the_two_serves(words):
     choice = next(candidates_of(wanted, H200, _options(asked, wanted, H200))).choice()
     assert words in _why_this_language(choice, asked)
     assert (choice.config.language == "gluon") is (words == "warp-specialised")
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_kernels_of_one_hash_ask_for_the_same_passes(D):
+    """The hash finds a kernel in every cache, and covers the text alone: there it says of both."""
+    asked = {}
+    for mods in ({}, {"mask_mod": causal, "runs": True}):
+        wanted = problem("backward", D, **mods)
+        for config in space(wanted, H200):
+            if family_of(config).language == "gluon":
+                source = family_of(config).render(wanted.structure, config, H200, "test")
+                assert asked.setdefault(source.hash, source.stages) == source.stages, config
+                told = {"ptx.warp_numbers": "# warp_numbers ", TWO_BUFFERS: ANNOUNCED}
+                assert {*source.stages.passes} == {x for x in told if told[x] in source.text}
+    assert len({stages.passes for stages in asked.values()}) > 2

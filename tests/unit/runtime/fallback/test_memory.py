@@ -47,6 +47,15 @@ def test_a_memory_is_one_of_its_environment(monkeypatch, place):
     assert not list(place.glob("outcomes/*"))
 
 
+def test_all_passes_are_of_its_environment():
+    """What one of another text makes is another kernel, which may fail or spill otherwise."""
+    package = ROOT / "flexattn"
+    texts = {each: each.read_text() for each in package.glob("kernels/*/*.py")}
+    passes = {each for each, text in texts.items() if "\ndef merged(ptx: str)" in text}
+    assert len(passes) >= 4
+    assert passes <= {package / name for name in environment._COMPILING}
+
+
 @pytest.mark.parametrize("fault", ["bytes", "schema", "kind", "another source", "a link"])
 def test_a_file_that_is_not_sound_is_ignored_and_said(fault, place, said):
     Memory().note(SOURCE, H200, REFUSED, "a problem")
