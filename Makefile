@@ -72,7 +72,8 @@ test-oldest-compiled: env
 test-oldest-interpreted: env
 	$(WITH_OLDEST) $(INTERPRETED) $(PYTEST_ALONE) -m "oldest and $(NO_DEVICE)" tests/interpreter
 
-# Of what the newest Triton and the oldest both compile each takes a half; with WHOLE=1 all of it.
+# Of what the newest Triton and the oldest both compile each takes a half, and of a space's configs
+# some; with WHOLE=1 both compile all.
 half = $(if $(WHOLE),,--half-matrix=$(1))
 
 test-compile: env $(BETWEEN:%=$(VENV)/triton-%/.pins)

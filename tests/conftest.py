@@ -31,7 +31,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--half-matrix",
         choices=("first", "second"),
-        help="of the full matrix' cases that the oldest Triton compiles, too, one half",
+        help="a half of full_matrix tests marked oldest, and some of a space's configs",
     )
 
 

@@ -9,12 +9,13 @@ from flexattn.kernels.base.config import describe
 LONG = pytest.mark.full_matrix
 
 
-def part(configs: Iterable, of: int, turn: int = 0) -> list:
-    """One in `of` of a space's configs, in the order of their names.
+def part(options: pytest.Config, configs: Iterable, of: int, turn: int = 0) -> list:
+    """A space's configs in the order of their names; with --half-matrix one in `of` of them.
 
-    turn: another problem's, which compiles other ones of them.
+    turn: which of them comes first.
     """
-    return sorted(dict.fromkeys(configs), key=describe)[turn::of]
+    found = sorted(dict.fromkeys(configs), key=describe)
+    return found[turn::of] if options.getoption("--half-matrix") else found
 
 
 def share(cases, kept):

@@ -13,6 +13,7 @@ from flexattn.kernels.triton.config import DecodeConfig
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from tests.compile.devices import DEVICES
+from tests.compile.shares import part
 from tests.families import render
 from tests.problems import problem
 
@@ -32,13 +33,13 @@ def tile_of(config):
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 @pytest.mark.parametrize("arch", DEVICES)
-def test_every_config_offered(arch, kind, D, mods):
+def test_every_config_offered(arch, kind, D, mods, pytestconfig):
     device = named(DEVICES[arch])
     wanted = problem(kind, D, **MODS[mods])
     wrong = []
     # The Gluon template's configs have a test of their own.
     configs = [c for c in space(wanted, device) if not isinstance(c, HopperPrefillConfig)]
-    for config in dict.fromkeys(map(tile_of, configs)):
+    for config in part(pytestconfig, map(tile_of, configs), 2, turn=mods == "noop"):
         compiled = compile_source(render(wanted.structure, config, device, "matrix"), device)
         taken = resources(compiled, device)
         fits = taken.shared <= device.shared_memory and taken.registers <= device.max_registers

@@ -182,13 +182,13 @@ def test_every_default_keeps_its_registers(name, D, sizes):
 
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_forms_that_a_search_tries_fit(D):
-    """Each fourth of them: what spills loses a race, and what does not build ends one."""
+def test_forms_that_a_search_tries_fit(D, pytestconfig):
+    """What spills loses a race, and what does not build ends one."""
     wanted = problem("backward", D, group=1, **MODS["causal"])
     found = [c for c in space(wanted, H200) if isinstance(c, HopperBackwardConfig)]
     forms = dict.fromkeys(replace(c, lpt=True) for c in found)
     assert len(forms) >= 20
-    for config in part(forms, 4):
+    for config in part(pytestconfig, forms, 4):
         compiled = compile_source(render(wanted.structure, config, H200, "matrix"), H200)
         taken = resources(compiled, H200)
         assert taken.shared <= H200.shared_memory and taken.matrix_instructions, describe(config)

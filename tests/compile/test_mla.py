@@ -24,7 +24,7 @@ MLA = {
     "drafts": {"heads": (16, 1), "q_len": 4, "mask": causal, "lse": True},
     "window": {"heads": (16, 1), "mask": sliding_window(1024), "score": softcap(30.0)},
     "pages of 16": {"heads": (16, 1), "page": 16},
-    "no tile free of its mask": {"heads": (16, 1), "q_len": 4, "mask": checkerboard(3)},
+    "a mask in every tile": {"heads": (16, 1), "q_len": 4, "mask": checkerboard(3)},
 }
 
 

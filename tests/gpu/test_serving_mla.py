@@ -37,7 +37,7 @@ CASES = {
     "whole requests": {"lengths": [4096] * 64, "heads": 128, "page": 256},
     "shares of two tiles": {"config": replace(MLA, least=2), "lengths": [3001, 900]},
     "window": {"mask_mod": sliding_window(700), "bias": True},
-    "no tile free of its mask": {"heads": 20, "q_len": 4, "mask_mod": checkerboard(3)},
+    "a mask in every tile": {"heads": 20, "q_len": 4, "mask_mod": checkerboard(3)},
     "few rows": {"config": FEW},
     "few rows, two slots": {"config": TWO, "lengths": [*LENGTHS, 16384]},
     "few rows, pages of 16": {"config": FEW, "page": 16},

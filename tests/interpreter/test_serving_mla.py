@@ -212,8 +212,8 @@ def test_mods(config, programs):
 
 
 @pytest.mark.parametrize(("heads", "config"), [(20, MLA), (4, FEW)], ids=named_config)
-def test_a_mask_that_no_tile_is_free_of(heads, config, programs):
-    """The kernel of 64 rows asked for the number of a tile before there was one."""
+def test_a_mask_that_every_tile_evaluates(heads, config, programs):
+    """The kernel of 64 rows compared the number of a tile before it was assigned."""
     programs(3)
     check(requests([450, 31, 290], heads, 4), config=config, mask_mod=checkerboard(3))
 

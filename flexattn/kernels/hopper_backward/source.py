@@ -37,7 +37,7 @@ from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_wi
 from flexattn.kernels.printers.triton_printer import Printed
 from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.kernels.ptx.stages import Stages
-from flexattn.kernels.ptx.warp_numbers import ANNOUNCED as WARP_NUMBERS_ANNOUNCED, WARP_NUMBERS
+from flexattn.kernels.ptx.warp_numbers import WARP_NUMBERS, WARP_NUMBERS_FORM
 from flexattn.problem import Structure
 
 _TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
@@ -113,7 +113,7 @@ def render(
         **_flagged(config),
         "ds_stages": config.ds_stages,
         "announcement": ANNOUNCED,
-        "warp_numbers": WARP_NUMBERS_ANNOUNCED if WARP_NUMBERS in stages.passes else "",
+        "warp_numbers": WARP_NUMBERS_FORM if WARP_NUMBERS in stages.passes else "",
         "deterministic": config.deterministic,
         "adding_warps": _adding_warps(config),
         "dropout": structure.dropout,

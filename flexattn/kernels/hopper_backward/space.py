@@ -16,8 +16,8 @@ from flexattn.problem import Problem, Structure
 _TALL = HopperBackwardConfig(128, 128, 2)
 _WIDE = HopperBackwardConfig(64, 128, 2)
 _SPLIT = HopperBackwardConfig(64, 64, 2)
-# The smallest weight that float16 keeps in eleven bits; a row of more keys has smaller ones.
-_NORMAL_FP16 = 2.0**-14
+# The most keys of a row whose weights, where all are alike, are no subnormal numbers of float16.
+_FP16_KEYS = 2**14
 
 
 def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
@@ -120,7 +120,7 @@ def _by_product(config: HopperBackwardConfig) -> HopperBackwardConfig:
 
 
 def _keeps_weights(problem: Problem) -> bool:
-    return problem.structure.dtype != "float16" or problem.kv_len * _NORMAL_FP16 <= 1
+    return problem.structure.dtype != "float16" or problem.kv_len <= _FP16_KEYS
 
 
 def _walks_far(structure: Structure) -> bool:

@@ -16,7 +16,7 @@ import re
 
 # By which a kernel asks for this pass: its module in kernels/.
 WARP_NUMBERS = "ptx.warp_numbers"
-ANNOUNCED = "warp_numbers 1"
+WARP_NUMBERS_FORM = "warp_numbers 1"
 
 _READ = r"\tshfl\.sync\.idx\.b32 \t(%r\d+), {}, 0, 31, -1;\n"
 # All warps start here, before those of a partition have numbers of their own.

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from flexattn.kernels.ptx.warp_numbers import ANNOUNCED, block_warps, merged
+from flexattn.kernels.ptx.warp_numbers import WARP_NUMBERS_FORM, block_warps, merged
 
 HEAD = "\t.reg .pred \t%p<3>;\n\t.reg .b32 \t%r<9>;\n\tmov.u32 \t%r1, %tid.x;\n"
 DIVIDED = "\tshr.u32 \t%r2, %r1, 5;\n"
@@ -35,7 +35,7 @@ def test_anything_else_stays():
 
 
 def test_what_is_written_otherwise_has_another_number():
-    """Triton 3.6 keeps kernels by their source, in which ANNOUNCED is all that tells of this."""
+    """Triton 3.6 keeps kernels by their source, where WARP_NUMBERS_FORM alone tells of this."""
     found = merged(HEAD + DIVIDED + read("%r3") + read("%r4"))
     written = {"warp_numbers 1": "efa6258c3ca5021d"}
-    assert hashlib.sha256(found.encode()).hexdigest()[:16] == written[ANNOUNCED]
+    assert hashlib.sha256(found.encode()).hexdigest()[:16] == written[WARP_NUMBERS_FORM]
