@@ -43,18 +43,6 @@ class Wide(Shared):
         return Columns(self.array[int(i)])
 
 
-class Blocks(Shared):
-    """Tiles of rows, cut into so many columns each."""
-
-    def __init__(self, array, columns):
-        super().__init__(array)
-        self.columns, self.each = columns, array.shape[2] // columns
-
-    def index(self, i):
-        tile, block = divmod(int(i), self.each)
-        return Shared(self.array[tile][:, block * self.columns : (block + 1) * self.columns])
-
-
 class Decoding(Block):
     """A block whose warpgroups have products of their own under way."""
 
@@ -123,8 +111,6 @@ def _selected(condition, a, b):
 def _reinterpret(shared, dtype, shape, layout):
     if dtype == "float32":  # of two numbers of 16 bits the first
         return Shared(shared.array.reshape(shape[0], 2, *shape[1:])[:, 0])
-    if shared.array.ndim == 3 and shared.array.shape[2] >= max(shape[-1], 128):  # rows of Q
-        return Blocks(shared.array, shape[-1])
     if shape[-1] <= 64:
         return Shared(shared.array.reshape(shape))
     return Wide(shared.array.reshape(shape[0], shape[2] // 64, shape[1], 64))
@@ -150,8 +136,7 @@ def _language(block):
         arange=lambda a, z, layout: np.arange(a, z).view(Tile), expand_dims=np.expand_dims,
         exp2=lambda x: np.exp2(x), log2=lambda x: np.log2(x), where=_selected,
         minimum=np.minimum, maximum=np.maximum, max=np.max, min=np.min, sum=np.sum,
-        convert_layout=lambda x, layout: x, reshape=np.reshape,
-        associative_scan=lambda x, axis, plus: np.cumsum(x),
+        convert_layout=lambda x, layout: x, associative_scan=lambda x, axis, plus: np.cumsum(x),
         load=_load, store=_store, allocate_shared_memory=allocate, static_range=range,
         program_id=lambda axis: block.number, warp_specialize=block.specialise,
         float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",

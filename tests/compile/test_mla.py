@@ -7,7 +7,6 @@ import pytest
 
 from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.kernels.paged_decode import mla
-from flexattn.kernels.paged_decode.mla_order import ORDERS
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
 from flexattn.kernels.paged_decode.space import serving_reasons
 from flexattn.runtime.binary import binary_of
@@ -47,26 +46,6 @@ def test_mla(name):
     assert resources(compile_source(combine, DEVICE), DEVICE).spills == 0
     # It waits for a launch that lets it begin.
     assert combine.launch_pdl and "griddepcontrol.launch_dependents" in source.text
-
-
-ORDERED = {
-    "staged": {"staged": True},
-    "by warp": {"handover": "warp"},
-    **{f"{order} {n}": {"order": order, "pieces": n} for order in ORDERS for n in (1, 4)},
-    "all": {"order": "apart", "pieces": 4, "handover": "warp", "staged": True},
-}
-
-
-@pytest.mark.parametrize("name", share(ORDERED, lambda name: name == "all"))
-def test_orders(name):
-    """Products go on beside each other in each order, and nothing spills in the loop."""
-    wanted = form(D=(576, 512), page=64, shared_kv=True, heads=(128, 1))
-    config = replace(DEFAULT, **ORDERED[name])
-    assert not serving_reasons(config, wanted, DEVICE)
-    taken = resources(compile_source(render_serving(wanted, config, DEVICE, name), DEVICE), DEVICE)
-    assert taken.matrix_instructions >= 160 and not taken.serialised
-    assert taken.shared <= DEVICE.shared_memory
-    assert not spills_too_much(taken.loop_spills, taken.loop_instructions, taken.stack)
 
 
 FEW = {

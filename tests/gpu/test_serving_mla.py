@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window
-from flexattn.kernels.paged_decode.mla_order import ORDERS
 from flexattn.serving import ServingConfig
 from tests.odd_mods import checkerboard
 from tests.serving import assert_right, batch, plan_for, run
@@ -54,18 +53,6 @@ CASES = {
     "32 rows": {"config": WIDER, "heads": 32},
     "32 rows, drafts": {"config": WIDER, "heads": 16, "q_len": 2, "mask_mod": causal},
     "32 rows, pages of 16": {"config": WIDER, "heads": 24, "page": 16},
-}
-
-# Orders of products, each with what may be turned beside it.
-WOVEN = {
-    **{f"{order} 4": {"order": order, "pieces": 4, "handover": "warp"} for order in ORDERS},
-    **{f"{order} 1": {"order": order, "staged": True} for order in ORDERS},
-    "all": {"order": "apart", "pieces": 4, "handover": "warp", "staged": True},
-}
-CASES |= {
-    f"{name}, {case}": {**CASES[case], "config": replace(MLA, **change)}
-    for name, change in WOVEN.items()
-    for case in ("drafts", "window", "whole requests", "one odd request of 128 heads", "float16")
 }
 
 

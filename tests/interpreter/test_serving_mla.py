@@ -12,8 +12,7 @@ from flexattn.device import detect, named
 from flexattn.errors import InputError
 from flexattn.kernels.paged_decode.awaiting import UNWRITTEN
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.kernels.paged_decode.mla_order import ORDERS
-from flexattn.kernels.paged_decode.source import describe_serving, render_serving_combine
+from flexattn.kernels.paged_decode.source import render_serving_combine
 from flexattn.runtime.build import DESCRIPTOR, builder
 from flexattn.serving import kernels
 from tests.emulated_memory import Pointer
@@ -170,31 +169,6 @@ def test_rising_maxima(config, programs):
     each = requests([900])
     rising = [x * torch.linspace(0.1, 9, len(x))[:, None, None] for x in each.k]
     check(replace(each, k=[x.to(torch.bfloat16) for x in rising]), config=config)
-
-
-ORDERED = [
-    replace(MLA, staged=True), replace(MLA, handover="warp"), replace(MLA, pieces=4),
-    *(replace(MLA, order=order, handover="warp", staged=True) for order in ORDERS),
-    *(replace(MLA, order=order, pieces=4) for order in ORDERS),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("config", ORDERED, ids=describe_serving)
-@pytest.mark.parametrize("number", [1, 5])
-def test_orders(config, number, programs):
-    """Work tiles of one tile of keys and of several, whole and in parts, whose maxima rise."""
-    programs(number)
-    each = requests([700, 1, 128, 0, 383], 80)
-    rising = [x * torch.linspace(0.1, 9, len(x))[:, None, None] for x in each.k]
-    check(replace(each, k=[x.to(torch.bfloat16) for x in rising]), config=config)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_orders_with_mods(order, programs):
-    programs(3)
-    mods = {"mask_mod": sliding_window(150), "score_mod": alibi(16, "cpu")}
-    config = replace(MLA, order=order, pieces=4, handover="warp", staged=True)
-    check(requests([450, 31, 290]), config=config, sinks=torch.randn(16), **mods)
 
 
 @pytest.mark.parametrize(("heads", "config"), [(20, MLA), (4, FEW), (8, WIDER)], ids=named_config)

@@ -26,12 +26,8 @@ COMBINE_WARPS = 4
 
 Combine: TypeAlias = Literal["last", "launch", "await"]
 SplitPolicy: TypeAlias = Literal["even", "whole", "heads", "round"]
-# Who says of a tile of MLA whether weights are relative to another score than before.
-Handover: TypeAlias = Literal["block", "warp"]
 # What has a scale of its own, where more than a tensor or a head has.
 Scales: TypeAlias = Literal["", "page", "page_head", "token", "token_head"]
-# Fields of a config that the MLA template of 64 rows alone reads.
-MLA_FIELDS = ("order", "pieces", "handover", "staged")
 # Rows of a tile that a matrix instruction multiplies at least, where warps share it.
 TILE_ROWS = 16
 # The short side of the matrix instruction, and the most columns of a warp-private product.
@@ -129,12 +125,6 @@ class ServingConfig:
     the default, the program that finishes last, or "launch", a second kernel (of a cascade's
     prefix: the one that ends it). With "whole": "launch". With the others "await": the program
     that has the tile's end waits for the words of those before it.
-
-    The last four are of the MLA template of 64 rows alone. order: in which order its warpgroups
-    multiply (paged_decode/mla_order.py). pieces: of a quarter of a tile, each of which is
-    multiplied as it arrives: 1 or 4. handover: whether all warps of a warpgroup together or each
-    by itself tells that a row's reference has grown. staged: the output passes through shared
-    memory.
     """
 
     BLOCK_M: int
@@ -145,10 +135,6 @@ class ServingConfig:
     least: int = 1
     combine: Combine = "last"
     split_policy: SplitPolicy = "even"
-    order: str = "alternate"
-    pieces: int = 1
-    handover: Handover = "block"
-    staged: bool = False
 
     @property
     def warp_private(self) -> bool:
@@ -164,11 +150,6 @@ class ServingConfig:
     def swap_ab(self) -> bool:
         """Whether keys are rows of both products then, and few packed rows their columns."""
         return self.for_mla and self.BLOCK_M < 64
-
-    @property
-    def woven(self) -> bool:
-        """Whether that one's tiles are walked in steps (paged_decode/mla_walk.jinja)."""
-        return (self.order, self.pieces, self.handover) != ("alternate", 1, "block")
 
     @property
     def template(self) -> str:

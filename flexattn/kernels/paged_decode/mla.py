@@ -8,15 +8,12 @@ columns in fp32 registers. Method: FlashMLA's, but for the order of the products
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
-from typing import get_args
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.dialect import TRITON, Dialect, TensorForm
-from flexattn.kernels.paged_decode.config import Handover, ServingConfig, ServingForm
-from flexattn.kernels.paged_decode.mla_order import ORDERS, walk
+from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
 from flexattn.kernels.printers.triton_ops import signature_type
 
 # Tiles of one warpgroup's keys. Its language is Gluon, by the name of Triton's.
@@ -54,11 +51,6 @@ def mla_space(rows: int = _ROWS) -> Iterator[ServingConfig]:
                 yield ServingConfig(height, _KEYS, 4, stages, 1, least, "launch", "whole")
     for least in (1, 2, 4, 8):
         yield ServingConfig(_ROWS, 2 * _KEYS, 4, 1, 1, least, "launch", "whole")
-    start = ServingConfig(_ROWS, 2 * _KEYS, 4, 1, 1, 1, "launch", "whole")
-    yield replace(start, staged=True)
-    yield replace(start, handover="warp")
-    for order, pieces in product(ORDERS, (1, 4)):
-        yield replace(start, order=order, pieces=pieces, handover="warp", staged=True)
 
 
 def mla_defaults(form: ServingForm) -> Iterator[ServingConfig]:
@@ -108,21 +100,12 @@ def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
         "by_lane": ", BY_LANE",
         "prefetched_before": True,
         "rows": config.BLOCK_M,
-        "woven": config.woven,
-        "pieces": config.pieces,
-        "staged": config.staged,
-        "walks": [walk(config.order, w, config.pieces) for w in (0, 1)],
-        "by_warp": config.handover == "warp",
     }
 
 
 def mla_sizes(form: ServingForm, config: ServingConfig) -> dict[str, int]:
     """Constants of that kernel alone."""
-    own = (
-        {"STAGES": config.num_stages}
-        if config.swap_ab
-        else {"FULL": 4 * config.pieces, "SLACK": _SLACK}
-    )
+    own = {"STAGES": config.num_stages} if config.swap_ab else {"FULL": 4, "SLACK": _SLACK}
     return {
         "KEYS": _KEYS,
         "HALF": LATENT // 2,
@@ -135,17 +118,6 @@ def mla_sizes(form: ServingForm, config: ServingConfig) -> dict[str, int]:
         "WHOLE": 2,
         "NO_PORTION": 3,
     }
-
-
-def form_reasons(config: ServingConfig) -> list[str]:
-    """Whether fields of the MLA template of 64 rows alone are turned where another one runs."""
-    turned = config.woven or config.staged
-    if turned and (not config.for_mla or config.swap_ab):
-        return ["order, pieces, handover and staged are of the MLA template of 64 rows"]
-    known = config.order in ORDERS and config.pieces in (1, 4)
-    if not known or config.handover not in get_args(Handover):
-        return [f"order is one of {', '.join(ORDERS)}, pieces 1 or 4, handover block or warp"]
-    return []
 
 
 def mla_reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
@@ -172,7 +144,7 @@ def mla_reasons(config: ServingConfig, form: ServingForm, device: Device) -> lis
         ),
         (config.combine == "launch", "the MLA template leaves merges to a second kernel"),
     )
-    return [said for holds, said in rules if not holds] + form_reasons(config)
+    return [said for holds, said in rules if not holds]
 
 
 def _swaps(config: ServingConfig) -> bool:

@@ -16,7 +16,6 @@ from flexattn.kernels.paged_decode import mla
 from flexattn.kernels.paged_decode.config import (
     COMBINE_WARPS,
     LINE,
-    MLA_FIELDS,
     SERVING_ITEMSIZE,
     ServingConfig,
     ServingForm,
@@ -228,13 +227,8 @@ def merge_rows(head_dim: int) -> int:
 
 
 def describe_serving(config: ServingConfig) -> str:
-    """Names and numbers in one line, of one template's alone those that are turned."""
-    told = [
-        (field.name, getattr(config, field.name))
-        for field in fields(config)
-        if field.name not in MLA_FIELDS or getattr(config, field.name) != field.default
-    ]
-    return " ".join(f"{name}={value}" for name, value in told)
+    """Names and numbers in one line."""
+    return " ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
 
 
 # As PTX names them.

@@ -43,8 +43,6 @@ def serving_reasons(config: object, form: ServingForm, device: Device) -> list[s
     """Why a config cannot run for a form on a device; empty where it can."""
     if not isinstance(config, ServingConfig):
         return [f"{config!r:.80} is no ServingConfig"]
-    if not config.for_mla and mla.form_reasons(config):
-        return mla.form_reasons(config)
     if config.warp_private:
         broken = serving_warps.warps_reasons(config, form, device)
         return broken + (invariant_reasons(config, form) if form.split_keys else [])

@@ -8,7 +8,6 @@ import torch
 from flexattn.device import named
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.merge_shape import merge_shape
-from flexattn.kernels.paged_decode.mla_order import ORDERS, walk
 from flexattn.kernels.paged_decode.space import serving_reasons, serving_space
 from flexattn.serving.request import Maxima, form_of
 
@@ -40,40 +39,6 @@ def test_what_it_does_not_serve_it_names(about, word):
     assert not serving_reasons(MLA, form(), H200)
     assert word in "\n".join(serving_reasons(MLA, form(**about), H200))
     assert not any(each.for_mla for each in serving_space(form(**about), H200))
-
-
-@pytest.mark.parametrize("change", [{"order": "seesaw"}, {"pieces": 2}, {"handover": "thread"}])
-def test_orders_it_does_not_have(change):
-    assert serving_reasons(replace(MLA, **change), form(), H200)
-
-
-def test_orders_are_of_64_rows_alone():
-    turned = {"order": "apart", "pieces": 4, "handover": "warp", "staged": True}
-    assert not serving_reasons(replace(MLA, **turned), form(), H200)
-    for name, value in turned.items():
-        for other in (FEW, ServingConfig(64, 64, 8, 2, 1, combine="launch")):
-            assert serving_reasons(replace(other, **{name: value}), form(), H200)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("pieces", [1, 4])
-def test_no_product_is_under_way_where_a_loop_turns(order, pieces):
-    for w in (0, 1):
-        steps = walk(order, w, pieces)
-        names = [each.name for each in (*steps.before, *steps.after)]
-        assert sorted(names) == sorted(
-            "first rest scores other its_values top weigh own own_values".split()
-        )
-        under_way = set()
-        for each in steps.before:
-            under_way |= {"first": {"scores"}, "other": {"its_values"}, "own": {"own_values"}}.get(
-                each.name, set()
-            )
-            under_way -= {each.name}
-        assert not under_way
-        # Weights are relative to a score that the other one's, which come before, do not exceed.
-        assert names.index("scores") < names.index("top") < names.index("weigh")
-        assert w == 0 or names.index("other") < names.index("top")
 
 
 @pytest.mark.parametrize(
