@@ -15,7 +15,7 @@ import torch
 
 from flexattn.reference.dropout import dropout_words
 from tests.emulated_diagonals import broadcast_diagonals, reduce_diagonals
-from tests.emulated_memory import Number, Shared, Tile, tile
+from tests.emulated_memory import Number, Shared, Staged, Tile, tile
 
 SECONDS = 20
 CONSUMERS, LOADER = 256, 32
@@ -70,14 +70,19 @@ class Meeting:
 class Block:
     """One program of the grid."""
 
-    def __init__(self, number, chance):
+    def __init__(self, number, chance, programs=1):
         self.number, self.chance, self.failed = number, chance, False
+        self.programs = programs
         self.lock = threading.Condition()
         self.hardware, self.products, self.copies, self.stores = {}, {}, [], {}
         # Of a thread: which partition it runs; and how many of them are consumers'.
-        self.partitions, self.groups = {}, 1
+        self.partitions, self.groups, self.warps = {}, 1, 1
 
     def count(self, place, more, mask=None, sem=None):
+        if not np.ndim(place.offset):
+            before = Number(place.array[place.offset])
+            place.array[place.offset] += more
+            return before
         np.add.at(place.array, np.asarray(place.offset)[mask], np.asarray(more)[mask])
 
     @property
@@ -134,6 +139,8 @@ class Block:
         mine = self.stores.get(threading.get_ident(), [])
         while mine:
             write, at, place = mine.pop()
+            if isinstance(place, Staged):
+                place.check()
             write(at, place.array)
 
     def specialise(self, partitions, warps, registers):
@@ -147,7 +154,7 @@ class Block:
                     self.failed = True
                     self.lock.notify_all()
 
-        errors = []
+        errors, self.warps = [], len(partitions)
         # Four warps may also draw what dropout keeps.
         self.groups = 1 + any(function.__name__ == "differentiate" for function, _ in partitions)
         threads = [
@@ -185,7 +192,7 @@ def run(source, programs, arguments, seed=0):
         ordered = any(each.name == "DQ_SEMAPHORES" for each in source.arguments)
         started = range(programs) if ordered else chance.sample(range(programs), programs)
         for number in started:
-            block = Block(number, random.Random(chance.random()))
+            block = Block(number, random.Random(chance.random()), programs)
             names = _language(block)
             exec(code, names)
             names.update(_assembly(block))
@@ -198,6 +205,8 @@ def _language(block):
     def allocate(dtype, shape, layout):
         if dtype == "int64":
             return Meeting(block)
+        if dtype == "int32":
+            return Shared(np.full(shape, -99, np.int64))
         if dtype == "uint32":
             return Shared(np.full(shape, 2**32 - 1, np.int64))
         return Shared(np.full(shape, np.nan, np.float32))
@@ -221,6 +230,7 @@ def _language(block):
         SliceLayout=lambda *_: layout, BlockedLayout=lambda *_: layout,
         SwizzledSharedLayout=lambda *_: layout, NVMMASharedLayout=lambda *_: layout,
         full=lambda shape, x, dtype, layout: np.full(shape, x), atomic_add=block.count,
+        num_programs=lambda axis: block.programs, max=lambda x, axis: Number(x.max(axis)),
     )  # fmt: skip
     mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: None, init=lambda barrier, count: None,
@@ -234,7 +244,7 @@ def _language(block):
         "tma": SimpleNamespace(store_wait=block.await_stores), "atomic_add": block.add,
         "warpgroup_mma": block.product, "warpgroup_mma_init": lambda acc: acc,
         "warpgroup_mma_wait": block.await_products, "load": block.load,
-        "store": block.store,
+        "store": block.store, "barrier": lambda: None,
         "reinterpret": _reinterpret,
     }  # fmt: skip
 
@@ -243,7 +253,7 @@ def _reinterpret(place, dtype, shape, layout):
     if dtype == "uint16":
         halves = np.stack([place.array & 0xFFFF, place.array >> 16 & 0xFFFF], -1)
         return Shared(halves.reshape(shape))
-    return place.reshape(shape)
+    return place.reinterpret(shape)
 
 
 def _load(place, mask=True, other=0):
@@ -309,7 +319,15 @@ def _assembly(block):
     def release_semaphore(place, order):
         place.array[place.offset] = order
 
+    def give_keys(at):
+        mine = LOADER if block.partitions[threading.get_ident()] else CONSUMERS
+        block.barrier(at).arrive(mine, CONSUMERS + LOADER * (block.warps - 1))
+
     return {
+        "give_keys": give_keys,
+        "take_keys": lambda at: block.barrier(at).sync(
+            LOADER, CONSUMERS + LOADER * (block.warps - 1)
+        ),
         "give": lambda at: block.barrier(at).arrive(CONSUMERS // block.groups),
         "give_if": lambda at, n: (
             block.barrier(at).arrive(CONSUMERS // block.groups) if n > 0 else None

@@ -98,6 +98,12 @@ class Shared:
     def __init__(self, array):
         self.array = array
 
+    def reinterpret(self, shape):
+        """The same memory with other elements: of a new size, only while nobody writes here."""
+        if math.prod(shape) == self.array.size:
+            return self.reshape(shape)
+        return Staged(self, shape)
+
     def index(self, i):
         return Shared(self.array[int(i)])
 
@@ -115,3 +121,20 @@ class Shared:
 
     def store(self, values):
         self.array[...] = values
+
+
+class Staged(Shared):
+    """What is written over a tile that is free; the tile is no number from then on."""
+
+    def __init__(self, tile, shape):
+        if not hasattr(tile, "staged"):
+            tile.staged = np.full(math.prod(shape), np.nan, np.float32)
+        self.tile = tile
+        super().__init__(tile.staged.reshape(shape))
+
+    def store(self, values):
+        super().store(values)
+        self.tile.array[...] = np.nan
+
+    def check(self):
+        assert np.isnan(self.tile.array).all(), "a tile was written before it was read"

@@ -41,6 +41,7 @@ from flexattn.runtime.launch import (
     rest_values,
     strides_like,
 )
+from flexattn.runtime.trimmed_runs import M_RUNS, TrimmedRuns
 
 _TILES = ("Q_TILES", "DO_TILES", "K_TILES", "V_TILES")
 _GIVEN = (
@@ -64,11 +65,12 @@ class Gradients(NamedTuple):
 class _AroundLaunch:
     """What is launched before and after the kernel, and the memory that they share with it.
 
-    before: without and with a gradient of lse.
+    before: without and with a gradient of lse. trim: before both.
     """
 
     before: tuple[Launcher, Launcher]
     after: Launcher | None
+    trim: Launcher | None
     scratch: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -79,14 +81,18 @@ class _AroundLaunch:
         index: int,
         fixed: dict[str, Any],
         given: Sequence[str],
+        trimmed: TrimmedRuns | None,
     ) -> _AroundLaunch:
-        def prepared(source: Source) -> Launcher:
+        def prepared(source: Source, programs: int = around.programs) -> Launcher:
             kernel = builder().kernel(source, target, index)
-            return kernel.prepare(around.programs, fixed, given, spare=(*fixed, *given))
+            return kernel.prepare(programs, fixed, given, spare=(*fixed, *given))
 
         before, through_lse = map(prepared, around.before)
         after = None if around.after is None else prepared(around.after)
-        return cls((before, through_lse), after, tuple(shape for _, shape in around.scratch))
+        trim = None
+        if around.trim is not None and trimmed is not None:
+            trim = prepared(around.trim, trimmed.programs)
+        return cls((before, through_lse), after, trim, tuple(x for _, x in around.scratch))
 
     def allocate(self, device: torch.device) -> list[Tensor]:
         return [torch.empty(x, dtype=torch.float32, device=device) for x in self.scratch]
@@ -159,6 +165,8 @@ class BackwardLaunch:
         given = (*given, *near, *scratch, *rest, *sums)
         if self.decay is not None:
             self.decay.run(given, stream)
+        if around.trim is not None:
+            around.trim.launch(stream, given)
         around.before[dlse is not None].launch(stream, given)
         self.attend.launch(stream, given)
         if around.after is not None:
@@ -229,7 +237,7 @@ def prepare_backward(
         **family.bind(problem, config, grid),
     }  # fmt: skip
     names = {each.name: each for each in choice.source.arguments}
-    runs = not names.keys().isdisjoint(("KV_RUNS", "Q_RUNS"))
+    runs = not names.keys().isdisjoint(("KV_RUNS", "Q_RUNS", M_RUNS))
     deterministic = "Q_ORDER" in names
     if lists is not None:
         fixed |= _mask_strides(lists, runs, deterministic)
@@ -243,6 +251,12 @@ def prepare_backward(
     }
     around = family.around(problem, config, target)
     assert around is not None
+    trimmed = None
+    if around.trim is not None:
+        assert lists is not None
+        trimmed = TrimmedRuns.of(problem, grid, lists)
+        fixed |= trimmed.told
+        around = around._replace(scratch=(*around.scratch, (M_RUNS, trimmed.shape)))
     given = (
         *_GIVEN,
         *(name for name, _ in around.scratch),
@@ -255,7 +269,7 @@ def prepare_backward(
         decay = DecayBlocks.of(problem, around.blocks, inputs, fixed, given, target, index)
         # Where nothing is left out their addresses are 0, and the same kernel visits all tiles.
         fixed |= decay_blocks.VISITS_ALL if decay is None else {}
-    launched = _AroundLaunch.of(around, target, index, fixed, given)
+    launched = _AroundLaunch.of(around, target, index, fixed, given, trimmed)
     boxes = {name: box for name, box in boxes.items() if name in names and names[name].described}
     return BackwardLaunch(
         choice,

@@ -35,9 +35,8 @@ def test_mla(name):
     source = render_serving(wanted, DEFAULT, DEVICE, name)
     compiled = compile_source(source, DEVICE)
     taken = resources(compiled, DEVICE)
-    # Of each warpgroup the scores of its first tile and of the others, 36 instructions each, and
-    # four for each product with values.
-    assert taken.matrix_instructions == 176 and not taken.serialised
+    # Of each warpgroup 36 of scores, and four for each of two products with values.
+    assert taken.matrix_instructions == 88 and not taken.serialised
     assert taken.register_split[1] == 232 and taken.registers == 168
     assert taken.shared <= DEVICE.shared_memory
     assert not spills_too_much(taken.loop_spills, taken.loop_instructions, taken.stack)

@@ -112,6 +112,26 @@ FORMS = {
         "pipelined": "dk",
         "dk_rs": False,
     },
+    "waves": {"dq_tma": True, "ds_stages": 2, "waves": 4},
+    "trimmed": {"dq_tma": True, "ds_stages": 2, "early_lse": "half", "trimmed": True},
+    "trimmed dk": {"pipelined": "dk", "remat": True, "dk_rs": False, "trimmed": True},
+    "persistent": {"dq_tma": True, "ds_stages": 2, "persistent": True, "remat": True},
+    "persistent ds first": {
+        "dq_tma": True,
+        "ds_stages": 2,
+        "persistent": True,
+        "ds_first": True,
+        "early_lse": "all",
+        "remat": True,
+    },
+    "held": {
+        "dq_tma": True,
+        "ds_stages": 2,
+        "persistent": True,
+        "ds_first": True,
+        "dp_rs": True,
+        "early_lse": "half",
+    },
     "by product": {"by_product": True},
     "by product early": {"by_product": True, "early_lse": "half", "dk_rs": False, "lpt": False},
 }
@@ -132,7 +152,20 @@ def test_forms(name, D, forced):
         check(*on_gpu(1, 4, 2, 520, 640, D), MASKS["holes"])
 
 
-DROPPING = [each for each in EVERY_FORM if not {"dq_halves", "by_product"} & FORMS[each[1]].keys()]
+WITHOUT_DROPOUT = {"dq_halves", "by_product", "persistent"}
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("name", ["persistent", "persistent ds first"])
+def test_a_block_takes_one_tile_of_keys_after_another(name, D, forced):
+    """More tiles than SMs, of which `holes` leaves some without queries."""
+    forced(HopperBackwardConfig(64, 128, 2, **FORMS[name]))
+    check(*on_gpu(5, 8, 8, 520, 640, D), causal)
+    check(*on_gpu(3, 16, 8, 333, 1401, D), None)
+    check(*on_gpu(2, 16, 8, 520, 1281, D), MASKS["holes"])
+
+
+DROPPING = [each for each in EVERY_FORM if not WITHOUT_DROPOUT & FORMS[each[1]].keys()]
 
 
 @pytest.mark.parametrize(("D", "name"), [*((D, "plain") for D in TILES), *DROPPING])
@@ -219,6 +252,27 @@ def test_documents(D):
     numbers = DOCUMENT.cuda()
     q, k, v = on_gpu(2, 4, 2, 700, 700, D)
     check(q, k, v, lambda b, h, q, k: (numbers[q] == numbers[k]) & (q >= k))
+
+
+@pytest.mark.parametrize("by", ["all", "batch", "head"])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_documents_whose_runs_are_trimmed(D, by, forced):
+    """Of blocks in which one ends the mask keeps nothing in some tiles, here or in all heads."""
+    numbers = torch.stack([DOCUMENT, ((torch.arange(1024) + 71) // 340).int()]).cuda()
+    places = {"all": lambda b, h: 0, "batch": lambda b, h: b, "head": lambda b, h: h % 2}
+
+    def mask_mod(b, h, q, k):
+        which = places[by](b, h)
+        return (numbers[which, q] == numbers[which, k]) & (q >= k)
+
+    forms = [{"dq_tma": D < 256, "waves": 4}, {"pipelined": "dk"}]
+    if D < 256:
+        forms.append({"dq_tma": True, "ds_stages": 2, "persistent": True})
+    for form in forms:
+        keys = 64 if D == 256 else 128
+        forced(HopperBackwardConfig(64, keys, 2, trimmed=True, remat=True, **form))
+        check(*on_gpu(2, 4, 4, 700, 700, D), mask_mod)
+        check(*on_gpu(2, 4, 2, 700, 650, D), mask_mod)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])

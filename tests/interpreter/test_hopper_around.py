@@ -21,6 +21,7 @@ FORMS = {
     "dropped": {"dropout": True},
     "by_engine": {"dq_tma": True},
     "halves": {"dq_tma": True, "dq_halves": True},
+    "persistent": {"dq_tma": True, "persistent": True},
     "in_order": {"dq_tma": True, "deterministic": True, "through_lse": True},
 }
 
@@ -59,6 +60,8 @@ def test_delta_is_made_and_sums_are_cleared(form, length, D, rows):
     assert nan["DQ_ACC"].numel() == B * HEADS * tiles * rows * columns(wanted.structure)
     cleared = nan[flags_of(config) if config.dq_tma else "DQ_ACC"]
     assert cleared.numel() and not cleared.view(torch.int32).any()
+    if config.persistent:
+        assert nan["WORK_COUNTER"].view(torch.int32).flatten()[0] == 0
     stats = nan["STATS"].reshape(B, HEADS, tiles, 2, rows)
     first, second = (stats[:, :, :, i].reshape(B, HEADS, tiles * rows) for i in range(2))
     kept = 1.25 if dropout else 1.0

@@ -105,6 +105,16 @@ def test_rising_maxima(config, programs):
     check(replace(each, k=[x.to(torch.bfloat16) for x in rising]), config=config)
 
 
+@pytest.mark.parametrize("number", [1, 5])
+def test_rising_maxima_of_several_work_tiles(number, programs):
+    """Of one tile of keys and of several, whole and in parts; one warp's rows do not rise."""
+    programs(number)
+    each = requests([700, 1, 128, 0, 383], 80)
+    rising = [x * torch.linspace(0.1, 9, len(x))[:, None, None] for x in each.k]
+    q = each.q * (torch.arange(80) // 16 != 1)[:, None]
+    check(replace(each, q=q, k=[x.to(torch.bfloat16) for x in rising]), sinks=torch.randn(80))
+
+
 @pytest.mark.parametrize(("heads", "config"), [(20, MLA), (4, FEW), (8, WIDER)], ids=named_config)
 def test_causal_drafts(heads, config, programs):
     programs(5)

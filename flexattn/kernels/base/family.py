@@ -26,7 +26,8 @@ class Around(NamedTuple):
 
     before: what makes delta, without and with a gradient of lse. scratch: names and shapes of the
     memory that all share, of four bytes an element. blocks: rows and keys of the tiles that the
-    kernel leaves out where their weights vanish; None where it visits all.
+    kernel leaves out where their weights vanish; None where it visits all. trim: what finds the
+    ends of its walks, where a mask's lists alone do not say them.
     """
 
     before: tuple[Source, Source]
@@ -34,6 +35,7 @@ class Around(NamedTuple):
     after: Source | None = None
     scratch: tuple[tuple[str, tuple[int, ...]], ...] = ()
     blocks: tuple[int, int] | None = None
+    trim: Source | None = None
 
 
 class KernelFamily(ABC, Generic[_C]):

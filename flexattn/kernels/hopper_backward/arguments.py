@@ -14,6 +14,7 @@ from flexattn.kernels.base.delta import delta_arguments
 from flexattn.kernels.base.tiles import walks_runs
 from flexattn.kernels.base.vanishing import M_BLOCK_MAX, N_BLOCK_MIN, skips_vanished
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
+from flexattn.kernels.hopper_backward.tiles import trims_runs
 from flexattn.kernels.printers.gradient_printer import grad_name
 from flexattn.kernels.printers.triton_ops import signature_type
 from flexattn.problem import Structure
@@ -22,6 +23,9 @@ _SIZES = (
     "num_heads", "num_tiles", "num_queries", "kv_units", "section_heads", "group", "shared_heads",
     "q_len", "kv_len",
 )  # fmt: skip
+# What is left of a mask's runs by key: see templates/hopper_backward/trim.py.jinja.
+M_RUNS = Argument("M_RUNS", "*i32", 4)
+_COUNTER = Argument("WORK_COUNTER", "*i32", 16)
 _SUMS = Argument("DQ_ACC", "*fp32", 16)
 # Of a tile of dQ as the copy engine adds it.
 SUMS_OF_A_ROW = 32
@@ -48,6 +52,7 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
     found.append(Argument("sm_scale", "fp32"))
     if config.dq_tma:
         found.append(Argument(flags_of(config), "*i32", 16))
+    found += [_COUNTER] * config.persistent
     found += dropout_arguments(structure)[:2]
     return (*found, *mod_arguments(structure, config))
 
@@ -77,7 +82,16 @@ def before_arguments(
     cleared = Argument(flags_of(config), "*i32", 16) if config.dq_tma else _SUMS
     found += [Argument("STATS", "*fp32", 16), cleared]
     found += [Argument(name, "i32") for name in ("Hq", "q_len", "num_queries")]
+    found += [_COUNTER] * config.persistent
     return (*found, *dropout_arguments(structure)[2:])
+
+
+def trim_arguments(structure: Structure) -> tuple[Argument, ...]:
+    """Of the kernel that trims a mask's runs."""
+    found = [M_RUNS, Argument("Q_RUNS", "*i32", 4)]
+    found += [Argument(f"stride_q_mask_{axis}", "i64") for axis in "bh"]
+    found += [Argument(name, "i32") for name in ("mask_heads", "num_tiles", "q_len", "kv_len")]
+    return (*found, *captured_arguments(structure.mask))
 
 
 def after_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
@@ -99,6 +113,8 @@ def _described(rows: int, width: int, swizzled: int) -> str:
 def _sparse(structure: Structure, config: HopperBackwardConfig) -> list[Argument]:
     if structure.sparsity is None:
         return []
+    if trims_runs(structure, config):
+        return [M_RUNS, *(Argument(f"stride_m_runs_{axis}", "i64") for axis in "bh")]
     strides = [Argument(f"stride_q_mask_{axis}", "i64") for axis in "bh"]
     if config.deterministic:
         strides += [Argument("Q_ORDER", "*i32", 4), Argument("Q_ORDER_WIDTH", "i64")]

@@ -32,6 +32,7 @@ def case_of(config: HopperBackwardConfig, structure: Structure, device: Device) 
         config.dq_halves,
         config.deterministic,
         config.by_product,
+        config.persistent,
         config.pipelined in PIPELINED
         and config.early_lse in EARLY
         and 0 <= config.ex2_emulated <= 8,

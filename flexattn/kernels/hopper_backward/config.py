@@ -21,6 +21,10 @@ def _masked(structure: Structure) -> bool:
     return structure.sparsity is not None
 
 
+def _joined(structure: Structure) -> bool:
+    return structure.sparsity is not None and structure.sparsity.runs
+
+
 def _dense(structure: Structure) -> bool:
     return structure.sparsity is None
 
@@ -56,6 +60,11 @@ class HopperBackwardConfig:
     an H100, 2 % faster in the best forms of 64 and 256.
     dk_rs: whether dK's product reads dS from registers (wgmma's RS form); default True. From
     shared memory it costs bandwidth, and spares the registers that the pipelined forms lack.
+    dp_rs: whether dP's product reads V from registers, which hold it for all tiles; default
+    False: from shared memory. Such a product then reads half as much there. For tiles of 128 keys
+    of 64 columns, which take 16 registers of each thread: beside persistent 2 to 3 % faster
+    without a mask on an H200; with a causal one ptxas spills, and at 128 columns, where it is
+    twice as many, serialises products.
     ex2_emulated: powers of 2, of every 8, that are made by multiply-adds beside the unit for
     them, which makes 16 a clock (FlashAttention-4); default 0. Their relative error is 9e-5:
     P is rounded to 16 bits, with one of 2e-3 in bfloat16. Within 2 % of the default on an H100.
@@ -65,6 +74,17 @@ class HopperBackwardConfig:
     lpt: whether the longest tiles of as many heads as fill the device start first (longest
     processing time first); default True. Else those of one head: the last wave of a causal mask
     then is longer by 2 to 3 %, by simulation.
+    waves: how many tiles of keys, over the device's SMs, the heads of a section have; default 1.
+    With lpt a section of more heads ends with more short tiles: 2 to 3 % faster where a mask has
+    short ones throughout, as of documents and windows, on an H200.
+    trimmed: whether a kernel before this one trims the ends of a mask's runs, which are blocks, to
+    the tiles of which the mask keeps something; default False. It takes runs, and no order. Of
+    eight documents of 8k tokens 6 % of the tiles go; so does 7 % of the time, on an H200.
+    persistent: whether one block an SM takes tiles of keys until there are none, as of Hopper's
+    prefill; default False: a block has one. While its dK and dV are stored, by way of the tiles of
+    dS and dQ, the next Q, dO, K and V are loaded. It takes dq_tma as a whole, and neither order,
+    dropout, pipelined nor ping_pong. 3 to 6 % faster at 64 columns and with short masks on an
+    H200, within 1 % at 128 without a mask.
     early_lse: what is read of a tile's lse before the product of its scores is issued; default "",
     nothing. Issued behind it a read takes some 340 cycles (H100, by the profile). "all": 4 to 6 %
     faster at D 128 and 2 to 3 % at D 256 on an H100; delta is then read before dP is awaited.
@@ -102,9 +122,13 @@ class HopperBackwardConfig:
     pipelined: str = knob(*PIPELINED, word="pipelined")
     ping_pong: bool = knob(False, True, word="pingpong")
     dk_rs: bool = knob(True, False, word="dk-ss")
+    dp_rs: bool = knob(False, True, word="dp-rs")
     ex2_emulated: int = knob(0, 2, word="ex2", moves=_bfloat16)
     shift_rows: bool = knob(False, True, word="shifted", moves=_dense)
     lpt: bool = knob(True, False, word="by-head", moves=_masked)
+    waves: int = knob(1, 4, word="waves", moves=_masked)
+    trimmed: bool = knob(False, True, word="trimmed", moves=_joined)
+    persistent: bool = knob(False, True, word="persistent")
     early_lse: str = knob(*EARLY, word="early")
     dq_tma: bool = knob(False, True, word="dq-tma")
     dq_halves: bool = knob(False, True, word="halves")

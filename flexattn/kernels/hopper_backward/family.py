@@ -20,8 +20,18 @@ from flexattn.kernels.hopper_backward import printed, space
 from flexattn.kernels.hopper_backward.arguments import SUMS_OF_A_ROW, flags_of
 from flexattn.kernels.hopper_backward.case import case_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
-from flexattn.kernels.hopper_backward.source import render, render_after, render_before
-from flexattn.kernels.hopper_backward.tiles import at_sizes, backward_grid, sizes_of_launch
+from flexattn.kernels.hopper_backward.source import (
+    render,
+    render_after,
+    render_before,
+    render_trim,
+)
+from flexattn.kernels.hopper_backward.tiles import (
+    at_sizes,
+    backward_grid,
+    sizes_of_launch,
+    trims_runs,
+)
 from flexattn.problem import Kind, Problem, Structure
 
 _API = "experimental/gluon/language/nvidia/hopper"
@@ -63,7 +73,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         return at_sizes(config, problem)
 
     def grid(self, problem: Problem, config: HopperBackwardConfig, device: Device) -> Geometry:
-        return backward_grid(problem, config)
+        return backward_grid(problem, config, device)
 
     def render(
         self, structure: Structure, config: HopperBackwardConfig, device: Device, title: str
@@ -81,13 +91,16 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         ]
         if config.dq_tma:
             scratch.append((flags_of(config), (1, 1, tiles, 1 + config.dq_halves)))
+        if config.persistent:
+            scratch.append(("WORK_COUNTER", (1, 1, 1, 4)))
         before, through_lse = (
             render_before(structure, config, device, each) for each in (False, True)
         )
         after = render_after(structure, config, device)
         skips = skips_vanished(structure, config)
         blocks = (config.BLOCK_M, config.BLOCK_N) if skips else None
-        return Around((before, through_lse), tiles, after, tuple(scratch), blocks)
+        trim = render_trim(structure, config, device) if trims_runs(structure, config) else None
+        return Around((before, through_lse), tiles, after, tuple(scratch), blocks, trim)
 
     def bind(
         self, problem: Problem, config: HopperBackwardConfig, grid: Geometry
@@ -111,12 +124,15 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
             ds_first=False,
             dq_tma=True,
             deterministic=True,
+            waves=1,
+            persistent=False,
+            trimmed=False,
             remat=True,
             by_product=False,
         )
 
     def launch_key(self, config: HopperBackwardConfig) -> tuple[object, ...]:
-        return config.BLOCK_M, config.BLOCK_N, config.lpt, config.deterministic
+        return config.BLOCK_M, config.BLOCK_N, config.lpt, config.waves, config.deterministic
 
     def short(self, config: HopperBackwardConfig) -> str:
         """64x128 s2, then the form that sizes allow, and the words of what is turned."""

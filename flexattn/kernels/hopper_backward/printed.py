@@ -26,6 +26,7 @@ class RuleCase:
     dq_halves: bool
     deterministic: bool
     by_product: bool
+    persistent: bool
     known_words: bool
     itemsize: int
     qk_dim: int
@@ -170,6 +171,33 @@ RULES: Rules[RuleCase] = Rules(
             "dq_halves",
             "dq_halves takes dq_tma, and a second warp that neither adds in order nor draws",
             lambda c: not c.dq_halves or (c.dq_tma and not c.deterministic and not c.drops),
+        ),
+        Rule(
+            "persistent",
+            "persistent takes dq_tma as a whole, and none of deterministic, pipelined, "
+            "ping_pong, by_product and dropout",
+            lambda c: (
+                not c.persistent
+                or (
+                    c.dq_tma
+                    and not c.by_product
+                    and not c.deterministic
+                    and not c.dq_halves
+                    and not c.drops
+                    and not c.ping_pong
+                    and not c.pipelined
+                )
+            ),
+        ),
+        Rule(
+            "persistent tiles",
+            "persistent stores dK by way of {ds_stages} tiles of dS of {BLOCK_N}x{BLOCK_M}, "
+            "which have to hold one of {BLOCK_N}x{head_dim}, and dV by one of dQ of {BLOCK_M} "
+            "rows",
+            lambda c: (
+                not c.persistent
+                or (2 * c.BLOCK_M >= c.BLOCK_N and c.BLOCK_M * c.ds_stages >= c.head_dim)
+            ),
         ),
         Rule(
             "dropout stages",

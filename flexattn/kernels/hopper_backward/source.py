@@ -25,6 +25,7 @@ from flexattn.kernels.hopper_backward.arguments import (
     flags_of,
     list_arguments,
     mod_arguments,
+    trim_arguments,
 )
 from flexattn.kernels.hopper_backward.config import (
     BLOCK_WARPS,
@@ -32,9 +33,10 @@ from flexattn.kernels.hopper_backward.config import (
     columns,
 )
 from flexattn.kernels.hopper_backward.masks import band_of, may_be_no_number, reads_diagonals
+from flexattn.kernels.hopper_backward.tiles import trims_runs
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
 from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_with_gradients
-from flexattn.kernels.printers.triton_printer import Printed
+from flexattn.kernels.printers.triton_printer import Printed, print_mod
 from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.kernels.ptx.warp_numbers import WARP_NUMBERS, WARP_NUMBERS_FORM
@@ -48,6 +50,9 @@ TURN = 7
 # Those at which the warps that add tiles of dq meet the consumers, below those of three stages: of
 # each there is one more where two warps do so. DQ_READ is used with dq_halves alone.
 DQ_STORED, DQ_READ = 5, 8
+# The first of two at which the loading warp of a persistent block waits until K and V have been
+# read; such a block has no turns.
+KEYS_READ = 6
 # The flag of a tile of dQ that has sums. Before, it is 0, and 1 while the first block stores its
 # part.
 SUMMED = 2
@@ -100,6 +105,7 @@ def render(
         "indexed": bool(used),
         "sparse": sparsity is not None,
         "runs": walks_runs(structure, config),
+        "trimmed": trims_runs(structure, config),
         "decay_skip": skips_vanished(structure, config),
         "has_full": sparsity is not None and sparsity.has_full,
         "num_stages": config.num_stages,
@@ -107,6 +113,7 @@ def render(
         "ping_pong": config.ping_pong,
         "waits_meet": waits_meet(),
         "dk_rs": config.dk_rs and not config.split,
+        "dp_rs": config.dp_rs and config.BLOCK_N == 128,
         "ex2_emulated": config.ex2_emulated,
         "of": POWERS_AT_ONCE,
         "shift_rows": config.shift_rows and sparsity is None and not config.deterministic,
@@ -115,6 +122,7 @@ def render(
         "announcement": ANNOUNCED,
         "warp_numbers": WARP_NUMBERS_FORM if WARP_NUMBERS in stages.passes else "",
         "deterministic": config.deterministic,
+        "persistent": config.persistent,
         "adding_warps": _adding_warps(config),
         "dropout": structure.dropout,
         "drawing_warps": _drawing_warps(config),
@@ -127,6 +135,7 @@ def render(
         "even_n": config.even_n,
         "grouped": not config.mha,
         "by_product": config.by_product,
+        "found_ahead": config.persistent and config.mha and sparsity is not None,
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
     return make_source(
@@ -164,11 +173,32 @@ def render_before(
         "v_pieces": named_pieces("v", structure.head_dim_v),
         "through_lse": through_lse,
         "deterministic": config.deterministic,
+        "persistent": config.persistent,
         **_flagged(config),
         "dropout": structure.dropout,
     }
     template = "hopper_backward/before.py.jinja"
     found = before_arguments(structure, config, through_lse)
+    return make_source(template, device, [_title(structure)], context, found, 4, 1)
+
+
+def render_trim(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
+    """The kernel that trims a mask's runs: a program a tile of keys, of each head that differs."""
+    assert structure.mask is not None and structure.sparsity is not None
+    captures, traits = structure.mask, traits_of(device, structure)
+    mask = print_mod(captures.mod, captures.contiguous, traits)
+    settings = {
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "SPARSE_KV": structure.sparsity.kv_block,
+        "TILES_PER_Q": structure.sparsity.q_block // config.BLOCK_M,
+    }
+    context: dict[str, object] = {
+        **mod_context([mask.lines], device),
+        "constants": tuple(settings.items()),
+        "mask": mask,
+    }
+    template, found = "hopper_backward/trim.py.jinja", trim_arguments(structure)
     return make_source(template, device, [_title(structure)], context, found, 4, 1)
 
 
@@ -214,6 +244,8 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
         "FREE_DO": free_do,
         "FREE_Q": free_q,
     }
+    if config.persistent:
+        settings["KEYS_READ"] = KEYS_READ
     if config.ping_pong:
         settings["TURN"] = TURN
     if config.by_product:
@@ -231,10 +263,18 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
         settings |= {"KEPT_DRAWN": KEPT_DRAWN, "KEPT_READ": free_q - 1}
         settings |= {"DRAWN_AT_ONCE": threads, "DRAWN_PARTS": pairs // threads}
     if sparsity is not None:
-        settings |= {"SPARSE_KV": sparsity.kv_block, "TILES_PER_Q": sparsity.q_block // rows}
+        settings |= _of_blocks(structure, config)
         if config.deterministic:
             settings["TILES_PER_KV"] = sparsity.kv_block // config.BLOCK_N
     return settings
+
+
+def _of_blocks(structure: Structure, config: HopperBackwardConfig) -> dict[str, object]:
+    """What the lists of a mask are of: its blocks, or tiles where its runs are trimmed."""
+    sparsity = structure.sparsity
+    if sparsity is None or trims_runs(structure, config):
+        return {"SPARSE_KV": config.BLOCK_N, "TILES_PER_Q": 1}
+    return {"SPARSE_KV": sparsity.kv_block, "TILES_PER_Q": sparsity.q_block // config.BLOCK_M}
 
 
 def _adding_warps(config: HopperBackwardConfig) -> int:

@@ -28,9 +28,7 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     where weights are dropped (ptxas of Triton 3.6 then spills in the loop that draws).
     Of 256 columns without a mask the form in turns was 2 % faster than the plain one (H100).
     Up to 128 columns the copy engine adds dQ, dS has two tiles, and lse is read early, as far as
-    registers go; without a mask and with a causal one a warpgroup hands on its half of dQ by
-    itself: together 0.92 to 0.96 of the time of the plain form (H100). Where it does, ds_first is
-    taken by tiles of 128 rows, and by others behind a mask.
+    registers go: see _by_copy_engine for the rest.
     Above 128 columns by_product goes first, but with a score_mod, whose arithmetic would be one
     warpgroup's alone, and in float16 where a row has so many keys that its weights, which one
     warpgroup hands to the other in 16 bits, lose some of theirs.
@@ -60,13 +58,38 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
         if width <= 128:
             stages, remat = (1, True) if tight_loop else (2, config.remat)
             added = replace(config, dq_tma=True, ds_stages=stages, remat=remat)
-            halves = not (structure.dropout or reads_diagonals(structure))
-            halves = halves and _walks_far(structure)
-            first = halves and plain and (each is _TALL or masked)
-            yield replace(added, dq_halves=halves, ds_first=first)
+            yield _by_copy_engine(added, structure)
         elif structure.score is None and not structure.dropout and _keeps_weights(problem):
             yield _by_product(config)
         yield config
+
+
+def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> HopperBackwardConfig:
+    """What is taken beside dq_tma, as measured on an H200; nothing with dropout and diagonals.
+
+    Where a block walks most rows of a head, without a mask and with a causal one, each warpgroup
+    hands on its half of dQ by itself, and tiles behind a mask store dS first. At 64 columns
+    persistent blocks are faster than that: 0.92 to 0.98 of its time, without a mask with V in
+    registers. Where a mask joins few rows to each key, as documents and windows do, blocks
+    are persistent, more heads start side by side, and ends of runs that are blocks are trimmed:
+    0.88 (documents) and 0.95 (a window) of the time.
+    """
+    if structure.dropout or reads_diagonals(structure):
+        return config
+    plain = _few_registers(structure)
+    if _walks_far(structure):
+        tall = config.BLOCK_M == 128
+        if tall and config.mha:
+            # Triton 3.9's loop leaves no registers for V.
+            held = structure.mask is None and not waits_meet()
+            return replace(config, persistent=True, ds_first=True, dp_rs=held)
+        return replace(
+            config, dq_halves=True, ds_first=plain and (tall or structure.mask is not None)
+        )
+    sparsity = structure.sparsity
+    if structure.score is not None or sparsity is None or not sparsity.runs:
+        return config
+    return replace(config, waves=4, ds_first=True, persistent=config.mha, trimmed=not plain)
 
 
 def axes(problem: Problem, every: bool) -> Iterator[HopperBackwardConfig]:
@@ -97,6 +120,10 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
         added = replace(config, dq_tma=True, ds_stages=2)
         halves = replace(added, dq_halves=True)
         pipelines += [added, halves, replace(halves, ds_first=True)]
+        stays = replace(added, persistent=True)
+        pipelines += [stays, replace(stays, ds_first=True)]
+        if config.BLOCK_M == 128:
+            pipelines.append(replace(stays, ds_first=True, dp_rs=True))
     # Beside the scores of tall tiles dQ's product has no registers: ptxas waits for each.
     if config.BLOCK_M == 64:
         pipelines.append(replace(beside, pipelined="dq", remat=True))
@@ -111,6 +138,11 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
         if structure.dtype == "bfloat16":
             yield replace(each, ex2_emulated=2)
         yield replace(each, shift_rows=True) if dense else replace(each, lpt=False)
+        # Where a block walks few rows, its ends and the last wave count.
+        if structure.sparsity is not None and not _walks_far(structure):
+            yield replace(each, waves=4)
+            if structure.sparsity.runs:
+                yield replace(each, waves=4, trimmed=True)
 
 
 def _by_product(config: HopperBackwardConfig) -> HopperBackwardConfig:

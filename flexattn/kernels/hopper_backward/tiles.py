@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flexattn.device import Device
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.tiles import Geometry, walks_runs
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
-from flexattn.problem import Problem
+from flexattn.problem import Problem, Structure
 
 # One block fills an SM, of which a Hopper has 132 at most.
 BLOCKS_AT_ONCE = 128
@@ -29,8 +30,8 @@ def at_sizes(config: HopperBackwardConfig, problem: Problem) -> HopperBackwardCo
     )
 
 
-def backward_grid(problem: Problem, config: HopperBackwardConfig) -> Geometry:
-    """A program for each tile of keys of each key head.
+def backward_grid(problem: Problem, config: HopperBackwardConfig, device: Device) -> Geometry:
+    """A program for each tile of keys of each key head, or for each SM.
 
     Raises ConfigError for another form than a problem's.
     """
@@ -44,7 +45,8 @@ def backward_grid(problem: Problem, config: HopperBackwardConfig) -> Geometry:
         )
     sizes = sizes_of_launch(problem, config)
     tiles = sizes["num_tiles"] * sizes["kv_units"]
-    return Geometry(tiles, sizes["num_tiles"], tiles)
+    programs = min(tiles, device.num_sms) if config.persistent else tiles
+    return Geometry(programs, sizes["num_tiles"], tiles)
 
 
 def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str, int]:
@@ -52,8 +54,8 @@ def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str,
 
     num_queries: tiles of queries of a head, for which there is scratch memory: a mask's lists name
     all tiles of a block. kv_units: key heads of all batches. section_heads: those whose tiles
-    start side by side, about as many as the device has SMs for. shared_heads: query heads, of all
-    batches, that read the same keys.
+    start side by side, about as many as the device has SMs for, or a few times as many.
+    shared_heads: query heads, of all batches, that read the same keys.
     """
     rows, sparsity = config.BLOCK_M, problem.structure.sparsity
     if sparsity is not None and not walks_runs(problem.structure, config):
@@ -65,9 +67,14 @@ def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str,
         "num_tiles": num_tiles,
         "num_queries": -(-problem.q_len // rows) * (rows // config.BLOCK_M),
         "kv_units": problem.Hkv * _batches(problem),
-        "section_heads": max(1, BLOCKS_AT_ONCE // at_once) if config.lpt else 1,
+        "section_heads": max(1, BLOCKS_AT_ONCE * config.waves // at_once) if config.lpt else 1,
         "shared_heads": _shared_heads(problem),
     }
+
+
+def trims_runs(structure: Structure, config: HopperBackwardConfig) -> bool:
+    """Whether the ends of a mask's runs are trimmed before: in order, all listed blocks count."""
+    return config.trimmed and not config.deterministic and walks_runs(structure, config)
 
 
 def _batches(problem: Problem) -> int:

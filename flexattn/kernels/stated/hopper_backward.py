@@ -10,14 +10,14 @@ from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
 # A config's numbers. Then truth values: whether a product goes on when the next tile begins, and
 # dQ's does, the warpgroups take turns, the copy engine adds dQ, its halves by themselves, and in
-# order, each warpgroup has products of its own, and words and numbers are among those that there
-# are.
+# order, each warpgroup has products of its own, a block has one tile of keys after another, and
+# words and numbers are among those that there are.
 _CONFIG = (
     BLOCK_M, BLOCK_N, num_stages, ds_stages, pipelined, dq_later, ping_pong, dq_tma, dq_halves,
-    deterministic, by_product, known_words,
+    deterministic, by_product, persistent, known_words,
 ) = symbols(
     "BLOCK_M BLOCK_N num_stages ds_stages pipelined dq_later ping_pong dq_tma dq_halves "
-    "deterministic by_product known_words"
+    "deterministic by_product persistent known_words"
 )  # fmt: skip
 # A structure's sizes, with the columns of a tile, and those of a mask's blocks 0 where there is
 # none; then truth values: k and v are as q, q, k and v lie as TMA reads them, something captured
@@ -178,6 +178,32 @@ HOPPER_BACKWARD_STATEMENT = Statement(
             "dq_halves",
             Or(Not(dq_halves), And(dq_tma, Not(deterministic), Not(drops))),
             "dq_halves takes dq_tma, and a second warp that neither adds in order nor draws",
+        ),
+        Inequality(
+            "persistent",
+            Or(
+                Not(persistent),
+                And(
+                    dq_tma,
+                    Not(dq_halves),
+                    Not(deterministic),
+                    Not(pipelined),
+                    Not(ping_pong),
+                    Not(by_product),
+                    Not(drops),
+                ),
+            ),
+            "persistent takes dq_tma as a whole, and none of deterministic, pipelined, ping_pong, "
+            "by_product and dropout",
+        ),
+        Inequality(
+            "persistent tiles",
+            Or(
+                Not(persistent),
+                And(ds_stages * BLOCK_M >= head_dim, 2 * BLOCK_M >= BLOCK_N),
+            ),
+            "persistent stores dK by way of {ds_stages} tiles of dS of {BLOCK_N}x{BLOCK_M}, which "
+            "have to hold one of {BLOCK_N}x{head_dim}, and dV by one of dQ of {BLOCK_M} rows",
         ),
         Inequality(
             "dropout stages",

@@ -1,5 +1,7 @@
 """The pipelines of Hopper's backward, run in plain Python: their gradients are float64's."""
 
+from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -46,6 +48,8 @@ class Emulated(Recorded):
         if "DECAY_WINDOW" in names:
             for name, found in zip(("M_BLOCK_MAX", "N_BLOCK_MIN"), seen["tiles"], strict=True):
                 told[name].copy_(found)
+        if "mask_heads" in names:
+            told["M_RUNS"].view(torch.int32).copy_(self.trimmed(told))
         if "OUT" in names:
             told["DELTA"].copy_((told["OUT"] * told["DO"]).double().sum(-1))
         if "STATS" in names and "Q" not in names:
@@ -64,6 +68,8 @@ class Emulated(Recorded):
             seen["stats"], seen["sums"] = stats, sums
             if flags is not None:
                 flags.zero_()
+            if self.config.persistent:
+                told["WORK_COUNTER"].view(torch.int32)[0] = 0
         elif "DQ" in names and "Q" not in names:
             heads = told["DQ"].shape[:2]
             sums, flags = seen["sums"], self.flags(told)
@@ -73,6 +79,28 @@ class Emulated(Recorded):
             told["DQ"].copy_(torch.from_numpy(sums)[:, :, : told["q_len"], : told["DQ"].shape[3]])
         elif "Q" in names:
             run(self.source, programs, {n: self.argument(n, x) for n, x in told.items()})
+
+    def trimmed(self, told):
+        """Runs of tiles by what the mask keeps of each, as the kernel finds them one by one."""
+        seen, (rows, keys) = self.seen, (self.config.BLOCK_M, self.config.BLOCK_N)
+        q_idx, kv_idx = torch.arange(told["q_len"])[:, None], torch.arange(told["kv_len"])[None]
+        found = torch.zeros(told["M_RUNS"].shape, dtype=torch.int32)
+        for b, h, tile in product(*map(range, found.shape[:3])):
+            kept = seen["mask_mod"](torch.tensor(b), torch.tensor(h), q_idx, kv_idx)
+            kept = kept[:, tile * keys : (tile + 1) * keys].split(rows)
+            row = (b * told["stride_q_mask_b"] + h * told["stride_q_mask_h"]) + tile * keys // 128
+            run = told["Q_RUNS"].view(-1, 4)[row].tolist()
+            begin, full_begin, full_end, end = (x * (128 // rows) for x in run)
+            end = min(end, len(kept))
+            full_begin, full_end = min(full_begin, end), min(full_end, end)
+            some_full = full_begin < full_end
+            while begin < (full_begin if some_full else end) and not kept[begin].any():
+                begin += 1
+            while end > (full_end if some_full else begin) and not kept[end - 1].any():
+                end -= 1
+            middle = (full_begin, full_end) if some_full else (end, begin)
+            found[b, h, tile] = torch.tensor([begin, *middle, end])
+        return found
 
     def flags(self, told):
         """What says which tiles of dq have sums; None where those begin with zeros."""
@@ -98,6 +126,8 @@ class Emulated(Recorded):
             return Descriptor(sums, (1, 1, value.shape[2] // parts, value.shape[3]), 4)
         if name == "DQ_ACC":
             return Pointer(self.seen["sums"])
+        if name in ("M_RUNS", "WORK_COUNTER"):
+            value = value.view(torch.int32)
         return Pointer(value.view(-1).numpy()) if isinstance(value, torch.Tensor) else value
 
 
@@ -117,12 +147,15 @@ def gradients(
     slots = tuple(range(len(learned)))
     asked = AskedGradients(score, bound(mask_mod, "mask"), mask, 0.1, NONE, slots, dropout)
     like = [x.bfloat16() for x in (q, k, v)]
-    problem, seen = _problem(asked, *like, lists, H200), {"tiles": tiles}
+    problem = _problem(asked, *like, lists, H200)
+    seen = {"tiles": tiles, "mask_mod": mask_mod}
     config, width = at_sizes(config, problem), columns(problem.structure)
+    # Fewer than there are tiles of keys.
+    device = replace(H200, num_sms=3) if config.persistent else H200
     assert not family_of(config).feasibility.reasons(config, problem.structure, H200)
 
     def kernels(problem, target, index, options):
-        choice = Candidate(problem, H200, config, "forced", "test").choice()
+        choice = Candidate(problem, device, config, "forced", "test").choice()
         return choice, Emulated(choice.source, config, width, seen), None
 
     def build(source, *_):
@@ -138,7 +171,7 @@ def gradients(
         q, k, v, score_mod=score_mod, block_mask=mask, scale=0.1, dropout=dropout
     )
     prepared = backward.prepare_backward(
-        problem, H200, q.device, SimpleNamespace(kernels=kernels), Options(), (q, k, v), out,
+        problem, device, q.device, SimpleNamespace(kernels=kernels), Options(), (q, k, v), out,
         dout, lists,
     )  # fmt: skip
     rest = prepared.rest_of(lists, score, asked.mask, dropout)
@@ -178,7 +211,19 @@ PIPELINES = {
         "lpt": False,
     },
     "by product": {"by_product": True, "early_lse": "all"},
+    "held": {"dq_tma": True, "dp_rs": True},
+    "persistent held": {"dq_tma": True, "ds_stages": 2, "persistent": True, "dp_rs": True},
     "shifted dq": {"pipelined": "dq", "shift_rows": True, "ex2_emulated": 2, "lpt": False},
+    "trimmed": {"dq_tma": True, "ds_stages": 2, "trimmed": True, "waves": 4},
+    "persistent": {"dq_tma": True, "ds_stages": 2, "persistent": True, "early_lse": "all"},
+    "persistent trimmed": {
+        "dq_tma": True,
+        "ds_stages": 2,
+        "persistent": True,
+        "trimmed": True,
+        "waves": 4,
+    },
+    "trimmed dk": {"pipelined": "dk", "trimmed": True},
 }
 DOCUMENTS = torch.arange(210) // 75
 
@@ -187,8 +232,22 @@ def documents(b, h, q_idx, kv_idx):
     return DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]
 
 
+def packed(b, h, q_idx, kv_idx):
+    """Of the first rows of the second block nothing is kept in the first one's keys."""
+    return (q_idx >= kv_idx) & ((q_idx >= 140) == (kv_idx >= 140))
+
+
+ENDS = torch.tensor([[60, 210, 128, 140], [210, 0, 65, 150]])
+
+
+def by_head(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx < ENDS[b, h])
+
+
 MASKS = {
     "documents": documents,
+    "packed": packed,
+    "by head": by_head,
     "full": None,
     "causal": causal,
     "window": sliding_window(90),
@@ -213,6 +272,7 @@ CASES = [
     *(("dq_tma dk", mask, (64, 64, 3), heads) for mask, heads in (("window", GQA), ("full", MHA))),
     ("dq_tma", "causal", (128, 64, 1), MHA),
     ("ds first", "causal", (128, 128, 2), MHA),
+    *(("held", mask, (128, 128, 2), heads) for mask, heads in (("full", MHA), ("causal", GQA))),
     ("ds first", "full", (64, 128, 2), GQA),
     ("dk halves", "causal", (128, 128, 2), MHA),
     ("dk halves", "holes", (64, 128, 3), GQA),
@@ -222,6 +282,16 @@ CASES = [
         ("two buffers", mask, (64, 128, 2), heads)
         for mask, heads in (("full", GQA), ("holes", MHA))
     ),
+    *(
+        ("trimmed", mask, (64, 128, 2), heads)
+        for mask in ("documents", "packed", "by head", "window", "holes", "full")
+        for heads in (MHA, GQA)
+    ),
+    *(("persistent", mask, (64, 128, 2), heads) for mask in MASKS for heads in (MHA, GQA)),
+    ("persistent", "causal", (128, 128, 1), MHA),
+    ("persistent", "full", (64, 128, 3), MHA),
+    *(("persistent trimmed", mask, (64, 128, 2), MHA) for mask in ("packed", "by head")),
+    *(("trimmed dk", mask, (64, 64, 2), MHA) for mask in ("packed", "documents")),
     *(("deterministic", mask, (64, 128, 2), MHA) for mask in MASKS),
     *(("deterministic dk", mask, (64, 64, 2), GQA) for mask in MASKS),
 ]

@@ -111,6 +111,9 @@ SLOPES = torch.zeros(32)
         ({"dq_tma": True, "pipelined": "dq"}, "before the next tile begins"),
         ({"deterministic": True}, "deterministic takes dq_tma"),
         ({"BLOCK_M": 128, "num_stages": 1}, "registers"),
+        ({"persistent": True}, "persistent takes dq_tma"),
+        ({"persistent": True, "dq_tma": True, "dq_halves": True}, "as a whole"),
+        ({"persistent": True, "dq_tma": True, "ds_stages": 1}, "by way of 1 tiles of dS"),
         ({"by_product": True}, "by_product takes tiles of 64x64"),
         ({"by_product": True, "BLOCK_N": 64, "ping_pong": True}, "that orders the products"),
     ],
@@ -187,7 +190,7 @@ def test_the_form_follows_the_sizes():
     assert not at_sizes(CONFIG, replace(alone, broadcast_kv=True)).mha
     for promised in ({"mha": True}, {"even_n": True}):
         with pytest.raises(ConfigError, match="mha is of problems"):
-            backward_grid(problem("backward", kv_len=8191), replace(CONFIG, **promised))
+            backward_grid(problem("backward", kv_len=8191), replace(CONFIG, **promised), H200)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +239,8 @@ def test_sections_fill_the_device():
         wanted = problem("backward", kv_len=kv_len)
         assert sizes_of_launch(wanted, CONFIG)["section_heads"] == heads
         assert sizes_of_launch(wanted, replace(CONFIG, lpt=False))["section_heads"] == 1
+        waves = sizes_of_launch(wanted, replace(CONFIG, waves=4))["section_heads"]
+        assert heads <= waves <= 4 * heads + 3
     # The same machine code in another order: to a search it is no twin.
     by_head = replace(CONFIG, lpt=False)
     assert family_of(CONFIG).launch_key(CONFIG) != family_of(CONFIG).launch_key(by_head)
@@ -256,10 +261,15 @@ def test_programs_cover_the_keys(kv_len):
     wanted = problem("backward", kv_len=kv_len, q_len=130)
     sizes = sizes_of_launch(wanted, CONFIG)
     assert sizes["shared_heads"] == 4 and sizes["num_queries"] == 3
-    assert backward_grid(wanted, CONFIG).programs == -(-kv_len // 128) * wanted.B * wanted.Hkv
+    assert (
+        backward_grid(wanted, CONFIG, H200).programs == -(-kv_len // 128) * wanted.B * wanted.Hkv
+    )
+    stays = replace(CONFIG, dq_tma=True, persistent=True)
+    tiles = backward_grid(wanted, CONFIG, H200).programs
+    assert backward_grid(wanted, stays, H200).programs == min(132, tiles)
     shared = replace(wanted, broadcast_kv=True)
     assert sizes_of_launch(shared, CONFIG)["shared_heads"] == 4 * wanted.B
-    assert backward_grid(shared, CONFIG).programs == -(-kv_len // 128) * wanted.Hkv
+    assert backward_grid(shared, CONFIG, H200).programs == -(-kv_len // 128) * wanted.Hkv
     # Lists name whole blocks: what they name beyond the last row has scratch memory as well.
     listed = problem("backward", kv_len=kv_len, q_len=130, mask_mod=causal)
     assert sizes_of_launch(listed, CONFIG)["num_queries"] == 4
