@@ -33,6 +33,7 @@ LAST, LAUNCH = (ServingConfig(16, 64, 4, 3, combine=combine) for combine in ("la
 AWAIT = ServingConfig(8, 128, 4, 1, 2, combine="await", split_policy="heads")
 MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
 PAIR = ServingConfig(64, 64, 8, 4, 1, combine="launch", split_policy="whole")
+ONE = replace(PAIR, num_warps=4, num_stages=3)
 DEPENDENT = ServingConfig(64, 64, 4, 3, combine="dependent")
 FAR = 1e30  # of the memory around the cache: a value of it would show in any output
 
@@ -94,6 +95,7 @@ def run_disturbed(plan, cache, page):
         pytest.param(PAIR, 16, {}, marks=HOPPER),
         pytest.param(PAIR, 1, {}, marks=HOPPER),
         pytest.param(PAIR, 64, {"mask_mod": sliding_window(700)}, marks=HOPPER),
+        pytest.param(ONE, 64, {}, marks=HOPPER),
     ],
     ids=[
         "last",
@@ -106,6 +108,7 @@ def run_disturbed(plan, cache, page):
         "warp-specialised",
         "warp-specialised, 1 request",
         "warp-specialised, window",
+        "warp-specialised, one warpgroup",
     ],
 )
 def test_lengths_and_tables_that_another_stream_changes_under_launches(config, B, mods):
@@ -229,7 +232,11 @@ def served(B, seed):
     return (q, tuple(pool)), {"seq_lens": lens, "block_table": table}
 
 
-@pytest.mark.parametrize("config", [LAST, LAUNCH, AWAIT], ids=["last", "launch", "await"])
+@pytest.mark.parametrize(
+    "config",
+    [LAST, LAUNCH, AWAIT, DEPENDENT, pytest.param(ONE, marks=HOPPER)],
+    ids=["last", "launch", "await", "dependent", "warp-specialised"],
+)
 def test_runs_on_two_streams_follow_one_another(config):
     """Workspace, counters and outputs are the plan's: side by side they would be mixed up."""
     B = 16

@@ -7,6 +7,7 @@ import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.serving import ServingConfig
+from tests.odd_mods import checkerboard
 from tests.serving import assert_right, batch, plan_for, run
 
 pytestmark = [
@@ -20,6 +21,7 @@ pytestmark = [
 # Two warpgroups, and one.
 PAIR = ServingConfig(64, 64, 8, 4, 1, combine="launch", split_policy="whole")
 ONE = replace(PAIR, num_warps=4)
+DEFAULTS = replace(ONE, num_stages=3), replace(ONE, num_stages=2, per_sm=2)
 TWO = replace(PAIR, num_stages=2)
 LENGTHS = [2047, 0, 1, 517, 4096, 33, 128]
 CASES = {
@@ -63,6 +65,52 @@ def test_numbers(name):
         assert_right(got, each, **call, **about)
 
 
+SERVED = {
+    "48 heads": {},
+    "128 rows": {"heads": (128, 1), "lengths": LENGTHS * 3},
+    "71 rows of 64 columns": {"heads": (71, 1), "D": 64, "lengths": [4096] * 60},
+    "16 rows": {"heads": (16, 1)},
+    "drafts": {"heads": (64, 8), "q_len": 4, "mask_mod": causal},
+    "many work tiles": {"heads": (64, 8), "q_len": 2, "lengths": [1 + 37 * i for i in range(40)]},
+    "500 requests": {"lengths": [1 + 37 * i % 900 for i in range(500)], "sinks": True},
+    "one key": {"lengths": [1]},
+    "contiguous": {"page": 0},
+    "pages of 256": {"page": 256},
+    "a mask of every tile": {"mask_mod": checkerboard(3)},
+    "softcap": {"score_mod": softcap(20.0), "mask_mod": sliding_window(700)},
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_default(name):
+    """Plans without a config, whose template the static default is."""
+    about = dict(SERVED[name])
+    heads, q_len, D = about.pop("heads", (48, 1)), about.pop("q_len", 1), about.pop("D", 128)
+    lengths, page = about.pop("lengths", LENGTHS), about.pop("page", 16)
+    each = batch([q_len] * len(lengths), lengths, *heads, D, dtype=torch.bfloat16, device="cuda")
+    sinks = about.pop("sinks", False)
+    plan = plan_for(each, page=page, sinks=sinks, **about)
+    if plan.origin == "static default":
+        assert plan.config in DEFAULTS
+    call = {"sinks": torch.randn(heads[0], device="cuda")} if sinks else {}
+    assert_right(run(plan, each, **call), each, **call, **about)
+
+
+@pytest.mark.parametrize("shared", ["K", "V", "KV"])
+def test_keys_that_all_requests_share(shared):
+    """By a stride of 0, which no descriptor has."""
+    each = batch([1] * 7, LENGTHS, 48, 1, 128, dtype=torch.bfloat16, device="cuda")
+    plan = plan_for(each)
+    cache = [torch.randn(7, max(LENGTHS), 1, 128, device="cuda").bfloat16() for _ in "KV"]
+    cache = [
+        x[:1].expand(7, -1, -1, -1) if name in shared else x
+        for name, x in zip("KV", cache, strict=True)
+    ]
+    k, v = ([x[b, :n] for b, n in enumerate(each.kv_lens)] for x in cache)
+    out, lse = plan.run(each.q[:, None], tuple(cache), seq_lens=each.numbers(each.kv_lens))
+    assert_right((out[:, 0], lse[:, 0]), replace(each, k=k, v=v))
+
+
 def test_chunks_of_prefill():
     lengths, about = [2000, 1400, 77, 650], {"dtype": torch.bfloat16, "device": "cuda"}
     each = batch([1, 77, 0, 2], lengths, 48, 1, 128, **about)
@@ -78,7 +126,7 @@ def test_graphs_of_both_kernels():
     for b in range(16):
         k[b, : each.kv_lens[b]], v[b, : each.kv_lens[b]] = each.k[b], each.v[b]
     lens, q = each.numbers(each.kv_lens), each.q[:, None]
-    for config in (PAIR, ServingConfig(64, 64, 4, 3, combine="dependent")):
+    for config in (PAIR, *DEFAULTS, ServingConfig(64, 64, 4, 3, combine="dependent")):
         plan = plan_for(each, config=config)
         out, lse = plan.run(q, (k, v), seq_lens=lens)
         wanted = out.clone(), lse.clone()

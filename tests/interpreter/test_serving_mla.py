@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window
-from flexattn.errors import InputError
 from flexattn.kernels.paged_decode.awaiting import UNWRITTEN
 from flexattn.kernels.paged_decode.config import ServingConfig
 from tests.emulated_plan import Changing, Emulated, emulate

@@ -64,6 +64,23 @@ def test_rows(config, heads, D, q_len, programs):
     check(requests([300, 129, 64], (heads, 1), D, q_len), layout="HND", config=config)
 
 
+@pytest.mark.parametrize(
+    ("heads", "per_sm", "about"),
+    [
+        ((48, 1), 1, {"sinks": torch.ones(48)}),
+        ((71, 1), 2, {}),
+        ((40, 2), 2, {"mask_mod": causal, "score_mod": alibi(40, "cpu")}),
+    ],
+    ids=["one program an SM", "two", "mods"],
+)
+def test_the_default(heads, per_sm, about, programs):
+    """Chosen, built and launched without a config."""
+    programs(8)
+    plan = check(requests([300, 1, 77, 450], heads, 128), page=16, config=None, **about)
+    assert plan.config.warp_specialized and plan.origin == "static default"
+    assert plan.config.per_sm == per_sm
+
+
 def test_several_kv_heads(programs):
     programs(5)
     check(requests([300, 0, 170], (64, 4)), page=16)

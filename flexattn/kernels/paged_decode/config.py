@@ -114,7 +114,7 @@ class ServingConfig:
     per_sm: programs for each SM; default 2. The grid is as many, whatever the batch.
     least: tiles that a program takes at least; default 1. More leave fewer parts to merge.
     split_policy: how tiles are shared out over the programs (split-KV), and with that which of
-    three kernels runs; default "even": all of the batch in equal shares, and the warps of a
+    the kernels runs; default "even": all of the batch in equal shares, and the warps of a
     program share each tile (paged_decode/program.py.jinja). "whole": the same, but shares that
     hold nearly all tiles of the longest request hold all of them (paged_decode/mla.py.jinja, or
     of K and V apart, of tiles of 64 rows and 64 keys, paged_decode/warp_specialized.py.jinja).

@@ -26,7 +26,7 @@ _SLOTS = 8
 _MOST_STAGES = _SLOTS - 2
 # Of a thread of the loading warp; the first warpgroup has what this and the second one leave.
 _PRODUCER_REGISTERS = 40
-# Where it has more lengths, and there is no second one: with 40 and 256 requests it spills 50 words.
+# With more lengths, where there is no second one: with 40 it spills 50 words of 256 requests.
 _MANY_REQUESTS, _THEIR_REGISTERS = 64, 88
 # Bytes of numbers and barriers, and what an SM keeps of each program.
 _NUMBERS = 2048
@@ -39,14 +39,14 @@ _MOST_PARTS = 16
 def specialized_defaults(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
     """The static default for more than 8 rows of a request, where there is one.
 
-    Measured on an H200. Of 128 columns one program an SM took 26.6 us of the Triton template's
-    33.6 (48 rows, 16 x 8k keys), 70.8 of 79.9 (32 rows of 8 heads, 16 x 4k), 26.7 of 29.1 (16 rows,
-    16 x 8k), 12.9 of 16.0 (48 rows, 4 x 2k) and 23.0 of 76.2 (64 rows, 1 x 64k), with two it took
-    29.6, 73.2, 28.5, 14.3 and 46.0: twice as many parts are merged. Rows of several work tiles
-    gain more than that: 128 over 16 x 8k keys took 34.3 us of 37.7, 71 of 64 columns over 64 x 4k
-    37.6 of 50.2, and the Triton template 43.4. Whole work tiles leave no parts, and beside each
-    other they hide each other's ends. Of 64 columns nothing else was timed. Beside a cascade's
-    prefix an SM has no registers for this.
+    Measured on an H200, beside the other templates. Of 128 columns one program an SM took 26.6 us
+    of 33.6 (48 rows, 16 x 8k keys), 70.8 of 79.9 (32 rows of 8 heads, 16 x 4k), 26.7 of 29.1 (16
+    rows, 16 x 8k), 12.9 of 16.0 (48 rows, 4 x 2k) and 23.0 of 76.2 (64 rows, 1 x 64k). Two programs
+    leave twice as many parts to merge: 29.6, 73.2, 28.5, 14.3 and 46.0. But they gain where rows
+    fill several work tiles: 34.3 of 37.7 with one (128 rows, 16 x 8k), and of 64 columns 37.6 of
+    50.2 with one and 43.4 (71 rows, 64 x 4k). Not timed: a work tile for each of two programs, which
+    leaves no parts more and hides ends of work tiles; fewer rows of 64 columns; and beside a
+    cascade's prefix, where an SM's registers do not hold both.
     """
     several = form.rows > _ROWS
     if form.ragged or form.offset or form.head_dim_v > 128:
