@@ -41,11 +41,11 @@ def specialized_defaults(form: ServingForm, device: Device) -> Iterator[ServingC
 
     Measured on an H200, beside the other templates. Of 128 columns one program an SM took 26.6 us
     of 33.6 (48 rows, 16 x 8k keys), 70.8 of 79.9 (32 rows of 8 heads, 16 x 4k), 26.7 of 29.1 (16
-    rows, 16 x 8k), 12.9 of 16.0 (48 rows, 4 x 2k) and 23.0 of 76.2 (64 rows, 1 x 64k). Two programs
-    leave twice as many parts to merge: 29.6, 73.2, 28.5, 14.3 and 46.0. But they gain where rows
-    fill several work tiles: 34.3 of 37.7 with one (128 rows, 16 x 8k), and of 64 columns 37.6 of
-    50.2 with one and 43.4 (71 rows, 64 x 4k). Not timed: a work tile for each of two programs, which
-    leaves no parts more and hides ends of work tiles; fewer rows of 64 columns; and beside a
+    rows, 16 x 8k), 12.9 of 16.0 (48 rows, 4 x 2k) and 23.0 of 76.2 (64 rows, 1 x 64k). Two leave
+    twice as many parts to merge: 29.6, 73.2, 28.5, 14.3 and 46.0. But they gain where rows fill
+    several work tiles: 34.3 of 37.7 with one (128 rows, 16 x 8k), and of 64 columns 37.6 of 50.2
+    with one and 43.4 (71 rows, 64 x 4k). Not timed: a work tile for each of two programs, which
+    leaves no more parts and hides ends of work tiles; fewer rows of 64 columns; and beside a
     cascade's prefix, where an SM's registers do not hold both.
     """
     several = form.rows > _ROWS
