@@ -13,8 +13,9 @@ from flexattn.problem.problem import Fp32Products
 # the best that holds float32's budget.
 Fp32Setting = Literal["ieee", "tf32", "bf16x6", "auto"]
 _TORCHS: dict[str, Fp32Setting] = {"ieee": "ieee", "tf32": "tf32"}
-# Of sm_90, where six products of bfloat16 ran on a GPU within float32's budget.
-_MEASURED = (32, 64, 128)
+# Of sm_90, where six products of bfloat16 ran on a GPU within float32's budget, forward and
+# backward: of kinds of kernels, and of head dimensions.
+_MEASURED_KINDS, _MEASURED = ("prefill", "backward"), (32, 64, 128)
 
 
 def torch_setting() -> Fp32Setting:
@@ -44,7 +45,7 @@ def products_for(
     if setting == "ieee" or capability < 80:
         return "ieee"
     qk, v = head_dims
-    measured = capability == 90 and kind == "prefill" and not narrower and qk == v
+    measured = capability == 90 and kind in _MEASURED_KINDS and not narrower and qk == v
     if measured and qk in _MEASURED:
         return "bf16x6"
     if setting == "tf32":

@@ -124,11 +124,13 @@ def test_replays_of_a_graph_drop_other_weights():
 
 
 def test_checkpointing_gives_the_same_bits():
+    """In order: three tiles of keys would add to a tile of dQ as they come."""
     given = inputs(1, 4, 4, 300, 300, 64, dtype=torch.bfloat16, device="cuda")
     given = [x.requires_grad_() for x in given]
 
     def attend(q, k, v):
-        return flexattn.flex_attention(q, k, v, dropout_p=0.5)
+        options = {"DETERMINISTIC": True}
+        return flexattn.flex_attention(q, k, v, dropout_p=0.5, kernel_options=options)
 
     torch.manual_seed(7)
     plain = torch.autograd.grad(attend(*given).float().square().sum(), given)
