@@ -42,6 +42,13 @@ def test_pieces_of_any_size_merge(per_sm, least, combine):
     check(batch([2] * 6, LENGTHS, 10, 2), config=config, sinks=torch.randn(10))
 
 
+@pytest.mark.parametrize("D", [192, 256, 320])
+def test_few_parts_are_merged_by_columns(D):
+    """Those of a head dimension that is one power of two; others have columns of two sizes."""
+    config = ServingConfig(16, 16, 4, 2, 2, 1, "dependent")
+    check(batch([1], [300], 1, 1, D, dtype=torch.float16), config=config)
+
+
 @each_choice(group=[1, 3, 8, 40], dtype=DTYPES)
 def test_any_number_of_query_heads_per_key_head(group, dtype):
     check(batch([3] * 6, LENGTHS, 2 * group, 2, dtype=DTYPES[dtype]), mask_mod=causal)

@@ -51,6 +51,8 @@ def merge_shape(form: ServingForm, config: ServingConfig, device: Device) -> Mer
         parts = max(1, min(32, held // (rows * width)))
         return MergeShape(rows, width, parts, config.BLOCK_M // rows, 1)
     columns, least = width, LEAST_COLUMNS // (2 if config.swap_ab else 1)
+    if form.head_dim_v != width:
+        least = width  # tiles of two sizes have no equal parts
     while work_tiles * (filled // rows) * (width // columns) < device.num_sms:
         if rows > 1:
             rows //= 2
