@@ -79,7 +79,8 @@ def _kernels(problem: Any, record: Any, device: Any) -> dict[str, Any]:
     config = record.config
     if record.key.kind == "serving":
         sources = [render_serving(problem.form, config, device, "")]
-        if config.combine == "launch" and not problem.form.prefix:
+        # As older trees can say it, too.
+        if config.combine in ("launch", "dependent") and not problem.form.prefix:
             sources.append(render_serving_combine(problem.form, config, device))
     else:
         structure = problem.structure

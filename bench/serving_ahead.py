@@ -69,5 +69,5 @@ def _compile(row: ServingRow, device: Device) -> None:
     )  # fmt: skip
     config = next(serving_candidates(form, device))
     compile_source(render_serving(form, config, device, row.name), device)
-    if config.combine == "launch":
+    if config.merges_apart:
         compile_source(render_serving_combine(form, config, device), device)

@@ -58,7 +58,7 @@ RENDERERS: dict[str, Renderer] = {
         (
             _HELPERS, "paged_decode/program.py.jinja", "paged_decode/combine.py.jinja",
             "paged_decode/warp.py.jinja", "paged_decode/mla.py.jinja",
-            "paged_decode/mla_swap_ab.py.jinja",
+            "paged_decode/mla_swap_ab.py.jinja", "paged_decode/warp_specialized.py.jinja",
         ),
     ),
     # Beside those of prefill, on devices that have the instructions.

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor
 
 from flexattn.errors import InputError
+from flexattn.runtime.launch import DescriptorBox, box_of
 from flexattn.serving.request import LAYOUTS, Maxima
 
 KVCache: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -81,14 +82,21 @@ def describe_cache(k: Tensor, v: Tensor, maxima: Maxima, aligned: bool, tile: in
     return Cache(k, v, steps[0], steps[1], k.shape[0], k.shape[keys_at])
 
 
-def check_box(k: Tensor) -> None:
-    """That a tensor descriptor can say how K lies; raises InputError for strides of 0."""
-    if any(size > 1 and step == 0 for size, step in zip(k.shape, k.stride(), strict=True)):
+def cache_box(name: str, tensor: Tensor, maxima: Maxima) -> DescriptorBox:
+    """How a tensor descriptor sees K or V; raises InputError for strides of 0.
+
+    Keys that all requests of a contiguous cache share are one request's, and kernels ask for that.
+    """
+    if not maxima.page and tensor.stride(0) == 0:
+        tensor = tensor[:1]
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(size > 1 and step == 0 for size, step in pairs):
         raise InputError(
-            f"K of shape {list(k.shape)} with strides {k.stride()}",
-            "the MLA template reads through a tensor descriptor, which knows no stride of 0",
-            "keep each request's keys in memory of its own, or in pages",
+            f"{name} of shape {list(tensor.shape)} with strides {tensor.stride()}",
+            "the kernel reads through a tensor descriptor, which knows no stride of 0",
+            "keep each page, and each head's keys, in memory of its own",
         )
+    return box_of(tensor if maxima.layout == "HND" else tensor.transpose(1, 2))
 
 
 def _check_steps(name: str, tensor: Tensor, aligned: bool, heads_at: int, tile: int) -> None:

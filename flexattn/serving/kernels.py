@@ -73,7 +73,7 @@ class _Candidate:
             f"group={form.group} page={form.page} for {target.arch}"
         )
         attend = render_serving(form, self.config, target, title)
-        if self.config.combine != "launch" or form.prefix:
+        if not self.config.merges_apart or form.prefix:
             return (attend,)
         return attend, render_serving_combine(form, self.config, target)
 

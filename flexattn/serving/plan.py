@@ -15,14 +15,13 @@ from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.paged_decode.awaiting import UNWRITTEN
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.invariant import part_slots
-from flexattn.kernels.paged_decode.source import tied
+from flexattn.kernels.paged_decode.source import stepped_axes, tied
 from flexattn.kernels.paged_decode.space import workspace
 from flexattn.mods import Bound, bind
 from flexattn.problem.checks import check_scale
 from flexattn.runtime.build import Launcher
-from flexattn.runtime.launch import box_of
 from flexattn.serving import admission
-from flexattn.serving.cache import KVCache, check_box, describe_cache, split_cache
+from flexattn.serving.cache import KVCache, cache_box, describe_cache, split_cache
 from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
 from flexattn.serving.launching import launch_here
@@ -351,13 +350,12 @@ class DecodePlan:
         if form.page:
             fixed["stride_table"] = 0 if table is None else table.stride(0)
             fixed["num_pages"] = cache.pages
-        read = {"k": cache.steps_k} if tied(form) else {"k": cache.steps_k, "v": cache.steps_v}
-        boxes = {}
-        if self.config.for_mla:
-            check_box(k)
-            read, boxes = {}, {"K": box_of(k if m.layout == "HND" else k.transpose(1, 2))}
-        for name, each in read.items():
-            fixed |= {f"stride_{name}{axis}": step for axis, step in zip("pnh", each, strict=True)}
+        axes, boxes = stepped_axes(form, self.config.by_tma), {}
+        read = ("K", k, cache.steps_k), ("V", v, cache.steps_v)
+        for name, tensor, by_axis in read[: 1 if tied(form) else 2]:
+            fixed |= {f"stride_{name.lower()}{a}": by_axis["pnh".index(a)] for a in axes}
+            if self.config.by_tma:
+                boxes[name] = cache_box(name, tensor, m)
         kernels, combine = self._kernels, None
         attend = kernels.attend.prepare(kernels.programs, fixed, _TENSORS, boxes, _TENSORS)
         if kernels.combine is not None:

@@ -60,7 +60,7 @@ def test_the_default_config_of_what_is_new(name):
     assert not spills_too_much(*loop_spills(compiled.asm["cubin"]))
     assert resources(compiled, DEVICE).matrix_instructions > 0
     assert binary_of(compiled, "sm_90").parameters == len(source.arguments) + 2
-    if config.combine == "launch":
+    if config.merges_apart:
         compile_source(render_serving_combine(wanted, config, DEVICE), DEVICE)
 
 

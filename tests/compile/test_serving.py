@@ -329,7 +329,7 @@ def test_a_masks_table_is_read_on_amd_too():
 
 def test_a_prefix_alone_has_other_defaults():
     """Those of other forms of more than 16 rows have two programs for each multiprocessor."""
-    for about in ({"heads": (96, 4)}, {"total_q": 2048}, {"q_len": 16}):
+    for about in ({"heads": (96, 4), "page": 8}, {"total_q": 2048}, {"q_len": 16, "page": 8}):
         config = next(serving_candidates(form(**about), DEVICE))
         assert (config.warp_private, config.per_sm) == (False, 2), about
     for about in ({"B": 1}, {"B": 4}, {"B": 256}, {"D": (256, 256)}):

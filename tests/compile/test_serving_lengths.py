@@ -20,7 +20,9 @@ from tests.compile.test_serving import DEVICE, form
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 LENGTHS = ("SEQ_LENS", "CU_SEQLENS", "KV_START")
-LAST, LAUNCH = (ServingConfig(16, 64, 4, 3, combine=combine) for combine in ("last", "launch"))
+LAST, LAUNCH, DEPENDENT = (
+    ServingConfig(16, 64, 4, 3, combine=combine) for combine in ("last", "launch", "dependent")
+)
 CHUNKS = ServingConfig(64, 64, 8, 2, combine="launch")
 CASES = {
     "1": ({"B": 1}, LAST),
@@ -29,6 +31,7 @@ CASES = {
     "512": ({"B": 512}, LAST),
     "launch": ({"B": 64, "mask": sliding_window(700)}, LAUNCH),
     "launch 512": ({"B": 512}, LAUNCH),
+    "dependent": ({"B": 8, "mask": sliding_window(700)}, DEPENDENT),
     "one chunk": ({"B": 1, "total_q": 1024, "mask": causal}, CHUNKS),
     "32, offset": ({"B": 32, "total_q": 64, "offset": True, "mask": causal}, LAST),
     "chunks": ({"B": 8, "total_q": 2048, "mask": causal}, LAUNCH),
@@ -107,7 +110,7 @@ def test_each_length_is_loaded_once(name):
         names.add("KV_START")
     few = wanted.requests <= 32
     check(render_serving(wanted, config, DEVICE, name), DEVICE, 32 * config.num_warps, names, few)
-    if config.combine == "launch":
+    if config.merges_apart:
         combine = render_serving_combine(wanted, config, DEVICE)
         check(combine, DEVICE, 128, names, few)
 

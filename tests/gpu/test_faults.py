@@ -22,12 +22,19 @@ from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
 from tests.support import assert_accurate, inputs
 
 pytestmark = pytest.mark.gpu
+HOPPER = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="the template is for sm_90",
+)
 BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
 HEADS, KEYS, PAGE = (32, 8), 8192, 16
 SHAPE = {"kv_len": KEYS, "heads": HEADS, "head_dim": 128, "page_size": PAGE}
 LAST, LAUNCH = (ServingConfig(16, 64, 4, 3, combine=combine) for combine in ("last", "launch"))
 AWAIT = ServingConfig(8, 128, 4, 1, 2, combine="await", split_policy="heads")
 MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
+PAIR = ServingConfig(64, 64, 8, 4, 1, combine="launch", split_policy="whole")
+ONE = replace(PAIR, num_warps=4, num_stages=3)
+DEPENDENT = ServingConfig(64, 64, 4, 3, combine="dependent")
 FAR = 1e30  # of the memory around the cache: a value of it would show in any output
 
 
@@ -83,8 +90,26 @@ def run_disturbed(plan, cache, page):
         (LAST, 64, {"mask_mod": sliding_window(700)}),
         (LAST, 8, {}),
         (LAUNCH, 1, {}),
+        (DEPENDENT, 16, {}),
+        (DEPENDENT, 1, {}),
+        pytest.param(PAIR, 16, {}, marks=HOPPER),
+        pytest.param(PAIR, 1, {}, marks=HOPPER),
+        pytest.param(PAIR, 64, {"mask_mod": sliding_window(700)}, marks=HOPPER),
+        pytest.param(ONE, 64, {}, marks=HOPPER),
     ],
-    ids=["last", "launch", "window", "8 requests", "1 request"],
+    ids=[
+        "last",
+        "launch",
+        "window",
+        "8 requests",
+        "1 request",
+        "dependent",
+        "dependent, 1 request",
+        "warp-specialised",
+        "warp-specialised, 1 request",
+        "warp-specialised, window",
+        "warp-specialised, one warpgroup",
+    ],
 )
 def test_lengths_and_tables_that_another_stream_changes_under_launches(config, B, mods):
     """Launches end, and read nothing outside of the cache; then a new plan is right."""
@@ -96,10 +121,7 @@ def test_lengths_and_tables_that_another_stream_changes_under_launches(config, B
     assert_right(run(plan_for(each, page=PAGE, config=config, **mods), each), each, **mods)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-    reason="the template is for sm_90",
-)
+@HOPPER
 @pytest.mark.parametrize(("B", "heads"), [(64, 16), (5, 128), (1, 16)])
 def test_lengths_that_another_stream_changes_under_latent_keys(B, heads):
     """Who loads keys and who multiplies them read them apart, and one waited for ever."""
@@ -210,7 +232,11 @@ def served(B, seed):
     return (q, tuple(pool)), {"seq_lens": lens, "block_table": table}
 
 
-@pytest.mark.parametrize("config", [LAST, LAUNCH, AWAIT], ids=["last", "launch", "await"])
+@pytest.mark.parametrize(
+    "config",
+    [LAST, LAUNCH, AWAIT, DEPENDENT, pytest.param(ONE, marks=HOPPER)],
+    ids=["last", "launch", "await", "dependent", "warp-specialised"],
+)
 def test_runs_on_two_streams_follow_one_another(config):
     """Workspace, counters and outputs are the plan's: side by side they would be mixed up."""
     B = 16

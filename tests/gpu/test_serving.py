@@ -59,7 +59,7 @@ def test_caches(page, layout, together):
     check(each, page=page, layout=layout, together=together)
 
 
-@pytest.mark.parametrize("combine", ["last", "launch"])
+@pytest.mark.parametrize("combine", ["last", "launch", "dependent"])
 @pytest.mark.parametrize(
     "numbers", [(16, 64, 4, 3, 1), (16, 128, 4, 2, 2), (64, 64, 4, 3, 1), (16, 32, 8, 3, 4, 3)]
 )

@@ -36,10 +36,17 @@ def test_caches(page, layout, together):
     check(batch([1] * 6, LENGTHS, 6, 2), page=page, layout=layout, together=together)
 
 
-@pairwise(per_sm=[1, 2, 7], least=[1, 3], combine=["last", "launch"])
+@pairwise(per_sm=[1, 2, 7], least=[1, 3], combine=["last", "launch", "dependent"])
 def test_pieces_of_any_size_merge(per_sm, least, combine):
     config = ServingConfig(16, 16, 4, 2, per_sm, least, combine)
     check(batch([2] * 6, LENGTHS, 10, 2), config=config, sinks=torch.randn(10))
+
+
+@pytest.mark.parametrize("D", [192, 256, 320])
+def test_few_parts_are_merged_by_columns(D):
+    """Those of a head dimension that is one power of two; others have columns of two sizes."""
+    config = ServingConfig(16, 16, 4, 2, 2, 1, "dependent")
+    check(batch([1], [300], 1, 1, D, dtype=torch.float16), config=config)
 
 
 @each_choice(group=[1, 3, 8, 40], dtype=DTYPES)

@@ -79,10 +79,17 @@ def case(
     return Case(plan, exact, each.q.unflatten(0, (count, q_len)), cache, call)
 
 
-@pairwise(walk=["program", "warp"], combine=["launch", "last"], prefix=[0, 8, 41], page=[0, 4])
+@pairwise(
+    walk=["program", "dependent", "warp"],
+    combine=["launch", "last"],
+    prefix=[0, 8, 41],
+    page=[0, 4],
+)
 def test_a_cascade_is_attention_over_prefix_and_own_keys(walk, combine, prefix, page):
     """Mods see positions in the whole request, in both passes."""
     about = {"config": LAUNCH, "D": 16, "dtype": torch.float32}
+    if walk == "dependent":
+        about["config"] = replace(LAUNCH, combine=walk)
     if walk == "warp":
         config = ServingConfig(8, 32, 2, 1, 2, 1, "await", "heads")
         about = {"config": config, "D": 64, "dtype": torch.float16}

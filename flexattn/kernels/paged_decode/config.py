@@ -24,7 +24,7 @@ MERGED = 2048
 COMBINE_WARPS = 4
 
 
-Combine: TypeAlias = Literal["last", "launch", "await"]
+Combine: TypeAlias = Literal["last", "launch", "dependent", "await"]
 SplitPolicy: TypeAlias = Literal["even", "whole", "heads", "round"]
 # What has a scale of its own, where more than a tensor or a head has.
 Scales: TypeAlias = Literal["", "page", "page_head", "token", "token_head"]
@@ -114,17 +114,19 @@ class ServingConfig:
     per_sm: programs for each SM; default 2. The grid is as many, whatever the batch.
     least: tiles that a program takes at least; default 1. More leave fewer parts to merge.
     split_policy: how tiles are shared out over the programs (split-KV), and with that which of
-    three kernels runs; default "even": all of the batch in equal shares, and the warps of a
+    the kernels runs; default "even": all of the batch in equal shares, and the warps of a
     program share each tile (paged_decode/program.py.jinja). "whole": the same, but shares that
-    hold nearly all tiles of the longest request hold all of them (paged_decode/mla.py.jinja).
+    hold nearly all tiles of the longest request hold all of them (paged_decode/mla.py.jinja, or
+    of K and V apart, of tiles of 64 rows and 64 keys, paged_decode/warp_specialized.py.jinja).
     With the others each warp has keys of a tile for itself (paged_decode/warp.py.jinja): "heads",
     the tiles of each KV head in equal shares over programs of its own, so that programs of all
     heads read the same pages at a time; "round", those of one request go round the programs,
     which then need not know its length.
     combine: who merges the parts of a row that several programs worked on. With "even": "last",
-    the default, the program that finishes last, or "launch", a second kernel (of a cascade's
-    prefix: the one that ends it). With "whole": "launch". With the others "await": the program
-    that has the tile's end waits for the words of those before it.
+    the default, the program that finishes last; "launch", a second kernel (of a cascade's
+    prefix: the one that ends it); or "dependent", a second kernel that begins while the first one
+    runs (programmatic dependent launch). With "whole": "launch", which is such a one. With the
+    others "await": the program that has the tile's end waits for the words of those before it.
     """
 
     BLOCK_M: int
@@ -142,9 +144,19 @@ class ServingConfig:
         return self.split_policy not in ("even", "whole")
 
     @property
-    def for_mla(self) -> bool:
-        """Whether a warp loads keys by TMA for two warpgroups that multiply them."""
+    def by_tma(self) -> bool:
+        """Whether a warp loads keys by TMA for warpgroups that multiply them."""
         return self.split_policy == "whole"
+
+    @property
+    def warp_specialized(self) -> bool:
+        """Whether it loads values apart from keys then."""
+        return self.by_tma and self.BLOCK_M == self.BLOCK_N == 64
+
+    @property
+    def for_mla(self) -> bool:
+        """Whether keys are values too."""
+        return self.by_tma and not self.warp_specialized
 
     @property
     def swap_ab(self) -> bool:
@@ -152,8 +164,20 @@ class ServingConfig:
         return self.for_mla and self.BLOCK_M < 64
 
     @property
+    def merges_apart(self) -> bool:
+        """Whether a second kernel merges parts."""
+        return self.combine in ("launch", "dependent")
+
+    @property
+    def dependent(self) -> bool:
+        """Whether it begins while the first one runs."""
+        return self.by_tma or self.combine == "dependent"
+
+    @property
     def template(self) -> str:
         """Which of the templates that is."""
+        if self.warp_specialized:
+            return "warp_specialized"
         if self.swap_ab:
             return "mla_swap_ab"
         return "mla" if self.for_mla else "warp" if self.warp_private else "program"
@@ -202,6 +226,10 @@ def serving_shared_memory(config: ServingConfig, form: ServingForm) -> int:
     """Bytes: the stages of K and V, and a query tile on its way to the matrix instruction."""
     if config.warp_private:
         return config.num_warps * config.BLOCK_M * (form.head_dim_v + 4) * 4
+    if config.warp_specialized:
+        queries = config.num_warps // 4 * config.BLOCK_M * form.head_dim_qk
+        tiles = config.num_stages * config.BLOCK_N * (form.head_dim_qk + form.head_dim_v)
+        return (queries + tiles) * SERVING_ITEMSIZE[form.kv_dtype]
     if config.swap_ab:
         columns = config.BLOCK_M * form.head_dim_qk + config.BLOCK_N * (
             config.num_stages * form.head_dim_v + 2 * (form.head_dim_qk - form.head_dim_v)

@@ -24,7 +24,7 @@ class _PagedDecode:
 
     def combine(self, form: ServingForm, config: ServingConfig, device: Device) -> Source | None:
         """The second kernel that merges, where the config has one."""
-        if config.combine != "launch" or form.prefix:
+        if not config.merges_apart or form.prefix:
             return None
         return render_serving_combine(form, config, device)
 

@@ -41,14 +41,18 @@ class MergeShape:
 def merge_shape(form: ServingForm, config: ServingConfig, device: Device) -> MergeShape:
     """At most MERGED values of rows and parts a warp; few work tiles are cut small for all SMs."""
     width = 1 << (padded(form.head_dim_v) - 1).bit_length()
-    held = MERGED * (COMBINE_WARPS if config.combine == "launch" else config.num_warps)
+    held = MERGED * (COMBINE_WARPS if config.merges_apart else config.num_warps)
+    if config.warp_specialized:
+        held //= 2  # it begins with the registers that two warpgroups leave
     filled = min(config.BLOCK_M, form.rows or config.BLOCK_M)
     rows = min(filled, max(1, held // (4 * width)))
     work_tiles = form.requests * -(-form.rows // config.BLOCK_M) * form.kv_heads
-    if not config.for_mla or form.ragged or work_tiles > config.programs(device):
+    if not config.dependent or form.ragged or work_tiles > config.programs(device):
         parts = max(1, min(32, held // (rows * width)))
         return MergeShape(rows, width, parts, config.BLOCK_M // rows, 1)
     columns, least = width, LEAST_COLUMNS // (2 if config.swap_ab else 1)
+    if form.head_dim_v != width:
+        least = width  # tiles of two sizes have no equal parts
     while work_tiles * (filled // rows) * (width // columns) < device.num_sms:
         if rows > 1:
             rows //= 2

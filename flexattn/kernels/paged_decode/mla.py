@@ -66,7 +66,7 @@ def mla_defaults(form: ServingForm) -> Iterator[ServingConfig]:
 
 def dialect(config: ServingConfig) -> Dialect:
     """The dialect of a config whose warps share each tile."""
-    if not config.for_mla:
+    if not config.by_tma:
         return TRITON
     return MLA_SWAP_AB if config.swap_ab else MLA
 
@@ -76,10 +76,10 @@ def registers(config: ServingConfig) -> int:
     return {16: 128, 32: 168}[config.BLOCK_M] if config.swap_ab else 0
 
 
-def described(form: ServingForm) -> Argument:
+def described(form: ServingForm, name: str) -> Argument:
     """The cache as a tensor descriptor [pages or requests, heads, keys, columns]."""
     block = [1, 1, box(form), ROPE]
-    return Argument("K", f"tensordesc<{signature_type(form.kv_dtype)}{block}>")
+    return Argument(name, f"tensordesc<{signature_type(form.kv_dtype)}{block}>")
 
 
 def box(form: ServingForm) -> int:
@@ -106,12 +106,23 @@ def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
 def mla_sizes(form: ServingForm, config: ServingConfig) -> dict[str, int]:
     """Constants of that kernel alone."""
     own = {"STAGES": config.num_stages} if config.swap_ab else {"FULL": 4, "SLACK": _SLACK}
+    found = work_tile_sizes(form)
+    keys, box_keys = found.pop("KEYS"), found.pop("BOX")
     return {
-        "KEYS": _KEYS,
+        "KEYS": keys,
         "HALF": LATENT // 2,
-        "BOX": box(form),
+        "BOX": box_keys,
         # Tiles that are held, or quarters of a tile, each of which arrives by itself.
         **own,
+        **found,
+    }
+
+
+def work_tile_sizes(form: ServingForm) -> dict[str, int]:
+    """Constants of all kernels whose loading warp tells the others of work tiles."""
+    return {
+        "KEYS": _KEYS,
+        "BOX": box(form),
         # Of a work tile, in shared memory; what its part is, if not its first or a later one.
         "SLOT_WORDS": 16,
         "SLOTS": 4,
@@ -122,20 +133,14 @@ def mla_sizes(form: ServingForm, config: ServingConfig) -> dict[str, int]:
 
 def mla_reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
     """Why a config of this kind cannot run for a form on a device; empty where it can."""
-    page, widths = form.page, (form.head_dim_qk, form.head_dim_v)
-    whole_boxes = page == 0 or (page >= LEAST_PAGE and page & (page - 1) == 0)
+    widths = form.head_dim_qk, form.head_dim_v
     numbers = config.BLOCK_M, config.BLOCK_N, config.num_warps, config.num_stages, config.per_sm
     rules = (
-        (device.capability == 90, "the MLA template is for sm_90"),
+        *by_tma_rules(form, device, "MLA"),
         (
             form.shared_kv and widths == (LATENT + ROPE, LATENT),
             f"the MLA template is for shared_kv with head dimensions {LATENT + ROPE} and {LATENT}",
         ),
-        (form.dtype == form.kv_dtype != "float32", "the MLA template multiplies 16 bits"),
-        (not form.scales, "the MLA template takes one scale of a cache, or one for each head"),
-        (whole_boxes, f"a page of the MLA template has {LEAST_PAGE}, 32, 64, 128 or 256 keys"),
-        (not form.prefix, "the MLA template takes no prefix that requests share"),
-        (form.aligned, "the copy engine reads what lies at multiples of 16 bytes"),
         (
             (numbers == (_ROWS, 2 * _KEYS, 4, 1, 1) or _swaps(config)) and config.least >= 1,
             f"the MLA template has BLOCK_M={_ROWS}, BLOCK_N={2 * _KEYS}, num_warps=4, "
@@ -145,6 +150,20 @@ def mla_reasons(config: ServingConfig, form: ServingForm, device: Device) -> lis
         (config.combine == "launch", "the MLA template leaves merges to a second kernel"),
     )
     return [said for holds, said in rules if not holds]
+
+
+def by_tma_rules(form: ServingForm, device: Device, name: str) -> tuple[tuple[bool, str], ...]:
+    """What a template whose loading warp copies boxes of 16 bits asks for, and its words."""
+    page = form.page
+    whole_boxes = page == 0 or (page >= LEAST_PAGE and page & (page - 1) == 0)
+    return (
+        (device.capability == 90, f"the {name} template is for sm_90"),
+        (form.dtype == form.kv_dtype != "float32", f"the {name} template multiplies 16 bits"),
+        (not form.scales, f"the {name} template takes one scale of a cache, or one for each head"),
+        (whole_boxes, f"a page of the {name} template has {LEAST_PAGE}, 32, 64, 128 or 256 keys"),
+        (not form.prefix, f"the {name} template takes no prefix that requests share"),
+        (form.aligned, "the copy engine reads what lies at multiples of 16 bytes"),
+    )
 
 
 def _swaps(config: ServingConfig) -> bool:

@@ -50,7 +50,7 @@ RULES: Rules[RuleCase] = Rules(
         ),
         Rule(
             "combine",
-            "combine={combine!r} is one of last, launch, await",
+            "combine={combine!r} is one of last, launch, dependent, await",
             lambda c: c.known_combine,
         ),
         Rule(

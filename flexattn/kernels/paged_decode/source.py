@@ -12,7 +12,7 @@ from flexattn.kernels.base.arguments import Argument, captured_arguments
 from flexattn.kernels.base.config import padded, pieces
 from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.base.source import BASE_2, Source
-from flexattn.kernels.paged_decode import mla
+from flexattn.kernels.paged_decode import mla, warp_specialized
 from flexattn.kernels.paged_decode.config import (
     COMBINE_WARPS,
     LINE,
@@ -50,17 +50,26 @@ def tied(form: ServingForm) -> bool:
     return len(v) == 1 and v[0][1] == pieces(form.head_dim_qk)[0][1]
 
 
+def stepped_axes(form: ServingForm, described: bool) -> str:
+    """Pages or requests, keys and heads, of which a kernel is told the strides of the cache.
+
+    A descriptor has them, but none of 0: a request whose keys are those of all is asked for.
+    """
+    if not described:
+        return "pnh"
+    return "" if form.page else "p"
+
+
 def serving_arguments(form: ServingForm, described: bool = False) -> tuple[Argument, ...]:
     """Arguments of the serving kernel, in order; None of them depends on a length.
 
-    described: K is a tensor descriptor, which has its strides.
+    described: K and V are tensor descriptors.
     """
     q, kv = signature_type(form.dtype), signature_type(form.kv_dtype)
     wide = 16 if form.aligned else 1
-    keys = mla.described(form) if described else Argument("K", f"*{kv}", wide)
-    found = [Argument("Q", f"*{q}", wide), keys]
-    if not tied(form):
-        found.append(Argument("V", f"*{kv}", wide))
+    found = [Argument("Q", f"*{q}", wide)]
+    for name in "K" if tied(form) else "KV":
+        found.append(mla.described(form, name) if described else Argument(name, f"*{kv}", wide))
     found += [*_written(form), *_described(form)]
     if form.page:
         found.append(Argument("TABLE", "*i32", 4))
@@ -72,8 +81,9 @@ def serving_arguments(form: ServingForm, described: bool = False) -> tuple[Argum
     q_step = 16 // SERVING_ITEMSIZE[form.dtype] if form.aligned else 1
     kv_step = 16 // SERVING_ITEMSIZE[form.kv_dtype] if form.aligned else 1
     found += [Argument(f"stride_q{axis}", "u32", q_step) for axis in "mh"]
-    for tensor in "" if described else "k" if tied(form) else "kv":
-        found += [Argument(f"stride_{tensor}{axis}", "u32", kv_step) for axis in "pnh"]
+    for tensor in "k" if tied(form) else "kv":
+        axes = stepped_axes(form, described)
+        found += [Argument(f"stride_{tensor}{axis}", "u32", kv_step) for axis in axes]
     if form.page:
         found += [Argument("stride_table", "i32"), Argument("num_pages", "i32")]
     if form.prefix:
@@ -135,6 +145,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         # Tall tiles have no registers for what the loop can compute again.
         "row_offsets_hoisted": config.BLOCK_M < 64 and (of_pages or not form.page),
         "last": config.combine == "last",
+        "launch_pdl": config.dependent and device.backend == "cuda",
         "late_sum": config.BLOCK_M <= 32,
         # A warp of its own reads in the layout of its scores, and has its next tile in registers.
         "mask_apart": late and config.warp_private,
@@ -151,15 +162,21 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         }
     if config.for_mla:
         context |= mla.context(form, config)
+    elif config.warp_specialized:
+        context |= warp_specialized.specialized_context(form, config)
     header = [title, f"config: {describe_serving(config)}"]
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:
             header.append(f"{name}: {rendering.expression_line(captures)}")
-    found = serving_arguments(form, config.for_mla)
-    if config.for_mla:
+    found = serving_arguments(form, config.by_tma)
+    if config.by_tma:
+        # Of the first warpgroup's warps, which start the others.
+        most = mla.registers(config)
+        if config.warp_specialized:
+            most = warp_specialized.specialized_registers(form, config)
         return rendering.make_source(
-            f"paged_decode/{config.template}.py.jinja", device, header, context, found,
-            config.num_warps, 1, "gluon", mla.registers(config),
+            f"paged_decode/{config.template}.py.jinja", device, header, context, found, 4, 1,
+            "gluon", most,
         )  # fmt: skip
     if config.warp_private:
         warp = rendering.make_source(
@@ -182,7 +199,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         **_shared(form, config, device, [mask] if mask is not None else [], TRITON, COMBINE_WARPS),
         "v_pieces": rendering.named_pieces("v", form.head_dim_v // shape.column_parts),
         "by_work_tile": shape.work_tiles > 0,
-        "launch_pdl": config.for_mla and device.backend == "cuda",
+        "launch_pdl": config.dependent and device.backend == "cuda",
         "widen": "",
         "prefetch": False,
         "predicated_loads": (),
@@ -192,6 +209,9 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         ("ROW_PARTS", shape.row_parts),
         *((("COLUMN_PARTS", shape.column_parts),) if shape.work_tiles else ()),
     )
+    most = 0
+    if config.warp_specialized:
+        most = warp_specialized.merge_registers(form, config, device)
     title = f"serving combine {form.dtype} D={form.head_dim_v} for {device.arch}"
     return rendering.make_source(
         "paged_decode/combine.py.jinja",
@@ -201,6 +221,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         _combine_arguments(form),
         COMBINE_WARPS,
         1,
+        registers=most,
     )
 
 
@@ -304,6 +325,8 @@ def _shared(
         settings |= warp_sizes(form, config, device)
     elif config.for_mla:
         settings |= mla.mla_sizes(form, config)
+    elif config.warp_specialized:
+        settings |= warp_specialized.specialized_sizes(form, config)
     settings |= scale_constants(form)
     if form.split_keys:
         settings |= {
@@ -318,7 +341,7 @@ def _shared(
         **rendering.mod_context([each.lines for each in used], device, dialect),
         "jit": "triton.jit",
         "warp_private": config.warp_private,
-        "whole_shares": config.for_mla,
+        "whole_shares": config.by_tma,
         "split_keys": form.split_keys,
         # What a batch's work is counted in.
         "unit": "SPLIT_KEYS" if form.split_keys else "BLOCK_N",

@@ -48,7 +48,11 @@ PROGRAMS_STATEMENT = Statement(
             Not(awaits),
             "parts are awaited where tiles are split by heads or round",
         ),
-        Inequality("combine", known_combine, "combine={combine!r} is one of last, launch, await"),
+        Inequality(
+            "combine",
+            known_combine,
+            "combine={combine!r} is one of last, launch, dependent, await",
+        ),
         _tile(BLOCK_M),
         _tile(BLOCK_N),
         Inequality(

@@ -34,8 +34,10 @@ def form(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16
         ({"B": 1, "mask": causal}, True, "heads", 8),
         ({"heads": (8, 1)}, True, "heads", 8),
         ({"q_len": 2}, True, "heads", 8),
-        ({"q_len": 4}, True, "heads", 16),
-        ({"q_len": 8}, False, "even", 32),
+        ({"q_len": 4}, False, "whole", 64),
+        ({"q_len": 4, "page": 8}, True, "heads", 16),
+        ({"q_len": 8}, False, "whole", 64),
+        ({"q_len": 8, "page": 8}, False, "even", 32),
         ({"total_q": 512}, False, "even", 64),
         ({"kv": torch.float8_e4m3fn}, True, "heads", 8),
         ({"kv": torch.float32}, False, "even", 16),
@@ -56,7 +58,7 @@ def form(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16
         ({"heads": (204, 204)}, False, "even", 16),
     ],
     # A function's name holds its address: two workers would collect different tests.
-    ids=range(24),
+    ids=range(26),
 )
 def test_the_default(about, warp_private, split_policy, rows):
     found = next(serving_candidates(form(**about), H200))
@@ -87,12 +89,16 @@ def test_heads_that_leave_programs_idle_have_twice_as_many(heads, programs):
     ],
 )
 def test_many_rows_take_short_tiles_while_l2_holds_their_keys(B, heads, D, keys, tile, per_sm):
-    """Measured, 16 rows and 64: 15.7 us of 20.0, 25.2 of 23.7, 19.8 of 27.7, 37.3 of 33.6."""
-    about = form(B=B, heads=heads, D=(D, D), keys=keys)
+    """Measured, 16 rows and 64: 15.7 us of 20.0, 25.2 of 23.7, 19.8 of 27.7, 37.3 of 33.6.
+
+    Of 128 columns that is so where pages are too small for copies of boxes.
+    """
+    page = 16 if D == 64 else 8
+    about = form(B=B, heads=heads, D=(D, D), keys=keys, page=page)
     found = next(serving_candidates(about, H200))
     assert ((found.BLOCK_M, found.BLOCK_N), found.per_sm) == (tile, per_sm)
     assert found.warp_private is (tile[0] == 16)
-    masked = form(B=B, heads=heads, D=(D, D), keys=keys, mask=causal)
+    masked = form(B=B, heads=heads, D=(D, D), keys=keys, page=page, mask=causal)
     assert not next(serving_candidates(masked, H200)).warp_private, "nobody timed it"
 
 
