@@ -41,7 +41,7 @@ from flexattn.runtime.launch import (
     rest_values,
     strides_like,
 )
-from flexattn.runtime.trimmed_runs import M_RUNS, TrimmedRuns
+from flexattn.runtime.trimmed_runs import TRIMMED, TrimmedRuns
 
 _TILES = ("Q_TILES", "DO_TILES", "K_TILES", "V_TILES")
 _GIVEN = (
@@ -237,7 +237,7 @@ def prepare_backward(
         **family.bind(problem, config, grid),
     }  # fmt: skip
     names = {each.name: each for each in choice.source.arguments}
-    runs = not names.keys().isdisjoint(("KV_RUNS", "Q_RUNS", M_RUNS))
+    runs = not names.keys().isdisjoint(("KV_RUNS", "Q_RUNS", TRIMMED))
     deterministic = "Q_ORDER" in names
     if lists is not None:
         fixed |= _mask_strides(lists, runs, deterministic)
@@ -256,7 +256,7 @@ def prepare_backward(
         assert lists is not None
         trimmed = TrimmedRuns.of(problem, grid, lists)
         fixed |= trimmed.told
-        around = around._replace(scratch=(*around.scratch, (M_RUNS, trimmed.shape)))
+        around = around._replace(scratch=(*around.scratch, (TRIMMED, trimmed.shape)))
     given = (
         *_GIVEN,
         *(name for name, _ in around.scratch),

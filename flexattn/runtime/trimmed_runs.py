@@ -9,7 +9,7 @@ from flexattn.mods.expr import walk
 from flexattn.problem import Problem
 from flexattn.runtime.key_lists import BothLists
 
-M_RUNS = "M_RUNS"
+TRIMMED = "M_RUNS"
 
 
 class TrimmedRuns(NamedTuple):
