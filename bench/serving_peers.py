@@ -204,7 +204,7 @@ def flashinfer(tensor_cores: bool) -> ServingPeer:
         indices = torch.cat([x.table[b, :count] for b, count in enumerate(counts)])
         indptr = torch.tensor([0, *counts]).cumsum(0).int()
         last = torch.tensor([(n - 1) % row.page + 1 for n in row.lens]).int()
-        buffer = torch.empty(256 << 20, dtype=torch.uint8, device=x.q.device)
+        buffer = torch.empty(1 << 30, dtype=torch.uint8, device=x.q.device)
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             buffer, "NHD", use_tensor_cores=tensor_cores
         )
@@ -239,7 +239,7 @@ def flashinfer_cascade(x: Served) -> Callable[[], Tensor] | Refusal:
         full = torch.full((nodes,), (keys - 1) % row.page + 1, dtype=torch.int32)
         last.append(full.to(x.q.device))
         column += pages
-    buffer = torch.empty(256 << 20, dtype=torch.uint8, device=x.q.device)
+    buffer = torch.empty(1 << 30, dtype=torch.uint8, device=x.q.device)
     wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(len(levels), buffer, "NHD")
     wrapper.plan(
         queries, indptr, indices, last, row.hq, row.hkv, row.d, row.page, q_data_type=x.q.dtype,

@@ -16,7 +16,7 @@ from flexattn.kernels.hopper_backward.source import render_trim
 from flexattn.mods import bind
 from flexattn.runtime.build import builder
 from flexattn.runtime.key_lists import BothLists
-from flexattn.runtime.trimmed_runs import M_RUNS, TrimmedRuns
+from flexattn.runtime.trimmed_runs import TRIMMED, TrimmedRuns
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 H200, CPU = named("nvidia-h200"), detect(torch.device("cpu"))
@@ -63,7 +63,7 @@ def test_runs_end_where_the_mask_keeps_something(name, tile):
     assert runs is not None
     found = torch.full(trimmed.shape, -7, dtype=torch.int32)
     fixed = {
-        "Q_RUNS": runs, M_RUNS: found, "num_tiles": tiles, "q_len": ROWS, "kv_len": KEYS,
+        "Q_RUNS": runs, TRIMMED: found, "num_tiles": tiles, "q_len": ROWS, "kv_len": KEYS,
         "stride_q_mask_b": runs.shape[1] * runs.shape[2], "stride_q_mask_h": runs.shape[2],
         **trimmed.told, **captured_values(problem.structure.mask, bound),
     }  # fmt: skip
