@@ -161,6 +161,8 @@ def _ms_a_token(model: Any, row: GenerationRow, given: tuple[Tensor, Tensor]) ->
 
 def measure(row: GenerationRow, rounds: int) -> RowResult:
     """Ours and the rival in turns, on one model's weights."""
+    # Rows share what is compiled in transformers: past the limit of its variants all run eagerly.
+    torch.compiler.reset()
     given, logits, ms = _prompts(row), {}, {}
     exact, tokens = _exact(row, given)
     models = {}
