@@ -137,8 +137,7 @@ def _prepared(
             torch.cuda.synchronize()
         return trained, run
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        return Refusal(f"{type(error).__name__}: {lines[0] if lines else ''}")
+        return Refusal.of(error)
 
 
 def peak(trained: Trained, call: Differentiated) -> int:

@@ -120,9 +120,8 @@ def _prepared(peer: Peer, inputs: Inputs) -> Callable[[], Tensor] | Refusal:
             if inputs.q.is_cuda:
                 torch.cuda.synchronize()
         return call
-    except Exception as e:
-        lines = str(e).strip().splitlines()
-        return Refusal(f"{type(e).__name__}: {lines[0] if lines else ''}")
+    except Exception as error:
+        return Refusal.of(error)
 
 
 def _poison(like: Tensor) -> None:

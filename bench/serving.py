@@ -92,7 +92,7 @@ def run_row(
                 call = peer(x)
                 out = None if isinstance(call, Refusal) else call()
             except Exception as error:
-                call = Refusal(f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}")
+                call = Refusal.of(error)
             if isinstance(call, Refusal):
                 refused[name] = call.reason
                 continue

@@ -234,8 +234,7 @@ def _prepared(
     except Late:
         return Refusal(f"not compiled within {limit:g} s")
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        return Refusal(f"{type(error).__name__}: {lines[0] if lines else ''}")
+        return Refusal.of(error)
     print(f"{name}: four steps, compiled, in {time.perf_counter() - begin:.0f} s", flush=True)
     return step, first
 
