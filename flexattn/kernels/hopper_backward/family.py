@@ -126,6 +126,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
             deterministic=True,
             waves=1,
             persistent=False,
+            dp_rs=False,
             trimmed=False,
             remat=True,
             by_product=False,
