@@ -105,6 +105,33 @@ def plan_for(each, *, page=0, ragged=False, config=None, **options):
     )
 
 
+def run_behind_prefix(plan, each, starts):
+    """The second pass of a cascade over pages of 64: (out, lse) [B, Hq, …] of one query each."""
+    cache, table = poisoned_pages(each, 64)
+    start = each.numbers(starts)
+    out, lse = plan.run(
+        each.q[:, None], cache, block_table=table, kv_start=start,
+        seq_lens=start + each.numbers(each.kv_lens),
+    )  # fmt: skip
+    return out[:, 0], lse[:, 0]
+
+
+def assert_right_of_shared_keys(plan, each, shared):
+    """A contiguous cache whose requests share K, V or both, by a stride of 0."""
+    (_, heads, D), B = each.k[0].shape, len(each.kv_lens)
+    cache = [
+        torch.randn(B, max(each.kv_lens), heads, D, device=each.q.device).to(each.q.dtype)
+        for _ in "KV"
+    ]
+    cache = [
+        x[:1].expand(B, -1, -1, -1) if name in shared else x
+        for name, x in zip("KV", cache, strict=True)
+    ]
+    k, v = ([x[b, :n] for b, n in enumerate(each.kv_lens)] for x in cache)
+    out, lse = plan.run(each.q[:, None], tuple(cache), seq_lens=each.numbers(each.kv_lens))
+    assert_right((out[:, 0], lse[:, 0]), replace(each, k=k, v=v))
+
+
 def run(plan, each, *, layout="NHD", together=False, **call):
     """(out, lse) of a plan as [rows, Hq, Dv] and [rows, Hq]."""
     page = plan.maxima.page

@@ -7,6 +7,7 @@ import functools
 import math
 from collections import Counter
 
+import pytest
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +22,11 @@ from flexattn.reference import Precision, Reference, attention
 PREFILL, DECODE = {"BACKEND": "TRITON"}, {"BACKEND": "TRITON_DECODE"}
 KINDS = {"prefill": PREFILL, "decode": DECODE}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+ON_SM_90 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="the template is for sm_90",
+)
 
 
 def inputs(

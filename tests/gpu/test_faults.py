@@ -19,13 +19,9 @@ from flexattn.serving import CascadePlan, DecodePlan, ServingConfig, flex_decode
 from flexattn.settings import override
 from tests.gpu.faults import little_memory
 from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
-from tests.support import assert_accurate, inputs
+from tests.support import ON_SM_90, assert_accurate, inputs
 
 pytestmark = pytest.mark.gpu
-HOPPER = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-    reason="the template is for sm_90",
-)
 BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
 HEADS, KEYS, PAGE = (32, 8), 8192, 16
 SHAPE = {"kv_len": KEYS, "heads": HEADS, "head_dim": 128, "page_size": PAGE}
@@ -92,10 +88,10 @@ def run_disturbed(plan, cache, page):
         (LAUNCH, 1, {}),
         (DEPENDENT, 16, {}),
         (DEPENDENT, 1, {}),
-        pytest.param(PAIR, 16, {}, marks=HOPPER),
-        pytest.param(PAIR, 1, {}, marks=HOPPER),
-        pytest.param(PAIR, 64, {"mask_mod": sliding_window(700)}, marks=HOPPER),
-        pytest.param(ONE, 64, {}, marks=HOPPER),
+        pytest.param(PAIR, 16, {}, marks=ON_SM_90),
+        pytest.param(PAIR, 1, {}, marks=ON_SM_90),
+        pytest.param(PAIR, 64, {"mask_mod": sliding_window(700)}, marks=ON_SM_90),
+        pytest.param(ONE, 64, {}, marks=ON_SM_90),
     ],
     ids=[
         "last",
@@ -121,7 +117,7 @@ def test_lengths_and_tables_that_another_stream_changes_under_launches(config, B
     assert_right(run(plan_for(each, page=PAGE, config=config, **mods), each), each, **mods)
 
 
-@HOPPER
+@ON_SM_90
 @pytest.mark.parametrize(("B", "heads"), [(64, 16), (5, 128), (1, 16)])
 def test_lengths_that_another_stream_changes_under_latent_keys(B, heads):
     """Who loads keys and who multiplies them read them apart, and one waited for ever."""
@@ -234,7 +230,7 @@ def served(B, seed):
 
 @pytest.mark.parametrize(
     "config",
-    [LAST, LAUNCH, AWAIT, DEPENDENT, pytest.param(ONE, marks=HOPPER)],
+    [LAST, LAUNCH, AWAIT, DEPENDENT, pytest.param(ONE, marks=ON_SM_90)],
     ids=["last", "launch", "await", "dependent", "warp-specialised"],
 )
 def test_runs_on_two_streams_follow_one_another(config):

@@ -9,15 +9,9 @@ from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.serving import ServingConfig
 from tests.odd_mods import checkerboard
 from tests.serving import assert_right, batch, plan_for, run
+from tests.support import ON_SM_90
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-        reason="the template is for sm_90",
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned"), ON_SM_90]
 MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
 FEW = replace(MLA, BLOCK_M=16, BLOCK_N=64, num_stages=3)
 TWO = replace(FEW, num_stages=2)

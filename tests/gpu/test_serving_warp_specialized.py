@@ -8,16 +8,10 @@ import torch
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.serving import ServingConfig
 from tests.odd_mods import checkerboard
-from tests.serving import assert_right, batch, plan_for, run
+from tests.serving import assert_right, assert_right_of_shared_keys, batch, plan_for, run
+from tests.support import ON_SM_90
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-        reason="the template is for sm_90",
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned"), ON_SM_90]
 # Two warpgroups, and one.
 PAIR = ServingConfig(64, 64, 8, 4, 1, combine="launch", split_policy="whole")
 ONE = replace(PAIR, num_warps=4)
@@ -101,14 +95,7 @@ def test_keys_that_all_requests_share(shared):
     """By a stride of 0, which no descriptor has."""
     each = batch([1] * 7, LENGTHS, 48, 1, 128, dtype=torch.bfloat16, device="cuda")
     plan = plan_for(each)
-    cache = [torch.randn(7, max(LENGTHS), 1, 128, device="cuda").bfloat16() for _ in "KV"]
-    cache = [
-        x[:1].expand(7, -1, -1, -1) if name in shared else x
-        for name, x in zip("KV", cache, strict=True)
-    ]
-    k, v = ([x[b, :n] for b, n in enumerate(each.kv_lens)] for x in cache)
-    out, lse = plan.run(each.q[:, None], tuple(cache), seq_lens=each.numbers(each.kv_lens))
-    assert_right((out[:, 0], lse[:, 0]), replace(each, k=k, v=v))
+    assert_right_of_shared_keys(plan, each, shared)
 
 
 def test_chunks_of_prefill():

@@ -11,7 +11,7 @@ from flexattn.kernels.paged_decode.awaiting import UNWRITTEN
 from flexattn.kernels.paged_decode.config import ServingConfig
 from tests.emulated_plan import Changing, Emulated, emulate
 from tests.odd_mods import checkerboard
-from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
+from tests.serving import assert_right, batch, plan_for, run, run_behind_prefix
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
@@ -149,13 +149,7 @@ def test_keys_behind_a_prefix(config, programs):
     each = requests([270, 65])
     each = replace(each, v=[x[..., :512] for x in each.k])
     plan = plan_for(each, page=64, config=config, shared_kv=True, offset=True)
-    cache, table = poisoned_pages(each, 64)
-    start = each.numbers([1000, 3])
-    out, lse = plan.run(
-        each.q[:, None], cache, block_table=table, kv_start=start,
-        seq_lens=start + each.numbers(each.kv_lens),
-    )  # fmt: skip
-    assert_right((out[:, 0], lse[:, 0]), each)
+    assert_right(run_behind_prefix(plan, each, [1000, 3]), each)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN")

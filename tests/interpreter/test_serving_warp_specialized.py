@@ -10,7 +10,14 @@ from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.errors import InputError
 from flexattn.kernels.paged_decode.config import ServingConfig
 from tests.emulated_plan import Changing, Emulated, emulate
-from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
+from tests.serving import (
+    assert_right,
+    assert_right_of_shared_keys,
+    batch,
+    plan_for,
+    run,
+    run_behind_prefix,
+)
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 # Two warpgroups, and one.
@@ -143,13 +150,7 @@ def test_keys_behind_a_prefix(config, programs):
     programs(3)
     each = requests([270, 65])
     plan = plan_for(each, page=64, config=config, offset=True)
-    cache, table = poisoned_pages(each, 64)
-    start = each.numbers([1000, 3])
-    out, lse = plan.run(
-        each.q[:, None], cache, block_table=table, kv_start=start,
-        seq_lens=start + each.numbers(each.kv_lens),
-    )  # fmt: skip
-    assert_right((out[:, 0], lse[:, 0]), each)
+    assert_right(run_behind_prefix(plan, each, [1000, 3]), each)
 
 
 @pytest.mark.parametrize("shared", ["K", "V", "KV"])
@@ -158,14 +159,7 @@ def test_keys_that_all_requests_share(shared, programs):
     programs(3)
     each = requests([211, 130])
     plan = plan_for(each, config=ONE)
-    cache = [torch.randn(2, 211, 1, 64).to(torch.bfloat16) for _ in "KV"]
-    cache = [
-        x[:1].expand(2, -1, -1, -1) if name in shared else x
-        for name, x in zip("KV", cache, strict=True)
-    ]
-    k, v = ([x[b, :n] for b, n in enumerate(each.kv_lens)] for x in cache)
-    out, lse = plan.run(each.q[:, None], tuple(cache), seq_lens=each.numbers(each.kv_lens))
-    assert_right((out[:, 0], lse[:, 0]), replace(each, k=k, v=v))
+    assert_right_of_shared_keys(plan, each, shared)
 
 
 def test_heads_that_share_values_by_a_stride_of_0(programs):
