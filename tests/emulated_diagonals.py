@@ -8,44 +8,72 @@ import numpy as np
 LANES = 32
 
 
-@lru_cache
-def keepers(keys, rows):
-    """Of each score of a tile the kept diagonal that it lies on, its place in [keys, rows // 2].
-
-    A thread's scores are of lane 4 r + c: keys r and r + 8 of a warp's 16, and of each 8 rows 2 c
-    and 2 c + 1. Even lanes keep diagonals of an even row less lane // 4, odd ones the others.
-    """
-    span = rows // 2 if keys == 64 else rows
-    place = {}
-    key, column = np.indices((keys, rows // 2))
+def lanes_of(shape):
+    """Of each place of a tile [keys, rows // 2] its lane, number and warp; a warp's rows."""
+    keys, half = shape
+    span = half if keys == 64 else 2 * half
+    key, column = np.indices(shape)
     number = column % 2 + key % 16 // 8 * 2 + column % (span // 2) // 8 * 4
     lane = key % 8 * 4 + column % 8 // 2
-    row = 8 * (number - 1 - lane % 2) + lane % 4 * 2 + lane % 2
-    for at in np.ndindex(key.shape):
-        if number[at] < span // 8 + 2:
-            warp = key[at] // 16, column[at] // (span // 2)
-            # As the row that the lane's first key has there, in its warp.
-            place[(*warp, lane[at], row[at] - lane[at] // 4)] = np.ravel_multi_index(at, key.shape)
+    warp = key // 16 + column // (span // 2) * (keys // 16)
+    return lane, number, warp, span
+
+
+@lru_cache
+def readers(keys, rows):
+    """Of each score of a tile the place in [keys, rows // 2] of what is read for its diagonal.
+
+    A thread's scores are of lane 4 r + c: keys r and r + 8 of a warp's 16, and of each 8 rows 2 c
+    and 2 c + 1. Even lanes read diagonals of an even row less lane // 4, odd ones the others.
+    """
+    lane, number, warp, span = lanes_of((keys, rows // 2))
+    own = (2 * (lane % 4) + lane % 2 - lane // 4) % 8
+    place = {
+        (warp[at], lane[at], 8 * number[at] - 16 + own[at]): np.ravel_multi_index(at, lane.shape)
+        for at in np.ndindex(lane.shape)
+        if number[at] < span // 8 + 2
+    }
     found = np.zeros((keys, rows), np.int64)
     for at in np.ndindex(keys, rows):
         k, q = at
-        own = k % 8 * 4 + q % 8 // 2
-        other = (own + (9 if own % 2 == 0 else -9)) % LANES
-        diagonal = q % span - k % 16
-        kept = [place.get((k // 16, q // span, lane, diagonal)) for lane in (own, other)]
+        mine = k % 8 * 4 + q % 8 // 2
+        other = (mine + (9 if mine % 2 == 0 else -9)) % LANES
+        warp_at = k // 16 + q // span * (keys // 16)
+        kept = [place.get((warp_at, x, q % span - k % 16)) for x in (mine, other)]
         (found[at],) = (each for each in kept if each is not None)
     return found
 
 
-def broadcast_diagonals(read):
+@lru_cache
+def adders(keys, rows):
+    """Of each score of a tile the place in [keys, rows // 2] of the sum that it goes into."""
+    lane, number, warp, span = lanes_of((keys, rows // 2))
+    own = (2 * (lane % 4) + lane % 2 - lane // 4) % 8
+    halves = span // 16 + 1
+    quarters = (halves + 1) // 2
+    high, odd = lane % 4 // 2, lane % 2
+    kept = number < np.where(odd, halves - quarters, quarters)
+    eight = number + high * halves + odd * quarters
+    place = {
+        (warp[at], 8 * eight[at] - 16 + own[at]): np.ravel_multi_index(at, lane.shape)
+        for at in np.ndindex(lane.shape)
+        if kept[at]
+    }
+    assert len(place) == kept.sum()
+    k, q = np.indices((keys, rows))
+    warp_at = k // 16 + q // span * (keys // 16)
+    return np.vectorize(lambda *at: place[at])(warp_at, q % span - k % 16)
+
+
+def broadcast_diagonals(read, pointer=None):
     keys, half = read.shape
-    return np.asarray(read).reshape(-1)[keepers(keys, 2 * half)].view(type(read))
+    return np.asarray(read).reshape(-1)[readers(keys, 2 * half)].view(type(read))
 
 
 def reduce_diagonals(values):
     keys, rows = values.shape
     found = np.zeros(keys * rows // 2, np.float32)
-    np.add.at(found, keepers(keys, rows), np.asarray(values))
+    np.add.at(found, adders(keys, rows), np.asarray(values))
     return found.reshape(keys, rows // 2).view(type(values))
 
 
@@ -77,6 +105,8 @@ def lanes_run(text, given):
         names[to.strip()] = {
             "mov": lambda a=a: a.copy(),
             "add": lambda a=a, rest=rest: a + rest[0],
+            "sub": lambda a=a, rest=rest: a - rest[0],
+            "xor": lambda a=a, rest=rest: a ^ rest[0],
             "and": lambda a=a, rest=rest: a & rest[0],
             "shr": lambda a=a, rest=rest: a >> rest[0],
             "setp.ne": lambda a=a, rest=rest: a != rest[0],

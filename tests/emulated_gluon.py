@@ -352,6 +352,8 @@ def _assembly(block):
         "fast_tanh": np.tanh,
         "broadcast_diagonals": broadcast_diagonals,
         "reduce_diagonals": reduce_diagonals,
+        "read_where": lambda place, kept: _load(place, mask=kept),
+        "add_where": lambda place, value, kept: block.count(place, value, mask=kept),
         "philox": _philox,
         "kept_pair": _kept_pair,
         "unsigned": lambda p: np.abs(p),

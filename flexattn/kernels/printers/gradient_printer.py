@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flexattn.kernels.base.dialect import Dialect, TensorForm
-from flexattn.kernels.printers.diagonals import DiagonalPrinter, on_diagonals
+from flexattn.kernels.printers.diagonals import SUMS, Along, DiagonalPrinter, on_diagonals
 from flexattn.kernels.printers.triton_printer import (
     TILE,
     MultiPrinter,
@@ -108,7 +108,7 @@ def print_gradient(
     )
     steps = [line for slot in sorted({int(each.load.value or 0) for each in found.loads})
              for line in _steps(slot, captures.mod.buffers[slot].rank)]  # fmt: skip
-    hoisted = (*printed.hoisted, *steps)
+    hoisted = (*printer.hoisted, *steps)
     return PrintedGradient(hoisted, printed.early, printed.body, result, factor, scatters)
 
 
@@ -191,8 +191,11 @@ class _Scatter:
         self.number = number
         self.sum = f"{self.base}_sum{number}"
         self.along = None
-        self.over_warps = printer.dialect.gluon
-        if diagonals and not self.over_warps and self.row and self.key and on_diagonals(each.load):
+        self.warps = None
+        if isinstance(printer, DiagonalPrinter):
+            self.warps = printer.along(each.load, f"{self.base}_added{number}", SUMS)
+            self.places = self.warps.places
+        if diagonals and self.warps is None and self.row and self.key and on_diagonals(each.load):
             self.along = _along_diagonals(printer, each.load, f"{self.base}_along{number}")
 
     def run(self, found: Derivatives) -> Scatter:
@@ -200,8 +203,8 @@ class _Scatter:
         each = f"ds * {self.factor}" if self.factor else "ds"
         # A derivative may be no number where a weight is 0.
         each = f"{self.tl}.where(p == 0.0, 0.0, {each})" if self.factor else each
-        if self.over_warps:
-            return self._over_warps(each)
+        if self.warps is not None:
+            return self._over_warps(each, self.warps)
         if not found.summed((self.slot,)):
             own = ("rows[:, None]", "(offs_n < end_n)[None, :]")
             return Scatter((), (f"{self.sum} = {each}", *self._add(*own, by="store")), ())
@@ -243,10 +246,14 @@ class _Scatter:
         ]  # fmt: skip
         return Scatter((), (*lines, *(f"    {line}" for line in inner)), ())
 
-    def _over_warps(self, each: str) -> Scatter:
-        """One addition for each diagonal that two lanes have of a warp's part of a tile."""
+    def _over_warps(self, each: str, along: Along) -> Scatter:
+        """One addition for each diagonal of a warp's part of a tile."""
         values = f"{self.base}_ds{self.number}"
-        lines = (f"{self.sum} = reduce_diagonals({values})", *self._add(f"({self.sum} != 0.0)"))
+        steps = [f"{self.base}_step{dim}" for dim in range(len(self.places) - 1)]
+        place = along.place(f"{self.base}_grad", steps)
+        inside = f"add_where({place}, {self.sum}, is_{SUMS})"
+        added = along.branches(inside, self._add(f"({self.sum} != 0.0)", by="add_where"))
+        lines = (f"{self.sum} = reduce_diagonals({values})", *added)
         return Scatter((), (f"{values} = {each}",), lines)
 
     def _add(self, *kept: str, by: str = "atomic_add") -> tuple[str, ...]:
@@ -261,6 +268,8 @@ class _Scatter:
         lines = [f"{place} = {' + '.join([f'{self.base}_grad', *steps])}"]
         if checks:
             lines.append(f"{inside} = {self.logical('and', checks)}")
+        if by == "add_where":
+            return (*lines, f"{by}({place}, {self.sum}, {inside})")
         mask = f", mask={inside}" if checks else ""
         relaxed = ', sem="relaxed"' if by == "atomic_add" else ""
         return (*lines, f"{self.tl}.{by}({place}, {self.sum}{mask}{relaxed})")

@@ -340,16 +340,19 @@ class MultiPrinter:
             checks[True].append(self._name(within).text)
         address = " + ".join([base, *terms[key]])
         inside = self.logical("and", checks[key]) if checks[key] else ""
-        # No integer becomes a number of eight bits.
-        zero = "0.0" if buffer.dtype.startswith("float8") else "0"
-        checked = f", mask={inside}, other={zero}" if inside else ""
-        text = f"{self.tl}.load({address}{checked})"
-        if key and inside and self.traits.predicated_loads:
-            text = f"predicated_load_{buffer.dtype}({address}, {inside})"
-        loaded = _Value(text, buffer.dtype, row, key)
+        loaded = _Value(self._read(buffer.dtype, address, inside, key), buffer.dtype, row, key)
         # A mask_mod stands behind a condition already, and a value for every score comes alone.
         guarded = key and not row and self.mod.kind == "score"
         return self._guarded(loaded) if guarded else self._name(loaded)
+
+    def _read(self, dtype: str, address: str, inside: str, key: bool) -> str:
+        """What reads an address, 0 where it is not inside; "" is everywhere."""
+        if key and inside and self.traits.predicated_loads:
+            return f"predicated_load_{dtype}({address}, {inside})"
+        # No integer becomes a number of eight bits.
+        zero = "0.0" if dtype.startswith("float8") else "0"
+        checked = f", mask={inside}, other={zero}" if inside else ""
+        return f"{self.tl}.load({address}{checked})"
 
     def _places(self, node: Expr) -> list[tuple[_Value, str]]:
         """A load's indices, each with the text of whether it is inside."""

@@ -52,6 +52,11 @@ def distance(table):
     return relative_bias(table, 250)
 
 
+def at_edges(table):
+    # Tiles at both ends read outside: places before the first count from the end, as in torch.
+    return relative_bias(table, 100)
+
+
 def capped_before(table):
     bias = relative_bias(table, 250)
     return lambda score, *at: softcap(3.0)(bias(score, *at), *at) * 0.5
@@ -68,6 +73,7 @@ def last_of_few(table):
 
 SCORES = {
     "distance": (distance, (4, 500)),
+    "edges": (at_edges, (4, 310)),
     "capped": (capped_before, (4, 500)),
     "scaled": (scaled_by_distance, (4, 500)),
     "wrapped": (last_of_few, (4, 60)),
@@ -76,6 +82,8 @@ SCORES = {
 CASES = [
     ("distance", "plain", "full", (64, 128, 2), GQA),
     ("distance", "two buffers", "causal", (64, 128, 2), MHA),
+    ("edges", "two buffers", "full", (64, 128, 2), MHA),
+    ("edges", "plain", "causal", (64, 64, 2), GQA),
     ("capped", "dq_tma", "holes", (64, 128, 2), GQA),
     ("scaled", "halves", "window", (64, 128, 3), MHA),
     ("wrapped", "dk", "causal", (64, 64, 3), MHA),
