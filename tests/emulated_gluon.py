@@ -235,7 +235,7 @@ def _language(block):
     mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: None, init=lambda barrier, count: None,
         expect=lambda barrier, size: barrier.expect(size),
-        arrive=lambda barrier, count: barrier.expect(0, count),
+        arrive=lambda barrier, count, pred=True: barrier.expect(0, count) if pred else None,
         wait=lambda barrier, parity: barrier.wait(parity),
     )  # fmt: skip
     return {
@@ -346,8 +346,6 @@ def _assembly(block):
         ),
         "begin_store": lambda: None,
         "give_kept": lambda at: block.barrier(at).arrive(CONSUMERS),
-        "give_kept_if": lambda at, n: block.barrier(at).arrive(LOADER) if n > 0 else None,
-        "take_kept": lambda at: block.barrier(at).sync(CONSUMERS),
         "take_kept_if": lambda at, n: block.barrier(at).sync(LOADER) if n > 0 else None,
         "fast_tanh": np.tanh,
         "broadcast_diagonals": broadcast_diagonals,

@@ -56,9 +56,6 @@ KEYS_READ = 6
 # The flag of a tile of dQ that has sums. Before, it is 0, and 1 while the first block stores its
 # part.
 SUMMED = 2
-# The one at which the warps that draw what dropout keeps let the consumers go on, above those by
-# which Triton lets the warps of a partition meet; the other one, KEPT_READ, lies below FREE_Q.
-KEPT_DRAWN = 4
 # So many powers of 2 of a thread are made by one piece of assembly.
 POWERS_AT_ONCE = 8
 # A row of a tile is a key, and what is walked are queries: see OVER_ROWS of the gradient printer.
@@ -260,7 +257,7 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
     if structure.dropout:
         # Two words a thread.
         pairs, threads = rows * config.BLOCK_N // 64, 32 * _drawing_warps(config)
-        settings |= {"KEPT_DRAWN": KEPT_DRAWN, "KEPT_READ": free_q - 1}
+        settings["KEPT_READ"] = free_q - 1
         settings |= {"DRAWN_AT_ONCE": threads, "DRAWN_PARTS": pairs // threads}
     if sparsity is not None:
         settings |= _of_blocks(structure, config)
