@@ -17,6 +17,16 @@ def by_distance(table):
     return relative_bias(table, 700)
 
 
+def at_first(table):
+    """Tiles that begin before the table's first place: what is negative counts from its end."""
+    return relative_bias(table, 100)
+
+
+def at_last(table):
+    """The longest of the rows reads the table's last place, and its tile reads beyond."""
+    return relative_bias(table, 799)
+
+
 def capped(table):
     cap, bias = softcap(5.0), relative_bias(table, 700)
     return lambda score, *at: cap(bias(score, *at), *at)
@@ -53,7 +63,9 @@ def served_by(q, k, v, score_mod, mask_mod=None):
 
 
 @pytest.mark.parametrize("D", [64, 80, 128, 256])
-@pytest.mark.parametrize("make", [by_distance, capped, scaled, wrapped, buckets])
+@pytest.mark.parametrize(
+    "make", [by_distance, at_first, at_last, capped, scaled, wrapped, buckets]
+)
 def test_gradients(make, D):
     for heads, L, S, dtype in (
         ((2, 2), 512, 640, torch.bfloat16),
