@@ -255,9 +255,9 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
         if not config.deterministic:
             settings["SUMMED"] = SUMMED
     if structure.dropout:
+        settings["KEPT_READ"] = free_q - 1
         # Two words a thread.
         pairs, threads = rows * config.BLOCK_N // 64, 32 * _drawing_warps(config)
-        settings["KEPT_READ"] = free_q - 1
         settings |= {"DRAWN_AT_ONCE": threads, "DRAWN_PARTS": pairs // threads}
     if sparsity is not None:
         settings |= _of_blocks(structure, config)
