@@ -11,7 +11,7 @@ LIMITS = {
     "": 7296,
     "configs/nvidia-h200": 560,
     "configs/studies": 160,
-    "bench/results": 256,
+    "bench/results": 276,
     "notebooks": 260,
     "tests/golden/files": 300,
     "docs/pictures": 80,
