@@ -88,7 +88,7 @@ def test_heads_that_leave_programs_idle_have_twice_as_many(heads, programs):
     ],
 )
 def test_many_heads_of_many_requests_have_smaller_programs(heads, B, page, keys, per_sm):
-    """Each head has few: measured, 125.0 us of 127.8 (32 heads, 16 x 2k keys); not of fewer."""
+    """32 KV heads, 16 x 2k keys: measured, 125.0 us of 127.8. Fewer keep the larger ones."""
     found = next(serving_candidates(form(heads=heads, B=B, page=page), H200))
     assert (found.BLOCK_N, found.per_sm, found.split_policy) == (keys, per_sm, "heads")
 
