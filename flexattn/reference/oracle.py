@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ from flexattn.reference.saved import saved_softmax
 _SLICE_SCORES = 2**26
 _SLICE_KV = 2**27
 _HALVES = (torch.float16, torch.bfloat16)
+# Reentrant: a mod may call the oracle.
+_DEFAULT_DTYPE = threading.RLock()
 
 
 class Reference(NamedTuple):
@@ -100,14 +103,21 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 @contextlib.contextmanager
 def _float_of_indices(precision: Precision) -> Iterator[None]:
-    """An oracle in float64 also where a mod makes a float of an index, as in torch.log(q_idx)."""
-    default = torch.get_default_dtype()
-    if precision is Precision.ORACLE:
-        torch.set_default_dtype(torch.float64)
-    try:
+    """An oracle in float64 also where a mod makes a float of an index, as in torch.log(q_idx).
+
+    The default dtype is the whole process's, so oracles of several threads run one at a time: of
+    two at once the later one would read float64 as the default, and leave it to the process.
+    """
+    if precision is not Precision.ORACLE:
         yield
-    finally:
-        torch.set_default_dtype(default)
+        return
+    with _DEFAULT_DTYPE:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
 
 
 def _group(q: Tensor, k: Tensor) -> int:

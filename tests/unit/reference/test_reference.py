@@ -1,6 +1,7 @@
 """The oracle against torch's own eager flex_attention, and where it goes further than torch."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -267,6 +268,38 @@ def test_scores_reach_the_mod_in_working_precision():
     assert seen == {(torch.float64, torch.float64), (torch.float32, torch.float32)}
     assert torch.get_default_dtype() == torch.float32
     torch.testing.assert_close(got[2], attention(q, k, v))
+
+
+def test_oracles_of_two_threads_leave_the_default_dtype():
+    """The one that began second read float64 as the default, ended last, and left it behind: a
+    float32 model of the next test was made in float64."""
+    inside, second_inside, first_ended = (threading.Event() for _ in range(3))
+    q, k, v = inputs()
+
+    def first(score, b, h, q_idx, kv_idx):
+        inside.set()
+        second_inside.wait(0.3)  # in vain, now that the second waits for the first
+        return score
+
+    def second(score, b, h, q_idx, kv_idx):
+        second_inside.set()
+        first_ended.wait(5)
+        return score
+
+    def oracle(mod):
+        attention(q, k, v, score_mod=mod, precision=Precision.ORACLE)
+
+    threads = [threading.Thread(target=oracle, args=(mod,)) for mod in (first, second)]
+    try:
+        threads[0].start()
+        assert inside.wait(5)
+        threads[1].start()
+        threads[0].join()
+        first_ended.set()
+        threads[1].join()
+        assert torch.get_default_dtype() == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_tf32_keeps_ten_bits():
