@@ -33,7 +33,7 @@ _SLICE_SCORES = 2**26
 _SLICE_KV = 2**27
 _HALVES = (torch.float16, torch.bfloat16)
 # Reentrant: a mod may call the oracle.
-_DEFAULT_DTYPE = threading.RLock()
+_DEFAULT_DTYPE_LOCK = threading.RLock()
 
 
 class Reference(NamedTuple):
@@ -111,7 +111,7 @@ def _float_of_indices(precision: Precision) -> Iterator[None]:
     if precision is not Precision.ORACLE:
         yield
         return
-    with _DEFAULT_DTYPE:
+    with _DEFAULT_DTYPE_LOCK:
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:
