@@ -111,6 +111,7 @@ def render(
         "waits_meet": waits_meet(),
         "dk_rs": config.dk_rs and not config.split,
         "dp_rs": config.dp_rs and config.BLOCK_N == 128,
+        "v_half": config.dp_rs and config.BLOCK_N == 128 and columns(structure) == 128,
         "ex2_emulated": config.ex2_emulated,
         "of": POWERS_AT_ONCE,
         "shift_rows": config.shift_rows and sparsity is None and not config.deterministic,
