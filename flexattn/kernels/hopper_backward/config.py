@@ -60,11 +60,11 @@ class HopperBackwardConfig:
     an H100, 2 % faster in the best forms of 64 and 256.
     dk_rs: whether dK's product reads dS from registers (wgmma's RS form); default True. From
     shared memory it costs bandwidth, and spares the registers that the pipelined forms lack.
-    dp_rs: whether dP's product reads V from registers, which hold it for all tiles; default
-    False: from shared memory. Such a product then reads half as much there. For tiles of 128 keys
-    of 64 columns, which take 16 registers of each thread: beside persistent 2 to 3 % faster
-    without a mask on an H200; with a causal one ptxas spills, and at 128 columns, where it is
-    twice as many, serialises products.
+    dp_rs: whether dP's product reads 64 columns of V from registers, which hold them for all
+    tiles; default False: from shared memory. They take 16 registers of each thread. At 64 columns
+    such a product reads half as much of shared memory, at 128 three quarters: of all of V ptxas
+    would serialise products there. For tiles of 128 keys: beside persistent 2 to 3 % faster at 64
+    columns without a mask on an H200; with a causal one ptxas spills.
     ex2_emulated: powers of 2, of every 8, that are made by multiply-adds beside the unit for
     them, which makes 16 a clock (FlashAttention-4); default 0. Their relative error is 9e-5:
     P is rounded to 16 bits, with one of 2e-3 in bfloat16. Within 2 % of the default on an H100.

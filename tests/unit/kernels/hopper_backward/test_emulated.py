@@ -312,6 +312,20 @@ def test_gradients(name, mask, tile, heads, monkeypatch):
         torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("name", "mask"), [("held", "full"), ("persistent held", "causal")])
+def test_half_of_v_is_held(name, mask, monkeypatch):
+    """Of 128 columns registers have room for 64 of V, and dP is the sum of two products."""
+    config, widths = HopperBackwardConfig(64, 128, 2, **PIPELINES[name]), (120, 104)
+    torch.manual_seed(0)
+    q, dout = (torch.randn(1, 2, 210, d, dtype=torch.float64) for d in widths)
+    k, v = (torch.randn(1, 2, 200, d, dtype=torch.float64) for d in widths)
+    found, block_mask = gradients(config, q, k, v, dout, MASKS[mask], monkeypatch)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, _, _ = attention(q, k, v, block_mask=block_mask, scale=0.1)
+    for ours, wanted in zip(found, torch.autograd.grad(out, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("early", ["", "half", "all"])
 def test_scores_that_are_no_number_behind_the_last_row(early, monkeypatch):
     """Of the last tile's rows some are none: 0 / 0 there made all of dk and dv NaN."""
