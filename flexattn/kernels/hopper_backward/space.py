@@ -122,8 +122,11 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
         pipelines += [added, halves, replace(halves, ds_first=True)]
         stays = replace(added, persistent=True)
         pipelines += [stays, replace(stays, ds_first=True)]
-        if config.BLOCK_M == 128:
-            pipelines.append(replace(stays, ds_first=True, dp_rs=True))
+        pipelines.append(replace(stays, ds_first=True, dp_rs=config.BLOCK_N == 128))
+        if columns(structure) == 128:
+            # Beside 64 columns of V there are seldom registers for all of lse.
+            held = replace(added, ds_first=True, dp_rs=True)
+            pipelines += [held, replace(held, early_lse="half"), replace(held, dq_halves=True)]
     # Beside the scores of tall tiles dQ's product has no registers: ptxas waits for each.
     if config.BLOCK_M == 64:
         pipelines.append(replace(beside, pipelined="dq", remat=True))
