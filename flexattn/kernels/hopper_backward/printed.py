@@ -169,8 +169,16 @@ RULES: Rules[RuleCase] = Rules(
         ),
         Rule(
             "dq_halves",
-            "dq_halves takes dq_tma, and a second warp that neither adds in order nor draws",
-            lambda c: not c.dq_halves or (c.dq_tma and not c.deterministic and not c.drops),
+            "dq_halves takes dq_tma and a second warp, which in order adds every other tile, and"
+            " for which dropout leaves registers beside tiles of 64x128 alone",
+            lambda c: (
+                not c.dq_halves
+                or (
+                    c.dq_tma
+                    and not c.deterministic
+                    and (not c.drops or (c.BLOCK_M == 64 and c.BLOCK_N == 128))
+                )
+            ),
         ),
         Rule(
             "persistent",

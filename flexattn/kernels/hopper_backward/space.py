@@ -65,7 +65,7 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
 
 
 def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> HopperBackwardConfig:
-    """What is taken beside dq_tma, as measured on an H200; nothing with dropout and diagonals.
+    """What is taken beside dq_tma, as measured on an H200; nothing with diagonals.
 
     Where a block walks most rows of a head, without a mask and with a causal one, each warpgroup
     hands on its half of dQ by itself, and tiles behind a mask store dS first. At 64 columns
@@ -73,9 +73,19 @@ def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> Hoppe
     registers. Where a mask joins few rows to each key, as documents and windows do, blocks
     are persistent, more heads start side by side, and ends of runs that are blocks are trimmed:
     0.88 (documents) and 0.95 (a window) of the time.
+    With dropout tiles of 64 x 128 store dS first, and then have registers for lse. Tall ones have
+    none, nor has Triton 3.9's loop.
     """
-    if structure.dropout or reads_diagonals(structure):
+    if reads_diagonals(structure):
         return config
+    if structure.dropout:
+        if config.BLOCK_M == 128 or waits_meet():
+            return config
+        # Beside a list of blocks or a score_mod there are registers for the order alone.
+        bare = structure.score is None and (structure.sparsity is None or structure.sparsity.runs)
+        early = "all" if bare and config.mha else "half"
+        halves = bare and _walks_far(structure)
+        return replace(config, ds_first=True, dq_halves=halves, early_lse=early)
     plain = _few_registers(structure)
     if _walks_far(structure):
         tall = config.BLOCK_M == 128

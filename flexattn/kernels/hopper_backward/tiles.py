@@ -8,6 +8,7 @@ from flexattn.device import Device
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.tiles import Geometry, walks_runs
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
+from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.problem import Problem, Structure
 
 # One block fills an SM, of which a Hopper has 132 at most.
@@ -20,12 +21,13 @@ DETERMINISTIC_AT_ONCE = 4
 def at_sizes(config: HopperBackwardConfig, problem: Problem) -> HopperBackwardConfig:
     """The config in the form that a problem's heads and keys allow.
 
-    With dropout a block counts heads also where each key head has one: ptxas of Triton 3.9 then
-    keeps Philox's keys in uniform registers, and of 3.6 makes shorter loops of a causal mask.
+    With dropout a block of tall tiles, and every one of Triton 3.9, counts heads also where each
+    key head has one: ptxas then spills less.
     """
+    counts = problem.structure.dropout and (config.BLOCK_M == 128 or waits_meet())
     return replace(
         config,
-        mha=_shared_heads(problem) == 1 and not problem.structure.dropout,
+        mha=_shared_heads(problem) == 1 and not counts,
         even_n=problem.kv_len % config.BLOCK_N == 0,
     )
 

@@ -176,8 +176,16 @@ HOPPER_BACKWARD_STATEMENT = Statement(
         ),
         Inequality(
             "dq_halves",
-            Or(Not(dq_halves), And(dq_tma, Not(deterministic), Not(drops))),
-            "dq_halves takes dq_tma, and a second warp that neither adds in order nor draws",
+            Or(
+                Not(dq_halves),
+                And(
+                    dq_tma,
+                    Not(deterministic),
+                    Or(Not(drops), And(Eq(BLOCK_M, 64), Eq(BLOCK_N, 128))),
+                ),
+            ),
+            "dq_halves takes dq_tma and a second warp, which in order adds every other tile, and "
+            "for which dropout leaves registers beside tiles of 64x128 alone",
         ),
         Inequality(
             "persistent",

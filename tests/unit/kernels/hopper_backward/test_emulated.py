@@ -194,6 +194,13 @@ PIPELINES = {
     "halves": {"dq_tma": True, "dq_halves": True, "early_lse": "half"},
     "two buffers": {"dq_tma": True, "ds_stages": 2, "early_lse": "all"},
     "ds first": {"dq_tma": True, "ds_stages": 2, "ds_first": True, "early_lse": "half"},
+    "ds first halves": {
+        "dq_tma": True,
+        "dq_halves": True,
+        "ds_stages": 2,
+        "ds_first": True,
+        "early_lse": "all",
+    },
     "dq_tma dk": {"dq_tma": True, "pipelined": "dk"},
     "dk halves": {
         "dq_tma": True,
@@ -351,6 +358,9 @@ DROPPING = [
     ("dq", "holes", (64, 128, 2), GQA, 0.3),
     ("shifted dq", "full", (64, 128, 3), GQA, 0.3),
     ("dq_tma", "window", (64, 128, 2), MHA, 0.8),
+    ("halves", "full", (64, 128, 2), MHA, 0.3),
+    ("ds first halves", "causal", (64, 128, 2), MHA, 0.6),
+    ("ds first halves", "window", (64, 128, 2), GQA, 0.3),
     ("deterministic", "causal", (64, 64, 2), MHA, 0.3),
     ("deterministic dk", "holes", (64, 128, 2), GQA, 0.3),
 ]
