@@ -169,3 +169,11 @@ def test_lengths_that_change_under_a_launch(number, heads, config, programs, mon
     monkeypatch.undo()
     programs(number)
     check(each, config=config)
+
+
+def test_programs_that_merge_have_rows_one_after_another(programs):
+    """Four work tiles of 64 rows leave each of 16 programs four turns, of 33 rows fewer."""
+    programs(4)
+    for heads in (64, 33):
+        check(requests([700, 40, 500], heads))
+        check(requests([0, 900, 1], heads), mask_mod=sliding_window(300))

@@ -15,6 +15,9 @@ from flexattn.kernels.paged_decode.config import (
 
 # A part's columns that one program merges at least.
 LEAST_COLUMNS = 128
+# Programs of a launch for each SM at most. Where nobody left parts they end at once, and each wave
+# of them is a wait for lengths.
+_PROGRAMS_AN_SM = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class MergeShape:
 
     row_parts, column_parts: programs of a work tile. work_tiles: of the largest batch, each with
     programs of its own; 0 where each program that attends has them, for the work tile that it ends
-    in: there may be more work tiles than programs.
+    in: there may be more work tiles than programs. turns: how often a program merges rows.
     """
 
     rows: int
@@ -32,6 +35,7 @@ class MergeShape:
     row_parts: int
     column_parts: int
     work_tiles: int = 0
+    turns: int = 1
 
     def grid(self, programs: int) -> int:
         """Programs of the launch, where so many attend."""
@@ -61,4 +65,8 @@ def merge_shape(form: ServingForm, config: ServingConfig, device: Device) -> Mer
         else:
             break
     parts = min(128 if config.swap_ab else 64, held // (rows * columns))
-    return MergeShape(rows, columns, parts, -(-filled // rows), width // columns, work_tiles)
+    row_parts, column_parts, turns = -(-filled // rows), width // columns, 1
+    most = _PROGRAMS_AN_SM * device.num_sms
+    while row_parts > 1 and work_tiles * row_parts * column_parts > most:
+        row_parts, turns = -(-row_parts // 2), 2 * turns
+    return MergeShape(rows, columns, parts, row_parts, column_parts, work_tiles, turns)

@@ -199,6 +199,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         **_shared(form, config, device, [mask] if mask is not None else [], TRITON, COMBINE_WARPS),
         "v_pieces": rendering.named_pieces("v", form.head_dim_v // shape.column_parts),
         "by_work_tile": shape.work_tiles > 0,
+        "turns": shape.turns,
         "launch_pdl": config.dependent and device.backend == "cuda",
         "widen": "",
         "prefetch": False,

@@ -79,6 +79,8 @@ def test_all_sms_merge_the_parts_of_one_request():
     assert (few.rows, few.columns, few.parts, few.grid(132)) == (1, 64, 128, 128)
     many = merge_shape(form(heads=128), MLA, H200)
     assert many.work_tiles == 128 and many.columns == 512
+    # More programs than are there at once would make a launch without parts wait for each wave.
+    assert many.row_parts * many.turns * many.rows == 64 and many.grid(132) <= 4 * 132
     # More work tiles than programs: each program has the one that it ends in.
     for about in ({"B": 256}, {"total_q": 512}):
         shape = merge_shape(form(**about), MLA, H200)
