@@ -27,6 +27,7 @@ class MergeShape:
     row_parts, column_parts: programs of a work tile. work_tiles: of the largest batch, each with
     programs of its own; 0 where each program that attends has them, for the work tile that it ends
     in: there may be more work tiles than programs. turns: how often a program merges rows.
+    rehearsed: it goes through a turn that merges nothing before it waits for parts.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class MergeShape:
     column_parts: int
     work_tiles: int = 0
     turns: int = 1
+    rehearsed: bool = False
 
     def grid(self, programs: int) -> int:
         """Programs of the launch, where so many attend."""
@@ -64,9 +66,12 @@ def merge_shape(form: ServingForm, config: ServingConfig, device: Device) -> Mer
             columns //= 2
         else:
             break
+    if config.swap_ab and columns > least:
+        held //= 2  # weights take registers where threads have whole rows
     parts = min(128 if config.swap_ab else 64, held // (rows * columns))
     row_parts, column_parts, turns = -(-filled // rows), width // columns, 1
     most = _PROGRAMS_AN_SM * device.num_sms
     while row_parts > 1 and work_tiles * row_parts * column_parts > most:
         row_parts, turns = -(-row_parts // 2), 2 * turns
-    return MergeShape(rows, columns, parts, row_parts, column_parts, work_tiles, turns)
+    rehearsed = config.swap_ab and turns == 1
+    return MergeShape(rows, columns, parts, row_parts, column_parts, work_tiles, turns, rehearsed)

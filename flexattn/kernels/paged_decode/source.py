@@ -200,6 +200,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         "v_pieces": rendering.named_pieces("v", form.head_dim_v // shape.column_parts),
         "by_work_tile": shape.work_tiles > 0,
         "turns": shape.turns,
+        "rehearsed": shape.rehearsed,
         "launch_pdl": config.dependent and device.backend == "cuda",
         "widen": "",
         "prefetch": False,
@@ -210,7 +211,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         ("ROW_PARTS", shape.row_parts),
         *((("COLUMN_PARTS", shape.column_parts),) if shape.work_tiles else ()),
     )
-    most = 0
+    most = 128 if shape.rehearsed else 0  # two begin beside a program of the serving kernel
     if config.warp_specialized:
         most = warp_specialized.merge_registers(form, config, device)
     title = f"serving combine {form.dtype} D={form.head_dim_v} for {device.arch}"
