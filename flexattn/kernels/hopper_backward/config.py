@@ -63,14 +63,16 @@ class HopperBackwardConfig:
     dp_rs: whether dP's product reads 64 columns of V from registers, which hold them for all
     tiles; default False: from shared memory. They take 16 registers of each thread. At 64 columns
     such a product reads half as much of shared memory, at 128 three quarters: of all of V ptxas
-    would serialise products there. For tiles of 128 keys: beside persistent 2 to 3 % faster at 64
-    columns without a mask on an H200; with a causal one ptxas spills.
+    would serialise products there. For tiles of 128 keys, on an H200: beside persistent 2 to 3 %
+    faster at 64 columns without a mask; with a causal one ptxas spills. At 128 columns 3 to 5 %
+    faster beside ds_first and half of an early lse, and a tenth slower where mask_mods with more
+    to compare take the registers.
     ex2_emulated: powers of 2, of every 8, that are made by multiply-adds beside the unit for
     them, which makes 16 a clock (FlashAttention-4); default 0. Their relative error is 9e-5:
     P is rounded to 16 bits, with one of 2e-3 in bfloat16. Within 2 % of the default on an H100.
     shift_rows: whether the blocks of a head begin at different rows where no mask is; default
-    False. Those that run together then do not add to one tile of dQ at once: within 3 % of the
-    default on an H100, either way.
+    False. Those that run together then do not add to one tile of dQ at once: 2 % faster at 128
+    columns on an H200.
     lpt: whether the longest tiles of as many heads as fill the device start first (longest
     processing time first); default True. Else those of one head: the last wave of a causal mask
     then is longer by 2 to 3 %, by simulation.
@@ -99,8 +101,9 @@ class HopperBackwardConfig:
     dropout. Faster without a mask and with a causal one; in a window ptxas serialises products.
     ds_first: whether dS is stored before dV's product is issued, as in FlashAttention-4; default
     False: after. A store behind a product waits until the tensor cores have taken all of that. It
-    spares registers as well: 3 to 6 % faster in tiles of 128 rows, about 1 % at D 128 with a
-    causal mask and 1 % slower there without one, on an H200.
+    spares registers as well, on an H200: 3 to 6 % faster in tiles of 128 rows, and at D 128 1 %
+    with a causal mask, 1 to 2 % beside V in registers and a quarter with soft-capping; without
+    a mask and V in registers 1 % slower there.
     deterministic: whether the blocks of a head add to dQ in the order in which they start, a
     semaphore for each tile; default False: in any order. dQ then has the same bits in every run.
     It takes dq_tma: a warp waits for a block's turn, not the consumers.

@@ -68,11 +68,15 @@ def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> Hoppe
     """What is taken beside dq_tma, as measured on an H200; nothing with diagonals.
 
     Where a block walks most rows of a head, without a mask and with a causal one, each warpgroup
-    hands on its half of dQ by itself, and tiles behind a mask store dS first. At 64 columns
-    persistent blocks are faster than that: 0.92 to 0.98 of its time, without a mask with V in
-    registers. Where a mask joins few rows to each key, as documents and windows do, blocks
-    are persistent, more heads start side by side, and ends of runs that are blocks are trimmed:
-    0.88 (documents) and 0.95 (a window) of the time.
+    hands on its half of dQ by itself. At 64 columns persistent blocks are faster than that: 0.92
+    to 0.98 of its time, without a mask with V in registers. At 128 columns half of V in
+    registers, half of lse read early and dS stored first take 0.96 of the time, and blocks of a
+    head that begin at different rows 0.98. Beside a score_mod dS stored first spills nothing:
+    0.77 (soft-capping) and 0.96 (ALiBi).
+    Where a mask joins few rows to each key, as documents and windows do, blocks are persistent,
+    more heads start side by side, and ends of runs that are blocks are trimmed: 0.88 (documents)
+    and 0.95 (a window) of the time. Beside windows of 128 columns half of V in registers takes
+    0.97; beside documents, whose comparisons take the registers, 1.13.
     With dropout tiles of 64 x 128 store dS first, and then have registers for lse. Tall ones have
     none, nor has Triton 3.9's loop.
     """
@@ -86,20 +90,23 @@ def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> Hoppe
         early = "all" if bare and config.mha else "half"
         halves = bare and _walks_far(structure)
         return replace(config, ds_first=True, dq_halves=halves, early_lse=early)
-    plain = _few_registers(structure)
+    plain, dense = _few_registers(structure), structure.mask is None
+    tall, wide = config.BLOCK_M == 128, columns(structure) == 128
+    # Triton 3.9's loops leave no registers for V.
+    held = plain and not waits_meet()
     if _walks_far(structure):
-        tall = config.BLOCK_M == 128
         if tall and config.mha:
-            # Triton 3.9's loop leaves no registers for V.
-            held = structure.mask is None and not waits_meet()
-            return replace(config, persistent=True, ds_first=True, dp_rs=held)
-        return replace(
-            config, dq_halves=True, ds_first=plain and (tall or structure.mask is not None)
-        )
+            return replace(config, persistent=True, ds_first=True, dp_rs=held and dense)
+        if held and wide:
+            config = replace(config, dp_rs=True, early_lse="half", shift_rows=dense)
+        # Without mods and V in registers the other order is faster.
+        first = tall or config.dp_rs or not (plain and dense)
+        return replace(config, dq_halves=True, ds_first=first)
     sparsity = structure.sparsity
     if structure.score is not None or sparsity is None or not sparsity.runs:
         return config
-    return replace(config, waves=4, ds_first=True, persistent=config.mha, trimmed=not plain)
+    walks = replace(config, waves=4, ds_first=True, persistent=config.mha, trimmed=not plain)
+    return replace(walks, dp_rs=held and wide and config.mha)
 
 
 def axes(problem: Problem, every: bool) -> Iterator[HopperBackwardConfig]:
