@@ -347,6 +347,7 @@ def _assembly(block):
         "begin_store": lambda: None,
         "give_kept": lambda at: block.barrier(at).arrive(CONSUMERS),
         "take_kept_if": lambda at, n: block.barrier(at).sync(LOADER) if n > 0 else None,
+        "kept_where": lambda kept, p: _select(kept, p, 0.0),
         "fast_tanh": np.tanh,
         "broadcast_diagonals": broadcast_diagonals,
         "reduce_diagonals": reduce_diagonals,

@@ -12,9 +12,9 @@ from typing import Any
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.base.features import skips_far
 from flexattn.kernels.base.tiles import walks_runs
+from flexattn.kernels.printers.argument_names import buffer_names, scalar_name
 from flexattn.kernels.printers.divisions import invariant_names
 from flexattn.kernels.printers.triton_ops import signature_type
-from flexattn.kernels.printers.triton_printer import buffer_names, scalar_name
 from flexattn.mods import Bound
 from flexattn.mods.numbers import divisors, invariant
 from flexattn.problem import ITEMSIZE, Captures, Structure

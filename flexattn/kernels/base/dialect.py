@@ -25,7 +25,10 @@ class Dialect:
     module: the language's name. jit: its decorator. gluon: whether it is Gluon.
     rows: the number of rows of a tile. tile, key, row, diagonal: tensors with an element for each
     score, key, row and diagonal of it. over_rows, over_keys, over_diagonals: layouts of ranges.
-    guarded: format of a selection behind a condition.
+    guarded: format of a selection behind a condition. walked: the index that the template's loop
+    walks. within: whether any of a tile's are inside. end: the index behind a tile's last one,
+    where a load by that index alone needs no comparisons in tiles that end inside; "" has them in
+    all tiles.
     """
 
     module: str = "tl"
@@ -42,6 +45,7 @@ class Dialect:
     guarded: str = "{0}"
     walked: str = "kv_idx"
     within: str = "start_n < kv_len"
+    end: str = ""
 
     def type(self, dtype: str) -> str:
         """The language's name of a dtype."""

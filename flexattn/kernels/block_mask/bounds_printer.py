@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexattn.kernels.base.dialect import TRITON
+from flexattn.kernels.printers.argument_names import buffer_names, scalar_name
 from flexattn.kernels.printers.triton_ops import literal, triton_type
-from flexattn.kernels.printers.triton_printer import buffer_names, scalar_name
 from flexattn.mods import Mod
 from flexattn.mods.algebra import Bounds, Extremes, TableUse
 from flexattn.mods.algebra.lower import CORNERS

@@ -40,6 +40,7 @@ from flexattn.kernels.printers.triton_printer import Printed, print_mod
 from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.kernels.ptx.warp_numbers import WARP_NUMBERS, WARP_NUMBERS_FORM
+from flexattn.mods.expr import reads
 from flexattn.problem import Structure
 
 _TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
@@ -71,6 +72,7 @@ TRANSPOSED = Dialect(
     over_keys="BY_ROW",
     walked="q_idx",
     within="start_m < q_len",
+    end="start_m + BLOCK_M",
 )
 
 
@@ -98,6 +100,7 @@ def render(
         "diagonals": reads_diagonals(structure),
         "mask": mask,
         "band": band,
+        "conjunction": mask is not None and _selects_twice(structure),
         "hoisted": [line for each in used for line in each.hoisted],
         "indexed": bool(used),
         "sparse": sparsity is not None,
@@ -178,6 +181,13 @@ def render_before(
     template = "hopper_backward/before.py.jinja"
     found = before_arguments(structure, config, through_lse)
     return make_source(template, device, [_title(structure)], context, found, 4, 1)
+
+
+def _selects_twice(structure: Structure) -> bool:
+    """Whether a mask is a conjunction for each query and key."""
+    if structure.mask is None or structure.mask.mod.expr.op != "and":
+        return False
+    return all(reads(structure.mask.mod.expr, name) for name in ("q_idx", "kv_idx"))
 
 
 def render_trim(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flexattn.kernels.base.dialect import Dialect, TensorForm
+from flexattn.kernels.printers.argument_names import buffer_names
 from flexattn.kernels.printers.diagonals import SUMS, Along, DiagonalPrinter, on_diagonals
 from flexattn.kernels.printers.triton_printer import (
     TILE,
@@ -13,7 +14,6 @@ from flexattn.kernels.printers.triton_printer import (
     Printed,
     Traits,
     View,
-    buffer_names,
     print_mod,
 )
 from flexattn.mods.derivative import Derivatives, LoadDerivative, derivatives

@@ -53,3 +53,10 @@ def literal(value: object, dtype: str) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     return repr(value)
+
+
+def is_literal(text: str) -> bool:
+    """Whether a printed operand is a constant."""
+    return text.replace(".", "").replace("-", "").replace("e", "").isdigit() or text.startswith(
+        ("float(", "True", "False")
+    )

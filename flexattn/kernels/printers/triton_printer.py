@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.base.dialect import TRITON, Dialect
+from flexattn.kernels.printers.argument_names import buffer_names, scalar_name
 from flexattn.kernels.printers.divisions import by_invariant
 from flexattn.kernels.printers.printed_nodes import feeding_loads, summed_halves
-from flexattn.kernels.printers.triton_ops import HALVES, NARROW, literal
+from flexattn.kernels.printers.triton_ops import HALVES, NARROW, is_literal, literal
 from flexattn.mods import Mod
 from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, depending, walk
@@ -104,21 +105,6 @@ def print_mod(
     that Triton cannot express.
     """
     return MultiPrinter(mod, contiguous, traits, view).run()
-
-
-def buffer_names(kind: str, slot: int, rank: int) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """The kernel's argument names for one captured tensor: pointer, sizes, strides."""
-    base = f"{kind}_buf{slot}"
-    return (
-        base,
-        tuple(f"{base}_size{d}" for d in range(rank)),
-        tuple(f"{base}_stride{d}" for d in range(rank)),
-    )
-
-
-def scalar_name(kind: str, slot: int) -> str:
-    """The kernel's argument name for one captured Python number."""
-    return f"{kind}_scalar{slot}"
 
 
 class MultiPrinter:
@@ -243,7 +229,7 @@ class MultiPrinter:
         if nodes[0].dtype != "int64":
             return nodes[0].dtype
         fits = all(self._fits(node) for node in nodes)
-        wide = any(arg.dtype == "int64" and not _is_literal(arg.text) for arg in args)
+        wide = any(arg.dtype == "int64" and not is_literal(arg.text) for arg in args)
         return "int64" if wide or not fits else "int32"
 
     def _fits(self, node: Expr) -> bool:
@@ -251,7 +237,7 @@ class MultiPrinter:
         return limits is not None and INT32[0] <= limits[0] and limits[1] <= INT32[1]
 
     def _as(self, value: _Value, dtype: str) -> str:
-        if value.dtype == dtype or _is_literal(value.text):
+        if value.dtype == dtype or is_literal(value.text):
             return value.text
         return self._converted(value.text, value.dtype, dtype)
 
@@ -341,6 +327,11 @@ class MultiPrinter:
         address = " + ".join([base, *terms[key]])
         inside = self.logical("and", checks[key]) if checks[key] else ""
         loaded = _Value(self._read(buffer.dtype, address, inside, key), buffer.dtype, row, key)
+        whole, check = self._whole(node)
+        if whole and not row:
+            rest = [each for each in checks[True] if each != check]
+            text = self._read(buffer.dtype, address, " & ".join(rest), key)
+            return self._of_two(whole, replace(loaded, text=text), loaded)
         # A mask_mod stands behind a condition already, and a value for every score comes alone.
         guarded = key and not row and self.mod.kind == "score"
         return self._guarded(loaded) if guarded else self._name(loaded)
@@ -374,6 +365,27 @@ class MultiPrinter:
         self.places[node] = places
         return places
 
+    def _whole(self, node: Expr) -> tuple[str, str]:
+        """Whether a load of what is walked has a whole tile inside, and an element's own check.
+
+        Both are "" for other loads, and where a dialect has no end of a tile.
+        """
+        places = zip(node.args, self.places[node], strict=True)
+        keyed = [(arg, check) for arg, (index, check) in places if index.key]
+        (arg, check), *more = keyed or [(node, "")]
+        if more or (arg.op, arg.value) != ("var", self.dialect.walked) or not self.dialect.end:
+            return "", ""
+        return check.replace(self.view.q_idx, self.dialect.end).replace("<", "<="), check
+
+    def _of_two(self, condition: str, one: _Value, other: _Value) -> _Value:
+        """A value read in the loop: the first where a condition holds, which all threads share."""
+        value = self._name(one)
+        statement = self.early.pop()
+        name = statement.partition(" = ")[0]
+        otherwise = f"    {name} = {other.text}"
+        self.early += [f"if {condition}:", f"    {statement}", "else:", otherwise]
+        return value
+
     def _guarded(self, load: _Value) -> _Value:
         """A load of keys inside the loop, kept out of Triton's software pipeline.
 
@@ -385,9 +397,3 @@ class MultiPrinter:
         value = self._name(replace(load, text=zeros))
         self.early += [f"if {self.dialect.within}:", f"    {value.text} = {load.text}"]
         return value
-
-
-def _is_literal(text: str) -> bool:
-    return text.replace(".", "").replace("-", "").replace("e", "").isdigit() or text.startswith(
-        ("float(", "True", "False")
-    )
