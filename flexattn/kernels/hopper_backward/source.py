@@ -72,7 +72,6 @@ TRANSPOSED = Dialect(
     over_keys="BY_ROW",
     walked="q_idx",
     within="start_m < q_len",
-    end="start_m + BLOCK_M",
 )
 
 
@@ -80,7 +79,9 @@ def render(
     structure: Structure, config: HopperBackwardConfig, device: Device, title: str
 ) -> Source:
     """The kernel of a structure with a config; title goes into its header."""
-    traits = replace(traits_of(device, structure), dialect=TRANSPOSED)
+    # With Triton 3.9's loop ptxas spills behind such a branch, and such a selection.
+    end = "" if waits_meet() else "start_m + BLOCK_M"
+    traits = replace(traits_of(device, structure), dialect=replace(TRANSPOSED, end=end))
     score, mask = print_with_gradients(structure, traits, structure.grads, diagonals=True)
     band = None if structure.mask is None else band_of(structure.mask.mod.expr)
     if band is not None:
@@ -100,7 +101,7 @@ def render(
         "diagonals": reads_diagonals(structure),
         "mask": mask,
         "band": band,
-        "conjunction": mask is not None and _selects_twice(structure),
+        "conjunction": mask is not None and not waits_meet() and _selects_twice(structure),
         "hoisted": [line for each in used for line in each.hoisted],
         "indexed": bool(used),
         "sparse": sparsity is not None,

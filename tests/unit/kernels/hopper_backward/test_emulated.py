@@ -333,6 +333,24 @@ def test_half_of_v_is_held(name, mask, monkeypatch):
         torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("meets", [False, True])
+def test_documents_in_either_form(meets, monkeypatch):
+    """What a mask reads by row, unchecked but in the last tile, and its two conditions at once."""
+    monkeypatch.setattr("flexattn.kernels.hopper_backward.source.waits_meet", lambda: meets)
+    config = HopperBackwardConfig(64, 128, 2, **PIPELINES["persistent trimmed"])
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 210, 40, dtype=torch.float64) for _ in range(4))
+
+    def in_order(b, h, q_idx, kv_idx):
+        return documents(b, h, q_idx, kv_idx) & (q_idx >= kv_idx)
+
+    found, block_mask = gradients(config, q, k, v, dout, in_order, monkeypatch)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, _, _ = attention(q, k, v, block_mask=block_mask, scale=0.1)
+    for ours, wanted in zip(found, torch.autograd.grad(out, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("early", ["", "half", "all"])
 def test_scores_that_are_no_number_behind_the_last_row(early, monkeypatch):
     """Of the last tile's rows some are none: 0 / 0 there made all of dk and dv NaN."""
