@@ -14,9 +14,7 @@ RANDOM_NUMBERS = 2**15
 class Dropout(NamedTuple):
     """Which weights are dropped, by a random number of 15 bits for each.
 
-    below: of the 2^15 numbers, how many drop a weight. Up to a half of them it is those under
-    `below`; beyond that, those under 2^15 - below keep it. So kernels compare with 2^14 at most:
-    they compare the bits as float16, and those of greater thresholds may be NaN.
+    below: of the 2^15 numbers, how many drop a weight, from 1 to all of them: those under it.
     seed: int64 [1] on the call's device, None where nothing is drawn yet. The mask is a function
     of it and of (b, h, q_idx, kv_idx) alone: see flexattn/reference/dropout.py.
     """
@@ -26,8 +24,9 @@ class Dropout(NamedTuple):
 
     @classmethod
     def of(cls, p: float) -> Dropout | None:
-        """What drops weights with probability p, from 0 to 1; None for 0."""
-        return cls(round(p * RANDOM_NUMBERS)) if p else None
+        """What drops weights with probability p, from 0 to 1; None where that rounds to 0."""
+        below = round(p * RANDOM_NUMBERS)
+        return cls(below) if below else None
 
     @property
     def scale(self) -> float:
@@ -41,16 +40,13 @@ class Dropout(NamedTuple):
 
     def keeps(self, numbers: Tensor) -> Tensor:
         """Which of the numbers keep their weights."""
-        if self.below > RANDOM_NUMBERS // 2:
-            return numbers < RANDOM_NUMBERS - self.below
         return numbers >= self.below
 
     def arguments(self) -> dict[str, Any]:
         """What kernels take, by their names for it.
 
-        drop_below: weights with smaller numbers are dropped; where it is negative, weights with
-        numbers under its complement ~drop_below are kept, and no others.
+        last_dropped: the greatest number that drops a weight. It has 15 bits, as numbers have, so
+        that kernels compare bit by bit.
         """
-        kept = RANDOM_NUMBERS - self.below
-        below = self.below if kept >= RANDOM_NUMBERS // 2 else ~kept
-        return {"DROPOUT_SEED": self.seed, "drop_below": below, "keep_scale": self.scale}
+        last = self.below - 1
+        return {"DROPOUT_SEED": self.seed, "last_dropped": last, "keep_scale": self.scale}

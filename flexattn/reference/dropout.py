@@ -51,8 +51,9 @@ def _product(word: Tensor, place: int) -> tuple[Tensor, Tensor]:
 
 def dropout_words(
     rows: Tensor, keys: Tensor, head: Tensor, seed: Tensor
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Of each call of Philox its four words, and the four that its last two rounds began with.
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+    """Of each call of Philox its four words, the four that its last two rounds began with, and
+    the first one of the round before.
 
     All are int64, and broadcast. The seed is in the counter, and the key is 0: a kernel's round
     keys are then constants.
@@ -60,33 +61,35 @@ def dropout_words(
     counter = torch.broadcast_tensors(rows, keys, head + (seed >> 32) & _WORD, seed & _WORD)
     none = torch.zeros_like(seed)
     found = _states(tuple(counter), (none, none), _ROUNDS)
-    return found[_ROUNDS], found[_ROUNDS - 2]
+    return found[_ROUNDS], found[_ROUNDS - 2], found[_ROUNDS - 3][0]
+
+
+def dropout_numbers(rows: Tensor, keys: Tensor, head: Tensor, seed: Tensor) -> Tensor:
+    """The numbers of a call's 32 weights, int64, by their places in its words, behind the rest."""
+    words, extra, shared = dropout_words(rows, keys, head, seed)
+    places = torch.arange(32, device=rows.device)
+    numbers = (shared >> 25)[..., None]
+    for bit, word in enumerate(reversed((*words, *extra)), 7):
+        numbers = numbers + ((word[..., None] >> places & 1) << bit)
+    return numbers
 
 
 def kept_weights(dropout: Dropout, lanes: tuple[Tensor, ...], heads: int) -> Tensor:
     """Of each weight whether it is kept, bool [b, h, m, n].
 
     lanes: batches, query heads, rows and keys, int64 of one dimension each. heads: query heads.
-    One call of Philox has sixteen weights: rows r and r + 8, keys k, k + 1, k + 8, k + 9, k + 16,
-    k + 17, k + 24 and k + 25. docs/dropout.md says why these bits.
+    One call of Philox has 32 weights: rows r and r + 8, keys k, k + 1, and those that are 8, 16, …
+    56 further on. Each has a bit of every word, at one place: 16, 8, 4, 2 and 1 times the key's
+    bits 4, 0 and 5, the row's bit 3 and the key's. docs/dropout.md says why these bits.
     """
     assert dropout.seed is not None
     b, h, q, k = lanes
     rows, row = torch.unique(q & ~8, return_inverse=True)
-    keys, key = torch.unique(k & ~25, return_inverse=True)
+    keys, key = torch.unique(k & ~57, return_inverse=True)
     head = (b[:, None] * heads + h)[..., None, None]
-    words, extra = dropout_words(rows[:, None], keys, head, dropout.seed.reshape(()))
-    # Of each call: far rows, keys eight further on, bytes: keys sixteen further on, odd keys.
-    numbers = torch.stack(
-        [
-            (word >> shift & 0x7F) << 8 | low >> shift & 0xFF
-            for word, low in zip(words, extra, strict=True)
-            for shift in (0, 8, 16, 24)
-        ],
-        -1,
-    )
-    found = dropout.keeps(numbers).unflatten(-1, (2, 2, 2, 2))  # row 8, key 8, key 16, key 1
-    found = found.permute(0, 1, 2, 4, 3, 6, 5, 7).flatten(4).flatten(2, 3)
+    numbers = dropout_numbers(rows[:, None], keys, head, dropout.seed.reshape(()))
+    found = dropout.keeps(numbers).unflatten(-1, (2, 2, 2, 2, 2))  # key 16, 1, 32, row 8, key 8
+    found = found.permute(0, 1, 2, 7, 3, 6, 4, 8, 5).flatten(4).flatten(2, 3)
     found = found.index_select(2, row * 2 + q // 8 % 2)
-    kept: Tensor = found.index_select(3, key * 8 + k // 16 % 2 * 4 + k // 8 % 2 * 2 + k % 2)
+    kept: Tensor = found.index_select(3, key * 16 + k // 8 % 8 * 2 + k % 2)
     return kept

@@ -133,11 +133,11 @@ def sinks(structure: Structure) -> list[Argument]:
 
 
 def dropout_arguments(structure: Structure) -> list[Argument]:
-    """The seed, which numbers drop a weight (`Dropout.arguments`), and what scales the others."""
+    """The seed, the last number that drops a weight, and what scales the others."""
     if not structure.dropout:
         return []
-    below, scale = Argument("drop_below", "i32"), Argument("keep_scale", "fp32")
-    return [Argument("DROPOUT_SEED", "*i64", 8), below, scale]
+    last, scale = Argument("last_dropped", "i32"), Argument("keep_scale", "fp32")
+    return [Argument("DROPOUT_SEED", "*i64", 8), last, scale]
 
 
 def _descales(structure: Structure) -> list[Argument]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import gcd
 from typing import TypeAlias
 
 from flexattn.device import Device
@@ -34,6 +35,16 @@ def multiplies_ramp(structure: Structure, device: Device) -> bool:
     if not structure.positive_scale or "scale" in structure.rules_off:
         return False
     return structure.terms is not None and structure.terms.step is not None
+
+
+def keys_aligned(structure: Structure, *tiles: int) -> int:
+    """Of how many keys, 64 or 32, every first one of these tiles is a multiple; 0: of fewer.
+
+    A call of Philox serves 32 weights of 64 keys.
+    """
+    blocks = () if structure.sparsity is None else (structure.sparsity.kv_block,)
+    aligned = gcd(64, *tiles, *blocks)
+    return aligned if aligned >= 32 else 0
 
 
 def fp32_products(structure: Structure) -> str:

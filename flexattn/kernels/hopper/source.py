@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import describe
-from flexattn.kernels.base.features import ALL_KEYS, skips_far
+from flexattn.kernels.base.features import ALL_KEYS, keys_aligned, skips_far
 from flexattn.kernels.base.knobs import values
 from flexattn.kernels.base.source import (
     BASE_2,
@@ -200,6 +200,7 @@ def render(
         "runs": runs,
         "decay_skip": decay_skip,
         "dropout": structure.dropout,
+        "keys_aligned": keys_aligned(structure, config.BLOCK_N),
         "producer_regs": config.producer_regs,
         "fused": fused,
         # A mask comes after what is added to scores: NaN or inf there would outlive its -inf.

@@ -128,6 +128,7 @@ def render(
         "adding_warps": _adding_warps(config),
         "dropout": structure.dropout,
         "drawing_warps": _drawing_warps(config),
+        "drawn_apart": config.BLOCK_M * config.BLOCK_N < 4096 * _drawing_warps(config),
         "beside_warps": [4] * config.by_product + _beside(structure, config),
         "beside_registers": [240] * config.by_product + [24] * len(_beside(structure, config)),
         "half": "bf16" if structure.dtype == "bfloat16" else "f16",
@@ -268,9 +269,10 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
             settings["SUMMED"] = SUMMED
     if structure.dropout:
         settings["KEPT_READ"] = free_q - 1
-        # Two words a thread.
-        pairs, threads = rows * config.BLOCK_N // 64, 32 * _drawing_warps(config)
-        settings |= {"DRAWN_AT_ONCE": threads, "DRAWN_PARTS": pairs // threads}
+        # Four calls are for each, a thread's or those of two.
+        calls, threads = rows * config.BLOCK_N // 128, 32 * _drawing_warps(config)
+        at_once = min(calls, threads)
+        settings |= {"DRAWN_AT_ONCE": at_once, "DRAWN_PARTS": calls // at_once}
     if sparsity is not None:
         settings |= _of_blocks(structure, config)
         if config.deterministic:

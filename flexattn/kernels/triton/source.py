@@ -7,6 +7,7 @@ from flexattn.kernels.base import source as rendering
 from flexattn.kernels.base.config import Config, describe, power_above
 from flexattn.kernels.base.features import (
     fp32_products,
+    keys_aligned,
     loads_tiles,
     multiplies_ramp,
     skips_far,
@@ -102,8 +103,7 @@ def render(
         "ptx": device.backend == "cuda",
         "rows_aligned": sparsity is None or sparsity.q_block % 16 == 0,
         "in_order": structure.batch_invariant,
-        "keys_aligned": config.BLOCK_N % 32 == 0
-        and (sparsity is None or sparsity.kv_block % 32 == 0),
+        "keys_aligned": keys_aligned(structure, config.BLOCK_N),
     }
     split = prefill and device.has_wgmma and len(qk) + len(v) > 2
     ptxas = for_split_tiles() if split else ""

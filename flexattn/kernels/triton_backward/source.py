@@ -8,7 +8,7 @@ from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.config import describe, power_above
 from flexattn.kernels.base.delta import delta_arguments
-from flexattn.kernels.base.features import fp32_products
+from flexattn.kernels.base.features import fp32_products, keys_aligned
 from flexattn.kernels.base.source import (
     BASE_2,
     Source,
@@ -79,8 +79,7 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         "dropout": structure.dropout,
         "ptx": device.backend == "cuda",
         "rows_aligned": sparsity is None or sparsity.q_block % 16 == 0,
-        "keys_aligned": min(config.BLOCK_N1, config.BLOCK_N2) >= 32
-        and (sparsity is None or sparsity.kv_block % 32 == 0),
+        "keys_aligned": keys_aligned(structure, config.BLOCK_N1, config.BLOCK_N2),
     }
     split = device.has_wgmma and len(qk) + len(v) > 2
     return make_source(
