@@ -1,7 +1,6 @@
-"""Runs PTX in Python, thread by thread: integers, comparisons, loops, and stores."""
+"""Runs PTX in Python, warp by warp: integers, comparisons, loops, shuffles and stores."""
 
 import re
-import struct
 
 _HIGH = {"16": 0xFFFF, "32": 0xFFFFFFFF, "64": 2**64 - 1, "x2": 0xFFFFFFFF}
 
@@ -14,28 +13,16 @@ def _prmt(a, b, selector):
     return sum(byte << 8 * place for place, byte in enumerate(each))
 
 
-def _not_less(a, b):
-    """Of both halves of words, as floating point; what is no number is not less, either."""
-    pairs = [struct.unpack("<2e", struct.pack("<I", x)) for x in (a, b)]
-    low, high = (0 if x < y else 0xFFFF for x, y in zip(*pairs, strict=True))
-    return low | high << 16
-
-
 def _signed(x):
     return (x + 2**31) % 2**32 - 2**31
 
 
-def _float(x):
-    return struct.unpack("<f", struct.pack("<I", x))[0]
-
-
-_TYPES = {"b32": lambda x: x, "s32": _signed, "f32": _float}
+_TYPES = {"b32": lambda x: x, "u32": lambda x: x, "s32": _signed}
 _COMPARISONS = {
     "eq": lambda x, y: x == y,
     "ne": lambda x, y: x != y,
     "lt": lambda x, y: x < y,
-    # Of what is no number, too.
-    "geu": lambda x, y: not x < y,
+    "gt": lambda x, y: x > y,
 }
 _OPERATIONS = {
     "mov": lambda x: x,
@@ -52,11 +39,6 @@ _OPERATIONS = {
     "bfe": lambda x, start, size: (x >> start) & ((1 << size) - 1),
     "prmt": _prmt,
     "selp": lambda x, y, first: x if first else y,
-    # Of halves of floating point; `set` compares by geu.
-    "abs": lambda x: x & 0x7FFF7FFF,
-    "set": _not_less,
-    # All threads have the same there.
-    "shfl": lambda x, *_: x,
 }
 
 
@@ -70,13 +52,36 @@ def run(ptx, parameters, memory, threads=128):
     )
     body = re.sub(r"(\$L\w+):", r"\1;", body)
     statements = [each.strip(" {}\n\t") for each in body.replace("\n", " ").split(";")]
+    statements = [each for each in statements if each]
     stored = {}
-    for thread in range(threads):
-        _run_thread([each for each in statements if each], thread, parameters, memory, stored)
+    for first in range(0, threads, 32):
+        _run_warp(
+            [
+                _run_thread(statements, thread, parameters, memory, stored)
+                for thread in range(first, first + 32)
+            ]
+        )
     return stored
 
 
+def _run_warp(lanes):
+    """All of them up to a shuffle, which all reach or none."""
+    asked = [next(each, None) for each in lanes]
+    while all(asked):
+        given = [asked[source][0] for _, source in asked]
+        asked = [_send(each, word) for each, word in zip(lanes, given, strict=True)]
+    assert not any(asked)
+
+
+def _send(lane, word):
+    try:
+        return lane.send(word)
+    except StopIteration:
+        return None
+
+
 def _run_thread(statements, thread, parameters, memory, stored):
+    """Yields the word that a lane gives to a shuffle and the lane it asks, and is sent a word."""
     registers = {"%tid.x": thread}
     places = {each: place for place, each in enumerate(statements) if each.startswith("$L")}
 
@@ -93,6 +98,10 @@ def _run_thread(statements, thread, parameters, memory, stored):
                 place = places[operands[-1]]
         elif name.startswith("bra"):
             place = places[operands[0]]
+        elif name.startswith("shfl"):
+            lane = value(operands[2])
+            asked = lane if ".idx." in name else thread % 32 ^ lane
+            registers[operands[0]] = yield value(operands[1]), asked
         elif not name.startswith((".reg", "$L")):
             _run_statement(name, operands, value, registers, parameters, memory, stored)
 

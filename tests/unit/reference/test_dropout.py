@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexattn.problem.dropout import Dropout
-from flexattn.reference.dropout import dropout_words, kept_weights, philox4x32
+from flexattn.reference.dropout import dropout_numbers, kept_weights, philox4x32
 
 WORD = 2**32 - 1
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
@@ -33,40 +33,43 @@ def test_known_answers(counter, key, rounds, words):
     assert tuple(map(int, found)) == words
 
 
-@pytest.mark.parametrize("p", [0.3, 0.8])
+@pytest.mark.parametrize("p", [0.3, 0.8, 1 / 3])
 def test_the_number_of_each_weight(p):
     """As the formula says it, weight by weight: kernels make the same bits from it."""
     seed, below = -(2**62) - 12345, Dropout.of(p).below
-    found = mask(p, seed, (2, 3, 37, 43))
+    found = mask(p, seed, (2, 3, 37, 143))
     places = [(0, 0, 0, 0), (1, 2, 36, 42), (0, 1, 8, 9), (1, 0, 23, 17), (0, 2, 15, 24),
-              (1, 1, 1, 16), (0, 0, 31, 25)]  # fmt: skip
+              (1, 1, 1, 16), (0, 0, 31, 25), (1, 2, 9, 32), (0, 1, 26, 57), (1, 0, 30, 142),
+              (0, 0, 5, 64), (0, 0, 6, 103)]  # fmt: skip
     for b, h, q, k in places:
         head = b * 3 + h + (seed >> 32) & WORD
-        counter = tuple(map(torch.tensor, (q & ~8, k & ~25, head, seed & WORD)))
+        counter = tuple(map(torch.tensor, (q & ~8, k & ~57, head, seed & WORD)))
         none = torch.tensor(0), torch.tensor(0)
-        words = [
-            philox4x32(counter, none, rounds)[q // 8 % 2 * 2 + k // 8 % 2] for rounds in (7, 5)
-        ]
-        shift = (k // 16 % 2 * 2 + k % 2) * 8
-        high, low = (int(word) >> shift & 0xFF for word in words)
-        number = high % 128 * 256 + low
-        kept = number < 2**15 - below if p > 0.5 else number >= below
-        assert bool(found[b, h, q, k]) == kept
+        words, extra, shared = (philox4x32(counter, none, rounds) for rounds in (7, 5, 4))
+        place = k // 16 % 2 * 16 + k % 2 * 8 + k // 32 % 2 * 4 + q // 8 % 2 * 2 + k // 8 % 2
+        bits = "".join(str(int(word) >> place & 1) for word in (*words, *extra))
+        number = int(bits, 2) * 128 + (int(shared[0]) >> 25)
+        assert bool(found[b, h, q, k]) == (number >= below)
 
 
-@pytest.mark.parametrize("p", [0.0, 2**-15, 0.1, 0.5, 0.5 + 2**-15, 0.9, 1 - 2**-15, 1.0])
+@pytest.mark.parametrize("p", [2**-15, 0.1, 0.5, 0.5 + 2**-15, 0.9, 1 - 2**-15, 1.0])
 def test_as_many_numbers_drop_as_dropout_p_says(p):
     """Exactly, and what a kernel is told means the same numbers."""
-    numbers, dropout = torch.arange(2**15), Dropout(round(p * 2**15))
+    numbers, dropout = torch.arange(2**15), Dropout.of(p)
     kept = dropout.keeps(numbers)
     assert int((~kept).sum()) == dropout.below
-    told = dropout.arguments()["drop_below"]
-    flip = -1 if told < 0 else 0
-    assert 0 <= told ^ flip <= 2**14
-    # Halves of floating point that are no numbers compare as above.
-    halves = numbers.to(torch.int16).view(torch.float16)
-    below = torch.tensor(told ^ flip, dtype=torch.int16).view(torch.float16)
-    assert torch.equal(~(halves < below) ^ (flip < 0), kept)
+    told = dropout.arguments()["last_dropped"]
+    assert torch.equal(numbers > told, kept)
+    # Bit by bit, from the lowest ones, as kernels compare.
+    above = (numbers & 127) > (told & 127)
+    for place in range(7, 15):
+        bit = (numbers >> place & 1).bool()
+        above = bit & above if told >> place & 1 else bit | above
+    assert torch.equal(above, kept)
+
+
+def test_what_rounds_to_none_drops_nothing():
+    assert Dropout.of(0) is None and Dropout.of(2**-17) is None and Dropout.of(2**-15).below == 1
 
 
 def test_a_slice_has_the_bits_of_the_whole():
@@ -88,7 +91,7 @@ def test_weights_are_dropped_independently_of_each_other(p):
     """Neighbours, weights of one call of Philox, other heads, batches and seeds."""
     found = mask(p).double() - (1 - p)
     apart = [(0, 1), (1, 0), (8, 0), (0, 8), (8, 9), (1, -1), (0, 2), (0, 16), (8, 17), (0, 24),
-             (0, 25), (0, 32), (16, 0)]  # fmt: skip
+             (0, 25), (0, 32), (8, 40), (0, 57), (0, 64), (16, 0)]  # fmt: skip
     shifts = [*((0, 0, *each) for each in apart), (0, 1, 0, 0), (1, 0, 0, 0)]
     pairs = [(found, found.roll(shift, (0, 1, 2, 3))) for shift in shifts]
     pairs += [(found, mask(p, seed).double() - (1 - p)) for seed in (6, 5 + 2**32, -5)]
@@ -97,13 +100,41 @@ def test_weights_are_dropped_independently_of_each_other(p):
         assert abs(correlation) < 5 / math.sqrt(found.numel())
 
 
-def test_the_low_bits_of_a_weight_do_not_know_the_others():
-    """The low ones decide where the high ones do not: beside each other weight of a call."""
-    rows, keys = torch.arange(0, 2**18, 16)[:, None], torch.arange(0, 1024, 32)
-    words, extra = dropout_words(rows, keys, torch.tensor(3), torch.tensor(2**61 + 12345))
-    shifts = (0, 8, 16, 24)
-    low = torch.stack([x >> s & 0xFF for x in extra for s in shifts]).flatten(1).double()
-    high = torch.stack([x >> s & 0x7F for x in words for s in shifts]).flatten(1).double()
-    found = torch.cat([low, high])
-    correlation = torch.corrcoef(found) - torch.eye(32)
-    assert correlation.abs().max() < 5 / math.sqrt(found.shape[1])
+CALLS = 2**17
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    """Those of the 32 weights of each of many calls, int64 [calls, 32]."""
+    rows, keys = torch.arange(0, CALLS // 2, 16)[:, None], torch.arange(0, 2048, 64)
+    seed = torch.tensor(2**61 + 12345)
+    return dropout_numbers(rows, keys, torch.tensor(3), seed).flatten(0, 1)
+
+
+def test_no_bit_of_a_weight_knows_one_of_another(numbers):
+    """Nor do those that all of a call share: each bit beside each, of two weights as of one."""
+    bits = [(numbers >> place & 1).float() for place in range(7, 15)]
+    shared = [(numbers[:, :1] >> place & 1).float() for place in range(7)]
+    found = torch.cat([*bits, *shared], 1).T * 2 - 1
+    correlation = (found @ found.T / CALLS).fill_diagonal_(0)
+    assert len(found) == 32 * 8 + 7
+    assert correlation.abs().max() < 5.5 / math.sqrt(CALLS)
+
+
+@pytest.mark.parametrize("p", [0.1, 13 / 128, 0.5])
+def test_how_many_of_a_call_are_dropped(p, numbers):
+    """As many as of independent weights, of all, of two, and of two pairs of them."""
+    below, weights = Dropout.of(p).below, 32
+    share = below / 2**15
+    centred = ((numbers < below).double() - share) / math.sqrt(share * (1 - share))
+    # What is shared decides of a weight in 256 where the threshold is among its numbers: of two,
+    # in 2^-16 of the calls, and then of both.
+    low = below % 128 / 128
+    pair = low * (1 - low) / 2**16 / (share * (1 - share))
+    both = (centred.T @ centred / CALLS).fill_diagonal_(0)
+    assert both.abs().max() < 5 / math.sqrt(CALLS) + pair
+    spread = math.sqrt((2 + float((centred**4).mean()) / weights) / CALLS)
+    variance = (centred.sum(1) ** 2).mean() / weights
+    assert abs(variance - 1 - (weights - 1) * pair) < 5 * spread
+    pairs = centred[:, ::2] * centred[:, 1::2]
+    assert (pairs.T @ pairs / CALLS).fill_diagonal_(0).abs().max() < 6 / math.sqrt(CALLS)
