@@ -225,7 +225,7 @@ def _language(block):
         static_range=range, program_id=lambda axis: block.number, warp_specialize=block.specialise,
         float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",
         uint16="uint16", uint32="uint32", uint64="uint64",
-        join=lambda a, b: np.stack([a, b], -1).view(Tile),
+        join=lambda a, b: np.stack([a, b], -1).view(Tile), split=lambda x: (x[..., 0], x[..., 1]),
         NVMMADistributedLayout=lambda *_: layout, DotOperandLayout=lambda *_: layout,
         SliceLayout=lambda *_: layout, BlockedLayout=lambda *_: layout,
         SwizzledSharedLayout=lambda *_: layout, NVMMASharedLayout=lambda *_: layout,
@@ -276,15 +276,14 @@ def _maximum(a, b):
 def _philox(row, key, head, seed):
     """The reference's, whose words are the kernel's: see tests/compile/test_dropout.py."""
     counter = (torch.from_numpy(np.array(x, dtype=np.int64)) for x in (row, key, head, int(seed)))
-    return [x.numpy().view(Tile) for words in dropout_words(*counter) for x in words]
+    words, extra, shared = dropout_words(*counter)
+    return [x.numpy().view(Tile) for x in (*words, *extra, shared)]
 
 
-def _kept_pair(word, extra, selector, below):
-    """By what prmt and a comparison of halves of floating point do: see there as well."""
-    places = (0, 8) if selector == 0x1504 else (16, 24)
-    numbers = [(word >> place & 0x7F) << 8 | extra >> place & 0xFF for place in places]
-    low, high = (np.where(x >= (int(below) & 0xFFFF), 0xFFFF, 0) for x in numbers)
-    return (low | high << 16).view(Tile)
+def _permuted(low, high, selector):
+    """As prmt does."""
+    found = [word >> place & 255 for word in (low, high) for place in (0, 8, 16, 24)]
+    return sum(found[selector >> 4 * n & 7] << 8 * n for n in range(4)).view(Tile)
 
 
 def _select(condition, a, b):
@@ -354,7 +353,8 @@ def _assembly(block):
         "read_where": lambda place, kept: _load(place, mask=kept),
         "add_where": lambda place, value, kept: block.count(place, value, mask=kept),
         "philox": _philox,
-        "kept_pair": _kept_pair,
+        "is_above": lambda word, bound: np.where(word > bound, 2**32 - 1, 0).view(Tile),
+        "permuted": _permuted,
         "unsigned": lambda p: np.abs(p),
         "kept_half": lambda p: _maximum(p, 0.0),
         "await_semaphore": await_semaphore,

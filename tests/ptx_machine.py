@@ -38,6 +38,7 @@ _OPERATIONS = {
     "mad": lambda x, y, z: x * y + z,
     "bfe": lambda x, start, size: (x >> start) & ((1 << size) - 1),
     "prmt": _prmt,
+    "set": lambda x, y: _HIGH["32"] if x > y else 0,
     "selp": lambda x, y, first: x if first else y,
 }
 
