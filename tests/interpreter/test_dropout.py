@@ -24,7 +24,7 @@ def windowed(b, h, q, k):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize(("M", "N"), [(16, 64), (64, 16)])
+@pytest.mark.parametrize(("M", "N"), [(16, 64), (64, 16), (32, 32)])
 @pytest.mark.parametrize("block", [64, 40])
 def test_tiles_drop_the_same_weights(M, N, block):
     """Values are the unit matrix, so that weights come out; blocks of 40 are cut at odd places."""
