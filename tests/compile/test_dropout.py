@@ -65,6 +65,7 @@ def test_on_other_gpus():
     _, kernel = compiled("prefill", 64, {}, {}, named("amd-mi300x"))
     assert "v_mul_hi_u32" in kernel.asm["amdgcn"]
 
+
 CALL = {"wide_product", "philox", "kept_bits", "is_above", "still_above"}
 # What a tile of pairs of ones becomes, as a kernel without branches.
 DROPS = """
