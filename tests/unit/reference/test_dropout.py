@@ -111,6 +111,21 @@ def numbers():
     return dropout_numbers(rows, keys, torch.tensor(3), seed).flatten(0, 1)
 
 
+def test_the_numbers_of_every_place_are_uniform(numbers):
+    """By the chi-square of all 2^15, and of two weights' high bits together."""
+
+    def surprise(drawn, size):
+        expected = CALLS / size
+        found = ((torch.bincount(drawn, minlength=size) - expected) ** 2).sum() / expected
+        return abs(found - size + 1) / math.sqrt(2 * size)
+
+    for place in range(32):
+        assert surprise(numbers[:, place], 2**15) < 5
+        for other in (1, 2, 4, 8, 16):
+            both = (numbers[:, place] >> 7) * 256 + (numbers[:, place ^ other] >> 7)
+            assert surprise(both, 2**16) < 5
+
+
 def test_no_bit_of_a_weight_knows_one_of_another(numbers):
     """Nor do those that all of a call share: each bit beside each, of two weights as of one."""
     bits = [(numbers >> place & 1).float() for place in range(7, 15)]
