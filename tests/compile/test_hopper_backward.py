@@ -139,16 +139,9 @@ SPILLS = {
     ("lists", 256, ODD): (4, 0),
     ("documents", 256, ODD): (4, 0),
     # With dropout, where a single word is a thread's number, which is stored for after the loop.
-    ("dropout full", 64, EVEN): (0, 3),
-    ("dropout full", 64, ODD): (4, 8),
-    ("dropout causal", 64, EVEN): (2, 5),
-    ("dropout causal", 64, ODD): (2, 6),
-    ("dropout lists", 64, EVEN): (6, 6),
-    ("dropout lists", 64, ODD): (2, 8),
-    ("dropout causal", 256, EVEN): (0, 2),
-    ("dropout causal", 256, ODD): (0, 4),
-    ("dropout lists", 256, EVEN): (0, 2),
-    ("dropout lists", 256, ODD): (0, 4),
+    ("dropout causal", 64, EVEN): (0, 3),
+    ("dropout causal", 64, ODD): (0, 5),
+    ("dropout lists", 64, ODD): (0, 7),
 }
 
 
