@@ -61,6 +61,9 @@ def admit(given: Call) -> Call:
         descales = Descales(*(None if x is None else x.resolve_neg() for x in descales))
     scale = checks.check_scale(given.scale, q.shape[-1])
     dropout_p = checks.check_dropout(given.dropout_p)
+    dropout = Dropout.of(dropout_p)
+    if dropout is None:  # a share that rounds to 0 is none, to those that remember launches, too
+        dropout_p = 0.0
     block_mask = given.block_mask
     score = mask = look_at_score = look_at_mask = None
     if given.score_mod is not None:
@@ -74,7 +77,7 @@ def admit(given: Call) -> Call:
     return Call(
         q, k, v, given.score_mod, block_mask, scale, given.enable_gqa, given.return_lse,
         given.kernel_options, given.return_aux, sinks, *descales, dropout_p, score, mask, chosen,
-        (look_at_score, look_at_mask), Dropout.of(dropout_p),
+        (look_at_score, look_at_mask), dropout,
     )  # fmt: skip
 
 

@@ -154,11 +154,12 @@ def _converts(where: str, given: Call) -> bool:
 
 
 def as_given(given: Call, call: Call) -> bool:
-    """Whether a call that was admitted has the tensors that were given, to which its key belongs.
+    """Whether a call that was admitted has what was given, to which its key belongs.
 
-    Autocast makes other tensors, and sinks with gaps are copied.
+    Autocast makes other tensors, sinks with gaps are copied, and little dropout may be none.
     """
-    return all(map(is_, call.tensors, given.tensors))
+    same = given.dropout_p == call.dropout_p
+    return same and all(map(is_, call.tensors, given.tensors))
 
 
 def remember(

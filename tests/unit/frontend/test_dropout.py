@@ -12,7 +12,7 @@ from flexattn import explain, flex_attention
 from flexattn.catalogue import causal
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend import attention, guards
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.admission import admit, make_call
 from flexattn.frontend.attention import route_of
 from flexattn.frontend.call import Call
 from flexattn.frontend.compiled import rules
@@ -51,6 +51,21 @@ def test_none_of_it_draws_nothing_and_all_of_it_gives_zeros():
     explain(q, k, v, enable_gqa=True, **P)
     assert torch.equal(before, torch.get_rng_state())
     assert not flex_attention(q, k, v, enable_gqa=True, dropout_p=1.0).any()
+
+
+def test_what_rounds_to_none_is_a_call_without():
+    """Whose launch is not found for calls that drop: keys say whether dropout_p is 0."""
+    q, k, v = inputs()
+    before = torch.get_rng_state()
+    plain, little = (flex_attention(q, k, v, enable_gqa=True, dropout_p=p) for p in (0.0, 2**-17))
+    assert torch.equal(plain, little) and torch.equal(before, torch.get_rng_state())
+    given = Call(q, k, v, enable_gqa=True, dropout_p=2**-17)
+    call = admit(given)
+    assert call.dropout is None and call.facts() != given.facts()
+    assert not guards.as_given(given, call)
+    for p in (0, 0.4):
+        given = given._replace(dropout_p=p)
+        assert guards.as_given(given, admit(given))
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.5, float("nan"), "0.1", None, torch.ones(2)], ids=str)
