@@ -90,8 +90,8 @@ def test_gradients(dtype, D):
     q, k, v = inputs(2, 8, 2, 333, 401, D, dtype=DTYPES[dtype], device="cuda")
     capped = softcap(20.0)
     assert_gradients(q, k, v, dropout_p=0.2)
-    # A sink's gradient is one sum a head. Of 8 heads the largest error was above twice the reference
-    # run's in 3 of 40 draws of another run that rounds as kernels do; of 32, in none.
+    # A sink's gradient is one sum a head. Of 8 heads the largest error was above twice the
+    # reference run's in 3 of 40 draws of another run that rounds as kernels do; of 32, in none.
     q, k, v = inputs(1, 32, 4, 333, 401, D, dtype=DTYPES[dtype], device="cuda")
     assert_gradients(
         q, k, v, dropout_p=0.2, mask_mod=causal, make=lambda: capped, block=128,
