@@ -304,6 +304,15 @@ CASES = [
 ]
 
 
+def assert_gradients(config, tensors, dout, mask, monkeypatch):
+    """Hold those of an emulated kernel to autograd's of q, k and v in float64."""
+    found, block_mask = gradients(config, *tensors, dout, mask, monkeypatch)
+    leaves = [x.requires_grad_() for x in tensors]
+    out, _, _ = attention(*leaves, block_mask=block_mask, scale=0.1)
+    for ours, wanted in zip(found, torch.autograd.grad(out, leaves, dout), strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("name", "mask", "tile", "heads"), CASES, ids=str)
 def test_gradients(name, mask, tile, heads, monkeypatch):
     """Rows and keys that no tile divides, 40 columns for values of 24: of the tile 64 are read."""
@@ -312,11 +321,7 @@ def test_gradients(name, mask, tile, heads, monkeypatch):
     batch = 2 if heads[0] == heads[1] else 1
     q, dout = (torch.randn(2, heads[0], 210, d, dtype=torch.float64) for d in widths)
     k, v = (torch.randn(batch, heads[1], 200, d, dtype=torch.float64) for d in widths)
-    found, block_mask = gradients(config, q, k, v, dout, MASKS[mask], monkeypatch)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, _, _ = attention(q, k, v, block_mask=block_mask, scale=0.1)
-    for ours, wanted in zip(found, torch.autograd.grad(out, (q, k, v), dout), strict=True):
-        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
+    assert_gradients(config, (q, k, v), dout, MASKS[mask], monkeypatch)
 
 
 @pytest.mark.parametrize(("name", "mask"), [("held", "full"), ("persistent held", "causal")])
@@ -326,11 +331,7 @@ def test_half_of_v_is_held(name, mask, monkeypatch):
     torch.manual_seed(0)
     q, dout = (torch.randn(1, 2, 210, d, dtype=torch.float64) for d in widths)
     k, v = (torch.randn(1, 2, 200, d, dtype=torch.float64) for d in widths)
-    found, block_mask = gradients(config, q, k, v, dout, MASKS[mask], monkeypatch)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, _, _ = attention(q, k, v, block_mask=block_mask, scale=0.1)
-    for ours, wanted in zip(found, torch.autograd.grad(out, (q, k, v), dout), strict=True):
-        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
+    assert_gradients(config, (q, k, v), dout, MASKS[mask], monkeypatch)
 
 
 @pytest.mark.parametrize("meets", [False, True])
@@ -344,11 +345,7 @@ def test_documents_in_either_form(meets, monkeypatch):
     def in_order(b, h, q_idx, kv_idx):
         return documents(b, h, q_idx, kv_idx) & (q_idx >= kv_idx)
 
-    found, block_mask = gradients(config, q, k, v, dout, in_order, monkeypatch)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, _, _ = attention(q, k, v, block_mask=block_mask, scale=0.1)
-    for ours, wanted in zip(found, torch.autograd.grad(out, (q, k, v), dout), strict=True):
-        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
+    assert_gradients(config, (q, k, v), dout, in_order, monkeypatch)
 
 
 @pytest.mark.parametrize("early", ["", "half", "all"])
