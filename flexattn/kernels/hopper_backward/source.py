@@ -79,8 +79,10 @@ def render(
     structure: Structure, config: HopperBackwardConfig, device: Device, title: str
 ) -> Source:
     """The kernel of a structure with a config; title goes into its header."""
-    # With Triton 3.9's loop ptxas spills behind such a branch, and such a selection.
-    end = "" if waits_meet() else "start_m + BLOCK_M"
+    # With Triton 3.9's loop, and in tiles of 64 keys, ptxas spills behind such a branch, and
+    # behind such a selection.
+    spills = waits_meet() or config.BLOCK_N == 64
+    end = "" if spills else "start_m + BLOCK_M"
     traits = replace(traits_of(device, structure), dialect=replace(TRANSPOSED, end=end))
     score, mask = print_with_gradients(structure, traits, structure.grads, diagonals=True)
     band = None if structure.mask is None else band_of(structure.mask.mod.expr)
@@ -101,7 +103,7 @@ def render(
         "diagonals": reads_diagonals(structure),
         "mask": mask,
         "band": band,
-        "conjunction": mask is not None and not waits_meet() and _selects_twice(structure),
+        "conjunction": mask is not None and not spills and _selects_twice(structure),
         "hoisted": [line for each in used for line in each.hoisted],
         "indexed": bool(used),
         "sparse": sparsity is not None,

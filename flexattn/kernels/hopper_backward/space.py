@@ -90,19 +90,20 @@ def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> Hoppe
         early = "all" if bare and config.mha else "half"
         halves = bare and _walks_far(structure)
         return replace(config, ds_first=True, dq_halves=halves, early_lse=early)
-    plain, dense = _few_registers(structure), structure.mask is None
+    sparsity = structure.sparsity
+    plain, dense = _few_registers(structure), sparsity is None
     tall, wide = config.BLOCK_M == 128, columns(structure) == 128
     # Triton 3.9's loops leave no registers for V.
     held = plain and not waits_meet()
     if _walks_far(structure):
         if tall and config.mha:
             return replace(config, persistent=True, ds_first=True, dp_rs=held and dense)
-        if held and wide:
+        # Beside lists of single blocks nothing is left for V either.
+        if held and wide and (sparsity is None or sparsity.runs):
             config = replace(config, dp_rs=True, early_lse="half", shift_rows=dense)
         # Without mods and V in registers the other order is faster.
         first = tall or config.dp_rs or not (plain and dense)
         return replace(config, dq_halves=True, ds_first=first)
-    sparsity = structure.sparsity
     if structure.score is not None or sparsity is None or not sparsity.runs:
         return config
     walks = replace(config, waves=4, ds_first=True, persistent=config.mha, trimmed=not plain)
