@@ -156,7 +156,7 @@ def _converts(where: str, given: Call) -> bool:
 def as_given(given: Call, call: Call) -> bool:
     """Whether a call that was admitted has what was given, to which its key belongs.
 
-    Autocast makes other tensors, sinks with gaps are copied, and little dropout may be none.
+    Autocast makes other tensors, sinks with gaps are copied, and a dropout_p may round to 0.
     """
     same = given.dropout_p == call.dropout_p
     return same and all(map(is_, call.tensors, given.tensors))

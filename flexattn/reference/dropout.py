@@ -79,8 +79,9 @@ def kept_weights(dropout: Dropout, lanes: tuple[Tensor, ...], heads: int) -> Ten
 
     lanes: batches, query heads, rows and keys, int64 of one dimension each. heads: query heads.
     One call of Philox has 32 weights: rows r and r + 8, keys k, k + 1, and those that are 8, 16, …
-    56 further on. Each has a bit of every word, at one place: 16, 8, 4, 2 and 1 times the key's
-    bits 4, 0 and 5, the row's bit 3 and the key's. docs/dropout.md says why these bits.
+    56 further on. Each has a bit of every word, at one place, a number of five bits: from the
+    highest one, the key's bits 4, 0 and 5, the row's bit 3 and the key's bit 3. docs/dropout.md
+    says why these bits.
     """
     assert dropout.seed is not None
     b, h, q, k = lanes

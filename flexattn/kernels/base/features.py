@@ -38,9 +38,9 @@ def multiplies_ramp(structure: Structure, device: Device) -> bool:
 
 
 def keys_aligned(structure: Structure, *tiles: int) -> int:
-    """Of how many keys, 64 or 32, every first one of these tiles is a multiple; 0: of fewer.
+    """64 or 32 where the first key of each of these tiles is a multiple of that, else 0.
 
-    A call of Philox serves 32 weights of 64 keys.
+    A call of Philox serves 32 weights, whose keys are among 64.
     """
     blocks = () if structure.sparsity is None else (structure.sparsity.kv_block,)
     aligned = gcd(64, *tiles, *blocks)

@@ -271,7 +271,7 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
             settings["SUMMED"] = SUMMED
     if structure.dropout:
         settings["KEPT_READ"] = free_q - 1
-        # Four calls are for each, a thread's or those of two.
+        # A thread makes four calls for what it stores, or it and its neighbour make two each.
         calls, threads = rows * config.BLOCK_N // 128, 32 * _drawing_warps(config)
         at_once = min(calls, threads)
         settings |= {"DRAWN_AT_ONCE": at_once, "DRAWN_PARTS": calls // at_once}

@@ -98,7 +98,7 @@ def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> Hoppe
     if _walks_far(structure):
         if tall and config.mha:
             return replace(config, persistent=True, ds_first=True, dp_rs=held and dense)
-        # Beside lists of single blocks nothing is left for V either.
+        # Beside lists of single blocks there are no registers for it either.
         if held and wide and (sparsity is None or sparsity.runs):
             config = replace(config, dp_rs=True, early_lse="half", shift_rows=dense)
         # Without mods and V in registers the other order is faster.

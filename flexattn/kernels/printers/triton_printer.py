@@ -370,12 +370,13 @@ class MultiPrinter:
 
         Both are "" for other loads, and where a dialect has no end of a tile.
         """
-        places = zip(node.args, self.places[node], strict=True)
-        keyed = [(arg, check) for arg, (index, check) in places if index.key]
-        (arg, check), *more = keyed or [(node, "")]
-        if more or (arg.op, arg.value) != ("var", self.dialect.walked) or not self.dialect.end:
+        slot, end = int(node.value or 0), self.dialect.end
+        sizes = buffer_names(self.mod.kind, slot, self.mod.buffers[slot].rank)[1]
+        read = zip(node.args, self.places[node], sizes, strict=True)
+        keyed = [(arg, check, size) for arg, (index, check), size in read if index.key]
+        if not end or [(arg.op, arg.value) for arg, *_ in keyed] != [("var", self.dialect.walked)]:
             return "", ""
-        return check.replace(self.view.q_idx, self.dialect.end).replace("<", "<="), check
+        return f"({end} <= {keyed[0][2]})", keyed[0][1]
 
     def _of_two(self, condition: str, one: _Value, other: _Value) -> _Value:
         """A value read in the loop: the first where a condition holds, which all threads share."""
