@@ -33,14 +33,16 @@ pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 
 H200 = named("nvidia-h200")
 OLDEST = triton.__version__.startswith("3.6.")
+PACKED = and_masks(document(torch.zeros(8192).int()), causal)
 MODS = {
     "full": {},
     "causal": {"mask_mod": causal, "runs": True},
     "lists": {"mask_mod": causal},
     "window": {"mask_mod": sliding_window(1000), "runs": True},
     "documents": {"mask_mod": document(torch.zeros(8192).int()), "runs": True},
-    "packed": {"mask_mod": and_masks(document(torch.zeros(8192).int()), causal), "runs": True},
+    "packed": {"mask_mod": PACKED, "runs": True},
     "softcap": {"score_mod": softcap(30.0), "mask_mod": causal, "runs": True},
+    "capped": {"score_mod": softcap(30.0), "mask_mod": PACKED, "runs": True},
     "alibi": {"score_mod": alibi(32, "cpu"), "mask_mod": causal, "runs": True},
 }
 CONFIG = HopperBackwardConfig(64, 128, 2)

@@ -6,6 +6,8 @@ import math
 from typing import NamedTuple
 
 from flexattn.kernels.printers.diagonals import reads_by_diagonal
+from flexattn.mods.analysis.affine import Comparison
+from flexattn.mods.analysis.key_span import conjunction
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.mods.derivative import derivatives
 from flexattn.mods.expr import Expr, depending, walk
@@ -26,21 +28,34 @@ class Band(NamedTuple):
 
 def band_of(mask: Expr) -> Band | None:
     """The band that a mask is, as of a causal mask or a window; None where it is none."""
+    band, rest = band_and_rest(mask)
+    return band if rest is None else None
+
+
+def band_and_rest(mask: Expr) -> tuple[Band | None, Expr | None]:
+    """What a mask has of a band, and what else it asks for; None where there is no such part."""
     low: int | None = None
     high: int | None = None
+    rest: list[Expr] = []
     for term in mask_form(mask, INDEX_RANGES).terms:
         found = term.affine
-        if found is None or found.op not in ("lt", "le") or found.form.rest is not None:
-            return None
-        form = found.form
-        if not form.relative or abs(form.q) != 1:
-            return None
-        number = form.number + (found.op == "lt")
-        if form.q < 0:
+        if found is None or not _is_bound(found):
+            rest.append(term.expr)
+            continue
+        number = found.form.number + (found.op == "lt")
+        if found.form.q < 0:
             low = number if low is None else max(low, number)
         else:
             high = -number if high is None else min(high, -number)
-    return Band(low, high)
+    band = None if low is None and high is None else Band(low, high)
+    return band, conjunction(rest)
+
+
+def _is_bound(found: Comparison) -> bool:
+    """Whether it bounds q_idx - kv_idx by a number."""
+    form = found.form
+    bounds = found.op in ("lt", "le") and form.rest is None
+    return bounds and form.relative and abs(form.q) == 1
 
 
 def loads_pairs(structure: Structure) -> bool:

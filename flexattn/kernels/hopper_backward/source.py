@@ -32,7 +32,12 @@ from flexattn.kernels.hopper_backward.config import (
     HopperBackwardConfig,
     columns,
 )
-from flexattn.kernels.hopper_backward.masks import band_of, may_be_no_number, reads_diagonals
+from flexattn.kernels.hopper_backward.masks import (
+    Band,
+    band_and_rest,
+    may_be_no_number,
+    reads_diagonals,
+)
 from flexattn.kernels.hopper_backward.tiles import trims_runs
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
 from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_with_gradients
@@ -40,8 +45,8 @@ from flexattn.kernels.printers.triton_printer import Printed, print_mod
 from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.kernels.ptx.warp_numbers import WARP_NUMBERS, WARP_NUMBERS_FORM
-from flexattn.mods.expr import reads
-from flexattn.problem import Structure
+from flexattn.mods.expr import Expr, reads
+from flexattn.problem import Captures, Structure
 
 _TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
 _TWO_BUFFERS = "hopper_backward.two_buffers"
@@ -84,10 +89,11 @@ def render(
     spills = waits_meet() or config.BLOCK_N == 64
     end = "" if spills else "start_m + BLOCK_M"
     traits = replace(traits_of(device, structure), dialect=replace(TRANSPOSED, end=end))
-    score, mask = print_with_gradients(structure, traits, structure.grads, diagonals=True)
-    band = None if structure.mask is None else band_of(structure.mask.mod.expr)
-    if band is not None:
-        mask = None
+    band, rest = None, None
+    if structure.mask is not None:
+        band, rest = band_and_rest(structure.mask.mod.expr)
+    asked = replace(structure, mask=_remaining(structure.mask, rest))
+    score, mask = print_with_gradients(asked, traits, structure.grads, diagonals=True)
     used: list[PrintedGradient | Printed] = [each for each in (score, mask) if each is not None]
     sparsity, stages = structure.sparsity, _stages(structure, config)
     found = arguments(structure, config)
@@ -103,7 +109,9 @@ def render(
         "diagonals": reads_diagonals(structure),
         "mask": mask,
         "band": band,
-        "conjunction": mask is not None and not spills and _selects_twice(structure),
+        "conjunction": not spills and _selects_twice(band, rest),
+        # With a score_mod the numbers of such a mask leave no registers for it.
+        "masked_lse": rest is None or structure.score is None,
         "hoisted": [line for each in used for line in each.hoisted],
         "indexed": bool(used),
         "sparse": sparsity is not None,
@@ -187,11 +195,18 @@ def render_before(
     return make_source(template, device, [_title(structure)], context, found, 4, 1)
 
 
-def _selects_twice(structure: Structure) -> bool:
+def _remaining(mask: Captures | None, rest: Expr | None) -> Captures | None:
+    """A mask_mod that asks for no more than the rest."""
+    if mask is None or rest is None:
+        return None
+    return replace(mask, mod=replace(mask.mod, expr=rest))
+
+
+def _selects_twice(band: Band | None, rest: Expr | None) -> bool:
     """Whether a mask is a conjunction for each query and key."""
-    if structure.mask is None or structure.mask.mod.expr.op != "and":
+    if rest is None or (band is None and rest.op != "and"):
         return False
-    return all(reads(structure.mask.mod.expr, name) for name in ("q_idx", "kv_idx"))
+    return all(reads(rest, name) for name in ("q_idx", "kv_idx"))
 
 
 def render_trim(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:

@@ -8,7 +8,7 @@ from itertools import product
 
 from flexattn.kernels.base.knobs import turned
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
-from flexattn.kernels.hopper_backward.masks import band_of, reads_diagonals
+from flexattn.kernels.hopper_backward.masks import band_and_rest, band_of, reads_diagonals
 from flexattn.kernels.hopper_backward.tiles import at_sizes
 from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.problem import Problem, Structure
@@ -44,12 +44,13 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
         config = replace(config, remat=remat, pipelined="dk" if masked and each is _SPLIT else "")
         if bare and each is _SPLIT and not masked:
             config = replace(config, remat=True, pipelined="dk", ping_pong=True)
-        # Tall tiles and a score_mod leave no registers for all of lse. Where query heads are
-        # counted, they leave none for a second tile of dS either, nor does Triton 3.9's loop.
-        # With dropout four warps that draw may take eight registers of each of these threads.
+        # Tall tiles, a score_mod and a mask that is no band leave no registers for all of lse.
+        # Where query heads are counted, the first two leave none for a second tile of dS either,
+        # nor does Triton 3.9's loop. With dropout four warps that draw may take eight registers of
+        # each of these threads.
         tight = each is _TALL or structure.score is not None
         tight_loop = not config.mha and (tight or waits_meet())
-        half = tight or tight_loop or structure.dropout
+        half = tight or tight_loop or not plain or structure.dropout
         early = "half" if each is not _SPLIT and half else "all"
         # Nor are there any beside what is read along diagonals, at 128 columns.
         if reads_diagonals(structure) and width == 128:
@@ -75,8 +76,9 @@ def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> Hoppe
     0.77 (soft-capping) and 0.96 (ALiBi).
     Where a mask joins few rows to each key, as documents and windows do, blocks are persistent,
     more heads start side by side, and ends of runs that are blocks are trimmed: 0.88 (documents)
-    and 0.95 (a window) of the time. Beside windows of 128 columns half of V in registers takes
-    0.97; beside documents, whose comparisons take the registers, 1.13.
+    and 0.95 (a window) of the time, and with dS stored first as well 0.65 to 0.88 beside a
+    score_mod. At 128 columns half of V in registers takes 0.97 beside a window, and 0.98 beside
+    documents of which each row sees the past; it spills where a mask has no band.
     With dropout tiles of 64 x 128 store dS first, and then have registers for lse. Tall ones have
     none, nor has Triton 3.9's loop.
     """
@@ -104,9 +106,12 @@ def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> Hoppe
         # Without mods and V in registers the other order is faster.
         first = tall or config.dp_rs or not (plain and dense)
         return replace(config, dq_halves=True, ds_first=first)
-    if structure.score is not None or sparsity is None or not sparsity.runs:
+    if sparsity is None or not sparsity.runs or structure.mask is None:
         return config
-    walks = replace(config, waves=4, ds_first=True, persistent=config.mha, trimmed=not plain)
+    band, rest = band_and_rest(structure.mask.mod.expr)
+    trimmed = rest is not None
+    walks = replace(config, waves=4, ds_first=True, persistent=config.mha, trimmed=trimmed)
+    held = structure.score is None and band is not None and not waits_meet()
     return replace(walks, dp_rs=held and wide and config.mha)
 
 

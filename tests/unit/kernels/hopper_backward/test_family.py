@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
 from flexattn.device import named
@@ -16,7 +17,12 @@ from flexattn.kernels.choose.options import parse
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
-from flexattn.kernels.hopper_backward.masks import Band, band_of, may_be_no_number
+from flexattn.kernels.hopper_backward.masks import (
+    Band,
+    band_and_rest,
+    band_of,
+    may_be_no_number,
+)
 from flexattn.kernels.hopper_backward.source import _TWO_BUFFERS as TWO_BUFFERS
 from flexattn.kernels.hopper_backward.space import defaults
 from flexattn.kernels.hopper_backward.tiles import at_sizes, backward_grid, sizes_of_launch
@@ -286,6 +292,21 @@ def test_bands():
     assert found(document(torch.zeros(8).int())) is None
     assert found(lambda b, h, q, k: q + k > 3) is None
     assert found(lambda b, h, q, k: q - h > k) is None
+
+
+def test_what_a_mask_asks_for_beside_its_band():
+    ids = torch.arange(8).int()
+
+    def parts(*masks):
+        expr = bind(and_masks(*masks), "mask").mod.expr
+        band, rest = band_and_rest(expr)
+        return band, rest == bind(document(ids), "mask").mod.expr
+
+    assert parts(document(ids), causal) == (Band(0, None), True)
+    assert parts(sliding_window(128), document(ids)) == (Band(0, 128), True)
+    assert parts(causal, document(ids), lambda b, h, q, k: q - k < 9) == (Band(0, 8), True)
+    assert parts(document(ids)) == (None, True)
+    assert parts(causal)[0] == Band(0, None)
 
 
 ROWS = torch.ones(32)
