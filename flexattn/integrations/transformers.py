@@ -17,6 +17,7 @@ from flexattn.block_mask.few_rows import MOST_ROWS, few_rows
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.attention import flex_attention
+from flexattn.integrations.padded_step import ask_again, is_few, padded_mask, shared_mask
 from flexattn.integrations.padding import decoding_mask
 from flexattn.integrations.paged import accept, attend_paged
 from flexattn.integrations.static_step import MaskFunction, static_mask
@@ -98,9 +99,13 @@ def make_mask(
     newest = False
     if allow_is_causal_skip and q_length == 1 and isinstance(q_offset, int):
         newest = near and q_offset + 1 == kv_offset + kv_length
-    if newest and not kv_offset and _asks(attention_mask, (batch_size, kv_length)):
-        assert attention_mask is not None
-        return _contiguous(decoding_mask(attention_mask))
+    if newest and _asks(attention_mask, (batch_size, kv_offset + kv_length)):
+        assert attention_mask is not None and isinstance(q_offset, int)
+        seen = attention_mask[:, kv_offset:] if kv_offset else attention_mask
+        if is_few(seen):
+            return _contiguous(padded_mask(seen, q_offset))
+        if not kv_offset:
+            return _contiguous(decoding_mask(seen))
     compiling = torch.compiler.is_dynamo_compiling()  # a mask that is made in a graph stays there
     all_seen = allow_is_bidirectional_skip and local_size is None
     # A compiled step: transformers lets no mask be left out, of one row and of a cache that stays.
@@ -111,6 +116,8 @@ def make_mask(
             mask_function, batch_size, kv_length, q_offset, kv_offset, attention_mask, near,
             torch.device(device),
         ))  # fmt: skip
+    if q_length > 1 and not compiling:
+        ask_again()
     padding = _padding(attention_mask, kv_offset, kv_length, whole=all_seen)
     if padding is None and (newest or all_seen):
         return None
@@ -163,7 +170,7 @@ def attend_transformers(
     biases = [] if position_bias is None else [_spread(position_bias, query, key)]
     mask = None
     if isinstance(attention_mask, BlockMask):
-        mask = attention_mask
+        mask = shared_mask(attention_mask)
     elif isinstance(attention_mask, Tensor):
         table = _spread(attention_mask, query, key)
         if table.dtype == torch.bool:

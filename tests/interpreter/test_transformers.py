@@ -1,6 +1,7 @@
 """Models of transformers that attend with flexattn say what they say with their own attention."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import flexattn
 from flexattn.frontend import attention
 from flexattn.integrations import static_step
-from flexattn.integrations.transformers import make_mask, register
+from flexattn.integrations.transformers import attend_transformers, make_mask, register
 from flexattn.mods.bind import clear, stats
 from tests.models import MODELS, WITH_SDPA, greedy, logits, padded, prompts, tiny
 from tests.support import DECODE, KINDS, assert_close_as, inputs
@@ -130,6 +131,25 @@ def test_a_step_of_a_static_cache_reads_blocks_up_to_its_row(monkeypatch, kernel
                 q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options
             )
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("made_with_gradients", [True, False])
+def test_a_backward_reads_the_padding_of_its_forward(kernels_alone, made_with_gradients):
+    """Steps of another padding come between the two."""
+    paddings = [torch.arange(70) >= torch.tensor(each)[:, None] for each in ((0, 40), (30, 0))]
+    q, k, v = (each.requires_grad_() for each in inputs(2, 4, 2, 1, 70))
+    layer = SimpleNamespace(is_causal=True, training=False)
+    with torch.set_grad_enabled(made_with_gradients):
+        mask = make_mask(2, 1, 70, 69, attention_mask=paddings[0])
+    loss = attend_transformers(layer, q, k, v, mask)[0].square().sum()
+    del mask
+    with torch.no_grad():
+        for _ in range(3):
+            mask = make_mask(2, 1, 70, 69, attention_mask=paddings[1])
+            attend_transformers(layer, q, k, v, mask)
+    got = torch.autograd.grad(loss, (q, k, v))
+    wanted = sdpa(q, k, v, paddings[0][:, None, None], enable_gqa=True).square().sum()
+    torch.testing.assert_close(got, torch.autograd.grad(wanted, (q, k, v)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [*KINDS.values(), {**DECODE, "SPLIT_KV": 3}], ids=str)
