@@ -1,13 +1,15 @@
 """Models of transformers on a GPU; they skip only where transformers is not installed."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from flexattn.integrations.transformers import register
-from tests.models import MODELS, WITH_SDPA, greedy, logits, prompts, tiny
-from tests.support import assert_close_as
+from flexattn.integrations.transformers import attend_transformers, make_mask, register
+from tests.models import MODELS, WITH_SDPA, greedy, logits, padded, prompts, tiny
+from tests.support import assert_close_as, inputs
 
 pytest.importorskip("transformers", reason="transformers is not installed beside the GPU's torch")
 
@@ -45,6 +47,42 @@ def test_sixty_four_greedy_tokens_are_the_models_own(name, cache):
     assert len(set(own[0, -64:].tolist())) > 3
     if name in WITH_SDPA:
         assert torch.equal(greedy(model, "sdpa", ids, mask, 64), own)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_paddings_in_turns(name, options):
+    """Steps write their padding to one place; each batch is answered by its own."""
+    model = large(name)
+    for batch, side in ((2, "left"), (2, "right"), (3, "left"), (2, "none"), (2, "left")):
+        ids, mask = (each.cuda() for each in padded(batch, side, 301))
+        own = greedy(model, "eager", ids, mask, 12, **options)
+        assert torch.equal(greedy(model, "flexattn", ids, mask, 12, **options), own)
+
+
+@torch.no_grad()
+def test_a_step_of_a_padded_batch_waits_for_nothing():
+    q, k, v = inputs(4, 8, 2, 1, 640, 64, dtype=torch.bfloat16, device="cuda")
+    layer = SimpleNamespace(is_causal=True, training=False)
+    seen = torch.arange(640, device="cuda") >= torch.tensor([[0], [200], [30], [0]], device="cuda")
+
+    def step(keys):
+        mask = make_mask(4, 1, keys, keys - 1, attention_mask=seen[:, :keys])
+        return attend_transformers(layer, q, k[:, :, :keys], v[:, :, :keys], mask)[0]
+
+    step(638)  # it asks, and compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = [step(keys) for keys in (639, 640)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for out, keys in zip(got, (639, 640), strict=True):
+        call = q, k[:, :, :keys], v[:, :, :keys]
+        exact, own = (
+            sdpa(*(x.to(dtype) for x in call), seen[:, None, None, :keys], enable_gqa=True)
+            for dtype in (torch.float64, torch.bfloat16)
+        )
+        assert_close_as(out.transpose(1, 2), exact, own)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
