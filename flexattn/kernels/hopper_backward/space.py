@@ -169,6 +169,7 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
             yield replace(each, waves=4)
             if structure.sparsity.runs:
                 yield replace(each, waves=4, trimmed=True)
+                yield replace(each, waves=16, trimmed=True)
 
 
 def _by_product(config: HopperBackwardConfig) -> HopperBackwardConfig:
