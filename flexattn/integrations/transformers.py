@@ -17,7 +17,7 @@ from flexattn.block_mask.few_rows import MOST_ROWS, few_rows
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.attention import flex_attention
-from flexattn.integrations.padded_step import ask_again, is_few, padded_mask, shared_mask
+from flexattn.integrations.padded_step import check_again, is_few, padded_mask, shared_mask
 from flexattn.integrations.padding import decoding_mask
 from flexattn.integrations.paged import accept, attend_paged
 from flexattn.integrations.static_step import MaskFunction, static_mask
@@ -117,7 +117,7 @@ def make_mask(
             torch.device(device),
         ))  # fmt: skip
     if q_length > 1 and not compiling:
-        ask_again()
+        check_again()
     padding = _padding(attention_mask, kv_offset, kv_length, whole=all_seen)
     if padding is None and (newest or all_seen):
         return None

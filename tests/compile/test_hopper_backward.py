@@ -248,12 +248,11 @@ def test_nobody_waits_for_a_warpgroup_that_waits_for_its_turn(form, dropout):
 def test_trimmed_runs_keep_registers(stays):
     wanted = problem("backward", 128, kv_len=8192, group=1, **MODS["packed"])
     config = replace(next(defaults(wanted)), trimmed=True, waves=4, persistent=stays)
-    config = replace(config, ds_first=stays)
+    config = replace(config, ds_first=stays, dp_rs=config.dp_rs and stays)
     compiled = compile_source(render(wanted.structure, config, H200, "trimmed"), H200)
     assert not resources(compiled, H200).serialised
     spilled = [words for _, words in product_loops(compiled.asm["cubin"])]
-    # A persistent block also counts the tiles of the keys before, and is told where these end.
-    assert spilled and sum(spilled) <= stays * (4, 18)[not OLDEST], spilled
+    assert spilled and not any(spilled), spilled
     if stays:
         # Nobody writes again what dk and dv are stored from before the copy engine has read it,
         # which one thread alone knows.

@@ -1,6 +1,6 @@
-"""A step of a padded batch writes its padding where masks read it, and asks the device nothing."""
+"""A step of a padded batch copies its padding to where masks read it, and waits for nothing."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -75,8 +75,8 @@ def test_every_step_has_the_mask_of_its_keys(seen):
         seen = pad(seen, (0, 1), value=True)
 
 
-def test_a_step_writes_and_does_nothing_else():
-    """So does one of another padding, and its launches are those of the first."""
+def test_a_step_copies_its_padding_and_does_nothing_else():
+    """A step of another padding takes the masks of the first, and so their launches."""
     steps = [left(0, 150, keys=keys) for keys in (200, 201, 202)]
     first = [shared_mask(step(each)) for each in steps]
     for starts in ((0, 150), (17, 0)):
@@ -108,6 +108,20 @@ def test_a_mask_that_is_given_another_mask_mod_keeps_that():
     got, _ = attend_transformers(LAYER, q, k, v, mask)
     wanted, _ = attend_transformers(LAYER, q, k[:, :, :30], v[:, :, :30], None)
     torch.testing.assert_close(got, wanted)
+
+
+def test_a_mask_that_is_given_other_lists_keeps_those():
+    """They were ignored: launches were looked up by the table's own mask, which has its own."""
+    q, k, v = inputs(2, 4, 2, 1, 200)
+    mask = step(left(0, 0) & (torch.arange(200) > 2))
+    attend_transformers(LAYER, q, k, v, mask)
+    mask.kv_num_blocks = torch.ones_like(mask.kv_num_blocks)
+    got, _ = attend_transformers(LAYER, q, k, v, mask)
+    wanted, _ = attend_transformers(LAYER, q, k[:, :, 3:128], v[:, :, 3:128], None)
+    torch.testing.assert_close(got, wanted)
+    other = step(left(0, 150))
+    other.seq_lengths = (1, 199)
+    assert shared_mask(other) is other
 
 
 def test_a_padding_that_is_changed_in_place():
@@ -184,16 +198,23 @@ def test_steps_of_batches_in_turns_attend_to_their_keys(cap):
 
 
 def test_a_thread_writes_to_no_mask_of_another():
-    def other():
+    def steps(start):
         with torch.no_grad():
-            found.append(shared_mask(step(left(20, 0))))
+            for keys in range(200, 230):
+                seen = left(start, 0, keys=keys)
+                check(step(seen), seen)
 
-    found = [shared_mask(step(left(0, 150)))]
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
-    for mask, seen in zip(found, (left(0, 150), left(20, 0)), strict=True):
-        check(mask, seen)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(steps, (3, 50, 100, 150)))
+
+
+def test_each_step_may_run_in_another_thread():
+    """As a server's do that runs them in a pool: they take the masks of the steps before."""
+    first = shared_mask(step(left(0, 150)))
+    with ThreadPoolExecutor(1) as pool:
+        assert (
+            pool.submit(torch.no_grad()(lambda: shared_mask(step(left(20, 0))))).result() is first
+        )
 
 
 def test_what_inference_mode_made_serves_outside_of_it():
