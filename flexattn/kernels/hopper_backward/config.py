@@ -65,8 +65,8 @@ class HopperBackwardConfig:
     such a product reads half as much of shared memory, at 128 three quarters: of all of V ptxas
     would serialise products there. For tiles of 128 keys, on an H200: beside persistent 2 to 3 %
     faster at 64 columns without a mask; with a causal one ptxas spills. At 128 columns 3 to 5 %
-    faster beside ds_first and half of an early lse, and a tenth slower where mask_mods with more
-    to compare take the registers.
+    faster beside ds_first and half of an early lse, and slower where what a mask asks for besides
+    a band takes the registers.
     ex2_emulated: powers of 2, of every 8, that are made by multiply-adds beside the unit for
     them, which makes 16 a clock (FlashAttention-4); default 0. Their relative error is 9e-5:
     P is rounded to 16 bits, with one of 2e-3 in bfloat16. Within 2 % of the default on an H100.

@@ -17,6 +17,8 @@ from flexattn.problem import INDEX_RANGES, Structure
 # Of functions of floats those that are finite where their operand is.
 _BOUNDED = frozenset(("sin", "cos", "atan", "tanh", "sigmoid", "erf", "erfc"))
 _DIVISIONS = frozenset(("div", "floor_div", "trunc_div", "floor_mod", "trunc_mod"))
+# Past the distance of any two positions, and still added to one in 32 bits.
+_FAR = 2**30
 
 
 class Band(NamedTuple):
@@ -33,7 +35,10 @@ def band_of(mask: Expr) -> Band | None:
 
 
 def band_and_rest(mask: Expr) -> tuple[Band | None, Expr | None]:
-    """What a mask has of a band, and what else it asks for; None where there is no such part."""
+    """What a mask has of a band, and what else it asks for; None where there is no such part.
+
+    A band with two sides stays with the rest: of two comparisons apart from that ptxas spills.
+    """
     low: int | None = None
     high: int | None = None
     rest: list[Expr] = []
@@ -42,11 +47,13 @@ def band_and_rest(mask: Expr) -> tuple[Band | None, Expr | None]:
         if found is None or not _is_bound(found):
             rest.append(term.expr)
             continue
-        number = found.form.number + (found.op == "lt")
+        number = min(max(found.form.number + (found.op == "lt"), -_FAR), _FAR)
         if found.form.q < 0:
             low = number if low is None else max(low, number)
         else:
             high = -number if high is None else min(high, -number)
+    if rest and low is not None and high is not None:
+        return None, mask
     band = None if low is None and high is None else Band(low, high)
     return band, conjunction(rest)
 

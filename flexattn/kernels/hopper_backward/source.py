@@ -110,7 +110,7 @@ def render(
         "mask": mask,
         "band": band,
         "conjunction": not spills and _selects_twice(band, rest),
-        # With a score_mod the numbers of such a mask leave no registers for it.
+        # Beside a score_mod, what a mask asks for besides a band leaves no registers for lse.
         "masked_lse": rest is None or structure.score is None,
         "hoisted": [line for each in used for line in each.hoisted],
         "indexed": bool(used),
@@ -203,7 +203,7 @@ def _remaining(mask: Captures | None, rest: Expr | None) -> Captures | None:
 
 
 def _selects_twice(band: Band | None, rest: Expr | None) -> bool:
-    """Whether a mask is a conjunction for each query and key."""
+    """Whether a mask is a conjunction whose rest differs by query and key."""
     if rest is None or (band is None and rest.op != "and"):
         return False
     return all(reads(rest, name) for name in ("q_idx", "kv_idx"))

@@ -76,9 +76,9 @@ def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> Hoppe
     0.77 (soft-capping) and 0.96 (ALiBi).
     Where a mask joins few rows to each key, as documents and windows do, blocks are persistent,
     more heads start side by side, and ends of runs that are blocks are trimmed: 0.88 (documents)
-    and 0.95 (a window) of the time, and with dS stored first as well 0.65 to 0.88 beside a
+    and 0.95 (a window) of the time, and with dS stored first as well 0.65 to 0.96 beside a
     score_mod. At 128 columns half of V in registers takes 0.97 beside a window, and 0.98 beside
-    documents of which each row sees the past; it spills where a mask has no band.
+    documents of which each row sees the past; beside other masks it may spill.
     With dropout tiles of 64 x 128 store dS first, and then have registers for lse. Tall ones have
     none, nor has Triton 3.9's loop.
     """
@@ -111,8 +111,8 @@ def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> Hoppe
     band, rest = band_and_rest(structure.mask.mod.expr)
     trimmed = rest is not None
     walks = replace(config, waves=4, ds_first=True, persistent=config.mha, trimmed=trimmed)
-    held = structure.score is None and band is not None and not waits_meet()
-    return replace(walks, dp_rs=held and wide and config.mha)
+    beside = structure.score is None and band is not None and not waits_meet()
+    return replace(walks, dp_rs=beside and wide and config.mha)
 
 
 def axes(problem: Problem, every: bool) -> Iterator[HopperBackwardConfig]:

@@ -289,6 +289,10 @@ def test_bands():
     assert found(lambda b, h, q, k: q > k + 3) == Band(4, None)
     assert found(lambda b, h, q, k: (q - k < 100) & (k - 7 <= q)) == Band(-7, 99)
     assert found(sliding_window(128)) is not None
+    # Past every distance, and still added to one in 32 bits.
+    assert found(lambda b, h, q, k: (q - k <= 2**40) & (k - q < 2**31 - 9)) == Band(
+        -(2**30), 2**30
+    )
     assert found(document(torch.zeros(8).int())) is None
     assert found(lambda b, h, q, k: q + k > 3) is None
     assert found(lambda b, h, q, k: q - h > k) is None
@@ -303,10 +307,22 @@ def test_what_a_mask_asks_for_beside_its_band():
         return band, rest == bind(document(ids), "mask").mod.expr
 
     assert parts(document(ids), causal) == (Band(0, None), True)
-    assert parts(sliding_window(128), document(ids)) == (Band(0, 128), True)
-    assert parts(causal, document(ids), lambda b, h, q, k: q - k < 9) == (Band(0, 8), True)
+    assert parts(document(ids), lambda b, h, q, k: q - k < 9) == (Band(None, 8), True)
+    assert parts(sliding_window(128), document(ids)) == (None, False)
     assert parts(document(ids)) == (None, True)
     assert parts(causal)[0] == Band(0, None)
+
+
+@pytest.mark.parametrize("score", [None, softcap(30.0), alibi(32, "cpu")])
+@pytest.mark.parametrize("mask", [sliding_window(1000), document(torch.zeros(8192).int())])
+@pytest.mark.parametrize("group", [1, 4])
+def test_short_masks_are_walked_alike_with_and_without_a_score_mod(score, mask, group):
+    more = {} if score is None else {"score_mod": score}
+    wanted = problem("backward", 128, kv_len=8192, group=group, mask_mod=mask, runs=True, **more)
+    first = next(iter(defaults(wanted)))
+    assert first.ds_first and first.waves == 4 and first.persistent == (group == 1)
+    assert first.trimmed == (band_of(bind(mask, "mask").mod.expr) is None)
+    assert not (first.dp_rs and score is not None)
 
 
 ROWS = torch.ones(32)
