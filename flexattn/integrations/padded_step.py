@@ -27,7 +27,7 @@ _MASKS = 1024
 # Tables of a batch size. A forward may need two, for full layers and for windows; others are for
 # masks that somebody still holds.
 _TABLES = 4
-_CHECK = -2  # The position before no row: the next step checks whether anything is padded.
+_CHECK = -2  # In place of a position: the next step checks whether anything is padded.
 _SHARED = "_flexattn_shared"
 # What a launch reads of a mask beside its mask_mod.
 _parts = attrgetter(
