@@ -91,9 +91,9 @@ class HopperBackwardConfig:
     early_lse: what is read of a tile's lse before the product of its scores is issued; default "",
     nothing. Issued behind it a read takes some 340 cycles (H100, by the profile). "all": 4 to 6 %
     faster at D 128 and 2 to 3 % at D 256 on an H100; delta is then read before dP is awaited.
-    "half": where registers have no place for more; 1 % at D 64. Beside a score_mod nothing is read
-    early of tiles in which a mask_mod other than a band is evaluated. In tiles that the warpgroups
-    share by columns it is read through shared memory.
+    "half": where registers have no place for more; 1 % at D 64. Beside a score_mod or dropout
+    nothing is read early of tiles in which a mask_mod other than a band is evaluated. In tiles
+    that the warpgroups share by columns it is read through shared memory.
     dq_tma: whether a tile of dQ passes through shared memory and the copy engine adds it, as in
     FlashAttention-3; default False: each thread adds what it holds. It spares the consumers
     instructions and registers, and takes 32 KB. 4 to 20 % faster up to 128 columns on an H100.

@@ -110,8 +110,8 @@ def render(
         "mask": mask,
         "band": band,
         "conjunction": not spills and _selects_twice(band, rest),
-        # Beside a score_mod, what a mask asks for besides a band leaves no registers for lse.
-        "masked_lse": rest is None or structure.score is None,
+        # Beside a score_mod or dropout, what a mask asks for besides a band leaves none for lse.
+        "masked_lse": rest is None or not (structure.score or structure.dropout),
         "hoisted": [line for each in used for line in each.hoisted],
         "indexed": bool(used),
         "sparse": sparsity is not None,
