@@ -20,7 +20,7 @@ from flexattn.kernels.base.estimate import Estimate, best_first
 from flexattn.kernels.choose.defaults import reasons
 from flexattn.kernels.choose.registry import short
 from flexattn.kernels.hopper import cost as hopper, sized, space
-from flexattn.kernels.triton import cost as triton, defaults
+from flexattn.kernels.triton import cost as triton, defaults, prefill_cost
 from flexattn.problem import Problem
 
 __all__ = ["MODELS", "Model", "Row", "fitted", "judged", "main", "rows_of"]
@@ -53,6 +53,10 @@ MODELS = {
         lambda problem, first, device: sized.alternatives(
             problem, list(space.preferences(problem.structure))
         ), False,
+    ),
+    "triton": Model(
+        "prefill", "PrefillConfig", prefill_cost.COSTS, prefill_cost.expected,
+        defaults.prefill_defaults, lambda problem, first, device: (), False,
     ),
     "decode": Model(
         "decode", "DecodeConfig", triton.COSTS, triton.expected,
@@ -89,10 +93,16 @@ def rows_of(model: Model, found: Sequence[Measured]) -> list[Row]:
     for each in found:
         problem = each.problem
         study = "studies" in each.path.parts
-        times = {c: us for c, us in each.times.items() if type(c).__name__ == model.configs}
-        if each.kind != model.kind or not times or (study and not model.studies):
+        if each.kind != model.kind or (study and not model.studies):
             continue
         assert isinstance(problem, Problem)
+        times = {
+            config: us for config, us in each.times.items()
+            if type(config).__name__ == model.configs
+            and model.expected(problem, config, each.device, model.costs) is not None
+        }  # fmt: skip
+        if not times:
+            continue
         able = (
             config
             for config in model.rules(problem, each.device)

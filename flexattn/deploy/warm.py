@@ -104,13 +104,13 @@ def warm(
 
 def at_other_sizes(problem: Problem, device: Device) -> Iterator[Options]:
     """What asks for the kernels that serve a problem's mods and head dimensions at other sizes."""
-    from flexattn.kernels.choose.defaults import default, reasons
     from flexattn.kernels.choose.options import Options
-    from flexattn.kernels.choose.registry import family_of
+    from flexattn.kernels.choose.registry import leading
 
-    for config in family_of(default(problem, device)).at_other_sizes(problem, device):
-        if not reasons(config, problem.structure, device):
-            yield Options(exact=config)
+    for family in leading(problem.structure, device):
+        for config in family.at_other_sizes(problem, device):
+            if not family.feasibility.violated(config, problem.structure, device):
+                yield Options(exact=config)
 
 
 def rows_like(row: Row) -> Iterator[Row]:

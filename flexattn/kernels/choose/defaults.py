@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Config, Language
+from flexattn.kernels.base.estimate import Estimate, best_first
 from flexattn.kernels.base.family import KernelFamily
 from flexattn.kernels.base.rule import able
 from flexattn.kernels.choose.registry import by_language, family_of, leading
@@ -24,8 +25,9 @@ def candidates(
     """The static default, then what to fall back to where it does not build or fit, or spills.
 
     Of Hopper's template all tiles come first, each in its variants; then Triton's, the smallest
-    last. Sizes decide little: a new length needs no new kernel, or one of a few of Hopper's
-    prefill, or the other one of decode's two tile heights by q_len. language: its configs alone.
+    last. Before them is Triton's first one where models expect it to be faster, as it is for short
+    prompts. Sizes decide little: a new length needs no new kernel, or one of a few of
+    prefill's, or the other one of decode's two tile heights by q_len. language: its configs alone.
     Raises ConfigError with the reasons when nothing can run.
     """
     kind: str = problem.structure.kind
@@ -43,13 +45,38 @@ def candidates(
 
 
 def _wanted(problem: Problem, device: Device, language: Language | None) -> Iterator[Config]:
-    found: Iterator[KernelFamily[Any]] = leading(problem.structure, device)
-    if language is not None:
+    if language is None:
+        found = tuple(leading(problem.structure, device))
+    else:
         only = by_language(problem.structure.kind, language)
-        found = iter(() if only is None else (only,))
-    for family in found:
-        for config in family.defaults(problem, device):
-            yield from family.variants(config)
+        found = () if only is None else (only,)
+    every: dict[KernelFamily[Any], Iterable[Any]]
+    every, ahead = {family: family.defaults(problem, device) for family in found}, None
+    if len(found) > 1:
+        every = {family: tuple(configs) for family, configs in every.items()}
+        ahead = _ahead(every, problem, device)
+        yield from () if ahead is None else (ahead,)
+    for family, configs in every.items():
+        for config in configs:
+            yield from (each for each in family.variants(config) if each != ahead)
+
+
+def _ahead(
+    every: Mapping[KernelFamily[Any], Iterable[Any]], problem: Problem, device: Device
+) -> Config | None:
+    """The first config of a family that models expect to gain over that of the first family."""
+    firsts = []
+    for family, configs in every.items():
+        violated = family.feasibility.violated
+        able = (each for each in configs if not violated(each, problem.structure, device))
+        firsts.append((family, next(able, None)))
+
+    def expected(first: tuple[KernelFamily[Any], Any]) -> Estimate | None:
+        family, config = first
+        return None if config is None else family.expected(problem, config, device)
+
+    best = next(best_first(firsts[:1], firsts[1:], expected))
+    return None if best is firsts[0] else best[1]
 
 
 def default(problem: Problem, device: Device, language: Language | None = None) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from flexattn.device import Device
@@ -14,12 +15,11 @@ from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.knobs import at_rest, words
 from flexattn.kernels.base.source import UNFUSED, Source, hinted
 from flexattn.kernels.base.tiles import Geometry
-from flexattn.kernels.triton import printed
+from flexattn.kernels.triton import cost, prefill_cost, printed
 from flexattn.kernels.triton.amd import hints
 from flexattn.kernels.triton.axes import decode_axes, prefill_axes
 from flexattn.kernels.triton.case import case_of
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig, TritonConfigT
-from flexattn.kernels.triton.cost import expected
 from flexattn.kernels.triton.defaults import decode_defaults, prefill_defaults
 from flexattn.kernels.triton.invariant import invariant_config
 from flexattn.kernels.triton.source import render, render_combine
@@ -57,6 +57,20 @@ class _Prefill(_Family[PrefillConfig]):
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[PrefillConfig]:
         return prefill_defaults(problem, device)
+
+    def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[PrefillConfig]:
+        """What may come before Hopper's template where prompts are short."""
+        if not device.has_wgmma or not prefill_cost.fitted(problem.structure):
+            return
+        every = prefill_defaults(problem, device)
+        able = (
+            each for each in every
+            if not TRITON_FEASIBILITY.violated(each, problem.structure, device)
+        )  # fmt: skip
+        yield from islice(able, 1)
+
+    def expected(self, problem: Problem, config: PrefillConfig, device: Device) -> Estimate | None:
+        return prefill_cost.expected(problem, config, device) if device.has_wgmma else None
 
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[PrefillConfig]:
         return prefill_axes(problem, device, effort == "exhaustive")
@@ -102,7 +116,7 @@ class _Decode(_Family[DecodeConfig]):
         return decode_defaults(problem, device, can_run)
 
     def expected(self, problem: Problem, config: DecodeConfig, device: Device) -> Estimate | None:
-        return expected(problem, config, device) if device.has_wgmma else None
+        return cost.expected(problem, config, device) if device.has_wgmma else None
 
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[DecodeConfig]:
         can_run = (

@@ -77,9 +77,9 @@ def test_heads_of_a_group_share_a_tile_that_one_would_half_fill():
 )
 def test_every_size_has_a_default_that_can_run_and_an_estimate(D, B, heads, rows, keys, name):
     wanted = sized(D, B, heads, rows, keys, name)
-    config = default(wanted, H200)
+    config = default(wanted, H200, "gluon")
     assert not violated(config, wanted.structure, H200)
-    assert default(wanted, H200) == config
+    assert default(wanted, H200, "gluon") == config
     rules = list(space.preferences(wanted.structure))
     assert len(list(alternatives(wanted, rules))) <= 5
     told = expected(wanted, config, H200)
