@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench.measured import Measured, measured, tiles_of
+from bench.short_prompts import short_prompts
 from flexattn.device import Device
 from flexattn.kernels.base.estimate import Estimate, best_first
 from flexattn.kernels.choose.defaults import reasons
@@ -211,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL")
     parser.add_argument("--check", action="store_true", help="judge the costs as they are")
     asked = parser.parse_args(argv)
-    found = list(measured())
+    found = [*measured(), *short_prompts()]
     for name in asked.models:
         model = MODELS[name]
         rows = rows_of(model, found)

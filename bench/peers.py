@@ -19,6 +19,7 @@ from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.options import Options as Exactly
 from flexattn.kernels.hopper.config import HopperPrefillConfig
+from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import prepare_launch
 
@@ -66,11 +67,11 @@ def ours_by(backend: str) -> Peer:
     return build
 
 
-def ours_exactly(config: HopperPrefillConfig) -> Peer:
+def ours_exactly(config: HopperPrefillConfig | PrefillConfig) -> Peer:
     """Ours with a config whose numbers kernel_options cannot all say."""
 
     def build(x: Inputs) -> Callable[[], Tensor]:
-        mask, options = _block_mask(x), {"BACKEND": "GLUON"}
+        mask, options = _block_mask(x), {"BACKEND": config.language.upper()}
         call = make_call(
             x.q, x.k, x.v, x.score_mod, mask, None, x.gqa, False, options, None, None, *x.descales
         )

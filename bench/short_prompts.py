@@ -1,0 +1,142 @@
+"""`python -m bench.short_prompts`: prompts of 64 to 1,024 tokens, by configs of both templates.
+
+Microseconds of a CUDA graph whose L2 is cold: Hopper's first configs and what sizes may change of
+them, and Triton's first one. `bench.fit_costs` fits the models of both templates to them, and a
+test holds the choice between them to what was faster. Needs a GPU with wgmma.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from bench.environment import describe
+from bench.measured import Measured
+from bench.peers import OURS, ours_exactly
+from bench.results import RowResult
+from bench.rows import Row
+from bench.runner import Method, run_row
+from bench.shapes import Shape
+from bench.tasks import task
+from flexattn.device import Device, named
+from flexattn.kernels.choose.registry import short
+from flexattn.kernels.hopper.sized import alternatives
+from flexattn.kernels.hopper.space import preferences
+from flexattn.kernels.triton.config import PrefillConfig
+from flexattn.kernels.triton.defaults import prefill_defaults
+from flexattn.kernels.triton.family import TRITON_FEASIBILITY
+from flexattn.problem import Problem
+
+__all__ = ["RESULTS", "configs_of", "main", "rows", "short_prompts"]
+
+RESULTS = Path(__file__).parent / "results" / "h200-short-prompts.json"
+METHOD = Method(rounds=5, min_ms=1.5, flush_l2=True, graph=True)
+COLUMNS = ("B", "Hq", "Hkv", "q_len", "D", "mask")
+# Of Hopper's preferences, beside what sizes change of the first one.
+_FIRST = 3
+_LENGTHS = (64, 128, 256, 448, 640, 1024)
+# Triton's tile where its first one has 128 rows.
+_FEW_ROWS = PrefillConfig(64, 64, 4, 3, True)
+
+
+def rows() -> Iterator[Row]:
+    """Language models' prompts, causal, alone and in batches; images' tokens, full."""
+    for D, (hq, hkv) in ((64, (64, 8)), (64, (16, 16)), (128, (32, 8)), (128, (16, 16))):
+        for batch, length in product((1, 8), _LENGTHS):
+            yield _row(Shape(batch, hq, hkv, length, length, D), "causal")
+    for length in (128, 256, 448, 1024):
+        yield _row(Shape(1, 71, 1, length, length, 64), "causal")
+        yield _row(Shape(1, 40, 8, length, length, 128), "causal")
+    for (heads, D), batch in product(((8, 40), (16, 64), (16, 72), (12, 128)), (1, 16)):
+        for length in (77, 197, 256, 577):
+            yield _row(Shape(batch, heads, heads, length, length, D), "full")
+
+
+def _row(shape: Shape, mask: Literal["full", "causal"]) -> Row:
+    heads = f"{shape.hq}:{shape.hkv}"
+    name = f"b{shape.batch}-{heads}-d{shape.d}-{shape.q_len}-{mask}"
+    return Row(name, "short", shape, mask)
+
+
+def configs_of(problem: Problem, device: Device) -> dict[str, Any]:
+    """By how a table has them: Triton's first config that can run, one of fewer rows, Hopper's."""
+    triton = (
+        each for each in prefill_defaults(problem, device)
+        if not TRITON_FEASIBILITY.violated(each, problem.structure, device)
+    )  # fmt: skip
+    first = next(triton)
+    fewer = replace(_FEW_ROWS, order=first.order, use_tma=first.use_tma)
+    hopper = list(preferences(problem.structure))
+    every = [first, fewer, *hopper[:_FIRST], *alternatives(problem, hopper)]
+    return {short(each): each for each in every}
+
+
+def short_prompts(path: Path = RESULTS) -> Iterator[Measured]:
+    """What a results file has, for fits; nothing where there is none yet."""
+    if not path.exists():
+        return
+    held = json.loads(path.read_text())
+    environment = held["environments"][0]
+    device = named("nvidia-" + environment["device"].removeprefix("NVIDIA ").lower())
+    for *sizes, mask, times in held["rows"]:
+        batch, hq, hkv, length, D = sizes
+        row = _row(Shape(batch, hq, hkv, length, length, D), mask)
+        problem = task(row, device, "cpu").problem
+        configs = configs_of(problem, device)
+        us = {configs[name]: us for name, us in times.items() if name in configs}
+        yield Measured(f"{row.name} short", environment["triton"], problem, device, us, path)
+
+
+def _line(row: Row, result: RowResult) -> list[Any]:
+    s = row.shape
+    times = {
+        name.removeprefix(f"{OURS} "): round(samples.median, 2)
+        for name, samples in result.samples.items() if not samples.failure
+    }  # fmt: skip
+    return [s.batch, s.hq, s.hkv, s.q_len, s.d, row.mask, times]
+
+
+def _save(path: Path, method: Method, lines: Sequence[list[Any]]) -> None:
+    """A line a row."""
+    head = {
+        "schema": 1, "bench": "short-prompts", "method": method.facts(),
+        "environments": [describe()], "columns": COLUMNS,
+    }  # fmt: skip
+    body = ",\n  ".join(json.dumps(line, separators=(",", ":")) for line in lines)
+    path.write_text(json.dumps(head)[:-1] + f', "rows": [\n  {body}\n]}}\n')
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Time all rows; the status is 1 where a gate is red, 2 without a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m bench.short_prompts", description=__doc__)
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--rows", default="", help="a part of names")
+    asked = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("no GPU is visible to torch: prompts are timed on one", file=sys.stderr)
+        return 2
+    from flexattn.device import detect
+
+    device, lines, red = detect(torch.device("cuda")), [], 0
+    for row in (each for each in rows() if asked.rows in each.name):
+        configs = configs_of(task(row, device, "cpu").problem, device)
+        peers = {f"{OURS} {name}": ours_exactly(config) for name, config in configs.items()}
+        result = run_row(row, peers, METHOD)
+        red += sum(not gate.passed for gate in result.gates.values())
+        lines.append(_line(row, result))
+        print(row.name, lines[-1][-1], *result.refused.values(), flush=True)
+        if asked.out:
+            _save(asked.out, METHOD, lines)
+    return 1 if red else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
