@@ -148,6 +148,9 @@ SPILLS = {
     ("dropout causal", 64, EVEN): (0, 3),
     ("dropout causal", 64, ODD): (0, 5),
     ("dropout lists", 64, ODD): (0, 7),
+    ("dropout packed", 96, ODD): (4, 1),
+    ("dropout packed", 128, ODD): (4, 1),
+    ("dropout packed", 256, ODD): (0, 4),
 }
 
 
@@ -174,7 +177,7 @@ def test_dropout_keeps_its_registers():
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("sizes", [EVEN, ODD], ids=str)
 @pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize("name", ["full", "causal", "lists"])
+@pytest.mark.parametrize("name", ["full", "causal", "lists", "packed"])
 def test_dropout_keeps_the_registers_of_every_default(name, D, sizes):
     _, spilled = kept(dropping(name, D, sizes))
     assert sum(spilled) <= SPILLS.get((f"dropout {name}", D, sizes), (0, 0))[not OLDEST], spilled
