@@ -37,7 +37,8 @@ def band_of(mask: Expr) -> Band | None:
 def band_and_rest(mask: Expr) -> tuple[Band | None, Expr | None]:
     """What a mask has of a band, and what else it asks for; None where there is no such part.
 
-    A band with two sides stays with the rest: of two comparisons apart from that ptxas spills.
+    Beside a rest, bounds that no distance is within stay with it: one unsigned comparison of both
+    would not tell them.
     """
     low: int | None = None
     high: int | None = None
@@ -52,7 +53,7 @@ def band_and_rest(mask: Expr) -> tuple[Band | None, Expr | None]:
             low = number if low is None else max(low, number)
         else:
             high = -number if high is None else min(high, -number)
-    if rest and low is not None and high is not None:
+    if rest and low is not None and high is not None and high < low:
         return None, mask
     band = None if low is None and high is None else Band(low, high)
     return band, conjunction(rest)

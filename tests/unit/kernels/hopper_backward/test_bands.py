@@ -23,7 +23,7 @@ BESIDE_DOCUMENTS = {
 @pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize("beside", BESIDE_DOCUMENTS)
 def test_a_band_beside_documents(beside, capped, meets, monkeypatch):
-    """A band of one side is compared apart; beside a score_mod masked tiles read lse late."""
+    """A band is compared apart; beside a score_mod masked tiles read lse late."""
     monkeypatch.setattr("flexattn.kernels.hopper_backward.source.waits_meet", lambda: meets)
     form = {**PIPELINES["persistent trimmed"], "ds_first": True, "early_lse": "half"}
     config = HopperBackwardConfig(64, 128, 2, **form, dp_rs=not capped)

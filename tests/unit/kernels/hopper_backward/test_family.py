@@ -308,7 +308,9 @@ def test_what_a_mask_asks_for_beside_its_band():
 
     assert parts(document(ids), causal) == (Band(0, None), True)
     assert parts(document(ids), lambda b, h, q, k: q - k < 9) == (Band(None, 8), True)
-    assert parts(sliding_window(128), document(ids)) == (None, False)
+    assert parts(sliding_window(128), document(ids)) == (Band(0, 128), True)
+    nowhere = lambda b, h, q, k: (q < k) & (k < q)  # noqa: E731
+    assert parts(nowhere, document(ids)) == (None, False)
     assert parts(document(ids)) == (None, True)
     assert parts(causal)[0] == Band(0, None)
 
