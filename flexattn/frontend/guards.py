@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 from types import NoneType
 from typing import Any, NamedTuple
@@ -25,13 +25,18 @@ from flexattn.frontend.call import Call
 from flexattn.frontend.plan import Plan
 from flexattn.frontend.trained import Trained
 from flexattn.frontend.transforms import in_forward_mode
+from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound, Witness, watch
 from flexattn.problem import checks
 from flexattn.problem.descales import NO_DESCALES
+from flexattn.problem.facts import TensorFacts
+from flexattn.problem.kind import FEW_ROWS
 from flexattn.problem.mask_class import UNKNOWN, known_class
 from flexattn.problem.runs import known_runs, unwritten, versions
+from flexattn.records.key import rounded
 from flexattn.records.store import generation
-from flexattn.runtime.launch import Launch, Outputs
+from flexattn.runtime.dispatch import dispatcher
+from flexattn.runtime.launch import Launch, Outputs, prepare_launch
 from flexattn.settings import Settings, current
 from flexattn.util.lru import Lru
 
@@ -90,10 +95,13 @@ class _Seen:
     descaled: bool
     checked: tuple[Bound | None, Bound | None] | None = None
     trained: Trained | None = None
+    options: Options = NONE
 
 
 # Of a key, the last call without gradients and the last one with them.
 _seen: Lru[tuple[Any, ...], tuple[_Seen | None, _Seen | None]] = Lru(1024)
+# Of a key without its number of keys, the last decode, of those without a mask or gradients.
+_decoded: Lru[tuple[Any, ...], _Seen] = Lru(256)
 
 
 def guard_key(given: Call) -> tuple[Any, ...] | None:
@@ -117,10 +125,12 @@ def recall(key: tuple[Any, ...] | None, given: Call) -> Outputs | None:
     except TypeError:  # an argument that no key can hold: the long way says what is wrong
         return None
     if pair is None:
-        return None
+        return _recall_grown(key, given)
     found = pair[torch.is_grad_enabled() and _wants_grad(pair, given)]
-    if found is None or not _holds(found, given):
-        return None
+    return None if found is None or not _holds(found, given) else _served(found, given)
+
+
+def _served(found: _Seen, given: Call) -> Outputs:
     if found.checked is not None:
         score, mask = found.checked
         given._replace(scale=found.scale, score=score, mask=mask).check_reads()
@@ -130,6 +140,43 @@ def recall(key: tuple[Any, ...] | None, given: Call) -> Outputs | None:
     return found.launch.run(
         given.q, given.k, given.v, found.scale, found.rest, given.sinks, descales
     )
+
+
+def _recall_grown(key: tuple[Any, ...] | None, given: Call) -> Outputs | None:
+    """Serve a decode as the same one over fewer keys was: a cache grows with every token.
+
+    The launch is made anew, which asks nothing of the mods.
+    """
+    if key is None or given.block_mask is not None or type(given.k) not in _PLAIN:
+        return None
+    found = _decoded.get(_without_length(key))
+    if found is None or (torch.is_grad_enabled() and _wants_grad((found, None), given)):
+        return None
+    keys, (launch, k, v) = given.k.shape[2], (found.launch, given.k, given.v)
+    # Of another power of two records may tell something else.
+    alike = keys == v.shape[2] and rounded(keys) == rounded(launch.problem.kv_len)
+    if not alike or not _holds(found, given):
+        return None
+    problem = replace(launch.problem, kv_len=keys)
+    grown = prepare_launch(
+        problem, launch.choice.device, launch.device, dispatcher(), found.options, given.q, k, v,
+        None,
+    )  # fmt: skip
+    found = replace(found, launch=grown, score=_watching(found.score, _seen, key))
+    _seen.put(key, (found, None))
+    return _served(found, given)
+
+
+def _without_length(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A key of a call without a mask, but for how many keys it has and where they lie."""
+    (q, k, v, *others), score, _, scale = key
+    return (q, *map(_each_key, (k, v)), *others, score, scale)
+
+
+def _each_key(facts: tuple[Any, ...]) -> tuple[Any, ...]:
+    of = TensorFacts(*facts)
+    sizes = (*of.shape[:2], *of.shape[3:])
+    return of.kind, sizes, of.strides[3:], of.dtype, of.device, of.negated, of.aligned
 
 
 def _holds(found: _Seen, given: Call) -> bool:
@@ -183,7 +230,7 @@ def remember(
         guard = watch(given.score_mod, "score", call.score, call.looks[0])
         if guard is None:
             return
-        score = _Score(weakref.ref(given.score_mod, _forgetting(key)), guard)
+        score = _Score(weakref.ref(given.score_mod, _forgetting(_seen, key)), guard)
     if block_mask is not None:
         mask = _mask_of(block_mask, plan, key)
         if mask is None:
@@ -195,8 +242,13 @@ def remember(
     descaled = call.descales is not NO_DESCALES
     found = _Seen(
         launch, where, rest, call.scale, settings, generation(), score, mask, descaled, checked,
-        trained,
+        trained, call.options,
     )  # fmt: skip
+    plain = trained is None and mask is None and not descaled
+    # So few rows decode whatever the number of keys is.
+    if plain and launch.problem.structure.kind == "decode" and launch.problem.q_len <= FEW_ROWS:
+        short = _without_length(key)
+        _decoded.put(short, replace(found, score=_watching(score, _decoded, short)))
     # Whether gradients are wanted is asked of either, so neither may watch what is no longer read.
     other = (_seen.get(key) or (None, None))[trained is None]
     if other is not None and other.score is not None and not other.score.holds(given.score_mod):
@@ -221,15 +273,27 @@ def _mask_of(block_mask: BlockMask, plan: Plan, key: tuple[Any, ...]) -> _Mask |
     guard = watch(parts[0], "mask", bound, look)
     if guard is None or not fixed:
         return None
-    reference = weakref.ref(block_mask, _forgetting(key))
+    reference = weakref.ref(block_mask, _forgetting(_seen, key))
     if by_version:
         return _Mask(reference, parts, versions(lists), unwritten, guard)
     return _Mask(reference, parts, _shapes(lists), _as_large, guard)
 
 
-def _forgetting(key: tuple[Any, ...]) -> Callable[[object], None]:
+def _watching(
+    score: _Score | None, memory: Lru[tuple[Any, ...], Any], key: tuple[Any, ...]
+) -> _Score | None:
+    """The same score_mod, whose end drops another entry."""
+    mod = None if score is None else score.mod()
+    if score is None or mod is None:
+        return score
+    return score._replace(mod=weakref.ref(mod, _forgetting(memory, key)))
+
+
+def _forgetting(
+    memory: Lru[tuple[Any, ...], Any], key: tuple[Any, ...]
+) -> Callable[[object], None]:
     """A weakref callback that drops a dead mod's or mask's entry, which holds captured tensors."""
-    return lambda _: _seen.discard(key)
+    return lambda _: memory.discard(key)
 
 
 def _parts(mask: BlockMask) -> tuple[Any, ...]:

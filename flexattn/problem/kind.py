@@ -9,6 +9,8 @@ from math import ceil
 
 from flexattn.problem.problem import Kind, Problem, Shape
 
+# At most so many query rows always decode: one tile holds them with all heads of a group.
+FEW_ROWS = 16
 # Rows of a tile of prefill's, and of decode's where there are more than 16; keys of a chunk for
 # each of its rows.
 _PREFILL_ROWS, _DECODE_ROWS, _CHUNKED = 128, 64, 8
@@ -32,17 +34,17 @@ def kind_for(
 ) -> tuple[Kind, str]:
     """Decode or prefill for these lengths, with the reason in words.
 
-    At most 16 query rows always decode: one tile holds them with all heads of a group. More rows
-    may be a chunk of a prompt over a long cache. Prefill's tiles are then few, so SMs are idle, or
-    mostly empty. Decode packs a group's heads into its tiles and splits the keys over all SMs, but
-    multiplies at a lower rate. It is chosen where it is expected to be faster. packs: two heads of
-    a group share a tile of prefill's that either would half fill (Hopper's, in 16 bits).
+    At most FEW_ROWS query rows always decode. More rows may be a chunk of a prompt over a long
+    cache. Prefill's tiles are then few, so SMs are idle, or mostly empty. Decode packs a group's
+    heads into its tiles and splits the keys over all SMs, but multiplies at a lower rate. It is
+    chosen where it is expected to be faster. packs: two heads of a group share a tile of prefill's
+    that either would half fill (Hopper's, in 16 bits).
     """
     q_len, group = sizes.q_len, sizes.Hq // sizes.Hkv
     if fp8:
         return "prefill", "fp8 has no decode template"
-    if q_len <= 16:
-        return "decode", f"q_len {q_len} is at most 16"
+    if q_len <= FEW_ROWS:
+        return "decode", f"q_len {q_len} is at most {FEW_ROWS}"
     if sizes.kv_len >= _CHUNKED * max(q_len, _PREFILL_ROWS):
         columns = min(_columns(sizes), _WIDEST)
         rows = _NARROW_ROWS if columns <= _NARROW else _PREFILL_ROWS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -36,6 +36,8 @@ INDEX_RANGES = {
     "b": (0, MAX_LENGTH), "h": (0, MAX_HEADS),
     "q_idx": (0, MAX_LENGTH + 2**12), "kv_idx": (0, MAX_LENGTH + 2**12),
 }  # fmt: skip
+# Lengths of keys within such a step decode by one config: a cache grows with every token.
+KEY_STEP = 128
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 
@@ -195,6 +197,12 @@ class Problem:
     kv_len: int
     mask_class: str = ""
     broadcast_kv: bool = False
+
+    def for_choice(self) -> Problem:
+        """The problem that its config is chosen for: a decode has keys in whole steps."""
+        if self.structure.kind != "decode" or not self.kv_len % KEY_STEP:
+            return self
+        return replace(self, kv_len=self.kv_len + -self.kv_len % KEY_STEP)
 
     def describe(self) -> str:
         """One line for headers, reports and errors."""

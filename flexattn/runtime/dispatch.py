@@ -297,8 +297,7 @@ class Dispatcher:
     def __init__(self, build: Builder) -> None:
         self._build = build
         self._table: Lru[object, tuple[Choice, Kernel, Kernel | None]] = Lru(4096)
-        # What the first candidate of a problem gave, for others with the same first candidate: a
-        # cache that grows brings a new length with every token.
+        # What the first candidate of a problem gave, for others with the same first candidate.
         self._served: Lru[object, tuple[Choice, Kernel, Kernel | None]] = Lru(1024)
 
     def kernels(
@@ -307,10 +306,19 @@ class Dispatcher:
         """The choice for a problem, its kernel, and decode's combine kernel, built if need be."""
         settings = current()
         places = settings.mode, settings.cache, settings.cache_dir, generation()
-        key = (problem, device, index, options, places)
+        asked = problem.for_choice()
+        key = (asked, device, index, options, places)
         found = self._table.get(key)
-        if found is not None:
-            return found
+        if found is None:
+            found = self._new(asked, device, index, options)
+            self._table.put(key, found)
+        choice, kernel, combine = found
+        same = asked is problem
+        return choice if same else replace(choice, problem=problem), kernel, combine
+
+    def _new(
+        self, problem: Problem, device: Device, index: int, options: Options
+    ) -> tuple[Choice, Kernel, Kernel | None]:
         try:
             choice, kernel, combine = self._built(problem, device, index, options, stored=True)
         except RenderAnew:
@@ -321,7 +329,6 @@ class Dispatcher:
             for captures in (problem.structure.score, problem.structure.mask):
                 if captures is not None:
                     log.debug("%s_mod:\n%s", captures.mod.kind, pretty(captures.mod.expr))
-        self._table.put(key, (choice, kernel, combine))
         return choice, kernel, combine
 
     def _built(
