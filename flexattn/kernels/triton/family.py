@@ -60,7 +60,7 @@ class _Prefill(_Family[PrefillConfig]):
 
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[PrefillConfig]:
         """What may come before Hopper's template where prompts are short."""
-        if not device.has_wgmma or not prefill_cost.fitted(problem.structure):
+        if not device.has_wgmma or not prefill_cost.is_modelled(problem.structure):
             return
         every = prefill_defaults(problem, device)
         able = (

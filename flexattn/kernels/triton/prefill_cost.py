@@ -47,7 +47,7 @@ _NARROWEST, _WIDEST, _WARPS = 40, 64, 4
 _REGISTERS = 64
 
 
-def fitted(structure: Structure) -> bool:
+def is_modelled(structure: Structure) -> bool:
     """Whether the model was fitted to structures like this one, and its choices raced.
 
     Other heads, inputs of 8 bits or of two dtypes, float32, score_mods, and masks that read
@@ -65,7 +65,7 @@ def expected(
 ) -> Estimate | None:
     """What a config is expected to take; None where nobody fitted it, or nothing is to do."""
     structure = problem.structure
-    if not fitted(structure) or config.num_warps != _WARPS:
+    if not is_modelled(structure) or config.num_warps != _WARPS:
         return None
     if not problem.B or not problem.q_len or not problem.kv_len:
         return None
