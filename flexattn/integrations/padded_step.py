@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn.block_mask.few_rows import KEY_BLOCK, with_lists
+from flexattn.block_mask.few_rows import KEY_BLOCK, relisted, with_lists
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.integrations.static_step import FEW_KEYS
 from flexattn.runtime.launch import raw_stream
@@ -46,6 +46,7 @@ class _Table:
             self._seen = torch.ones(B, keys, dtype=torch.bool, device=device)
         self._mask_mod = _reads(self._seen)
         self._masks: Lru[int, tuple[Tensor, LazyBlockMask]] = Lru(_MASKS)
+        self._listed: dict[int, LazyBlockMask] = {}
         self._last_mask_mod: Callable[[], object] = lambda: None
 
     @property
@@ -71,10 +72,14 @@ class _Table:
     def _made(self, keys: int) -> LazyBlockMask:
         """All blocks are listed: few keys are read in less time than it takes to find which."""
         device, blocks = self._seen.device, -(-keys // KEY_BLOCK)
+        found = self._listed.get(blocks)
+        if found is not None:
+            return relisted(found, keys)
         with torch.inference_mode(False):
             order = torch.arange(blocks, dtype=torch.int32, device=device).view(1, 1, 1, -1)
             count = torch.full((1, 1, 1), blocks, dtype=torch.int32, device=device)
-        return with_lists((1, keys), (count, order), self._mask_mod)
+        found = self._listed[blocks] = with_lists((1, keys), (count, order), self._mask_mod)
+        return found
 
 
 class _Batch:

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import flexattn
+from flexattn.block_mask.few_rows import few_rows, relisted
 from flexattn.errors import InputError
-from flexattn.frontend import attention, guards
+from flexattn.frontend import attention, growing, guards
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
+from flexattn.integrations.padded_step import padded_mask, shared_mask
 from tests.support import assert_accurate
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
@@ -21,7 +23,7 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 def admitted(monkeypatch):
     """Numbers of keys of the calls that were looked at whole."""
     guards._seen.clear()
-    guards._decoded.clear()
+    growing._decoded.clear()
     lengths = []
     made = attention.admit
 
@@ -128,5 +130,55 @@ def test_a_mod_s_end_frees_what_it_captured(admitted):
         q, k, v = tensors(keys)
         flexattn.flex_attention(q, k, v, score_mod=mod, enable_gqa=True)
     del bias, mod
+    gc.collect()
+    assert freed() is None
+
+
+def test_steps_of_a_padded_batch(admitted):
+    """Masks of one table have the same lists up to another block of keys."""
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for keys in (300, 301, 302, 384, 385, 386):
+            seen = torch.rand(2, keys, generator=draw) < 0.7
+            seen[:, -1] = True
+            held = padded_mask(seen, keys)
+            assert_accurate(*tensors(keys), block_mask=shared_mask(held))
+            del held  # as a step's mask is, before the next one
+    assert admitted == [300, 385]
+
+
+def late(table):
+    def mask_mod(b, h, q_idx, kv_idx):
+        return table[kv_idx]
+
+    return mask_mod
+
+
+def test_masks_of_other_lists_or_another_length_are_looked_at(admitted):
+    table = torch.rand(600) < 0.5
+    mask_mod = late(table)
+    for keys in (300, 301):  # lists of its own each
+        mask = few_rows(mask_mod, 2, 1, keys, torch.device("cpu"))
+        assert_accurate(*tensors(keys), block_mask=mask)
+    assert admitted == [300, 301]
+    assert_accurate(*tensors(302), block_mask=relisted(mask, 302))
+    assert admitted == [300, 301]
+    with pytest.raises(InputError):
+        flexattn.flex_attention(*tensors(303), block_mask=mask, enable_gqa=True)
+    mask = relisted(mask, 304)
+    mask.kv_num_blocks = mask.kv_num_blocks.clone()
+    assert_accurate(*tensors(304), block_mask=mask)
+    assert admitted == [300, 301, 303, 304]
+
+
+def test_a_mask_s_end_frees_what_it_captured(admitted):
+    table = torch.rand(600) < 0.5
+    freed, mask_mod = weakref.ref(table), late(table)
+    masks = [few_rows(mask_mod, 2, 1, 300, torch.device("cpu"))]
+    for keys in (300, 301, 302):
+        masks.append(relisted(masks[0], keys))
+        flexattn.flex_attention(*tensors(keys), block_mask=masks[-1], enable_gqa=True)
+    assert admitted == [300]
+    del table, mask_mod, masks
     gc.collect()
     assert freed() is None

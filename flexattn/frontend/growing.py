@@ -1,0 +1,80 @@
+"""A decode over a cache that grew: its launch, made from that of the same call over fewer keys.
+
+Each token brings another number of keys. Mods, checks and the structure of the kernel are those of
+the call before, so all that is made anew is the launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import NoneType
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexattn.frontend.call import Call
+from flexattn.frontend.seen import PLAIN, Seen, holds, parts_of, wants_grad
+from flexattn.problem.facts import TensorFacts
+from flexattn.problem.kind import FEW_ROWS
+from flexattn.problem.mask_class import known_class
+from flexattn.records.key import rounded
+from flexattn.runtime.dispatch import dispatcher
+from flexattn.runtime.launch import Lists, prepare_launch
+from flexattn.util.lru import Lru
+
+# Of a key without its number of keys, the last decode, of those without gradients and runs.
+_decoded: Lru[tuple[Any, ...], Seen] = Lru(256)
+
+
+def grown(key: tuple[Any, ...], given: Call) -> Seen | None:
+    """What serves a call as the same one over fewer keys was served; None where nothing tells.
+
+    It may be that decode's, but for its number of keys; its lists of blocks are those very ones.
+    """
+    mask = given.block_mask
+    if type(given.k) not in PLAIN or not isinstance(mask, (BlockMask, NoneType)):
+        return None
+    found = _decoded.get(_without_length(key, mask))
+    if found is None or (torch.is_grad_enabled() and wants_grad((found, None), given)):
+        return None
+    keys, problem = given.k.shape[2], found.launch.problem
+    # Of another power of two records may tell something else.
+    alike = keys == given.v.shape[2] and rounded(keys) == rounded(problem.kv_len)
+    alike = alike and (mask is None or known_class(mask) == problem.mask_class)
+    if not alike or not holds(found, given, keys):
+        return None
+    launch = prepare_launch(
+        replace(problem, kv_len=keys), found.launch.choice.device, found.launch.device,
+        dispatcher(), found.options, given.q, given.k, given.v,
+        None if mask is None else Lists.of(mask),
+    )  # fmt: skip
+    its = found.mask
+    if its is not None:
+        its = its._replace(parts=parts_of(mask))
+    return replace(found, launch=launch, mask=its)
+
+
+def remember_length(key: tuple[Any, ...], given: Call, found: Seen) -> None:
+    """Keep a call for others over more keys, where these may be served as it was."""
+    launch, mask = found.launch, given.block_mask
+    structure = launch.problem.structure
+    # So few rows decode whatever the number of keys is.
+    decodes = structure.kind == "decode" and launch.problem.q_len <= FEW_ROWS
+    listed = (mask is None) == (structure.sparsity is None) and not launch.runs
+    if decodes and listed and found.trained is None and not found.descaled:
+        short = _without_length(key, mask)
+        _decoded.put(short, found.watched(_decoded, short, given.score_mod, mask))
+
+
+def _without_length(key: tuple[Any, ...], mask: BlockMask | None) -> tuple[Any, ...]:
+    """A call's key, but for how many keys it has, where they lie, and which lists."""
+    (q, k, v, *others), score, _, scale = key
+    mask_mod = None if mask is None else id(mask.mask_mod)
+    return (q, *map(_each_key, (k, v)), *others, score, mask_mod, scale)
+
+
+def _each_key(facts: tuple[Any, ...]) -> tuple[Any, ...]:
+    of = TensorFacts(*facts)
+    sizes = (*of.shape[:2], *of.shape[3:])
+    return of.kind, sizes, of.strides[3:], of.dtype, of.device, of.negated, of.aligned
