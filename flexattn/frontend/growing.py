@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.frontend.call import Call
-from flexattn.frontend.seen import PLAIN, Seen, holds, parts_of, wants_grad
+from flexattn.frontend.remembered import PLAIN, Remembered, any_requires_grad, holds, parts_of
 from flexattn.problem.facts import TensorFacts
 from flexattn.problem.kind import FEW_ROWS
 from flexattn.problem.mask_class import known_class
@@ -24,10 +24,10 @@ from flexattn.runtime.launch import Lists, prepare_launch
 from flexattn.util.lru import Lru
 
 # Of a key without its number of keys, the last decode, of those without gradients and runs.
-_decoded: Lru[tuple[Any, ...], Seen] = Lru(256)
+_decoded: Lru[tuple[Any, ...], Remembered] = Lru(256)
 
 
-def grown(key: tuple[Any, ...], given: Call) -> Seen | None:
+def grown(key: tuple[Any, ...], given: Call) -> Remembered | None:
     """What serves a call as the same one over fewer keys was served; None where nothing tells.
 
     It may be that decode's, but for its number of keys; its lists of blocks are those very ones.
@@ -36,7 +36,7 @@ def grown(key: tuple[Any, ...], given: Call) -> Seen | None:
     if type(given.k) not in PLAIN or not isinstance(mask, (BlockMask, NoneType)):
         return None
     found = _decoded.get(_without_length(key, mask))
-    if found is None or (torch.is_grad_enabled() and wants_grad((found, None), given)):
+    if found is None or (torch.is_grad_enabled() and any_requires_grad((found, None), given)):
         return None
     keys, problem = given.k.shape[2], found.launch.problem
     # Of another power of two records may tell something else.
@@ -55,7 +55,7 @@ def grown(key: tuple[Any, ...], given: Call) -> Seen | None:
     return replace(found, launch=launch, mask=its)
 
 
-def remember_length(key: tuple[Any, ...], given: Call, found: Seen) -> None:
+def remember_length(key: tuple[Any, ...], given: Call, found: Remembered) -> None:
     """Keep a call for others over more keys, where these may be served as it was."""
     launch, mask = found.launch, given.block_mask
     structure = launch.problem.structure

@@ -19,16 +19,16 @@ from flexattn.frontend.admission import bind_on
 from flexattn.frontend.call import Call
 from flexattn.frontend.growing import grown, remember_length
 from flexattn.frontend.plan import Plan
-from flexattn.frontend.seen import (
+from flexattn.frontend.remembered import (
     PLAIN,
-    Seen,
-    SeenMask,
-    SeenScore,
+    Remembered,
+    RememberedMask,
+    RememberedScore,
+    any_requires_grad,
     forgetting,
     holds,
     parts_of,
-    served,
-    wants_grad,
+    rerun,
 )
 from flexattn.frontend.trained import Trained
 from flexattn.mods import watch
@@ -42,7 +42,7 @@ from flexattn.settings import current
 from flexattn.util.lru import Lru
 
 # Of a key, the last call without gradients and the last one with them.
-_seen: Lru[tuple[Any, ...], tuple[Seen | None, Seen | None]] = Lru(1024)
+_seen: Lru[tuple[Any, ...], tuple[Remembered | None, Remembered | None]] = Lru(1024)
 
 
 def guard_key(given: Call) -> tuple[Any, ...] | None:
@@ -70,9 +70,9 @@ def recall(key: tuple[Any, ...] | None, given: Call) -> Outputs | None:
         if key is None or longer is None:
             return None
         _seen.put(key, (longer.watched(_seen, key, given.score_mod, given.block_mask), None))
-        return served(longer, given)
-    found = pair[torch.is_grad_enabled() and wants_grad(pair, given)]
-    return None if found is None or not holds(found, given) else served(found, given)
+        return rerun(longer, given)
+    found = pair[torch.is_grad_enabled() and any_requires_grad(pair, given)]
+    return None if found is None or not holds(found, given) else rerun(found, given)
 
 
 def as_given(given: Call, call: Call) -> bool:
@@ -105,7 +105,7 @@ def remember(
         guard = watch(given.score_mod, "score", call.score, call.looks[0])
         if guard is None:
             return
-        score = SeenScore(weakref.ref(given.score_mod, forgetting(_seen, key)), guard)
+        score = RememberedScore(weakref.ref(given.score_mod, forgetting(_seen, key)), guard)
     if block_mask is not None:
         mask = _mask_of(block_mask, plan, key)
         if mask is None:
@@ -115,7 +115,7 @@ def remember(
     settings = current()
     checked = (call.score, call.mask) if settings.check else None
     descaled = call.descales is not NO_DESCALES
-    found = Seen(
+    found = Remembered(
         launch, where, rest, call.scale, settings, generation(), score, mask, descaled, checked,
         trained, call.options,
     )  # fmt: skip
@@ -127,7 +127,7 @@ def remember(
     _seen.put(key, (found, other) if trained is None else (other, found))
 
 
-def _mask_of(block_mask: BlockMask, plan: Plan, key: tuple[Any, ...]) -> SeenMask | None:
+def _mask_of(block_mask: BlockMask, plan: Plan, key: tuple[Any, ...]) -> RememberedMask | None:
     """What tells that a mask still is what a plan was made for; None where nothing can."""
     parts, bound, look = parts_of(block_mask), plan.call.mask, plan.call.looks[1]
     lists = [each for each in parts[1:5] if each is not None]
@@ -146,8 +146,8 @@ def _mask_of(block_mask: BlockMask, plan: Plan, key: tuple[Any, ...]) -> SeenMas
         return None
     reference = weakref.ref(block_mask, forgetting(_seen, key))
     if by_version:
-        return SeenMask(reference, parts, versions(lists), unwritten, guard)
-    return SeenMask(reference, parts, _shapes(lists), _as_large, guard)
+        return RememberedMask(reference, parts, versions(lists), unwritten, guard)
+    return RememberedMask(reference, parts, _shapes(lists), _as_large, guard)
 
 
 def _shapes(lists: list[Tensor]) -> list[Any]:

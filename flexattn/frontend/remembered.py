@@ -1,4 +1,4 @@
-"""Seen: one call and what served it, and whether another call is the same."""
+"""Remembered: a call and what served it, and whether another call is the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAIN = frozenset((Tensor, Parameter, NoneType))
 _any_autocast = torch._C._is_any_autocast_enabled
 
 
-class SeenScore(NamedTuple):
+class RememberedScore(NamedTuple):
     """A score_mod, and what tells that it still is what it was."""
 
     mod: weakref.ref[Any]
@@ -42,7 +42,7 @@ class SeenScore(NamedTuple):
         return same and self.witness.holds(mod)
 
 
-class SeenMask(NamedTuple):
+class RememberedMask(NamedTuple):
     """A BlockMask, its parts that a launch reads, and the same of its mask_mod.
 
     seen: its lists, each with what it was like when the launch was made: how often it had been
@@ -69,7 +69,7 @@ class SeenMask(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Remembered:
     """One call and what served it. where: its device's type. descaled: whether it has descales.
 
     checked: in checked mode, what its mods are bound to. trained: of a call with gradients.
@@ -81,8 +81,8 @@ class Seen:
     scale: float
     settings: Settings
     generation: int
-    score: SeenScore | None
-    mask: SeenMask | None
+    score: RememberedScore | None
+    mask: RememberedMask | None
     descaled: bool
     checked: tuple[Bound | None, Bound | None] | None = None
     trained: Trained | None = None
@@ -90,7 +90,7 @@ class Seen:
 
     def watched(
         self, memory: Lru[tuple[Any, ...], Any], key: tuple[Any, ...], mod: Any, mask: Any
-    ) -> Seen:
+    ) -> Remembered:
         """The same for an entry of a memory, which goes when the score_mod or the mask does."""
         gone = forgetting(memory, key)
         score, its = self.score, self.mask
@@ -101,8 +101,8 @@ class Seen:
         return replace(self, score=score, mask=its)
 
 
-def served(found: Seen, given: Call) -> Outputs:
-    """What serves it gives for a call that is the same."""
+def rerun(found: Remembered, given: Call) -> Outputs:
+    """What a call gives by what served the same one before."""
     if found.checked is not None:
         score, mask = found.checked
         given._replace(scale=found.scale, score=score, mask=mask).check_reads()
@@ -114,7 +114,7 @@ def served(found: Seen, given: Call) -> Outputs:
     )
 
 
-def holds(found: Seen, given: Call, keys: int | None = None) -> bool:
+def holds(found: Remembered, given: Call, keys: int | None = None) -> bool:
     """Whether a call is the one that was seen; keys: how many it has, where it may have more."""
     if found.settings is not current() or found.generation != generation():
         return False
@@ -138,7 +138,7 @@ def _converts(where: str, given: Call) -> bool:
     return not given.q.dtype is given.k.dtype is given.v.dtype is dtype
 
 
-def wants_grad(pair: tuple[Seen | None, Seen | None], given: Call) -> bool:
+def any_requires_grad(pair: tuple[Remembered | None, Remembered | None], given: Call) -> bool:
     """Whether an input of a call, or a tensor that its score_mod was seen to capture, does."""
     for tensor in given.tensors:
         if tensor is not None and tensor.requires_grad:
