@@ -167,7 +167,7 @@ def _ms_a_token(model: Any, row: GenerationRow, given: tuple[Tensor, Tensor]) ->
 
 
 def forget_lengths() -> None:
-    """Forget the launches of calls, which another length has none of; kernels stay."""
+    """Forget the launches of all lengths; kernels stay, and what calls of other lengths left."""
     guards._seen.clear()
     plan._launches.clear()
 

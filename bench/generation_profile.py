@@ -1,8 +1,7 @@
 """`python -m bench.generation_profile`: where a token of bench.generation's rows spends its time.
 
 Of each attention implementation of a row: milliseconds a token, how much of them kernels take, the
-longest kernels, and with a cache that grows the host's functions of attention and of masks. What
-64 more tokens take, as there.
+longest kernels, and with a cache that grows the host's functions of attention and of masks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`python -m bench.short_prompts`: prompts of 64 to 1,024 tokens, by configs of both templates.
 
 Microseconds of a CUDA graph whose L2 is cold: Hopper's first configs and what sizes may change of
-them, and Triton's first one. `bench.fit_costs` fits the models of both templates to them, and a
-test holds the choice between them to what was faster. Needs a GPU with wgmma.
+them, and Triton's first one. `bench.fit_costs` fits the models of both templates to them, with
+records. Needs a GPU with wgmma.
 """
 
 from __future__ import annotations

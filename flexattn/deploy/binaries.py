@@ -8,17 +8,18 @@ writes is read by `binary_store` and `source_store` of `flexattn.runtime` and by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from flexattn.device import Device
-from flexattn.errors import UnsupportedError
+from flexattn.errors import FlexAttnError, UnsupportedError
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.block_mask.source import render_block_mask
-from flexattn.kernels.choose.options import NONE
-from flexattn.kernels.choose.registry import family_of
+from flexattn.kernels.choose.options import NONE, Options
+from flexattn.kernels.choose.registry import family_of, leading
 from flexattn.measure.task import Task
 from flexattn.mods.bind import record
 from flexattn.problem import Captures, Problem
@@ -26,7 +27,7 @@ from flexattn.records.store import Store
 from flexattn.runtime.binary_store import Binaries
 from flexattn.runtime.build import Kernel, path_of, unloaded
 from flexattn.runtime.decay_skip import sources
-from flexattn.runtime.dispatch import chosen
+from flexattn.runtime.dispatch import Choice, chosen
 from flexattn.runtime.source_store import Sources
 from flexattn.settings import current, override
 from flexattn.tune.progress import SILENT, Progress
@@ -100,9 +101,22 @@ class _Writer:
         self._written: set[str] = set()
 
     def attend(self, problem: Problem) -> int:
-        """The kernels that dispatch would choose for a problem; how many are new."""
+        """The kernels that dispatch would choose for a problem; how many are new.
+
+        Where a later template serves a short prompt, the first one's are there for long ones.
+        """
         before = len(self._written)
-        choice, _, _ = chosen(problem, self._device, NONE, self._compiled)
+        served = chosen(problem, self._device, NONE, self._compiled)[0]
+        self._choice(problem, served)
+        first = next(leading(problem.structure, self._device))
+        if served.how == "default" and family_of(served.config) is not first:
+            for config in islice(first.at_other_sizes(problem, self._device), 1):
+                with suppress(FlexAttnError):  # it may have been left for not building
+                    long = Options(exact=config)
+                    self._choice(problem, chosen(problem, self._device, long, self._compiled)[0])
+        return len(self._written) - before
+
+    def _choice(self, problem: Problem, choice: Choice) -> None:
         rendered: tuple[Source, ...] = (choice.source,)
         if choice.combine is not None:
             rendered += (choice.combine,)
@@ -113,7 +127,6 @@ class _Writer:
             rendered += (lays_out,)
         for source in (*rendered, *sources(problem.structure, config, self._device)):
             self._write(source)
-        return len(self._written) - before
 
     def block_mask(self, task: Task) -> int:
         """The kernel that finds the blocks of a task's mask; how many are new."""

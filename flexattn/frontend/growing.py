@@ -32,15 +32,16 @@ def grown(key: tuple[Any, ...], given: Call) -> Remembered | None:
 
     It may be that decode's, but for its number of keys; its lists of blocks are those very ones.
     """
-    mask = given.block_mask
-    if type(given.k) not in PLAIN or not isinstance(mask, (BlockMask, NoneType)):
+    mask: Any = given.block_mask
+    if not PLAIN.issuperset((type(given.k), type(given.v), type(given.q))):
+        return None
+    if not isinstance(mask, (BlockMask, NoneType)):
         return None
     found = _decoded.get(_without_length(key, mask))
     if found is None or (torch.is_grad_enabled() and any_requires_grad((found, None), given)):
         return None
     keys, problem = given.k.shape[2], found.launch.problem
-    # Of another power of two records may tell something else.
-    alike = keys == given.v.shape[2] and rounded(keys) == rounded(problem.kv_len)
+    alike = keys == given.v.shape[2] and given.k.device.type == given.v.device.type == found.where
     alike = alike and (mask is None or known_class(mask) == problem.mask_class)
     if not alike or not holds(found, given, keys):
         return None
@@ -68,7 +69,7 @@ def remember_length(key: tuple[Any, ...], given: Call, found: Remembered) -> Non
 
 
 def _without_length(key: tuple[Any, ...], mask: BlockMask | None) -> tuple[Any, ...]:
-    """A call's key, but for how many keys it has, where they lie, and which lists."""
+    """A call's key, but for how many keys it has of a power of two, their strides, and lists."""
     (q, k, v, *others), score, _, scale = key
     mask_mod = None if mask is None else id(mask.mask_mod)
     return (q, *map(_each_key, (k, v)), *others, score, mask_mod, scale)
@@ -76,5 +77,6 @@ def _without_length(key: tuple[Any, ...], mask: BlockMask | None) -> tuple[Any, 
 
 def _each_key(facts: tuple[Any, ...]) -> tuple[Any, ...]:
     of = TensorFacts(*facts)
-    sizes = (*of.shape[:2], *of.shape[3:])
+    # Of another power of two records may tell something else.
+    sizes = (*of.shape[:2], *map(rounded, of.shape[2:3]), *of.shape[3:])
     return of.kind, sizes, of.strides[3:], of.dtype, of.device, of.negated, of.aligned

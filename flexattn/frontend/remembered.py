@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import Parameter
 
 from flexattn.frontend.autograd import attend
@@ -118,8 +119,11 @@ def holds(found: Remembered, given: Call, keys: int | None = None) -> bool:
     """Whether a call is the one that was seen; keys: how many it has, where it may have more."""
     if found.settings is not current() or found.generation != generation():
         return False
-    # Within torch.func.jvp a tensor may have a tangent, which a launch would drop.
-    if in_forward_mode() or (_any_autocast() and _converts(found.where, given)):
+    # Within torch.func.jvp a tensor may have a tangent, which a launch would drop; what traces a
+    # call, as make_fx does, sees no launch.
+    if in_forward_mode() or get_proxy_mode() is not None:
+        return False
+    if _any_autocast() and _converts(found.where, given):
         return False
     if found.trained is not None and not found.trained.holds():
         return False

@@ -36,8 +36,8 @@ INDEX_RANGES = {
     "b": (0, MAX_LENGTH), "h": (0, MAX_HEADS),
     "q_idx": (0, MAX_LENGTH + 2**12), "kv_idx": (0, MAX_LENGTH + 2**12),
 }  # fmt: skip
-# Lengths of keys within such a step decode by one config: a cache grows with every token.
-KEY_STEP = 128
+# Of up to so many keys, and of more, a decode's config is chosen for so many lengths at a time.
+KEY_STEPS, LONG_KEY_STEP = ((16, 1), (512, 16), (2048, 64)), 128
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 
@@ -199,10 +199,15 @@ class Problem:
     broadcast_kv: bool = False
 
     def for_choice(self) -> Problem:
-        """The problem that its config is chosen for: a decode has keys in whole steps."""
-        if self.structure.kind != "decode" or not self.kv_len % KEY_STEP:
+        """The problem that its config is chosen for: a decode has keys in whole steps.
+
+        A cache that grows brings another length with every token. No step has two powers of two.
+        """
+        if self.structure.kind != "decode":
             return self
-        return replace(self, kv_len=self.kv_len + -self.kv_len % KEY_STEP)
+        step = next((step for most, step in KEY_STEPS if self.kv_len <= most), LONG_KEY_STEP)
+        more = -self.kv_len % step
+        return replace(self, kv_len=self.kv_len + more) if more else self
 
     def describe(self) -> str:
         """One line for headers, reports and errors."""

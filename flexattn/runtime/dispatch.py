@@ -306,14 +306,13 @@ class Dispatcher:
         """The choice for a problem, its kernel, and decode's combine kernel, built if need be."""
         settings = current()
         places = settings.mode, settings.cache, settings.cache_dir, generation()
-        asked = problem.for_choice()
-        key = (asked, device, index, options, places)
+        key = (problem.for_choice(), device, index, options, places)
         found = self._table.get(key)
         if found is None:
-            found = self._new(asked, device, index, options)
+            found = self._new(problem, device, index, options)
             self._table.put(key, found)
         choice, kernel, combine = found
-        same = asked is problem
+        same = choice.problem == problem
         return choice if same else replace(choice, problem=problem), kernel, combine
 
     def _new(

@@ -13,7 +13,9 @@ from flexattn.kernels.block_mask.source import render_block_mask
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.decay_skip.source import render_norms, render_window
 from flexattn.kernels.hopper import space as gluon
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.transpose_v import render_transpose_v
+from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.kernels.triton.source import render_combine
 from flexattn.measure.task import Task
 from flexattn.mods import bind
@@ -104,6 +106,18 @@ def test_what_finds_keys_too_far_to_count_is_there_too(quiet):
     assert export([wanted], device, quiet, outputs=[(False, False)]).kernels == 3
     for render in (render_norms, render_window):
         assert Binaries(quiet).find(render(wanted.problem.structure, device), device) is not None
+
+
+def test_what_a_short_prompt_is_served_by_takes_no_long_ones_place(quiet):
+    """Of what was exported the first candidate serves: Triton's kernel alone would have."""
+    device = named("nvidia-h200")
+    short, long = (task(device, q_len=keys, kv_len=keys) for keys in (256, 8192))
+    served = next(choices(short.problem, device, NONE)).config
+    assert isinstance(served, PrefillConfig)
+    assert export([short], device, quiet, outputs=[(False, False)]).kernels == 2
+    with override(binaries=quiet):
+        kernels = [next(choices(t.problem, device, NONE, stored=True)) for t in (short, long)]
+    assert [type(each.config) for each in kernels] == [PrefillConfig, HopperPrefillConfig]
 
 
 def test_a_mod_that_nobody_else_can_recognise_is_named(quiet):

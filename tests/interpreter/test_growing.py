@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexattn
 from flexattn.block_mask.few_rows import few_rows, relisted
-from flexattn.errors import InputError
+from flexattn.errors import InputError, LayoutError, UnsupportedError
 from flexattn.frontend import attention, growing, guards
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
@@ -182,3 +183,26 @@ def test_a_mask_s_end_frees_what_it_captured(admitted):
     del table, mask_mod, masks
     gc.collect()
     assert freed() is None
+
+
+def test_two_caches_in_turn(admitted):
+    """Draft and target, or two requests: of each power of two the last call is known."""
+    for keys in (300, 600, 301, 601, 302, 602):
+        assert_accurate(*tensors(keys))
+    assert admitted == [300, 600]
+
+
+def test_a_nested_value_is_refused_in_words(admitted):
+    q, k, v = tensors(300)
+    flexattn.flex_attention(q, k, v, enable_gqa=True)
+    nested = torch.nested.nested_tensor([torch.randn(2, 5, 16)] * 2, layout=torch.jagged)
+    with pytest.raises(LayoutError, match="nested"):
+        flexattn.flex_attention(q, tensors(301)[1], nested, enable_gqa=True)
+
+
+@pytest.mark.parametrize("keys", [300, 301])
+def test_a_traced_call_is_refused_after_one_that_ran(keys, admitted):
+    """A launch is no operation of a trace: make_fx kept an output that nobody wrote."""
+    flexattn.flex_attention(*tensors(300), enable_gqa=True)
+    with pytest.raises(UnsupportedError, match="traced"):
+        make_fx(lambda *x: flexattn.flex_attention(*x, enable_gqa=True))(*tensors(keys))

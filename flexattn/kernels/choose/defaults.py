@@ -30,6 +30,7 @@ def candidates(
     prefill's, or the other one of decode's two tile heights by q_len. language: its configs alone.
     Raises ConfigError with the reasons when nothing can run.
     """
+    problem = problem.for_choice()
     kind: str = problem.structure.kind
     template, do = kind, "use smaller head dimensions"
     if problem.structure.fp8:

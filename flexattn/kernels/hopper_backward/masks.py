@@ -37,8 +37,7 @@ def band_of(mask: Expr) -> Band | None:
 def band_and_rest(mask: Expr) -> tuple[Band | None, Expr | None]:
     """What a mask has of a band, and what else it asks for; None where there is no such part.
 
-    Beside a rest, bounds that no distance is within stay with it: one unsigned comparison of both
-    would not tell them.
+    Bounds that exclude each other stay in the rest: one unsigned comparison needs low <= high.
     """
     low: int | None = None
     high: int | None = None

@@ -22,9 +22,11 @@ from flexattn.problem.mask_class import kept
 
 @dataclass(frozen=True, slots=True)
 class PrefillCosts:
-    """Microseconds, fitted to 36 records of an H200 and to six short prompts of 71 heads.
+    """Microseconds, fitted to 36 records of an H200, of up to 128 columns, and to short prompts.
 
-    In the median times are off by 2.4 %, from prompts of 256 tokens to films of 115 thousand.
+    In the median of the records times are off by 2.4 %, from prompts of 256 tokens to films of 115
+    thousand. Times of six prompts of 256 to 640 tokens, of which Triton's took 0.76 to 0.91 of
+    Hopper's, were not kept: `python -m bench.short_prompts` measures such anew.
 
     launch: of a call whose L2 is cold. start: of a tile of rows. step: what a tile of keys waits,
     beside its products and its softmax. product: of one row, key and column of Q K^T or P V.
@@ -50,10 +52,12 @@ _REGISTERS = 64
 def is_modelled(structure: Structure) -> bool:
     """Whether the model was fitted to structures like this one, and its choices raced.
 
-    Other heads, inputs of 8 bits or of two dtypes, float32, score_mods, and masks that read
-    tensors were not.
+    Other heads, inputs of 8 bits, of two dtypes or at odd addresses, float32, score_mods, dropout,
+    and masks that read tensors were not.
     """
     reads = loads_by_key(structure) or loads_tiles(structure)
+    if structure.dropout or not structure.layout.aligned:
+        return False
     dims = structure.head_dim_qk, structure.head_dim_v
     narrow = min(dims) >= _NARROWEST and max(dims) <= _WIDEST
     plain = structure.itemsize == 2 and not structure.kv_dtype and structure.score is None
@@ -78,13 +82,14 @@ def expected(
     products, softmax = costs.product * columns * rows * keys, costs.softmax * rows * keys
     tiles = problem.B * problem.Hq * ceil(problem.q_len / rows)
     on_one = tiles / device.num_sms
-    turns = ceil(ceil(on_one) / _resident(structure, config, device))
+    resident = _resident(structure, config, device)
+    turns = ceil(ceil(on_one) / resident)
     tile = steps * (costs.step + products + softmax)
     chain = max(turns * (costs.start + tile), costs.start + imbalance * tile)
     busy = (ceil(on_one) if on_one < 8 else on_one + 0.5) * steps * (products + softmax)
     bound = "latency" if chain > busy else "products" if products > softmax else "softmax"
     us = costs.launch + (chain**4 + busy**4) ** 0.25
-    return Estimate(us, bound, on_one)  # type: ignore[arg-type]
+    return Estimate(us, bound, on_one / resident)  # type: ignore[arg-type]
 
 
 def _resident(structure: Structure, config: PrefillConfig, device: Device) -> int:

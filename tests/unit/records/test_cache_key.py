@@ -115,3 +115,15 @@ def test_nothing_else_rounds_a_size_or_makes_a_key():
             if name in ("bit_length", "next_power_of_2"):
                 allowed = where in ("records/key.py", "block_mask/classify.py")
                 assert where.startswith(("kernels/", "mods/")) or allowed
+
+
+@given(st.integers(0, 2**26))
+def test_a_step_of_keys_has_one_record_and_one_choice(keys):
+    """15 keys more, or an eighth, and of the same power of two, by which records are filed."""
+    wanted = replace(problem("decode"), kv_len=keys)
+    found = wanted.for_choice()
+    assert key_of(found) == key_of(wanted)
+    assert keys <= found.kv_len <= max(keys + 15, keys * 1.125)
+    assert found.for_choice() == found
+    prompt = replace(problem("prefill"), kv_len=keys)
+    assert prompt.for_choice() == prompt
