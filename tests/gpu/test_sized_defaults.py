@@ -29,6 +29,8 @@ CASES = {
     "turns at 192": (1, 8, 8, 1999, 1999, (192, 128), causal, {"ping_pong": True}),
     "one split": (8, 64, 8, 1, 4097, 64, sliding_window(127), {"num_splits": 1}),
     "more splits": (10, 32, 8, 1, 16385, 128, None, {"num_splits": 3}),
+    "short prompt": (1, 71, 1, 447, 447, 64, causal, {"BLOCK_M": 64, "use_tma": True}),
+    "short images": (64, 8, 8, 127, 127, 40, None, {"num_stages": 3, "use_tma": False}),
     "two tiles under way": (3, 16, 1, 1, 999, (576, 512), None, {"num_stages": 3}),
 }  # fmt: skip
 
