@@ -30,7 +30,6 @@ def candidates(
     prefill's, or the other one of decode's two tile heights by q_len. language: its configs alone.
     Raises ConfigError with the reasons when nothing can run.
     """
-    problem = problem.for_choice()
     kind: str = problem.structure.kind
     template, do = kind, "use smaller head dimensions"
     if problem.structure.fp8:
@@ -38,7 +37,7 @@ def candidates(
     if language == "gluon":
         template, do = f"Gluon {kind}", "leave the choice of the backend open"
     return able(
-        _wanted(problem, device, language),
+        _wanted(problem.for_choice(), device, language),
         lambda config: reasons(config, problem.structure, device),
         f"no config of the {template} template fits {problem.describe()}",
         do,
