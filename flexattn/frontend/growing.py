@@ -28,9 +28,9 @@ _decoded: Lru[tuple[Any, ...], Remembered] = Lru(256)
 
 
 def grown(key: tuple[Any, ...], given: Call) -> Remembered | None:
-    """What serves a call as the same one over fewer keys was served; None where nothing tells.
+    """What serves a call that is one before but for its number of keys; None where it is none.
 
-    It may be that decode's, but for its number of keys; its lists of blocks are those very ones.
+    A mask of it has the very lists and the mask_mod of the mask before.
     """
     mask: Any = given.block_mask
     if not PLAIN.issuperset((type(given.k), type(given.v), type(given.q))):
