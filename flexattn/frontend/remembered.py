@@ -93,8 +93,10 @@ class Remembered:
         self, memory: Lru[tuple[Any, ...], Any], key: tuple[Any, ...], mod: Any, mask: Any
     ) -> Remembered:
         """The same for an entry of a memory, which goes when the score_mod or the mask does."""
-        gone = forgetting(memory, key)
         score, its = self.score, self.mask
+        if score is None and its is None:
+            return self
+        gone = forgetting(memory, key)
         if score is not None:
             score = score._replace(mod=weakref.ref(mod, gone))
         if its is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -279,17 +279,15 @@ def prepare_launch(
     transpose_v = None
     if (lays_out := family.values_kernel(structure, config, target)) is not None:
         transpose_v = TransposeV.of(lays_out, v, target, index)
-    values = box_of(v)
-    if structure.fp8:
-        values = dense_box(v.shape if transpose_v is None else transpose_v.shape)
-    boxes = {
-        "Q": box_of(q),
-        "K": box_of(k),
-        "V": values,
-        "OUT": DescriptorBox(out_shape, out_strides),
+    laid_out = v.shape if transpose_v is None else transpose_v.shape
+    described: dict[str, Callable[[], DescriptorBox]] = {
+        "Q": lambda: box_of(q),
+        "K": lambda: box_of(k),
+        "V": lambda: dense_box(laid_out) if structure.fp8 else box_of(v),
+        "OUT": lambda: DescriptorBox(out_shape, out_strides),
     }
     names = {each.name: each for each in choice.source.arguments}
-    boxes = {name: box for name, box in boxes.items() if names[name].described}
+    boxes = {name: make() for name, make in described.items() if names[name].described}
     combine, rows = None, problem.B * problem.Hq * problem.q_len
     if merger is not None and grid.num_splits > 1:
         # It takes some of what the other one takes.
