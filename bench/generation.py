@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from bench.environment import describe
+from bench.host import forget_lengths
 from bench.peers import OURS
 from bench.results import Gate, Report, RowResult, save
 from bench.runner import Method
-from flexattn.frontend import guards, plan
 from flexattn.integrations.transformers import register
 from flexattn.measure.timing import Samples, paired_ratio
 
@@ -164,12 +164,6 @@ def _ms_a_token(model: Any, row: GenerationRow, given: tuple[Tensor, Tensor]) ->
     _generated(model, row, given, LONG + 1, logits_processor=[stamp])
     begin, end = at
     return (end - begin) / (LONG - SHORT) * 1e3
-
-
-def forget_lengths() -> None:
-    """Forget the launches of all lengths; kernels stay, and what calls of other lengths left."""
-    guards._seen.clear()
-    plan._launches.clear()
 
 
 def measure(row: GenerationRow, rounds: int) -> RowResult:

@@ -1,23 +1,30 @@
-"""What a repeated call costs the host, in microseconds: many calls, and no wait for the GPU."""
+"""What a call costs the host, in microseconds: many calls, and no wait for the GPU.
+
+Repeated calls, and those of a cache that grows: each of another number of keys, which ours has not
+seen.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
 from bench.environment import describe
-from bench.inputs import make
-from bench.peers import OURS, Refusal, ours, sdpa, torch_flex_compiled
+from bench.inputs import Inputs, make
+from bench.peers import OURS, Peer, Refusal, ours, sdpa, torch_flex_compiled
 from bench.results import Report, RowResult
 from bench.rows import Row
 from bench.runner import Method
 from bench.shapes import MODELS, Shape
+from flexattn.frontend import guards, plan
 from flexattn.measure.timing import Samples
 
-__all__ = ["host_cost", "host_report"]
+__all__ = ["forget_lengths", "growing", "host_cost", "host_report"]
 
 CALLS = 200  # below the launches that a driver queues, so that a call never waits for the GPU
 # Sizes that the GPU is done with sooner than the host: decode, then prefill with more to look at.
@@ -28,6 +35,8 @@ ROWS = (
     Row("host-causal", "grid", SHORT, "causal"),
     Row("host-causal-captured", "mods", SHORT, "causal", "alibi"),
 )
+# Of so many keys first, all of one power of two.
+GROWING, FIRST = Row("host-growing", "grid", MODELS["llama3-8b"].decode(1, 512)), 257
 PEERS = {OURS: ours, "torch-sdpa": sdpa(None), "torch-flex": torch_flex_compiled(None)}
 
 
@@ -44,18 +53,49 @@ def host_cost(call: Callable[[], object], rounds: int) -> Samples:
 
 
 def host_report(method: Method) -> Report:
-    """Ours, SDPA and compiled flex_attention on each of ROWS, in turns."""
+    """Ours, SDPA and compiled flex_attention in turns on ROWS; the first two on GROWING too."""
     rows = tuple(_row(row, method) for row in ROWS)
+    grown = {name: peer for name, peer in PEERS.items() if name != "torch-flex"}
+    grown = {name: growing(peer) for name, peer in grown.items()}
+    rows += (_row(GROWING, method, grown),)
     return Report("host", method.facts(), (describe(),), rows)
 
 
-def _row(row: Row, method: Method) -> RowResult:
+def growing(peer: Peer) -> Peer:
+    """A peer whose calls have a key more each, CALLS of them; then it begins anew."""
+
+    def build(inputs: Inputs) -> Callable[[], Tensor]:
+        calls = []
+        for keys in range(FIRST, FIRST + CALLS):
+            k, v = inputs.k[:, :, :keys], inputs.v[:, :, :keys]
+            shape = replace(inputs.row.shape, kv_len=keys)
+            calls.append(peer(replace(inputs, row=replace(inputs.row, shape=shape), k=k, v=v)))
+        turns = cycle(enumerate(calls))
+
+        def call() -> Tensor:
+            index, of_length = next(turns)
+            if not index:
+                forget_lengths()
+            return of_length()  # type: ignore[operator, no-any-return]
+
+        return call
+
+    return build
+
+
+def forget_lengths() -> None:
+    """Forget the launches of all lengths; kernels stay, and what calls of other lengths left."""
+    guards._seen.clear()
+    plan._launches.clear()
+
+
+def _row(row: Row, method: Method, peers: Mapping[str, Peer] = PEERS) -> RowResult:
     inputs = make(row, method.device, method.dtype)
     calls: dict[str, Callable[[], Tensor]] = {}
     bursts: dict[str, list[float]] = {}
     refused: dict[str, str] = {}
     with torch.no_grad():
-        for name, peer in PEERS.items():
+        for name, peer in peers.items():
             call = peer(inputs)
             if isinstance(call, Refusal):
                 refused[name] = call.reason
