@@ -26,8 +26,8 @@ def candidates(
 
     Of Hopper's template all tiles come first, each in its variants; then Triton's, the smallest
     last. Before them is Triton's first one where models expect it to be faster, as it is for short
-    prompts. Sizes decide little: a new length needs no new kernel, or one of a few of
-    prefill's, or the other one of decode's two tile heights by q_len. language: its configs alone.
+    prompts. Sizes decide little: a new length needs no new kernel, or one of a few of prefill's,
+    or the other one of decode's two tile heights by q_len. language: its configs alone.
     Raises ConfigError with the reasons when nothing can run.
     """
     kind: str = problem.structure.kind
@@ -51,17 +51,17 @@ def _wanted(problem: Problem, device: Device, language: Language | None) -> Iter
         only = by_language(problem.structure.kind, language)
         found = () if only is None else (only,)
     every: dict[KernelFamily[Any], Iterable[Any]]
-    every, ahead = {family: family.defaults(problem, device) for family in found}, None
+    every, faster = {family: family.defaults(problem, device) for family in found}, None
     if len(found) > 1:
         every = {family: tuple(configs) for family, configs in every.items()}
-        ahead = _ahead(every, problem, device)
-        yield from () if ahead is None else (ahead,)
+        faster = _expected_faster(every, problem, device)
+        yield from () if faster is None else (faster,)
     for family, configs in every.items():
         for config in configs:
-            yield from (each for each in family.variants(config) if each != ahead)
+            yield from (each for each in family.variants(config) if each != faster)
 
 
-def _ahead(
+def _expected_faster(
     every: Mapping[KernelFamily[Any], Iterable[Any]], problem: Problem, device: Device
 ) -> Config | None:
     """The first config of a family that models expect to gain over that of the first family."""
