@@ -5,8 +5,8 @@ import torch
 
 import flexattn
 from flexattn.catalogue import softcap
-from flexattn.frontend import attention, growing, guards
 from flexattn.integrations.padded_step import padded_mask, shared_mask
+from tests.growing import numbers_admitted
 from tests.support import assert_accurate
 
 pytestmark = pytest.mark.gpu
@@ -16,15 +16,7 @@ LENGTHS = (513, 514, 515, 640, 641, 700, 1023, 1024)
 
 @pytest.fixture
 def admitted(monkeypatch):
-    """Numbers of keys of the calls that were looked at whole."""
-    guards._seen.clear()
-    growing._decoded.clear()
-    lengths = []
-    made = attention.admit
-    monkeypatch.setattr(
-        attention, "admit", lambda given: (lengths.append(given.k.shape[2]), made(given))[1]
-    )
-    return lengths
+    return numbers_admitted(monkeypatch)
 
 
 def tensors(keys, rows=1, D=64, dtype=torch.bfloat16):

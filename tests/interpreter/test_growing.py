@@ -11,10 +11,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import flexattn
 from flexattn.block_mask.few_rows import few_rows, relisted
 from flexattn.errors import InputError, LayoutError, UnsupportedError
-from flexattn.frontend import attention, growing, guards
+from flexattn.frontend import attention, guards
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
 from flexattn.integrations.padded_step import padded_mask, shared_mask
+from tests.growing import numbers_admitted
 from tests.support import assert_accurate
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
@@ -22,18 +23,7 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 
 @pytest.fixture
 def admitted(monkeypatch):
-    """Numbers of keys of the calls that were looked at whole."""
-    guards._seen.clear()
-    growing._decoded.clear()
-    lengths = []
-    made = attention.admit
-
-    def counted(given):
-        lengths.append(given.k.shape[2])
-        return made(given)
-
-    monkeypatch.setattr(attention, "admit", counted)
-    return lengths
+    return numbers_admitted(monkeypatch)
 
 
 def tensors(keys, rows=1, heads=(4, 2), D=16, seed=0):

@@ -1,0 +1,17 @@
+"""For tests of caches that grow: which calls were looked at whole."""
+
+from flexattn.frontend import attention, growing, guards
+
+
+def numbers_admitted(monkeypatch):
+    """Numbers of keys of the calls from now on that are admitted; what was seen is forgotten."""
+    guards._seen.clear()
+    growing._decoded.clear()
+    numbers, admit = [], attention.admit
+
+    def counted(given):
+        numbers.append(given.k.shape[2])
+        return admit(given)
+
+    monkeypatch.setattr(attention, "admit", counted)
+    return numbers
