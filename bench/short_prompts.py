@@ -31,8 +31,7 @@ from flexattn.kernels.choose.registry import short
 from flexattn.kernels.hopper.sized import alternatives
 from flexattn.kernels.hopper.space import preferences
 from flexattn.kernels.triton.config import PrefillConfig
-from flexattn.kernels.triton.defaults import prefill_defaults
-from flexattn.kernels.triton.family import TRITON_FEASIBILITY
+from flexattn.kernels.triton.family import PREFILL
 from flexattn.problem import Problem
 
 __all__ = ["RESULTS", "configs_of", "main", "rows", "short_prompts"]
@@ -68,11 +67,7 @@ def _row(shape: Shape, mask: Literal["full", "causal"]) -> Row:
 
 def configs_of(problem: Problem, device: Device) -> dict[str, Any]:
     """By how a table has them: Triton's first config that can run, one of fewer rows, Hopper's."""
-    triton = (
-        each for each in prefill_defaults(problem, device)
-        if not TRITON_FEASIBILITY.violated(each, problem.structure, device)
-    )  # fmt: skip
-    first = next(triton)
+    first = next(PREFILL.able(problem, device))
     fewer = replace(_FEW_ROWS, order=first.order, use_tma=first.use_tma)
     hopper = list(preferences(problem.structure))
     every = [first, fewer, *hopper[:_FIRST], *alternatives(problem, hopper)]

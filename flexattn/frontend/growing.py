@@ -23,14 +23,15 @@ from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import Lists, prepare_launch
 from flexattn.util.lru import Lru
 
-# Of a key without its number of keys, the last decode, of those without gradients and runs.
+# The last decode by all of its guard_key but kv_len, which counts to the next power of two. Calls
+# with gradients, and masks whose blocks are read as runs, are left out.
 _decoded: Lru[tuple[Any, ...], Remembered] = Lru(256)
 
 
 def grown(key: tuple[Any, ...], given: Call) -> Remembered | None:
-    """What serves a call that is one before but for its number of keys; None where it is none.
+    """What serves a call that differs in kv_len alone from one before; None for all others.
 
-    A mask of it has the very lists and the mask_mod of the mask before.
+    Its BlockMask has the same lists and mask_mod, not copies, as the one before.
     """
     mask: Any = given.block_mask
     if not PLAIN.issuperset((type(given.k), type(given.v), type(given.q))):
@@ -56,8 +57,8 @@ def grown(key: tuple[Any, ...], given: Call) -> Remembered | None:
     return replace(found, launch=launch, mask=its)
 
 
-def remember_length(key: tuple[Any, ...], given: Call, found: Remembered) -> None:
-    """Keep a call for others over more keys, where these may be served as it was."""
+def remember_decode(key: tuple[Any, ...], given: Call, found: Remembered) -> None:
+    """Keep a call for those of another kv_len, if it is a decode that `grown` can go on from."""
     launch, mask = found.launch, given.block_mask
     structure = launch.problem.structure
     # So few rows decode whatever the number of keys is.
@@ -65,17 +66,17 @@ def remember_length(key: tuple[Any, ...], given: Call, found: Remembered) -> Non
     listed = (mask is None) == (structure.sparsity is None) and not launch.runs
     if decodes and listed and found.trained is None and not found.descaled:
         short = _without_length(key, mask)
-        _decoded.put(short, found.watched(_decoded, short, given.score_mod, mask))
+        _decoded.put(short, found.expiring(_decoded, short, given.score_mod, mask))
 
 
 def _without_length(key: tuple[Any, ...], mask: BlockMask | None) -> tuple[Any, ...]:
-    """A call's key, but for how many keys it has of a power of two, their strides, and lists."""
+    """A guard_key without what kv_len changes: it and strides of K and V, and which BlockMask."""
     (q, k, v, *others), score, _, scale = key
     mask_mod = None if mask is None else id(mask.mask_mod)
-    return (q, *map(_each_key, (k, v)), *others, score, mask_mod, scale)
+    return (q, *map(_facts_without_length, (k, v)), *others, score, mask_mod, scale)
 
 
-def _each_key(facts: tuple[Any, ...]) -> tuple[Any, ...]:
+def _facts_without_length(facts: tuple[Any, ...]) -> tuple[Any, ...]:
     of = TensorFacts(*facts)
     # Of another power of two records may tell something else.
     sizes = (*of.shape[:2], *map(rounded, of.shape[2:3]), *of.shape[3:])

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.frontend.admission import bind_on
 from flexattn.frontend.call import Call
-from flexattn.frontend.growing import grown, remember_length
+from flexattn.frontend.growing import grown, remember_decode
 from flexattn.frontend.plan import Plan
 from flexattn.frontend.remembered import (
     PLAIN,
@@ -61,15 +61,17 @@ def guard_key(given: Call) -> tuple[Any, ...] | None:
 
 def recall(key: tuple[Any, ...] | None, given: Call) -> Outputs | None:
     """Serve a call as the same one was served before; None where that cannot be known."""
+    if key is None:
+        return None
     try:
-        pair = None if key is None else _seen.get(key)
+        pair = _seen.get(key)
     except TypeError:  # an argument that no key can hold: the long way says what is wrong
         return None
     if pair is None:
-        longer = None if key is None else grown(key, given)
-        if key is None or longer is None:
+        longer = grown(key, given)
+        if longer is None:
             return None
-        _seen.put(key, (longer.watched(_seen, key, given.score_mod, given.block_mask), None))
+        _seen.put(key, (longer.expiring(_seen, key, given.score_mod, given.block_mask), None))
         return rerun(longer, given)
     found = pair[torch.is_grad_enabled() and any_requires_grad(pair, given)]
     return None if found is None or not holds(found, given) else rerun(found, given)
@@ -119,7 +121,7 @@ def remember(
         launch, where, rest, call.scale, settings, generation(), score, mask, descaled, checked,
         trained, call.options,
     )  # fmt: skip
-    remember_length(key, given, found)
+    remember_decode(key, given, found)
     # Whether gradients are wanted is asked of either, so neither may watch what is no longer read.
     other = (_seen.get(key) or (None, None))[trained is None]
     if other is not None and other.score is not None and not other.score.holds(given.score_mod):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import is_
+from operator import attrgetter, is_
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -63,7 +63,7 @@ class RememberedMask(NamedTuple):
         return same and self.witness.holds(parts[0])
 
     def grew(self, mask: Any, lengths: tuple[int, int]) -> bool:
-        """Whether a mask has the same lists and mask_mod, and these lengths."""
+        """Whether a mask has the same lists and mask_mod, and is of these lengths."""
         *parts, block, sizes = parts_of(mask)
         same = all(map(is_, parts, self.parts)) and (block, sizes) == (self.parts[5], lengths)
         return same and self.unchanged(self.seen) and self.witness.holds(parts[0])
@@ -89,10 +89,10 @@ class Remembered:
     trained: Trained | None = None
     options: Options = NONE
 
-    def watched(
+    def expiring(
         self, memory: Lru[tuple[Any, ...], Any], key: tuple[Any, ...], mod: Any, mask: Any
     ) -> Remembered:
-        """The same for an entry of a memory, which goes when the score_mod or the mask does."""
+        """The same for a memory that drops its entry when the score_mod or the mask is freed."""
         score, its = self.score, self.mask
         if score is None and its is None:
             return self
@@ -162,9 +162,8 @@ def forgetting(
     return lambda _: memory.discard(key)
 
 
-def parts_of(mask: Any) -> tuple[Any, ...]:
-    """What a launch depends on in a BlockMask."""
-    return (
-        mask.mask_mod, mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks,
-        mask.full_kv_indices, mask.BLOCK_SIZE, mask.seq_lengths,
-    )  # fmt: skip
+# What a launch depends on in a BlockMask.
+parts_of: Callable[[Any], tuple[Any, ...]] = attrgetter(
+    "mask_mod", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "BLOCK_SIZE", "seq_lengths",
+)  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from operator import attrgetter, is_
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.block_mask.few_rows import KEY_BLOCK, relisted, with_lists
 from flexattn.block_mask.lazy import LazyBlockMask
+from flexattn.frontend.remembered import parts_of
 from flexattn.integrations.static_step import FEW_KEYS
 from flexattn.runtime.launch import raw_stream
 from flexattn.util.lru import Lru
@@ -29,11 +30,6 @@ _MASKS = 1024
 _TABLES = 4
 _CHECK = -2  # In place of a position: the next step checks whether anything is padded.
 _SHARED = "_flexattn_shared"
-# What a launch reads of a mask beside its mask_mod.
-_parts = attrgetter(
-    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "BLOCK_SIZE",
-    "seq_lengths",
-)  # fmt: skip
 
 
 class _Table:
@@ -144,9 +140,8 @@ def shared_mask(mask: BlockMask) -> BlockMask:
         return mask
     shared: BlockMask
     shared, mask_mod = mask.__dict__.get(_SHARED, (mask, None))
-    if mask_mod is not mask.mask_mod or not all(map(is_, _parts(mask), _parts(shared))):
-        return mask
-    return shared
+    same = all(map(is_, parts_of(mask)[1:], parts_of(shared)[1:]))
+    return shared if same and mask_mod is mask.mask_mod else mask
 
 
 def _reads(table: Tensor) -> Callable[..., Tensor]:

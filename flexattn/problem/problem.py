@@ -36,8 +36,9 @@ INDEX_RANGES = {
     "b": (0, MAX_LENGTH), "h": (0, MAX_HEADS),
     "q_idx": (0, MAX_LENGTH + 2**12), "kv_idx": (0, MAX_LENGTH + 2**12),
 }  # fmt: skip
-# Of up to so many keys, and of more, a decode's config is chosen for so many lengths at a time.
-KEY_STEPS, LONG_KEY_STEP = ((16, 1), (512, 16), (2048, 64)), 128
+# Buckets of kv_len for which a decode's config is chosen: (up to so many keys, a bucket's width);
+# then the width of all longer ones. Each is within a power of two, by which records are filed.
+KV_BUCKETS, LONG_KV_BUCKET = ((16, 1), (512, 16), (2048, 64)), 128
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 
@@ -198,15 +199,15 @@ class Problem:
     mask_class: str = ""
     broadcast_kv: bool = False
 
-    def for_choice(self) -> Problem:
-        """The problem that its config is chosen for: a decode has keys in whole steps.
+    def bucketed(self) -> Problem:
+        """The problem that its config is chosen for: a decode's kv_len is its bucket's longest.
 
-        A cache that grows brings another length with every token. No step has two powers of two.
+        A cache that grows brings another length with every token.
         """
         if self.structure.kind != "decode":
             return self
-        step = next((step for most, step in KEY_STEPS if self.kv_len <= most), LONG_KEY_STEP)
-        more = -self.kv_len % step
+        width = next((w for most, w in KV_BUCKETS if self.kv_len <= most), LONG_KV_BUCKET)
+        more = -self.kv_len % width
         return replace(self, kv_len=self.kv_len + more) if more else self
 
     def describe(self) -> str:

@@ -306,7 +306,7 @@ class Dispatcher:
         """The choice for a problem, its kernel, and decode's combine kernel, built if need be."""
         settings = current()
         places = settings.mode, settings.cache, settings.cache_dir, generation()
-        key = (problem.for_choice(), device, index, options, places)
+        key = (problem.bucketed(), device, index, options, places)
         found = self._table.get(key)
         if found is None:
             found = self._new(problem, device, index, options)

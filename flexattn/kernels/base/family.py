@@ -67,6 +67,13 @@ class KernelFamily(ABC, Generic[_C]):
     def defaults(self, problem: Problem, device: Device) -> Iterator[_C]:
         """Configs to start from, best first, cut to the mask's blocks; not all of them can run."""
 
+    def able(self, problem: Problem, device: Device) -> Iterator[_C]:
+        """Those of its defaults that can run, in their order."""
+        violated, structure = self.feasibility.violated, problem.structure
+        yield from (
+            c for c in self.defaults(problem, device) if not violated(c, structure, device)
+        )
+
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[_C]:
         """Configs of all kernels that come first at other sizes, where that is more than one.
 

@@ -37,7 +37,7 @@ def candidates(
     if language == "gluon":
         template, do = f"Gluon {kind}", "leave the choice of the backend open"
     return able(
-        _wanted(problem.for_choice(), device, language),
+        _wanted(problem.bucketed(), device, language),
         lambda config: reasons(config, problem.structure, device),
         f"no config of the {template} template fits {problem.describe()}",
         do,

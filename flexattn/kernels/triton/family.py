@@ -60,14 +60,8 @@ class _Prefill(_Family[PrefillConfig]):
 
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[PrefillConfig]:
         """What may come before Hopper's template where prompts are short."""
-        if not device.has_wgmma or not prefill_cost.is_modelled(problem.structure):
-            return
-        every = prefill_defaults(problem, device)
-        able = (
-            each for each in every
-            if not TRITON_FEASIBILITY.violated(each, problem.structure, device)
-        )  # fmt: skip
-        yield from islice(able, 1)
+        if device.has_wgmma and prefill_cost.is_modelled(problem.structure):
+            yield from islice(self.able(problem, device), 1)
 
     def expected(self, problem: Problem, config: PrefillConfig, device: Device) -> Estimate | None:
         return prefill_cost.expected(problem, config, device) if device.has_wgmma else None
@@ -119,11 +113,9 @@ class _Decode(_Family[DecodeConfig]):
         return cost.expected(problem, config, device) if device.has_wgmma else None
 
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[DecodeConfig]:
-        can_run = (
-            each for each in self.defaults(problem, device)
-            if not TRITON_FEASIBILITY.violated(each, problem.structure, device)
-        )  # fmt: skip
-        return decode_axes(problem, device, effort == "exhaustive", next(can_run).BLOCK_M)
+        return decode_axes(
+            problem, device, effort == "exhaustive", next(self.able(problem, device)).BLOCK_M
+        )
 
     def tile(self, config: DecodeConfig) -> DecodeConfig:
         return replace(at_rest(config), num_splits=0)

@@ -118,12 +118,12 @@ def test_nothing_else_rounds_a_size_or_makes_a_key():
 
 
 @given(st.integers(0, 2**26))
-def test_a_step_of_keys_has_one_record_and_one_choice(keys):
+def test_a_bucket_of_kv_len_has_one_record_and_one_choice(keys):
     """15 keys more, or an eighth, and of the same power of two, by which records are filed."""
     wanted = replace(problem("decode"), kv_len=keys)
-    found = wanted.for_choice()
+    found = wanted.bucketed()
     assert key_of(found) == key_of(wanted)
     assert keys <= found.kv_len <= max(keys + 15, keys * 1.125)
-    assert found.for_choice() == found
+    assert found.bucketed() == found
     prompt = replace(problem("prefill"), kv_len=keys)
-    assert prompt.for_choice() == prompt
+    assert prompt.bucketed() == prompt
