@@ -57,7 +57,8 @@ MODELS = {
     ),
     "triton": Model(
         "prefill", "PrefillConfig", prefill_cost.COSTS, prefill_cost.expected,
-        defaults.prefill_defaults, lambda problem, first, device: (), False,
+        defaults.prefill_rules,
+        lambda problem, first, device: prefill_cost.other_tiles(first), False,
     ),
     "decode": Model(
         "decode", "DecodeConfig", triton.COSTS, triton.expected,

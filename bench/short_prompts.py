@@ -1,7 +1,7 @@
 """`python -m bench.short_prompts`: prompts of 64 to 1,024 tokens, by configs of both templates.
 
-Microseconds of a CUDA graph whose L2 is cold: Hopper's first configs and what sizes may change of
-them, and Triton's first one. `bench.fit_costs` fits the models of both templates to them, with
+Microseconds of a CUDA graph whose L2 is cold: the first configs of both templates, and what sizes
+may change of them. `bench.fit_costs` fits the models of both templates to them, with
 records. Needs a GPU with wgmma.
 """
 
@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +29,6 @@ from flexattn.device import Device, named
 from flexattn.kernels.choose.registry import short
 from flexattn.kernels.hopper.sized import alternatives
 from flexattn.kernels.hopper.space import preferences
-from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.kernels.triton.family import PREFILL
 from flexattn.problem import Problem
 
@@ -42,8 +40,6 @@ COLUMNS = ("B", "Hq", "Hkv", "q_len", "D", "mask")
 # Of Hopper's preferences, beside what sizes change of the first one.
 _FIRST = 3
 _LENGTHS = (64, 128, 256, 448, 640, 1024)
-# Triton's tile where its first one has 128 rows.
-_FEW_ROWS = PrefillConfig(64, 64, 4, 3, True)
 
 
 def rows() -> Iterator[Row]:
@@ -66,11 +62,10 @@ def _row(shape: Shape, mask: Literal["full", "causal"]) -> Row:
 
 
 def configs_of(problem: Problem, device: Device) -> dict[str, Any]:
-    """By how a table has them: Triton's first config that can run, one of fewer rows, Hopper's."""
-    first = next(PREFILL.able(problem, device))
-    fewer = replace(_FEW_ROWS, order=first.order, use_tma=first.use_tma)
+    """By how a table has them: of each template what rules put first, and what sizes change."""
     hopper = list(preferences(problem.structure))
-    every = [first, fewer, *hopper[:_FIRST], *alternatives(problem, hopper)]
+    triton = PREFILL.at_other_sizes(problem, device)
+    every = [*triton, *hopper[:_FIRST], *alternatives(problem, hopper)]
     return {short(each): each for each in every}
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import ceil, gcd
 from typing import Literal, TypeVar
 
 from flexattn.device import LIMITS, Device
+from flexattn.problem import Problem
+from flexattn.problem.mask_class import kept
 
 _C = TypeVar("_C")
 _Bound = Literal["products", "softmax", "memory", "latency"]
@@ -39,6 +42,31 @@ def bandwidth(device: Device) -> float:
     """Of a device's memory, in bytes a microsecond."""
     limits = LIMITS.get(device.name)
     return limits.bandwidth * 1e6 if limits else _BANDWIDTH
+
+
+def moved(problem: Problem, device: Device) -> float:
+    """Microseconds in which a device's memory gives each input once and takes the output."""
+    structure = problem.structure
+    columns = structure.head_dim_qk + structure.head_dim_v
+    rows = problem.Hq * problem.q_len + problem.Hkv * problem.kv_len
+    return problem.B * rows * columns * structure.itemsize / bandwidth(device)
+
+
+def key_tiles(problem: Problem, rows: int, keys: int) -> tuple[float, float]:
+    """Tiles of so many keys that a tile of rows visits, in the mean and at most.
+
+    Of a causal mask the last tile of rows, which is not full, visits as many as a full one. An
+    edge cuts tiles in two: it adds half the rows, and what a multiple of `keys` lacks.
+    """
+    every = ceil(problem.kv_len / keys)
+    if problem.structure.sparsity is None:
+        return every, every
+    share, imbalance = kept(problem.mask_class)
+    tiles = ceil(problem.q_len / rows)
+    empty = (tiles * rows - problem.q_len) * (imbalance - 1) * max(0.0, 0.5 - 1 / tiles)
+    edge = (rows + keys - gcd(rows, keys)) / 2
+    mean = max(1.0, problem.kv_len * share / keys) + (empty + edge) / keys
+    return mean, mean * imbalance
 
 
 def best_first(

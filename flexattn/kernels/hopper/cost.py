@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from flexattn.device import Device
-from flexattn.kernels.base.estimate import L2_BYTES, Estimate, bandwidth
+from flexattn.kernels.base.estimate import L2_BYTES, Estimate, bandwidth, key_tiles, moved
 from flexattn.kernels.hopper.case import WIDEST
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.problem import Problem
@@ -21,9 +21,9 @@ from flexattn.problem.mask_class import kept
 
 @dataclass(frozen=True, slots=True)
 class HopperCosts:
-    """Microseconds, fitted to 98 records of an H200.
+    """Microseconds, fitted to records and short prompts of an H200.
 
-    In the median times are off by 4.5 %, ratios of the configs it chooses among by 1.4 %.
+    In the median times are off by 4.7 %, ratios of the configs it chooses among by 1.4 %.
 
     launch: of a call whose L2 is cold. start: of a tile of rows; cross_start comes on top where
     the end of one overlaps the next, lazy_start with lazy_rescale, which takes the part lazy_gain
@@ -31,22 +31,24 @@ class HopperCosts:
     key with three consumers; times `two` with two of them, 1 + `score` with a score_mod, `turns`
     where consumers alternate. narrow: factor of a step of fewer than 128 keys at up to 128
     columns, but of three consumers. tail: the part of the longest tile that ends alone. memory:
-    of the bandwidth, what gives keys that no other SM reads.
+    of the bandwidth, what gives keys that no other SM reads. moved: of the bandwidth, what inputs
+    and output have of it.
     """
 
-    launch: float = 8.6
-    start: float = 0.193
-    cross_start: float = 0.817
+    launch: float = 9.27
+    start: float = 0.409
+    cross_start: float = 0.881
     lazy_start: float = 1.4
-    lazy_gain: float = 0.363
+    lazy_gain: float = 0.35
     product: float = 2.51e-7
-    softmax: float = 3.8e-5
+    softmax: float = 3.53e-5
     two: float = 1.5
-    score: float = 0.485
+    score: float = 0.542
     turns: float = 0.751
-    narrow: float = 1.18
-    tail: float = 0.674
+    narrow: float = 1.14
+    tail: float = 0.58
     memory: float = 1.05
+    moved: float = 0.663
 
 
 COSTS = HopperCosts()
@@ -65,12 +67,9 @@ def expected(
     rows, keys = config.all_rows, config.BLOCK_N
     columns = structure.head_dim_qk + structure.head_dim_v
     masked = structure.sparsity is not None
-    share, imbalance = kept(problem.mask_class if masked else "")
     tiles = ceil(problem.q_len / config.BLOCK_M)
     heads = problem.B * problem.Hq // config.heads
-    steps = max(1.0, problem.kv_len * share / keys)
-    # The edge of a mask cuts tiles in two.
-    steps = steps + max(0.5, rows / keys / 2) if masked else ceil(steps)
+    steps, most = key_tiles(problem, rows, keys)
     products = rows * keys * columns * costs.product
     softmax = rows * keys * costs.softmax * (1 + costs.score * (structure.score is not None))
     softmax *= {1: 1.5 * costs.two, 2: costs.two}.get(config.consumers, 1.0)
@@ -87,7 +86,7 @@ def expected(
     section = _section(problem, config, heads)
     read = _read(problem, config, device, costs, tiles, min(heads, section))
     step = (computed**4 + read**4) ** 0.25
-    tile, longest = start + steps * step, start + steps * imbalance * step
+    tile, longest = start + steps * step, start + most * step
     units, slots = heads * tiles, device.num_sms
     if masked:
         # Heads of a section end together; those before it leave no SM idle.
@@ -98,10 +97,14 @@ def expected(
         body = ceil(units / slots) * tile
     else:
         body = (units / slots + 0.5) * tile
-    bound = "memory" if read > computed else "products" if products > softmax else "softmax"
-    if start > steps * step:
+    traffic = moved(problem, device) / costs.moved
+    bound = "products" if products > softmax else "softmax"
+    if read > computed or traffic > body:
+        bound = "memory"
+    elif start > steps * step:
         bound = "latency"
-    return Estimate(costs.launch + body, bound, units / slots)  # type: ignore[arg-type]
+    us = costs.launch + (body**4 + traffic**4) ** 0.25
+    return Estimate(us, bound, units / slots)  # type: ignore[arg-type]
 
 
 def _section(problem: Problem, config: HopperPrefillConfig, heads: int) -> int:

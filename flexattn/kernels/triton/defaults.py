@@ -10,6 +10,7 @@ from typing import TypeAlias
 from flexattn.device import Device, is_rdna
 from flexattn.kernels.base import features
 from flexattn.kernels.base.estimate import best_first
+from flexattn.kernels.triton import prefill_cost
 from flexattn.kernels.triton.amd import for_device
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig, TritonOrder
 from flexattn.kernels.triton.cost import expected, other_splits
@@ -22,8 +23,23 @@ from flexattn.problem import INDEX_RANGES, Problem, Structure
 MANY_BY_KEY = 8
 
 
-def prefill_defaults(problem: Problem, device: Device) -> Iterator[PrefillConfig]:
-    """Prefill configs, best first; not all of them can run."""
+def prefill_defaults(
+    problem: Problem, device: Device, can_run: Callable[[PrefillConfig], bool]
+) -> Iterator[PrefillConfig]:
+    """Prefill configs, best first; not all of them can run.
+
+    Where the model of an H200 expects tiles of 64 x 64 to gain, these come first.
+    """
+    rules = list(prefill_rules(problem, device))
+    first = next(filter(can_run, rules), None)
+    others = () if first is None or not device.has_wgmma else prefill_cost.other_tiles(first)
+    yield from best_first(
+        rules, others, lambda config: prefill_cost.expected(problem, config, device), can_run
+    )
+
+
+def prefill_rules(problem: Problem, device: Device) -> Iterator[PrefillConfig]:
+    """The same by head dimensions and mods alone."""
     structure = problem.structure
     order = _order(structure)
     for each in _prefill(structure, device):

@@ -20,7 +20,7 @@ from flexattn.kernels.triton.amd import hints
 from flexattn.kernels.triton.axes import decode_axes, prefill_axes
 from flexattn.kernels.triton.case import case_of
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig, TritonConfigT
-from flexattn.kernels.triton.defaults import decode_defaults, prefill_defaults
+from flexattn.kernels.triton.defaults import decode_defaults, prefill_defaults, prefill_rules
 from flexattn.kernels.triton.invariant import invariant_config
 from flexattn.kernels.triton.source import render, render_combine
 from flexattn.kernels.triton.tiles import decode_grid, fit_to_mask, prefill_grid
@@ -56,12 +56,21 @@ class _Prefill(_Family[PrefillConfig]):
     kind: Kind = "prefill"
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[PrefillConfig]:
-        return prefill_defaults(problem, device)
+        def can_run(config: PrefillConfig) -> bool:
+            return not TRITON_FEASIBILITY.violated(config, problem.structure, device)
+
+        return prefill_defaults(problem, device, can_run)
 
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[PrefillConfig]:
         """What may come before Hopper's template where prompts are short."""
-        if device.has_wgmma and prefill_cost.is_modelled(problem.structure):
-            yield from islice(self.able(problem, device), 1)
+        structure = problem.structure
+        if device.has_wgmma and prefill_cost.is_modelled(structure):
+            rules = prefill_rules(problem, device)
+            violated = TRITON_FEASIBILITY.violated
+            able = (each for each in rules if not violated(each, structure, device))
+            for first in islice(able, 1):
+                yield first
+                yield from prefill_cost.other_tiles(first)
 
     def expected(self, problem: Problem, config: PrefillConfig, device: Device) -> Estimate | None:
         return prefill_cost.expected(problem, config, device) if device.has_wgmma else None

@@ -3,48 +3,46 @@
 Programs that share an SM hide each other's waits. So a call takes what an SM's products and
 softmaxes keep it busy, or the turns of its programs, each with a start and a step for each tile of
 keys, whichever is longer. It is there to be compared with Hopper's template, whose blocks start
-later and are faster from then on. `python -m bench.fit_costs` finds the numbers again.
+later and are faster from then on, and for Triton's own tiles beside each other. `python -m
+bench.fit_costs` finds the numbers again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import ceil
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import padded
-from flexattn.kernels.base.estimate import Estimate
+from flexattn.kernels.base.estimate import Estimate, key_tiles, moved
 from flexattn.kernels.base.features import loads_by_key, loads_tiles
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.problem import Problem, Structure
-from flexattn.problem.mask_class import kept
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCosts:
-    """Microseconds, fitted to 36 records of an H200, of up to 128 columns, and to short prompts.
+    """Microseconds, fitted to 36 records and 88 short prompts of an H200, of 40 to 128 columns.
 
-    In the median of the records times are off by 2.4 %, from prompts of 256 tokens to films of 115
-    thousand. Times of six prompts of 256 to 640 tokens, of which Triton's took 0.76 to 0.91 of
-    Hopper's, were not kept: `python -m bench.short_prompts` measures such anew.
+    In the median times are off by 5.5 %, ratios of the two tiles it chooses among by 1.4 %.
 
     launch: of a call whose L2 is cold. start: of a tile of rows. step: what a tile of keys waits,
     beside its products and its softmax. product: of one row, key and column of Q K^T or P V.
-    softmax: of one row and key. edge: tiles of keys that a mask's edge adds to a row's.
+    softmax: of one row and key. memory: of the bandwidth, what inputs and output have of it.
     """
 
-    launch: float = 6.29
-    start: float = 1.05
-    step: float = 0.399
-    product: float = 4.31e-7
-    softmax: float = 1.7e-5
-    edge: float = 1.04
+    launch: float = 5.63
+    start: float = 1.42
+    step: float = 0.174
+    product: float = 4.15e-7
+    softmax: float = 3.46e-5
+    memory: float = 0.456
 
 
 COSTS = PrefillCosts()
-# Records of heads of 128 columns fit as well, but none is of a short prompt; of fewer than 40
-# there is no record.
-_NARROWEST, _WIDEST, _WARPS = 40, 64, 4
+# Of fewer columns, or more, there is no short prompt.
+_NARROWEST, _WIDEST, _WARPS = 40, 128, 4
 # Registers of a thread beside its scores, its weights and its outputs.
 _REGISTERS = 64
 
@@ -64,31 +62,36 @@ def is_modelled(structure: Structure) -> bool:
     return narrow and plain and not reads
 
 
+def other_tiles(first: PrefillConfig) -> Iterator[PrefillConfig]:
+    """What sizes change of the first config: tiles of 64 x 64, of which more are at work."""
+    if first.BLOCK_M * first.BLOCK_N > 64 * 64:
+        yield replace(first, BLOCK_M=64, BLOCK_N=64, num_warps=_WARPS, num_stages=3)
+
+
 def expected(
     problem: Problem, config: PrefillConfig, device: Device, costs: PrefillCosts = COSTS
 ) -> Estimate | None:
     """What a config is expected to take; None where nobody fitted it, or nothing is to do."""
     structure = problem.structure
-    if not is_modelled(structure) or config.num_warps != _WARPS:
+    if not is_modelled(structure):
         return None
     if not problem.B or not problem.q_len or not problem.kv_len:
         return None
     rows, keys = config.BLOCK_M, config.BLOCK_N
-    masked = structure.sparsity is not None
-    share, imbalance = kept(problem.mask_class if masked else "")
-    steps = max(1.0, problem.kv_len * share / keys)
-    steps = steps + max(costs.edge, rows / keys / 2) if masked else ceil(steps)
+    steps, most = key_tiles(problem, rows, keys)
     columns = padded(structure.head_dim_qk) + padded(structure.head_dim_v)
     products, softmax = costs.product * columns * rows * keys, costs.softmax * rows * keys
     tiles = problem.B * problem.Hq * ceil(problem.q_len / rows)
     on_one = tiles / device.num_sms
     resident = _resident(structure, config, device)
     turns = ceil(ceil(on_one) / resident)
-    tile = steps * (costs.step + products + softmax)
-    chain = max(turns * (costs.start + tile), costs.start + imbalance * tile)
+    step = costs.step + products + softmax
+    chain = max(turns * (costs.start + steps * step), costs.start + most * step)
     busy = (ceil(on_one) if on_one < 8 else on_one + 0.5) * steps * (products + softmax)
     bound = "latency" if chain > busy else "products" if products > softmax else "softmax"
-    us = costs.launch + (chain**4 + busy**4) ** 0.25
+    traffic = moved(problem, device) / costs.memory
+    bound = "memory" if traffic > max(chain, busy) else bound
+    us = costs.launch + (chain**4 + busy**4 + traffic**4) ** 0.25
     return Estimate(us, bound, on_one / resident)  # type: ignore[arg-type]
 
 

@@ -64,7 +64,7 @@ def test_heads_of_a_group_share_a_tile_that_one_would_half_fill():
     narrow = replace(sized(64, 16, 64, 17, 4096), Hkv=8)
     assert default(narrow, H200).heads == 2, "measured, 348 us and 153"
     odd = replace(few, Hq=21, Hkv=7)
-    assert not default(odd, H200).pack_gqa, "no two of three heads"
+    assert not default(odd, H200, "gluon").pack_gqa, "no two of three heads"
 
 
 @given(

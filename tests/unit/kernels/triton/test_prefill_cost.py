@@ -1,5 +1,6 @@
 """Short prompts on Hopper: Triton's template comes first where models expect it to be faster."""
 
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from bench.measured import measured
+from bench.short_prompts import short_prompts
 from flexattn.catalogue import causal, document
 from flexattn.catalogue.scores import softcap
 from flexattn.deploy.warm import at_other_sizes
@@ -35,25 +37,38 @@ def prompt(rows, heads, B=1, D=64, mask_class=CAUSAL, **about):
     return replace(found, B=B, Hq=heads, Hkv=1, q_len=rows, kv_len=rows, mask_class=mask_class)
 
 
+def test_short_prompts_are_served_by_what_was_measured_to_be_fastest():
+    """Of 88 prompts, 64 to 1,024 tokens: the best of a row's times over the default's.
+
+    With Hopper's template first, and its first tile of rows, the mean was 0.88, the least 0.64.
+    """
+    found = {}
+    for each in short_prompts():
+        time = each.time(default(each.problem, each.device))
+        assert time is not None, each.title
+        found[each.title] = min(each.times.values()) / time
+    assert len(found) > 80 and min(found.values()) > 0.88, found
+    assert statistics.geometric_mean(found.values()) > 0.98
+    assert sum(ratio < 0.92 for ratio in found.values()) <= 3
+
+
 @pytest.mark.parametrize(
-    ("wanted", "config"),
+    ("wanted", "tile"),
     [
-        # Falcon's 71 heads, measured by a quick tuning: 19.2 us by Hopper's template, 15.4.
-        (prompt(448, 71), PrefillConfig),
-        (prompt(350, 71), PrefillConfig),
-        (prompt(448, 16), PrefillConfig),
-        (prompt(448, 32), PrefillConfig),
-        # Stable Diffusion's last level, 64 images: 17.4 and 16.0.
-        (prompt(128, 8, B=64, D=40, mask_class=""), PrefillConfig),
-        # Hopper's is as fast, or faster, as soon as there are more tiles.
-        (prompt(1024, 71), HopperPrefillConfig),
-        (prompt(448, 71, B=4), HopperPrefillConfig),
-        (prompt(576, 20, B=2, mask_class=""), HopperPrefillConfig),
-        (prompt(4096, 16), HopperPrefillConfig),
+        (prompt(640, 71), (64, 64)),
+        (prompt(448, 16), (64, 128)),
+        (prompt(192, 40, D=128), (64, 64)),
+        (prompt(128, 8, B=64, D=40, mask_class=""), (128, 64)),
+        # More tiles than run at a time: Hopper's template is faster.
+        (prompt(1024, 32, B=8, D=128), None),
+        (prompt(577, 16, B=16, mask_class=""), None),
+        (prompt(4096, 16), None),
     ],
 )
-def test_the_template_is_the_one_that_was_measured_to_be_faster(wanted, config):
-    assert isinstance(default(wanted, H200), config)
+def test_sizes_choose_the_template_and_its_tile(wanted, tile):
+    config = default(wanted, H200)
+    assert isinstance(config, HopperPrefillConfig if tile is None else PrefillConfig)
+    assert tile is None or (config.BLOCK_M, config.BLOCK_N) == tile
 
 
 def test_what_follows_is_as_for_long_prompts():
@@ -66,7 +81,7 @@ def test_what_follows_is_as_for_long_prompts():
 @pytest.mark.parametrize(
     "about",
     [
-        {"D": 128},
+        {"D": 192},
         {"D": 32},
         {"score_mod": softcap(30.0)},
         {"mask_mod": document(torch.arange(448) // 64)},
@@ -91,14 +106,17 @@ def test_elsewhere_nothing_is_expected():
 @pytest.mark.parametrize("rows", [448, 8192])
 def test_prompts_of_other_lengths_find_their_kernels_warm(rows):
     """Serving never compiles: whichever length was warmed, both templates' kernels are there."""
-    asked = {type(options.exact) for options in at_other_sizes(prompt(rows, 71), H200)}
-    assert asked == {PrefillConfig, HopperPrefillConfig}
-    wide = {type(options.exact) for options in at_other_sizes(prompt(rows, 71, D=128), H200)}
+    for D, first in ((64, (64, 128)), (128, (128, 64))):
+        asked = [options.exact for options in at_other_sizes(prompt(rows, 71, D=D), H200)]
+        ours = [each for each in asked if isinstance(each, PrefillConfig)]
+        assert [(each.BLOCK_M, each.BLOCK_N) for each in ours] == [first, (64, 64)]
+        assert any(isinstance(each, HopperPrefillConfig) for each in asked)
+    wide = {type(options.exact) for options in at_other_sizes(prompt(rows, 71, D=192), H200)}
     assert wide == {HopperPrefillConfig}
 
 
 @given(
-    st.sampled_from([40, 48, 64]), st.integers(1, 64), st.integers(1, 64),
+    st.sampled_from([40, 48, 64, 80, 128]), st.integers(1, 64), st.integers(1, 64),
     st.integers(1, 20000), st.sampled_from(["", "unknown", CAUSAL, "d1/64 i1 runs"]),
 )  # fmt: skip
 def test_every_size_has_a_default_and_more_keys_take_no_less(D, B, heads, rows, name):
@@ -111,13 +129,14 @@ def test_every_size_has_a_default_and_more_keys_take_no_less(D, B, heads, rows, 
 
 
 def test_times_of_records_are_met():
-    """Heads of 64 columns: 9 us of 256 tokens to 1.4 ms of a film's."""
+    """Up to 128 columns, from 9 us of 256 tokens to 36 ms of 32 thousand."""
     off = {}
-    for each in (found for found in measured() if "studies" not in found.path.parts):
-        for config, us in each.times.items():
-            if isinstance(config, PrefillConfig) and each.device == H200:
-                told = expected(each.problem, config, H200)
-                if told is not None:
-                    off[each.title, config] = told.us / us
-    assert len(off) > 10
-    assert all(0.88 < ratio < 1.12 for ratio in off.values()), off
+    for each in (found for found in measured() if found.kind == "prefill"):
+        config = next(PREFILL.at_other_sizes(each.problem, each.device), None)
+        us = config and each.time(config)
+        told = us and expected(each.problem, config, each.device)
+        if told:
+            off[each.title] = told.us / us
+    assert len(off) > 20
+    assert statistics.median(abs(ratio - 1) for ratio in off.values()) < 0.08, off
+    assert all(0.8 < ratio < 1.45 for ratio in off.values()), off
