@@ -17,7 +17,7 @@ from typing import Any
 from bench.measured import Measured, measured, tiles_of
 from bench.short_prompts import short_prompts
 from flexattn.device import Device
-from flexattn.kernels.base.estimate import Estimate, best_first
+from flexattn.kernels.base.estimate import ESTIMATE_MARGIN, Estimate, best_first
 from flexattn.kernels.choose.defaults import reasons
 from flexattn.kernels.choose.registry import short
 from flexattn.kernels.hopper import cost as hopper, sized, space
@@ -35,7 +35,8 @@ class Model:
     """A family's model: its costs, what they expect, the rules' configs, and what it may choose.
 
     configs: the name of the class that it is fitted to. studies: whether studies are among what is
-    fitted; those of prefill were made with templates of older days.
+    fitted; those of prefill were made with templates of older days. margin: what another config
+    must gain.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Model:
     rules: Callable[[Problem, Device], Iterable[Any]]
     alternatives: Callable[[Problem, Any, Device], Iterable[Any]]
     studies: bool
+    margin: float = ESTIMATE_MARGIN
 
 
 MODELS = {
@@ -58,7 +60,7 @@ MODELS = {
     "triton": Model(
         "prefill", "PrefillConfig", prefill_cost.COSTS, prefill_cost.expected,
         defaults.prefill_rules,
-        lambda problem, first, device: prefill_cost.other_tiles(first), False,
+        lambda problem, first, device: prefill_cost.other_tiles(first), False, 1.0,
     ),
     "decode": Model(
         "decode", "DecodeConfig", triton.COSTS, triton.expected,
@@ -161,6 +163,7 @@ def judged(model: Model, costs: Any, row: Row) -> tuple[float, float, Any]:
             [row.first],
             [each for each in others if time(each) is not None],
             lambda config: model.expected(problem, config, device, costs),
+            margin=model.margin,
         )
     )
     best = min(row.of.times.values())

@@ -38,6 +38,7 @@ from bench.tasks import task
 from bench.time_limit import time_limit
 from flexattn.device import Device, detect
 from flexattn.errors import FlexAttnError, InputError
+from flexattn.kernels.choose.registry import short
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import AnyTask
 from flexattn.measure.timing import Samples, paired_ratio
@@ -270,7 +271,10 @@ def _run(chosen: Sequence[Case], args: argparse.Namespace) -> Report:
 def _tuned(job: AnyTask, worker: Measurer, pool: Runs, tuning: Tuning) -> Record:
     """A quick tuning whose default is the static one, whatever records there are."""
     with override(mode="off"):
-        return tune(job, worker, lambda configs: build_task(job, configs, pool=pool), tuning)
+        found = tune(job, worker, lambda configs: build_task(job, configs, pool=pool), tuning)
+    default = found.trials[found.decision.default].config
+    print(f"  {short(default)} -> {short(found.config)}", flush=True)
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -74,11 +74,12 @@ def best_first(
     others: Iterable[_C],
     expected: Callable[[_C], Estimate | None],
     can_run: Callable[[_C], bool] = lambda config: True,
+    margin: float = ESTIMATE_MARGIN,
 ) -> Iterator[_C]:
     """The rules' configs in their order, before them the one that a model expects to be fastest.
 
-    It must gain by ESTIMATE_MARGIN over the first of theirs that can run; without an estimate of
-    that one nothing changes.
+    It must gain by a margin over the first of theirs that can run; without an estimate of that one
+    nothing changes.
     """
     kept = list(rules)
     first = next(filter(can_run, kept), None)
@@ -87,7 +88,7 @@ def best_first(
         found = [(other.us, each) for each in others if (other := expected(each)) is not None]
         able = (pair for pair in sorted(found, key=lambda pair: pair[0]) if can_run(pair[1]))
         us, best = next(able, (told.us, None))
-        if best is not None and us * ESTIMATE_MARGIN < told.us:
+        if best is not None and us * margin < told.us:
             yield best
             kept = [each for each in kept if each != best]
     yield from kept
