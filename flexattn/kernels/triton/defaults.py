@@ -28,8 +28,8 @@ def prefill_defaults(
 ) -> Iterator[PrefillConfig]:
     """Prefill configs, best first; not all of them can run.
 
-    On Hopper tiles of 64 x 64 come first where they are expected to be faster, by however little:
-    the model was fitted to both tiles of each prompt.
+    On Hopper another tile comes first where it is expected to be faster, by however little: the
+    model was fitted to all of them at each of its prompts.
     """
     rules = list(prefill_rules(problem, device))
     first = next(filter(can_run, rules), None)

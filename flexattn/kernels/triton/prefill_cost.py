@@ -25,26 +25,30 @@ from flexattn.problem import Problem, Structure
 class PrefillCosts:
     """Microseconds, fitted to 36 records and 88 short prompts of an H200, of 40 to 128 columns.
 
-    In the median times are off by 5.5 %, ratios of the two tiles it chooses among by 1.4 %.
+    In the median times are off by 4.1 %, ratios of the tiles it chooses among by 1.8 %.
 
     launch: of a call whose L2 is cold. start: of a tile of rows. step: what a tile of keys waits,
-    beside its products and its softmax. product: of one row, key and column of Q K^T or P V.
-    softmax: of one row and key. memory: of the bandwidth, what inputs and output have of it.
+    beside its products and its softmax; two_stages: what it waits more with two of them. product:
+    of one row, key and column of Q K^T or P V. softmax: of one row and key. memory: of the
+    bandwidth, what inputs and output have of it.
     """
 
     launch: float = 5.63
-    start: float = 1.42
-    step: float = 0.174
-    product: float = 4.15e-7
+    start: float = 1.22
+    step: float = 0.235
+    two_stages: float = 0.237
+    product: float = 3.71e-7
     softmax: float = 3.46e-5
-    memory: float = 0.456
+    memory: float = 0.492
 
 
 COSTS = PrefillCosts()
 # Of fewer columns, or more, there is no short prompt.
 _NARROWEST, _WIDEST, _WARPS = 40, 128, 4
 # Registers of a thread beside its scores, its weights and its outputs.
-_REGISTERS = 64
+_REGISTERS = 26
+# Bytes of shared memory that the driver keeps of each block's, and those of a block's barriers.
+_RESERVED, _BARRIERS = 1024, 64
 
 
 def is_modelled(structure: Structure) -> bool:
@@ -63,9 +67,9 @@ def is_modelled(structure: Structure) -> bool:
 
 
 def other_tiles(first: PrefillConfig) -> Iterator[PrefillConfig]:
-    """What sizes change of the first config: tiles of 64 x 64, of which more are at work."""
-    if first.BLOCK_M * first.BLOCK_N > 64 * 64:
-        yield replace(first, BLOCK_M=64, BLOCK_N=64, num_warps=_WARPS, num_stages=3)
+    """What sizes change of the first config: tiles of which an SM holds more at a time."""
+    for rows, keys, stages in ((64, 64, 3), (64, 64, 2), (128, 32, 3)):
+        yield replace(first, BLOCK_M=rows, BLOCK_N=keys, num_warps=_WARPS, num_stages=stages)
 
 
 def expected(
@@ -84,23 +88,34 @@ def expected(
     tiles = problem.B * problem.Hq * ceil(problem.q_len / rows)
     on_one = tiles / device.num_sms
     resident = _resident(structure, config, device)
-    turns = ceil(ceil(on_one) / resident)
-    step = costs.step + products + softmax
+    turns = max(1.0, ceil(on_one) / resident)
+    if structure.sparsity is None:  # all end together; else what ends early makes room
+        turns = ceil(turns)
+    waits = costs.step + (costs.two_stages if config.num_stages < 3 else 0.0)
+    step = waits + products + softmax
     chain = max(turns * (costs.start + steps * step), costs.start + most * step)
     busy = (ceil(on_one) if on_one < 8 else on_one + 0.5) * steps * (products + softmax)
     bound = "latency" if chain > busy else "products" if products > softmax else "softmax"
     traffic = moved(problem, device) / costs.memory
     bound = "memory" if traffic > max(chain, busy) else bound
-    us = costs.launch + (chain**4 + busy**4 + traffic**4) ** 0.25
+    us = costs.launch + ((chain**4 + busy**4) ** 0.5 + traffic**2) ** 0.5
     return Estimate(us, bound, on_one / resident)  # type: ignore[arg-type]
 
 
 def _resident(structure: Structure, config: PrefillConfig, device: Device) -> int:
     """Programs that an SM holds, by shared memory and registers."""
-    queries, values = padded(structure.head_dim_qk), padded(structure.head_dim_v)
+    queries, values = _copied(structure.head_dim_qk), _copied(structure.head_dim_v)
     taken = config.num_stages * config.BLOCK_N * (queries + values) + config.BLOCK_M * queries
     threads = 32 * config.num_warps
-    held = config.BLOCK_M * (1.5 * config.BLOCK_N + values) / threads
-    by_registers = device.registers / (threads * min(device.max_registers, _REGISTERS + held))
-    by_memory = device.shared_memory // (taken * structure.itemsize)
-    return max(1, min(by_memory, int(by_registers)))
+    held = config.BLOCK_M * (1.5 * config.BLOCK_N + padded(structure.head_dim_v)) / threads
+    registers = 8 * ceil(min(device.max_registers, _REGISTERS + held) / 8)
+    by_registers = device.registers // (threads * registers)
+    by_memory = (device.shared_memory + _RESERVED) // (
+        taken * structure.itemsize + _BARRIERS + _RESERVED
+    )
+    return max(1, min(by_memory, by_registers))
+
+
+def _copied(columns: int) -> int:
+    """Columns of a row in shared memory."""
+    return 16 * ceil(columns / 16)
