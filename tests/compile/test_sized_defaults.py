@@ -1,4 +1,4 @@
-"""What sizes change of Hopper's defaults compiles without many spills; random shapes compile."""
+"""What sizes change of defaults compiles without many spills; random shapes compile."""
 
 from dataclasses import replace
 
@@ -14,6 +14,7 @@ from flexattn.kernels.hopper import space
 from flexattn.kernels.hopper.sized import alternatives
 from flexattn.kernels.paged_decode.source import render_serving
 from flexattn.kernels.paged_decode.space import serving_candidates
+from flexattn.kernels.triton.family import PREFILL
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from tests.families import render
@@ -43,6 +44,18 @@ def test_what_sizes_change_keeps_to_its_registers(D, Dv, mods):
         source = render(wanted.structure, config, H200, "sized")
         found = resources(compile_source(source, H200), H200)
         assert found.spills <= 16, (config, found)
+
+
+@pytest.mark.parametrize(
+    "D", [40, 64, pytest.param(72, marks=long), pytest.param(128, marks=long)]
+)
+@pytest.mark.parametrize("mods", [{}, CAUSAL], ids=["full", "causal"])
+def test_tiles_of_short_prompts_keep_to_their_registers(D, mods):
+    wanted = problem("prefill", D, lse=False, **mods)
+    for config in PREFILL.at_other_sizes(wanted, H200):
+        source = render(wanted.structure, config, H200, "short")
+        found = resources(compile_source(source, H200), H200)
+        assert not found.starved and found.loop_spills <= 4, (config, found)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=long) for name in CASES])
