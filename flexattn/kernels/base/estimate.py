@@ -44,7 +44,7 @@ def bandwidth(device: Device) -> float:
     return limits.bandwidth * 1e6 if limits else _BANDWIDTH
 
 
-def moved(problem: Problem, device: Device) -> float:
+def memory_time(problem: Problem, device: Device) -> float:
     """Microseconds in which a device's memory gives each input once and takes the output."""
     structure = problem.structure
     columns = structure.head_dim_qk + structure.head_dim_v

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from flexattn.device import Device
-from flexattn.kernels.base.estimate import L2_BYTES, Estimate, bandwidth, key_tiles, moved
+from flexattn.kernels.base.estimate import L2_BYTES, Estimate, bandwidth, key_tiles, memory_time
 from flexattn.kernels.hopper.case import WIDEST
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.problem import Problem
@@ -32,7 +32,7 @@ class HopperCosts:
     where consumers alternate. narrow: factor of a step of fewer than 128 keys at up to 128
     columns, but of three consumers; boxes: of one whose values come in several boxes. tail: the
     part of the longest tile that ends alone. Of the bandwidth, memory: what gives keys that no
-    other SM reads; moved: what inputs and output have.
+    other SM reads; traffic: what inputs and output have.
     """
 
     launch: float = 9.27
@@ -49,7 +49,7 @@ class HopperCosts:
     boxes: float = 1.23
     tail: float = 0.58
     memory: float = 1.05
-    moved: float = 1.0
+    traffic: float = 1.0
 
 
 COSTS = HopperCosts()
@@ -100,7 +100,7 @@ def expected(
         body = ceil(units / slots) * tile
     else:
         body = (units / slots + 0.5) * tile
-    traffic = moved(problem, device) / costs.moved
+    traffic = memory_time(problem, device) / costs.traffic
     bound = "products" if products > softmax else "softmax"
     if read > computed or traffic > body:
         bound = "memory"

@@ -15,7 +15,7 @@ from math import ceil
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import padded
-from flexattn.kernels.base.estimate import Estimate, key_tiles, moved
+from flexattn.kernels.base.estimate import Estimate, key_tiles, memory_time
 from flexattn.kernels.base.features import loads_by_key, loads_tiles
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.problem import Problem, Structure
@@ -96,7 +96,7 @@ def expected(
     chain = max(turns * (costs.start + steps * step), costs.start + most * step)
     busy = (ceil(on_one) if on_one < 8 else on_one + 0.5) * steps * (products + softmax)
     bound = "latency" if chain > busy else "products" if products > softmax else "softmax"
-    traffic = moved(problem, device) / costs.memory
+    traffic = memory_time(problem, device) / costs.memory
     bound = "memory" if traffic > max(chain, busy) else bound
     us = costs.launch + ((chain**4 + busy**4) ** 0.5 + traffic**2) ** 0.5
     return Estimate(us, bound, on_one / resident)  # type: ignore[arg-type]
