@@ -36,7 +36,7 @@ class Model:
 
     configs: the name of the class that it is fitted to. studies: whether studies are among what is
     fitted; those of prefill were made with templates of older days. margin: what another config
-    must gain.
+    must be expected to gain.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Model:
     rules: Callable[[Problem, Device], Iterable[Any]]
     alternatives: Callable[[Problem, Any, Device], Iterable[Any]]
     studies: bool
-    margin: float = ESTIMATE_MARGIN
+    margin: Callable[[Problem], float] = lambda problem: ESTIMATE_MARGIN
 
 
 MODELS = {
@@ -60,7 +60,7 @@ MODELS = {
     "triton": Model(
         "prefill", "PrefillConfig", prefill_cost.COSTS, prefill_cost.expected,
         defaults.prefill_rules,
-        lambda problem, first, device: prefill_cost.other_tiles(first), False, 1.0,
+        lambda problem, first, device: prefill_cost.other_tiles(first), False, prefill_cost.margin,
     ),
     "decode": Model(
         "decode", "DecodeConfig", triton.COSTS, triton.expected,
@@ -163,7 +163,7 @@ def judged(model: Model, costs: Any, row: Row) -> tuple[float, float, Any]:
             [row.first],
             [each for each in others if time(each) is not None],
             lambda config: model.expected(problem, config, device, costs),
-            margin=model.margin,
+            margin=model.margin(problem),  # type: ignore[arg-type]
         )
     )
     best = min(row.of.times.values())

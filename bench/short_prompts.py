@@ -82,7 +82,9 @@ def short_prompts(path: Path = RESULTS) -> Iterator[Measured]:
         problem = task(row, device, "cpu").problem
         configs = configs_of(problem, device)
         us = {configs[name]: us for name, us in times.items() if name in configs}
-        yield Measured(f"{row.name} short", environment["triton"], problem, device, us, path)
+        # What a fit leaves out together: the same heads and mask at all lengths.
+        title = f"{hq}:{hkv}-d{D}-{mask} B{batch} {length}x{length} short"
+        yield Measured(title, environment["triton"], problem, device, us, path)
 
 
 def _line(row: Row, result: RowResult) -> list[Any]:

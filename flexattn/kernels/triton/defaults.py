@@ -28,15 +28,15 @@ def prefill_defaults(
 ) -> Iterator[PrefillConfig]:
     """Prefill configs, best first; not all of them can run.
 
-    On Hopper another tile comes first where it is expected to be faster, by however little: the
-    model was fitted to all of them at each of its prompts.
+    On Hopper another tile comes first where it is expected to be faster: of short prompts, to
+    which the model was fitted in each tile, by however little.
     """
     rules = list(prefill_rules(problem, device))
     first = next(filter(can_run, rules), None)
     others = () if first is None or not device.has_wgmma else prefill_cost.other_tiles(first)
     yield from best_first(
         rules, others, lambda config: prefill_cost.expected(problem, config, device), can_run,
-        margin=1.0,
+        margin=prefill_cost.margin(problem),
     )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ class _Prefill(_Family[PrefillConfig]):
         return prefill_defaults(problem, device, can_run)
 
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[PrefillConfig]:
-        """What may come before Hopper's template where prompts are short."""
+        """What may come before Hopper's template, or first where that is not there."""
         structure = problem.structure
         if device.has_wgmma and prefill_cost.is_modelled(structure):
             rules = prefill_rules(problem, device)

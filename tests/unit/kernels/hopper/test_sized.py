@@ -99,3 +99,4 @@ def test_inputs_of_eight_bits_and_nothing_to_do_have_no_estimate():
     eight = problem("prefill", 128, dtype="float8_e4m3fn")
     assert expected(eight, config, H200) is None
     assert expected(sized(128, 1, 16, 4096, 0), config, H200) is None
+    assert expected(sized(128, 0, 16, 4096, 4096, "d1/2 i2 runs"), config, H200) is None

@@ -40,14 +40,14 @@ def prompt(rows, heads, B=1, D=64, mask_class=CAUSAL, **about):
 def test_short_prompts_are_served_by_what_was_measured_to_be_fastest():
     """Of 88 prompts, 64 to 1,024 tokens: the best of a row's times over the default's.
 
-    Where Hopper's template came first nearly always, the mean was 0.87, the least 0.64.
+    Before the models were fitted to them the mean was 0.87, the least 0.64.
     """
     found = {}
     for each in short_prompts():
         time = each.time(default(each.problem, each.device))
         assert time is not None, each.title
         found[each.title] = min(each.times.values()) / time
-    assert len(found) > 80 and min(found.values()) > 0.86, found
+    assert len(found) > 80 and min(found.values()) > 0.89, found
     assert statistics.geometric_mean(found.values()) > 0.98
     assert sum(ratio < 0.92 for ratio in found.values()) <= 3
 
@@ -57,7 +57,7 @@ def test_short_prompts_are_served_by_what_was_measured_to_be_fastest():
     [
         (prompt(640, 71), (64, 64)),
         (prompt(448, 16), (64, 128)),
-        (prompt(192, 40, D=128), (64, 64)),
+        (prompt(192, 40, D=128, mask_class="d1 i1 runs"), (64, 64)),
         (prompt(128, 8, B=64, D=40, mask_class=""), (128, 32)),
         # More tiles than run at a time: Hopper's template is faster.
         (prompt(1024, 32, B=8, D=128), None),
@@ -103,16 +103,32 @@ def test_elsewhere_nothing_is_expected():
     assert PREFILL.expected(short, default(short, A100), A100) is None
 
 
-@pytest.mark.parametrize("rows", [448, 8192])
-def test_prompts_of_other_lengths_find_their_kernels_warm(rows):
-    """Serving never compiles: whichever length was warmed, both templates' kernels are there."""
-    for D, first in ((64, (64, 128)), (128, (128, 64))):
-        asked = [options.exact for options in at_other_sizes(prompt(rows, 71, D=D), H200)]
-        ours = [each for each in asked if isinstance(each, PrefillConfig)]
-        assert [(each.BLOCK_M, each.BLOCK_N) for each in ours[:2]] == [first, (64, 64)]
-        assert any(isinstance(each, HopperPrefillConfig) for each in asked)
-    wide = {type(options.exact) for options in at_other_sizes(prompt(rows, 71, D=192), H200)}
+@given(
+    st.sampled_from([40, 64, 72, 128]), st.integers(1, 64), st.integers(1, 64),
+    st.integers(1, 20000), st.sampled_from(["", "unknown", "d1 i1 runs", CAUSAL, "d1/64 i1 runs"]),
+)  # fmt: skip
+def test_prompts_of_other_lengths_find_their_kernels_warm(D, B, heads, rows, name):
+    """Serving never compiles: whichever length was warmed, what any other starts with is there."""
+    warmed = {options.exact for options in at_other_sizes(prompt(4096, 71, D=D), H200)}
+    dense = {
+        options.exact for options in at_other_sizes(prompt(4096, 71, D=D, mask_class=""), H200)
+    }
+    config = default(prompt(rows, heads, B, D, name), H200)
+    if isinstance(config, PrefillConfig):
+        assert config in (warmed if name else dense)
+
+
+def test_where_nobody_raced_them_nothing_more_is_warmed():
+    wide = {type(options.exact) for options in at_other_sizes(prompt(448, 71, D=192), H200)}
     assert wide == {HopperPrefillConfig}
+
+
+def test_long_prompts_keep_the_first_tile_of_triton():
+    """It was raced at these lengths; of other tiles there are times of short prompts alone."""
+    for D, tile in ((64, (64, 128)), (128, (128, 64))):
+        for rows, heads, B in ((4096, 16, 4), (32768, 32, 1)):
+            config = default(prompt(rows, heads, B, D), H200, "triton")
+            assert (config.BLOCK_M, config.BLOCK_N) == tile
 
 
 @given(
@@ -129,14 +145,20 @@ def test_every_size_has_a_default_and_more_keys_take_no_less(D, B, heads, rows, 
 
 
 def test_times_of_records_are_met():
-    """Up to 128 columns, from 9 us of 256 tokens to 36 ms of 32 thousand."""
+    """Up to 128 columns, from 9 us of 256 tokens to 46 ms of 32 thousand.
+
+    Windows over a class of masks that is coarse, and eight heads in a batch of four, are furthest.
+    """
     off = {}
-    for each in (found for found in measured() if found.kind == "prefill"):
+    for each in measured():
+        if each.kind != "prefill" or "studies" in each.path.parts:
+            continue
         config = next(PREFILL.at_other_sizes(each.problem, each.device), None)
         us = config and each.time(config)
         told = us and expected(each.problem, config, each.device)
         if told:
-            off[each.title] = told.us / us
-    assert len(off) > 20
+            off[each.title, each.triton] = told.us / us
+    assert len(off) > 30
     assert statistics.median(abs(ratio - 1) for ratio in off.values()) < 0.08, off
-    assert all(0.75 < ratio < 1.35 for ratio in off.values()), off
+    far = {title for (title, _), ratio in off.items() if not 0.85 < ratio < 1.2}
+    assert len(far) <= 3, {title: off[title] for title in off if title[0] in far}
