@@ -36,7 +36,8 @@ __all__ = ["RESULTS", "configs_of", "main", "rows", "short_prompts"]
 
 RESULTS = Path(__file__).parent / "results" / "h200-short-prompts.json"
 METHOD = Method(rounds=5, min_ms=1.5, flush_l2=True, graph=True)
-COLUMNS = ("B", "Hq", "Hkv", "q_len", "D", "mask")
+# A row of the file: sizes, mask, and pairs of a config's place among the file's and microseconds.
+COLUMNS = ("B", "Hq", "Hkv", "q_len", "D", "mask", "times")
 # Of Hopper's preferences, beside what sizes change of the first one.
 _FIRST = 3
 _LENGTHS = (64, 128, 256, 448, 640, 1024)
@@ -81,7 +82,8 @@ def short_prompts(path: Path = RESULTS) -> Iterator[Measured]:
         row = _row(Shape(batch, hq, hkv, length, length, D), mask)
         problem = task(row, device, "cpu").problem
         configs = configs_of(problem, device)
-        us = {configs[name]: us for name, us in times.items() if name in configs}
+        named_times = [(held["configs"][place], us) for place, us in times]
+        us = {configs[name]: us for name, us in named_times if name in configs}
         # What a fit leaves out together: the same heads and mask at all lengths.
         title = f"{hq}:{hkv}-d{D}-{mask} B{batch} {length}x{length} short"
         yield Measured(title, environment["triton"], problem, device, us, path)
@@ -97,13 +99,18 @@ def _line(row: Row, result: RowResult) -> list[Any]:
 
 
 def _save(path: Path, method: Method, lines: Sequence[list[Any]]) -> None:
-    """A line a row."""
+    """A line a row; names of configs stand once, at the file's head."""
+    names = list(dict.fromkeys(name for *_, times in lines for name in times))
     head = {
         "schema": 1, "bench": "short-prompts", "method": method.facts(),
-        "environments": [describe()], "columns": COLUMNS,
+        "environments": [describe()], "columns": COLUMNS, "configs": names,
     }  # fmt: skip
-    body = ",\n  ".join(json.dumps(line, separators=(",", ":")) for line in lines)
-    path.write_text(json.dumps(head)[:-1] + f', "rows": [\n  {body}\n]}}\n')
+    rows = [
+        [*sizes, [(names.index(name), us) for name, us in times.items()]]
+        for *sizes, times in lines
+    ]
+    body = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+    path.write_text(json.dumps(head)[:-1] + f', "rows": [\n{body}\n]}}\n')
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,10 +8,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # In KiB. What a part holds more of is a decision: its writers say once what repeats.
 LIMITS = {
-    "": 7392,
+    "": 7424,
     "configs/nvidia-h200": 560,
     "configs/studies": 160,
-    "bench/results": 296,
+    "bench/results": 320,
     "notebooks": 260,
     "tests/golden/files": 300,
     "docs/pictures": 80,
