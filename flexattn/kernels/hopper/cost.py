@@ -2,8 +2,9 @@
 
 A tile of rows takes a start and a step for each tile of its keys. A step is its two products and
 what of its softmax no other consumer's products hide, or the time in which memory gives its keys,
-whichever is longer. What SMs have more than others is the tail. The time that memory takes for
-inputs and output is added in squares. `python -m bench.fit_costs` finds the numbers again.
+whichever is longer. What SMs have more than others is the tail. With the time that memory takes
+for inputs and output it is the root of the sum of squares. `python -m bench.fit_costs` finds the
+numbers again.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -37,6 +37,11 @@ class _Family(KernelFamily[TritonConfigT]):
     language: Language = "triton"
     feasibility: Feasibility = TRITON_FEASIBILITY
 
+    def can_run(self, problem: Problem, device: Device) -> Callable[[TritonConfigT], bool]:
+        """Whether a config breaks no rule for a problem on a device, as a function of it."""
+        violated = self.feasibility.violated
+        return lambda config: not violated(config, problem.structure, device)
+
     def fit_to_mask(self, config: TritonConfigT, structure: Structure) -> TritonConfigT:
         return fit_to_mask(config, structure)
 
@@ -56,18 +61,12 @@ class _Prefill(_Family[PrefillConfig]):
     kind: Kind = "prefill"
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[PrefillConfig]:
-        def can_run(config: PrefillConfig) -> bool:
-            return not TRITON_FEASIBILITY.violated(config, problem.structure, device)
-
-        return prefill_defaults(problem, device, can_run)
+        return prefill_defaults(problem, device, self.can_run(problem, device))
 
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[PrefillConfig]:
         """What may come before Hopper's template, or first where that is not there."""
-        structure = problem.structure
-        if device.has_wgmma and prefill_cost.is_modelled(structure):
-            rules = prefill_rules(problem, device)
-            violated = TRITON_FEASIBILITY.violated
-            able = (each for each in rules if not violated(each, structure, device))
+        if device.has_wgmma and prefill_cost.is_modelled(problem.structure):
+            able = filter(self.can_run(problem, device), prefill_rules(problem, device))
             for first in islice(able, 1):
                 yield first
                 yield from prefill_cost.other_tiles(first)
@@ -113,10 +112,7 @@ class _Decode(_Family[DecodeConfig]):
     kind: Kind = "decode"
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[DecodeConfig]:
-        def can_run(config: DecodeConfig) -> bool:
-            return not TRITON_FEASIBILITY.violated(config, problem.structure, device)
-
-        return decode_defaults(problem, device, can_run)
+        return decode_defaults(problem, device, self.can_run(problem, device))
 
     def expected(self, problem: Problem, config: DecodeConfig, device: Device) -> Estimate | None:
         return cost.expected(problem, config, device) if device.has_wgmma else None

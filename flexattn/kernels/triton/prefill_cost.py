@@ -2,10 +2,10 @@
 
 Programs that share an SM hide each other's waits. So a call takes what an SM's products and
 softmaxes keep it busy, or the turns of its programs, each with a start and a step for each tile of
-keys, whichever is longer; the time that memory takes for inputs and output is added in squares.
-It is there to be compared with Hopper's template, whose blocks start later and are faster from
-then on, and to choose among Triton's own tiles. `python -m bench.fit_costs` finds the numbers
-again.
+keys, whichever is longer, and with the time that memory takes for inputs and output the root of
+the sum of squares. It is there to be compared with Hopper's template, whose blocks start later and
+are faster from then on, and to choose among Triton's own tiles. `python -m bench.fit_costs` finds
+the numbers again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from math import ceil
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import padded
-from flexattn.kernels.base.estimate import (
-    ESTIMATE_MARGIN,
-    Estimate,
-    key_tiles,
-    memory_time,
-)
+from flexattn.kernels.base.estimate import ESTIMATE_MARGIN, Estimate, key_tiles, memory_time
 from flexattn.kernels.base.features import loads_by_key, loads_tiles
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.problem import Problem, Structure

@@ -93,8 +93,10 @@ def test_a_new_length_fills_no_template(monkeypatch):
     row = rows("causal")[0]
     problem = task_from(row, *mods_of(row), H200, torch.device("cpu")).problem
     dispatcher = Dispatcher(Builder())
+    dispatch._texts.clear()
     with override(mode="off"):
-        dispatcher.kernels(problem, H200, 0, NONE)
+        for options in (NONE, *at_other_sizes(problem, H200)):
+            dispatcher.kernels(problem, H200, 0, options)
         filled = renders(monkeypatch)
         for length in (2047, 77, 5000):
             dispatcher.kernels(replace(problem, q_len=length, kv_len=length), H200, 0, NONE)
