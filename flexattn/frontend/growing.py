@@ -46,7 +46,7 @@ def grown(key: tuple[Any, ...], given: Call) -> Remembered | None:
     alike = alike and (mask is None or known_class(mask) == problem.mask_class)
     if not alike or not holds(found, given, keys):
         return None
-    launch = prepare_launch(
+    launch = found.launch.longer(keys, given.k, given.v) or prepare_launch(
         replace(problem, kv_len=keys), found.launch.choice.device, found.launch.device,
         dispatcher(), found.options, given.q, given.k, given.v,
         None if mask is None else Lists.of(mask),

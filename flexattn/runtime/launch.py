@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -38,6 +38,10 @@ from flexattn.runtime.transpose_v import TransposeV
 _GIVEN = (
     "Q", "K", "V", "OUT", "LSE", "MAX", "WORKSPACE", "COUNTER", "sm_scale", "SINKS", "Q_DESCALE",
     "K_DESCALE", "V_DESCALE", "DECAY_WINDOW",
+)  # fmt: skip
+# What each call gives of a cache that may grow by a token, in place of what a launch keeps.
+_SIZES = (
+    "kv_len", "stride_kb", "stride_kh", "stride_kn", "stride_vb", "stride_vh", "stride_vn",
 )  # fmt: skip
 
 
@@ -112,7 +116,8 @@ class Launch:
     splits leave for it. runs: the kernel reads a mask's runs, not its lists. rest: the names of
     the arguments that `rest_of` gives. counts: its blocks take their tiles from a counter.
     transpose_v: the kernel that V of fp8 passes first. decay_skip: the kernels that find which
-    keys are too far to count, where the call is long enough for that.
+    keys are too far to count, where the call is long enough for that. sizes: values of _SIZES
+    where calls give them, else none.
     """
 
     choice: Choice
@@ -130,11 +135,28 @@ class Launch:
     counts: bool = False
     transpose_v: TransposeV | None = None
     decay_skip: DecaySkip | None = None
+    sizes: tuple[int, ...] = ()
 
     @property
     def problem(self) -> Problem:
         """What the kernel was chosen for."""
         return self.choice.problem
+
+    def longer(self, keys: int, k: Tensor, v: Tensor) -> Launch | None:
+        """The same launch over a cache that grew to so many keys; None where it is another.
+
+        k, v: laid out as before, but for the strides that the number of keys changes.
+        """
+        before = self.problem
+        problem = replace(before, kv_len=keys)
+        if not self.sizes or problem.bucketed() != before.bucketed():
+            return None
+        choice = self.choice
+        grid = family_of(choice.config).grid(problem, choice.config, choice.device)
+        if grid != self.geometry:
+            return None
+        sizes = _sizes_of(problem, _key_strides(problem, k, v))
+        return replace(self, choice=replace(choice, problem=problem), sizes=sizes)
 
     def rest_of(
         self,
@@ -184,9 +206,10 @@ class Launch:
             zero = counter(device, stream)
         if self.decay_skip is not None:
             window = self.decay_skip.empty(device)
-        # In the order of _GIVEN, then of `rest`.
+        # In the order of _GIVEN, then of _SIZES where calls give them, then of `rest`.
         given = (
-            q, k, v, out, lse, maxima, workspace, zero, scale, sinks, *descales, window, *rest
+            q, k, v, out, lse, maxima, workspace, zero, scale, sinks, *descales, window,
+            *self.sizes, *rest,
         )  # fmt: skip
         if self.decay_skip is not None:
             self.decay_skip.run(given, stream)
@@ -268,7 +291,12 @@ def prepare_launch(
     if lists is not None:
         fixed |= _mask_strides(lists, runs)
     rest = rest_names(structure, () if lists is None else lists.read(runs))
-    given, decay_skip = (*_GIVEN, *rest), None
+    names = {each.name: each for each in choice.source.arguments}
+    grows = structure.kind == "decode" and not names["K"].described
+    sizes = _sizes_of(problem, fixed) if grows else ()
+    given, decay_skip = (*_GIVEN, *(_SIZES if grows else ()), *rest), None
+    for name in _SIZES if grows else ():
+        del fixed[name]
     if skips_far(structure, config):
         # Where it would not pay it has address 0, and the same kernel visits all keys; its own
         # kernels are built for every length, so that a longer call compiles nothing.
@@ -286,7 +314,6 @@ def prepare_launch(
         "V": lambda: dense_box(laid_out) if structure.fp8 else box_of(v),
         "OUT": lambda: DescriptorBox(out_shape, out_strides),
     }
-    names = {each.name: each for each in choice.source.arguments}
     boxes = {name: make() for name, make in described.items() if names[name].described}
     combine, rows = None, problem.B * problem.Hq * problem.q_len
     if merger is not None and grid.num_splits > 1:
@@ -308,7 +335,13 @@ def prepare_launch(
         "COUNTER" in names,
         transpose_v,
         decay_skip,
+        sizes,
     )
+
+
+def _sizes_of(problem: Problem, numbers: Mapping[str, int]) -> tuple[int, ...]:
+    """Values of _SIZES; numbers: strides among others, by name."""
+    return (problem.kv_len, *[numbers[name] for name in _SIZES[1:]])
 
 
 def input_strides(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
@@ -316,6 +349,13 @@ def input_strides(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str
     layout = problem.structure.layout
     return {
         **strides("stride_q", "bhm" if layout.q_contiguous else "bhmd", q),
+        **_key_strides(problem, k, v),
+    }
+
+
+def _key_strides(problem: Problem, k: Tensor, v: Tensor) -> dict[str, int]:
+    layout = problem.structure.layout
+    return {
         **strides("stride_k", "bhn" if layout.k_contiguous else "bhnd", k),
         **strides("stride_v", "bhn" if layout.v_contiguous else "bhnd", v),
     }
