@@ -25,7 +25,8 @@ from flexattn.problem.learned import slots_of
 from flexattn.problem.runs import query_lists
 from flexattn.problem.sinks import add_sinks
 from flexattn.runtime.compiler_context import without_collections
-from flexattn.runtime.launch import Outputs, strides_like
+from flexattn.runtime.launch import Outputs
+from flexattn.runtime.layout import strides_like
 from flexattn.settings import current, say_once
 
 Route = Literal["kernel", "interpreter", "reference", "torch", "empty"]

@@ -31,16 +31,8 @@ from flexattn.runtime.build import Launcher, builder
 from flexattn.runtime.decay_blocks import DecayBlocks
 from flexattn.runtime.dispatch import Choice, Dispatcher
 from flexattn.runtime.key_lists import BothLists
-from flexattn.runtime.launch import (
-    DescriptorBox,
-    box_of,
-    dense_box,
-    input_strides,
-    raw_stream,
-    rest_names,
-    rest_values,
-    strides_like,
-)
+from flexattn.runtime.launch import raw_stream, rest_names, rest_values
+from flexattn.runtime.layout import DescriptorBox, box_of, dense_box, input_strides, strides_like
 from flexattn.runtime.trimmed_runs import TRIMMED, TrimmedRuns
 
 _TILES = ("Q_TILES", "DO_TILES", "K_TILES", "V_TILES")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,6 @@ from flexattn.kernels.base.arguments import (
     captured_values,
     dropout_arguments,
 )
-from flexattn.kernels.base.binding import strides
 from flexattn.kernels.base.features import skips_far
 from flexattn.kernels.base.tiles import Geometry, walks_runs
 from flexattn.kernels.choose.options import Options
@@ -31,6 +29,14 @@ from flexattn.runtime.build import Launcher
 from flexattn.runtime.counters import counter
 from flexattn.runtime.decay_skip import DecaySkip, begin as begin_decay_skip, pays
 from flexattn.runtime.dispatch import Choice, Dispatcher
+from flexattn.runtime.layout import (
+    DescriptorBox,
+    box_of,
+    dense_box,
+    input_strides,
+    key_strides,
+    strides_like,
+)
 from flexattn.runtime.transpose_v import TransposeV
 
 # What a call passes to its launches, by the names that kernels have for it; the mask's lists and
@@ -92,13 +98,6 @@ class Lists(NamedTuple):
         )
 
 
-class DescriptorBox(NamedTuple):
-    """What a tensor descriptor of q, k or v needs beside the address."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
 class Outputs(NamedTuple):
     """What a kernel writes: out [B, Hq, q_len, Dv]; lse and max_scores fp32 [B, Hq, q_len]."""
 
@@ -155,7 +154,7 @@ class Launch:
         grid = family_of(choice.config).grid(problem, choice.config, choice.device)
         if grid != self.geometry:
             return None
-        sizes = _sizes_of(problem, _key_strides(problem, k, v))
+        sizes = _sizes_of(problem, key_strides(problem, k, v))
         return replace(self, choice=replace(choice, problem=problem), sizes=sizes)
 
     def rest_of(
@@ -344,23 +343,6 @@ def _sizes_of(problem: Problem, numbers: Mapping[str, int]) -> tuple[int, ...]:
     return (problem.kv_len, *[numbers[name] for name in _SIZES[1:]])
 
 
-def input_strides(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Strides of q, k and v: of the head dimension where it is not 1."""
-    layout = problem.structure.layout
-    return {
-        **strides("stride_q", "bhm" if layout.q_contiguous else "bhmd", q),
-        **_key_strides(problem, k, v),
-    }
-
-
-def _key_strides(problem: Problem, k: Tensor, v: Tensor) -> dict[str, int]:
-    layout = problem.structure.layout
-    return {
-        **strides("stride_k", "bhn" if layout.k_contiguous else "bhnd", k),
-        **strides("stride_v", "bhn" if layout.v_contiguous else "bhnd", v),
-    }
-
-
 def _mask_strides(lists: Lists, runs: bool) -> dict[str, int]:
     """Rows between batches and heads (0 where the mask broadcasts), and the widths of lists."""
     B, H, blocks = lists.kv_num.shape
@@ -374,38 +356,3 @@ def _mask_strides(lists: Lists, runs: bool) -> dict[str, int]:
     return found | {
         name.replace("IDX", "WIDTH"): x.shape[-1] for name, x in tensors if name.endswith("IDX")
     }
-
-
-def strides_like(q: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Dense strides for the output in the order of q's dimensions, the last one innermost.
-
-    shape: of four dimensions; they are torch's strides for the output of flex_attention.
-    """
-    return _known_strides(q.stride(), shape)
-
-
-def dense_strides(like: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The same from q's strides; sizes may be symbols of a graph, which nothing can look up."""
-    order = sorted(range(3), key=lambda dim: (like[dim], -dim), reverse=True)
-    strides, step = [0, 0, 0, 1], shape[3]
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= shape[dim]
-    return tuple(strides)
-
-
-_known_strides = lru_cache(maxsize=4096)(dense_strides)
-
-
-def dense_box(shape: tuple[int, ...]) -> DescriptorBox:
-    """Of what lies contiguous: scratch memory, and fp8's V in bfloat16 or with keys innermost."""
-    _, heads, rows, width = shape
-    return DescriptorBox(tuple(shape), (heads * rows * width, rows * width, width, 1))
-
-
-def box_of(tensor: Tensor) -> DescriptorBox:
-    """A descriptor's strides are above 0 and whole 16 bytes, also where they are never stepped."""
-    span = max(size * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    span += -span % (16 // tensor.element_size())
-    b, h, n, _ = strides("", "bhnd", tensor).values()
-    return DescriptorBox(tuple(tensor.shape), (b or span, h or span, n or span, 1))

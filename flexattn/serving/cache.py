@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor
 
 from flexattn.errors import InputError
-from flexattn.runtime.launch import DescriptorBox, box_of
+from flexattn.runtime.layout import DescriptorBox, box_of
 from flexattn.serving.request import LAYOUTS, Maxima
 
 KVCache: TypeAlias = Tensor | tuple[Tensor, Tensor]

@@ -22,7 +22,7 @@ from flexattn.mods import Bound
 from flexattn.mods.graph import GraphMod
 from flexattn.mods.signatures import ScoreMod
 from flexattn.problem import checks, out_dtype
-from flexattn.runtime.launch import dense_strides
+from flexattn.runtime.layout import dense_strides
 
 OP_NAME = "flexattn::attend"
 _SCHEMA = (

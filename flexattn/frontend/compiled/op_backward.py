@@ -20,7 +20,7 @@ from flexattn.frontend.gradients import AskedGradients, plan_backward, run_backw
 from flexattn.problem import checks
 from flexattn.reference import attention
 from flexattn.runtime.backward import like
-from flexattn.runtime.launch import dense_strides
+from flexattn.runtime.layout import dense_strides
 
 BACKWARD_OP_NAME = "flexattn::attend_backward"
 PACKED_OP_NAME = "flexattn::attend_backward_packed"
