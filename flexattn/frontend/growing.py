@@ -38,7 +38,8 @@ def grown(key: tuple[Any, ...], given: Call) -> Remembered | None:
         return None
     if not isinstance(mask, (BlockMask, NoneType)):
         return None
-    found = _decoded.get(_without_length(key, mask))
+    short = _without_length(key, mask)
+    found = _decoded.get(short)
     if found is None or (torch.is_grad_enabled() and any_requires_grad((found, None), given)):
         return None
     keys, problem = given.k.shape[2], found.launch.problem
@@ -46,11 +47,15 @@ def grown(key: tuple[Any, ...], given: Call) -> Remembered | None:
     alike = alike and (mask is None or known_class(mask) == problem.mask_class)
     if not alike or not holds(found, given, keys):
         return None
-    launch = found.launch.longer(keys, given.k, given.v) or prepare_launch(
-        replace(problem, kv_len=keys), found.launch.choice.device, found.launch.device,
-        dispatcher(), found.options, given.q, given.k, given.v,
-        None if mask is None else Lists.of(mask),
-    )  # fmt: skip
+    launch = found.launch.longer(keys, given.k, given.v)
+    if launch is None:
+        launch = prepare_launch(
+            replace(problem, kv_len=keys), found.launch.choice.device, found.launch.device,
+            dispatcher(), found.options, given.q, given.k, given.v,
+            None if mask is None else Lists.of(mask),
+        )  # fmt: skip
+        # The next lengths go on from this one.
+        _decoded.put(short, replace(found, launch=launch))
     its = found.mask
     if its is not None:
         its = its._replace(parts=parts_of(mask))

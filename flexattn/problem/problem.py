@@ -42,6 +42,12 @@ KV_BUCKETS, LONG_KV_BUCKET = ((16, 1), (512, 16), (2048, 64)), 128
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 
+def longest_of_bucket(kv_len: int) -> int:
+    """The most keys of the decodes that get the same config as one of so many."""
+    width = next((w for most, w in KV_BUCKETS if kv_len <= most), LONG_KV_BUCKET)
+    return kv_len + -kv_len % width
+
+
 def out_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of what attention of inputs of a dtype gives."""
     return torch.bfloat16 if dtype in FP8 else dtype
@@ -206,9 +212,8 @@ class Problem:
         """
         if self.structure.kind != "decode":
             return self
-        width = next((w for most, w in KV_BUCKETS if self.kv_len <= most), LONG_KV_BUCKET)
-        more = -self.kv_len % width
-        return replace(self, kv_len=self.kv_len + more) if more else self
+        longest = longest_of_bucket(self.kv_len)
+        return self if longest == self.kv_len else replace(self, kv_len=longest)
 
     def describe(self) -> str:
         """One line for headers, reports and errors."""

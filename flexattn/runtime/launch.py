@@ -24,6 +24,7 @@ from flexattn.mods import Bound
 from flexattn.problem import Problem, Sparsity, Structure, out_dtype
 from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.dropout import Dropout
+from flexattn.problem.problem import longest_of_bucket
 from flexattn.problem.runs import known_runs, query_lists
 from flexattn.runtime.build import Launcher
 from flexattn.runtime.counters import counter
@@ -146,11 +147,10 @@ class Launch:
 
         k, v: laid out as before, but for the strides that the number of keys changes.
         """
-        before = self.problem
-        problem = replace(before, kv_len=keys)
-        if not self.sizes or problem.bucketed() != before.bucketed():
+        choice, before = self.choice, self.problem
+        if not self.sizes or longest_of_bucket(keys) != longest_of_bucket(before.kv_len):
             return None
-        choice = self.choice
+        problem = replace(before, kv_len=keys)
         grid = family_of(choice.config).grid(problem, choice.config, choice.device)
         if grid != self.geometry:
             return None

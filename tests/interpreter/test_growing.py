@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import flexattn
 from flexattn.block_mask.few_rows import few_rows, relisted
 from flexattn.errors import InputError, LayoutError, UnsupportedError
-from flexattn.frontend import attention, guards
+from flexattn.frontend import attention, growing, guards
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
 from flexattn.integrations.padded_step import padded_mask, shared_mask
@@ -62,6 +62,22 @@ def test_a_launch_is_the_one_that_the_long_way_makes(admitted):
         assert ours.attend.bound == whole.attend.bound
         assert (ours.combine is None) == (whole.combine is None)
     assert admitted == [300]
+
+
+def test_lengths_of_a_bucket_share_a_launch(admitted, monkeypatch):
+    """Once each length behind the first bucket was prepared anew, which took twice as long."""
+    prepared = []
+
+    def seen(problem, *rest):
+        prepared.append(problem.kv_len)
+        return prepare_launch(problem, *rest)
+
+    prepare_launch = growing.prepare_launch
+    monkeypatch.setattr(growing, "prepare_launch", seen)
+    for keys in (300, 301, 304, 305, 306, 320, 321, 322):
+        assert_accurate(*tensors(keys))
+    assert admitted == [300]
+    assert prepared == [305, 321]
 
 
 def test_caches_that_are_views_of_a_longer_one(admitted):
