@@ -126,9 +126,9 @@ $(VENV)/.mode:
 	site=$$($(GPU_PYTHON) -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)) if torch.cuda.is_available() else "")' 2>/dev/null) || site=; \
 	python=; \
 	for p in $${site:+$(GPU_PYTHON)} $(PYTHONS); do \
-		if $$p -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then python=$$p; break; fi; \
+		if $$p -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$p; break; fi; \
 	done; \
-	test -n "$$python" || { echo "make: none of '$(PYTHONS)' is a Python 3.10 or newer with the venv module (Debian: apt-get install python3-venv); name one: make PYTHON=/path/to/python" >&2; exit 1; }; \
+	test -n "$$python" || { echo "make: none of '$(PYTHONS)' is a Python 3.11 or newer with the venv module (Debian: apt-get install python3-venv); name one: make PYTHON=/path/to/python" >&2; exit 1; }; \
 	echo "make: $(VENV) from $$python$${site:+, with the torch in $$site}"; \
 	$$python -m venv --clear $(VENV); \
 	$(PIP) $$(grep '^pip==' requirements/ci.txt) || echo "make: $(VENV) keeps the pip of $$python, which may be slow"; \

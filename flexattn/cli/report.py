@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +14,7 @@ from flexattn.cli.watch import Watch
 from flexattn.errors import InputError
 from flexattn.report.collect import from_files, from_stores
 from flexattn.report.page import Written, write_page
-from flexattn.report.rivals import read_bench
+from flexattn.report.rivals import BenchResults, read_bench
 
 
 def run(asked: options.Report) -> None:
@@ -34,12 +35,12 @@ def run(asked: options.Report) -> None:
         lane = watch.lane()
         lane.stage("report", len(found))
         if not watch.bars:
-            watch.say(f"reporting on {len(found)} problems")
+            watch.say(f"reporting on {_counted(len(found), benches)}")
         written = write_page(found, asked.out, benches, as_png=asked.png, say=lane.step)
     if asked.as_json:
         say_json(_facts(written, faults))
     else:
-        _print(written, faults)
+        _print(written, faults, benches)
 
 
 def _facts(written: Written, faults: tuple[str, ...]) -> dict[str, Any]:
@@ -60,7 +61,13 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _print(written: Written, faults: tuple[str, ...]) -> None:
+def _counted(problems: int, benches: Sequence[BenchResults]) -> str:
+    """What the page is of: of a bench alone it has no problems, and its rows."""
+    words = [f"{problems} problems"] * bool(problems or not benches)
+    return ", ".join(words + [f"{len(bench.rows)} rows of {bench.name}" for bench in benches])
+
+
+def _print(written: Written, faults: tuple[str, ...], benches: Sequence[BenchResults]) -> None:
     for each in written.summaries:
         gain = f"{each.speedup:.3f}" if each.changed and each.speedup else "default"
         say(f"{gain:>7}  {each.title}: {each.winner.config}")
@@ -68,4 +75,5 @@ def _print(written: Written, faults: tuple[str, ...]) -> None:
         say(f"left out: {fault}")
     pictures = f", {len(written.pictures)} pictures beside it" if written.pictures else ""
     size = written.page.stat().st_size / 1e6
-    say(f"{written.page}: {len(written.summaries)} problems, {size:.1f} MB{pictures}")
+    found = _counted(len(written.summaries), benches)
+    say(f"{written.page}: {found}, {size:.1f} MB{pictures}")

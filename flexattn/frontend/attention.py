@@ -140,7 +140,7 @@ def _checked_route(call: Call) -> tuple[Route, str]:
         raise UnsupportedError(
             f"BATCH_INVARIANT, and {why}",
             "the library's own kernels alone are batch-invariant",
-            "pass tensors on a GPU, or leave BATCH_INVARIANT out of this call",
+            "pass tensors on a GPU, set FLEXATTN_INTERPRET=1, or leave BATCH_INVARIANT out",
         )
     if current().check and route != "empty":
         call.check_reads()

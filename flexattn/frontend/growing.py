@@ -1,7 +1,8 @@
-"""A decode over a cache that grew: its launch, made from that of the same call over fewer keys.
+"""A decode over a cache that grew: served from the same call over another number of keys.
 
-Each token brings another number of keys. Mods, checks and the structure of the kernel are those of
-the call before, so all that is made anew is the launch.
+Each token brings another kv_len. Mods, checks and the structure of the kernel are those of the
+call before. Where its kernel and its grid serve this kv_len as well, as in most of a bucket, its
+launch does, with other arguments; else a launch is prepared.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def grown(key: tuple[Any, ...], given: Call) -> Remembered | None:
         return None
     if not isinstance(mask, (BlockMask, NoneType)):
         return None
-    short = _without_length(key, mask)
-    found = _decoded.get(short)
+    any_length = _without_length(key, mask)
+    found = _decoded.get(any_length)
     if found is None or (torch.is_grad_enabled() and any_requires_grad((found, None), given)):
         return None
     keys, problem = given.k.shape[2], found.launch.problem
@@ -47,19 +48,21 @@ def grown(key: tuple[Any, ...], given: Call) -> Remembered | None:
     alike = alike and (mask is None or known_class(mask) == problem.mask_class)
     if not alike or not holds(found, given, keys):
         return None
-    launch = found.launch.longer(keys, given.k, given.v)
-    if launch is None:
-        launch = prepare_launch(
-            replace(problem, kv_len=keys), found.launch.choice.device, found.launch.device,
-            dispatcher(), found.options, given.q, given.k, given.v,
-            None if mask is None else Lists.of(mask),
-        )  # fmt: skip
-        # The next lengths go on from this one.
-        _decoded.put(short, replace(found, launch=launch))
+    same = found.launch.with_kv_len(keys, given.k, given.v)
+    launch = same or prepare_launch(
+        replace(problem, kv_len=keys), found.launch.choice.device, found.launch.device,
+        dispatcher(), found.options, given.q, given.k, given.v,
+        None if mask is None else Lists.of(mask),
+    )  # fmt: skip
     its = found.mask
     if its is not None:
         its = its._replace(parts=parts_of(mask))
-    return replace(found, launch=launch, mask=its)
+    of_this = replace(found, launch=launch, mask=its)
+    if same is None:
+        # The next calls go on from it. One is kept, so caches of two buckets in turn prepare each.
+        mod = given.score_mod
+        _decoded.put(any_length, of_this.expiring(_decoded, any_length, mod, mask))
+    return of_this
 
 
 def remember_decode(key: tuple[Any, ...], given: Call, found: Remembered) -> None:
@@ -70,8 +73,8 @@ def remember_decode(key: tuple[Any, ...], given: Call, found: Remembered) -> Non
     decodes = structure.kind == "decode" and launch.problem.q_len <= FEW_ROWS
     listed = (mask is None) == (structure.sparsity is None) and not launch.runs
     if decodes and listed and found.trained is None and not found.descaled:
-        short = _without_length(key, mask)
-        _decoded.put(short, found.expiring(_decoded, short, given.score_mod, mask))
+        any_length, mod = _without_length(key, mask), given.score_mod
+        _decoded.put(any_length, found.expiring(_decoded, any_length, mod, mask))
 
 
 def _without_length(key: tuple[Any, ...], mask: BlockMask | None) -> tuple[Any, ...]:

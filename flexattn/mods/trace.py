@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import GraphModule, Node
@@ -217,6 +217,8 @@ def _compare(node: Node, ours: Any) -> None:
 
 def single_result(result: Any, kind: str) -> Array:
     if isinstance(result, Array) and not result.shape:
+        if kind == "mask" and result.dtype != "bool":
+            _refuse_number(result.dtype)
         return result
     if isinstance(result, Array):
         raise Refusal(
@@ -238,6 +240,19 @@ def single_result(result: Any, kind: str) -> Array:
         f"returns {said}",
         "a mod returns one 0-d tensor, as torch's flex_attention has it",
         do,
+        raises=SignatureError,
+    )
+
+
+def _refuse_number(dtype: str) -> NoReturn:
+    """A mask that is added, 0 where a score is kept, would be taken for its opposite."""
+    added = "float" in dtype
+    raise Refusal(
+        f"returns {dtype}",
+        "a mask_mod returns torch.bool, True where the score is kept",
+        "compare, as in `q_idx >= kv_idx`; what is added to scores belongs into a score_mod"
+        if added
+        else "compare with 0: `... != 0`",
         raises=SignatureError,
     )
 

@@ -100,7 +100,7 @@ class CudaLaunch:
             try:
                 self._pack(slots, self._behind, *[given[place] for place in self._numbers])
             except struct.error as error:
-                raise _too_large(given) from error
+                raise self._too_large(given) from error
         if frame.stream != stream:
             frame.config.stream = frame.stream = stream
         status = self._driver(*frame.start)
@@ -139,6 +139,19 @@ class CudaLaunch:
         frame.start = tuple(map(cuda_driver.address_argument, start))
         return frame
 
+    def _too_large(self, given: Sequence[Any]) -> InputError:
+        """Which of a call's values do not fit their slots: sizes have 32 bits, numbers 64."""
+        kinds = [self._types[i] for i in self._order[len(self._tensors) :]]
+        numbers = [
+            str(given[place]) for place, kind in zip(self._numbers, kinds, strict=False)
+            if isinstance(given[place], int) and abs(given[place]) >> (31 if kind == "i32" else 63)
+        ]  # fmt: skip
+        return InputError(
+            f"a mod captures something of size or value {', '.join(numbers)}",
+            "each size of a captured tensor is below 2**31, and a captured number below 2**63",
+            "view the tensor in more dimensions",
+        )
+
     def _encode(self, frame: Frame, which: int, address: int) -> None:
         """Describe a tensor to the copy engine."""
         box, tensor_map = self._boxes[which], self._maps[which]
@@ -154,16 +167,6 @@ class CudaLaunch:
                 'pass kernel_options={"USE_TMA": False} and report this',
             )
         frame.mapped[which] = address
-
-
-def _too_large(given: Sequence[Any]) -> InputError:
-    """Why values do not fit their slots: of what a call gives, sizes have 32 bits, numbers 64."""
-    numbers = [value for value in given if isinstance(value, int) and abs(value) >= 2**31]
-    return InputError(
-        f"a mod captures something of size or value {', '.join(map(str, numbers))}",
-        "each dimension of a captured tensor is below 2**31, and a captured number below 2**63",
-        "view the tensor in more dimensions",
-    )
 
 
 class _Order(NamedTuple):

@@ -46,8 +46,8 @@ _GIVEN = (
     "Q", "K", "V", "OUT", "LSE", "MAX", "WORKSPACE", "COUNTER", "sm_scale", "SINKS", "Q_DESCALE",
     "K_DESCALE", "V_DESCALE", "DECAY_WINDOW",
 )  # fmt: skip
-# What each call gives of a cache that may grow by a token, in place of what a launch keeps.
-_SIZES = (
+# What each decode gives of its keys and values, for a cache may grow by a token between two.
+_KV_ARGUMENTS = (
     "kv_len", "stride_kb", "stride_kh", "stride_kn", "stride_vb", "stride_vh", "stride_vn",
 )  # fmt: skip
 
@@ -109,15 +109,15 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A chosen kernel with the arguments that do not change while shapes and strides do not.
+    """A chosen kernel with the arguments that calls of the same shapes and strides share.
 
     gpu: the device's index, -1 where it is none. dtype, out_shape, out_strides: of the output.
     combine: decode's second kernel, where there are splits to merge. workspace: floats that the
     splits leave for it. runs: the kernel reads a mask's runs, not its lists. rest: the names of
     the arguments that `rest_of` gives. counts: its blocks take their tiles from a counter.
     transpose_v: the kernel that V of fp8 passes first. decay_skip: the kernels that find which
-    keys are too far to count, where the call is long enough for that. sizes: values of _SIZES
-    where calls give them, else none.
+    keys are too far to count, where the call is long enough for that. kv_arguments: values of
+    _KV_ARGUMENTS, of a decode.
     """
 
     choice: Choice
@@ -135,27 +135,29 @@ class Launch:
     counts: bool = False
     transpose_v: TransposeV | None = None
     decay_skip: DecaySkip | None = None
-    sizes: tuple[int, ...] = ()
+    kv_arguments: tuple[int, ...] = ()
 
     @property
     def problem(self) -> Problem:
         """What the kernel was chosen for."""
         return self.choice.problem
 
-    def longer(self, keys: int, k: Tensor, v: Tensor) -> Launch | None:
-        """The same launch over a cache that grew to so many keys; None where it is another.
+    def with_kv_len(self, keys: int, k: Tensor, v: Tensor) -> Launch | None:
+        """The same launch over a cache of so many keys; None where that is another kernel or grid.
 
         k, v: laid out as before, but for the strides that the number of keys changes.
         """
         choice, before = self.choice, self.problem
-        if not self.sizes or longest_of_bucket(keys) != longest_of_bucket(before.kv_len):
+        if not self.kv_arguments or longest_of_bucket(keys) != longest_of_bucket(before.kv_len):
             return None
         problem = replace(before, kv_len=keys)
         grid = family_of(choice.config).grid(problem, choice.config, choice.device)
         if grid != self.geometry:
             return None
-        sizes = _sizes_of(problem, key_strides(problem, k, v))
-        return replace(self, choice=replace(choice, problem=problem), sizes=sizes)
+        # What else depends on kv_len, both of which are prefill's alone.
+        assert self.decay_skip is None and self.transpose_v is None
+        values = _kv_arguments_of(problem, key_strides(problem, k, v))
+        return replace(self, choice=replace(choice, problem=problem), kv_arguments=values)
 
     def rest_of(
         self,
@@ -205,10 +207,10 @@ class Launch:
             zero = counter(device, stream)
         if self.decay_skip is not None:
             window = self.decay_skip.empty(device)
-        # In the order of _GIVEN, then of _SIZES where calls give them, then of `rest`.
+        # In the order of _GIVEN, then of _KV_ARGUMENTS where calls give them, then of `rest`.
         given = (
             q, k, v, out, lse, maxima, workspace, zero, scale, sinks, *descales, window,
-            *self.sizes, *rest,
+            *self.kv_arguments, *rest,
         )  # fmt: skip
         if self.decay_skip is not None:
             self.decay_skip.run(given, stream)
@@ -291,11 +293,11 @@ def prepare_launch(
         fixed |= _mask_strides(lists, runs)
     rest = rest_names(structure, () if lists is None else lists.read(runs))
     names = {each.name: each for each in choice.source.arguments}
-    grows = structure.kind == "decode" and not names["K"].described
-    sizes = _sizes_of(problem, fixed) if grows else ()
-    given, decay_skip = (*_GIVEN, *(_SIZES if grows else ()), *rest), None
-    for name in _SIZES if grows else ():
+    each_call = _KV_ARGUMENTS if structure.kind == "decode" else ()
+    kv_arguments = _kv_arguments_of(problem, fixed) if each_call else ()
+    for name in each_call:
         del fixed[name]
+    given, decay_skip = (*_GIVEN, *each_call, *rest), None
     if skips_far(structure, config):
         # Where it would not pay it has address 0, and the same kernel visits all keys; its own
         # kernels are built for every length, so that a longer call compiles nothing.
@@ -334,13 +336,13 @@ def prepare_launch(
         "COUNTER" in names,
         transpose_v,
         decay_skip,
-        sizes,
+        kv_arguments,
     )
 
 
-def _sizes_of(problem: Problem, numbers: Mapping[str, int]) -> tuple[int, ...]:
-    """Values of _SIZES; numbers: strides among others, by name."""
-    return (problem.kv_len, *[numbers[name] for name in _SIZES[1:]])
+def _kv_arguments_of(problem: Problem, numbers: Mapping[str, int]) -> tuple[int, ...]:
+    """Values of _KV_ARGUMENTS; numbers: strides among others, by name."""
+    return (problem.kv_len, *[numbers[name] for name in _KV_ARGUMENTS[1:]])
 
 
 def _mask_strides(lists: Lists, runs: bool) -> dict[str, int]:

@@ -80,6 +80,14 @@ def test_lengths_of_a_bucket_share_a_launch(admitted, monkeypatch):
     assert prepared == [305, 321]
 
 
+def test_keys_and_values_that_lie_otherwise(admitted):
+    """Each has its own strides, which the number of keys changes."""
+    q, k, _ = tensors(320)
+    for keys in (305, 306, 310):
+        assert_accurate(q, k[:, :, :keys], torch.randn(2, 2, keys, 8))
+    assert admitted == [305]
+
+
 def test_caches_that_are_views_of_a_longer_one(admitted):
     q, k, v = tensors(512)
     for keys in (400, 401, 450):
@@ -187,6 +195,27 @@ def test_a_mask_s_end_frees_what_it_captured(admitted):
         flexattn.flex_attention(*tensors(keys), block_mask=masks[-1], enable_gqa=True)
     assert admitted == [300]
     del table, mask_mod, masks
+    gc.collect()
+    assert freed() is None
+
+
+def test_a_mask_that_ends_while_a_launch_is_prepared_is_not_kept(monkeypatch):
+    """Its end dropped an entry that was stored again afterwards, with nothing left to drop it."""
+    table = torch.rand(600) < 0.5
+    freed, mask_mod = weakref.ref(table), late(table)
+    masks = [few_rows(mask_mod, 2, 1, 300, torch.device("cpu"))]
+    flexattn.flex_attention(*tensors(300), block_mask=masks[0], enable_gqa=True)
+    longer, prepare = relisted(masks[0], 305), growing.prepare_launch
+
+    def ends(*given):
+        made = prepare(*given)
+        masks.clear()
+        gc.collect()
+        return made
+
+    monkeypatch.setattr(growing, "prepare_launch", ends)
+    flexattn.flex_attention(*tensors(305), block_mask=longer, enable_gqa=True)
+    del table, mask_mod, longer
     gc.collect()
     assert freed() is None
 

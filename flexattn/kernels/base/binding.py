@@ -103,7 +103,7 @@ class _Names(NamedTuple):
         )
 
 
-# By the arguments' id and the other names: each length of a cache that grows binds them anew.
+# By the arguments' id and the other names: each bucket of a growing cache binds them anew.
 _known: Lru[tuple[Any, ...], tuple[Sequence[Argument], _Names]] = Lru(1024)
 
 

@@ -7,9 +7,10 @@ import re
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn import flex_attention
-from flexattn.errors import ModError, UnsupportedError
+from flexattn import create_block_mask, flex_attention
+from flexattn.errors import ModError, SignatureError, UnsupportedError
 from flexattn.mods import bind
 
 table = torch.randn(8)
@@ -109,6 +110,30 @@ def test_refused_again_the_second_time():
 def test_wrong_arity_says_the_signature(fn, kind, expected):
     with pytest.raises(ModError, match=re.compile(expected, re.DOTALL)):
         bind(fn, kind)
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (lambda b, h, q, k: torch.where(q >= k, 0.0, -torch.inf), "float32.*True.*score_mod"),
+        (lambda b, h, q, k: (q >= k).float(), "float32.*compare"),
+        (lambda b, h, q, k: (q >= k).int(), "int32.*!= 0"),
+        (lambda b, h, q, k: table[k], "float32.*compare"),
+    ],
+)
+def test_a_mask_that_is_no_bool_is_refused(fn, words):
+    """One to add, 0 where a score is kept, was taken for its opposite without a word."""
+    x = torch.zeros(1, 1, 3, 16)
+    for use in (
+        lambda: bind(fn, "mask"),
+        lambda: create_block_mask(fn, None, None, 3, 3, device="cpu"),
+        lambda: flex_attention(x, x, x, block_mask=BlockMask.from_kv_blocks(
+            torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32),
+            mask_mod=fn, seq_lengths=(3, 3),
+        )),
+    ):  # fmt: skip
+        with pytest.raises(SignatureError, match=f"(?s)mask_mod '<lambda>' .*{words}"):
+            use()
 
 
 def test_arguments_with_defaults_do_not_count():
