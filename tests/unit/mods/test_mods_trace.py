@@ -127,7 +127,7 @@ MASKS = {
     "or_masks": or_masks(lambda b, h, q, k: q < k, lambda b, h, q, k: q - k < window),
     "logical": lambda b, h, q, k: torch.logical_or(q >= k, torch.logical_not(b == h)),
     "bits": lambda b, h, q, k: ((q << 1) ^ (k >> 1) | 5) & 3 == ~q & 1,
-    "floats": lambda b, h, q, k: (q - k).float() * 0.5,
+    "floats": lambda b, h, q, k: (q - k).float() * 0.5 != 0,
     "isin": lambda b, h, q, k: torch.isin(q, torch.tensor([1, 2])),
     "any": lambda b, h, q, k: (doc[:4] == doc[k]).any() | (torch.stack([q, k]) > 2).all(),
     "bools": lambda b, h, q, k: (q > k) * (q > 2) + (k > 3) ^ True,
