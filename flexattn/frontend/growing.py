@@ -48,8 +48,8 @@ def grown(key: tuple[Any, ...], given: Call) -> Remembered | None:
     alike = alike and (mask is None or known_class(mask) == problem.mask_class)
     if not alike or not holds(found, given, keys):
         return None
-    same = found.launch.with_kv_len(keys, given.k, given.v)
-    launch = same or prepare_launch(
+    reused = found.launch.with_kv_len(keys, given.k, given.v)
+    launch = reused or prepare_launch(
         replace(problem, kv_len=keys), found.launch.choice.device, found.launch.device,
         dispatcher(), found.options, given.q, given.k, given.v,
         None if mask is None else Lists.of(mask),
@@ -57,12 +57,12 @@ def grown(key: tuple[Any, ...], given: Call) -> Remembered | None:
     its = found.mask
     if its is not None:
         its = its._replace(parts=parts_of(mask))
-    of_this = replace(found, launch=launch, mask=its)
-    if same is None:
+    remembered = replace(found, launch=launch, mask=its)
+    if reused is None:
         # The next calls go on from it. One is kept, so caches of two buckets in turn prepare each.
         mod = given.score_mod
-        _decoded.put(any_length, of_this.expiring(_decoded, any_length, mod, mask))
-    return of_this
+        _decoded.put(any_length, remembered.expiring(_decoded, any_length, mod, mask))
+    return remembered
 
 
 def remember_decode(key: tuple[Any, ...], given: Call, found: Remembered) -> None:

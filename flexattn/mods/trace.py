@@ -218,7 +218,7 @@ def _compare(node: Node, ours: Any) -> None:
 def single_result(result: Any, kind: str) -> Array:
     if isinstance(result, Array) and not result.shape:
         if kind == "mask" and result.dtype != "bool":
-            _refuse_number(result.dtype)
+            _refuse_mask_dtype(result.dtype)
         return result
     if isinstance(result, Array):
         raise Refusal(
@@ -244,15 +244,15 @@ def single_result(result: Any, kind: str) -> Array:
     )
 
 
-def _refuse_number(dtype: str) -> NoReturn:
+def _refuse_mask_dtype(dtype: str) -> NoReturn:
     """A mask that is added, 0 where a score is kept, would be taken for its opposite."""
-    added = "float" in dtype
+    do = "compare with 0: `... != 0`"
+    if "float" in dtype:
+        do = "compare, as in `q_idx >= kv_idx`; what is added to scores belongs in a score_mod"
     raise Refusal(
         f"returns {dtype}",
         "a mask_mod returns torch.bool, True where the score is kept",
-        "compare, as in `q_idx >= kv_idx`; what is added to scores belongs into a score_mod"
-        if added
-        else "compare with 0: `... != 0`",
+        do,
         raises=SignatureError,
     )
 

@@ -141,9 +141,9 @@ class CudaLaunch:
 
     def _too_large(self, given: Sequence[Any]) -> InputError:
         """Which of a call's values do not fit their slots: sizes have 32 bits, numbers 64."""
-        kinds = [self._types[i] for i in self._order[len(self._tensors) :]]
+        kinds = [self._types[i] for i in self._order[len(self._tensors) : self._given]]
         numbers = [
-            str(given[place]) for place, kind in zip(self._numbers, kinds, strict=False)
+            str(given[place]) for place, kind in zip(self._numbers, kinds, strict=True)
             if isinstance(given[place], int) and abs(given[place]) >> (31 if kind == "i32" else 63)
         ]  # fmt: skip
         return InputError(

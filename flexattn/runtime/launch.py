@@ -46,7 +46,7 @@ _GIVEN = (
     "Q", "K", "V", "OUT", "LSE", "MAX", "WORKSPACE", "COUNTER", "sm_scale", "SINKS", "Q_DESCALE",
     "K_DESCALE", "V_DESCALE", "DECAY_WINDOW",
 )  # fmt: skip
-# What each decode gives of its keys and values, for a cache may grow by a token between two.
+# What a decode gives with each call: its cache may have grown by a token since the last one.
 _KV_ARGUMENTS = (
     "kv_len", "stride_kb", "stride_kh", "stride_kn", "stride_vb", "stride_vh", "stride_vn",
 )  # fmt: skip

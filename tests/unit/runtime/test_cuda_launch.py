@@ -183,6 +183,14 @@ def test_a_size_past_32_bits_is_refused(drive):
     assert not driver.seen
 
 
+def test_only_what_does_not_fit_is_named(drive):
+    """A stride of 64 bits beside it once was named as well."""
+    launch, driver = drive(["i64", "*bf16", "i32", "fp32"], [None] * 4)
+    with pytest.raises(InputError, match=rf"value {2**31 + 5}\n") as caught:
+        launch.launch(0, [3 * 2**30, torch.zeros(1), 2**31 + 5, 0.5])
+    assert str(3 * 2**30) not in str(caught.value) and not driver.seen
+
+
 def test_a_thread_without_a_context_gets_torchs(drive, monkeypatch):
     launch, driver = drive(["i32"], [None])
     current = []
