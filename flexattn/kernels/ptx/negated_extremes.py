@@ -34,7 +34,9 @@ _EXTREME = re.compile(
     re.MULTILINE,
 )
 _MOVED = re.compile(r"^[ \t]*(?:@!?%\w+\s+)?mov\.[bsu](?:16|32)\s+(%\w+),\s*(%\w+);", re.MULTILINE)
-_WRITTEN = re.compile(r"^[ \t]*(?:@!?%\w+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|%[\w|%]+)\s*,", re.MULTILINE)
+_WRITTEN = re.compile(
+    r"^[ \t]*(?:@!?%\w+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|%[\w|%]+)\s*,", re.MULTILINE
+)
 
 
 def guarded(stages: Stages, capability: int) -> Stages:
@@ -75,8 +77,6 @@ def merged(ptx: str) -> str:
         if to not in read:
             return found[0]
         head = found["head"]
-        return (
-            f"{head}not.b{bits} \t{to}, {found['of']};\n{head}add.s{bits} \t{to}, {to}, 1;"
-        )
+        return f"{head}not.b{bits} \t{to}, {found['of']};\n{head}add.s{bits} \t{to}, {to}, 1;"
 
     return _NEGATED.sub(inverted, ptx)
