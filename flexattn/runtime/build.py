@@ -19,7 +19,8 @@ from flexattn.kernels.base.binding import Binding, bind_arguments
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.ptx.assembler import ptx_version
 from flexattn.kernels.ptx.hook import compiled_by
-from flexattn.kernels.ptx.stages import block_warps
+from flexattn.kernels.ptx.negated_extremes import guarded, merged
+from flexattn.kernels.ptx.stages import OWN_STAGES, block_warps
 from flexattn.runtime.binary import Binary, binary_of
 from flexattn.runtime.binary_store import Binaries
 from flexattn.runtime.codecache.files import text_file
@@ -168,11 +169,18 @@ def compile_source(source: Source, device: Device) -> Any:
     """
     compiled = _compiled(source, device)
     warps = block_warps(source.stages, source.text)
-    if warps is not None and compiled.metadata.num_warps != warps:
-        # Triton 3.6 keeps kernels by their source alone: this one was compiled without the pass.
+    other_warps = warps is not None and compiled.metadata.num_warps != warps
+    if other_warps or _unguarded(compiled, device):
+        # Triton 3.6 keeps kernels by their source alone: this one was compiled without the passes.
         with anew():
             compiled = _compiled(source, device)
     return compiled
+
+
+def _unguarded(compiled: Any, device: Device) -> bool:
+    """Whether ptxas may have dropped a negation, as it does without the pass that hides them."""
+    ptx = compiled.asm.get("ptx", "")
+    return bool(guarded(OWN_STAGES, device.capability).passes) and merged(ptx) != ptx
 
 
 def _compiled(source: Source, device: Device) -> Any:
@@ -193,7 +201,7 @@ def _compiled(source: Source, device: Device) -> Any:
             source_lines(current().debug > 0),
             without_collections(),
             without_dumps(),
-            compiled_by(source.stages),
+            compiled_by(guarded(source.stages, device.capability)),
         ):
             return with_triton_cache(
                 triton.compile,

@@ -2,8 +2,10 @@
 
 import pytest
 
+from tests.random_mods.battery import CATALOGUE, FORMS, check_battery, part_of
 from tests.random_mods.checking import check
 from tests.random_mods.gradients import check_gradients
+from tests.random_mods.outcomes import Task
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -22,3 +24,10 @@ def test_random_mod(index):
 def test_gradients_of_a_random_mod(index):
     """`FLEXATTN_INTERPRET=1 python -m tests.random_mods gradients` has 300."""
     check_gradients(seed=0, index=index, longest=31, device="cpu")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mod_rich_in_divisions(form):
+    """`python -m tests.random_mods battery` has 500, and the catalogue, for each release of Triton."""
+    tasks = (Task(0, index, 31) for index in range(len(CATALOGUE), 2 * len(CATALOGUE)))
+    check_battery(next(task for task in tasks if part_of(task)[1] == form), "cpu")

@@ -6,6 +6,8 @@ the CPU, against those of the dense masks; with FLEXATTN_INTERPRET=1 a tenth by 
 changes: 300, whose captures change between calls, held to what they capture now, on the CPU.
 compiled-changes: 200 of these under torch.compile.
 gradients: of 300 in all that they capture, as check runs, against autograd's in float64.
+battery: what a release of Triton is held to: the catalogue forward, backward, in decode and by a
+DecodePlan, and 500 mods rich in // and %, each in one of these. A line a part; --out has the rest.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pathlib import Path
 from flexattn.kernels.ptx.assembler import triton_version
 from flexattn.settings import compiler_environment, current, worker_environment
 from flexattn.tune.pool import Pool, default_jobs
+from tests.random_mods.battery import CATALOGUE, battery, parts
 from tests.random_mods.changes import changed
 from tests.random_mods.checking import checked
 from tests.random_mods.compiled_changes import changed as compiled_changed
@@ -30,12 +33,13 @@ from tests.random_mods.outcomes import Outcome, Task, outcomes, table, write
 
 COUNTS = {
     "compile": 2000, "check": 500, "masks": 5000, "changes": 300, "compiled-changes": 200,
-    "gradients": 300,
+    "gradients": 300, "battery": len(CATALOGUE) + 500,
 }  # fmt: skip
 INTERPRETED = 1000
 # Of L and S where it runs; SHORT in the interpreter, which takes a second for a call.
 LONGEST = {
     "compile": 0, "check": 400, "masks": 200, "changes": 0, "compiled-changes": 0, "gradients": 61,
+    "battery": 301,
 }  # fmt: skip
 SHORT = 101
 
@@ -47,6 +51,7 @@ RUNS: dict[str, tuple[Callable[[Task], Outcome], Callable[[], dict[str, str]]]] 
     "changes": (changed, compiler_environment),
     "compiled-changes": (compiled_changed, partial(worker_environment, 0)),
     "gradients": (checked_gradients, partial(worker_environment, 0)),
+    "battery": (battery, partial(worker_environment, 0)),
 }
 
 
@@ -66,7 +71,7 @@ def main() -> int:
             told(each, len(found), len(tasks), verbose=asked.only is not None)
     seconds = round(time.monotonic() - begin)
     print(f"\n{asked.what}, seed {asked.seed}, Triton {triton_version()}, {seconds} s")
-    print(table(found))
+    print(parts(found, asked.seed) if asked.what == "battery" else table(found))
     if asked.out is not None:
         facts = {"what": asked.what, "seed": asked.seed, "triton": triton_version()}
         write(asked.out, facts | {"seconds": seconds}, found)
@@ -102,8 +107,9 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="a JSON file of everything")
     asked = parser.parse_args()
-    interpreted = asked.what == "check" and current().interpret
-    asked.count = asked.count or (INTERPRETED if interpreted else COUNTS[asked.what])
+    interpreted = asked.what in ("check", "battery") and current().interpret
+    many = INTERPRETED if interpreted and asked.what == "check" else COUNTS[asked.what]
+    asked.count = asked.count or many
     asked.longest = asked.longest or (SHORT if interpreted else LONGEST[asked.what])
     return asked
 

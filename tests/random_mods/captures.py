@@ -35,7 +35,12 @@ class Capture:
 
 
 class Capturing(ABC):
-    """Statements and captures of one mod; `room`: captures that it may have."""
+    """Statements and captures of one mod; `room`: captures that it may have.
+
+    again: how many of its terms get a name and are used again.
+    """
+
+    again = 0.2
 
     def __init__(self, draw: random.Random, room: int) -> None:
         self.draw, self.room = draw, room
@@ -45,7 +50,7 @@ class Capturing(ABC):
 
     def kept(self, term: Term) -> Term:
         """The term, which now and then gets a name and is used again."""
-        if len(term.text) < 12 or self.draw.random() > 0.2:
+        if len(term.text) < 12 or self.draw.random() > self.again:
             return term
         named = Term(f"x{len(self.named)}", term.dtype, term.low, term.high)
         self.lines.append(f"{named.text} = {term.text}")

@@ -12,7 +12,7 @@ from flexattn import explain
 from tests.derivatives import assert_printed_derivatives
 from tests.gradients import compared
 from tests.random_mods.checking import HEADS, prepared
-from tests.random_mods.mods import random_score
+from tests.random_mods.mods import RandomMod, random_score
 from tests.random_mods.outcomes import Outcome, Task, failure
 from tests.random_mods.terms import FLOATS
 from tests.support import DTYPES, assert_close_as, inputs
@@ -22,10 +22,12 @@ AGAIN = 6
 POINTS = 200
 
 
-def check_gradients(seed: int, index: int, longest: int, device: str) -> str:
+def check_gradients(
+    seed: int, index: int, longest: int, device: str, mod: RandomMod | None = None
+) -> str:
     """Hold a mod's gradients in q, k, v and what it captures; returns the call's sizes in words.
 
-    So is its derivative as it is printed for torch, at some points.
+    So is its derivative as it is printed for torch, at some points. mod: another of this name.
 
     Its halves are float32 here: autograd's gradients of these are rounded to sixteen bits.
     Raises AssertionError where one is wrong, and what flexattn raises.
@@ -35,7 +37,7 @@ def check_gradients(seed: int, index: int, longest: int, device: str) -> str:
     L, S = (2 * draw.randrange(4, (longest + 1) // 2) + 1 for _ in range(2))
     D, dtype = draw.choice((16, 24, 64)), draw.choice(("fp16", "fp32", "fp32"))
     call = f"{dtype} {B=} {Hq=} {Hkv=} {L=} {S=} {D=}"
-    drawn = random_score(seed, index)
+    drawn = mod or random_score(seed, index)
     part = drawn.score
     assert part is not None
     sizes = {"B": B, "H": Hq, "L": L, "S": S}
@@ -53,11 +55,11 @@ def check_gradients(seed: int, index: int, longest: int, device: str) -> str:
     tables = [torch.as_tensor(values[i]).float() for i in learn]
     more = {"make": make, "tensors": tables, "mask_mod": mask_mod}
     try:
-        leaf, mod = (
+        leaf, score_mod = (
             q.detach().requires_grad_(),
             make(*(x.clone().requires_grad_() for x in tables)),
         )
-        route = explain(leaf, k, v, mod, enable_gqa=True).route
+        route = explain(leaf, k, v, score_mod, enable_gqa=True).route
         assert route in ("kernel", "interpreter"), f"it is differentiated by {route}"
         draws = torch.Generator().manual_seed(index)
         if device == "cpu":

@@ -155,19 +155,24 @@ class _Gather(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _score(draw: random.Random) -> Part:
+def random_part(draw: random.Random, kind: type[Writer]) -> Part:
+    """A score_mod of one that writes floats, else a mask_mod."""
+    return _score(draw, kind) if issubclass(kind, RealWriter) else _mask(draw, kind)
+
+
+def _score(draw: random.Random, kind: type[RealWriter] = RealWriter) -> Part:
     room = draw.randint(1, 4)
     while True:
-        writer = RealWriter(draw, room)
+        writer = kind(draw, room)
         result = writer.scored(draw.choice((1, 2, 2, 3)))
         if len(writer.captures) == room:
             return _part("score", writer, result)
 
 
-def _mask(draw: random.Random) -> Part:
+def _mask(draw: random.Random, kind: type[Writer] = Writer) -> Part:
     room = draw.randint(1, 4)
     while True:
-        writer = Writer(draw, room)
+        writer = kind(draw, room)
         result = writer.truth(draw.choice((2, 3, 3, 4))).text
         if len(writer.captures) < room:
             continue
