@@ -205,9 +205,8 @@ def attend_transformers(
             mask = _mask_of(table, attention_mask.shape[1] > 1)
         else:
             biases.append(table)
-    elif query.shape[2] > 1:
-        if _causes(module) if is_causal is None else is_causal:
-            mask = _causal(query.shape[2], key.shape[2], sliding_window, query.device)
+    elif query.shape[2] > 1 and (_causes(module) if is_causal is None else is_causal):
+        mask = _causal(query.shape[2], key.shape[2], sliding_window, query.device)
     if indices is not None:
         mask = _chosen(mask, indices, query, key)
     if s_aux is not None and sinks is not None:
