@@ -84,7 +84,7 @@ def _yaml(text: str) -> Any:
         yaml = importlib.import_module("yaml")
     except ModuleNotFoundError as error:
         raise UnsupportedError(
-            "a .yaml file", "PyYAML reads it", "pip install pyyaml, or write it as .toml"
+            "a .yaml file", "PyYAML reads it", "pip install 'flexattn[yaml]', or write it as .toml"
         ) from error
     try:
         return yaml.safe_load(text)
