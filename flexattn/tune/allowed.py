@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from flexattn.errors import InputError
 from flexattn.mods.path import load_path
 
-_OWN = ("flexattn.catalogue", "flexattn.presets")
+_OWN = ("flexattn.catalogue", "flexattn.presets.mods")
 
 
 def check_allowed(path: str, where: str, allow: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -36,17 +37,27 @@ def read_file(path: Path) -> Mapping[str, Any]:
     if raw is None:
         raise InputError(f"{path}: No such file or directory", "a workload is a readable file")
     try:
+        _check_brackets(text)
         data = reader(text)
     except ValueError as error:
         raise InputError(f"{path}: {error}", f"the file is valid {path.suffix[1:]}") from error
     except RecursionError:
-        raise too_deep(str(path)) from None
+        raise _too_deep(str(path)) from None
     if not isinstance(data, Mapping):
         raise InputError(f"{path}: a {type(data).__name__}", "the file holds a table")
     return data
 
 
-def too_deep(where: str) -> InputError:
+def _check_brackets(text: str) -> None:
+    """Raise RecursionError as a reader would: that of YAML takes hours of many brackets first."""
+    depth = 0
+    for found in re.finditer(r"[\[\]{}]", text):
+        depth += 1 if found[0] in "[{" else -1
+        if depth > _DEEPEST:
+            raise RecursionError
+
+
+def _too_deep(where: str) -> InputError:
     """The error for tables or lists too deep inside others."""
     rule = f"at most {_DEEPEST} tables or lists stand inside each other"
     return InputError(f"{where}: tables or lists that are nested deeper", rule)
@@ -61,7 +72,7 @@ def check_size(data: object, where: str) -> None:
             raise InputError(f"{where}: more than {_MOST_VALUES} values", "a workload has fewer")
         level = [inner for each in level for inner in islice(_inside(each), left + 1)]
     if level:
-        raise too_deep(where)
+        raise _too_deep(where)
 
 
 def _inside(value: object) -> Iterable[object]:
