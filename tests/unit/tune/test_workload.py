@@ -362,7 +362,7 @@ BOMB = "a0: &a0 [1,1]\n" + "".join(
     ("name", "text", "words"),
     [
         ("many.toml", f"{CALL}batch=[{MANY}]\nq_len=[{MANY}]\nkv_len=[{MANY}]\n", "27000000000"),
-        ("plans.toml", f"{CALL}{PLANS}page_size=[{MANY}]\nlengths={['mixed'] * 99}", "297000 rows"),
+        ("plans.toml", f"{CALL}{PLANS}page_size=[{MANY}]\nlengths={['mixed'] * 99}", "297000"),
         ("many.toml", f"{CALL}q_len=[{MANY}]\ndtype={['fp16'] * 4}\n", "12000 rows"),
         ("calls.toml", CALL + f"q_len=[{MANY}]\n[[layers.calls]]\n" * 4 + "q_len=1", "12000 rows"),
         ("deep.json", '{"layers":' + "[" * 100000 + "]" * 100000 + "}", "nested deeper"),
