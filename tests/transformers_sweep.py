@@ -4,7 +4,8 @@
 
 runs forwards with and without padding, and `generate` with both caches, on the CPU. The same
 command goes on where the last one ended; at the end it prints what is not right. Verdicts: right,
-refused (in our words), wrong, crash (where eager or sdpa works), none (where neither works).
+refused (in our words), wrong, crash (where eager or sdpa works), own (as crash, of a model that
+transformers gives no other attention), none (where neither works).
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ def verdict(model: Any, call: str) -> Verdict:
     except FlexAttnError as error:
         return Verdict("refused", str(error).replace("\n", " "))
     except Exception as error:
-        return Verdict("crash", _line(error))
+        return Verdict("crash" if model._can_set_attn_implementation() else "own", _line(error))
     error = min(_error(got, each) for each in wanted)
     return Verdict("right" if error < _TOLERANCE else "wrong", f"{error:.1e}")
 

@@ -40,6 +40,12 @@ def test_models_that_were_wrong_or_crashed(name, call):
     assert found.word == "right", found
 
 
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=pytest.mark.long)])
+def test_models_that_declare_flex_attention_get_block_masks(name):
+    """A tensor would be right as well, and no block of it be left out before it is read."""
+    assert mask_kind(type(tiny(name).config)) == "block"
+
+
 def test_architectures_drawn_by_a_seed():
     """Four of those that write text: none is wrong, or crashes where eager or sdpa works."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
