@@ -55,6 +55,14 @@ class Settings:
     batch_invariant: bool = False
     mods: str = ""
 
+    def __post_init__(self) -> None:
+        if "\0" in str(self.cache_dir):
+            raise SettingsError(
+                f"cache_dir={str(self.cache_dir)!r}",
+                "no path has a NUL in it",
+                "name a directory that can be made",
+            )
+
 
 # Name, default, meaning: the table of docs/environment.md is checked against this one.
 VARIABLES: tuple[tuple[str, str, str], ...] = (
@@ -153,16 +161,24 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     mods = values["FLEXATTN_MODS"]
     if mods and not all(mods.partition(":")):
         raise SettingsError(f"FLEXATTN_MODS={mods!r}", "it names a function as module:function")
-    cache_dir = Path(values["FLEXATTN_CACHE_DIR"]).expanduser()
+    cache_dir = _path(values["FLEXATTN_CACHE_DIR"])
     named = filter(None, values["FLEXATTN_CACHE"].split(os.pathsep))
-    cache = tuple(Path(each).expanduser() for each in named)
-    binaries = Path(each).expanduser() if (each := values["FLEXATTN_BINARIES"]) else None
-    nrtpy = Path(each).expanduser() if (each := values["FLEXATTN_NRTPY_PYTHON"]) else None
+    cache = tuple(map(_path, named))
+    binaries = _path(each) if (each := values["FLEXATTN_BINARIES"]) else None
+    nrtpy = _path(each) if (each := values["FLEXATTN_NRTPY_PYTHON"]) else None
     return Settings(
         interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries,
         values["FLEXATTN_CHECK"] == "1", nrtpy, values["FLEXATTN_STRICT"] == "1",
         values["FLEXATTN_BATCH_INVARIANT"] == "1", mods,
     )  # fmt: skip
+
+
+def _path(text: str) -> Path:
+    """A path with the home directory in place of ~; raises SettingsError where there is none."""
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise SettingsError(f"{text!r} in the environment", "~ is the home of a user of this host")
+    return Path(path)
 
 
 def doubts(environ: Mapping[str, str]) -> Iterator[str]:
@@ -175,7 +191,7 @@ def doubts(environ: Mapping[str, str]) -> Iterator[str]:
             near = difflib.get_close_matches(name, known, 1, 0.0)[0]
             yield f"{name} is set, and flexattn has no such variable: did you mean {near}?"
     for each in filter(None, environ.get("FLEXATTN_CACHE", "").split(os.pathsep)):
-        if not Path(each).expanduser().is_dir():
+        if not os.path.isdir(os.path.expanduser(each)):
             yield (
                 f"FLEXATTN_CACHE names {each}, which is no directory: no record is found there; "
                 "make it, or correct its name"

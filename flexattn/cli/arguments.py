@@ -55,6 +55,13 @@ Workloads = Annotated[
 WorkloadFiles = Annotated[
     list[Path] | None, typer.Option("--workload", help="A workload file's problems; repeatable.")
 ]
+AllowedModules = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-module",
+        help="A module whose functions workload files may name, which runs its code; repeatable.",
+    ),
+]
 Presets = Annotated[
     list[str] | None,
     option("--preset", of=choices.PRESETS, shown="NAME",
@@ -84,6 +91,7 @@ class Chosen:
     workload: WorkloadFiles = None
     preset: Presets = None
     only: Only = None
+    allow_module: AllowedModules = None
 
     @property
     def named(self) -> bool:

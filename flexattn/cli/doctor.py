@@ -186,7 +186,9 @@ def _health(layer: RecordLayer, device: Device) -> Health:
         exact += path.parent.parent.name in here
     root = layer.store.root
     strays = len(layer.store.strays())
-    return Health(layer.name, str(root), root.is_dir(), records, exact, tuple(invalid), strays)
+    return Health(
+        layer.name, str(root), os.path.isdir(root), records, exact, tuple(invalid), strays
+    )
 
 
 def _untuned(faults: list[str]) -> list[dict[str, str]]:

@@ -26,11 +26,14 @@ from flexattn.util.near import DTYPE_NAMES, did_you_mean
 _ALL = "all"
 
 
-def workload(path: Path) -> Workload:
-    """A workload's file; raises InputError, with advice where the path is a preset's name."""
+def workload(path: Path, allow: Sequence[str]) -> Workload:
+    """A workload's file; raises InputError, with advice where the path is a preset's name.
+
+    allow: modules whose functions it may name.
+    """
     if str(path) in (*files(), _ALL) and not path.exists():
         raise InputError(f"{path}: no such file", "it is a preset", f"name it: --preset {path}")
-    return read(path)
+    return read(path, allow)
 
 
 def presets(names: Sequence[str]) -> list[Workload]:
@@ -59,7 +62,8 @@ def chosen_rows(chosen: Chosen, plans: bool = False, backward: bool = True) -> l
             "a verb works on workload files or on --preset",
             "list the presets with flexattn tune --list-presets",
         )
-    workloads = [*map(workload, chosen.workload or ()), *presets(chosen.preset or ())]
+    given = [workload(path, chosen.allow_module or ()) for path in chosen.workload or ()]
+    workloads = [*given, *presets(chosen.preset or ())]
     rows = [row for each in workloads for row in each.rows]
     rows = [row for row in rows if plans or row.served is None]
     rows = [row for row in rows if backward or row.kind != "backward"]

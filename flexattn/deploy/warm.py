@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,8 @@ def warm(
     workload: str | Path | Mapping[str, Any] | Workload,
     device: torch.device | str = "cuda",
     return_lse: bool = False,
+    *,
+    allow: Sequence[str] = (),
 ) -> int:
     """Compile every kernel that flex_attention runs for a workload's calls on a device.
 
@@ -37,12 +39,13 @@ def warm(
     where this library's own serve; the small kernels around them compile at the first backward.
 
     workload: a workload file as `flexattn tune` reads it, what such a file holds, or one that was
-    read. return_lse: the calls ask for the log-sum-exp. Of a prefill it compiles what serves other
-    lengths of prompts and chunks too, so that only a tuned record asks for another kernel at a
-    length that is not in the workload; of a decode, what serves its query rows over any keys. Call
-    it when a server starts: it forgets what was traced before, so that numbers in mods are
-    constants. A number that changes from call to call costs a kernel at its second value; captured
-    as a tensor it costs none.
+    read. allow: modules beside flexattn.catalogue whose functions the first two may name, which
+    runs their code. return_lse: the calls ask for the log-sum-exp. Of a prefill it compiles what
+    serves other lengths of prompts and chunks too, so that only a tuned record asks for another
+    kernel at a length that is not in the workload; of a decode, what serves its query rows over
+    any keys. Call it when a server starts: it forgets what was traced before, so that numbers in
+    mods are constants. A number that changes from call to call costs a kernel at its second value;
+    captured as a tensor it costs none.
 
     Returns how many kernels were compiled. Raises InputError for a workload that cannot be read,
     ModError for its mods, BuildError. Rows of plans are left out: make a DecodePlan for them.
@@ -60,9 +63,9 @@ def warm(
     from flexattn.tune.workload import Workload, parse_workload, read
 
     if isinstance(workload, (str, Path)):
-        workload = read(Path(workload))
+        workload = read(Path(workload), allow)
     elif isinstance(workload, Mapping):
-        workload = parse_workload(workload, "workload", "warm(...)")
+        workload = parse_workload(workload, "workload", "warm(...)", allow)
     elif not isinstance(workload, Workload):
         raise InputTypeError(
             f"workload is a {type(workload).__name__}",

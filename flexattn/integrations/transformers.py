@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from flexattn.block_mask.few_rows import MOST_ROWS, few_rows
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.attention import flex_attention
+from flexattn.integrations.mask_kinds import mask_kind
 from flexattn.integrations.padded_step import check_again, is_few, padded_mask, shared_mask
 from flexattn.integrations.padding import decoding_mask
 from flexattn.integrations.paged import accept, attend_paged
@@ -25,6 +26,10 @@ from flexattn.integrations.static_step import MaskFunction, static_mask
 _NAME = "flexattn"
 # Continuous batching takes no name without "flash" in it.
 PAGED = "flexattn_flash2"
+# Tensors that models hand on and that say nothing beside the mask, whatever it is; and those of
+# which a mask that transformers made has what they say.
+_NO_PART = frozenset({"position_ids", "cache_position", "num_items_in_batch"})
+_IN_A_MASK = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 
 _capped = lru_cache(maxsize=64)(catalogue.softcap)
 
@@ -51,7 +56,7 @@ def register(name: str = _NAME) -> None:
             "pip install 'flexattn[transformers]'",
         )
     AttentionInterface.register(name, attend_transformers)
-    AttentionMaskInterface.register(name, make_mask)
+    AttentionMaskInterface.register(name, model_mask)
     # Without a mask of its own: lengths say what each row sees.
     AttentionInterface.register(PAGED, attend_paged)
     accept(PAGED)
@@ -68,6 +73,21 @@ def serve_batches(model: Any) -> None:
         if listed is not None and PAGED not in listed:
             each._compatible_flash_implementations = [*listed, PAGED]
     model.set_attn_implementation(PAGED)
+
+
+def model_mask(*, config: Any = None, **asked: Any) -> BlockMask | Tensor | None:
+    """The mask of one forward: a BlockMask of `make_mask`, or the tensor that a model needs.
+
+    config: the model's, whose class decides. asked: what transformers' mask interface asks for.
+    """
+    kind = "block" if config is None else mask_kind(type(config))
+    if kind == "block":
+        return make_mask(config=config, **asked)
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    make = sdpa_mask if kind == "sdpa" else eager_mask
+    made: Tensor | None = make(config=config, **asked)
+    return made
 
 
 def make_mask(
@@ -154,20 +174,28 @@ def attend_transformers(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     is_causal: bool | None = None,
+    sinks: Tensor | None = None,
+    attention_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     **rest: object,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as transformers' attention interface asks for it.
 
     query [B, Hq, L, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv]; attention_mask: of
-    `make_mask`, or a tensor [B or 1, Hq or 1, L or 1, S or more], bool or added to the
-    scores. s_aux [Hq]: the layer's sinks. position_bias: added to the scores, as such a tensor.
-    Without a mask, rows see keys up to their own where the layer is causal and L is above 1.
+    `model_mask`, or a tensor [B or 1, Hq or 1, L or 1, S or more], bool or added to the
+    scores. s_aux or sinks: the layer's sinks, one of each head, or [B or 1, Hq, L, 1].
+    position_bias, attention_bias: added to the scores, as such a tensor. indices int [B, L, any]:
+    the keys that a row sees of those in the mask. Without a mask, rows see keys up to their own
+    where the layer is causal and L is above 1.
 
     Returns out [B, L, Hq, Dv], and None for the weights. Raises as flex_attention does, and
-    UnsupportedError for transformers' own paged cache. dropout: where the module trains.
+    UnsupportedError for transformers' own paged cache and for other tensors and floats among
+    `rest`. dropout: where the module trains.
     """
-    _refuse(rest)
-    biases = [] if position_bias is None else [_spread(position_bias, query, key)]
+    _refuse(module, rest, attention_mask is not None)
+    biases = [
+        _spread(each, query, key) for each in (position_bias, attention_bias) if each is not None
+    ]
     mask = None
     if isinstance(attention_mask, BlockMask):
         mask = shared_mask(attention_mask)
@@ -177,15 +205,24 @@ def attend_transformers(
             mask = _mask_of(table, attention_mask.shape[1] > 1)
         else:
             biases.append(table)
-    elif query.shape[2] > 1:
-        causes = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if causes:
-            mask = _causal(query.shape[2], key.shape[2], sliding_window, query.device)
+    elif query.shape[2] > 1 and (_causes(module) if is_causal is None else is_causal):
+        mask = _causal(query.shape[2], key.shape[2], sliding_window, query.device)
+    if indices is not None:
+        mask = _chosen(mask, indices, query, key)
+    if s_aux is not None and sinks is not None:
+        raise InputError("both s_aux and sinks", "a layer has one kind of sinks")
+    sinks = s_aux if sinks is None else sinks
+    of_rows = sinks is not None and sinks.numel() != query.shape[1]
     out = flex_attention(
         query, key, value, _score_mod(softcap, biases), mask, scaling, enable_gqa=True,
-        sinks=None if s_aux is None else s_aux.reshape(-1),
+        return_lse=of_rows, sinks=None if sinks is None or of_rows else sinks.reshape(-1),
         dropout_p=dropout if dropout and module.training else 0.0,
     )  # fmt: skip
+    if of_rows:
+        assert sinks is not None
+        out, lse = out
+        assert isinstance(lse, Tensor)
+        out = _with_sinks(out, lse, sinks)
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).contiguous(), None
 
@@ -232,13 +269,59 @@ def _padding(mask: Tensor | None, offset: int, keys: int, whole: bool) -> Tensor
     return torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask
 
 
-def _refuse(rest: dict[str, Any]) -> None:
+def _causes(module: torch.nn.Module) -> bool:
+    """Whether a layer without a mask is causal: of layers that do not say so, only sdpa's are."""
+    known = getattr(module, "is_causal", None)
+    config = getattr(module, "config", None)
+    return bool((config is None or mask_kind(type(config)) == "sdpa") if known is None else known)
+
+
+def _refuse(module: torch.nn.Module, rest: Mapping[str, Any], masked: bool) -> None:
+    """Raise for what may change the result and is not used; masked: whether there is a mask."""
     if rest.get("cache") is not None:
         raise UnsupportedError(
             "the paged cache of generate_batch",
             "this implementation reads the contiguous caches of generate",
             "call serve_batches(model) before generate_batch",
         )
+    known = _NO_PART | _IN_A_MASK if masked else _NO_PART
+    for name, value in rest.items():
+        if isinstance(value, (Tensor, float)) and name not in known:
+            shape = f" {list(value.shape)}" if isinstance(value, Tensor) else ""
+            raise UnsupportedError(
+                f"{type(module).__name__} hands its attention {name}{shape}",
+                "of tensors and numbers this implementation uses s_aux, sinks, position_bias, "
+                "attention_bias, indices, softcap and sliding_window"
+                + (", and sequences that are packed by a mask" if name in _IN_A_MASK else ""),
+                f"call the model without {name}, or model.set_attn_implementation('eager')",
+            )
+
+
+def _chosen(mask: BlockMask | None, indices: Tensor, query: Tensor, key: Tensor) -> BlockMask:
+    """The keys of a mask, or of all, that stand in indices [B, L, any]."""
+    B, Hq, L, _ = query.shape
+    table = torch.zeros(B, L, key.shape[2], dtype=torch.bool, device=query.device)
+    table = table.scatter(-1, indices.long(), True)
+
+    def chosen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        found = table[b, q_idx, kv_idx]
+        return found if mask is None else found & mask.mask_mod(b, h, q_idx, kv_idx)
+
+    heads = Hq if mask is not None and mask.shape[1] > 1 else None
+    return create_block_mask(chosen, B, heads, L, key.shape[2], query.device)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """out [B, Hq, L, Dv] where each row has a sink of its own: [B or 1, Hq, L, 1]."""
+    shape = (*lse.shape, 1)
+    if sinks.dim() != 4 or any(
+        got not in (1, size) for got, size in zip(sinks.shape, shape, strict=True)
+    ):
+        raise InputError(
+            f"sinks of shape {tuple(sinks.shape)} for out {tuple(out.shape)}",
+            "there is one of each head, or one of each row: [B, heads, rows, 1]",
+        )
+    return out * torch.sigmoid(lse[..., None] - sinks).to(out.dtype)
 
 
 def _spread(table: Tensor, query: Tensor, key: Tensor) -> Tensor:

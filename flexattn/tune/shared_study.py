@@ -77,7 +77,7 @@ def connect(url: str, pulse: Pulse) -> Any:
         raise UnsupportedError(
             f"--storage {url.split('://')[0]}://…: {error}",
             "a database needs its driver",
-            "pip install 'flexattn[tune]'",
+            "for PostgreSQL, pip install 'flexattn[postgres]'",
         ) from error
     except (sqlalchemy.exc.ArgumentError, sqlalchemy.exc.NoSuchModuleError) as error:
         raise InputError(

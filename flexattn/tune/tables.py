@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from flexattn.errors import InputError, UnsupportedError
+from flexattn.errors import CacheError, InputError, UnsupportedError
+from flexattn.util.files import read_regular
 from flexattn.util.near import did_you_mean
+
+# Bytes of a file; values in it, each as often as YAML's aliases repeat it; tables in tables.
+_MOST_BYTES, _MOST_VALUES, _DEEPEST = 2**20, 200_000, 16
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
@@ -21,17 +27,58 @@ def read_file(path: Path) -> Mapping[str, Any]:
     if reader is None:
         raise InputError(f"{path}: suffix {path.suffix!r}", f"it is one of {', '.join(_READERS)}")
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{path}: {reason}", "a workload is a readable file") from error
+        raw = read_regular(path, _MOST_BYTES, links=True)
+        text = (raw or b"").decode()
+    except CacheError as error:
+        rule = f"a workload is a readable file of at most {_MOST_BYTES} bytes"
+        raise InputError(error.got, rule) from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: {error}", "a workload is text in UTF-8") from error
+    if raw is None:
+        raise InputError(f"{path}: No such file or directory", "a workload is a readable file")
     try:
+        _check_brackets(text)
         data = reader(text)
     except ValueError as error:
         raise InputError(f"{path}: {error}", f"the file is valid {path.suffix[1:]}") from error
+    except RecursionError:
+        raise _too_deep(str(path)) from None
     if not isinstance(data, Mapping):
         raise InputError(f"{path}: a {type(data).__name__}", "the file holds a table")
     return data
+
+
+def _check_brackets(text: str) -> None:
+    """Raise RecursionError as a reader would: that of YAML takes hours of many brackets first."""
+    depth = 0
+    for found in re.finditer(r"[\[\]{}]", text):
+        depth += 1 if found[0] in "[{" else -1
+        if depth > _DEEPEST:
+            raise RecursionError
+
+
+def _too_deep(where: str) -> InputError:
+    """The error for tables or lists too deep inside others."""
+    rule = f"at most {_DEEPEST} tables or lists stand inside each other"
+    return InputError(f"{where}: tables or lists that are nested deeper", rule)
+
+
+def check_size(data: object, where: str) -> None:
+    """Raise InputError for data of more values, or nested deeper, than any workload has."""
+    left, level = _MOST_VALUES, [data]
+    for _ in range(_DEEPEST):
+        left -= len(level)
+        if left < 0:
+            raise InputError(f"{where}: more than {_MOST_VALUES} values", "a workload has fewer")
+        level = [inner for each in level for inner in islice(_inside(each), left + 1)]
+    if level:
+        raise _too_deep(where)
+
+
+def _inside(value: object) -> Iterable[object]:
+    return (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    )
 
 
 def _toml(text: str) -> Any:
@@ -48,7 +95,7 @@ def _yaml(text: str) -> Any:
         yaml = importlib.import_module("yaml")
     except ModuleNotFoundError as error:
         raise UnsupportedError(
-            "a .yaml file", "PyYAML reads it", "pip install pyyaml, or write it as .toml"
+            "a .yaml file", "PyYAML reads it", "pip install 'flexattn[yaml]', or write it as .toml"
         ) from error
     try:
         return yaml.safe_load(text)
@@ -82,7 +129,9 @@ class Table:
 
     def wrong(self, key: str, rule: str, do: str = "") -> InputError:
         """The error for a key's value."""
-        return InputError(f"{self.where}: {key} = {self._data.get(key)!r}", rule, do)
+        shown = repr(self._data.get(key))
+        shown = shown if len(shown) <= 200 else f"{shown[:200]}…"
+        return InputError(f"{self.where}: {key} = {shown}", rule, do)
 
     def text(self, key: str, default: str = "") -> str:
         """A string."""

@@ -30,7 +30,8 @@ Its layers name heads, head dimensions and mods by import path; each has calls w
     mixes = [[64, 1, 4096]]
 
 What a layer says holds for its calls unless they say otherwise. In args, "$B", "$Hq", "$Hkv",
-"$q_len" and "$kv_len" stand for the sizes of the call.
+"$q_len" and "$kv_len" stand for the sizes of the call. A file is data: its mods come from
+flexattn.catalogue, or from modules that its reader allows, as my_model is here.
 """
 
 from __future__ import annotations
@@ -39,17 +40,19 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from flexattn.device import Device
-from flexattn.errors import InputError
+from flexattn.errors import InputError, InputTypeError
 from flexattn.problem import FP8, ITEMSIZE, Kind, Shape
 from flexattn.records.environment import serving_policy
 from flexattn.records.record import Policy
 from flexattn.records.renderers import RecordKind
 from flexattn.serving.tuned import LENGTHS, Lengths
-from flexattn.tune.tables import Table, read_file
+from flexattn.tune.allowed import check_allowed
+from flexattn.tune.tables import Table, check_size, read_file
 from flexattn.util.near import DTYPE_NAMES, did_you_mean
 
 OF_PLANS = ("page_size", "lengths", "kv_dtype", "scaled", "shared_kv", "batch_invariant")
@@ -62,6 +65,7 @@ CALL = ("name", "kind", "batch", "q_len", "kv_len", "mixes", *_SHARED)
 FP8_NAMES = frozenset(FP8.values())
 POLICY = ("graph", "cold_l2", "rounds", "min_ms")
 _SIZES = ("B", "Hq", "Hkv", "q_len", "kv_len")
+_MOST_ROWS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +135,27 @@ def policy_for(
     return replace(base, **dict(changes))  # type: ignore[arg-type]
 
 
-def read(path: Path) -> Workload:
-    """A workload file; raises InputError that names the file, the table and the key."""
-    return parse_workload(read_file(path), path.stem, str(path))
+def read(path: Path, allow: Sequence[str] = ()) -> Workload:
+    """A workload file; raises InputError that names the file, the table and the key.
+
+    allow: modules beside this package's own whose functions it may name, which are imported.
+    """
+    return parse_workload(read_file(path), path.stem, str(path), allow)
 
 
-def parse_workload(data: Mapping[str, Any], name: str, where: str) -> Workload:
-    """The workload in a mapping; `where` begins every error."""
+def parse_workload(
+    data: Mapping[str, Any], name: str, where: str, allow: Sequence[str] = ()
+) -> Workload:
+    """The workload in a mapping; `where` begins every error. allow: as `read` has it."""
+    if isinstance(allow, str):
+        raise InputTypeError(f"allow={allow!r}", "it is a list of modules' names")
+    check_size(data, where)
     top = Table(data, where, TOP)
-    rows = []
+    rows: list[Row] = []
     for layer in top.tables("layers", LAYER):
         for call in layer.tables("calls", CALL):
-            rows += list(_rows(name, top, layer, call))
+            rows += _rows(name, top, layer, call, allow)
+            _check_rows(where, len(rows))
     seen: dict[str, Row] = {}
     for row in rows:
         if seen.setdefault(row.title, row) is not row:
@@ -152,7 +165,17 @@ def parse_workload(data: Mapping[str, Any], name: str, where: str) -> Workload:
     )
 
 
-def _rows(name: str, top: Table, layer: Table, call: Table) -> Iterator[Row]:
+def _check_rows(where: str, *counts: int) -> None:
+    """Raise InputError where lists of so many sizes make too many rows, before they are made."""
+    if (rows := prod(counts)) > _MOST_ROWS:
+        raise InputError(
+            f"{where}: {rows} rows, the product of its lists",
+            f"a workload has at most {_MOST_ROWS}",
+            "name fewer sizes, or write several files",
+        )
+
+
+def _rows(name: str, top: Table, layer: Table, call: Table, allow: Sequence[str]) -> Iterator[Row]:
     def said(key: str) -> Table:
         """The innermost table that has the key."""
         return next((t for t in (call, layer) if key in t), top if key in TOP else call)
@@ -177,15 +200,18 @@ def _rows(name: str, top: Table, layer: Table, call: Table) -> Iterator[Row]:
     differentiated = said("backward").flag("backward") or False
     if differentiated and (any(plans) or not FP8_NAMES.isdisjoint(dtypes)):
         raise said("backward").wrong("backward", "plans and inputs of eight bits have none")
-    for dtype, (B, q_len, kv_len), served in product(dtypes, _mixes(call), plans):
+    score, mask = (_mod(said(role), role, allow) for role in ("score", "mask"))
+    mixes = _mixes(call)
+    _check_rows(call.where, len(dtypes), len(mixes), len(plans))
+    for dtype, (B, q_len, kv_len), served in product(dtypes, mixes, plans):
         title = f"{named} B{B} {_lengths(q_len, kv_len)}" + _told(served, plans)
         row = Row(
             title if len(dtypes) == 1 else f"{title} {dtype}",
             _kind(call),
             dtype,
             Shape(B, heads[0], heads[-1], q_len, kv_len, dims[0], dims[-1]),
-            _mod(said("score"), "score"),
-            _mod(said("mask"), "mask"),
+            score,
+            mask,
             (blocks[0], blocks[-1]),
             said("scale").number("scale"),
             _policy(said("policy")),
@@ -217,6 +243,7 @@ def _served(call: Table, said: Callable[[str], Table]) -> list[ServedRow | None]
     scaled = said("scaled").text("scaled")
     shared = said("shared_kv").flag("shared_kv") or False
     invariant = said("batch_invariant").flag("batch_invariant") or False
+    _check_rows(call.where, len(pages), len(names))
     return [
         ServedRow(page, name, kv_dtype, shared, invariant, scaled)  # type: ignore[arg-type]
         for page, name in product(pages or (0,), names)
@@ -243,6 +270,7 @@ def _mixes(call: Table) -> list[tuple[int, ...]]:
         raise call.wrong("mixes", "it stands instead of batch, q_len and kv_len")
     if not mixes and not q_len:
         raise call.wrong("q_len", "a call has q_len, or mixes of [batch, q_len, kv_len]")
+    _check_rows(call.where, len(batch) or 1, len(q_len), len(kv_len) or 1)
     if kv_len:
         return mixes + list(product(batch or (1,), q_len, kv_len))
     return mixes + [(B, length, length) for B, length in product(batch or (1,), q_len)]
@@ -260,7 +288,7 @@ def _kind(call: Table) -> Kind | None:
     return None
 
 
-def _mod(table: Table, role: str) -> ModPath | None:
+def _mod(table: Table, role: str, allow: Sequence[str]) -> ModPath | None:
     value = table.any(role, "")
     args: object = []
     if isinstance(value, Mapping):
@@ -277,6 +305,7 @@ def _mod(table: Table, role: str) -> ModPath | None:
     for arg in args:
         if isinstance(arg, str) and arg.startswith("$") and arg[1:] not in _SIZES:
             raise table.wrong(role, f"sizes are {', '.join('$' + each for each in _SIZES)}")
+    check_allowed(value, f"{table.where}: {role}", allow)
     return ModPath(value, tuple(_frozen(arg) for arg in args))
 
 

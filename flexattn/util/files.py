@@ -14,16 +14,19 @@ from typing import Any
 from flexattn.errors import CacheError
 
 
-def read_regular(path: str | Path, most: int, *, trusted: bool = False) -> bytes | None:
+def read_regular(
+    path: str | Path, most: int, *, trusted: bool = False, links: bool = False
+) -> bytes | None:
     """The bytes of a plain file; None where nothing is there.
 
-    trusted: what it holds decides which code runs, so `refuse_others` judges it first. Raises
+    trusted: what it holds decides which code runs, so `refuse_others` judges it first. links: the
+    path may be a link to such a file, as one that a user names may be. Raises
     CacheError for a link, a directory, a pipe, a file above `most` bytes or one that cannot be
     read. Nothing here waits: a pipe is opened without blocking.
     """
     try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        handle = os.open(path, flags)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        handle = os.open(path, flags if links else flags | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

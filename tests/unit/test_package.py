@@ -11,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tomllib
+from packaging.requirements import Requirement
 
 import flexattn
 
@@ -132,6 +134,47 @@ def test_import_needs_no_extra():
     print(all(hasattr(flexattn, name) for name in flexattn.__all__))
     """
     assert python(code, ROOT) == "True"
+
+
+def extras():
+    """The extras of pyproject.toml: each one's requirements by name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = project["optional-dependencies"]
+    return {name: [Requirement(each) for each in lines] for name, lines in found.items()}
+
+
+def inside(names, known):
+    """Extras with those that they bring."""
+    found = set(names)
+    for name in names:
+        for each in known[name]:
+            found |= inside(each.extras, known) if each.name == "flexattn" else set()
+    return found
+
+
+def test_extras_bring_what_they_are_for_and_no_more():
+    """A study in a file needed a driver of PostgreSQL; nothing brought all that PyPI has."""
+    known = extras()
+    packages = {name: {each.name for each in known[name]} for name in known}
+    assert packages["tune"] == {"optuna"} and "psycopg" in packages["postgres"]
+    others = {"neuron", "serving-example", "test", "docs", "dev", "all"}
+    assert inside(["all"], known) - {"all"} == known.keys() - others
+    assert "neuron" not in inside(["dev"], known)
+
+
+@pytest.mark.parametrize(("name", "stubs"), [("nki", "0.0.1"), ("neuronx-cc", "1.0.post1")])
+def test_the_stubs_of_pypi_are_no_neuron(name, stubs):
+    """They install without complaint and are empty."""
+    (found,) = [each for each in extras()["neuron"] if each.name == name]
+    assert stubs not in found.specifier
+
+
+def test_advice_names_extras_that_there_are():
+    files = [*(ROOT / "flexattn").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    texts = "\n".join(each.read_text() for each in files)
+    named = re.findall(r"pip install[^\n]*?(?:flexattn|\.)\[([\w,-]+)\]", texts)
+    advised = {name for names in named for name in names.split(",")}
+    assert {"cli", "postgres", "transformers", "viz", "yaml"} <= advised <= extras().keys()
 
 
 def test_the_version_stands_in_one_place(wheel):

@@ -68,6 +68,26 @@ def test_every_variable_has_a_default_and_a_meaning():
     assert all(name.startswith("FLEXATTN_") and text for name, _, text in settings.VARIABLES)
 
 
+def test_a_call_is_served_whatever_the_cache_directory(tmp_path):
+    """A name of 300 letters ended a call in OSError, with a traceback of pathlib."""
+    code = "import torch, flexattn; x = torch.zeros(1, 1, 2, 16); flexattn.flex_attention(x, x, x)"
+    folder = str(tmp_path / ("a" * 300))
+    found = run(code, FLEXATTN_INTERPRET="1", FLEXATTN_CACHE_DIR=folder, FLEXATTN_CACHE=folder)
+    assert found.returncode == 0 and "Traceback" not in found.stderr
+    assert "File name too long; FLEXATTN_CACHE_DIR names another directory" in found.stderr
+    assert f"FLEXATTN_CACHE names {folder}, which is no directory" in found.stderr
+
+
+def test_a_path_that_no_directory_can_have_is_refused():
+    with (
+        pytest.raises(SettingsError, match="no path has a NUL in it"),
+        override(cache_dir=Path("a\0b")),
+    ):
+        pass
+    with pytest.raises(SettingsError, match=r"~no_such_user/x.*\n.*home of a user"):
+        read_settings({"FLEXATTN_CACHE_DIR": "~no_such_user/x"})
+
+
 def test_overrides_nest_and_end(tmp_path):
     before = current()
     with override(debug=3), override(cache_dir=tmp_path) as inner:

@@ -10,6 +10,7 @@ failure that may pass, nor of a kernel whose loops cannot spill.
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
@@ -75,7 +76,7 @@ class Memory:
         A file is asked for once in a process. One that is not sound is said, and ignored.
         """
         # A process that loads all its kernels need not ask, and import, the compiler.
-        if not (self._noted or root().is_dir()):
+        if not (self._noted or os.path.isdir(root())):  # Path's own raises where it may not look
             return None
         folder = _folder(device)
         if folder is None:
@@ -83,7 +84,7 @@ class Memory:
         key = (folder, source.hash, device.arch)
         known = self._known.get(key)
         if known is None:
-            known = (_read(folder / _name(source)) if folder.is_dir() else None,)
+            known = (_read(folder / _name(source)) if os.path.isdir(folder) else None,)
             self._known.put(key, known)
         return known[0]
 

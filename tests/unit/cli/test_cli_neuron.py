@@ -24,6 +24,7 @@ mixes = [[1, 128, 128]]
 name = "plain"
 mixes = [[1, 128, 128], [1, 1, 300]]
 """
+ALLOW = ("--allow-module", "waves_of_test_cli_neuron")
 TITLES = ("w plain B1 300", "w plain B1 128x128")
 WAVE = "import torch\n\ndef wave(score, b, h, q, k):\n    return torch.sin(score)\n"
 
@@ -41,7 +42,7 @@ def workload(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("target", CORES)
 def test_a_dry_run_counts_what_fits_and_names_what_cannot_be_expressed(flexattn, workload, target):
-    arguments = ("tune", workload, "--device", target, "--dry-run")
+    arguments = ("tune", workload, *ALLOW, "--device", target, "--dry-run")
     full, quick = (
         json.loads(flexattn(*arguments, "--json", "--effort", effort).stdout)["problems"]
         for effort in ("full", "quick")
@@ -56,7 +57,7 @@ def test_a_dry_run_counts_what_fits_and_names_what_cannot_be_expressed(flexattn,
 
 @pytest.mark.long
 def test_tune_ranks_goes_on_after_a_failure_and_keeps_records(flexattn, workload, tmp_path):
-    arguments = ("tune", workload, "--device", "trn2", "--effort", "quick")
+    arguments = ("tune", workload, *ALLOW, "--device", "trn2", "--effort", "quick")
     told = json.loads(flexattn(*arguments, "--json", status=1).stdout)
     assert sorted(each["status"] for each in told["problems"]) == ["failed", "tuned", "tuned"]
     (failed,) = (each for each in told["problems"] if each["status"] == "failed")
@@ -78,7 +79,7 @@ def test_tune_ranks_goes_on_after_a_failure_and_keeps_records(flexattn, workload
 
 
 def test_what_nothing_timed_is_in_no_report_no_study_and_no_export(flexattn, workload, tmp_path):
-    flexattn("tune", workload, "--device", "trn2", "--effort", "quick", "--only", "plain")
+    flexattn("tune", workload, *ALLOW, "--device", "trn2", "--effort", "quick", "--only", "plain")
     records = tmp_path / "cache" / "records"
     path = next(Store(records).paths())
     found, left_out = from_stores([Store(records)])
@@ -111,7 +112,17 @@ def test_ctrl_c_keeps_what_is_ranked(flexattn, workload, tmp_path, monkeypatch):
         return tune
 
     monkeypatch.setattr(tuning_module, "ranker", once)
-    arguments = ("tune", workload, "--device", "trn2", "--effort", "quick", "--only", "plain")
+    arguments = (
+        "tune",
+        workload,
+        *ALLOW,
+        "--device",
+        "trn2",
+        "--effort",
+        "quick",
+        "--only",
+        "plain",
+    )
     told = json.loads(flexattn(*arguments, "--json", status=130).stdout)
     assert told["interrupted"] and told["left"] == 1
     assert len(list(Store(tmp_path / "cache" / "records").paths())) == 1

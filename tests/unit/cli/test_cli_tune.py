@@ -121,6 +121,26 @@ def test_requests_that_are_refused(flexattn, arguments, words, monkeypatch):
         assert word in result.stderr
 
 
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("tune", "{}", "--dry-run"), ("why", "--workload", "{}"), ("bench", "{}"),
+        ("export", "out", "--device", "nvidia-h200", "--workload", "{}"),
+    ],
+    ids=lambda verb: verb[0],
+)  # fmt: skip
+def test_no_verb_runs_a_function_that_only_a_file_names(flexattn, monkeypatch, tmp_path, verb):
+    """`flexattn tune FILE --dry-run` ran os:system with the file's words."""
+    ran = []
+    monkeypatch.setattr(os, "system", ran.append)
+    monkeypatch.chdir(tmp_path)
+    layer = 'heads = 2\nhead_dim = 64\nscore = { mod = "os:system", args = ["id"] }\n'
+    Path("w.toml").write_text(f"[[layers]]\n{layer}[[layers.calls]]\nq_len = 128\n")
+    result = flexattn(*(each.format("w.toml") for each in verb), status=2)
+    assert "w.toml: layers[0]: score: 'os:system'" in result.stderr
+    assert "--allow-module os" in result.stderr and not ran
+
+
 # A child whose measurer is slow, so that Ctrl-C has something to end; the rest is as users run it.
 CHILD = """
     import json, math, os, signal, sys, time

@@ -125,9 +125,84 @@ def test_softcap_comes_before_what_is_added_and_sinks_after():
     )
 
 
+@pytest.mark.parametrize("cause", [True, False])
+@pytest.mark.parametrize("name", ["sinks", "s_aux"])
+def test_sinks_of_rows(name, cause):
+    """Inkling 2 computes a sink of each row, as sinks=: **rest dropped them in silence."""
+    q, k, v = inputs(2, 4, 2, 9, 9, dtype=torch.float64)
+    logits = sinks(72, torch.float64).view(2, 4, 9, 1)[:1]
+    scores = q @ k.repeat_interleave(2, 1).mT / 4
+    if cause:
+        scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf)
+    weights = torch.cat([scores, logits.expand(2, 4, 9, 1)], -1).softmax(-1)[..., :-1]
+    layer = LAYER if cause else ENCODER
+    check(
+        attend_transformers(layer, q, k, v, None, **{name: logits}),
+        weights @ v.repeat_interleave(2, 1),
+    )
+
+
+CHOSEN = torch.randint(13, (2, 9, 5), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("given", ["none", "bool", "added", "blocks", "blocks of heads"])
+def test_chosen_keys_are_those_of_the_mask_and_the_indices(given):
+    """DeepSeek-V3.2 masks with them itself for eager and sdpa, and only hands them to others."""
+    q, k, v = inputs(2, 4, 2, 9, 13, dtype=torch.float64)
+    q_idx, kv_idx = torch.arange(9)[:, None], torch.arange(13)
+    kept = (q_idx + 4 >= kv_idx).expand(2, 4, 9, 13)
+
+    def later(b, h, q_idx, kv_idx):
+        return q_idx + 4 + (h if given == "blocks of heads" else 0) >= kv_idx
+
+    if given == "blocks of heads":
+        kept = later(None, torch.arange(4)[:, None, None], q_idx, kv_idx).expand(2, 4, 9, 13)
+    heads = 4 if given == "blocks of heads" else None
+    mask = {
+        "none": None, "bool": kept[:, :1], "added": torch.where(kept[:, :1], 0.0, -math.inf),
+    }.get(given, create_block_mask(later, None, heads, 9, 13, "cpu"))  # fmt: skip
+    kept = torch.ones_like(kept) if given == "none" else kept
+    chosen = torch.zeros(2, 9, 13, dtype=torch.bool).scatter(-1, CHOSEN, True)[:, None]
+    wanted = sdpa(q, k, v, kept & chosen, enable_gqa=True).nan_to_num(0.0)
+    check(attend_transformers(ENCODER, q, k, v, mask, indices=CHOSEN.int()), wanted)
+
+
+ROWS = torch.ones(9)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"sink": ROWS}, r"SimpleNamespace hands its attention sink \[9\]"),
+        ({"attention_biass": ROWS}, "call the model without attention_biass"),
+        ({"head_mask": ROWS}, "set_attn_implementation\\('eager'\\)"),
+        ({"soft_cap": 30.0}, "its attention soft_cap"),
+        ({"block_indices": ROWS}, "block_indices"),
+        ({"cu_seq_lens_q": ROWS}, "packed by a mask"),
+    ],
+)
+def test_what_may_change_the_result_is_used_or_refused(given, words):
+    """Any keyword was swallowed: a misspelt tensor was left out in silence."""
+    q, k, v = inputs(2, 4, 2, 9, 13)
+    with pytest.raises(UnsupportedError, match=words):
+        attend_transformers(ENCODER, q, k, v, None, **given)
+
+
+def test_what_changes_nothing_passes():
+    q, k, v = inputs(2, 4, 2, 9, 13)
+    mask = torch.ones(2, 1, 9, 13, dtype=torch.bool)
+    given = {
+        "output_attentions": False, "use_cache": True, "position_ids": ROWS, "head_mask": None,
+        "num_items_in_batch": torch.tensor(3), "cu_seq_lens_q": ROWS, "max_length_q": 9,
+    }  # fmt: skip
+    check(attend_transformers(ENCODER, q, k, v, mask, **given), sdpa(q, k, v, enable_gqa=True))
+
+
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
+        ({"sinks": torch.ones(1, 4, 8, 1)}, InputError, r"\(1, 4, 8, 1\) for out"),
+        ({"sinks": ROWS[:4], "s_aux": ROWS[:4]}, InputError, "both s_aux and sinks"),
         ({"cache": object()}, UnsupportedError, "generate_batch"),
         ({"attention_mask": torch.ones(2, 1, 9, 12)}, InputError, r"\(2, 1, 9, 12\) for scores"),
         ({"attention_mask": torch.ones(9, 13)}, InputError, "four dimensions"),

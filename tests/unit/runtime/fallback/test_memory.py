@@ -15,6 +15,7 @@ from flexattn.runtime.fallback import environment, memory as memory_module
 from flexattn.runtime.fallback.chain import told
 from flexattn.runtime.fallback.memory import Memory, memory
 from flexattn.runtime.fallback.outcome import Outcome
+from flexattn.settings import override
 from tests.failing_builds import H200, LASTING, WANTED, Builder, gluon, served
 from tests.problems import problem
 
@@ -45,6 +46,28 @@ def test_a_memory_is_one_of_its_environment(monkeypatch, place):
     assert "ptxas" in noted.compiler and Memory().entries(A100) == []
     assert known.clear() == 1 and known.find(SOURCE, H200) is None
     assert not list(place.glob("outcomes/*"))
+
+
+@pytest.mark.parametrize("folder", ["a" * 300, "file", "loop", "closed"])
+def test_a_cache_directory_that_cannot_be_looked_into_has_no_outcomes(
+    monkeypatch, tmp_path, said, folder
+):
+    """Path.is_dir raised OSError of a name of 300 letters, and where it may not search."""
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    looks = os.stat
+
+    def closed(path, *rest, **more):
+        if "closed" in str(path):
+            raise PermissionError(13, "Permission denied")
+        return looks(path, *rest, **more)
+
+    monkeypatch.setattr(os, "stat", closed)
+    with override(cache_dir=tmp_path / folder):
+        known = Memory()
+        assert known.find(SOURCE, H200) is None
+        known.note(SOURCE, H200, REFUSED, "a problem")
+        assert known.find(SOURCE, H200) == REFUSED
 
 
 def test_all_passes_are_of_its_environment():
