@@ -20,6 +20,7 @@ from flexattn.errors import SignatureError, UnsupportedError
 from flexattn.mods.arrays import Array, buffer, literal_array
 from flexattn.mods.asked import Asked, looked_up
 from flexattn.mods.expr import VARS, Expr
+from flexattn.mods.functional import functional, is_lift, writes
 from flexattn.mods.guard import Guard, Indexing, op_name
 from flexattn.mods.pointwise import POINTWISE, cast
 from flexattn.mods.refusal import Refusal, SourceLine, line_of, unknown
@@ -75,7 +76,8 @@ def trace(
         called = rebuild(replaced) if rebuild else fn
         called = _mapped(called) if mapped else called
         modes.append(Indexing())
-        with torch.set_grad_enabled(grad), _no_autocast(device), Guard(_known()), modes[-1]:
+        guard = Guard(_known(), inputs)
+        with torch.set_grad_enabled(grad), _no_autocast(device), guard, modes[-1]:
             return called(*inputs[: len(names)])
 
     line: SourceLine | None = None
@@ -167,7 +169,7 @@ class Reader:
     def _constant(self, node: Node) -> Array:
         tensor = getattr(self.graph, str(node.target))
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if all(map(_is_lift, node.users)):
+        if all(map(is_lift, node.users)):
             return literal_array(tensor.flatten().tolist(), tensor.shape, dtype)
         slots = [slot for slot, known in enumerate(self.tensors) if known is tensor]
         if not slots:
@@ -188,11 +190,6 @@ class Reader:
             for array in _arrays(result):
                 array.captured = bool(array.shape)
         return result
-
-
-def _is_lift(user: Node) -> bool:
-    """Whether a node takes over a tensor that the mod itself made of numbers."""
-    return user.op == "call_function" and op_name(user.target).startswith("lift_fresh")
 
 
 def _arrays(values: Any) -> list[Array]:
@@ -271,7 +268,7 @@ def _graph(run: Callable[..., Any], dtypes: Sequence[str], device: torch.device)
             tracing_mode="fake",
             _allow_non_fake_inputs=True,
         )
-        return made(*inputs)
+        return functional(made(*inputs), inputs, decompositions())
 
     try:
         return traced(mapped=False)
@@ -313,13 +310,13 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 @lru_cache(maxsize=1)
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """torch's decompositions of every operation that the tables do not hold."""
+    """torch's decompositions of every operation that the tables do not hold, and no write is."""
     from torch._decomp import decomposition_table
 
     return {
         op: decomposed
         for op, decomposed in decomposition_table.items()
-        if isinstance(op, torch._ops.OpOverload) and op_name(op) not in TABLE
+        if isinstance(op, torch._ops.OpOverload) and op_name(op) not in TABLE and not writes(op)
     }
 
 
