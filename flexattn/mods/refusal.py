@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flexattn.errors import FlexAttnError, ModError, UnsupportedError
+from flexattn.errors import FlexAttnError, ModError, NoKernelError, UnsupportedError
 
 SourceLine = tuple[str, int]
 
@@ -41,14 +41,16 @@ class Refusal(Exception):
 def unknown(op: object) -> Refusal:
     """The refusal of an operation that is in no table."""
     do = "compute it outside of the mod and capture the result"
+    raises: type[FlexAttnError] = NoKernelError
     if getattr(op, "namespace", "aten") not in ("aten", "prims", "prim"):
         name = str(getattr(op, "overloadpacket", op)).replace(".", "::")
         do = f'say what it computes in torch\'s operations: flexattn.register_op("{name}", ...)'
+        raises = UnsupportedError
     return Refusal(
         f"uses {op}",
         "a mod is made of pointwise operations, indexing, views and small reductions",
         do,
-        raises=UnsupportedError,
+        raises=raises,
     )
 
 
