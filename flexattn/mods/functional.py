@@ -10,7 +10,9 @@ from torch.func import functionalize
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from flexattn.mods.refusal import SourceLine
+from flexattn.mods.refusal import Refusal, SourceLine, unread
+
+_PASSES = 3
 
 
 def writes(op: Any) -> bool:
@@ -35,10 +37,18 @@ def functional(
     """The same graph by torch's functionalization, which keeps views; as it is without a write.
 
     inputs: as make_fx was given. table: torch's decompositions. Nothing but tensors that the
-    graph makes is written to.
+    graph makes is written to. Raises Refusal for a write that torch does not follow.
     """
-    if not any(writes(node.target) for node in graph.graph.nodes):
-        return graph
+    # What is written to may have a decomposition that writes itself.
+    for _ in range(_PASSES):
+        if any(writes(node.target) for node in graph.graph.nodes):
+            graph = _functional(graph, inputs, table)
+    return graph
+
+
+def _functional(
+    graph: GraphModule, inputs: Sequence[Tensor], table: Mapping[Any, Callable[..., Any]]
+) -> GraphModule:
     # What is no functional tensor could not be the source of one that is written to.
     names = [
         str(node.target)
@@ -77,11 +87,23 @@ class _Again(Interpreter):
 
     def run_node(self, node: Node) -> Any:
         """What the node gives."""
-        before = nodes_of()
-        count = len(before)
-        result = super().run_node(node)
-        mark(count, node.meta.get("user_line"))
+        before, line = len(nodes_of()), node.meta.get("user_line")
+        try:
+            result = super().run_node(node)
+        except Refusal:
+            raise
+        except Exception as error:
+            refusal = unread(f"{node.target} where a mod writes to a tensor")
+            refusal.line = line
+            raise refusal from error
+        mark(before, line)
         return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What a function gives; torch's functionalization knows no views and writes of prims."""
+        if getattr(target, "namespace", "") == "prims":
+            target = target.impl_aten
+        return super().call_function(target, args, kwargs)
 
 
 def nodes_of() -> Any:

@@ -91,11 +91,11 @@ class Guard(TorchDispatchMode):
     """Lets pass what `known` holds; leaves the user's line on every node of the graph.
 
     A registered operator is replaced by what it is known to compute. A write passes where a mod
-    made the tensor itself: `arguments` are others', and so is what is no fake tensor. running: the
-    last operator that came by.
+    made the tensor itself: `arguments` are others', and so is what is no fake tensor beside fake
+    ones. running: the operator that failed. known: None where tensors have values.
     """
 
-    def __init__(self, known: Container[str], arguments: Iterable[torch.Tensor]) -> None:
+    def __init__(self, known: Container[str] | None, arguments: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
         self.arguments = list(arguments)
@@ -147,10 +147,12 @@ class Guard(TorchDispatchMode):
             )
         elif func._schema.is_mutable:
             for each in written(func, args, kwargs):
-                captured = not isinstance(each, FakeTensor) or _shares(each, self.views)
+                captured = _shares(each, self.views)
+                if self.known is not None and not isinstance(each, FakeTensor):
+                    captured = True
                 if captured or (writes(func) and _shares(each, self.arguments)):
                     raise Write(name, captured)
-        elif name not in self.known:
+        elif self.known is not None and name not in self.known:
             raise unknown(func)
 
 

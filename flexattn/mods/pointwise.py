@@ -12,7 +12,7 @@ import torch
 from flexattn.mods.arrays import Array, broadcast
 from flexattn.mods.expr import Expr, const
 from flexattn.mods.ops import OPS, dtype_of, is_float
-from flexattn.mods.refusal import Refusal
+from flexattn.mods.refusal import unread
 from flexattn.mods.simplify import make
 
 Operand = Array | int | float | bool
@@ -28,7 +28,7 @@ def as_array(x: Operand) -> Array:
         return Array.scalar(const(x, "int64"), weak=True)
     if isinstance(x, float):
         return Array.scalar(const(x, "float64"), weak=True)
-    raise Refusal(f"computes with a {type(x).__name__}", "a mod computes with tensors and numbers")
+    raise unread("the place of an extreme" if x is None else f"a {type(x).__name__} as a number")
 
 
 def cast(x: Operand, dtype: str) -> Array:

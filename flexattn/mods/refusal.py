@@ -30,6 +30,7 @@ class Refusal(Exception):
         super().__init__(got)
         self.got, self.rule, self.do = got, rule, do
         self.raises = raises
+        self.line: SourceLine | None = None  # where another than the traceback's is known
 
     def error(
         self, fn: Callable[..., Any], kind: str, line: SourceLine | None = None
@@ -40,17 +41,22 @@ class Refusal(Exception):
 
 def unknown(op: object) -> Refusal:
     """The refusal of an operation that is in no table."""
-    do = "compute it outside of the mod and capture the result"
-    raises: type[FlexAttnError] = NoKernelError
+    found = unread(str(op))
     if getattr(op, "namespace", "aten") not in ("aten", "prims", "prim"):
         name = str(getattr(op, "overloadpacket", op)).replace(".", "::")
-        do = f'say what it computes in torch\'s operations: flexattn.register_op("{name}", ...)'
-        raises = UnsupportedError
+        found.do = f"say what it computes in torch's operations: "
+        found.do += f'flexattn.register_op("{name}", ...)'
+        found.raises = UnsupportedError
+    return found
+
+
+def unread(what: str) -> Refusal:
+    """The refusal of what torch computes, and no kernel here."""
     return Refusal(
-        f"uses {op}",
+        f"uses {what}",
         "a mod is made of pointwise operations, indexing, views and small reductions",
-        do,
-        raises=raises,
+        "compute it outside of the mod and capture the result",
+        raises=NoKernelError,
     )
 
 

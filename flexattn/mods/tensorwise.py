@@ -110,6 +110,11 @@ def _expand(x: Array, size: Sequence[int], implicit: bool = False) -> Array:
     return broadcast(x, shape)
 
 
+def _broadcast_in_dim(x: Array, shape: Sequence[int], dims: Sequence[int]) -> Array:
+    order: list[int | None] = [dims.index(dim) if dim in dims else None for dim in range(len(shape))]
+    return broadcast(_rearranged(x, order), shape)
+
+
 def _unbind(x: Array, dim: int = 0) -> list[Array]:
     return [_select(x, dim, i) for i in range(x.shape[dim])]
 
@@ -339,6 +344,20 @@ def _mean(
     return cast(pointwise("div", total, float(count)), result)
 
 
+def _var(
+    x: Array,
+    dims: Any = None,
+    correction: float | None = 1,
+    keepdim: bool = False,
+) -> Array:
+    count = math.prod(x.shape[dim] for dim in _dims(x, dims))
+    wide = cast(x, _accumulator(x.dtype))
+    away = pointwise("sub", wide, _mean(wide, dims, keepdim=True))
+    total = _reduced("add", pointwise("mul", away, away), dims, keepdim)
+    left = max(count - (1 if correction is None else correction), 0)
+    return cast(pointwise("div", total, float(left)), x.dtype)
+
+
 def _truth(op: str, x: Array, dims: Any = None, keepdim: bool = False) -> Array:
     return _reduced(op, cast(x, "bool"), dims, keepdim)
 
@@ -393,6 +412,7 @@ TENSORWISE: dict[str, Callable[..., Any]] = {
     "select": _select,
     "slice": _slice,
     "expand": _expand,
+    "broadcast_in_dim": _broadcast_in_dim,
     "unbind": _unbind,
     "cat": _cat,
     "stack": _stack,
@@ -421,6 +441,7 @@ TENSORWISE: dict[str, Callable[..., Any]] = {
     "sum": _sum,
     "prod": _prod,
     "mean": _mean,
+    "var": _var,
     "any": partial(_truth, "or"),
     "all": partial(_truth, "and"),
     "amax": partial(_reduced, "maximum"),
