@@ -180,7 +180,8 @@ class Write(Refusal):
 
 def _shares(x: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
     """Whether a tensor lies in the memory of another."""
-    return any(torch._C._is_alias_of(x, each) for each in others)
+    alias: Callable[..., bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+    return any(alias(x, each) for each in others)
 
 
 def _views(func: Any) -> bool:

@@ -211,7 +211,9 @@ def _name(dtype: torch.dtype) -> str:
 POINTWISE: dict[str, Callable[..., Array]] = {
     **{name: partial(pointwise, op.name) for op in OPS.values() for name in op.traced},
     **{f"logical_{op}": partial(_logical, op) for op in ("and", "or", "xor", "not")},
-    **dict.fromkeys(("clone", "alias", "detach", "lift_fresh", "lift_fresh_copy", "positive"), _same),
+    **dict.fromkeys(
+        ("clone", "alias", "detach", "lift_fresh", "lift_fresh_copy", "positive"), _same
+    ),
     "add": _add,
     "sub": _sub,
     "rsub": _rsub,

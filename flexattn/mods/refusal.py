@@ -44,8 +44,9 @@ def unknown(op: object) -> Refusal:
     found = unread(str(op))
     if getattr(op, "namespace", "aten") not in ("aten", "prims", "prim"):
         name = str(getattr(op, "overloadpacket", op)).replace(".", "::")
-        found.do = f"say what it computes in torch's operations: "
-        found.do += f'flexattn.register_op("{name}", ...)'
+        found.do = (
+            f'say what it computes in torch\'s operations: flexattn.register_op("{name}", ...)'
+        )
         found.raises = UnsupportedError
     return found
 

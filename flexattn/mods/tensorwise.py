@@ -111,8 +111,8 @@ def _expand(x: Array, size: Sequence[int], implicit: bool = False) -> Array:
 
 
 def _broadcast_in_dim(x: Array, shape: Sequence[int], dims: Sequence[int]) -> Array:
-    order: list[int | None] = [dims.index(dim) if dim in dims else None for dim in range(len(shape))]
-    return broadcast(_rearranged(x, order), shape)
+    source = dict(zip(dims, range(len(dims)), strict=True))
+    return broadcast(_rearranged(x, list(map(source.get, range(len(shape))))), shape)
 
 
 def _unbind(x: Array, dim: int = 0) -> list[Array]:
