@@ -39,10 +39,11 @@ class Refusal(Exception):
         return self.raises(f"{named_mod(fn, kind, line)} {self.got}", self.rule, self.do)
 
 
-def unknown(op: object) -> Refusal:
+def unknown(op: Any) -> Refusal:
     """The refusal of an operation that is in no table."""
-    found = unread(str(op))
-    if getattr(op, "namespace", "aten") not in ("aten", "prims", "prim"):
+    space = getattr(op, "namespace", "aten")
+    found = unread(f"torch.{op.overloadpacket.__name__}" if space == "prims" else str(op))
+    if space not in ("aten", "prims", "prim"):
         name = str(getattr(op, "overloadpacket", op)).replace(".", "::")
         found.do = (
             f'say what it computes in torch\'s operations: flexattn.register_op("{name}", ...)'
