@@ -186,10 +186,11 @@ def spread(b, h, q, k):
     return kept[k % 3] | (k == 0)
 
 
-I = torch.arange(50)
+POSITIONS = torch.arange(50)
+APART = POSITIONS[:, None] - POSITIONS
 KEPT = {
-    memory: (I < 14) | ((I[:, None] >= I) & (I[:, None] - I < 8)),
-    spread: (I[:, None] % 3 == I % 3) | (I == 0),
+    memory: (POSITIONS < 14) | (APART >= 0) & (APART < 8),
+    spread: (APART % 3 == 0) | (POSITIONS == 0),
 }
 
 
