@@ -67,6 +67,10 @@ class UnsupportedError(FlexAttnError, NotImplementedError):
     """A valid request that this version or this device cannot serve."""
 
 
+class NoKernelError(UnsupportedError, ModError):
+    """A score_mod or mask_mod that no kernel here computes, and that plain torch may."""
+
+
 class SettingsError(FlexAttnError):
     """An environment variable has a value that is not understood, or came too late."""
 

@@ -17,12 +17,12 @@ from flexattn.block_mask.classify import kinds_by_rows
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.block_mask.lists import lists_of
 from flexattn.device import usable
-from flexattn.errors import InputError, InputTypeError, UnsupportedError
+from flexattn.errors import InputError, InputTypeError, NoKernelError, UnsupportedError
 from flexattn.mods import bind
 from flexattn.mods.signatures import MaskMod
 from flexattn.problem import MAX_HEADS, MAX_LENGTH
 from flexattn.problem.read_checks import check_mask_reads
-from flexattn.settings import current
+from flexattn.settings import current, say_once
 
 _SIGNATURE = "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128)"
 
@@ -57,6 +57,8 @@ def create_block_mask(
     row join up, nor by a backward: through `.data`, `.detach().numpy()`, a kernel of one's own or
     a replayed CUDA graph. `mask.kv_num_blocks.add_(0)` afterwards says so.
 
+    A mask that no kernel computes, and plain torch does, has its lists from that square as well.
+
     Raises InputError for sizes that are no integers or too small, ModError for a mask_mod that
     cannot be read, and with FLEXATTN_CHECK=1 CaptureError for one that reads outside of a tensor
     it captures.
@@ -73,7 +75,14 @@ def create_block_mask(
             raise InputError(f"{name}={size}", f"{name} is from {least} to {most}")
     if q_block < 1 or kv_block < 1:
         raise InputError(f"BLOCK_SIZE={BLOCK_SIZE}", "block sizes are at least 1")
-    bound = bind(mask_mod, "mask", where)
+    try:
+        bound = bind(mask_mod, "mask", where)
+    except NoKernelError as why:
+        given = B, H, Q_LEN, KV_LEN, where, (q_block, kv_block), separate_full_blocks
+        mask = _by_torch(mask_mod, why, *given)
+        if compute_dq_write_order:
+            _add_write_order(mask, dq_kv_order)
+        return mask
     if bound is None:
         raise InputTypeError(
             "mask_mod is None",
@@ -98,6 +107,15 @@ def _in_a_graph(mask_mod: MaskMod, *given: Any) -> BlockMask:
     *sizes, separate_full_blocks = given
     rest = {} if separate_full_blocks else {"separate_full_blocks": False}
     return torch_flex.create_block_mask(mask_mod, *sizes, **rest)
+
+
+def _by_torch(mask_mod: MaskMod, why: NoKernelError, *given: Any) -> BlockMask:
+    """The same of a mask that plain torch alone computes; raises `why` if it does not either."""
+    say_once(f"{why.got}: torch's create_block_mask makes its lists, in memory of L x S")
+    try:
+        return _in_a_graph(mask_mod, *given)
+    except RuntimeError:
+        raise why from None
 
 
 def _size(name: str, size: Any) -> int:

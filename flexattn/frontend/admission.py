@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn.block_mask.lazy import LazyBlockMask
-from flexattn.errors import InputError, InputTypeError
+from flexattn.errors import InputError, InputTypeError, NoKernelError
 from flexattn.frontend.call import Call
 from flexattn.frontend.transforms import check_transforms
 from flexattn.kernels.choose import options
@@ -38,6 +38,7 @@ def admit(given: Call) -> Call:
 
     Tensors have autocast's dtype under autocast, and no negative bit (`is_neg`); sinks are
     contiguous, the scale is a float, and a mask that keeps everything is None. No seed is drawn.
+    A mod that plain torch may compute, and no kernel, is left to `route_of`.
     """
     asked = current().batch_invariant, repr(given.kernel_options)
     chosen = _options.get(asked)
@@ -66,18 +67,25 @@ def admit(given: Call) -> Call:
         dropout_p = 0.0
     block_mask = given.block_mask
     score = mask = look_at_score = look_at_mask = None
+    beyond: NoKernelError | None = None
     if given.score_mod is not None:
-        score, look_at_score = bind_on(given.score_mod, "score", q)
+        try:
+            score, look_at_score = bind_on(given.score_mod, "score", q)
+        except NoKernelError as why:
+            beyond = why
     if isinstance(block_mask, BlockMask) and keeps_all(block_mask):
         block_mask = None
     if block_mask is not None:
         checks.check_block_mask(block_mask, q, k)
-        mask, look_at_mask = bind_on(block_mask.mask_mod, "mask", q)
-        _say_shared(block_mask, mask, q)
+        try:
+            mask, look_at_mask = bind_on(block_mask.mask_mod, "mask", q)
+            _say_shared(block_mask, mask, q)
+        except NoKernelError as why:
+            beyond = why
     return Call(
         q, k, v, given.score_mod, block_mask, scale, given.enable_gqa, given.return_lse,
         given.kernel_options, given.return_aux, sinks, *descales, dropout_p, score, mask, chosen,
-        (look_at_score, look_at_mask), dropout,
+        (look_at_score, look_at_mask), dropout, beyond,
     )  # fmt: skip
 
 

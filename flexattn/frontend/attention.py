@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from flexattn.frontend.guards import as_given, guard_key, recall, remember
 from flexattn.frontend.plan import plan
 from flexattn.frontend.transforms import check_memory, check_transforms, functionals, tangent
 from flexattn.kernels.choose import options
+from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods.signatures import ScoreMod
 from flexattn.problem import FP8, checks, out_dtype
 from flexattn.problem.learned import slots_of
@@ -199,6 +201,13 @@ def route_of(call: Call) -> tuple[Route, str]:
         if wants:
             return "reference", f"{wants} requires grad, and there is nothing to attend to"
         return "empty", "there is no query, or no key to attend to"
+    if call.beyond is not None:
+        what = call.beyond.got
+        if not q.is_cuda:
+            return "reference", what
+        if fp8 or checks.mixes(q, call.k) or call.dropout is not None:
+            raise call.beyond
+        return "torch", what
     if wants and (why := _own_gradient(call)):
         why = f"{wants} requires grad, and {why}"
         if q.is_cuda and call.dropout is not None:
@@ -261,12 +270,26 @@ def _empty(call: Call) -> Outputs:
 
 
 def _reference(call: Call) -> Outputs:
-    from flexattn.reference import attention
+    from flexattn.reference import Reference, attention
 
-    out, lse, max_scores = attention(
-        call.q, call.k, call.v, score_mod=call.score_mod, block_mask=call.block_mask,
-        scale=call.scale, sinks=call.sinks, descales=call.descales, dropout=call.dropout,
-    )  # fmt: skip
+    def computed(score_mod: ScoreMod | None, block_mask: BlockMask | None) -> Reference:
+        return attention(
+            call.q, call.k, call.v, score_mod=score_mod, block_mask=block_mask,
+            scale=call.scale, sinks=call.sinks, descales=call.descales, dropout=call.dropout,
+        )  # fmt: skip
+
+    try:
+        out, lse, max_scores = computed(call.score_mod, call.block_mask)
+    except RuntimeError as error:
+        if "vmap" not in str(error):
+            raise
+        if call.beyond is not None:
+            raise call.beyond from error
+        # vmap writes to no tensor that it does not map; an expression has no writes.
+        mask, mask_mod = copy(call.block_mask), mask_callable(call.mask)
+        if mask is not None and mask_mod is not None:
+            mask.mask_mod = mask_mod
+        out, lse, max_scores = computed(score_callable(call.score), mask)
     return Outputs(
         _laid_as(call.q, out),
         lse.float() if call.statistics.lse else None,
@@ -283,16 +306,26 @@ def _laid_as(q: Tensor, out: Tensor) -> Tensor:
 
 
 def _torch(call: Call) -> Outputs:
-    """torch's own flex_attention, which differentiates what the kernels here do not."""
+    """torch's own flex_attention, which computes what the kernels here do not.
+
+    Raises the NoKernelError of a mod that torch does not compile either.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+
     from flexattn.frontend.torch_own import torch_flex_attention
 
     asked = call.statistics
-    out, aux = torch_flex_attention()(
-        call.q, call.k, call.v, score_mod=call.score_mod, block_mask=call.block_mask,
-        scale=call.scale, enable_gqa=call.enable_gqa,
-        kernel_options=options.for_torch(call.kernel_options),
-        return_aux=AuxRequest(asked.lse or call.sinks is not None, asked.max_scores),
-    )  # fmt: skip
+    try:
+        out, aux = torch_flex_attention()(
+            call.q, call.k, call.v, score_mod=call.score_mod, block_mask=call.block_mask,
+            scale=call.scale, enable_gqa=call.enable_gqa,
+            kernel_options=options.for_torch(call.kernel_options),
+            return_aux=AuxRequest(asked.lse or call.sinks is not None, asked.max_scores),
+        )  # fmt: skip
+    except TorchDynamoException as error:
+        if call.beyond is None:
+            raise
+        raise call.beyond from error
     lse = aux.lse
     if call.sinks is not None:
         # torch knows no sinks: what they take from a row follows from its lse alone.

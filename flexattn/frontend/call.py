@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
+from flexattn.errors import NoKernelError
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound, Identity
 from flexattn.mods.signatures import ScoreMod
@@ -31,7 +32,7 @@ class Call(NamedTuple):
     of the call that stands in no key goes into the Problem. score, mask, options, dropout: what
     `admit` found the mods, kernel_options and dropout_p to be.
     looks: the Identity of score_mod and of mask_mod by which `look` found them, from which `watch`
-    makes their guards.
+    makes their guards. beyond: why no kernel computes the mods, which are not bound then.
     A tuple, which is made in a fifth of the time of a frozen dataclass.
     """
 
@@ -55,6 +56,7 @@ class Call(NamedTuple):
     options: Options = NONE
     looks: tuple[Identity | None, Identity | None] = (None, None)
     dropout: Dropout | None = None
+    beyond: NoKernelError | None = None
 
     def facts(self) -> tuple[Any, ...]:
         """What is the same for all calls that one launch can serve; q's, k's and v's come first.
@@ -63,7 +65,7 @@ class Call(NamedTuple):
         """
         (
             q, k, v, _, _, _, enable_gqa, return_lse, options, return_aux, sinks, q_descale,
-            k_descale, v_descale, dropout_p, _, _, _, _, _,
+            k_descale, v_descale, dropout_p, _, _, _, _, _, _,
         ) = self  # fmt: skip
         descales = None
         if not q_descale is k_descale is v_descale is None:

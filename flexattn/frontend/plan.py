@@ -44,8 +44,11 @@ class Plan(NamedTuple):
 def plan(call: Call, facts: tuple[Any, ...] | None = None) -> Plan:
     """Find the launch of a call: from memory when its facts were seen, else made.
 
-    facts: those of the call, where they are known.
+    facts: those of the call, where they are known. Raises NoKernelError for mods that no
+    kernel computes.
     """
+    if call.beyond is not None:
+        raise call.beyond
     lists, masked, sizes, settings = None, "", None, current()
     mask = call.block_mask
     if mask is not None:

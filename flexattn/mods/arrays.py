@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 
+from flexattn.errors import NoKernelError
 from flexattn.mods.analysis.intervals import interval_of
 from flexattn.mods.expr import VARS, Expr, const
 from flexattn.mods.refusal import Refusal
@@ -75,6 +77,7 @@ def check_unroll(terms: int) -> None:
             f"works on {terms} elements for one score",
             f"a reduction or dot product inside a mod is unrolled, up to {UNROLL_LIMIT} terms",
             "compute it outside of the mod, capture the result and index it",
+            raises=NoKernelError,
         )
 
 
@@ -135,34 +138,106 @@ def reshape(array: Array, shape: Sequence[int]) -> Array:
 
 def index(array: Array, positions: Sequence[Array | None]) -> Array:
     """torch's advanced indexing by integer arrays; None leaves a dimension alone."""
-    given = {dim: at for dim, at in enumerate(positions) if at is not None}
-    for position in given.values():
-        if position.dtype in ("bool", "uint8"):
-            raise Refusal("indexes by a boolean mask", "the result's size would depend on data")
-    joint = torch.broadcast_shapes(*(position.shape for position in given.values()))
-    parts = {dim: broadcast(position, joint) for dim, position in given.items()}
-    adjacent = max(parts) - min(parts) + 1 == len(parts)
-    first, last = (min(parts) if adjacent else 0), len(joint)
-    rest = [dim for dim in range(len(array.shape)) if dim not in parts]
+    where = _Joint.of(array, positions)
+    first, last = where.first, where.first + len(where.shape)
 
     def at(index: Index) -> Expr:
-        here, others = index[first : first + last], index[:first] + index[first + last :]
-        full = dict(zip(rest, others, strict=True))
-        for dim, part in parts.items():
-            chosen = make("cast", "int64", (part.at(here),))
-            full[dim] = chosen if array.wraps[dim] else _wrapped(chosen, array.shape[dim])
+        here, others = index[first:last], index[:first] + index[last:]
+        full = dict(zip(where.rest, others, strict=True)) | where.at(here, array)
         return array.at(tuple(full[dim] for dim in range(len(full))))
 
-    def arranged(of_array: Sequence[Any], of_joint: Sequence[Any]) -> tuple[Any, ...]:
-        kept = [of_array[dim] for dim in rest]
-        return (*kept[:first], *of_joint, *kept[first:])
-
     return Array(
-        arranged(array.shape, joint),
+        where.arranged(array.shape, where.shape),
         array.dtype,
         at,
-        wraps=arranged(array.wraps, [False] * len(joint)),
+        wraps=where.arranged(array.wraps, [False] * len(where.shape)),
     )
+
+
+def index_put(
+    array: Array, positions: Sequence[Array | None], value: Array, accumulate: bool = False
+) -> Array:
+    """The array with other elements at these positions; of equal positions the last one counts."""
+    mask = positions[0]
+    if mask is not None and mask.dtype in ("bool", "uint8") and not accumulate:
+        return _where_put(array, mask, value, len(positions))
+    where = _Joint.of(array, positions)
+    check_unroll(math.prod(where.shape))
+    new = broadcast(value, where.arranged(array.shape, where.shape))
+    joint = list(product(*([_int(i) for i in range(size)] for size in where.shape)))
+
+    def at(index: Index) -> Expr:
+        found = array.at(index)
+        for here in joint:
+            inside = const(True, "bool")
+            for dim, place in where.at(here, array, wraps=True).items():
+                same = make("eq", "bool", (index[dim], place))
+                inside = make("and", "bool", (inside, same))
+            given = new.at(where.arranged(index, here))
+            if accumulate:
+                given = make("add", array.dtype, (found, given))
+            found = make("where", array.dtype, (inside, given, found))
+        return found
+
+    return Array(array.shape, array.dtype, at)
+
+
+def _where_put(array: Array, mask: Array, value: Array, masks: int) -> Array:
+    if masks > 1 or value.shape:
+        raise Refusal(
+            "writes more than one value by a boolean mask",
+            "which of them goes where would depend on data",
+            "choose with torch.where",
+        )
+
+    def at(index: Index) -> Expr:
+        inside = make("cast", "bool", (mask.at(index[: len(mask.shape)]),))
+        return make("where", array.dtype, (inside, value.at(()), array.at(index)))
+
+    return Array(array.shape, array.dtype, at)
+
+
+@dataclass(frozen=True, slots=True)
+class _Joint:
+    """Integer arrays that index together: parts by dimension, of one shape.
+
+    rest: the dimensions that none of them indexes. first: where a result has theirs among these.
+    """
+
+    parts: dict[int, Array]
+    shape: tuple[int, ...]
+    rest: list[int]
+    first: int
+
+    @classmethod
+    def of(cls, array: Array, positions: Sequence[Array | None]) -> _Joint:
+        given = {dim: at for dim, at in enumerate(positions) if at is not None}
+        for position in given.values():
+            if position.dtype in ("bool", "uint8"):
+                raise Refusal(
+                    "indexes by a boolean mask",
+                    "the result's size would depend on data",
+                    "choose with torch.where",
+                )
+        joint = torch.broadcast_shapes(*(position.shape for position in given.values()))
+        parts = {dim: broadcast(position, joint) for dim, position in given.items()}
+        adjacent = max(parts) - min(parts) + 1 == len(parts)
+        rest = [dim for dim in range(len(array.shape)) if dim not in parts]
+        return cls(parts, tuple(joint), rest, min(parts) if adjacent else 0)
+
+    def at(self, here: Index, array: Array, wraps: bool = False) -> dict[int, Expr]:
+        """Where an element of theirs is in the array; wraps: as an index that is not negative."""
+        found = {}
+        for dim, part in self.parts.items():
+            chosen = make("cast", "int64", (part.at(here),))
+            kept = array.wraps[dim] and not wraps
+            found[dim] = chosen if kept else _wrapped(chosen, array.shape[dim])
+        return found
+
+    def arranged(self, of_array: Sequence[Any], of_joint: Sequence[Any]) -> tuple[Any, ...]:
+        """What an array has for each dimension, and they for theirs, as a result has it."""
+        kept = [of_array[dim] for dim in self.rest]
+        return (*kept[: self.first], *of_joint, *kept[self.first :])
 
 
 def _int(value: int) -> Expr:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flexattn.errors import UnsupportedError
+from flexattn.errors import NoKernelError, UnsupportedError
 from flexattn.mods import recorded
 from flexattn.mods.captured import captured
 from flexattn.mods.chance import Chance
@@ -39,6 +39,8 @@ class Stats:
 
 
 _sites: Lru[tuple[Any, ...], Site] = Lru(_SITES)
+# What no kernel computes is known again without a trace: plain torch computes it each time.
+_beyond: Lru[tuple[Any, ...], NoKernelError] = Lru(_SITES)
 # One trace at a time: torch's tracer patches what all threads share.
 _tracing = threading.RLock()
 _stats = Stats()
@@ -111,6 +113,7 @@ def stats() -> Stats:
 def clear() -> None:
     """Forget every trace, and count anew."""
     _sites.clear()
+    _beyond.clear()
     _stats.traces = _stats.recognised = 0
 
 
@@ -238,10 +241,19 @@ def _run(fn: Callable[..., Any], kind: str, identity: Identity) -> Trace:
         raise ValueError(f"kind is 'score' or 'mask', not {kind!r}")
     check_arity(fn, kind)
     _check_captures(fn, kind, identity.tensors)
+    sizes = [(t.shape, t.dtype) for t in identity.tensors]
+    key = (*identity.key, *identity.scalars, *sizes) if identity.trusted else None
+    if key is not None and (why := _beyond.get(key)):
+        raise type(why)(why.got, why.rule, why.do)
     _stats.traces += 1
     chance = Chance(identity.sources, identity.key)
     with chance.watched():
-        found = trace(fn, kind, identity.tensors, grad=identity.grad)
+        try:
+            found = trace(fn, kind, identity.tensors, grad=identity.grad)
+        except NoKernelError as why:
+            if key is not None:
+                _beyond.put(key, why.with_traceback(None))
+            raise
     try:
         chance.check()
     except Refusal as refusal:

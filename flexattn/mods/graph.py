@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from flexattn.mods.arrays import Array, buffer
 from flexattn.mods.bind import variant_of
 from flexattn.mods.expr import VARS, Buffer, Expr, Mod
+from flexattn.mods.functional import functional
 from flexattn.mods.guard import op_name
 from flexattn.mods.pointwise import cast
 from flexattn.mods.refusal import Refusal
@@ -175,4 +176,5 @@ class _GraphReader(Reader):
 
         like = [torch.zeros(each.shape, dtype=getattr(torch, each.dtype)) for each in arrays]
         graph = make_fx(called, decompositions(), tracing_mode="fake")(*like)
+        graph = functional(graph, like, decompositions())
         return _GraphReader(graph, ()).read(arrays, exact=False)

@@ -7,17 +7,17 @@ other refuses, at the user's line, what no expression can hold.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexattn.errors import UnsupportedError
 from flexattn.mods.asked import WORDS, Asked, asked
+from flexattn.mods.functional import mark, nodes_of, writes, written
 from flexattn.mods.refusal import Refusal, line_of_frame, unknown
 from flexattn.mods.registered import meaning_of
 
@@ -72,7 +72,10 @@ class Indexing(TorchFunctionMode):
         if func is torch.Tensor.__getitem__:
             return _getitem(*args)
         if func is torch.Tensor.__setitem__:
-            raise _writes(args[0], "x[...] = ...")
+            try:
+                return _setitem(*args)
+            except Write as refusal:
+                raise Write("x[...] = ...", refusal.captured) from None
         if func in WORDS:
             return asked(func, *args, **(kwargs or {}))
         if func in _SIZES and args[0].dim() > 0:
@@ -87,12 +90,17 @@ class Indexing(TorchFunctionMode):
 class Guard(TorchDispatchMode):
     """Lets pass what `known` holds; leaves the user's line on every node of the graph.
 
-    A registered operator is replaced by what it is known to compute.
+    A registered operator is replaced by what it is known to compute. A write passes where a mod
+    made the tensor itself: `arguments` are others', and so is what is no fake tensor beside fake
+    ones. running: the operator that failed. known: None where tensors have values.
     """
 
-    def __init__(self, known: Container[str]) -> None:
+    def __init__(self, known: Container[str] | None, arguments: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
+        self.arguments = list(arguments)
+        self.views: list[torch.Tensor] = []  # of captured tensors
+        self.running: Any = None
 
     def __torch_dispatch__(
         self,
@@ -105,18 +113,19 @@ class Guard(TorchDispatchMode):
         if meaning is not None:
             with self:
                 return meaning(*args, **(kwargs or {}))
-        self._check(func, args)
-        proxies = get_proxy_mode()
-        nodes: Any = proxies.tracer.graph.nodes if proxies else ()
-        before = len(nodes)
-        result = func(*args, **(kwargs or {}))
-        if len(nodes) > before:
-            line = line_of_frame(sys._getframe(1))
-            for node, _ in zip(reversed(nodes), range(len(nodes) - before), strict=False):
-                node.meta["user_line"] = line
+        kwargs = kwargs or {}
+        self.running = func
+        self._check(func, args, kwargs)
+        before = len(nodes_of())
+        result = func(*args, **kwargs)
+        if len(nodes_of()) > before:
+            mark(before, line_of_frame(sys._getframe(1)))
+        if _views(func) and not all(isinstance(x, FakeTensor) for x in _tensors(args)):
+            self.views += _tensors((result,))
+        self.running = None
         return result
 
-    def _check(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _check(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         name = op_name(func)
         if func.namespace == "prim":  # a question about metadata, such as x.device
             return
@@ -136,26 +145,84 @@ class Guard(TorchDispatchMode):
                 "draw them outside of the mod and capture the tensor",
                 raises=UnsupportedError,
             )
-        elif func._schema.is_mutable and not (
-            name == "squeeze_" and isinstance(args[0], FakeTensor)
-        ):
-            raise _writes(args[0], name)
-        elif name not in self.known:
+        elif func._schema.is_mutable:
+            for each in written(func, args, kwargs):
+                captured = _shares(each, self.views)
+                if self.known is not None and not isinstance(each, FakeTensor):
+                    captured = True
+                if captured or (writes(func) and _shares(each, self.arguments)):
+                    raise Write(name, captured)
+        elif self.known is not None and name not in self.known:
             raise unknown(func)
 
 
-def _writes(x: object, how: str) -> Refusal:
-    if isinstance(x, FakeTensor):
-        return Refusal(
-            f"writes in place ({how})",
-            "a mod may not change its inputs or captured tensors",
-            "build a new value: score = score + x, not score += x",
-        )
-    return Refusal(
-        f"writes to a captured tensor ({how})",
-        "a mod is run for all positions at once, in no order, and only reads what it captures",
-        "write to it between calls, outside of the mod: the next call reads what it holds then",
+class Write(Refusal):
+    """A mod writes to what is not its own."""
+
+    def __init__(self, how: str, captured: bool) -> None:
+        self.captured = captured
+        if captured:
+            super().__init__(
+                f"writes to a captured tensor ({how})",
+                "a mod is run for all positions at once, in no order, and only reads what it "
+                "captures",
+                "write to it between calls, outside of the mod: the next call reads what it holds "
+                "then",
+            )
+        else:
+            super().__init__(
+                f"writes to one of its arguments in place ({how})",
+                "a mod may write to tensors that it made, and not to its arguments or views of "
+                "them: x.float() of a float32 x is x itself",
+                "build a new value: score = score + x, not score += x; or write to score.clone()",
+            )
+
+
+def _shares(x: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
+    """Whether a tensor lies in the memory of another."""
+    alias: Callable[..., bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+    return any(alias(x, each) for each in others)
+
+
+def _views(func: Any) -> bool:
+    """Whether what an operator returns may lie in the memory of what it was given."""
+    return not op_name(func).startswith("lift_fresh") and any(
+        each.alias_info is not None for each in func._schema.returns
     )
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    flat = (x for v in values for x in (v if isinstance(v, (list, tuple)) else (v,)))
+    return [x for x in flat if isinstance(x, torch.Tensor)]
+
+
+def _setitem(x: torch.Tensor, position: Any, value: Any) -> None:
+    """x[position] = value, where torch would ask a 0-d index for its value."""
+    items = list(position) if isinstance(position, tuple) else [position]
+    if not any(map(_is_place, items)):
+        x[position] = value
+        return
+    # A view by all that is no tensor; then each tensor in its dimension of that.
+    basic: list[Any] = []
+    for item in items:
+        basic += [slice(None)] * _consumed(item) if isinstance(item, torch.Tensor) else [item]
+    at: list[torch.Tensor | None] = []
+    for place, item in enumerate(items):
+        if isinstance(item, torch.Tensor):
+            at.append(item if item.dtype in (torch.bool, torch.int32) else item.long())
+        elif item is Ellipsis:
+            after = sum(map(_consumed, items[place + 1 :]))
+            at += [None] * (x.dim() - after - sum(map(_consumed, items[:place])))
+        elif not isinstance(item, int):
+            at.append(None)
+    view = x[tuple(basic)]
+    new = value if isinstance(value, torch.Tensor) else view.new_full((), value)
+    torch.ops.aten.index_put_(view, at, new.to(x.dtype))
+
+
+def _is_place(item: Any) -> bool:
+    """Whether an entry of an index is a 0-d tensor that is no truth."""
+    return isinstance(item, torch.Tensor) and item.dim() == 0 and item.dtype != torch.bool
 
 
 def _getitem(x: torch.Tensor, position: Any) -> torch.Tensor:
@@ -165,7 +232,7 @@ def _getitem(x: torch.Tensor, position: Any) -> torch.Tensor:
     rest: list[Any] = []
     dim = 0
     for place, item in enumerate(items):
-        if isinstance(item, torch.Tensor) and item.dim() == 0 and item.dtype != torch.bool:
+        if _is_place(item):
             at = item if item.dtype in (torch.int32, torch.int64) else item.long()
             x = torch.ops.aten.index.Tensor(x, [*[None] * dim, at])
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from flexattn.mods.arrays import Array, broadcast
 from flexattn.mods.expr import Expr, const
 from flexattn.mods.ops import OPS, dtype_of, is_float
-from flexattn.mods.refusal import Refusal
+from flexattn.mods.refusal import unread
 from flexattn.mods.simplify import make
 
 Operand = Array | int | float | bool
@@ -27,7 +28,7 @@ def as_array(x: Operand) -> Array:
         return Array.scalar(const(x, "int64"), weak=True)
     if isinstance(x, float):
         return Array.scalar(const(x, "float64"), weak=True)
-    raise Refusal(f"computes with a {type(x).__name__}", "a mod computes with tensors and numbers")
+    raise unread("the place of an extreme" if x is None else f"a {type(x).__name__} as a number")
 
 
 def cast(x: Operand, dtype: str) -> Array:
@@ -163,6 +164,37 @@ def _logical(op: str, *operands: Operand) -> Array:
     return pointwise(op, *(cast(x, "bool") for x in operands))
 
 
+def _round(x: Operand, decimals: int = 0) -> Array:
+    if decimals == 0:
+        return pointwise("round", x)
+    there, back = ("mul", "div") if decimals > 0 else ("div", "mul")
+    scale = 10.0 ** abs(decimals)
+    return pointwise(back, pointwise("round", pointwise(there, x, scale)), scale)
+
+
+def _signbit(x: Array) -> Array:
+    if is_float(x.dtype):  # -0.0 has one
+        x = pointwise("copysign", cast(1, x.dtype), x)
+    return pointwise("lt", cast(x, "int64") if x.dtype == "bool" else x, 0)
+
+
+def _angle(x: Array) -> Array:
+    if not is_float(x.dtype):
+        x = cast(x, _name(torch.get_default_dtype()))
+    turned = _where(pointwise("lt", x, 0), cast(math.pi, x.dtype), cast(0, x.dtype))
+    return _where(pointwise("isnan", x), x, turned)
+
+
+def _number_of(op: str, x: Operand, y: Operand) -> Array:
+    """fmax and fmin: NaN only where both are."""
+    dtype = promoted([as_array(x), as_array(y)])
+    x, y = cast(x, dtype), cast(y, dtype)
+    if not is_float(dtype):
+        return pointwise(op, x, y)
+    either = _where(pointwise("isnan", y), x, pointwise(op, x, y))
+    return _where(pointwise("isnan", x), y, either)
+
+
 def _convert(x: Array, dtype: torch.dtype | None = None, **_: Any) -> Array:
     return x if dtype is None else cast(x, _name(dtype))
 
@@ -179,7 +211,9 @@ def _name(dtype: torch.dtype) -> str:
 POINTWISE: dict[str, Callable[..., Array]] = {
     **{name: partial(pointwise, op.name) for op in OPS.values() for name in op.traced},
     **{f"logical_{op}": partial(_logical, op) for op in ("and", "or", "xor", "not")},
-    **dict.fromkeys(("clone", "alias", "detach", "lift_fresh", "lift_fresh_copy"), _same),
+    **dict.fromkeys(
+        ("clone", "alias", "detach", "lift_fresh", "lift_fresh_copy", "positive"), _same
+    ),
     "add": _add,
     "sub": _sub,
     "rsub": _rsub,
@@ -190,7 +224,14 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     "clamp_min": _clamp,
     "clamp_max": lambda x, high: _clamp(x, None, high),
     "relu": _relu,
+    "round": _round,
+    "signbit": _signbit,
+    "angle": _angle,
+    "fmax": partial(_number_of, "maximum"),
+    "fmin": partial(_number_of, "minimum"),
     "masked_fill": lambda x, mask, value: _where(mask, cast(value, x.dtype), x),
+    "copy": lambda x, y, *_: broadcast(cast(y, x.dtype), x.shape),
+    "fill": lambda x, value: broadcast(cast(value, x.dtype), x.shape),
     "_to_copy": _convert,
     "convert_element_type": _convert,
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flexattn.errors import FlexAttnError, ModError, UnsupportedError
+from flexattn.errors import FlexAttnError, ModError, NoKernelError, UnsupportedError
 
 SourceLine = tuple[str, int]
 
@@ -30,6 +30,7 @@ class Refusal(Exception):
         super().__init__(got)
         self.got, self.rule, self.do = got, rule, do
         self.raises = raises
+        self.line: SourceLine | None = None  # where another than the traceback's is known
 
     def error(
         self, fn: Callable[..., Any], kind: str, line: SourceLine | None = None
@@ -38,17 +39,26 @@ class Refusal(Exception):
         return self.raises(f"{named_mod(fn, kind, line)} {self.got}", self.rule, self.do)
 
 
-def unknown(op: object) -> Refusal:
+def unknown(op: Any) -> Refusal:
     """The refusal of an operation that is in no table."""
-    do = "compute it outside of the mod and capture the result"
-    if getattr(op, "namespace", "aten") not in ("aten", "prims", "prim"):
+    space = getattr(op, "namespace", "aten")
+    found = unread(f"torch.{op.overloadpacket.__name__}" if space == "prims" else str(op))
+    if space not in ("aten", "prims", "prim"):
         name = str(getattr(op, "overloadpacket", op)).replace(".", "::")
-        do = f'say what it computes in torch\'s operations: flexattn.register_op("{name}", ...)'
+        found.do = (
+            f'say what it computes in torch\'s operations: flexattn.register_op("{name}", ...)'
+        )
+        found.raises = UnsupportedError
+    return found
+
+
+def unread(what: str) -> Refusal:
+    """The refusal of what torch computes, and no kernel here."""
     return Refusal(
-        f"uses {op}",
+        f"uses {what}",
         "a mod is made of pointwise operations, indexing, views and small reductions",
-        do,
-        raises=UnsupportedError,
+        "compute it outside of the mod and capture the result",
+        raises=NoKernelError,
     )
 
 

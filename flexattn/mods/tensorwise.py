@@ -9,10 +9,20 @@ from typing import Any
 
 import torch
 
-from flexattn.mods.arrays import Array, Index, broadcast, index, literal_array, reshape
+from flexattn.errors import NoKernelError
+from flexattn.mods.arrays import (
+    Array,
+    Index,
+    broadcast,
+    index,
+    index_put,
+    literal_array,
+    reshape,
+)
 from flexattn.mods.expr import Expr, const
 from flexattn.mods.ops import is_float
-from flexattn.mods.pointwise import Operand, cast, pointwise
+from flexattn.mods.pointwise import Operand, as_array, cast, pointwise
+from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import make
 
 _END = 2**62
@@ -100,6 +110,11 @@ def _expand(x: Array, size: Sequence[int], implicit: bool = False) -> Array:
     return broadcast(x, shape)
 
 
+def _broadcast_in_dim(x: Array, shape: Sequence[int], dims: Sequence[int]) -> Array:
+    source = dict(zip(dims, range(len(dims)), strict=True))
+    return broadcast(_rearranged(x, list(map(source.get, range(len(shape))))), shape)
+
+
 def _unbind(x: Array, dim: int = 0) -> list[Array]:
     return [_select(x, dim, i) for i in range(x.shape[dim])]
 
@@ -154,6 +169,70 @@ def _flip(x: Array, dims: Sequence[int]) -> Array:
 
 def _index_select(x: Array, dim: int, position: Array) -> Array:
     return index(x, [*[None] * (dim % len(x.shape)), reshape(position, [-1])])
+
+
+def _diagonal(x: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
+    """torch has the diagonal last."""
+    rank = len(x.shape)
+    one, other = dim1 % rank, dim2 % rank
+    rest = [dim for dim in range(rank) if dim not in (one, other)]
+    down, along = max(-offset, 0), max(offset, 0)
+    length = max(0, min(x.shape[one] - down, x.shape[other] - along))
+
+    def at(i: Index) -> Expr:
+        full = dict(zip(rest, i, strict=False))
+        full[one] = make("add", "int64", (i[-1], _int(down)))
+        full[other] = make("add", "int64", (i[-1], _int(along)))
+        return x.at(tuple(full[dim] for dim in range(rank)))
+
+    return Array((*(x.shape[dim] for dim in rest), length), x.dtype, at)
+
+
+def _diagonal_scatter(x: Array, y: Array, *which: int) -> Array:
+    """x with another diagonal."""
+    offset, dim1, dim2 = (*which, *(0, 0, 1)[len(which) :])
+    one, other = dim1 % len(x.shape), dim2 % len(x.shape)
+
+    def at(i: Index) -> Expr:
+        inside = make("eq", "bool", (make("sub", "int64", (i[other], i[one])), _int(offset)))
+        rest = [each for dim, each in enumerate(i) if dim not in (one, other)]
+        last = make("add", "int64", (i[one], _int(min(offset, 0))))
+        return make("where", x.dtype, (inside, y.at((*rest, last)), x.at(i)))
+
+    return Array(x.shape, x.dtype, at)
+
+
+def _searched(x: Operand, bounds: Array, right: bool, int32: bool) -> Array:
+    """How many of the sorted bounds are before x, by comparing with each; NaN is after all."""
+    if len(bounds.shape) != 1:
+        raise Refusal(
+            f"searches in a tensor of shape {list(bounds.shape)}",
+            "sorted bounds have one dimension",
+            "index it down to one dimension before",
+            raises=NoKernelError,
+        )
+    last = _unsqueeze(as_array(x), len(as_array(x).shape))
+    before = pointwise("not", pointwise("gt" if right else "ge", bounds, last))
+    return _reduced("add", before, len(before.shape) - 1, dtype="int32" if int32 else "int64")
+
+
+def _bucketize(
+    x: Operand, bounds: Array, *, out_int32: bool = False, right: bool = False
+) -> Array:
+    return _searched(x, bounds, right, out_int32)
+
+
+def _searchsorted(
+    bounds: Array,
+    x: Operand,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Array | None = None,
+) -> Array:
+    bounds = bounds if sorter is None else index(bounds, [sorter])
+    return _searched(x, bounds, right or side == "right", out_int32)
 
 
 def _gather(x: Array, dim: int, position: Array, **_: Any) -> Array:
@@ -265,6 +344,20 @@ def _mean(
     return cast(pointwise("div", total, float(count)), result)
 
 
+def _var(
+    x: Array,
+    dims: Any = None,
+    correction: float | None = 1,
+    keepdim: bool = False,
+) -> Array:
+    count = math.prod(x.shape[dim] for dim in _dims(x, dims))
+    wide = cast(x, _accumulator(x.dtype))
+    away = pointwise("sub", wide, _mean(wide, dims, keepdim=True))
+    total = _reduced("add", pointwise("mul", away, away), dims, keepdim)
+    left = max(count - (1 if correction is None else correction), 0)
+    return cast(pointwise("div", total, float(left)), x.dtype)
+
+
 def _truth(op: str, x: Array, dims: Any = None, keepdim: bool = False) -> Array:
     return _reduced(op, cast(x, "bool"), dims, keepdim)
 
@@ -319,29 +412,36 @@ TENSORWISE: dict[str, Callable[..., Any]] = {
     "select": _select,
     "slice": _slice,
     "expand": _expand,
+    "broadcast_in_dim": _broadcast_in_dim,
     "unbind": _unbind,
     "cat": _cat,
     "stack": _stack,
     "flip": _flip,
+    "diagonal": _diagonal,
+    "diagonal_scatter": _diagonal_scatter,
     "index": index,
+    **dict.fromkeys(("index_put", "_unsafe_index_put"), index_put),
+    "bucketize": _bucketize,
+    "searchsorted": _searchsorted,
     "index_select": _index_select,
     "embedding": lambda table, position, *_: index(table, [position]),
     "gather": _gather,
     "take": lambda x, position: index(reshape(x, [-1]), [position]),
+    **dict.fromkeys(("empty", "zeros"), partial(_filled, 0)),
+    **dict.fromkeys(("empty_like", "zeros_like"), partial(_filled_like, 0)),
+    **dict.fromkeys(("new_empty", "new_zeros"), partial(_new_filled, 0)),
     "full": _full,
-    "zeros": partial(_filled, 0),
     "ones": partial(_filled, 1),
     "full_like": _full_like,
-    "zeros_like": partial(_filled_like, 0),
     "ones_like": partial(_filled_like, 1),
     "new_full": _new_full,
-    "new_zeros": partial(_new_filled, 0),
     "new_ones": partial(_new_filled, 1),
     "scalar_tensor": lambda value, **options: _filled(value, [], **options),
     "arange": _arange,
     "sum": _sum,
     "prod": _prod,
     "mean": _mean,
+    "var": _var,
     "any": partial(_truth, "or"),
     "all": partial(_truth, "and"),
     "amax": partial(_reduced, "maximum"),

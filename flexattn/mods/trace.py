@@ -20,9 +20,10 @@ from flexattn.errors import SignatureError, UnsupportedError
 from flexattn.mods.arrays import Array, buffer, literal_array
 from flexattn.mods.asked import Asked, looked_up
 from flexattn.mods.expr import VARS, Expr
+from flexattn.mods.functional import functional, is_lift, writes
 from flexattn.mods.guard import Guard, Indexing, op_name
 from flexattn.mods.pointwise import POINTWISE, cast
-from flexattn.mods.refusal import Refusal, SourceLine, line_of, unknown
+from flexattn.mods.refusal import Refusal, SourceLine, line_of, unknown, unread
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
 
 TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE}
@@ -68,6 +69,7 @@ def trace(
     names = ARGUMENTS[kind]
     scalars = scalars or {}
     modes: list[Indexing] = []
+    guards: list[Guard] = []
     device = next((t.device for t in known if t.dim()), torch.device("cpu"))
 
     def run(mapped: bool, *inputs: torch.Tensor) -> Any:
@@ -75,7 +77,8 @@ def trace(
         called = rebuild(replaced) if rebuild else fn
         called = _mapped(called) if mapped else called
         modes.append(Indexing())
-        with torch.set_grad_enabled(grad), _no_autocast(device), Guard(_known()), modes[-1]:
+        guards.append(Guard(_known(), inputs))
+        with torch.set_grad_enabled(grad), _no_autocast(device), guards[-1], modes[-1]:
             return called(*inputs[: len(names)])
 
     line: SourceLine | None = None
@@ -91,19 +94,42 @@ def trace(
             raise
         expr = cast(single_result(result, kind), RESULTS[kind]).at()
     except Refusal as refusal:
-        line = line or line_of(refusal.__traceback__)
+        line = line or refusal.line or line_of(refusal.__traceback__)
         raise refusal.error(fn, kind, line) from None
     except Exception as error:
         if type(error).__name__ in _DATA_DEPENDENT or "_local_scalar_dense" in str(error):
             raise Asked().error(fn, kind, line_of(error.__traceback__)) from None
         if lookup := looked_up(error):
             raise lookup.error(fn, kind, line_of(error.__traceback__)) from None
-        failed = Refusal(f"raised {type(error).__name__}: {error}")
+        failed = _failed(fn, kind, known, error, guards[-1].running if guards else None)
         raise failed.error(fn, kind, line_of(error.__traceback__)) from error
     mode = modes[-1]
     volatile = mode.volatile or len(reader.tensors) > len(known)
     asked = mode.asked | ({"shape"} if reader.sized else set())
     return Trace(expr, tuple(reader.tensors), tuple(sorted(asked)), volatile)
+
+
+def _failed(
+    fn: Callable[..., Any],
+    kind: str,
+    known: Sequence[torch.Tensor],
+    error: Exception,
+    running: Any,
+) -> Refusal:
+    """The user's own error, if plain torch raises one for a position, too; else the tracer's."""
+    inputs = [torch.zeros((), dtype=getattr(torch, VARS[name])) for name in ARGUMENTS[kind]]
+    try:
+        with Guard(None, [*inputs, *known]), Indexing():
+            _mapped(fn)(*inputs)
+    except Refusal:
+        pass
+    except Exception as own:
+        return Refusal(
+            f"raised {type(own).__name__}: {own}",
+            "a mod runs to its end for every position",
+            "mend this line",
+        )
+    return unread(f"{running}" if running is not None else "what torch's tracer cannot follow")
 
 
 def check_arity(fn: Any, kind: str) -> None:
@@ -167,7 +193,7 @@ class Reader:
     def _constant(self, node: Node) -> Array:
         tensor = getattr(self.graph, str(node.target))
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if all(map(_is_lift, node.users)):
+        if all(map(is_lift, node.users)):
             return literal_array(tensor.flatten().tolist(), tensor.shape, dtype)
         slots = [slot for slot, known in enumerate(self.tensors) if known is tensor]
         if not slots:
@@ -183,16 +209,16 @@ class Reader:
             raise unknown(target)
         captured = [a for a in _arrays((*args, *kwargs.values())) if a.captured]
         self.sized |= bool(captured) and reads_sizes(name, args)
-        result = TABLE[name](*args, **kwargs)
+        try:
+            result = TABLE[name](*args, **kwargs)
+        except Refusal:
+            raise
+        except Exception as error:  # torch computes it: an option or a form that no row has
+            raise unread(f"{target} in a form that it has not elsewhere") from error
         if captured:
             for array in _arrays(result):
                 array.captured = bool(array.shape)
         return result
-
-
-def _is_lift(user: Node) -> bool:
-    """Whether a node takes over a tensor that the mod itself made of numbers."""
-    return user.op == "call_function" and op_name(user.target).startswith("lift_fresh")
 
 
 def _arrays(values: Any) -> list[Array]:
@@ -271,7 +297,7 @@ def _graph(run: Callable[..., Any], dtypes: Sequence[str], device: torch.device)
             tracing_mode="fake",
             _allow_non_fake_inputs=True,
         )
-        return made(*inputs)
+        return functional(made(*inputs), inputs, decompositions())
 
     try:
         return traced(mapped=False)
@@ -313,13 +339,13 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 @lru_cache(maxsize=1)
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """torch's decompositions of every operation that the tables do not hold."""
+    """torch's decompositions of every operation that the tables do not hold, and no write is."""
     from torch._decomp import decomposition_table
 
     return {
         op: decomposed
         for op, decomposed in decomposition_table.items()
-        if isinstance(op, torch._ops.OpOverload) and op_name(op) not in TABLE
+        if isinstance(op, torch._ops.OpOverload) and op_name(op) not in TABLE and not writes(op)
     }
 
 

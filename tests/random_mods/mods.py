@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +22,34 @@ SIGNATURES = {
 }
 # Where a mask is tried before it is taken: most rows keep a key there.
 TRIAL = {"B": 2, "H": 3, "L": 45, "S": 61}
+
+
+# What is done to a score, or a truth, in the memory that a mod has made for it, and beside it by
+# operations that few mods use.
+OWN_SCORES = (
+    "x += 0.25",
+    "x -= (q_idx - kv_idx).abs().clamp(max=50) * 0.02",
+    "x.mul_(0.5).add_(kv_idx * 0.01)",
+    "x.clamp_(min=-50.0)",
+    "x[()] = x * 0.75",
+    "x.copy_(torch.asinh(x) + x * 0.25)",
+    "x = torch.hypot(x, torch.ones_like(x) * 0.5)",
+    "x = x + torch.copysign(x.abs() * 0.25 + 0.5, kv_idx - q_idx + 0.5)",
+    "x = torch.fmax(x, x * 0.25) - torch.fmin(x, torch.zeros_like(x)) * 0.5",
+    "x = x + torch.erfinv(torch.tanh(x) * 0.75)",
+    "x = x + torch.atanh(torch.tanh(x) * 0.75) - torch.acosh(x.abs() + 1.5)",
+    "x = torch.logaddexp(x, x * 0.5)",
+    "x = torch.lerp(x, x * 0.5, 0.3) + torch.nn.functional.mish(x)",
+    "x += torch.bucketize(kv_idx, torch.tensor([3, 10, 40], device=kv_idx.device)) * 0.1",
+    "x += torch.round(q_idx * 0.0717, decimals=1)",
+)
+OWN_MASKS = (
+    "x |= q_idx - kv_idx == 3",
+    "x |= (q_idx - kv_idx).abs() < 5",
+    "x.logical_or_(kv_idx < 2)",
+    "x[()] = x | (kv_idx % 7 == 2)",
+    "x |= torch.bucketize(kv_idx, torch.tensor([3, 10], device=kv_idx.device)) == 1",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +128,28 @@ def random_mod(seed: int, index: int) -> RandomMod:
     kind = draw.choice(("score", "score", "mask", "both", "both"))
     score = _score(draw) if kind != "mask" else None
     mask = _mask(draw) if kind != "score" else None
-    return RandomMod(seed, index, score, mask)
+    return RandomMod(seed, index, *own_tensors(seed, index, score, mask))
+
+
+def own_tensors(
+    seed: int, index: int, score: Part | None, mask: Part | None
+) -> tuple[Part | None, Part | None]:
+    """A score_mod and a mask_mod of which some write to tensors that they made themselves.
+
+    Drawn apart: the others are what they were before.
+    """
+    draw = random.Random(f"{seed} {index} own")
+    if score is not None and draw.random() < 0.4 and "inf" not in score.result:
+        steps = draw.choices(OWN_SCORES, k=draw.randint(1, 3))
+        score = replace(
+            score, lines=(*score.lines, f"x = {score.result} * 1.0", *steps), result="x"
+        )
+    if mask is not None and draw.random() < 0.4:
+        # vmap writes to what has all positions.
+        first = f"x = {mask.result} & (b + h + q_idx + kv_idx >= 0)"
+        steps = draw.choices(OWN_MASKS, k=draw.randint(1, 2))
+        mask = replace(mask, lines=(*mask.lines, first, *steps), result="x")
+    return score, mask
 
 
 @lru_cache(maxsize=1)
@@ -115,7 +164,8 @@ def random_score(seed: int, index: int) -> RandomMod:
     draw = random.Random(f"{seed} {index} score")
     while not differentiable(score := _score(draw)):
         pass
-    return RandomMod(seed, index, score, _mask(draw) if draw.random() < 0.5 else None)
+    mask = _mask(draw) if draw.random() < 0.5 else None
+    return RandomMod(seed, index, *own_tensors(seed, index, score, mask))
 
 
 def differentiable(part: Part) -> bool:

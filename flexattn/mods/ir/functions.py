@@ -76,6 +76,23 @@ FUNCTIONS = (
         ),
         result="float",
     ),
+    Op(
+        "hypot",
+        "libdevice.hypot({0}, {1})",
+        (
+            lambda g, x, y: g * (x / x.hypot(y)),
+            lambda g, x, y: g * (y / x.hypot(y)),
+        ),
+    ),
+    Op(
+        "copysign",
+        "libdevice.copysign({0}, {1})",
+        (lambda g, x, y: (g * (x.copysign(y) / x)).where(x != 0.0, 0.0), lambda g, x, y: 0.0),
+        result="float",
+    ),
+    Op("asinh", "libdevice.asinh({0})", (lambda g, x: g * (x * x + 1.0).rsqrt(),), result="float"),
+    Op("acosh", "libdevice.acosh({0})", (lambda g, x: g * (x * x - 1.0).rsqrt(),), result="float"),
+    Op("atanh", "libdevice.atanh({0})", (lambda g, x: g / (1.0 - x * x),), result="float"),
     Op("sinh", "libdevice.sinh({0})", (lambda g, x: g * x.cosh(),), result="float"),
     Op("cosh", "libdevice.cosh({0})", (lambda g, x: g * x.sinh(),), result="float"),
     Op(
@@ -101,6 +118,12 @@ FUNCTIONS = (
         nki=Nki("activation", "erf"),
     ),
     Op("erfc", "libdevice.erfc({0})", (lambda g, x: -g * _ERF * (-x * x).exp(),), result="float"),
+    Op(
+        "erfinv",
+        "libdevice.erfinv({0})",
+        (lambda g, x: g / _ERF * (x.erfinv() * x.erfinv()).exp(),),
+        result="float",
+    ),
     Op("lgamma", "libdevice.lgamma({0})", ("it is digamma, which Triton lacks",), result="float"),
     Op(
         "floor",

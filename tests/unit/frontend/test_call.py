@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 from flexattn import create_block_mask, explain, flex_attention
 from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.device import named
+from flexattn.errors import NoKernelError
 from flexattn.frontend import admission
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.call import TENSORS, Call
@@ -59,7 +60,8 @@ OTHERS = {
 # What admit() found the arguments to be: those of one call follow from the others.
 FOUND = {"score": bind(alibi(2, "cpu"), "score"), "mask": bind(causal, "mask"),
          "options": Options(kind="decode"),
-         "looks": (identify(alibi(2, "cpu"), "score"), None), "dropout": Dropout(3)}  # fmt: skip
+         "looks": (identify(alibi(2, "cpu"), "score"), None), "dropout": Dropout(3),
+         "beyond": NoKernelError("a mod that no kernel computes")}  # fmt: skip
 # Arguments that must fit the inputs, of float8 here, before a plan is made.
 EIGHT = {"q_descale", "k_descale", "v_descale"}
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn import create_block_mask, flex_attention
-from flexattn.errors import ModError, SignatureError, UnsupportedError
+from flexattn.errors import ModError, NoKernelError, SignatureError, UnsupportedError
 from flexattn.mods import bind
 
 table = torch.randn(8)
@@ -28,8 +28,71 @@ def in_place(s, b, h, q, k):
     return s
 
 
+def in_place_view(s, b, h, q, k):
+    x = s.float().view(1)
+    x += 1
+    return s
+
+
+def sets_an_argument(s, b, h, q, k):
+    s[...] = 1.0
+    return s
+
+
+def out_argument(s, b, h, q, k):
+    return torch.add(s, 1, out=s)
+
+
 def in_place_capture(s, b, h, q, k):
     return s + table.mul_(2)[h]
+
+
+def in_place_part(s, b, h, q, k):
+    row = big[0]
+    row += s
+    return s
+
+
+def sets_a_capture(s, b, h, q, k):
+    big[h, k] = s
+    return s
+
+
+def sets_a_part(s, b, h, q, k):
+    big.T[2:5].zero_()
+    return s
+
+
+def raises(s, b, h, q, k):
+    raise LookupError("mine")
+
+
+def misshapen(s, b, h, q, k):
+    return s + (table + torch.ones(3)).sum()
+
+
+def misshapen_beside_a_write(s, b, h, q, k):
+    x = s.clone()
+    x += 1
+    return x + (table + torch.ones(3)).sum()
+
+
+def shifts_a_truth(s, b, h, q, k):
+    return s + ((q > k) << 1)
+
+
+def extremes_place(s, b, h, q, k):
+    return s + table.max(0)[1]
+
+
+def with_i(s, b, h, q, k):
+    return s * 1j
+
+
+def masked_parts(s, b, h, q, k):
+    x = table.clone()
+    x[x > 0] = torch.ones(3)
+    return s + x[h]
 
 
 def random(s, b, h, q, k):
@@ -49,7 +112,7 @@ def sorts(s, b, h, q, k):
 
 
 def decomposes_to_nothing_known(s, b, h, q, k):
-    return s + torch.hypot(s, s)
+    return s + torch.digamma(s)
 
 
 def wide(s, b, h, q, k):
@@ -73,16 +136,29 @@ def fails(s, b, h, q, k):
     [
         (branching, ModError, "branches.*torch.where", "if q > k:"),
         (in_place, ModError, "in place.*score = score", "s += 1"),
+        (in_place_view, ModError, r"its arguments.*\(add_\)", "x += 1"),
+        (sets_an_argument, ModError, r"its arguments.*x\[\.\.\.\] = \.\.\.", "s[...] = 1.0"),
+        (out_argument, ModError, r"its arguments.*\(add\)", "out=s"),
         (in_place_capture, ModError, "writes to a captured.*between calls", "table.mul_"),
+        (in_place_part, ModError, r"writes to a captured.*\(add_\)", "row += s"),
+        (sets_a_capture, ModError, r"writes to a captured.*x\[\.\.\.\]", "big[h, k] = s"),
+        (sets_a_part, ModError, r"writes to a captured.*\(zero_\)", "zero_()"),
         (random, UnsupportedError, "random", "rand_like"),
         (read, ModError, "reads", "item"),
         (hidden_read, ModError, "reads|branches", "float"),
         (sorts, UnsupportedError, "sort", "torch.sort"),
-        (decomposes_to_nothing_known, UnsupportedError, "uses prims.hypot", "hypot"),
+        (decomposes_to_nothing_known, UnsupportedError, "uses torch.digamma", "digamma"),
         (wide, ModError, "200 elements.*128", "big[h].sum()"),
         (vector, ModError, r"shape \[8\]", "def vector"),
         (text, ModError, "returns 'score'", "def text"),
         (fails, ModError, "NameError.*undefined_name", "undefined_name"),
+        (raises, ModError, "raised LookupError: mine", "raise LookupError"),
+        (misshapen, ModError, "raised RuntimeError: The size of tensor a", "torch.ones(3)"),
+        (misshapen_beside_a_write, ModError, "RuntimeError: The size of", "torch.ones(3)"),
+        (shifts_a_truth, NoKernelError, "uses aten.__lshift__", "<< 1"),
+        (extremes_place, NoKernelError, "uses the place of an extreme", "max(0)[1]"),
+        (with_i, NoKernelError, "uses a complex as a number", "1j"),
+        (masked_parts, ModError, "more than one value by a boolean mask", "x[x > 0]"),
     ],
 )
 def test_refused_with_its_line(fn, error, says, line):
@@ -92,6 +168,8 @@ def test_refused_with_its_line(fn, error, says, line):
     assert re.search(says, message, re.DOTALL), message
     assert re.search(rf"{__file__}:\d+: `[^`]*{re.escape(line)}", message), message
     assert repr(fn.__name__) in message
+    assert re.search("\n  rule: .+\n  do:   .+", message), message
+    assert not re.search("Fake|Proxy|Functional|unexpected keyword|NoneType", message), message
 
 
 def test_refused_again_the_second_time():
