@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexattn.errors import UnsupportedError
 from flexattn.mods.asked import WORDS, Asked, asked
+from flexattn.mods.host_numbers import given, meets
 from flexattn.mods.refusal import Refusal, line_of_frame, unknown
 from flexattn.mods.registered import meaning_of
 
@@ -69,6 +70,8 @@ class Indexing(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if meets(args, kwargs or {}):
+            args, kwargs = given(func, args, kwargs or {})
         if func is torch.Tensor.__getitem__:
             return _getitem(*args)
         if func is torch.Tensor.__setitem__:

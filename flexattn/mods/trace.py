@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +21,7 @@ from flexattn.mods.arrays import Array, buffer, literal_array
 from flexattn.mods.asked import Asked, looked_up
 from flexattn.mods.expr import VARS, Expr
 from flexattn.mods.guard import Guard, Indexing, op_name
+from flexattn.mods.host_numbers import Recording
 from flexattn.mods.pointwise import POINTWISE, cast
 from flexattn.mods.refusal import Refusal, SourceLine, line_of, unknown
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
@@ -42,50 +43,52 @@ class Trace:
 
     Buffer slots in `expr` index `tensors`: the known ones first, then those that only the
     trace found. `asked`: attributes of tensors for whose present values alone it holds, in
-    order. `volatile`: it holds for this call alone.
+    order. `volatile`: it holds for this call alone. `texts`: what the host computes for each slot
+    of its scalars, which are the callable's own where there are none. `guards`: what the host
+    computes the same of where it holds.
     """
 
     expr: Expr
     tensors: tuple[torch.Tensor, ...]
     asked: tuple[str, ...]
     volatile: bool
+    texts: tuple[str, ...] = ()
+    guards: tuple[str, ...] = ()
 
 
 def trace(
     fn: Callable[..., Any],
     kind: str,
     known: Sequence[torch.Tensor],
-    scalars: Mapping[int, str] | None = None,
-    rebuild: Callable[[Mapping[int, torch.Tensor]], Callable[..., Any]] | None = None,
+    recording: Recording | None = None,
     grad: bool = False,
 ) -> Trace:
     """Run `fn` on traced positions and read the result as one canonical Expr.
 
-    `known` are the captured tensors, whose order numbers the buffers. `scalars` are the slots
-    and dtypes of numbers to become arguments; `rebuild` makes the callable that reads them
-    from tensors instead. grad: the grad mode that it sees. Raises ModError or UnsupportedError.
+    `known` are the captured tensors, whose order numbers the buffers. recording: what notes the
+    uses of the host numbers that `fn` reads, whose slots are the scalars of the Expr. grad: the
+    grad mode that it sees. Raises ModError or UnsupportedError.
     """
     names = ARGUMENTS[kind]
-    scalars = scalars or {}
     modes: list[Indexing] = []
     device = next((t.device for t in known if t.dim()), torch.device("cpu"))
 
+    if recording is not None:
+        recording.device = device
+
     def run(mapped: bool, *inputs: torch.Tensor) -> Any:
-        replaced = dict(zip(scalars, inputs[len(names) :], strict=True))
-        called = rebuild(replaced) if rebuild else fn
-        called = _mapped(called) if mapped else called
+        called = _mapped(fn) if mapped else fn
         modes.append(Indexing())
         with torch.set_grad_enabled(grad), _no_autocast(device), Guard(_known()), modes[-1]:
-            return called(*inputs[: len(names)])
+            return called(*inputs)
 
     line: SourceLine | None = None
     try:
-        graph = _graph(run, [*(VARS[name] for name in names), *scalars.values()], device)
-        reader = Reader(graph, known)
+        graph = _graph(run, [VARS[name] for name in names], device)
+        reader = Reader(graph, known, recording)
         inputs = [Array.scalar(Expr("var", VARS[name], (), name)) for name in names]
-        inputs += [Array.scalar(Expr("scalar", t, (), i), weak=True) for i, t in scalars.items()]
         try:
-            result = reader.read(inputs, exact=not scalars)
+            result = reader.read(inputs, exact=True)
         except Refusal:
             line = reader.line
             raise
@@ -136,8 +139,14 @@ def check_arity(fn: Any, kind: str) -> None:
 class Reader:
     """Interprets a graph of aten operations over lazy arrays."""
 
-    def __init__(self, graph: GraphModule, known: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        graph: GraphModule,
+        known: Sequence[torch.Tensor],
+        recording: Recording | None = None,
+    ) -> None:
         self.graph = graph
+        self.recording = recording
         self.tensors = list(known)
         self.sized = False
         self.line: SourceLine | None = None
@@ -166,6 +175,9 @@ class Reader:
 
     def _constant(self, node: Node) -> Array:
         tensor = getattr(self.graph, str(node.target))
+        number = self.recording.of(tensor) if self.recording else None
+        if number is not None:
+            return Array.scalar(number, weak=True)
         dtype = str(tensor.dtype).removeprefix("torch.")
         if all(map(_is_lift, node.users)):
             return literal_array(tensor.flatten().tolist(), tensor.shape, dtype)
