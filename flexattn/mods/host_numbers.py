@@ -34,8 +34,17 @@ _BINARY = {
     "lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^",
 }  # fmt: skip
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-_UNARY = {"neg": operator.neg, "pos": operator.pos, "invert": operator.invert, "abs": abs}
-_ROUNDING = {"floor": math.floor, "ceil": math.ceil, "trunc": math.trunc}
+_UNARY: dict[str, Callable[..., Any]] = {
+    "neg": operator.neg,
+    "pos": operator.pos,
+    "invert": operator.invert,
+    "abs": abs,
+}
+_ROUNDING: dict[str, Callable[..., Any]] = {
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "trunc": math.trunc,
+}
 _ASKING: dict[str, Callable[..., Any]] = {
     "index": operator.index, "int": int, "float": float, "complex": complex, "str": str,
     "repr": repr, "format": format, "reduce_ex": lambda value, *how: value.__reduce_ex__(*how),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
@@ -33,6 +35,12 @@ _DATA_DEPENDENT = (
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "GuardOnDataDependentSymNode",
+)
+_COMPILED = Refusal(
+    "calls what torch.compile made",
+    "a mod is traced itself, and becomes part of a kernel",
+    "pass the function that was compiled; torch.compile may be around flex_attention",
+    raises=UnsupportedError,
 )
 RESULTS = {"score": "float32", "mask": "bool"}
 
@@ -84,7 +92,8 @@ def trace(
 
     line: SourceLine | None = None
     try:
-        graph = _graph(run, [VARS[name] for name in names], device)
+        with _unsaid():
+            graph = _graph(run, [VARS[name] for name in names], device)
         reader = Reader(graph, known, recording)
         inputs = [Array.scalar(Expr("var", VARS[name], (), name)) for name in names]
         try:
@@ -99,6 +108,8 @@ def trace(
     except Exception as error:
         if type(error).__name__ in _DATA_DEPENDENT or "_local_scalar_dense" in str(error):
             raise Asked().error(fn, kind, line_of(error.__traceback__)) from None
+        if "dynamo-optimized" in str(error):
+            raise _COMPILED.error(fn, kind, line_of(error.__traceback__)) from None
         if lookup := looked_up(error):
             raise lookup.error(fn, kind, line_of(error.__traceback__)) from None
         failed = Refusal(f"raised {type(error).__name__}: {error}")
@@ -294,6 +305,21 @@ def _graph(run: Callable[..., Any], dtypes: Sequence[str], device: torch.device)
             return traced(mapped=True)
         except Exception:
             raise error from None
+
+
+@contextmanager
+def _unsaid() -> Iterator[None]:
+    """torch logs a traceback for what it then raises, of which an error of ours tells."""
+    log, here = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+
+    def others(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    log.addFilter(others)
+    try:
+        yield
+    finally:
+        log.removeFilter(others)
 
 
 def _mapped(fn: Callable[..., Any]) -> Callable[..., Any]:
