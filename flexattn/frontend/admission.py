@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn.block_mask.lazy import LazyBlockMask
-from flexattn.errors import InputError, InputTypeError, NoKernelError
+from flexattn.errors import InputError, InputTypeError, NoKernelError, UnsupportedError
 from flexattn.frontend.call import Call
 from flexattn.frontend.transforms import check_transforms
 from flexattn.kernels.choose import options
@@ -40,6 +40,12 @@ def admit(given: Call) -> Call:
     contiguous, the scale is a float, and a mask that keeps everything is None. No seed is drawn.
     A mod that plain torch may compute, and no kernel, is left to `route_of`.
     """
+    if torch._C._is_tracing():
+        raise UnsupportedError(
+            "called under torch.jit.trace",
+            "TorchScript holds no kernel of ours, and would keep torch's part of a call alone",
+            "use torch.compile",
+        )
     asked = current().batch_invariant, repr(given.kernel_options)
     chosen = _options.get(asked)
     if chosen is None:

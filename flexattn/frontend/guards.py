@@ -68,7 +68,8 @@ def recall(key: tuple[Any, ...] | None, given: Call) -> Outputs | None:
     except TypeError:  # an argument that no key can hold: the long way says what is wrong
         return None
     if pair is None:
-        longer = grown(key, given)
+        # torch.jit's sizes are tensors: the long way says so.
+        longer = None if torch._C._is_tracing() else grown(key, given)
         if longer is None:
             return None
         _seen.put(key, (longer.expiring(_seen, key, given.score_mod, given.block_mask), None))

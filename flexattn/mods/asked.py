@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from flexattn.mods.refusal import Refusal
 
@@ -45,20 +46,37 @@ WORDS: dict[Any, tuple[str, str]] = {
     Tensor.tolist: _ITEM,
     Tensor.__array__: _ARRAY,
     Tensor.numpy: _ARRAY,
+    Tensor.__dlpack__: _ARRAY,
 }
+# What else takes the values of a captured tensor, and says nothing of a traced one.
+READS = frozenset((
+    Tensor.__repr__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__deepcopy__,
+    Tensor.storage, Tensor.untyped_storage,
+))  # fmt: skip
 _NUMPY = "a mod is read as torch's operations, and numpy computes at once with values"
 
 
 def asked(func: Any, *args: Any, **kwargs: Any) -> Any:
     """What a method of a tensor returns; raises Refusal, with words for it, where it cannot."""
-    got, do = WORDS[func]
+    got, do = WORDS.get(func, _ITEM)
     # Of a captured tensor it would take the values of this moment for good.
-    if WORDS[func] is _ARRAY:
+    if WORDS.get(func) is _ARRAY:
         raise Refusal(got, _NUMPY, do)
+    if not isinstance(args[0], FakeTensor):
+        raise read_in_python(func.__name__)
     try:
         return func(*args, **kwargs)
     except Asked:
         raise Refusal(got, _RULE, do) from None
+
+
+def read_in_python(how: str) -> Refusal:
+    """The refusal of what asks a captured tensor for its values."""
+    return Refusal(
+        f"reads the value of a captured tensor in Python ({how})",
+        "captured tensors are read when the kernel runs, not when a mod is traced",
+        "compute with the tensor itself, or capture a Python number",
+    )
 
 
 def looked_up(error: Exception) -> Refusal | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +18,7 @@ from flexattn.mods import recorded
 from flexattn.mods.captured import captured
 from flexattn.mods.chance import Chance
 from flexattn.mods.expr import Buffer
+from flexattn.mods.host_numbers import program, scalars_of
 from flexattn.mods.identity import Identity, identify
 from flexattn.mods.lift import lift, replaceable
 from flexattn.mods.numbers import derived, reaching_divisors
@@ -28,6 +31,9 @@ from flexattn.settings import current
 from flexattn.util.lru import Lru
 
 _SITES = 512
+# Guards of a site are computed at every call.
+_MOST_GUARDS = 16
+_SCALAR = r"s\[\d+\]"
 
 
 @dataclass(slots=True)
@@ -101,8 +107,9 @@ def watch(
         return None
     if not SIZE_ATTRIBUTES.issuperset(site.asked):  # a witness looks at sizes alone
         return None
-    pairs = zip((*found.tensors, *found.scalars), (*bound.tensors, *bound.scalars), strict=True)
-    return witness(fn, identity) if all(one is other for one, other in pairs) else None
+    same = all(map(operator.is_, found.tensors, bound.tensors))
+    same = same and [*map(repr, found.scalars)] == [*map(repr, bound.scalars)]
+    return witness(fn, identity) if same else None
 
 
 def stats() -> Stats:
@@ -178,20 +185,25 @@ def _chosen(
     site: Site, identity: Identity, result: Trace, arguments: frozenset[int]
 ) -> tuple[SiteLayout, Trace]:
     """The layout of a site that a trace belongs to, and the trace as it belongs there."""
-    divisors = arguments & reaching_divisors(result.expr)
+    reaching = [result.texts[slot] for slot in reaching_divisors(result.expr)]
+    divisors = frozenset[int]().union(*map(scalars_of, reaching))
     asked = tuple(sorted({*site.asked, *result.asked}))
+    guards = tuple(sorted({*site.guards, *result.guards}))
     values = tuple(identity.scalars[i] for i in sorted(divisors))
     if divisors and not site.specialises(values):
         general = site.general
-        if general is None or (arguments, asked) != (general.arguments, general.asked):
-            general = site.general = _layout(identity, arguments, asked, general)
+        kept = general and (general.arguments, general.asked, general.guards)
+        if general is None or (arguments, asked, guards) != kept:
+            general = site.general = _layout(identity, arguments, asked, guards, general)
         return general, result
     if divisors:
         site.divisors.add(values)
-        now = {i: identity.scalars[i] for i in divisors}
+        found = enumerate(zip(result.texts, program(result.texts)(identity.scalars), strict=True))
+        now = {slot: value for slot, (text, value) in found if scalars_of(text) <= divisors}
         result, arguments = replace(result, expr=plug(result.expr, now)), arguments - divisors
-    if (arguments, asked) != (site.layout.arguments, site.layout.asked):
-        site.layout = _layout(identity, arguments, asked, site.layout)
+    layout = site.layout
+    if (arguments, asked, guards) != (layout.arguments, layout.asked, layout.guards):
+        site.layout = _layout(identity, arguments, asked, guards, layout)
     return site.layout, result
 
 
@@ -200,12 +212,17 @@ def _lifted(
 ) -> tuple[Trace, frozenset[int]]:
     """The trace with as many scalars as arguments as can be, of those that were seen to differ."""
 
-    def attempt(chosen: frozenset[int], beside: frozenset[int] = frozenset()) -> Trace | None:
-        found = lift(fn, kind, identity, plain, chosen | beside, site.first)
-        if found is None or not beside:
-            return found
-        now = {i: identity.scalars[i] for i in beside}
-        return replace(found, expr=plug(found.expr, now))
+    def attempt(chosen: frozenset[int]) -> tuple[Trace, frozenset[int]] | None:
+        found = lift(fn, kind, identity, plain, chosen) if chosen else plain
+        if found is None:
+            return None
+        # What Python asks for as it is, or in many ways, is better a constant.
+        asked = [each for each in found.guards if re.fullmatch(_SCALAR, each)]
+        if len({*site.guards, *found.guards}) > _MOST_GUARDS:
+            asked = [*found.guards]
+        pinned = frozenset[int]().union(*map(scalars_of, asked))
+        site.fixed |= pinned
+        return attempt(chosen - pinned) if pinned else (found, chosen)
 
     known = site.layout.arguments if site.general is None else site.general.arguments
     new = frozenset(
@@ -216,24 +233,17 @@ def _lifted(
     if not known | new:
         return plain, known
     together = attempt(known | new)
-    if together is None:
-        # torch.clamp takes two numbers or two tensors: what stays constant is lifted beside them.
-        others = frozenset(range(len(identity.scalars))) - site.fixed - known - new
-        beside = frozenset(i for i in others if replaceable(identity, i))
-        together = attempt(known | new, beside) if beside else None
     if together:
-        return together, known | new
+        return together
     best = attempt(known) if known and new else None
     if best is None:
         # What was an argument elsewhere is none beside these constants, so it never is again.
         site.fixed |= known
-        known, best = frozenset(), plain
-    for i in sorted(new) if len(new) > 1 else ():
-        better = attempt(known | {i})
-        if better:
-            known, best = known | {i}, better
-    site.fixed |= new - known
-    return best, known
+        best = plain, frozenset()
+    for i in sorted(new - site.fixed) if len(new) > 1 else ():
+        best = attempt(best[1] | {i}) or best
+    site.fixed |= new - best[1]
+    return best
 
 
 def _run(fn: Callable[..., Any], kind: str, identity: Identity) -> Trace:
@@ -265,9 +275,10 @@ def _layout(
     identity: Identity,
     arguments: frozenset[int],
     asked: tuple[str, ...],
+    guards: tuple[str, ...] = (),
     earlier: SiteLayout | None = None,
 ) -> SiteLayout:
-    return SiteLayout.empty(len(identity.scalars), arguments, asked, earlier)
+    return SiteLayout.empty(len(identity.scalars), arguments, asked, guards, earlier)
 
 
 def variant_of(
@@ -277,7 +288,12 @@ def variant_of(
     earlier: Sequence[Variant] = (),
 ) -> Variant:
     """A trace as a Mod of numbers near the present ones; earlier: those that do not hold them."""
-    expr, found = derived(result.expr, scalars, earlier[-1].numbers if earlier else ())
+    kinds: tuple[type, ...] = ()
+    if result.texts:
+        scalars = program(result.texts)(scalars)
+        kinds = tuple(map(type, scalars))
+    alike = [each for each in earlier if each.texts == result.texts]
+    expr, found = derived(result.expr, scalars, alike[-1].numbers if alike else ())
     expr, tensors, slots = renumber(expr)
     buffers = tuple(
         Buffer(str(t.dtype).removeprefix("torch."), t.dim())
@@ -285,7 +301,8 @@ def variant_of(
     )
     numbers = tuple(found[slot] for slot in slots)
     names = tuple(number.dtype for number in numbers)
-    return Variant(interned(kind, expr, buffers, names), tensors, numbers)
+    mod = interned(kind, expr, buffers, names)
+    return Variant(mod, tensors, numbers, result.texts, kinds)
 
 
 def _check_device(fn: Callable[..., Any], kind: str, bound: Bound, device: torch.device) -> None:

@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexattn.errors import UnsupportedError
-from flexattn.mods.asked import WORDS, Asked, asked
+from flexattn.mods.asked import READS, WORDS, Asked, asked, read_in_python
 from flexattn.mods.functional import mark, nodes_of, writes, written
+from flexattn.mods.host_numbers import given, meets
 from flexattn.mods.refusal import Refusal, line_of_frame, unknown
 from flexattn.mods.registered import meaning_of
 
@@ -25,18 +26,28 @@ _SHAPE: Any = torch.Tensor.shape
 _SIZES: frozenset[Any] = frozenset(
     (torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__)
 ) | {_SHAPE.__get__}
-_UNKEPT = frozenset(
+_BYTES: Any = torch.Tensor.nbytes
+_SIZES |= {_BYTES.__get__, torch.numel}
+# What stays the same for tensors of one dtype, rank and kind of device.
+_KEPT = frozenset(
     (
         *(
             getattr(torch.Tensor, name)
             for name in (
-                "stride", "is_contiguous", "data_ptr", "storage_offset", "untyped_storage",
-                "is_inference", "is_shared", "is_pinned",
+                "dim", "ndimension", "is_floating_point", "is_complex", "is_signed",
+                "element_size", "type", "get_device",
             )
         ),
         *(
             getattr(torch.Tensor, name).__get__
-            for name in ("grad", "grad_fn", "is_leaf", "retains_grad", "output_nr", "_version")
+            for name in (
+                "dtype", "device", "ndim", "itemsize", "layout", "is_cuda", "is_cpu", "is_meta",
+                "is_xpu", "is_mps", "is_sparse", "is_quantized", "is_nested",
+            )
+        ),
+        *(
+            getattr(torch, name)
+            for name in ("is_floating_point", "is_complex", "is_signed", "result_type")
         ),
     )
 )  # fmt: skip
@@ -69,6 +80,8 @@ class Indexing(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if meets(args, kwargs or {}):
+            args, kwargs = given(func, args, kwargs or {})
         if func is torch.Tensor.__getitem__:
             return _getitem(*args)
         if func is torch.Tensor.__setitem__:
@@ -76,15 +89,16 @@ class Indexing(TorchFunctionMode):
                 return _setitem(*args)
             except Write as refusal:
                 raise Write("x[...] = ...", refusal.captured) from None
-        if func in WORDS:
+        if func in WORDS or func in READS:
             return asked(func, *args, **(kwargs or {}))
-        if func in _SIZES and args[0].dim() > 0:
-            self.asked.add("shape")
+        result = func(*args, **(kwargs or {}))
+        if func in _SIZES:
+            self.asked |= {"shape"} if args[0].dim() > 0 else set()
         elif func == _REQUIRES_GRAD.__get__:
             self.asked.add("requires_grad")
-        elif func in _UNKEPT:
+        elif func not in _KEPT and _tells(args, result):
             self.volatile = True
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 class Guard(TorchDispatchMode):
@@ -131,11 +145,7 @@ class Guard(TorchDispatchMode):
             return
         if name == "_local_scalar_dense":
             if not isinstance(args[0], FakeTensor):
-                raise Refusal(
-                    "reads the value of a captured tensor in Python",
-                    "captured tensors are read when the kernel runs, not when a mod is traced",
-                    "compute with the tensor itself, or capture a Python number",
-                )
+                raise read_in_python("item")
             if getattr(args[0], "constant", None) is None:
                 raise Asked()
         elif torch.Tag.nondeterministic_seeded in func.tags:
@@ -189,6 +199,13 @@ def _views(func: Any) -> bool:
     return not op_name(func).startswith("lift_fresh") and any(
         each.alias_info is not None for each in func._schema.returns
     )
+
+
+def _tells(args: tuple[Any, ...], result: Any) -> bool:
+    """Whether Python learns something of a tensor, rather than gets one."""
+    found = result if isinstance(result, (tuple, list)) else (result,)
+    given = any(isinstance(each, torch.Tensor) for each in args)
+    return given and not any(isinstance(each, torch.Tensor) for each in found)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

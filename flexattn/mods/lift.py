@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from flexattn.errors import FlexAttnError
+from flexattn.mods.host_numbers import HostNumber, Recording, program, scalars_of
 from flexattn.mods.identity import Identity, Path, identify
 from flexattn.mods.simplify import plug
 from flexattn.mods.substitute import CannotReplace, substitute
@@ -13,40 +15,40 @@ from flexattn.mods.trace import Trace, trace
 
 
 def lift(
-    fn: Callable[..., Any],
-    kind: str,
-    identity: Identity,
-    plain: Trace,
-    chosen: Iterable[int],
-    earlier: Sequence[int | float],
+    fn: Callable[..., Any], kind: str, identity: Identity, plain: Trace, chosen: Iterable[int]
 ) -> Trace | None:
-    """A trace in which the chosen scalars are arguments, or None where they must stay constants.
+    """A trace in which what Python computes of the chosen scalars is arguments, or None.
 
-    The proof is by example, twice: with the present values it must become `plain`, and with the
-    earlier ones what a trace of the earlier callable gives. Code that branches on a number,
-    loops over it or promotes it otherwise than a tensor fails one of the two. Both would hold of
-    a copy that reads the number where it was not replaced: a look at the copy says where it is.
+    It is a trace of a copy, and must become `plain` with the present values. That would hold of
+    a copy that reads a number where it was not replaced, too: a look at one says where it is.
     """
     slots = sorted(chosen)
-    dtypes = {i: "int64" if isinstance(identity.scalars[i], int) else "float64" for i in slots}
-    before = {i: earlier[i] for i in slots}
-    now = {i: identity.scalars[i] for i in slots}
+    recording = Recording()
 
-    def replaced(values: Mapping[int, Any]) -> Any:
-        return substitute(fn, {identity.paths[i]: value for i, value in values.items()})
+    def replaced(values: Iterable[Any]) -> Any:
+        paths = [identity.paths[i] for i in slots]
+        return substitute(fn, dict(zip(paths, values, strict=True)))
 
+    others = {i: _other(identity.scalars[i]) for i in slots}
+    numbers = [HostNumber(recording, f"s[{i}]", identity.scalars[i]) for i in slots]
     try:
-        lifted = trace(fn, kind, identity.tensors, dtypes, replaced, grad=identity.grad)
-        if lifted.volatile or plug(lifted.expr, now) is not plain.expr:
+        seen = identify(replaced(others.values()), kind).scalars
+        if seen != [others.get(i, scalar) for i, scalar in enumerate(identity.scalars)]:
             return None
-        earlier_fn = replaced(before)
-        seen = identify(earlier_fn, kind).scalars
-        if seen != [before.get(i, scalar) for i, scalar in enumerate(identity.scalars)]:
-            return None
-        then = trace(earlier_fn, kind, identity.tensors, grad=identity.grad)
+        lifted = trace(replaced(numbers), kind, identity.tensors, recording, grad=identity.grad)
     except (FlexAttnError, CannotReplace):
         return None
-    return lifted if plug(lifted.expr, before) is then.expr else None
+    texts = tuple(recording.arguments)
+    now = dict(enumerate(program(texts)(identity.scalars)))
+    if recording.failed or lifted.volatile or plug(lifted.expr, now) is not plain.expr:
+        return None
+    constant = {slot: now[slot] for slot, text in enumerate(texts) if not scalars_of(text)}
+    guards = tuple(sorted(recording.guards))
+    return replace(lifted, expr=plug(lifted.expr, constant), texts=texts, guards=guards)
+
+
+def _other(number: int | float) -> int | float:
+    return number + 1 if isinstance(number, int) else float(number == 0)
 
 
 def replaceable(identity: Identity, scalar: int) -> bool:

@@ -26,6 +26,14 @@ _CONTAINERS = (dict, list, tuple)
 # Kept by CPython in front of an instance, which its size then leaves out.
 _MANAGED_WEAKREF, _MANAGED_DICT = 1 << 3, 1 << 4
 _POINTER = tuple.__itemsize__
+# What Python keeps in a class, and adds to when it copies an instance.
+_PYTHONS = frozenset((
+    "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__",
+    "__annotate__", "__annotate_func__", "__annotations_cache__", "__slots__", "__slotnames__",
+    "__hash__", "__abstractmethods__", "_abc_impl", "__parameters__", "__orig_bases__",
+    "__dataclass_fields__", "__dataclass_params__", "__match_args__", "__firstlineno__",
+    "__static_attributes__", "__new__",
+))  # fmt: skip
 
 
 def visit_object(self: Identity, value: Any, cls: type, path: Path) -> None:
@@ -66,12 +74,16 @@ def visit_class(self: Identity, cls: type, path: Path) -> None:
     self.key.append(weakref.ref(cls))
     if is_library(cls.__module__) or self.again(cls, path):
         return
+    if type(cls) is not type:  # of which a class has attributes, too
+        visit_class(self, type(cls), (path, "type"))
     for base in cls.__mro__:
         if is_library(base.__module__):
             continue
         for name, value in vars(base).items():
-            if name.startswith(("__", "_abc_")) and not isinstance(value, types.FunctionType):
-                continue  # what Python keeps there, and adds to when it copies an instance
+            if _by_name(name, value):
+                if name not in _PYTHONS and (base, path) not in self.bearers[-1:]:
+                    self.bearers.append((base, path))
+                continue
             if isinstance(value, (staticmethod, classmethod)):
                 value = value.__func__
             elif isinstance(value, property):
@@ -80,6 +92,11 @@ def visit_class(self: Identity, cls: type, path: Path) -> None:
                 continue
             self.key.append(name)
             self.visit(value, (path, "attr", name))
+
+
+def _by_name(name: str, value: Any) -> bool:
+    """Whether an attribute of a class counts where code names it alone."""
+    return name.startswith(("__", "_abc_")) and not isinstance(value, types.FunctionType)
 
 
 def visit_attributes(self: Identity) -> None:
@@ -97,7 +114,12 @@ def visit_attributes(self: Identity) -> None:
         dynamic = any(each.dynamic for each in codes)
         for owner, path in list(self.bearers):
             for name, value in list(vars(owner).items()):
-                if (dynamic or name in names) and (id(owner), name) not in done:
+                if isinstance(owner, type):
+                    read = name in names and name not in _PYTHONS and _by_name(name, value)
+                    value = getattr(value, "__func__", value)
+                else:
+                    read = dynamic or name in names
+                if read and (id(owner), name) not in done:
                     done.add((id(owner), name))
                     self.reads = None
                     self.key.append(name)

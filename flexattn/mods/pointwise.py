@@ -141,7 +141,7 @@ def _pow(x: Operand, y: Operand) -> Array:
     if isinstance(y, Array) or y not in _POWERS:
         return pointwise("pow", x, y)
     base = cast(x, promoted([as_array(x), as_array(y)]))
-    if not is_float(base.dtype) and y not in (2, 3):
+    if not is_float(base.dtype) and y not in (0, 2, 3):
         return pointwise("pow", x, y)
     return _POWERS[y](base)
 
@@ -151,6 +151,7 @@ def _square(x: Array) -> Array:
 
 
 _POWERS: dict[float, Callable[[Array], Array]] = {
+    0: lambda x: broadcast(cast(1, x.dtype), x.shape),
     2: _square,
     3: lambda x: pointwise("mul", _square(x), x),
     0.5: partial(pointwise, "sqrt"),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexattn.mods.expr import Buffer, Expr, Mod, fingerprint
+from flexattn.mods.host_numbers import guarded, host_values
 from flexattn.mods.identity import Identity
 from flexattn.mods.numbers import Number
 from flexattn.util.lru import Lru
@@ -35,11 +36,17 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A Mod and where its slots are found among an identity's tensors and scalars."""
+    """A Mod and where its slots are found among an identity's tensors and scalars.
+
+    texts, kinds: what the host computes of the scalars for its numbers, and of which types; none
+    where they are its scalars.
+    """
 
     mod: Mod
     tensors: tuple[int, ...]
     numbers: tuple[Number, ...]
+    texts: tuple[str, ...] = ()
+    kinds: tuple[type, ...] = ()
     # What is bound where there is no slot to fill.
     empty: Bound = field(init=False)
 
@@ -54,6 +61,10 @@ class Variant:
         """The Mod with the values of its slots; None where it was made for other numbers."""
         if not self.tensors and not self.numbers:
             return self.empty
+        if self.texts:
+            scalars = host_values(self.texts, self.kinds, scalars)
+            if scalars is None:
+                return None
         values = [number.value(scalars) for number in self.numbers]
         if None in values:
             return None
@@ -66,6 +77,7 @@ class SiteLayout:
     """Which scalars of a site are arguments, which belong to a variant's key, and its variants.
 
     asked: attributes of the captured tensors that belong to the key, too, for a trace read them.
+    guards: what Python asked of the arguments, which belongs to the key as it is now.
     Variants of one key differ by the range of their numbers; the first that holds them serves.
     A site swaps its layout as a whole, so that another thread never sees half of a change.
     earlier: the layout before. Its variants still hold for the values that they were traced with,
@@ -75,6 +87,7 @@ class SiteLayout:
     arguments: frozenset[int]
     constants: tuple[int, ...]
     asked: tuple[str, ...]
+    guards: tuple[str, ...]
     variants: Lru[tuple[Any, ...], tuple[Variant, ...]]
     earlier: SiteLayout | None = None
 
@@ -84,20 +97,23 @@ class SiteLayout:
         count: int,
         arguments: frozenset[int],
         asked: tuple[str, ...],
+        guards: tuple[str, ...] = (),
         earlier: SiteLayout | None = None,
     ) -> SiteLayout:
         """No variants yet of callables that capture this many scalars."""
         constants = tuple(i for i in range(count) if i not in arguments)
-        return cls(arguments, constants, asked, Lru(_VARIANTS), earlier)
+        return cls(arguments, constants, asked, guards, Lru(_VARIANTS), earlier)
 
     def key(self, identity: Identity) -> tuple[Any, ...]:
         """What tells this call's variant from the others."""
-        if not self.constants and not self.asked:
+        if not self.constants and not self.asked and not self.guards:
             return ()
         scalars = identity.scalars
         # Zero by its text, which tells 0.0 from -0.0.
         values = tuple([scalars[i] or repr(scalars[i]) for i in self.constants])
         tensors = identity.tensors
+        if self.guards:
+            values += guarded(self.guards, scalars)
         return (*values, *(getattr(t, name) for name in self.asked for t in tensors))
 
     def alike(self, identity: Identity) -> tuple[Variant, ...]:
@@ -142,6 +158,12 @@ class Site:
         """What any of its traces asked of tensors."""
         general = self.general
         return self.layout.asked if general is None else self.layout.asked + general.asked
+
+    @property
+    def guards(self) -> tuple[str, ...]:
+        """What any of its traces asked of the arguments."""
+        general = self.general
+        return self.layout.guards if general is None else self.layout.guards + general.guards
 
     def specialises(self, values: tuple[int | float, ...]) -> bool:
         """Whether these values of its divisors may be constants: the first ones seen are."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
@@ -22,6 +24,7 @@ from flexattn.mods.asked import Asked, looked_up
 from flexattn.mods.expr import VARS, Expr
 from flexattn.mods.functional import functional, is_lift, writes
 from flexattn.mods.guard import Guard, Indexing, op_name
+from flexattn.mods.host_numbers import Recording
 from flexattn.mods.pointwise import POINTWISE, cast
 from flexattn.mods.refusal import Refusal, SourceLine, line_of, unknown, unread
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
@@ -34,6 +37,12 @@ _DATA_DEPENDENT = (
     "DynamicOutputShapeException",
     "GuardOnDataDependentSymNode",
 )
+_COMPILED = Refusal(
+    "calls what torch.compile made",
+    "a mod is traced itself, and becomes part of a kernel",
+    "pass the function that was compiled; torch.compile may be around flex_attention",
+    raises=UnsupportedError,
+)
 RESULTS = {"score": "float32", "mask": "bool"}
 
 
@@ -43,52 +52,55 @@ class Trace:
 
     Buffer slots in `expr` index `tensors`: the known ones first, then those that only the
     trace found. `asked`: attributes of tensors for whose present values alone it holds, in
-    order. `volatile`: it holds for this call alone.
+    order. `volatile`: it holds for this call alone. `texts`: what the host computes for each slot
+    of its scalars, which are the callable's own where there are none. `guards`: what the host
+    computes the same of where it holds.
     """
 
     expr: Expr
     tensors: tuple[torch.Tensor, ...]
     asked: tuple[str, ...]
     volatile: bool
+    texts: tuple[str, ...] = ()
+    guards: tuple[str, ...] = ()
 
 
 def trace(
     fn: Callable[..., Any],
     kind: str,
     known: Sequence[torch.Tensor],
-    scalars: Mapping[int, str] | None = None,
-    rebuild: Callable[[Mapping[int, torch.Tensor]], Callable[..., Any]] | None = None,
+    recording: Recording | None = None,
     grad: bool = False,
 ) -> Trace:
     """Run `fn` on traced positions and read the result as one canonical Expr.
 
-    `known` are the captured tensors, whose order numbers the buffers. `scalars` are the slots
-    and dtypes of numbers to become arguments; `rebuild` makes the callable that reads them
-    from tensors instead. grad: the grad mode that it sees. Raises ModError or UnsupportedError.
+    `known` are the captured tensors, whose order numbers the buffers. recording: what notes the
+    uses of the host numbers that `fn` reads, whose slots are the scalars of the Expr. grad: the
+    grad mode that it sees. Raises ModError or UnsupportedError.
     """
     names = ARGUMENTS[kind]
-    scalars = scalars or {}
     modes: list[Indexing] = []
     guards: list[Guard] = []
     device = next((t.device for t in known if t.dim()), torch.device("cpu"))
 
+    if recording is not None:
+        recording.device = device
+
     def run(mapped: bool, *inputs: torch.Tensor) -> Any:
-        replaced = dict(zip(scalars, inputs[len(names) :], strict=True))
-        called = rebuild(replaced) if rebuild else fn
-        called = _mapped(called) if mapped else called
+        called = _mapped(fn) if mapped else fn
         modes.append(Indexing())
         guards.append(Guard(_known(), inputs))
         with torch.set_grad_enabled(grad), _no_autocast(device), guards[-1], modes[-1]:
-            return called(*inputs[: len(names)])
+            return called(*inputs)
 
     line: SourceLine | None = None
     try:
-        graph = _graph(run, [*(VARS[name] for name in names), *scalars.values()], device)
-        reader = Reader(graph, known)
+        with _unsaid():
+            graph = _graph(run, [VARS[name] for name in names], device)
+        reader = Reader(graph, known, recording)
         inputs = [Array.scalar(Expr("var", VARS[name], (), name)) for name in names]
-        inputs += [Array.scalar(Expr("scalar", t, (), i), weak=True) for i, t in scalars.items()]
         try:
-            result = reader.read(inputs, exact=not scalars)
+            result = reader.read(inputs, exact=True)
         except Refusal:
             line = reader.line
             raise
@@ -99,6 +111,8 @@ def trace(
     except Exception as error:
         if type(error).__name__ in _DATA_DEPENDENT or "_local_scalar_dense" in str(error):
             raise Asked().error(fn, kind, line_of(error.__traceback__)) from None
+        if "dynamo-optimized" in str(error):
+            raise _COMPILED.error(fn, kind, line_of(error.__traceback__)) from None
         if lookup := looked_up(error):
             raise lookup.error(fn, kind, line_of(error.__traceback__)) from None
         failed = _failed(fn, kind, known, error, guards[-1].running if guards else None)
@@ -162,8 +176,14 @@ def check_arity(fn: Any, kind: str) -> None:
 class Reader:
     """Interprets a graph of aten operations over lazy arrays."""
 
-    def __init__(self, graph: GraphModule, known: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        graph: GraphModule,
+        known: Sequence[torch.Tensor],
+        recording: Recording | None = None,
+    ) -> None:
         self.graph = graph
+        self.recording = recording
         self.tensors = list(known)
         self.sized = False
         self.line: SourceLine | None = None
@@ -192,6 +212,9 @@ class Reader:
 
     def _constant(self, node: Node) -> Array:
         tensor = getattr(self.graph, str(node.target))
+        number = self.recording.of(tensor) if self.recording else None
+        if number is not None:
+            return Array.scalar(number, weak=True)
         dtype = str(tensor.dtype).removeprefix("torch.")
         if all(map(is_lift, node.users)):
             return literal_array(tensor.flatten().tolist(), tensor.shape, dtype)
@@ -308,6 +331,21 @@ def _graph(run: Callable[..., Any], dtypes: Sequence[str], device: torch.device)
             return traced(mapped=True)
         except Exception:
             raise error from None
+
+
+@contextmanager
+def _unsaid() -> Iterator[None]:
+    """torch logs a traceback for what it then raises, of which an error of ours tells."""
+    log, here = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+
+    def others(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    log.addFilter(others)
+    try:
+        yield
+    finally:
+        log.removeFilter(others)
 
 
 def _mapped(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,8 @@
 compile: 2,000 with no GPU. check: 500 on a GPU, or with FLEXATTN_INTERPRET=1 1,000 in Triton's
 interpreter, against torch's eager flex_attention in float64. masks: the BlockMasks of 5,000, on
 the CPU, against those of the dense masks; with FLEXATTN_INTERPRET=1 a tenth by the kernel too.
-changes: 300, whose captures change between calls, held to what they capture now, on the CPU.
+changes: 300, whose captures change between calls, held to what they capture now, on the CPU;
+a third compute with captured numbers at length, by Python's rules.
 compiled-changes: 200 of these under torch.compile.
 gradients: of 300 in all that they capture, as check runs, against autograd's in float64.
 battery: what a release of Triton is held to: the catalogue forward, backward, in decode and by a

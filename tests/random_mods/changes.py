@@ -22,6 +22,7 @@ from flexattn.mods.site import Bound
 from tests.random_mods.mods import SIGNATURES, everywhere
 from tests.random_mods.outcomes import Outcome, Task, failure
 from tests.random_mods.places import PLACES, PRELUDE, Place
+from tests.random_mods.python_numbers import source as of_numbers
 
 SIZES = (1, 2, 5, 7)
 NAMES = ("b", "h", "q_idx", "kv_idx")
@@ -104,10 +105,18 @@ class Calls:
 
 
 def changing(seed: int, index: int, of: Sequence[Place] = PLACES) -> Changing:
-    """The case of this name. Every place is used before one is used again."""
+    """The case of this name. Every place is used before one is used again.
+
+    Each third one computes with numbers in closures, in Python and at length.
+    """
     draw = random.Random(f"{seed} {index} changes")
     kind = draw.choice(("score", "score", "mask"))
-    first = of[(seed + index) % len(of)]
+    names = SIGNATURES[kind].partition("(")[2][:-1]
+    if index % 3 == 2:
+        text, changes = of_numbers(draw, kind, names)
+        form = draw.choice(FORMS).format(names=names)
+        return Changing(kind, f"{text}{form}", tuple(changes), draw.random() < 0.2)
+    first = of[(seed + index - index // 3) % len(of)]
     places = [first, *draw.choices(of, k=draw.choice((0, 0, 1)))]
     setup, cells, keywords, lines, steps = [], {}, [], [], []
     for i, place in enumerate(places):
@@ -128,7 +137,7 @@ def changing(seed: int, index: int, of: Sequence[Place] = PLACES) -> Changing:
         PRELUDE, *setup, f"def make({', '.join(cells)}):", f"    def {head}:",
         f"        return {result}", f"    return {kind}_mod",
         f"inner = make({', '.join(map(str, cells.values()))})",
-        draw.choice(FORMS).format(names=SIGNATURES[kind].partition("(")[2][:-1]),
+        draw.choice(FORMS).format(names=names),
     ]  # fmt: skip
     draw.shuffle(steps)
     return Changing(kind, "\n".join(source), tuple(steps), draw.random() < 0.2)
@@ -176,7 +185,7 @@ def _compare(modules: list[tuple[dict[str, Any], Calls]], step: str) -> None:
         expected = calls.fresh()
         for again in ("call", "repeated call"):
             got = calls.call()
-            close = torch.allclose(got.float(), expected.float(), rtol=1e-3, atol=1e-3)
+            close = torch.allclose(got.float(), expected.float(), 1e-4, 1e-4, equal_nan=True)
             assert close, f"a stale number in the {again} after {step!r}"
 
 

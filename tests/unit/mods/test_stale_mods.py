@@ -75,6 +75,18 @@ class Number(int):
     pass
 
 
+class Meta(type):
+    gain = 2.0
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
+class Dunder:
+    __gain__ = _abc_gain = 2.0
+
+
 def with_x(thing):
     thing.x = 2.0
     return thing
@@ -82,6 +94,18 @@ def with_x(thing):
 
 def function():
     pass
+
+
+def gain(cls):
+    return cls.gain
+
+
+def dunder(thing):
+    return thing.__gain__
+
+
+def abc_gain(cls):
+    return cls._abc_gain
 
 
 def three(thing):
@@ -121,6 +145,11 @@ CHANGES = {
     "attribute of a function": (with_x(function), peek, three),
     "attribute of a member": (with_x(Member.ONE), peek, three),
     "attribute of a number": (with_x(Number(7)), peek, three),
+    "attribute of a metaclass": (OfMeta, gain, lambda _: setattr(Meta, "gain", 3.0)),
+    "dunder attribute of a class": (
+        Dunder(), dunder, lambda _: setattr(Dunder, "__gain__", 3.0),
+    ),
+    "attribute as of an ABC": (Dunder, abc_gain, lambda _: setattr(Dunder, "_abc_gain", 3.0)),
     "private slot": (Slots(2.0), lambda s: s.read(), lambda s: s.change(3.0)),
     "items that only C sees": (Hidden([2.0]), max, lambda s: s.add(3.0)),
     "partial of a class of its own": (

@@ -1,0 +1,326 @@
+"""Captured numbers that note what Python computes of them, so that the host computes it again.
+
+While a mod is traced, a captured number that may become an argument is a HostNumber: Python
+computes with it by its own rules, and what follows from such numbers alone is a HostNumber too,
+with the text of its computation. Where one meets a tensor, its text becomes an argument. Where
+Python asks for its value (a branch, a length, a C function), the value becomes a guard.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map
+
+from flexattn.mods.expr import Expr
+from flexattn.mods.refusal import Refusal
+
+Program = Callable[[Sequence[int | float]], tuple[Any, ...]]
+
+# What is computed at greater length is a constant: a text may double at every step of a loop.
+_LONGEST = 400
+_PLAIN = (int, float, bool)
+_NAMES = {"abs": abs, "bool": bool, "pow": pow, "round": round, "inf": math.inf, "nan": math.nan}
+_NAMES |= {"floor": math.floor, "ceil": math.ceil, "trunc": math.trunc}
+_BINARY = {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
+    "lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^",
+}  # fmt: skip
+_COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+_UNARY: dict[str, Callable[..., Any]] = {
+    "neg": operator.neg,
+    "pos": operator.pos,
+    "invert": operator.invert,
+    "abs": abs,
+}
+_ROUNDING: dict[str, Callable[..., Any]] = {
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "trunc": math.trunc,
+}
+_ASKING: dict[str, Callable[..., Any]] = {
+    "index": operator.index, "int": int, "float": float, "complex": complex, "str": str,
+    "repr": repr, "format": format, "reduce_ex": lambda value, *how: value.__reduce_ex__(*how),
+}  # fmt: skip
+# Functions of torch that compute alike of a Python number and of a tensor without dimensions.
+_ALIKE = frozenset((
+    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "truediv",
+    "floor_divide", "floordiv", "remainder", "mod", "fmod", "pow", "lshift", "rshift", "and", "or",
+    "xor", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or", "bitwise_xor",
+    "bitwise_left_shift", "bitwise_right_shift", "where", "clamp", "clip", "clamp_min",
+    "clamp_max", "masked_fill",
+))  # fmt: skip
+_ALIKE |= {f"{side}{name}" for side in "ri" for name in _ALIKE}
+
+
+@lru_cache(maxsize=4096)
+def program(texts: tuple[str, ...]) -> Program:
+    """What computes these texts of a callable's scalars, which are `s` in them."""
+    found: Program = eval(f"lambda s: ({''.join(f'{text}, ' for text in texts)})", dict(_NAMES))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def scalars_of(text: str) -> frozenset[int]:
+    """Indices of the captured scalars that a text reads."""
+    return frozenset(map(int, re.findall(r"s\[(\d+)\]", text)))
+
+
+def host_values(
+    texts: tuple[str, ...], kinds: tuple[type, ...], scalars: Sequence[int | float]
+) -> tuple[int | float, ...] | None:
+    """What texts of these types are now; None where Python raises, or has another type, or torch
+    would not take it."""
+    try:
+        found: tuple[int | float, ...] = program(texts)(scalars)
+    except (ArithmeticError, ValueError, TypeError):
+        return None
+    if tuple(map(type, found)) != kinds:
+        return None
+    for each in found:
+        if type(each) is int and not -(2**63) <= each < 2**63:
+            return None
+    return found
+
+
+def guarded(texts: tuple[str, ...], scalars: Sequence[int | float]) -> tuple[Any, ...]:
+    """What guards are now, as parts of a key; a guard of another branch may be undefined."""
+    try:
+        found = program(texts)(scalars)
+    except (ArithmeticError, ValueError, TypeError):
+        if len(texts) == 1:
+            return (None,)
+        return tuple(each for text in texts for each in guarded((text,), scalars))
+    # By its text a NaN is itself, and 0.0 is not -0.0.
+    return tuple((type(x), repr(x) if type(x) is float else x) for x in found)
+
+
+class Recording:
+    """What a trace does with the host numbers that were given to it.
+
+    arguments: the texts that met a tensor, with their present values. guards: whose values Python
+    asked for. failed: a number was kept by its hash, as a cache of results does.
+    """
+
+    def __init__(self) -> None:
+        self.arguments: dict[str, int | float] = {}
+        self.guards: set[str] = set()
+        self.failed = False
+        self.device = torch.device("cpu")
+        self._read: list[tuple[str, torch.Tensor]] = []
+
+    def of(self, tensor: torch.Tensor) -> Expr | None:
+        """The argument that a tensor in a graph is read for."""
+        slots = list(self.arguments)
+        for text, each in self._read:
+            if each is tensor:
+                dtype = "int64" if isinstance(self.arguments[text], int) else "float64"
+                return Expr("scalar", dtype, (), slots.index(text))
+        return None
+
+    def tensor(self, number: HostNumber, dtype: torch.dtype) -> torch.Tensor:
+        """What is computed with in a number's place."""
+        self.arguments[number.text] = number.value
+        with no_dispatch():
+            found = torch.zeros((), dtype=dtype, device=self.device)
+        self._read.append((number.text, found))
+        return found
+
+
+class HostNumber:
+    """An int or a float, as isinstance tells, that notes what is computed of it.
+
+    It is none by its type: C code that would read its value unseen has to ask for it.
+    """
+
+    __slots__ = ("recording", "text", "value")
+    __array_ufunc__ = None  # numpy leaves arithmetic to it
+    __class__: Any = property(lambda self: type(self.value))
+
+    def __init__(self, recording: Recording, text: str, value: int | float) -> None:
+        self.recording, self.text, self.value = recording, text, value
+
+    def asked(self) -> int | float:
+        """Its value, which Python now knows: a guard of the trace."""
+        self.recording.guards.add(self.text)
+        return self.value
+
+    def __bool__(self) -> bool:
+        self.recording.guards.add(f"bool({self.text})")
+        return bool(self.value)
+
+    def __hash__(self) -> int:
+        self.recording.failed = True
+        raise Refusal("keeps a captured number by its hash")
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.value, name)
+        self.asked()
+        return found
+
+    def __pow__(self, other: Any, modulo: Any = None) -> Any:
+        if modulo is None:
+            return _computed("({} ** {})", pow, self, other)
+        return _computed("pow({}, {}, {})", pow, self, other, modulo)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+    def __round__(self, digits: int | None = None) -> Any:
+        if digits is None:
+            return _computed("round({})", round, self)
+        return _computed("round({}, {})", round, self, digits)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*tree_map(_asked, args), **tree_map(_asked, kwargs or {}))
+
+
+def _computed(pattern: str, compute: Callable[..., Any], *operands: Any) -> Any:
+    """What Python computes of host numbers and others; NotImplemented for what are no numbers."""
+    numbers = [each for each in operands if type(each) is HostNumber]
+    values = [each.value if type(each) is HostNumber else each for each in operands]
+    if not all(isinstance(each, (*_PLAIN, complex)) for each in values):
+        return NotImplemented
+    value = compute(*values)
+    text = ""
+    if all(type(each) in _PLAIN for each in values):
+        shown = [x.text if type(x) is HostNumber else f"({_shown(x)})" for x in operands]
+        text = pattern.format(*shown)
+    recording = numbers[0].recording
+    if text and len(text) <= _LONGEST and type(value) in _PLAIN:
+        if type(value) is not bool:
+            return HostNumber(recording, text, value)
+        recording.guards.add(text)
+    else:
+        for number in numbers:
+            number.asked()
+    return value
+
+
+def _shown(number: int | float) -> str:
+    huge = isinstance(number, int) and number.bit_length() > _LONGEST
+    return " " * _LONGEST if huge else repr(number)  # too long, before Python refuses its digits
+
+
+def _asked(value: Any) -> Any:
+    return value.asked() if type(value) is HostNumber else value
+
+
+def _methods() -> None:
+    """Gives HostNumber Python's operators."""
+
+    def operation(pattern: str, compute: Callable[..., Any], reflected: bool = False) -> Any:
+        if reflected:
+            return lambda self, other: _computed(pattern, compute, other, self)
+        return lambda self, *other: _computed(pattern, compute, self, *other)
+
+    def asking(compute: Callable[..., Any]) -> Any:
+        return lambda self, *given: compute(self.asked(), *given)
+
+    for name, symbol in (_BINARY | _COMPARISONS).items():
+        compute = getattr(operator, f"__{name}__")
+        if name != "pow":
+            method = operation(f"({{}} {symbol} {{}})", compute)
+            setattr(HostNumber, f"__{name}__", method)
+        if name in _BINARY:
+            reflected = operation(f"({{}} {symbol} {{}})", compute, reflected=True)
+            setattr(HostNumber, f"__r{name}__", reflected)
+    for name, function in _UNARY.items():
+        pattern = "abs({})" if name == "abs" else f"({_SIGNS[name]}{{}})"
+        setattr(HostNumber, f"__{name}__", operation(pattern, function))
+    for name, function in _ROUNDING.items():
+        setattr(HostNumber, f"__{name}__", operation(f"{name}({{}})", function))
+    for name, function in _ASKING.items():
+        setattr(HostNumber, f"__{name}__", asking(function))
+
+
+_SIGNS = {"neg": "-", "pos": "+", "invert": "~"}
+_methods()
+
+
+def meets(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of torch is given a host number."""
+    return any(map(_holds, args)) or any(map(_holds, kwargs.values()))
+
+
+def _holds(value: Any) -> bool:
+    kind = type(value)
+    return kind is HostNumber or (kind in (list, tuple) and any(map(_holds, value)))
+
+
+def given(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a function of torch is given in place of host numbers: arguments, or their values."""
+    name = str(getattr(func, "__name__", "")).strip("_")
+    if name == "getitem":
+        return (args[0], _indices(args[0], args[1])), {}
+    named = {key: value for key, value in kwargs.items() if key not in ("alpha", "rounding_mode")}
+    operands = [*args, *named.values()]
+    tensors = [each for each in operands if isinstance(each, torch.Tensor)]
+    numbers = [each for each in operands if type(each) is HostNumber]
+    power = name in ("pow", "ipow") and not any(each.is_floating_point() for each in tensors)
+    if name not in _ALIKE or not tensors or not numbers or power:
+        return tree_map(_asked, tuple(args)), tree_map(_asked, dict(kwargs))
+    dtype = _result(operands)
+    clamps = "cla" in name or "clip" in name
+
+    def place(value: Any) -> Any:
+        # torch.clamp takes two numbers or two tensors.
+        if clamps and type(value) in (int, float):
+            value = HostNumber(numbers[0].recording, f"({_shown(value)})", value)
+        if type(value) is HostNumber:
+            return value.recording.tensor(value, dtype)
+        return value
+
+    placed = {key: place(value) for key, value in named.items()}
+    rest = {key: _asked(value) for key, value in kwargs.items() if key not in named}
+    return tuple(map(place, args)), placed | rest
+
+
+def _result(operands: Sequence[Any]) -> torch.dtype:
+    """torch's dtype of what is computed of tensors and numbers, which weigh less."""
+    dtypes = [each.dtype for each in operands if isinstance(each, torch.Tensor)]
+    found = dtypes[0]
+    for dtype in dtypes[1:]:
+        found = torch.promote_types(found, dtype)
+    if not (found.is_floating_point or found.is_complex):
+        numbers = [each for each in operands if isinstance(each, (int, float))]
+        if any(isinstance(each, float) for each in numbers):
+            return torch.get_default_dtype()
+        if found == torch.bool:
+            return torch.int64
+    return found
+
+
+def _indices(x: torch.Tensor, position: Any) -> Any:
+    """An index in which a host number reads a captured tensor where the kernel runs."""
+    items = position if isinstance(position, tuple) else (position,)
+    found: list[Any] = []
+    for dim, item in enumerate(items):
+        plain = all(
+            type(each) in (int, slice, HostNumber)
+            or (isinstance(each, torch.Tensor) and not each.dim() and each.dtype != torch.bool)
+            for each in items[:dim]
+        )
+        if type(item) is HostNumber and isinstance(item.value, int) and plain and dim < x.dim():
+            size = x.shape[dim]
+            inside = f"({-size} <= {item.text} < {size})"
+            if -size <= item.value < size:
+                item.recording.guards.add(inside)
+                item = item.recording.tensor(item, torch.int64)
+        found.append(tree_map(_asked, item))
+    return tuple(found) if isinstance(position, tuple) else found[0]
