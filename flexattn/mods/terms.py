@@ -14,6 +14,9 @@ from flexattn.mods.rules import (
 )
 from flexattn.mods.simplify import make, rebuilt
 
+# How many nodes more than twice its own a score_mod's core may be rewritten to.
+_GROWTH = 64
+
 ALL = frozenset(rules.REWRITES)
 SCORE = Expr("var", VARS["score"], (), "score")
 
@@ -186,7 +189,10 @@ class _Split:
             args = tuple(done[arg] for arg in node.args)
             new = make(node.op, node.dtype, args, node.value) if args else node
             done[node] = self._linear(new) if new.op in ("mul", "div", "neg") else new
-        return rules.times(term.factor, done[term.value])
+        found = done[term.value]
+        if sum(1 for _ in walk(found)) > 2 * len(done) + _GROWTH:  # sums that were shared
+            found = term.value
+        return rules.times(term.factor, found)
 
     def _linear(self, node: Expr) -> Expr:
         if "scale" not in self.allowed or "score" not in self.reads(node):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
@@ -184,6 +184,10 @@ class Reader:
         captured = [a for a in _arrays((*args, *kwargs.values())) if a.captured]
         self.sized |= bool(captured) and reads_sizes(name, args)
         result = TABLE[name](*args, **kwargs)
+        with suppress(Refusal):  # which is raised where a value is asked for
+            for array in _arrays(result):
+                if not array.shape:
+                    array.at()  # now: a value of a thousand steps would recurse as deeply
         if captured:
             for array in _arrays(result):
                 array.captured = bool(array.shape)
