@@ -68,7 +68,7 @@ class Expr(_Interned):
     def __reduce__(self) -> tuple[Callable[..., Expr], tuple[Any, ...]]:
         # One level, however deep the graph is: pickle recurses into what it is given.
         number: dict[Expr, int] = {}
-        rows = []
+        rows: list[tuple[str, str, list[int], Value]] = []
         for node in walk(self):
             number[node] = len(rows)
             rows.append((node.op, node.dtype, [number[arg] for arg in node.args], node.value))
@@ -111,8 +111,11 @@ def const(value: int | float | bool, dtype: str) -> Expr:
     return Expr("const", dtype, (), value)
 
 
-def walk(*roots: Expr) -> Iterator[Expr]:
-    """Every node once, operands before the operations that use them, in a reproducible order."""
+def walk(*roots: Expr, enter: Callable[[Expr], bool] | None = None) -> Iterator[Expr]:
+    """Every node once, operands before the operations that use them, in a reproducible order.
+
+    enter: whether to visit a node's operands, too; None: of every node.
+    """
     seen: set[Expr] = set()
     stack = [(root, False) for root in reversed(roots)]
     while stack:
@@ -122,7 +125,8 @@ def walk(*roots: Expr) -> Iterator[Expr]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack.extend((arg, False) for arg in reversed(node.args) if arg not in seen)
+            if enter is None or enter(node):
+                stack.extend((arg, False) for arg in reversed(node.args) if arg not in seen)
 
 
 def depending(nodes: Iterable[Expr], names: tuple[str, ...]) -> set[Expr]:

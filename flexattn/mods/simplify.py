@@ -155,7 +155,7 @@ def _not(node: Expr) -> Expr | None:
 
 
 def _lattice(node: Expr) -> Expr | None:
-    """and, or: one sorted chain without duplicates, leaning left; a longer one as it is written."""
+    """and, or: one sorted chain without duplicates, leaning left; a long one as it is written."""
     bottom: int | bool = node.dtype == "bool" or -1
     absorbing, neutral = (0, bottom) if node.op == "and" else (bottom, 0)
     x, y = node.args
