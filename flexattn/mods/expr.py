@@ -17,6 +17,8 @@ Value = int | float | bool | str | None
 
 VARS = {"score": "float32", "b": "int64", "h": "int64", "q_idx": "int64", "kv_idx": "int64"}
 
+# Of one mod. A kernel of so many compiles in half a minute.
+MAX_NODES = 4096
 _LONG_LINE = 1000
 
 _nodes: weakref.WeakValueDictionary[Any, Expr] = weakref.WeakValueDictionary()

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexattn.errors import UnsupportedError
 from flexattn.mods.asked import WORDS, Asked, asked
-from flexattn.mods.refusal import Refusal, line_of_frame, unknown
+from flexattn.mods.expr import MAX_NODES
+from flexattn.mods.refusal import Refusal, line_of_frame, too_long, unknown
 from flexattn.mods.registered import meaning_of
 
 _SHAPE: Any = torch.Tensor.shape
@@ -93,6 +94,7 @@ class Guard(TorchDispatchMode):
     def __init__(self, known: Container[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
+        self.calls = 0
 
     def __torch_dispatch__(
         self,
@@ -118,6 +120,9 @@ class Guard(TorchDispatchMode):
 
     def _check(self, func: Any, args: tuple[Any, ...]) -> None:
         name = op_name(func)
+        self.calls += 1
+        if self.calls > MAX_NODES:  # here, for a loop may have no end
+            raise too_long(f"more than {MAX_NODES:,}")
         if func.namespace == "prim":  # a question about metadata, such as x.device
             return
         if name == "_local_scalar_dense":

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flexattn.errors import FlexAttnError, ModError, UnsupportedError
+from flexattn.mods.expr import MAX_NODES
 
 SourceLine = tuple[str, int]
 
@@ -48,6 +49,16 @@ def unknown(op: object) -> Refusal:
         f"uses {op}",
         "a mod is made of pointwise operations, indexing, views and small reductions",
         do,
+        raises=UnsupportedError,
+    )
+
+
+def too_long(size: str) -> Refusal:
+    """The refusal of a mod of so many operations."""
+    return Refusal(
+        f"is {size} operations long",
+        f"a mod has at most {MAX_NODES:,}: compilers take minutes for more",
+        "compute what it repeats outside of the mod, capture it as a tensor and index that",
         raises=UnsupportedError,
     )
 

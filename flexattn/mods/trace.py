@@ -19,10 +19,10 @@ from torch.fx.node import map_aggregate
 from flexattn.errors import SignatureError, UnsupportedError
 from flexattn.mods.arrays import Array, buffer, literal_array
 from flexattn.mods.asked import Asked, looked_up
-from flexattn.mods.expr import VARS, Expr
+from flexattn.mods.expr import MAX_NODES, VARS, Expr, walk
 from flexattn.mods.guard import Guard, Indexing, op_name
 from flexattn.mods.pointwise import POINTWISE, cast
-from flexattn.mods.refusal import Refusal, SourceLine, line_of, unknown
+from flexattn.mods.refusal import Refusal, SourceLine, line_of, too_long, unknown
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
 
 TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE}
@@ -89,7 +89,7 @@ def trace(
         except Refusal:
             line = reader.line
             raise
-        expr = cast(single_result(result, kind), RESULTS[kind]).at()
+        expr = check_size(cast(single_result(result, kind), RESULTS[kind]).at())
     except Refusal as refusal:
         line = line or line_of(refusal.__traceback__)
         raise refusal.error(fn, kind, line) from None
@@ -144,6 +144,17 @@ class Reader:
 
     def read(self, inputs: list[Array], *, exact: bool) -> Any:
         """The graph's result; `exact` compares every dtype with the one that torch found."""
+        try:
+            return self._read(inputs, exact)
+        except RecursionError:
+            raise Refusal(
+                "builds one tensor upon another, too deeply to be read",
+                "tensors that are indexed, reshaped or joined some hundred times have no end",
+                "compute them outside of the mod, capture the result and index it",
+                raises=UnsupportedError,
+            ) from None
+
+    def _read(self, inputs: list[Array], exact: bool) -> Any:
         values: dict[Node, Any] = {}
         arguments = iter(inputs)
 
@@ -246,6 +257,14 @@ def single_result(result: Any, kind: str) -> Array:
         do,
         raises=SignatureError,
     )
+
+
+def check_size(expr: Expr) -> Expr:
+    """The expression, if it is no larger than kernels are compiled for."""
+    size = sum(1 for _ in walk(expr))
+    if size > MAX_NODES:
+        raise too_long(f"{size:,}")
+    return expr
 
 
 def _refuse_mask_dtype(dtype: str) -> NoReturn:
