@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexattn.mods.ops import OPS
+from flexattn.util.locks import renewed
 
 Value = int | float | bool | str | None
 
@@ -22,7 +23,7 @@ MAX_NODES = 4096
 _LONG_LINE = 1000
 
 _nodes: weakref.WeakValueDictionary[Any, Expr] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_lock = renewed(threading.Lock())
 
 
 class _Interned:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from flexattn.mods.guard import Guard, Indexing, op_name
 from flexattn.mods.pointwise import POINTWISE, cast
 from flexattn.mods.refusal import Refusal, SourceLine, line_of, too_long, unknown
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
+from flexattn.util.locks import awaited
 
 TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE}
 ARGUMENTS = {"score": tuple(VARS), "mask": tuple(VARS)[1:]}
@@ -33,6 +35,9 @@ _DATA_DEPENDENT = (
     "DynamicOutputShapeException",
     "GuardOnDataDependentSymNode",
 )
+# One run of torch's tracer at a time, at most as long as `Guard` lets a mod be: it patches what
+# all threads share, and the first run imports much. What is traced is read and rewritten without it.
+_TRACER = awaited(threading.RLock())
 RESULTS = {"score": "float32", "mask": "bool"}
 
 
@@ -288,13 +293,14 @@ def _graph(run: Callable[..., Any], dtypes: Sequence[str], device: torch.device)
         def called(*inputs: torch.Tensor) -> Any:
             return run(mapped, *inputs)
 
-        made = make_fx(
-            called,
-            decomposition_table=decompositions(),
-            tracing_mode="fake",
-            _allow_non_fake_inputs=True,
-        )
-        return made(*inputs)
+        with _TRACER:
+            made = make_fx(
+                called,
+                decomposition_table=decompositions(),
+                tracing_mode="fake",
+                _allow_non_fake_inputs=True,
+            )
+            return made(*inputs)
 
     try:
         return traced(mapped=False)
