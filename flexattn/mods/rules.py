@@ -35,7 +35,7 @@ REWRITES = {
     "decay_skip": "tiles of keys whose weights are proven to vanish in float32 are not visited",
 }
 # How many terms an expression is taken apart into, and in how many steps.
-_TERMS, _STEPS = 64, 512
+_TERMS, _STEPS = 32, 256
 _COSTLY = frozenset(("load", *(op.name for op in OPS.values() if op.slow or op.result == "float")))
 
 
@@ -108,13 +108,13 @@ def spread_terms(expr: Expr, allowed: frozenset[str], reads: Variables, note: No
     not 0, c * (x + y) = c * x + c * y on the extended reals, NaN where either is; for other c too
     where the score is finite, but for x + y = 0 times an infinity. What does not read the score is
     never taken apart: its own sums may cancel, and torch has rounded them so. An expr of more than
-    64 terms stays whole: sums of sums that share theirs would have as many as 2 to their number.
+    32 terms stays whole: sums of sums that share theirs would have as many as 2 to their number.
     """
     pending = [Term(ONE, expr)]
     found: list[Term] = []
     noted: list[tuple[str, Expr]] = []
     for _ in range(_STEPS):
-        if not pending:
+        if not pending or len(found) > _TERMS:
             break
         term = pending.pop()
         factor, node = term.factor, term.value

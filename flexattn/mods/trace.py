@@ -36,7 +36,7 @@ _DATA_DEPENDENT = (
     "GuardOnDataDependentSymNode",
 )
 # One run of torch's tracer at a time, at most as long as `Guard` lets a mod be: it patches what
-# all threads share, and the first run imports much. What is traced is read and rewritten without it.
+# all threads share, and imports much the first time. What is traced is read without it.
 _TRACER = awaited(threading.RLock())
 RESULTS = {"score": "float32", "mask": "bool"}
 
