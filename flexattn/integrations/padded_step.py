@@ -21,6 +21,7 @@ from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.frontend.remembered import parts_of
 from flexattn.integrations.static_step import FEW_KEYS
 from flexattn.runtime.launch import raw_stream
+from flexattn.util.locks import renewed
 from flexattn.util.lru import Lru
 
 # Masks of one table that are kept, one a length.
@@ -83,7 +84,7 @@ class _Batch:
 
     def __init__(self) -> None:
         self.last_row, self._tables = _CHECK, list[_Table]()
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
 
     def mask(self, seen: Tensor) -> LazyBlockMask:
         """That of a table whose last mask nobody holds: one that is held keeps its padding."""

@@ -30,10 +30,11 @@ class Array:
     `weak` marks a Python number, or what was computed from Python numbers alone: it does not
     take part in type promotion within its category. `wraps[d]` says that dimension d is one of
     a buffer's, where the load itself wraps a negative index. `captured` says that sizes in
-    `shape` come from a captured tensor, and so may differ in the next call.
+    `shape` come from a captured tensor, and so may differ in the next call. `parts` are the arrays
+    that it looks at, at the same index.
     """
 
-    __slots__ = ("_at", "_known", "captured", "dtype", "shape", "weak", "wraps")
+    __slots__ = ("_at", "_known", "captured", "dtype", "parts", "shape", "weak", "wraps")
 
     def __init__(
         self,
@@ -43,19 +44,29 @@ class Array:
         *,
         weak: bool = False,
         wraps: Sequence[bool] = (),
+        parts: Sequence[Array] = (),
     ) -> None:
         self.shape = tuple(shape)
         self.dtype = dtype
         self.weak = weak
         self.captured = False
         self.wraps = tuple(wraps) or (False,) * len(self.shape)
+        self.parts = tuple(parts)
         self._at = at
         self._known: dict[Index, Expr] = {}
 
     def at(self, index: Index = ()) -> Expr:
         """The element at an index, one Expr per dimension; each is computed once."""
-        if index not in self._known:
-            self._known[index] = self._at(index)
+        pending = [self]
+        while pending and index not in self._known:
+            array = pending[-1]
+            below = [part for part in array.parts if index not in part._known]
+            if below:
+                pending += below
+                continue
+            pending.pop()
+            if index not in array._known:
+                array._known[index] = array._at(index)
         return self._known[index]
 
     def elements(self, dims: Sequence[int]) -> list[Index]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
-import threading
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FunctionType
@@ -29,6 +29,7 @@ from flexattn.mods.trace import ARGUMENTS, Trace, check_arity, trace
 from flexattn.mods.witness import Witness, witness
 from flexattn.settings import current
 from flexattn.util.lru import Lru
+from flexattn.util.turns import Turns
 
 _SITES = 512
 # Guards of a site are computed at every call.
@@ -47,8 +48,10 @@ class Stats:
 _sites: Lru[tuple[Any, ...], Site] = Lru(_SITES)
 # What no kernel computes is known again without a trace: plain torch computes it each time.
 _beyond: Lru[tuple[Any, ...], NoKernelError] = Lru(_SITES)
-# One trace at a time: torch's tracer patches what all threads share.
-_tracing = threading.RLock()
+# What a site learns is one thread's at a time; threads with other callables go on.
+_turns = Turns()
+# A callable that is looked up while this thread traces another waits for nobody.
+_tracing: ContextVar[bool] = ContextVar("flexattn_tracing", default=False)
 _stats = Stats()
 
 
@@ -76,16 +79,15 @@ def look(
     if isinstance(fn, Bound):
         return fn, None
     identity = identify(fn, kind)
-    if identity.trusted:
+    if identity.trusted and not _tracing.get():
         key = tuple(identity.key)
         site = _sites.get(key)
         found = site.find(identity) if site else None
         if found is None:
-            with _tracing:
+            with _turns.of(key):
                 found = _trace_site(fn, kind, identity, key)
     else:
-        with _tracing:
-            found = _trace_once(fn, kind, identity)
+        found = _trace_once(fn, kind, identity)
     if device is not None:
         _check_device(fn, kind, found, torch.device(device))
     return found, identity
@@ -132,8 +134,7 @@ def record(fn: Callable[..., Any], kind: str, root: Path) -> bool:
     `bind` does.
     """
     identity = identify(fn, kind)
-    with _tracing:
-        plain = _run(fn, kind, identity)
+    plain = _run(fn, kind, identity)
     if plain.volatile or not identity.trusted:
         return False
     if set(plain.asked) - SIZE_ATTRIBUTES:
@@ -257,13 +258,16 @@ def _run(fn: Callable[..., Any], kind: str, identity: Identity) -> Trace:
         raise type(why)(why.got, why.rule, why.do)
     _stats.traces += 1
     chance = Chance(identity.sources, identity.key)
-    with chance.watched():
-        try:
+    token = _tracing.set(True)
+    try:
+        with chance.watched():
             found = trace(fn, kind, identity.tensors, grad=identity.grad)
-        except NoKernelError as why:
-            if key is not None:
-                _beyond.put(key, why.with_traceback(None))
-            raise
+    except NoKernelError as why:
+        if key is not None:
+            _beyond.put(key, why.with_traceback(None))
+        raise
+    finally:
+        _tracing.reset(token)
     try:
         chance.check()
     except Refusal as refusal:

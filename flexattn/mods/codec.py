@@ -7,10 +7,12 @@ import struct
 from typing import Any
 
 from flexattn.errors import CacheError
-from flexattn.mods.expr import VARS, Buffer, Expr, Mod, Value, fingerprint, walk
+from flexattn.mods.expr import MAX_NODES, VARS, Buffer, Expr, Mod, Value, fingerprint, walk
 from flexattn.mods.ops import OPS, is_float, is_int
 
-MAX_NODES, MAX_BUFFERS, MAX_RANK = 4096, 64, 16
+MAX_BUFFERS, MAX_RANK = 64, 16
+# Each captured number stands behind a clamp.
+_ROWS = 2 * MAX_NODES
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _DTYPES = frozenset((*_FLOATS, *INTEGERS, "bool"))
@@ -48,7 +50,7 @@ def from_data(data: Any) -> Mod:
     buffers = tuple(_buffer(each) for each in _list(data["buffers"], MAX_BUFFERS, "buffers"))
     scalars = tuple(_dtype(each) for each in _list(data["scalars"], MAX_BUFFERS, "scalars"))
     nodes: list[Expr] = []
-    for each in _list(data["nodes"], MAX_NODES, "nodes"):
+    for each in _list(data["nodes"], _ROWS, "nodes"):
         nodes.append(_node(each, nodes, kind, buffers, scalars))
     _need(bool(nodes) and nodes[-1].dtype == _RESULTS[kind], "the last node", "it is the result")
     expr = nodes[-1]

@@ -163,7 +163,7 @@ class _Tidy:
         }  # fmt: skip
 
     def __call__(self, expr: Expr) -> Expr:
-        for node in walk(expr):
+        for node in walk(expr, enter=lambda node: node not in self.done):
             if node not in self.done:
                 self.done[node] = self._node(node)
         return _whole(self.done[expr], expr.dtype)

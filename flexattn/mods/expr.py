@@ -7,26 +7,32 @@ import struct
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from flexattn.mods.ops import OPS
+from flexattn.util.locks import renewed
 
 Value = int | float | bool | str | None
 
 VARS = {"score": "float32", "b": "int64", "h": "int64", "q_idx": "int64", "kv_idx": "int64"}
 
+# Of one mod. A kernel of so many compiles in half a minute.
+MAX_NODES = 4096
+_LONG_LINE = 1000
+
 _nodes: weakref.WeakValueDictionary[Any, Expr] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_lock = renewed(threading.Lock())
 
 
 class _Interned:
     """What an Expr carries beside its fields; a slotted dataclass cannot declare these itself."""
 
-    __slots__ = ("__weakref__", "order")
+    __slots__ = ("__weakref__", "order", "variables")
 
     order: tuple[int, bytes, bytes]
+    variables: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, eq=False, init=False, repr=False)
@@ -37,7 +43,7 @@ class Expr(_Interned):
     much of the graph is shared. `value` is a variable's name ("var"), a number ("const"), or
     a slot ("scalar", "load"); it is None for every other operation.
     `order` sorts the operands of commutative operations: it does not depend on slots unless
-    nothing else tells two operands apart.
+    nothing else tells two operands apart. `variables` are those that reach it.
     """
 
     op: str
@@ -58,11 +64,18 @@ class Expr(_Interned):
                 for name, field in fields.items():
                     object.__setattr__(node, name, field)
                 object.__setattr__(node, "order", _order(node, bits))
+                object.__setattr__(node, "variables", _variables(node))
                 _nodes[key] = node
         return node
 
-    def __reduce__(self) -> tuple[type[Expr], tuple[Any, ...]]:
-        return Expr, (self.op, self.dtype, self.args, self.value)
+    def __reduce__(self) -> tuple[Callable[..., Expr], tuple[Any, ...]]:
+        # One level, however deep the graph is: pickle recurses into what it is given.
+        number: dict[Expr, int] = {}
+        rows: list[tuple[str, str, list[int], Value]] = []
+        for node in walk(self):
+            number[node] = len(rows)
+            rows.append((node.op, node.dtype, [number[arg] for arg in node.args], node.value))
+        return _of_rows, (rows,)
 
     def __copy__(self) -> Expr:
         return self
@@ -101,8 +114,11 @@ def const(value: int | float | bool, dtype: str) -> Expr:
     return Expr("const", dtype, (), value)
 
 
-def walk(*roots: Expr) -> Iterator[Expr]:
-    """Every node once, operands before the operations that use them, in a reproducible order."""
+def walk(*roots: Expr, enter: Callable[[Expr], bool] | None = None) -> Iterator[Expr]:
+    """Every node once, operands before the operations that use them, in a reproducible order.
+
+    enter: whether to visit a node's operands, too; None: of every node.
+    """
     seen: set[Expr] = set()
     stack = [(root, False) for root in reversed(roots)]
     while stack:
@@ -112,29 +128,35 @@ def walk(*roots: Expr) -> Iterator[Expr]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack.extend((arg, False) for arg in reversed(node.args) if arg not in seen)
+            if enter is None or enter(node):
+                stack.extend((arg, False) for arg in reversed(node.args) if arg not in seen)
 
 
 def depending(nodes: Iterable[Expr], names: tuple[str, ...]) -> set[Expr]:
-    """Of nodes in walk's order, those that these variables reach."""
-    found: set[Expr] = set()
-    for node in nodes:
-        reached = node.op == "var" and node.value in names
-        if reached or any(arg in found for arg in node.args):
-            found.add(node)
-    return found
+    """Of some nodes, those that these variables reach."""
+    return {node for node in nodes if reads(node, *names)}
 
 
 def reads(expr: Expr, *names: str) -> bool:
     """Whether one of these variables reaches an Expr."""
-    return any(node.op == "var" and node.value in names for node in walk(expr))
+    return not expr.variables.isdisjoint(names)
 
 
 def terms_of(expr: Expr, op: str) -> list[Expr]:
-    """The terms of a chain of "and" or "or"; an Expr of another op is its only term."""
-    if expr.op != op or expr.dtype != "bool":
-        return [expr]
-    return [term for arg in expr.args for term in terms_of(arg, op)]
+    """The terms of a chain of "and" or "or", each once; an Expr of another op is its only term."""
+    found: list[Expr] = []
+    seen: set[Expr] = set()
+    pending = [expr]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == op and node.dtype == "bool":
+            pending += reversed(node.args)
+        else:
+            found.append(node)
+    return found
 
 
 def fingerprint(
@@ -151,14 +173,14 @@ def fingerprint(
 
 
 def pretty(expr: Expr) -> str:
-    """The expression as a person would write it; what is used twice gets a name and a line."""
+    """The expression as a person would write it; what is used twice, or is long, gets a line."""
     nodes = list(walk(expr))
     uses = Counter(arg for node in nodes for arg in node.args)
     text: dict[Expr, str] = {}
     lines: list[str] = []
     for node in nodes:
         text[node] = _text(node, [text[arg] for arg in node.args])
-        if node.args and uses[node] > 1:
+        if node.args and (uses[node] > 1 or len(text[node]) > _LONG_LINE):
             name = f"t{len(lines)}"
             lines.append(f"{name} = {text[node]}")
             text[node] = name
@@ -200,6 +222,23 @@ def _order(node: Expr, bits: tuple[str, Value | bytes]) -> tuple[int, bytes, byt
         _digest(blind, [arg.order[1] for arg in node.args]),
         _digest(exact, [arg.order[2] for arg in node.args]),
     )
+
+
+def _variables(node: Expr) -> frozenset[str]:
+    if node.op == "var":
+        return frozenset((str(node.value),))
+    found: frozenset[str] = frozenset()
+    for arg in node.args:
+        if not arg.variables <= found:
+            found = arg.variables | found
+    return found
+
+
+def _of_rows(rows: list[tuple[str, str, list[int], Value]]) -> Expr:
+    nodes: list[Expr] = []
+    for op, dtype, args, value in rows:
+        nodes.append(Expr(op, dtype, tuple([nodes[arg] for arg in args]), value))
+    return nodes[-1]
 
 
 def _digest(head: bytes, parts: list[bytes]) -> bytes:

@@ -27,6 +27,7 @@ from flexattn.mods.trace import (
     TABLE,
     Reader,
     Trace,
+    check_size,
     decompositions,
     single_result,
 )
@@ -114,7 +115,8 @@ def read_graph(graph: GraphModule, kind: str, captures: Sequence[Captured | None
             arrays.append(buffer(len(buffers), captured.shape, captured.dtype))
         buffers.append(Buffer(captured.dtype, len(captured.shape)))
     reader = _GraphReader(graph, ())
-    expr = cast(single_result(reader.read(arrays, exact=False), kind), RESULTS[kind]).at()
+    result = single_result(reader.read(arrays, exact=False), kind)
+    expr = check_size(cast(result, RESULTS[kind]).at())
     if reader.tensors:
         raise Refusal("holds a tensor that is no input of its graph")
     if reader.sized and not all(each is None or each.fixed for each in captures):

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexattn.errors import UnsupportedError
 from flexattn.mods.asked import READS, WORDS, Asked, asked, read_in_python
+from flexattn.mods.expr import MAX_NODES
 from flexattn.mods.functional import mark, nodes_of, writes, written
 from flexattn.mods.host_numbers import given, meets
-from flexattn.mods.refusal import Refusal, line_of_frame, unknown
+from flexattn.mods.refusal import Refusal, line_of_frame, too_long, unknown
 from flexattn.mods.registered import meaning_of
 
 _SHAPE: Any = torch.Tensor.shape
@@ -115,6 +116,7 @@ class Guard(TorchDispatchMode):
         self.arguments = list(arguments)
         self.views: list[torch.Tensor] = []  # of captured tensors
         self.running: Any = None
+        self.calls = 0
 
     def __torch_dispatch__(
         self,
@@ -141,6 +143,9 @@ class Guard(TorchDispatchMode):
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         name = op_name(func)
+        self.calls += 1
+        if self.calls > MAX_NODES:  # here, for a loop may have no end
+            raise too_long(f"more than {MAX_NODES:,}")
         if func.namespace == "prim":  # a question about metadata, such as x.device
             return
         if name == "_local_scalar_dense":

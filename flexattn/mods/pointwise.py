@@ -40,7 +40,7 @@ def cast(x: Operand, dtype: str) -> Array:
     def at(index: tuple[Expr, ...]) -> Expr:
         return make("cast", dtype, (array.at(index),))
 
-    return Array(array.shape, dtype, at)
+    return Array(array.shape, dtype, at, parts=[array])
 
 
 def promoted(arrays: list[Array]) -> str:
@@ -83,7 +83,7 @@ def pointwise(op: str, *operands: Operand) -> Array:
     def at(index: tuple[Expr, ...]) -> Expr:
         return make(op, result, [part.at(index) for part in parts])
 
-    return Array(shape, result, at, weak=weak)
+    return Array(shape, result, at, weak=weak, parts=parts)
 
 
 def _where(condition: Operand, x: Operand, y: Operand) -> Array:
@@ -94,7 +94,11 @@ def _where(condition: Operand, x: Operand, y: Operand) -> Array:
     arrays = [cast(condition, "bool"), *(cast(a, dtype) for a in chosen)]
     shape = torch.broadcast_shapes(*(array.shape for array in arrays))
     parts = [broadcast(array, shape) for array in arrays]
-    return Array(shape, dtype, lambda i: make("where", dtype, [part.at(i) for part in parts]))
+
+    def at(index: tuple[Expr, ...]) -> Expr:
+        return make("where", dtype, [part.at(index) for part in parts])
+
+    return Array(shape, dtype, at, parts=parts)
 
 
 def _scaled(y: Operand, alpha: Operand) -> Operand:

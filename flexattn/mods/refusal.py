@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flexattn.errors import FlexAttnError, ModError, NoKernelError, UnsupportedError
+from flexattn.mods.expr import MAX_NODES
 
 SourceLine = tuple[str, int]
 
@@ -59,6 +60,16 @@ def unread(what: str) -> Refusal:
         "a mod is made of pointwise operations, indexing, views and small reductions",
         "compute it outside of the mod and capture the result",
         raises=NoKernelError,
+    )
+
+
+def too_long(size: str) -> Refusal:
+    """The refusal of a mod of so many operations."""
+    return Refusal(
+        f"is {size} operations long",
+        f"a mod has at most {MAX_NODES:,}: compilers take minutes for more",
+        "compute what it repeats outside of the mod, capture it as a tensor and index that",
+        raises=UnsupportedError,
     )
 
 

@@ -34,6 +34,8 @@ REWRITES = {
     "diagonal": "what depends on q_idx - kv_idx alone is computed once per diagonal of a tile",
     "decay_skip": "tiles of keys whose weights are proven to vanish in float32 are not visited",
 }
+# How many terms an expression is taken apart into, and in how many steps.
+_TERMS, _STEPS = 32, 256
 _COSTLY = frozenset(("load", *(op.name for op in OPS.values() if op.slow or op.result == "float")))
 
 
@@ -105,20 +107,28 @@ def spread_terms(expr: Expr, allowed: frozenset[str], reads: Variables, note: No
     c * (d * x) = (c * d) * x; over a sum of several terms only with "distribute". For c finite and
     not 0, c * (x + y) = c * x + c * y on the extended reals, NaN where either is; for other c too
     where the score is finite, but for x + y = 0 times an infinity. What does not read the score is
-    never taken apart: its own sums may cancel, and torch has rounded them so.
+    never taken apart: its own sums may cancel, and torch has rounded them so. An expr of more than
+    32 terms stays whole: sums of sums that share theirs would have as many as 2 to their number.
     """
     pending = [Term(ONE, expr)]
     found: list[Term] = []
-    while pending:
+    noted: list[tuple[str, Expr]] = []
+    for _ in range(_STEPS):
+        if not pending or len(found) > _TERMS:
+            break
         term = pending.pop()
         factor, node = term.factor, term.value
         opened = None
         if "score" in reads(node) and node.dtype == FLOAT:
-            opened = _opened(node, factor, allowed, reads, note)
+            opened = _opened(node, factor, allowed, reads, lambda *told: noted.append(told))
         if opened is None:
             found.append(term)
         else:
             pending += reversed(opened)
+    if pending or len(found) > _TERMS:
+        return [Term(ONE, expr)]
+    for told in noted:
+        note(*told)
     return found
 
 

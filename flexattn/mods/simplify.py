@@ -14,6 +14,9 @@ from flexattn.mods.ops import OPS, is_float, is_int
 
 _Rule = Callable[[Expr], Expr | None]
 
+# How long a chain of "and" or "or" is at most, to be sorted.
+_SORTED = 64
+
 _SWAPPED = {"gt": "lt", "ge": "le"}
 _NEGATED = {"eq": "ne", "ne": "eq"}
 _NEGATED_INT = {"lt": "le", "le": "lt"}
@@ -152,13 +155,22 @@ def _not(node: Expr) -> Expr | None:
 
 
 def _lattice(node: Expr) -> Expr | None:
-    """and, or: one sorted chain without duplicates, leaning left."""
+    """and, or: one sorted chain without duplicates, leaning left; a long one as it is written."""
     bottom: int | bool = node.dtype == "bool" or -1
     absorbing, neutral = (0, bottom) if node.op == "and" else (bottom, 0)
+    x, y = node.args
+    if x is y or _is(y, neutral):
+        return x
     terms: dict[Expr, None] = {}
-    pending = list(node.args)
+    seen: set[Expr] = set()
+    pending = [x, y]
     while pending:
         term = pending.pop()
+        if term in seen:
+            continue
+        seen.add(term)
+        if len(seen) > 2 * _SORTED:  # sorted anew at each step, a chain of n takes n * n
+            return None
         if term.op == node.op:
             pending.extend(term.args)
         elif _is(term, absorbing):

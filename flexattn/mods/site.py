@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from flexattn.mods.expr import Buffer, Expr, Mod, fingerprint
 from flexattn.mods.host_numbers import guarded, host_values
 from flexattn.mods.identity import Identity
 from flexattn.mods.numbers import Number
+from flexattn.util.locks import renewed
 from flexattn.util.lru import Lru
 
 # How many values of a site's divisors are constants, each of a kernel. Canvases, tiles, blocks of
@@ -24,6 +26,7 @@ MAX_CONSTANT_DIVISORS = 8
 SIZE_ATTRIBUTES = frozenset(("shape",))
 _VARIANTS = 64
 _mods: weakref.WeakValueDictionary[str, Mod] = weakref.WeakValueDictionary()
+_interning = renewed(threading.Lock())
 
 
 class Bound(NamedTuple):
@@ -181,7 +184,8 @@ class Site:
 def interned(kind: str, expr: Expr, buffers: tuple[Buffer, ...], scalars: tuple[str, ...]) -> Mod:
     """The one Mod object of these parts."""
     digest = fingerprint(kind, expr, buffers, scalars)
-    mod = _mods.get(digest)
-    if mod is None:
-        mod = _mods[digest] = Mod(kind, expr, buffers, scalars, digest)
+    with _interning:
+        mod = _mods.get(digest)
+        if mod is None:
+            mod = _mods[digest] = Mod(kind, expr, buffers, scalars, digest)
     return mod

@@ -14,6 +14,11 @@ from flexattn.mods.rules import (
 )
 from flexattn.mods.simplify import make, rebuilt
 
+# How many nodes more than twice its own a score_mod's core may be rewritten to.
+_GROWTH = 64
+# How many applied rules are told.
+_TOLD = 64
+
 ALL = frozenset(rules.REWRITES)
 SCORE = Expr("var", VARS["score"], (), "score")
 
@@ -109,7 +114,7 @@ class _Split:
     def __init__(self, mod: Mod, allowed: frozenset[str]) -> None:
         self.expr, self.allowed = mod.expr, allowed
         self.reads = Variables()
-        self.steps: list[AppliedRule] = []
+        self.steps: dict[tuple[str, Expr], None] = {}
         self.parts: dict[str, Expr] = {}
 
     def run(self) -> Terms:
@@ -129,7 +134,7 @@ class _Split:
         return Terms(
             core, inner, outer,
             parts.get("row"), parts.get("row_slope"), parts.get("column"), parts.get("diagonal"),
-            parts.get("rest"), keep, tuple(self.steps),
+            parts.get("rest"), keep, self._told(),
         )  # fmt: skip
 
     def _add(self, term: Expr) -> None:
@@ -149,9 +154,12 @@ class _Split:
         self.parts[name] = term if known is None else make("add", rules.FLOAT, (known, term))
 
     def _applied(self, rule: str, to: Expr) -> None:
-        step = AppliedRule(rule, pretty(to).replace("\n", "; "))
-        if step not in self.steps:
-            self.steps.append(step)
+        if len(self.steps) < _TOLD:
+            self.steps[rule, to] = None
+
+    def _told(self) -> tuple[AppliedRule, ...]:
+        steps = (AppliedRule(rule, pretty(to).replace("\n", "; ")) for rule, to in self.steps)
+        return tuple(dict.fromkeys(steps))
 
     def _core(self, scored: list[rules.Term]) -> tuple[Expr | None, Expr, Expr]:
         """(core, inner, outer) of the terms that the score reaches."""
@@ -186,7 +194,10 @@ class _Split:
             args = tuple(done[arg] for arg in node.args)
             new = make(node.op, node.dtype, args, node.value) if args else node
             done[node] = self._linear(new) if new.op in ("mul", "div", "neg") else new
-        return rules.times(term.factor, done[term.value])
+        found = done[term.value]
+        if sum(1 for _ in walk(found)) > 2 * len(done) + _GROWTH:  # sums that were shared
+            found = term.value
+        return rules.times(term.factor, found)
 
     def _linear(self, node: Expr) -> Expr:
         if "scale" not in self.allowed or "score" not in self.reads(node):

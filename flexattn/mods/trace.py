@@ -7,7 +7,7 @@ import logging
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
@@ -21,13 +21,14 @@ from torch.fx.node import map_aggregate
 from flexattn.errors import SignatureError, UnsupportedError
 from flexattn.mods.arrays import Array, buffer, literal_array
 from flexattn.mods.asked import Asked, looked_up
-from flexattn.mods.expr import VARS, Expr
+from flexattn.mods.expr import MAX_NODES, VARS, Expr, walk
 from flexattn.mods.functional import functional, is_lift, writes
 from flexattn.mods.guard import Guard, Indexing, op_name
 from flexattn.mods.host_numbers import Recording
 from flexattn.mods.pointwise import POINTWISE, cast
-from flexattn.mods.refusal import Refusal, SourceLine, line_of, unknown, unread
+from flexattn.mods.refusal import Refusal, SourceLine, line_of, too_long, unknown, unread
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
+from flexattn.util.locks import awaited
 
 TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE}
 ARGUMENTS = {"score": tuple(VARS), "mask": tuple(VARS)[1:]}
@@ -43,6 +44,9 @@ _COMPILED = Refusal(
     "pass the function that was compiled; torch.compile may be around flex_attention",
     raises=UnsupportedError,
 )
+# One run of torch's tracer at a time, at most as long as `Guard` lets a mod be: it patches what
+# all threads share, and imports much the first time. What is traced is read without it.
+_TRACER = awaited(threading.RLock())
 RESULTS = {"score": "float32", "mask": "bool"}
 
 
@@ -104,7 +108,7 @@ def trace(
         except Refusal:
             line = reader.line
             raise
-        expr = cast(single_result(result, kind), RESULTS[kind]).at()
+        expr = check_size(cast(single_result(result, kind), RESULTS[kind]).at())
     except Refusal as refusal:
         line = line or refusal.line or line_of(refusal.__traceback__)
         raise refusal.error(fn, kind, line) from None
@@ -190,6 +194,17 @@ class Reader:
 
     def read(self, inputs: list[Array], *, exact: bool) -> Any:
         """The graph's result; `exact` compares every dtype with the one that torch found."""
+        try:
+            return self._read(inputs, exact)
+        except RecursionError:
+            raise Refusal(
+                "builds one tensor upon another, too deeply to be read",
+                "tensors that are indexed, reshaped or joined some hundred times have no end",
+                "compute them outside of the mod, capture the result and index it",
+                raises=UnsupportedError,
+            ) from None
+
+    def _read(self, inputs: list[Array], exact: bool) -> Any:
         values: dict[Node, Any] = {}
         arguments = iter(inputs)
 
@@ -238,6 +253,10 @@ class Reader:
             raise
         except Exception as error:  # torch computes it: an option or a form that no row has
             raise unread(f"{target} in a form that it has not elsewhere") from error
+        with suppress(Refusal):  # which is raised where a value is asked for
+            for array in _arrays(result):
+                if not array.shape:
+                    array.at()  # now: a value of a thousand steps would recurse as deeply
         if captured:
             for array in _arrays(result):
                 array.captured = bool(array.shape)
@@ -293,6 +312,14 @@ def single_result(result: Any, kind: str) -> Array:
     )
 
 
+def check_size(expr: Expr) -> Expr:
+    """The expression, if it is no larger than kernels are compiled for."""
+    size = sum(1 for _ in walk(expr))
+    if size > MAX_NODES:
+        raise too_long(f"{size:,}")
+    return expr
+
+
 def _refuse_mask_dtype(dtype: str) -> NoReturn:
     """A mask that is added, 0 where a score is kept, would be taken for its opposite."""
     do = "compare with 0: `... != 0`"
@@ -314,13 +341,14 @@ def _graph(run: Callable[..., Any], dtypes: Sequence[str], device: torch.device)
         def called(*inputs: torch.Tensor) -> Any:
             return run(mapped, *inputs)
 
-        made = make_fx(
-            called,
-            decomposition_table=decompositions(),
-            tracing_mode="fake",
-            _allow_non_fake_inputs=True,
-        )
-        return functional(made(*inputs), inputs, decompositions())
+        with _TRACER:
+            made = make_fx(
+                called,
+                decomposition_table=decompositions(),
+                tracing_mode="fake",
+                _allow_non_fake_inputs=True,
+            )
+            return functional(made(*inputs), inputs, decompositions())
 
     try:
         return traced(mapped=False)

@@ -28,12 +28,13 @@ from flexattn.problem.sinks import add_sinks
 from flexattn.reference.dropout import kept_weights
 from flexattn.reference.rounding import Precision, Rounding
 from flexattn.reference.saved import saved_softmax
+from flexattn.util.locks import awaited
 
 _SLICE_SCORES = 2**26
 _SLICE_KV = 2**27
 _HALVES = (torch.float16, torch.bfloat16)
 # Reentrant: a mod may call the oracle.
-_DEFAULT_DTYPE_LOCK = threading.RLock()
+_DEFAULT_DTYPE_LOCK = awaited(threading.RLock())
 
 
 class Reference(NamedTuple):

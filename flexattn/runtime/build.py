@@ -34,11 +34,13 @@ from flexattn.runtime.compiler_context import (
 )
 from flexattn.runtime.cuda_launch import CudaLaunch, loaded
 from flexattn.settings import current, log, say_once
+from flexattn.util.locks import renewed
 from flexattn.util.lru import Lru
+from flexattn.util.turns import Turns
 
 # Triton's interpreter keeps the program that runs in its module, and changes triton.language while
 # one does: two threads would read each other's program numbers.
-_interpreter = threading.Lock()
+_interpreter = renewed(threading.Lock())
 DESCRIPTOR = re.compile(r"tensordesc<(?P<element>\w+)\[(?P<shape>[\d, ]+)\]>")
 
 
@@ -277,8 +279,8 @@ class Builder:
 
     def __init__(self) -> None:
         self._kernels: Lru[tuple[str, str, int], Kernel] = Lru(512)
-        self._locks: Lru[tuple[str, str, int], threading.Lock] = Lru(512)
-        self._guard = threading.Lock()
+        self._turns = Turns()
+        self._guard = renewed(threading.Lock())
         self.compiled = self.loaded = 0
 
     def kernel(self, source: Source, device: Device, index: int) -> Kernel:
@@ -287,10 +289,7 @@ class Builder:
         found = self._kernels.get(key)
         if found is not None:
             return found
-        with self._guard:
-            lock = self._locks.get(key) or threading.Lock()
-            self._locks.put(key, lock)
-        with lock:
+        with self._turns.of(key):
             found = self._kernels.get(key)
             if found is None:
                 begin = time.perf_counter()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from flexattn.util.locks import renewed
+
 
 class _Switch:
     """A switch of the whole process that several threads want off for a while.
@@ -19,24 +21,33 @@ class _Switch:
     def __init__(self, is_on: Callable[[], bool], turn: Callable[[bool], None]) -> None:
         self._is_on, self._turn = is_on, turn
         self._lock = threading.Lock()
-        self._users = 0
+        self._users: list[int] = []
+        renewed(self)
 
     @contextmanager
     def off(self, wanted: bool = True) -> Iterator[None]:
         with self._lock:
-            turned = wanted and (self._users > 0 or self._is_on())
+            turned = wanted and (bool(self._users) or self._is_on())
             if turned:
-                self._users += 1
-                if self._users == 1:
+                self._users.append(threading.get_ident())
+                if len(self._users) == 1:
                     self._turn(False)
         try:
             yield
         finally:
             if turned:
                 with self._lock:
-                    self._users -= 1
+                    self._users.remove(threading.get_ident())
                     if not self._users:
                         self._turn(True)
+
+    def _at_fork_reinit(self) -> None:
+        """In a forked child those who wanted it off are gone, but for the thread that forked."""
+        self._lock = threading.Lock()
+        gone = bool(self._users)
+        self._users = [user for user in self._users if user == threading.get_ident()]
+        if gone and not self._users:
+            self._turn(True)
 
 
 def source_lines(wanted: bool) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from flexattn.serving.scales import Scaled
 from flexattn.serving.seen import facts
 from flexattn.serving.types import pair, whole
 from flexattn.settings import current
+from flexattn.util.locks import renewed
 from flexattn.util.lru import Lru
 
 # Launches that a plan remembers, one for each set of shapes and strides that it was given.
@@ -29,7 +30,7 @@ _REMEMBERED = 256
 # What a plan has for shapes that it does not know; of no tokens it has None.
 _UNKNOWN: Any = object()
 _plans: Lru[Any, AppendPlan] = Lru(64)
-_making = threading.Lock()
+_making = renewed(threading.Lock())
 
 
 class AppendPlan:

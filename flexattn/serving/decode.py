@@ -18,6 +18,7 @@ from flexattn.serving.request import LAYOUTS
 from flexattn.serving.scales import Scaled
 from flexattn.serving.types import refuse_types
 from flexattn.settings import current
+from flexattn.util.locks import renewed
 from flexattn.util.lru import Lru
 
 
@@ -33,7 +34,7 @@ class _Kept(NamedTuple):
 
 
 _plans: Lru[Any, _Kept] = Lru(64)
-_making = threading.Lock()
+_making = renewed(threading.Lock())
 
 
 def flex_decode(
@@ -132,7 +133,7 @@ def flex_decode(
                 lse=return_lse,
                 batch_invariant=batch_invariant,
             )
-        found = _Kept(plan, bound, threading.Lock())
+        found = _Kept(plan, bound, renewed(threading.Lock()))
         if not captured:
             _plans.put(key, found)
     plan = found.plan

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from flexattn.errors import MeasureError
 from flexattn.tune.pool import Lost, Pool
 from flexattn.util.closing import Closing
+from flexattn.util.locks import renewed
 
 # Seconds between looks for more urgent work while some process has none.
 LOOK = 0.05
@@ -51,6 +52,12 @@ class CompileQueue(Closing):
         self._closed = False
         self._thread: threading.Thread | None = None
         self._count = 0
+        renewed(self)
+
+    def _at_fork_reinit(self) -> None:
+        """A forked child has neither the thread nor the processes: who waits hears of it."""
+        self._turn = threading.Condition()
+        self._broken = RuntimeError("the compilers are those of the process that forked")
 
     def ahead(self, orders: Iterable[Order]) -> None:
         """Compile these when nothing is waited for."""

@@ -17,6 +17,7 @@ from flexattn.errors import InputError, UnsupportedError
 from flexattn.settings import log
 from flexattn.tune.search import tell_cost
 from flexattn.tune.study_locks import StudyLocks
+from flexattn.util.locks import renewed
 
 _T = TypeVar("_T")
 
@@ -126,7 +127,7 @@ class Heart:
     def __init__(self, storage: Any) -> None:
         self._storage = storage
         self._held: dict[int, None] = {}
-        self._stop = threading.Event()
+        self._stop = renewed(threading.Event())
         self._thread = threading.Thread(target=self._beat, daemon=True)
 
     def __enter__(self) -> Heart:

@@ -6,6 +6,8 @@ import threading
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
+from flexattn.util.locks import renewed
+
 K = TypeVar("K")
 _V = TypeVar("_V")
 
@@ -18,7 +20,7 @@ class Lru(Generic[K, _V]):
     def __init__(self, size: int) -> None:
         self._size = size
         self._items: OrderedDict[K, _V] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
 
     def get(self, key: K) -> _V | None:
         """The value, which counts as used now; None if there is none."""

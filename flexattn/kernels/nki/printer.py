@@ -24,6 +24,8 @@ from flexattn.mods.ops import OPS, is_int
 
 # Integers of tables are at most this, so that sums of a few stay exact; checked as they are made.
 TABLE_LIMIT = 2**22
+# Characters of the text of one compile-time number, which nests by five of them.
+_LONGEST = 500
 
 
 class NkiPrinter(NkiEmitter):
@@ -99,16 +101,23 @@ class NkiPrinter(NkiEmitter):
         found = intervals_of(known[expr], ranges)
         return {node: found[twin] for node, twin in known.items()}
 
-    def _value(self, node: Expr) -> NkiValue:
-        if node not in self.values:
-            value = self._made(node)
-            self.values[node] = value
-            if value.place != "tile":
-                self.kept.add(node)
-        return self.values[node]
+    def _value(self, expr: Expr) -> NkiValue:
+        for node in walk(expr, enter=lambda node: not (node in self.values or self._whole(node))):
+            if node not in self.values:
+                value = self.values[node] = self._made(node)
+                if value.place != "tile":
+                    self.kept.add(node)
+        return self.values[expr]
+
+    def _static(self, node: Expr) -> bool:
+        return is_static(node) and not (self.packed and reads(node, "h"))
+
+    def _whole(self, node: Expr) -> bool:
+        """Whether a value is made at once, and not of its operands."""
+        return node.op == "table" or node in self.affine or self._static(node)
 
     def _made(self, node: Expr) -> NkiValue:
-        if is_static(node) and not (self.packed and reads(node, "h")):
+        if self._static(node):
             return NkiValue("static", python_of(node, self.prefix))
         if node.op == "table":
             return self._loaded(self.tables[str(node.value)])
@@ -116,7 +125,7 @@ class NkiPrinter(NkiEmitter):
             self._check_exact(node)
         if node in self.affine:
             return self._iota(node)
-        args = [self._value(arg) for arg in node.args]
+        args = [self.values[arg] for arg in node.args]
         result = self._operation(node, args)
         for arg in node.args:
             self.uses[arg] -= 1
@@ -289,21 +298,32 @@ def _constant_of(form: Affine, prefix: str) -> str:
     return f"{rest} + {text}" if form.number else rest
 
 
-def python_of(node: Expr, prefix: str) -> str:
+def python_of(expr: Expr, prefix: str) -> str:
     """A compile-time number as Python; `b`, `h` and captured scalars are names.
 
-    prefix: of the captured numbers' names, the mod's kind.
+    prefix: of the captured numbers' names, the mod's kind. Raises UnsupportedError for a text that
+    is too long for one line.
     """
-    if node.op == "const":
-        return ops.number_text(node)
-    if node.op == "scalar":
-        return f"{prefix}_scalar{node.value}"
-    captured = number_of(node)
-    if captured is not None:
-        return f"{prefix}_scalar{captured[0]}"
-    if node.op == "var":
-        return str(node.value)
-    args = [python_of(arg, prefix) for arg in node.args]
-    if node.op == "neg":
-        return f"(-{args[0]})"
-    return f"({args[0]} {OPS[node.op].symbol} {args[1]})"
+    texts: dict[Expr, str] = {}
+    for node in walk(expr, enter=lambda node: number_of(node) is None):
+        captured = number_of(node)
+        if node.op == "const":
+            texts[node] = ops.number_text(node)
+        elif node.op == "scalar":
+            texts[node] = f"{prefix}_scalar{node.value}"
+        elif captured is not None:
+            texts[node] = f"{prefix}_scalar{captured[0]}"
+        elif node.op == "var":
+            texts[node] = str(node.value)
+        elif node.op == "neg":
+            texts[node] = f"(-{texts[node.args[0]]})"
+        else:
+            x, y = (texts[arg] for arg in node.args)
+            texts[node] = f"({x} {OPS[node.op].symbol} {y})"
+        if len(texts[node]) > _LONGEST:
+            raise UnsupportedError(
+                f"a number that is computed from b, h and captured numbers in {len(texts)} steps",
+                "it is printed in one expression",
+                "compute it outside of the mod and capture it as a tensor",
+            )
+    return texts[expr]

@@ -13,7 +13,6 @@ from typing import Literal
 from flexattn.errors import UnsupportedError
 from flexattn.mods import Mod
 from flexattn.mods.analysis.affine import Affine, affine_forms
-from flexattn.mods.analysis.dependence import Variables
 from flexattn.mods.expr import Expr, reads, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import OPS, is_int
@@ -75,11 +74,14 @@ def is_linear(form: Affine, packed: bool) -> bool:
 
 def is_static(node: Expr) -> bool:
     """Whether Python knows its value when the kernel is specialised."""
+    nodes = walk(node, enter=lambda each: each.op in STATIC and not _is_given(each))
+    return all(each.op in STATIC or _is_given(each) for each in nodes)
+
+
+def _is_given(node: Expr) -> bool:
     if node.op in ("const", "scalar") or (node.op == "var" and node.value in ("b", "h")):
         return True
-    if number_of(node) is not None:
-        return True
-    return node.op in STATIC and all(is_static(arg) for arg in node.args)
+    return number_of(node) is not None
 
 
 class _Cutter:
@@ -87,7 +89,6 @@ class _Cutter:
         self.mod, self.target, self.packed = mod, target, packed
         self.tables: list[NkiTable] = []
         self.made: dict[Expr, Expr] = {}
-        self.names = Variables()
         self.relative: dict[Expr, bool] = {}
         self.affine = forms = linear_forms(parts, packed)
         for node in walk(*parts):
@@ -97,28 +98,38 @@ class _Cutter:
             self.relative[node] = form.relative if form else inner and not position
 
     def cut(self, node: Expr) -> Expr:
-        if node not in self.made:
-            self.made[node] = self._new(node)
-        return self.made[node]
+        made = self.made
+        for each in walk(node, enter=lambda each: each not in made and self._form(each) == "cut"):
+            if each not in made:
+                made[each] = self._new(each, self._form(each))
+        return made[node]
 
-    def _new(self, node: Expr) -> Expr:
+    def _form(self, node: Expr) -> TableKind | Literal["kept", "cut"]:
+        """Whether a node becomes a table, stays as it is, or is made of what is cut itself."""
         if node.op in ("const", "scalar") or (node.op == "var" and node.value == "score"):
-            return node
-        names = self.names(node)
-        if node.op == "cast" and _keeps(node):
-            return self.cut(node.args[0])
-        if "score" in names:
-            self._check_on_chip(node)
-            return self._rebuilt(node)
-        kind = self._kind(names)
+            return "kept"
+        names = node.variables
+        if (node.op == "cast" and _keeps(node)) or "score" in names:
+            return "cut"
         if self._easy(node):
-            return node
+            return "kept"
+        kind = self._kind(names)
         if kind in ("uniform", "row", "key"):
-            return self._table(node, kind)
-        joint: TableKind = "relative" if self.relative[node] and not self.packed else "pair"
+            return kind
         if node.op == "load" or node.op not in _ON_CHIP:
-            return self._table(node, joint)
-        return self._rebuilt(node)
+            return "relative" if self.relative[node] and not self.packed else "pair"
+        return "cut"
+
+    def _new(self, node: Expr, form: TableKind | Literal["kept", "cut"]) -> Expr:
+        if form == "kept":
+            return node
+        if form != "cut":
+            return self._table(node, form)
+        if node.op == "cast" and _keeps(node):
+            return self.made[node.args[0]]
+        if "score" in node.variables:
+            self._check_on_chip(node)
+        return Expr(node.op, node.dtype, tuple(self.made[arg] for arg in node.args), node.value)
 
     def _kind(self, names: frozenset[str]) -> TableKind:
         """By what varies within a tile: rows, keys, both or neither."""
@@ -130,18 +141,14 @@ class _Cutter:
     def _easy(self, node: Expr) -> bool:
         """What costs the chip an iota, or nothing: affine indices, and numbers Python knows."""
         return node in self.affine or (
-            is_static(node) and not (self.packed and "h" in self.names(node))
+            is_static(node) and not (self.packed and "h" in node.variables)
         )
-
-    def _rebuilt(self, node: Expr) -> Expr:
-        args = tuple(self.cut(arg) for arg in node.args)
-        return Expr(node.op, node.dtype, args, node.value)
 
     def _table(self, node: Expr, kind: TableKind) -> Expr:
         name = f"{self.mod.kind}_t{len(self.tables)}"
         mod = self.mod
         part = interned(mod.kind, node, mod.buffers, mod.scalars)
-        names = self.names(node)
+        names = node.variables
         head = "h" in names or (self.packed and kind in ("row", "pair"))
         self.tables.append(NkiTable(name, kind, part, "b" in names, head))
         return Expr("table", node.dtype, (), name)

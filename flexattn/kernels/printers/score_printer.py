@@ -14,6 +14,8 @@ from flexattn.mods.simplify import make
 from flexattn.mods.terms import SCORE, Terms
 from flexattn.problem import Captures, Structure
 
+# How many conditions of a score_mod's own mask are asked of a whole tile.
+_ASKED = 16
 LOG2E = const(1.4426950216293335, FLOAT)
 
 
@@ -312,7 +314,10 @@ class _Score:
         if self.structure.kind == "decode":
             return None
         texts = []
-        for i, part in enumerate(terms_of(keep, "and")):
+        parts = terms_of(keep, "and")
+        if len(parts) > _ASKED:
+            return None
+        for i, part in enumerate(parts):
             slopes = _affine(part, self.reads)
             if slopes is None:
                 return None
@@ -329,7 +334,7 @@ class _Score:
         """The keys outside of which a comparison fails for every row of the tile."""
         lines: list[str] = []
         first, last = "0", "kv_len"
-        for i, part in enumerate(terms_of(keep, "and")):
+        for i, part in enumerate(terms_of(keep, "and")[:_ASKED]):
             slopes = _affine(part, self.reads)
             if slopes is None or abs(slopes[1]) != 1:
                 continue

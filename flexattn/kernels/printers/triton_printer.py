@@ -20,6 +20,9 @@ from flexattn.mods.ops import OPS, is_float, is_int
 from flexattn.problem import INDEX_RANGES
 
 INT32: Range = (-(2**31), 2**31 - 1)
+# Of one text: how many operations lie within one another, and how many characters it has. Python's
+# parser ends at 200 parentheses, and compilers visit what is nested by recursion.
+_DEEPEST, _LONGEST = 24, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,7 @@ class MultiPrinter:
         self.body: list[str] = []
         self.count = 0
         self.values: dict[Expr, _Value] = {}
+        self.depths: dict[Expr, int] = {}
         # Of each load, its indices and that they are inside, as its statement has them.
         self.places: dict[Expr, list[tuple[_Value, str]]] = {}
         nodes = list(walk(*self.roots))
@@ -193,8 +197,11 @@ class MultiPrinter:
         if node.op == "load":
             return self._load(node)
         value = self._operation(node)
-        if self.uses[node] > 1 or node in self.crossing or node in self.roots:
+        depth = 1 + max((self.depths.get(arg, 0) for arg in node.args), default=0)
+        long = depth > _DEEPEST or len(value.text) > _LONGEST
+        if long or self.uses[node] > 1 or node in self.crossing or node in self.roots:
             return self._name(value)
+        self.depths[node] = depth
         return value
 
     def _operation(self, node: Expr) -> _Value:

@@ -18,9 +18,10 @@ from typing import Any, cast
 
 from flexattn.kernels.ptx.assembler import Ptxas, assembled_by
 from flexattn.kernels.ptx.stages import OWN_STAGES, Stages, pass_of
+from flexattn.util.locks import renewed
 
 _wanted: ContextVar[Stages | None] = ContextVar("flexattn_stages", default=None)
-_lock = Lock()
+_lock = renewed(Lock())
 _users = 0
 _before: Callable[..., Any] | None = None
 

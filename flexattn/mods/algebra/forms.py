@@ -14,6 +14,8 @@ from flexattn.mods.simplify import make
 
 # Sums of numbers below this do not wrap in 64 bits.
 LARGEST = 2**61
+# A sum of more unknowns becomes one: of a recurrence each step may add another.
+_TERMS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +44,8 @@ class Form:
         for atom, factor in other.terms.items():
             terms[atom] = terms.get(atom, 0) + times * factor
         kept = {atom: factor for atom, factor in terms.items() if factor}
-        return Form(kept, self.offset + times * other.offset)
+        form = Form(kept, self.offset + times * other.offset)
+        return form if len(kept) <= _TERMS else single(form.low, form.high, *form.range)
 
     def times(self, factor: int) -> Form:
         """factor * self."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexattn.mods.analysis.intervals import dtype_range, interval_of, intervals_of
+from flexattn.mods.analysis.intervals import Intervals, dtype_range, interval_of
 from flexattn.mods.expr import Expr, const, depending, reads, terms_of, walk
 from flexattn.mods.ir.intervals import Range
 from flexattn.mods.ops import is_int
@@ -73,7 +73,7 @@ def affine_forms(roots: tuple[Expr, ...], ranges: Mapping[str, Range]) -> dict[E
     """
     nodes = list(walk(*roots))
     moving = depending(nodes, ("score", "q_idx", "kv_idx"))
-    known = {node: found for root in roots for node, found in intervals_of(root, ranges).items()}
+    interval = Intervals(ranges)
     forms: dict[Expr, Affine] = {}
     for node in nodes:
         if not is_int(node.dtype):
@@ -82,7 +82,7 @@ def affine_forms(roots: tuple[Expr, ...], ranges: Mapping[str, Range]) -> dict[E
             form: Affine | None = Affine(number=int(node.value or 0))
         elif node not in moving:
             form = Affine(rest=make("cast", "int64", (node,)))
-        elif node.dtype != "int64" and known[node] == dtype_range(node.dtype):
+        elif node.dtype != "int64" and interval(node) == dtype_range(node.dtype):
             form = None  # it may wrap
         else:
             form = _affine(node, [forms.get(arg) for arg in node.args])
@@ -128,14 +128,17 @@ def edges(mask: Expr, forms: Mapping[Expr, Affine]) -> tuple[Edge, ...]:
 
 def free_edges(mask: Expr, forms: Mapping[Expr, Affine]) -> tuple[Edge, ...] | None:
     """Bounds between which a mask keeps every key, None where there may be no such keys."""
-    if mask.op == "and" and mask.dtype == "bool":
-        found = [free_edges(term, forms) for term in terms_of(mask, "and")]
-        return None if None in found else tuple(edge for each in found for edge in each or ())
-    if mask.op == "or" and mask.dtype == "bool":
-        # One that holds is enough.
-        able = (free_edges(term, forms) for term in terms_of(mask, "or"))
-        return next((each for each in able if each is not None), None)
-    return _edges(mask, forms) or None
+    found: dict[Expr, tuple[Edge, ...] | None] = {}
+    for node in walk(mask, enter=lambda node: node.op in ("and", "or")):
+        if node.op not in ("and", "or") or node.dtype != "bool":
+            found[node] = _edges(node, forms) or None
+        elif node.op == "or":  # one that holds is enough
+            able = (found[term] for term in node.args)
+            found[node] = next((each for each in able if each is not None), None)
+        else:
+            x, y = (found[term] for term in node.args)
+            found[node] = None if x is None or y is None else tuple(dict.fromkeys(x + y))
+    return found[mask]
 
 
 def _edges(term: Expr, forms: Mapping[Expr, Affine]) -> tuple[Edge, ...]:

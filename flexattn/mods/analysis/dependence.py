@@ -8,29 +8,16 @@ from flexattn.mods.simplify import make
 
 # What does not change over a tile of one head.
 FREE: frozenset[str] = frozenset(("b", "h"))
-_NONE: frozenset[str] = frozenset()
 _COMPARE = ("eq", "ne", "lt", "le")
 # 32 times the longest length is past int32.
 STEPS = 31
 
 
 class Variables:
-    """The variables that reach an Expr; each node is looked at once."""
-
-    def __init__(self) -> None:
-        self._known: dict[Expr, frozenset[str]] = {}
+    """The variables that reach an Expr."""
 
     def __call__(self, expr: Expr) -> frozenset[str]:
-        known = self._known
-        if expr not in known:
-            for node in walk(expr):
-                if node in known:
-                    continue
-                if node.op == "var":
-                    known[node] = frozenset((str(node.value),))
-                else:
-                    known[node] = _NONE.union(*(known[arg] for arg in node.args))
-        return known[expr]
+        return expr.variables
 
 
 def same_in_tiles(expr: Expr, rows: int, keys: int) -> bool:

@@ -9,24 +9,41 @@ from flexattn.mods.ir.intervals import Range
 from flexattn.mods.ops import OPS, is_int
 
 
-def interval_of(expr: Expr, ranges: Mapping[str, Range]) -> Range | None:
-    """The inclusive range of an integer or bool Expr; None for a float.
+class Intervals:
+    """Which integers an Expr can be, None for a float; each node is looked at once.
 
-    Sound: no value outside the range can occur while the variables stay in theirs, wrapping
-    on overflow included. Variables that are not named, run-time scalars and integers from
-    memory may be anything their dtype holds.
+    Sound: no value outside the inclusive range can occur while the variables stay in theirs,
+    wrapping on overflow included. Variables that are not named, run-time scalars and integers
+    from memory may be anything their dtype holds.
     """
-    return intervals_of(expr, ranges)[expr]
+
+    def __init__(self, ranges: Mapping[str, Range]) -> None:
+        self.ranges = ranges
+        self.known: dict[Expr, Range | None] = {}
+
+    def __call__(self, expr: Expr) -> Range | None:
+        known = self.known
+        if expr in known:
+            return known[expr]
+        for node in walk(expr, enter=lambda node: node not in known):
+            if node not in known:
+                known[node] = _interval(node, [known[arg] for arg in node.args], self.ranges)
+        return known[expr]
+
+
+def interval_of(expr: Expr, ranges: Mapping[str, Range]) -> Range | None:
+    """The range of one Expr, as `Intervals` has it."""
+    return Intervals(ranges)(expr)
 
 
 def intervals_of(
     expr: Expr, ranges: Mapping[str, Range], *others: Expr
 ) -> dict[Expr, Range | None]:
     """`interval_of` for an Expr, others, and everything they are made of, in one pass."""
-    found: dict[Expr, Range | None] = {}
-    for node in walk(expr, *others):
-        found[node] = _interval(node, [found[arg] for arg in node.args], ranges)
-    return found
+    interval = Intervals(ranges)
+    for root in (expr, *others):
+        interval(root)
+    return interval.known
 
 
 def dtype_range(dtype: str) -> Range:

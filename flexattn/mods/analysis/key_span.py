@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import reduce
 
 from flexattn.mods.analysis.affine import LARGE
-from flexattn.mods.analysis.intervals import dtype_range, interval_of, intervals_of
-from flexattn.mods.expr import Expr, const, depending, reads, terms_of, walk
+from flexattn.mods.analysis.intervals import Intervals, dtype_range
+from flexattn.mods.expr import Expr, const, reads, terms_of, walk
 from flexattn.mods.ir.intervals import Range
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
@@ -67,6 +67,8 @@ class _Span:
 
 
 _OPAQUE = _Span()
+# What a sum adds of each operand.
+_SIGNS = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)}
 
 
 def key_span(expr: Expr, ranges: Mapping[str, Range]) -> KeySpan:
@@ -75,33 +77,34 @@ def key_span(expr: Expr, ranges: Mapping[str, Range]) -> KeySpan:
     ranges: what its variables can be. Sound, wrapping of 64-bit integers included: a comparison
     that could wrap gives no bound.
     """
-    spans = {term: _span(term, ranges) for term in terms_of(expr, "and")}
+    found = _Spans(ranges)
+    spans = {term: found.of(term) for term in terms_of(expr, "and")}
     both = _both(list(spans.values()))
     if both.low is both.high is None:
         return KeySpan(None, None, None, None, expr)
     below, above, rest = [], [], []
-    for term, found in spans.items():
-        if not found.exact:
+    for term, span in spans.items():
+        if not span.exact:
             rest.append(term)
-        elif found.high is None:
+        elif span.high is None:
             below.append(term)
-        elif found.low is None:
+        elif span.low is None:
             above.append(term)
         else:
-            below.append(make("le", "bool", (found.low, KEY)))
-            above.append(make("lt", "bool", (KEY, found.high)))
+            below.append(make("le", "bool", (span.low, KEY)))
+            above.append(make("lt", "bool", (KEY, span.high)))
     low, high = (
-        None if bound is None else _clamped(bound, (-_SMALL, _SMALL), ranges)
+        None if bound is None else _clamped(bound, (-_SMALL, _SMALL), found.interval)
         for bound in (both.low, both.high)
     )
     return KeySpan(low, high, conjunction(below), conjunction(above), conjunction(rest))
 
 
-def key_bound(term: Expr, ranges: Mapping[str, Range]) -> KeyBound | None:
+def key_bound(term: Expr, interval: Intervals) -> KeyBound | None:
     """A comparison solved for kv_idx, None where that cannot be."""
     if term.op not in ("lt", "le") or not is_int(term.args[0].dtype):
         return None
-    return _solved(term.op, term.args[0], term.args[1], ranges)
+    return _solved(term.op, term.args[0], term.args[1], interval)
 
 
 def conjunction(terms: list[Expr]) -> Expr | None:
@@ -109,15 +112,74 @@ def conjunction(terms: list[Expr]) -> Expr | None:
     return reduce(lambda x, y: make("and", "bool", (x, y)), terms) if terms else None
 
 
-def _span(expr: Expr, ranges: Mapping[str, Range]) -> _Span:
-    if expr.op in ("lt", "le") and is_int(expr.args[0].dtype):
-        x, y = expr.args
-        return _compared(expr.op, x, y, ranges)
-    if expr.op == "and":
-        return _both([_span(term, ranges) for term in terms_of(expr, "and")])
-    if expr.op == "or":
-        return _either([_span(term, ranges) for term in terms_of(expr, "or")])
-    return _OPAQUE
+class _Spans:
+    """The spans of conditions; each node is looked at once."""
+
+    def __init__(self, ranges: Mapping[str, Range]) -> None:
+        self.interval = Intervals(ranges)
+        self.known: dict[Expr, _Span] = {}
+        self.near: dict[Expr, bool] = {}
+
+    def of(self, expr: Expr) -> _Span:
+        known = self.known
+        for node in walk(expr, enter=lambda node: node.op in ("and", "or") and node not in known):
+            if node in known:
+                continue
+            if node.op in ("and", "or") and node.dtype == "bool":
+                parts = [known[arg] for arg in node.args]
+                known[node] = _both(parts) if node.op == "and" else _either(parts)
+            elif node.op in ("lt", "le") and is_int(node.args[0].dtype):
+                known[node] = self._compared(node.op, *node.args)
+            else:
+                known[node] = _OPAQUE
+        return known[expr]
+
+    def _compared(self, op: str, x: Expr, y: Expr) -> _Span:
+        """x < y or x <= y, solved for kv_idx where its factor is 1 or -1."""
+        if x.op == "abs" and not reads(y, "kv_idx"):
+            # |d| < y is -d < y and d < y, but for the one integer whose negative wraps.
+            (distance,) = x.args
+            if self._within(distance):
+                negative = make("neg", distance.dtype, (distance,))
+                return _both([self._solved(op, side, y) for side in (distance, negative)])
+        return self._solved(op, x, y)
+
+    def _solved(self, op: str, x: Expr, y: Expr) -> _Span:
+        for side, other in ((x, y), (y, x)):
+            if reads(side, "kv_idx"):
+                if not self._within(side):
+                    return _OPAQUE
+            elif not self._within(side):
+                if not self._within(other) or reads(side, "q_idx"):
+                    return _OPAQUE
+                # Past all that the other side can be, numbers compare as the nearest that it can.
+                low, high = self.interval(other) or (0, 0)
+                clamped = _clamped(_wide(side), (low - 1, high + 1), self.interval)
+                x, y = (clamped if each is side else each for each in (x, y))
+        found = _solved(op, x, y, self.interval)
+        if found is None or not found.rises:
+            return _OPAQUE
+        bound = found.value
+        if found.op in ("le", "gt"):
+            bound = make("add", "int64", (bound, const(1, "int64")))
+        upper = found.op in ("lt", "le")
+        return _Span(high=bound, exact=True) if upper else _Span(low=bound, exact=True)
+
+    def _within(self, expr: Expr) -> bool:
+        """Whether an expression, and what in it depends on positions, stays far from wrapping."""
+        near = self.near
+        for node in walk(expr, enter=lambda node: node not in near):
+            if node not in near:
+                moving = [arg for arg in node.args if reads(arg, "q_idx", "kv_idx")]
+                near[node] = self._limited(node) and all(near[arg] for arg in moving)
+        return near[expr]
+
+    def _limited(self, node: Expr) -> bool:
+        limits = self.interval(node)
+        if limits is None or max(map(abs, limits)) > LARGE:
+            return False
+        # At its dtype's limits it may wrap.
+        return not node.args or node.op == "load" or limits != dtype_range(node.dtype)
 
 
 def _both(spans: list[_Span]) -> _Span:
@@ -144,40 +206,10 @@ def _folded(op: str, bounds: list[Expr | None]) -> Expr | None:
     return reduce(lambda x, y: make(op, "int64", (x, y)), known) if known else None
 
 
-def _compared(op: str, x: Expr, y: Expr, ranges: Mapping[str, Range]) -> _Span:
-    """x < y or x <= y, solved for kv_idx where its factor is 1 or -1."""
-    if x.op == "abs" and not reads(y, "kv_idx"):
-        # |d| < y is -d < y and d < y, but for the one integer whose negative wraps.
-        (distance,) = x.args
-        if _within(distance, ranges):
-            negative = make("neg", distance.dtype, (distance,))
-            return _both([_compared(op, side, y, ranges) for side in (distance, negative)])
-    for side, other in ((x, y), (y, x)):
-        if reads(side, "kv_idx"):
-            if not _within(side, ranges):
-                return _OPAQUE
-        elif not _within(side, ranges):
-            if not _within(other, ranges) or reads(side, "q_idx"):
-                return _OPAQUE
-            # Past all that the other side can be, numbers compare as the nearest that it can.
-            low, high = interval_of(other, ranges) or (0, 0)
-            clamped = _clamped(_wide(side), (low - 1, high + 1), ranges)
-            x, y = (clamped if each is side else each for each in (x, y))
-    found = _solved(op, x, y, ranges)
-    if found is None or not found.rises:
-        return _OPAQUE
-    bound = found.value
-    if found.op in ("le", "gt"):
-        bound = make("add", "int64", (bound, const(1, "int64")))
-    upper = found.op in ("lt", "le")
-    return _Span(high=bound, exact=True) if upper else _Span(low=bound, exact=True)
-
-
-def _solved(op: str, x: Expr, y: Expr, ranges: Mapping[str, Range]) -> KeyBound | None:
+def _solved(op: str, x: Expr, y: Expr, interval: Intervals) -> KeyBound | None:
     """x < y or x <= y as a bound of kv_idx, where its factor is 1 or -1."""
-    known = intervals_of(x, ranges) | intervals_of(y, ranges)
-    terms = _linear(y, known)
-    for term, factor in _linear(x, known).items():
+    terms = _linear(y, interval)
+    for term, factor in _linear(x, interval).items():
         terms[term] = terms.get(term, 0) - factor
     # x < y is now 0 < terms.
     factor = terms.pop(KEY, 0)
@@ -188,20 +220,24 @@ def _solved(op: str, x: Expr, y: Expr, ranges: Mapping[str, Range]) -> KeyBound 
     return KeyBound(op if factor == -1 else {"lt": "gt", "le": "ge"}[op], _sum(terms), rises)
 
 
-def _linear(expr: Expr, known: Mapping[Expr, Range | None]) -> dict[Expr, int]:
+def _linear(expr: Expr, interval: Intervals) -> dict[Expr, int]:
     """An integer as a sum of Exprs, each so many times; a narrow sum that may wrap is one."""
-    wraps = expr.dtype != "int64" and known[expr] == dtype_range(expr.dtype)
-    if wraps or not reads(expr, "q_idx", "kv_idx"):
-        return {_wide(expr): 1}
-    if expr.op == "cast" and is_int(expr.args[0].dtype):
-        return _linear(expr.args[0], known)
-    signs = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)}.get(expr.op)
-    if signs is None:
-        return {_wide(expr): 1}
+
+    def opened(node: Expr) -> bool:
+        wraps = node.dtype != "int64" and interval(node) == dtype_range(node.dtype)
+        if wraps or not reads(node, "q_idx", "kv_idx"):
+            return False
+        return node.op in _SIGNS or (node.op == "cast" and is_int(node.args[0].dtype))
+
+    times = {expr: 1}
     found: dict[Expr, int] = {}
-    for sign, arg in zip(signs, expr.args, strict=True):
-        for term, factor in _linear(arg, known).items():
-            found[term] = found.get(term, 0) + sign * factor
+    for node in reversed(list(walk(expr, enter=opened))):
+        if opened(node):
+            for sign, arg in zip(_SIGNS.get(node.op, (1,)), node.args, strict=True):
+                times[arg] = times.get(arg, 0) + sign * times[node]
+        else:
+            term = _wide(node)
+            found[term] = found.get(term, 0) + times[node]
     return found
 
 
@@ -221,16 +257,20 @@ def _rising(term: Expr, factor: int) -> bool:
 
 def _rises(expr: Expr) -> bool:
     """Whether an integer never falls as q_idx grows, judged operation by operation."""
-    if not reads(expr, "q_idx") or expr.op == "var":
-        return True
-    if expr.op in ("add", "minimum", "maximum", "cast"):
-        return all(is_int(arg.dtype) and _rises(arg) for arg in expr.args)
-    if expr.op not in ("mul", "floor_div"):
-        return False
-    x, y = expr.args
-    if expr.op == "mul" and _is_positive(x):
-        x, y = y, x
-    return _rises(x) and _is_positive(y)
+    found: dict[Expr, bool] = {}
+    for node in walk(expr):
+        if not reads(node, "q_idx") or node.op == "var":
+            found[node] = True
+        elif node.op in ("add", "minimum", "maximum", "cast"):
+            found[node] = all(is_int(arg.dtype) and found[arg] for arg in node.args)
+        elif node.op in ("mul", "floor_div"):
+            x, y = node.args
+            if node.op == "mul" and _is_positive(x):
+                x, y = y, x
+            found[node] = found[x] and _is_positive(y)
+        else:
+            found[node] = False
+    return found[expr]
 
 
 def _is_positive(expr: Expr) -> bool:
@@ -240,24 +280,12 @@ def _is_positive(expr: Expr) -> bool:
     return int(least or 0) > 0
 
 
-def _clamped(expr: Expr, limits: Range, ranges: Mapping[str, Range]) -> Expr:
-    found = interval_of(expr, ranges)
+def _clamped(expr: Expr, limits: Range, interval: Intervals) -> Expr:
+    found = interval(expr)
     if found is not None and limits[0] <= found[0] and found[1] <= limits[1]:
         return expr
     low, high = (const(limit, "int64") for limit in limits)
     return make("minimum", "int64", (make("maximum", "int64", (expr, low)), high))
-
-
-def _within(expr: Expr, ranges: Mapping[str, Range]) -> bool:
-    """Whether an expression, and what in it depends on positions, stays far from wrapping."""
-    found = intervals_of(expr, ranges)
-    for node in depending(walk(expr), ("q_idx", "kv_idx")) | {expr}:
-        limits = found[node]
-        if limits is None or max(map(abs, limits)) > LARGE:
-            return False
-        if node.args and node.op != "load" and limits == dtype_range(node.dtype):
-            return False  # it may wrap
-    return True
 
 
 def _wide(expr: Expr) -> Expr:

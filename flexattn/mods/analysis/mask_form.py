@@ -14,6 +14,7 @@ from flexattn.mods.analysis.affine import (
     edges,
     free_edges,
 )
+from flexattn.mods.analysis.intervals import Intervals
 from flexattn.mods.analysis.key_span import KeyBound, KeySpan, conjunction, key_bound, key_span
 from flexattn.mods.expr import Expr, depending, reads, terms_of, walk
 from flexattn.mods.ir.intervals import Range
@@ -79,8 +80,9 @@ def _mask_form(expr: Expr, items: tuple[tuple[str, Range], ...]) -> MaskForm:
     forms = affine_forms((expr,), ranges)
     # Edges hold at any position: a narrow sum of one, which wraps at some, has none.
     anywhere = affine_forms((expr,), {})
+    interval = Intervals(ranges)
     terms = tuple(
-        MaskTerm(term, key_bound(term, ranges), comparison_of(term, forms))
+        MaskTerm(term, key_bound(term, interval), comparison_of(term, forms))
         for term in terms_of(expr, "and")
     )
     return MaskForm(
