@@ -23,10 +23,11 @@ from flexattn.mods.expr import VARS, Expr
 from flexattn.mods.functional import functional, is_lift, writes
 from flexattn.mods.guard import Guard, Indexing, op_name
 from flexattn.mods.pointwise import POINTWISE, cast
+from flexattn.mods.reductions import REDUCTIONS
 from flexattn.mods.refusal import Refusal, SourceLine, line_of, unknown, unread
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
 
-TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE}
+TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE, **REDUCTIONS}
 ARGUMENTS = {"score": tuple(VARS), "mask": tuple(VARS)[1:]}
 # By name: torch raises different ones for a branch, a loop and a mask, and has moved them.
 _DATA_DEPENDENT = (
