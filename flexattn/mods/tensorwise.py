@@ -1,4 +1,4 @@
-"""aten's views, indexing, factories and reductions on lazy arrays."""
+"""aten's views, indexing and factories on lazy arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from flexattn.errors import NoKernelError
 from flexattn.mods.arrays import (
     Array,
     Index,
@@ -20,9 +19,7 @@ from flexattn.mods.arrays import (
     reshape,
 )
 from flexattn.mods.expr import Expr, const
-from flexattn.mods.ops import is_float
-from flexattn.mods.pointwise import Operand, as_array, cast, pointwise
-from flexattn.mods.refusal import Refusal
+from flexattn.mods.pointwise import Operand, cast
 from flexattn.mods.simplify import make
 
 _END = 2**62
@@ -58,7 +55,8 @@ def _rearranged(x: Array, order: Sequence[int | None]) -> Array:
     return Array(shape, x.dtype, at, weak=x.weak, wraps=wraps)
 
 
-def _dims(x: Array, dims: int | Sequence[int] | None) -> list[int]:
+def dims_of(x: Array, dims: int | Sequence[int] | None) -> list[int]:
+    """The dimensions that an operation names, none of them negative; all where it names none."""
     rank = len(x.shape)
     if dims is None or (not isinstance(dims, int) and not dims):
         return list(range(rank))
@@ -66,7 +64,7 @@ def _dims(x: Array, dims: int | Sequence[int] | None) -> list[int]:
 
 
 def _permute(x: Array, dims: Sequence[int]) -> Array:
-    return _rearranged(x, _dims(x, dims))
+    return _rearranged(x, dims_of(x, dims))
 
 
 def _transpose(x: Array, first: int = 0, second: int = 1) -> Array:
@@ -76,14 +74,15 @@ def _transpose(x: Array, first: int = 0, second: int = 1) -> Array:
     return _rearranged(x, order)
 
 
-def _unsqueeze(x: Array, dim: int) -> Array:
+def unsqueeze(x: Array, dim: int) -> Array:
+    """The array with a new dimension of size 1."""
     order: list[int | None] = list(range(len(x.shape)))
     order.insert(dim % (len(order) + 1), None)
     return _rearranged(x, order)
 
 
 def _squeeze(x: Array, dims: int | Sequence[int] | None = None) -> Array:
-    gone = {dim for dim in _dims(x, dims) if x.shape[dim] == 1}
+    gone = {dim for dim in dims_of(x, dims) if x.shape[dim] == 1}
     return _rearranged(x, [dim for dim in range(len(x.shape)) if dim not in gone])
 
 
@@ -158,11 +157,11 @@ def _common(arrays: Sequence[Array]) -> str:
 
 
 def _stack(arrays: Sequence[Array], dim: int = 0) -> Array:
-    return _cat([_unsqueeze(x, dim) for x in arrays], dim)
+    return _cat([unsqueeze(x, dim) for x in arrays], dim)
 
 
 def _flip(x: Array, dims: Sequence[int]) -> Array:
-    for dim in _dims(x, dims):
+    for dim in dims_of(x, dims):
         x = index(x, [*[None] * dim, _arange(x.shape[dim] - 1, -1, -1)])
     return x
 
@@ -200,39 +199,6 @@ def _diagonal_scatter(x: Array, y: Array, *which: int) -> Array:
         return make("where", x.dtype, (inside, y.at((*rest, last)), x.at(i)))
 
     return Array(x.shape, x.dtype, at)
-
-
-def _searched(x: Operand, bounds: Array, right: bool, int32: bool) -> Array:
-    """How many of the sorted bounds are before x, by comparing with each; NaN is after all."""
-    if len(bounds.shape) != 1:
-        raise Refusal(
-            f"searches in a tensor of shape {list(bounds.shape)}",
-            "sorted bounds have one dimension",
-            "index it down to one dimension before",
-            raises=NoKernelError,
-        )
-    last = _unsqueeze(as_array(x), len(as_array(x).shape))
-    before = pointwise("not", pointwise("gt" if right else "ge", bounds, last))
-    return _reduced("add", before, len(before.shape) - 1, dtype="int32" if int32 else "int64")
-
-
-def _bucketize(
-    x: Operand, bounds: Array, *, out_int32: bool = False, right: bool = False
-) -> Array:
-    return _searched(x, bounds, right, out_int32)
-
-
-def _searchsorted(
-    bounds: Array,
-    x: Operand,
-    *,
-    out_int32: bool = False,
-    right: bool = False,
-    side: str | None = None,
-    sorter: Array | None = None,
-) -> Array:
-    bounds = bounds if sorter is None else index(bounds, [sorter])
-    return _searched(x, bounds, right or side == "right", out_int32)
 
 
 def _gather(x: Array, dim: int, position: Array, **_: Any) -> Array:
@@ -282,117 +248,6 @@ def _arange(*ends: int | float, dtype: torch.dtype | None = None, **_: Any) -> A
     return literal_array(values.tolist(), values.shape, _name(values.dtype))
 
 
-def _accumulator(dtype: str) -> str:
-    """torch sums half precision in float32, and small integers in int64."""
-    if is_float(dtype):
-        return "float64" if dtype == "float64" else "float32"
-    return "int64"
-
-
-def _reduced(
-    op: str,
-    x: Array,
-    dims: int | Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: str | None = None,
-    inner: str | None = None,
-) -> Array:
-    """Unroll a reduction over some dimensions, in `inner` if it accumulates wider than `dtype`."""
-    gone = _dims(x, dims)
-    dtype = dtype or x.dtype
-    inner = inner or dtype
-    terms = x.elements(gone)
-    kept = [dim for dim in range(len(x.shape)) if dim not in gone]
-    shape = [1 if dim in gone else size for dim, size in enumerate(x.shape)]
-    wide = cast(x, inner)
-    neutral = {"add": 0, "mul": 1, "and": True, "or": False}
-
-    def at(i: Index) -> Expr:
-        others = dict(zip(kept, [i[dim] for dim in kept] if keepdim else i, strict=True))
-        total: Expr | None = None
-        for term in terms:
-            full = others | dict(zip(gone, term, strict=True))
-            value = wide.at(tuple(full[dim] for dim in range(len(full))))
-            total = value if total is None else make(op, inner, (total, value))
-        if total is None:
-            total = make("cast", inner, (const(neutral[op], "int64"),))
-        return make("cast", dtype, (total,))
-
-    return Array(shape if keepdim else [x.shape[dim] for dim in kept], dtype, at)
-
-
-def _sum(
-    x: Array, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Array:
-    result = _name(dtype) if dtype else x.dtype if is_float(x.dtype) else "int64"
-    return _reduced("add", x, dims, keepdim, dtype=result, inner=_accumulator(result))
-
-
-def _prod(x: Array, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
-    result = _name(dtype) if dtype else x.dtype if is_float(x.dtype) else "int64"
-    return _reduced("mul", x, dims, keepdim, dtype=result, inner=_accumulator(result))
-
-
-def _mean(
-    x: Array, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Array:
-    result = _name(dtype) if dtype else x.dtype
-    inner = _accumulator(result)
-    total = _reduced("add", x, dims, keepdim, dtype=inner)
-    count = math.prod(x.shape[dim] for dim in _dims(x, dims))
-    return cast(pointwise("div", total, float(count)), result)
-
-
-def _var(
-    x: Array,
-    dims: Any = None,
-    correction: float | None = 1,
-    keepdim: bool = False,
-) -> Array:
-    count = math.prod(x.shape[dim] for dim in _dims(x, dims))
-    wide = cast(x, _accumulator(x.dtype))
-    away = pointwise("sub", wide, _mean(wide, dims, keepdim=True))
-    total = _reduced("add", pointwise("mul", away, away), dims, keepdim)
-    left = max(count - (1 if correction is None else correction), 0)
-    return cast(pointwise("div", total, float(left)), x.dtype)
-
-
-def _truth(op: str, x: Array, dims: Any = None, keepdim: bool = False) -> Array:
-    return _reduced(op, cast(x, "bool"), dims, keepdim)
-
-
-def _extreme(op: str, x: Array, dims: Any = None, keepdim: bool = False) -> Any:
-    """max and min: over everything, or (values, indices) over one dimension."""
-    best = _reduced(op, x, dims, keepdim)
-    return best if dims is None else (best, None)
-
-
-def _mm(x: Array, y: Array) -> Array:
-    """Contract x's last dimension with the one before the last of y, batched over the rest."""
-    batch = x.shape[:-2]
-    left = _unsqueeze(x, len(x.shape))
-    right = _unsqueeze(y, len(batch))
-    shape = (*batch, x.shape[-2], x.shape[-1], y.shape[-1])
-    wide = _accumulator(x.dtype)
-    factors = [cast(broadcast(side, shape), wide) for side in (left, right)]
-    product = pointwise("mul", *factors)
-    return _reduced("add", product, len(shape) - 2, dtype=x.dtype, inner=wide)
-
-
-def _dot(x: Array, y: Array) -> Array:
-    return reshape(_mm(_unsqueeze(x, 0), _unsqueeze(y, 1)), [])
-
-
-def _mv(x: Array, y: Array) -> Array:
-    return reshape(_mm(x, _unsqueeze(y, 1)), [x.shape[0]])
-
-
-def _plus(product: Callable[..., Array], c: Array, x: Array, y: Array, **by: float) -> Array:
-    scaled = pointwise("mul", product(x, y), by.get("alpha", 1))
-    return pointwise("add", pointwise("mul", c, by.get("beta", 1)), scaled)
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -401,13 +256,8 @@ TENSORWISE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view"), reshape),
     **dict.fromkeys(("transpose", "t"), _transpose),
     **dict.fromkeys(("split", "split_with_sizes"), _split),
-    **dict.fromkeys(("dot", "vdot"), _dot),
-    **dict.fromkeys(("mm", "bmm"), _mm),
-    **dict.fromkeys(("addmm", "baddbmm"), partial(_plus, _mm)),
-    "addmv": partial(_plus, _mv),
-    "mv": _mv,
     "permute": _permute,
-    "unsqueeze": _unsqueeze,
+    "unsqueeze": unsqueeze,
     **dict.fromkeys(("squeeze", "squeeze_"), _squeeze),
     "select": _select,
     "slice": _slice,
@@ -421,8 +271,6 @@ TENSORWISE: dict[str, Callable[..., Any]] = {
     "diagonal_scatter": _diagonal_scatter,
     "index": index,
     **dict.fromkeys(("index_put", "_unsafe_index_put"), index_put),
-    "bucketize": _bucketize,
-    "searchsorted": _searchsorted,
     "index_select": _index_select,
     "embedding": lambda table, position, *_: index(table, [position]),
     "gather": _gather,
@@ -438,14 +286,4 @@ TENSORWISE: dict[str, Callable[..., Any]] = {
     "new_ones": partial(_new_filled, 1),
     "scalar_tensor": lambda value, **options: _filled(value, [], **options),
     "arange": _arange,
-    "sum": _sum,
-    "prod": _prod,
-    "mean": _mean,
-    "var": _var,
-    "any": partial(_truth, "or"),
-    "all": partial(_truth, "and"),
-    "amax": partial(_reduced, "maximum"),
-    "amin": partial(_reduced, "minimum"),
-    "max": partial(_extreme, "maximum"),
-    "min": partial(_extreme, "minimum"),
 }

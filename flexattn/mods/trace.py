@@ -26,11 +26,12 @@ from flexattn.mods.functional import functional, is_lift, writes
 from flexattn.mods.guard import Guard, Indexing, op_name
 from flexattn.mods.host_numbers import Recording
 from flexattn.mods.pointwise import POINTWISE, cast
+from flexattn.mods.reductions import REDUCTIONS
 from flexattn.mods.refusal import Refusal, SourceLine, line_of, too_long, unknown, unread
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
 from flexattn.util.locks import awaited
 
-TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE}
+TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE, **REDUCTIONS}
 ARGUMENTS = {"score": tuple(VARS), "mask": tuple(VARS)[1:]}
 # By name: torch raises different ones for a branch, a loop and a mask, and has moved them.
 _DATA_DEPENDENT = (
