@@ -49,5 +49,5 @@ def told(ptx, ptxas):
     return (
         f"ptxas {release(ptxas)} of Triton {triton.__version__}, of PTX with "
         f"{'neg' if 'neg.s32' in ptx else 'no neg'}: not as tests/negations.py has it. Where the "
-        "negation is kept this release is mended: say so there, and in kernels/ptx/negated_extremes.py"
+        "negation is kept this release is mended: say so there, and in negated_extremes.py"
     )

@@ -24,7 +24,8 @@ from flexattn.runtime.binary import Binary, TensorMap
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
 
-_SCHEMA = 1
+# 1 had no pass that keeps ptxas from losing negations (kernels/ptx/negated_extremes.py).
+_SCHEMA = 2
 MAX_CODE, MAX_DESCRIPTION = 64 * 2**20, 2**16
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ELF = b"\x7fELF"

@@ -1,4 +1,4 @@
-"""What ptxas makes of negations that a minimum or maximum reads, by release, read in machine code."""
+"""What ptxas makes of negations that a minimum or maximum reads, by release, in machine code."""
 
 import re
 import subprocess

@@ -63,7 +63,7 @@ def name(mods):
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("mods", MODS, ids=name)
 def test_forward(mods, D, backend):
-    """`tiled` was wrong by half with Triton 3.8: in Triton's template, at D 256 in Hopper's, too."""
+    """`tiled` was wrong by half with Triton 3.8 in Triton's template, and in Hopper's at D 256."""
     q, k, v = inputs(2, 8, 2, 1031, 1031, D, dtype=torch.bfloat16, device="cuda")
     mask = block_mask(mods.get("mask_mod"), q, k)
     options = {**PREFILL, "BACKEND": backend}

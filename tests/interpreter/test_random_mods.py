@@ -28,6 +28,6 @@ def test_gradients_of_a_random_mod(index):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_mod_rich_in_divisions(form):
-    """`python -m tests.random_mods battery` has 500, and the catalogue, for each release of Triton."""
+    """`python -m tests.random_mods battery` has 500, and the catalogue, for a Triton release."""
     tasks = (Task(0, index, 31) for index in range(len(CATALOGUE), 2 * len(CATALOGUE)))
     check_battery(next(task for task in tasks if part_of(task)[1] == form), "cpu")

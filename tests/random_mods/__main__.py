@@ -69,7 +69,8 @@ def main() -> int:
     with pool:
         for each in outcomes(pool, tasks):
             found.append(each)
-            told(each, len(found), len(tasks), verbose=asked.only is not None)
+            if asked.what != "battery" or asked.only is not None:
+                told(each, len(found), len(tasks), verbose=asked.only is not None)
     seconds = round(time.monotonic() - begin)
     print(f"\n{asked.what}, seed {asked.seed}, Triton {triton_version()}, {seconds} s")
     print(parts(found, asked.seed) if asked.what == "battery" else table(found))

@@ -122,8 +122,9 @@ def battery(task: Task) -> Outcome:
     """The same in a process of its own."""
     begin = time.monotonic()
     device = prepared()
-    found: dict[str, Any] = {"mod": str(_mod_of(task))}
+    found: dict[str, Any] = {}
     try:
+        found["mod"] = str(_mod_of(task))
         found |= {"how": "served", "call": check_battery(task, device)}
     except Exception as error:  # whatever it is, it is what a user would see
         found |= failure(error)

@@ -58,7 +58,7 @@ class _Divided(Writer):
         if self.draw.random() < 0.5:
             size, wide = self.draw.choice((4, 8, 16)), self.draw.choice((2, 4, 5))
             tiles = f"(q_idx // {size}, kv_idx // {size})"
-            self.lines.append(f"m{len(self.lines)}, n{len(self.lines)} = {tiles}")
+            self.lines.append(f"u{len(self.lines)}, w{len(self.lines)} = {tiles}")
             m, n = self.lines[-1].partition(" = ")[0].split(", ")
             one, other = f"({m} // {wide} - {n} // {wide})", f"({m} % {wide} - {n} % {wide})"
         else:

@@ -2,9 +2,9 @@
 
 On sm_90 and sm_100 ptxas makes one instruction (VIMNMX3) of a minimum of a minimum, or a maximum
 of a maximum. That of CUDA 12.8 to 13.3 drops a negation on its way into it: `max(max(a, -b), c)`
-becomes `max(max(a, b), c)`, in silence; that of 13.4 does not. Triton's releases up to 3.7 write an
-absolute value as `abs.s32`; from 3.8 on it is `max(x, -x)`, so in two of them side by side, as
-`(abs(x) <= 1) & (abs(y) <= 1)` is one comparison of their maximum, x lost its absolute value.
+becomes `max(max(a, b), c)`, in silence; that of 13.4 does not. Triton's releases up to 3.7 write
+an absolute value as `abs.s32`; from 3.8 on it is `max(x, -x)`. Of two side by side, as in
+`(abs(x) <= 1) & (abs(y) <= 1)`, which is one comparison of their maximum, x lost its own.
 
 Where a maximum is that of x and -x, it is written as the absolute value. Every other negation that
 a minimum or maximum reads is written as ~x + 1, which ptxas keeps. Either is right everywhere, and
@@ -40,7 +40,7 @@ _WRITTEN = re.compile(
 
 
 def guarded(stages: Stages, capability: int) -> Stages:
-    """The stages of a kernel for an NVIDIA GPU of that compute capability, this pass among them."""
+    """A kernel's stages, with this pass where an NVIDIA GPU of that compute capability fuses."""
     if capability < _FUSES:
         return stages
     return replace(stages, passes=(*stages.passes, NEGATED_EXTREMES))

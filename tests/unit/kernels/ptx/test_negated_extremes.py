@@ -66,7 +66,8 @@ def test_sixteen_bits_are_the_same():
     "text",
     [
         "", READ + NEGATED, most("%r3", "%r1", "%r2"), NEGATED + most("%r3", "%r4", "%r5"),
-        NEGATED + most("%r3", "%r1", "%r2", "max.u32"), NEGATED + most("%r3", "%r1", "%r2", "add.s32"),
+        NEGATED + most("%r3", "%r1", "%r2", "max.u32"),
+        NEGATED + most("%r3", "%r1", "%r2", "add.s32"),
         "\tneg.f32 \t%r2, %r1;\n" + most("%r3", "%r1", "%r2", "max.f32"),
     ],
 )  # fmt: skip
