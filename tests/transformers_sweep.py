@@ -50,10 +50,10 @@ _SIZES: dict[int, str] = {
     32: "hidden_size d_model n_embd embed_dim hidden_dim moe_intermediate_size projection_dim dim "
     "decoder_hidden_size output_hidden_size out_hidden_size cross_attention_dim codebook_size "
     "projector_hidden_size encoder_hidden_size text_hidden_size conv_dim_out "
-    "vocab_size_per_layer_input hidden_size_per_layer_input",
+    "hidden_size_per_layer_input",
     64: "intermediate_size encoder_ffn_dim decoder_ffn_dim ffn_dim d_ff mlp_dim n_inner ffn_hidden"
     "_size shared_intermediate_size max_source_positions decoder_intermediate_size n_hidden",
-    99: "vocab_size text_vocab_size",
+    99: "vocab_size text_vocab_size vocab_size_per_layer_input",
     128: "max_position_embeddings n_positions max_target_positions",
 }
 _KNOWN: dict[str, object] = {
@@ -69,6 +69,7 @@ _OTHER_SIZES: tuple[dict[str, Any], ...] = (
     {}, {"num_key_value_heads": 4}, {"head_dim": None}, {"head_dim": 16},
     {"num_key_value_heads": 4, "head_dim": None}, {"sliding_window": None, "head_dim": None},
     {"num_hidden_layers": 4, "num_key_value_heads": 4},
+    {"hidden_size": 512, "out_hidden_size": 512, "head_dim": 128},  # parts of rotary positions
 )  # fmt: skip
 _MOST = 40_000_000  # parameters of what is tiny
 _AUTO = ("CausalLM", "Seq2SeqLM", "ImageTextToText", "MultimodalLM", "MaskedLM", "")
@@ -174,7 +175,8 @@ def inputs(model: Any) -> dict[str, Tensor]:
     if model.main_input_name in ("input_features", "input_mel"):
         mels = getattr(config, "num_mel_bins", 8)
         length = 2 * getattr(config, "max_source_positions", 32)
-        found = {model.main_input_name: torch.randn(2, mels, length, generator=draw)}
+        shape = (mels, length) if hasattr(config, "max_source_positions") else (64, mels)
+        found = {model.main_input_name: torch.randn(2, *shape, generator=draw)}
         ids = torch.randint(3, 90, (2, 13), generator=draw)
         return found | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
     ids = torch.randint(3, 90, (2, 13), generator=draw)

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["block", "sdpa", "eager"]
+MaskKind = Literal["block", "sdpa", "eager"]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def mask_kind(config_class: type) -> Kind:
+def mask_kind(config_class: type) -> MaskKind:
     """The kind of mask for models whose configs are of a class.
 
     "block", a BlockMask, where the model declares that it supports flex_attention, has its
@@ -29,7 +29,7 @@ def mask_kind(config_class: type) -> Kind:
 
 
 @lru_cache(maxsize=256)
-def _kind(config_class: Any) -> Kind:
+def _kind(config_class: Any) -> MaskKind:
     models: list[Any] = next(filter(None, map(_models_of, config_class.__mro__)), [])
     replaced = all(each._can_set_attn_implementation() for each in models)
     own = any(hasattr(sys.modules.get(each.__module__), "BlockMask") for each in models)
