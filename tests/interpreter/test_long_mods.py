@@ -40,9 +40,9 @@ def long(*row):
     ("rows", "score_mod", "mask_mod"),
     [
         (19, fibonacci(60), halved(40)),
-        (1, polynomial(120), removed(200)),
+        (1, fibonacci(90), removed(200)),
         long(19, functions(200), windows(200)),
-        long(1, functions(200), windows(60)),
+        long(19, polynomial(120), windows(60)),
         long(19, vectors(60), kept(1200)),
         long(1, fibonacci(1000), halved(400)),
     ],
