@@ -182,7 +182,7 @@ def halved(steps):
 
 def removed(steps):
     def mask_mod(b, h, q_idx, kv_idx):
-        kept = q_idx >= kv_idx
+        kept = q_idx + 17 >= kv_idx
         for step in range(steps):
             kept = kept & (kv_idx != 3 * step + 1)
         return kept

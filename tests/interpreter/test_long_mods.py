@@ -37,18 +37,17 @@ def long(*row):
 
 
 @pytest.mark.parametrize(
-    ("score_mod", "mask_mod"),
+    ("rows", "score_mod", "mask_mod"),
     [
-        (fibonacci(60), halved(40)),
-        (polynomial(120), removed(200)),
-        (functions(200), windows(60)),
-        long(vectors(60), kept(1200)),
-        long(fibonacci(1000), windows(200)),
-        long(None, halved(400)),
+        (19, fibonacci(60), halved(40)),
+        (1, fibonacci(90), removed(200)),
+        long(19, functions(200), windows(200)),
+        long(19, polynomial(120), windows(60)),
+        long(19, vectors(60), kept(1200)),
+        long(1, fibonacci(1000), halved(400)),
     ],
 )
-@pytest.mark.parametrize("rows", [19, 1])
-def test_forward(score_mod, mask_mod, rows):
+def test_forward(rows, score_mod, mask_mod):
     """Linear recurrences of 30 steps took minutes, those of 60 had no end; 200 operations in a row
     raised SyntaxError, or RecursionError, of which the user's line was said to be guilty."""
     q, k, v = inputs(B=1, Hq=2, L=rows, S=23)
@@ -65,7 +64,7 @@ def test_backward(score_mod):
 
 @pytest.mark.parametrize(
     ("score_mod", "mask_mod"),
-    [(fibonacci(60), removed(100)), long(polynomial(120), halved(40)), long(None, windows(60))],
+    [(fibonacci(30), removed(60)), long(polynomial(120), halved(40)), long(None, windows(60))],
 )
 def test_a_plan(score_mod, mask_mod):
     each = batch([1, 1], [17, 5])
@@ -80,7 +79,7 @@ def test_explain():
     assert "q_len=17" in str(flexattn.explain(q, k, v, **call))
 
 
-@pytest.mark.parametrize("mask_mod", [halved(40), removed(70), kept(70), windows(70)])
+@pytest.mark.parametrize("mask_mod", [halved(40), removed(70), long(kept(70)), long(windows(70))])
 def test_block_masks(mask_mod):
     """Blocks of a mask are those of its dense form, however its bounds are cut short."""
     at = torch.arange(70)
@@ -142,7 +141,7 @@ def test_children_of_a_process_that_traces_and_interprets():
     for each in threads:
         each.start()
     try:
-        assert [in_child(number) for number in range(2, 6)] == [0] * 4
+        assert [in_child(number) for number in range(2, 5)] == [0] * 3
     finally:
         stop.set()
         for each in threads:

@@ -1,9 +1,28 @@
-"""Which nodes of an Expr are printed early, and which in a form of their own."""
+"""Which nodes of an Expr are printed early, which in a form of their own, and which by a name."""
 
 from __future__ import annotations
 
 from flexattn.kernels.printers.triton_ops import HALVES
 from flexattn.mods.expr import Expr, depending
+
+# Of one text: how many operations lie within one another, and how many characters it has. Python's
+# parser ends at 200 parentheses, and compilers visit what is nested by recursion.
+_DEEPEST, _LONGEST = 24, 1000
+
+
+class Nesting:
+    """How many operations lie within one another in the text of each node."""
+
+    def __init__(self) -> None:
+        self._depths: dict[Expr, int] = {}
+
+    def ends(self, node: Expr, text: str, named: bool) -> bool:
+        """Whether a node gets a name: it is named anyway, or its text grows too deep or long."""
+        depth = 1 + max((self._depths.get(arg, 0) for arg in node.args), default=0)
+        if named or depth > _DEEPEST or len(text) > _LONGEST:
+            return True
+        self._depths[node] = depth
+        return False
 
 
 def feeding_loads(nodes: list[Expr]) -> set[Expr]:

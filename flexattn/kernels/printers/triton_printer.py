@@ -9,7 +9,7 @@ from flexattn.errors import UnsupportedError
 from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.printers.argument_names import buffer_names, scalar_name
 from flexattn.kernels.printers.divisions import by_invariant
-from flexattn.kernels.printers.printed_nodes import feeding_loads, summed_halves
+from flexattn.kernels.printers.printed_nodes import Nesting, feeding_loads, summed_halves
 from flexattn.kernels.printers.triton_ops import HALVES, NARROW, is_literal, literal
 from flexattn.mods import Mod
 from flexattn.mods.analysis.intervals import intervals_of
@@ -20,9 +20,6 @@ from flexattn.mods.ops import OPS, is_float, is_int
 from flexattn.problem import INDEX_RANGES
 
 INT32: Range = (-(2**31), 2**31 - 1)
-# Of one text: how many operations lie within one another, and how many characters it has. Python's
-# parser ends at 200 parentheses, and compilers visit what is nested by recursion.
-_DEEPEST, _LONGEST = 24, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +137,7 @@ class MultiPrinter:
         self.body: list[str] = []
         self.count = 0
         self.values: dict[Expr, _Value] = {}
-        self.depths: dict[Expr, int] = {}
+        self.nesting = Nesting()
         # Of each load, its indices and that they are inside, as its statement has them.
         self.places: dict[Expr, list[tuple[_Value, str]]] = {}
         nodes = list(walk(*self.roots))
@@ -197,12 +194,8 @@ class MultiPrinter:
         if node.op == "load":
             return self._load(node)
         value = self._operation(node)
-        depth = 1 + max((self.depths.get(arg, 0) for arg in node.args), default=0)
-        long = depth > _DEEPEST or len(value.text) > _LONGEST
-        if long or self.uses[node] > 1 or node in self.crossing or node in self.roots:
-            return self._name(value)
-        self.depths[node] = depth
-        return value
+        named = self.uses[node] > 1 or node in self.crossing or node in self.roots
+        return self._name(value) if self.nesting.ends(node, value.text, named) else value
 
     def _operation(self, node: Expr) -> _Value:
         args = [self.values[arg] for arg in node.args]
