@@ -118,7 +118,8 @@ class TritonLaunch:
 
 # Of a number in a kernel's signature, numpy's name.
 _NUMPY = {
-    "i1": "bool", "i32": "int32", "u32": "uint32", "i64": "int64", "fp32": "float32", "fp64": "float64",
+    "i1": "bool", "i32": "int32", "u32": "uint32", "i64": "int64",
+    "fp32": "float32", "fp64": "float64",
 }  # fmt: skip
 
 

@@ -60,7 +60,11 @@ def inspect(
         if bool((ends[1:] < ends[:-1]).any()) or int(ends[0]) != 0:
             raise InputError(f"cu_seqlens_q {ends.tolist()[:9]}", "it starts at 0 and never falls")
     if placed:
-        ends = torch.arange(len(lengths) + 1) * maxima.q_len if cu_seqlens is None else cu_seqlens.cpu()
+        ends = (
+            torch.arange(len(lengths) + 1) * maxima.q_len
+            if cu_seqlens is None
+            else cu_seqlens.cpu()
+        )
         rows = ends.diff()[: len(lengths)]
         early = (lengths > 0) & (lengths < rows)
         if bool(early.any()):
@@ -69,48 +73,6 @@ def inspect(
                 f"request {b} has {int(rows[b])} rows and {int(lengths[b])} keys",
                 "the last row stands at the last key, and mods are given no position below 0",
                 "give a request no more rows than keys: cu_seqlens_q cuts them",
-            )
-    return seq_lens, block_table, cu_seqlens, kv_start
-    seq_lens = _copied(seq_lens)
-    block_table, cu_seqlens, kv_start = (
-        None if each is None else _copied(each) for each in (block_table, cu_seqlens, kv_start)
-    )
-    lengths = seq_lens.cpu()
-    starts = torch.zeros_like(lengths) if kv_start is None else kv_start.cpu()[: len(lengths)]
-    own = lengths - starts
-    _within("seq_lens", lengths, 0, 2**31 - 1, "lengths are not negative")
-    _within("kv_start", starts, 0, 2**31 - 1, "a prefix is not negative")
-    _within(
-        "seq_lens", own, 0, maxima.kv_len, f"a request has at most the plan's {maxima.kv_len} keys"
-    )
-    if block_table is None:
-        _within("seq_lens", own, 0, keys, f"the cache has {keys} keys for a request")
-    else:
-        width = block_table.shape[1]
-        _within("seq_lens", own, 0, keys, f"block_table lists {width} pages of {maxima.page} keys")
-        used = torch.arange(width) < -(-own[:, None] // maxima.page)
-        table = block_table.cpu()[: len(own)]
-        wrong = ((table < 0) | (table >= pages)) & used
-        if bool(wrong.any()):
-            b, place = (int(each) for each in wrong.nonzero()[0])
-            raise InputError(
-                f"block_table[{b}, {place}] is {int(table[b, place])}",
-                f"the cache has pages 0 to {pages - 1}",
-            )
-    if cu_seqlens is not None:
-        ends = cu_seqlens.cpu()
-        _within("cu_seqlens_q", ends, 0, maxima.total_q, f"the plan has {maxima.total_q} rows")
-        if bool((ends[1:] < ends[:-1]).any()) or int(ends[0]) != 0:
-            raise InputError(f"cu_seqlens_q {ends.tolist()[:9]}", "it starts at 0 and never falls")
-    if placed:
-        rows = torch.tensor(maxima.q_len) if cu_seqlens is None else cu_seqlens.cpu().diff()
-        early = (lengths > 0) & (lengths < rows[: len(lengths)] if rows.ndim else lengths < rows)
-        if bool(early.any()):
-            b = int(early.nonzero()[0])
-            raise InputError(
-                f"request {b} has {int(rows[b] if rows.ndim else rows)} rows and {int(lengths[b])} keys",
-                "the last row stands at the last key, and mods are given no position below 0",
-                "cut the rows by cu_seqlens_q, as many as a request has keys",
             )
     return seq_lens, block_table, cu_seqlens, kv_start
 

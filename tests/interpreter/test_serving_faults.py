@@ -169,11 +169,16 @@ def test_checked_mode_refuses_rows_that_stand_before_all_keys(rows):
     ragged = len(set(rows)) > 1
     with override(check=True):
         plan = plan_for(each, page=4, config=SMALL, mask_mod=causal, ragged=ragged)
-        with pytest.raises(InputError, match=rf"request 1 has {rows[1]} rows and {rows[1] - 1} keys"):
+        with pytest.raises(
+            InputError, match=rf"request 1 has {rows[1]} rows and {rows[1] - 1} keys"
+        ):
             plan.run(q, cache, **call)
         plan = plan_for(each, page=4, config=SMALL, ragged=ragged)
         got = plan.run(q, cache, **call)
-    assert_right([x.reshape(6, *x.shape[-2:]) if i == 0 else x.reshape(6, -1) for i, x in enumerate(got)], each)
+    assert_right(
+        [x.reshape(6, *x.shape[-2:]) if i == 0 else x.reshape(6, -1) for i, x in enumerate(got)],
+        each,
+    )
 
 
 def called(page=4):

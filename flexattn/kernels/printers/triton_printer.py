@@ -274,7 +274,9 @@ class MultiPrinter:
         if node.op in ("shl", "shr"):
             last = 8 * itemsize(computed) - 1
             if not self._between(node.args[1], (0, last)):
-                return f"shift_{'left' if node.op == 'shl' else 'right'}({', '.join(args)}, {last})"
+                return (
+                    f"shift_{'left' if node.op == 'shl' else 'right'}({', '.join(args)}, {last})"
+                )
         if node in self.summed:
             # LLVM makes one fma of a half product and its sum, which drops a rounding that torch
             # does. It leaves an fma alone, and adding +0 changes nothing that a sum can see.
