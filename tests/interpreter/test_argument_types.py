@@ -57,7 +57,7 @@ def test_captured_floats_are_doubles():
     def equal(score, b, h, i, j):
         return score + (n == 0.1) * 2.0 * j
 
-    for n, m in ((1.0, 2.0), (3.0, 2.0), (1e9 + 1, 1e9 + 2), (0.1, 0.2)):  # noqa: B007
+    for n, m in ((1.0, 2.0), (3.0, 2.0), (1e9 + 1, 1e9 + 2), (0.1, 0.2)):
         for mod, slope in ((less, float(n < m)), (equal, 2.0 * (n == 0.1))):
             want = (q @ k.mT / 4 + slope * torch.arange(9.0)).softmax(-1) @ v
             torch.testing.assert_close(flex_attention(q, k, v, score_mod=mod), want)

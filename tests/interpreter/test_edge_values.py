@@ -1,4 +1,4 @@
-"""Operations at the ends of their dtypes, in Triton's interpreter, against torch's on the same values."""
+"""Operations at the ends of their dtypes, in Triton's interpreter, against torch's."""
 
 import math
 import random
@@ -134,7 +134,7 @@ def drawn(draw, depth):
 
 
 def assert_integers(functions):
-    """Functions of (q_idx, kv_idx) are in a kernel, and in a mask's lists, what they are in torch."""
+    """Functions of (q_idx, kv_idx) are torch's in a kernel, and in a mask's lists."""
     i, j = torch.arange(L)[:, None].expand(L, S), torch.arange(S).expand(L, S)
     bits = [(shift, 2**16 - 1) for shift in (0, 16, 32, 48)]
     want = torch.stack([f(i, j) for f in functions])

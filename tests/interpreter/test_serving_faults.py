@@ -156,8 +156,8 @@ def test_checked_mode_launches_what_it_looked_at(monkeypatch):
 
 @pytest.mark.parametrize("rows", [[2, 2, 2], [1, 3, 2]], ids=["uniform", "ragged"])
 def test_checked_mode_refuses_rows_that_stand_before_all_keys(rows):
-    """The documented position of a first row was -1: the kernel moved all rows of the request by one, so
-    that a window saw other keys, and checked mode said nothing. Where no mod reads positions, all is right."""
+    """A first row stood at -1 by the manual: the kernel moved all rows of the request by one, so
+    that a window saw other keys, and checked mode said nothing. Without mods all is right."""
     each = batch(rows, [53, min(rows[1] - 1, 2), 17], 6, 2)
     cache, table = poisoned_pages(each, 4)
     call = {"seq_lens": each.numbers(each.kv_lens), "block_table": table}

@@ -29,6 +29,11 @@ def natural(text: str, far: bool, tl: str = "tl") -> str:
     return f"{tl}.minimum({near}, ({text} + {_BEYOND}) * 2.0)"
 
 
+def finite(text: str, tl: str = "tl") -> str:
+    """The nearest finite number."""
+    return f"{tl}.minimum({tl}.maximum({text}, -{_LARGEST}), {_LARGEST})"
+
+
 def sink_in_base_2(text: str, tl: str = "tl") -> str:
     """A sink's logit in base 2, finite where it is +inf."""
     return f"{tl}.minimum({in_base_2(text, True, tl)}, {_LARGEST})"

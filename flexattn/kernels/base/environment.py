@@ -10,7 +10,7 @@ from pathlib import Path
 import jinja2
 
 from flexattn.errors import RenderError
-from flexattn.kernels.base.base_2 import in_base_2, natural, sink_in_base_2
+from flexattn.kernels.base.base_2 import finite, natural, sink_in_base_2
 from flexattn.kernels.base.outline import outline
 
 
@@ -42,7 +42,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["block"] = block
     environment.filters["outline"] = outline
-    environment.filters["in_base_2"] = in_base_2
+    environment.filters["finite"] = finite
     environment.filters["natural"] = natural
     environment.filters["sink_in_base_2"] = sink_in_base_2
     return environment

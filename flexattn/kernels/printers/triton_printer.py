@@ -274,9 +274,8 @@ class MultiPrinter:
         if node.op in ("shl", "shr"):
             last = 8 * itemsize(computed) - 1
             if not self._between(node.args[1], (0, last)):
-                return (
-                    f"shift_{'left' if node.op == 'shl' else 'right'}({', '.join(args)}, {last})"
-                )
+                name = "shift_left" if node.op == "shl" else "shift_right"
+                return f"{name}({args[0]}, {args[1]}, {last})"
         if node in self.summed:
             # LLVM makes one fma of a half product and its sum, which drops a rounding that torch
             # does. It leaves an fma alone, and adding +0 changes nothing that a sum can see.
