@@ -17,13 +17,13 @@ def takes(op, dtype):
     """Whether torch has the operation for tensors of a dtype."""
     sample = torch.ones(2, dtype=getattr(torch, dtype))
     try:
-        _apply(op, sample, sample)
+        applied(op, sample, sample)
     except (RuntimeError, TypeError):
         return False
     return True
 
 
-def _apply(op, x, y):
+def applied(op, x, y):
     if op.name == "where":
         return op.function(x > y, x, y)
     if op.arity == 1:
@@ -66,11 +66,11 @@ def mod(kind, place, dtype, ops=tuple(OPS)):
 
     def score_mod(score, b, h, q_idx, kv_idx):
         x, y = pair(score, q_idx, kv_idx)
-        return reduce(lambda total, op: total + _apply(op, x, y).float(), chosen, score)
+        return reduce(lambda total, op: total + applied(op, x, y).float(), chosen, score)
 
     def mask_mod(b, h, q_idx, kv_idx):
         x, y = pair(None, q_idx, kv_idx)
-        return reduce(lambda kept, op: kept ^ (_apply(op, x, y) > 0), chosen, q_idx >= kv_idx)
+        return reduce(lambda kept, op: kept ^ (applied(op, x, y) > 0), chosen, q_idx >= kv_idx)
 
     return score_mod if kind == "score_mod" else mask_mod
 

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from flexattn.mods import Bound, Mod
+from flexattn.mods.analysis.reach import reaches_end
 from flexattn.mods.terms import ALL, Terms, split
 
 Kind = Literal["prefill", "decode", "backward"]
@@ -144,6 +145,11 @@ class Structure:
     dropout: bool = False
     batch_invariant: bool = False
     fp32_products: Fp32Products = "ieee"
+
+    @property
+    def far(self) -> bool:
+        """Whether scores can be so far from 0 that base 2 needs care: kernels/base/base_2.py."""
+        return self.score is not None and reaches_end(self.score.mod.expr)
 
     @property
     def terms(self) -> Terms | None:

@@ -119,24 +119,31 @@ class TritonLaunch:
         )  # fmt: skip
 
 
+# Of a number in a kernel's signature, numpy's name.
+_NUMPY = {
+    "i1": "bool", "i32": "int32", "u32": "uint32", "i64": "int64",
+    "fp32": "float32", "fp64": "float64",
+}  # fmt: skip
+
+
 def _interpret(function: Any, programs: int, types: Sequence[str], args: Sequence[Any]) -> None:
     """Run a kernel in Triton's interpreter.
 
-    It takes a number's type from its value: strides without a sign are given theirs, or offsets
-    would wrap at 2^31 where a GPU's do not. Minus infinity less itself, the logarithm of 0 and
-    the like are what kernels mean: a GPU says nothing of them, and numpy warns.
+    It takes a number's type from its value: each is given that of the signature, or offsets would
+    wrap at 2^31 and captured floats would be rounded where a GPU's are not. Minus infinity less
+    itself, the logarithm of 0 and the like are what kernels mean: a GPU says nothing of them, and
+    numpy warns.
     """
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
-    def unsigned(value: int) -> Any:
-        return tl.tensor(TensorHandle(np.array([value], np.uint32), tl.uint32), tl.uint32)
-
-    typed = [
-        unsigned(value) if kind == "u32" else value
-        for kind, value in zip(types, args, strict=True)
-    ]
+    typed = list(args)
+    for place, kind in enumerate(types):
+        stored = _NUMPY.get(kind)
+        if stored is not None:
+            dtype = tl.str_to_ty(kind, None)
+            typed[place] = tl.tensor(TensorHandle(np.array([args[place]], stored), dtype), dtype)
     with _interpreter, np.errstate(all="ignore"):
         function[(programs,)](*typed)
 

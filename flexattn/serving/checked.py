@@ -17,10 +17,12 @@ def inspect(
     block_table: Tensor | None,
     cu_seqlens: Tensor | None,
     kv_start: Tensor | None,
+    placed: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Raise InputError for what the kernels would clamp: they never read outside the cache.
 
-    keys: of one request that the table, or the contiguous cache, has room for. It waits for the
+    keys: of one request that the table, or the contiguous cache, has room for. placed: mods read
+    the positions of rows, of which the last stands at the last key. It waits for the
     device, so a stream that is being captured is not inspected. Returns copies of seq_lens,
     block_table, cu_seqlens and kv_start as they were looked at, in their strides.
     """
@@ -57,6 +59,21 @@ def inspect(
         _within("cu_seqlens_q", ends, 0, maxima.total_q, f"the plan has {maxima.total_q} rows")
         if bool((ends[1:] < ends[:-1]).any()) or int(ends[0]) != 0:
             raise InputError(f"cu_seqlens_q {ends.tolist()[:9]}", "it starts at 0 and never falls")
+    if placed:
+        ends = (
+            torch.arange(len(lengths) + 1) * maxima.q_len
+            if cu_seqlens is None
+            else cu_seqlens.cpu()
+        )
+        rows = ends.diff()[: len(lengths)]
+        early = (lengths > 0) & (lengths < rows)
+        if bool(early.any()):
+            b = int(early.nonzero()[0])
+            raise InputError(
+                f"request {b} has {int(rows[b])} rows and {int(lengths[b])} keys",
+                "the last row stands at the last key, and mods are given no position below 0",
+                "give a request no more rows than keys: cu_seqlens_q cuts them",
+            )
     return seq_lens, block_table, cu_seqlens, kv_start
 
 

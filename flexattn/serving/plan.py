@@ -151,6 +151,9 @@ class DecodePlan:
             shared_kv=shared_kv, sinks=sinks, lse=lse, prefix=prefix, offset=offset,
             positive_scale=self.scale > 0, batch_invariant=batch_invariant,
         )  # fmt: skip
+        # A TreePlan gives rows their places itself.
+        mods = self.form.score is not None or self.form.mask is not None
+        self.places_rows = mods and not prefix
         self._kernels: Kernels = build(self.form, self.maxima, self.device, config, lengths)
         self.config, self.origin = self._kernels.config, self._kernels.origin
         self._gpu = self._kernels.gpu
@@ -267,8 +270,9 @@ class DecodePlan:
         if current().check:
             # What was looked at is what the launch reads, whatever others write meanwhile.
             seq_lens, table, cu_seqlens_q, kv_start = inspect(
-                self.maxima, ready.keys, ready.pages, seq_lens, table, cu_seqlens_q, kv_start
-            )
+                self.maxima, ready.keys, ready.pages, seq_lens, table, cu_seqlens_q, kv_start,
+                self.places_rows,
+            )  # fmt: skip
         if out is None and lse is None:
             out, lse = ready.out, ready.lse
         else:

@@ -116,6 +116,7 @@ class TreePlan:
             mask_mod=from_first(view["begins"], mask_mod and placed_mask(places, mask_mod)),
             **common,
         )  # fmt: skip
+        self.shared.places_rows = False
         m, where = self.shared.maxima, self.own.device
         self.cost = cost or self._estimate()
         self.reads = TreeReads((), (), 0.0, 0.0)

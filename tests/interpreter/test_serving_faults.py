@@ -132,7 +132,7 @@ def test_the_watch_sees_a_read_behind_the_cache():
 
 def test_checked_mode_launches_what_it_looked_at(monkeypatch):
     """Lengths, pages and rows that another stream writes between the look and the launch."""
-    each = batch([2] * 3, [53, 1, 17], 6, 2)
+    each = batch([2] * 3, [53, 2, 17], 6, 2)
     plan = plan_for(each, page=4, config=SMALL, mask_mod=causal)
     cache, table = poisoned_pages(each, 4)
     # With a gap between the rows, which the copies of it have too.
@@ -152,6 +152,33 @@ def test_checked_mode_launches_what_it_looked_at(monkeypatch):
         assert_right([x.flatten(0, 1) for x in got], each, mask_mod=causal)
         with pytest.raises(InputError, match="2147483647"):
             plan.run(each.q.unflatten(0, (3, 2)), cache, **call)
+
+
+@pytest.mark.parametrize("rows", [[2, 2, 2], [1, 3, 2]], ids=["uniform", "ragged"])
+def test_checked_mode_refuses_rows_that_stand_before_all_keys(rows):
+    """A first row stood at -1 by the manual: the kernel moved all rows of the request by one, so
+    that a window saw other keys, and checked mode said nothing. Without mods all is right."""
+    each = batch(rows, [53, min(rows[1] - 1, 2), 17], 6, 2)
+    cache, table = poisoned_pages(each, 4)
+    call = {"seq_lens": each.numbers(each.kv_lens), "block_table": table}
+    q = each.q
+    if len(set(rows)) > 1:
+        call["cu_seqlens_q"] = each.numbers([0, 1, 4, 6])
+    else:
+        q = q.unflatten(0, (3, 2))
+    ragged = len(set(rows)) > 1
+    with override(check=True):
+        plan = plan_for(each, page=4, config=SMALL, mask_mod=causal, ragged=ragged)
+        with pytest.raises(
+            InputError, match=rf"request 1 has {rows[1]} rows and {rows[1] - 1} keys"
+        ):
+            plan.run(q, cache, **call)
+        plan = plan_for(each, page=4, config=SMALL, ragged=ragged)
+        got = plan.run(q, cache, **call)
+    assert_right(
+        [x.reshape(6, *x.shape[-2:]) if i == 0 else x.reshape(6, -1) for i, x in enumerate(got)],
+        each,
+    )
 
 
 def called(page=4):

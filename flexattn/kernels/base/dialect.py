@@ -56,10 +56,6 @@ class Dialect:
         layout = f", {tensor.layout}" if tensor.layout else ""
         return f"{self.module}.zeros({tensor.shape}, {self.type(dtype)}{layout})"
 
-    def zeros_like(self, name: str) -> str:
-        """Zeros of the shape of what has a name; Gluon's function takes no scalar (Triton 3.6)."""
-        return f"({name} - {name})" if self.gluon else f"{self.module}.zeros_like({name})"
-
     def arange(self, size: str, layout: str) -> str:
         """The numbers below a size; layout: one of those over something."""
         return f"{self.module}.arange(0, {size}{f', {layout}' if layout else ''})"

@@ -10,6 +10,7 @@ from pathlib import Path
 import jinja2
 
 from flexattn.errors import RenderError
+from flexattn.kernels.base.base_2 import finite, natural, sink_in_base_2
 from flexattn.kernels.base.outline import outline
 
 
@@ -41,6 +42,9 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["block"] = block
     environment.filters["outline"] = outline
+    environment.filters["finite"] = finite
+    environment.filters["natural"] = natural
+    environment.filters["sink_in_base_2"] = sink_in_base_2
     return environment
 
 

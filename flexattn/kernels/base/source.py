@@ -32,7 +32,10 @@ _HELPERS = (
     "fast_floor_div",
     "fast_trunc_div",
     "floor_div_float",
+    "shift_left",
+    "shift_right",
     "floor_mod_float",
+    "trunc_mod_float",
 )
 
 

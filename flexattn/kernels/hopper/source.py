@@ -224,6 +224,7 @@ def render(
         "lse": structure.lse,
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",
+        "far": structure.far or structure.sinks != "",
         "consumer_arguments": consumer_arguments(found, work_tile_in_smem, structure.fp8),
         "producer_arguments": producer_arguments(
             found, decay_skip and mask is not None and mask.under is not None

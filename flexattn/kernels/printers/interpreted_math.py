@@ -76,7 +76,8 @@ def __getattr__(name: str) -> Callable[..., Any]:
     return _ROWS[name]
 
 
-fmod = _through_torch(torch.fmod)
+# torch's vectors on a CPU are NaN where the quotient has too many bits; C's function is exact.
+fmod = _through_torch(lambda x, y: torch.from_numpy(np.asarray(np.fmod(x.numpy(), y.numpy()))))
 logical_and, logical_or, logical_xor, logical_not = (
     _through_torch(function, "bool")
     for function in (torch.logical_and, torch.logical_or, torch.logical_xor, torch.logical_not)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flexattn.kernels.base.base_2 import in_base_2
 from flexattn.kernels.printers.printed_score import Fused, KeyLimits, PrintedScore, Ramp
 from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
 from flexattn.mods.analysis.dependence import FREE, Variables, slope_of
+from flexattn.mods.analysis.reach import reaches_end
 from flexattn.mods.expr import Expr, const, terms_of, walk
 from flexattn.mods.ops import is_int
 from flexattn.mods.rules import FLOAT, ONE, times
@@ -43,9 +45,9 @@ def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
     """A score_mod as it is written, which no rule took apart; raises as `print_mod` does."""
     printed = print_mod(captures.mod, captures.contiguous, traits)
     scored = any(node.op == "var" and node.value == "score" for node in walk(captures.mod.expr))
-    result = f"{printed.result} * LOG2E"
+    dialect, far = traits.dialect, reaches_end(captures.mod.expr)
+    result = in_base_2(printed.result, far, dialect.module)
     if not scored:
-        dialect = traits.dialect
         result = f"{dialect.zeros(dialect.tile, FLOAT)} + {result}"
     body = ("score = qk * sm_scale", *printed.body, f"qk = {result}")
     return PrintedScore(printed.hoisted, printed.early, body, False, False, (), False, None)
@@ -83,10 +85,12 @@ class _Score:
         ramp = self._ramp(reference) if self.ramps else None
         fused = self._fused(folded) if self.fuses else ""
         folded = folded and (ramp is not None or fused != "" or not terms.added)
+        far = terms.core is not None and reaches_end(make("mul", FLOAT, (terms.outer, terms.core)))
+        folded = folded and not far
         if fused:
             self._fuse(fused, reference)
         else:
-            self._scored(folded, self._added(reference) if ramp is None else [])
+            self._scored(folded, far, self._added(reference) if ramp is None else [])
         limits = None
         if terms.keep is not None:
             self._masked(terms.keep)
@@ -133,7 +137,7 @@ class _Score:
         slope = self._slope()
         if slope is None:
             view = View("column", q_idx=f"({reference})", by_row=False)
-            self.body.append(f"column = {self._place(self._base_2(terms.column), view)}")
+            self.body.append(f"column = {self._placed(terms.column, view)}")
         else:
             self._even(slope, terms.column, reference)
 
@@ -179,7 +183,7 @@ class _Score:
         self.hoisted.append(f"{name}_scale = {text}")
         return f"{name}_scale"
 
-    def _scored(self, folded: bool, added: list[str]) -> None:
+    def _scored(self, folded: bool, far: bool, added: list[str]) -> None:
         terms = self.terms
         if terms.core is None:
             zeros = self.dialect.zeros(self.dialect.tile, FLOAT)
@@ -194,6 +198,12 @@ class _Score:
                 inner = self._factor("score", "sm_scale", terms.inner, False)
             self.body.append(f"score = qk * {inner}")
             core = self._place(terms.core, View("core"))
+            if far:
+                if terms.outer is not ONE:
+                    core = f"{core} * {self._place(terms.outer, View('outer'))}"
+                scored = in_base_2("score", True, self.tl)
+                self.body += [f"score = {core}", f"qk = {scored}{_sum(added)}"]
+                return
             scale = "LOG2E"
             if terms.outer is not ONE or folded:
                 scale = self._factor("qk", "LOG2E", terms.outer, folded)
@@ -212,13 +222,13 @@ class _Score:
             view = View("column", q_idx=f"({reference})", by_row=self.structure.kind == "decode")
             slope = self._slope() if self.even_columns else None
             if slope is None:
-                found.append(self._place(self._base_2(terms.column), view))
+                found.append(self._placed(terms.column, view))
             else:
                 found.append(self._even(slope, terms.column, reference))
         if terms.diagonal is not None:
             found.append(self._strip(terms.diagonal))
         if terms.rest is not None:
-            found.append(self._place(self._base_2(terms.rest), View("rest")))
+            found.append(self._placed(terms.rest, View("rest")))
         return found
 
     def _even(self, slope: Expr, column: Expr, reference: str) -> str:
@@ -239,6 +249,12 @@ class _Score:
         ]
         return f"{tl}.fma((keys & ~6).to({tl}.float32), slope, column)"
 
+    def _placed(self, expr: Expr, view: View) -> str:
+        """What is added to scores, in base 2."""
+        if reaches_end(expr):
+            return in_base_2(self._place(expr, view), True, self.tl)
+        return self._place(self._base_2(expr), view)
+
     def _base_2(self, expr: Expr) -> Expr:
         """expr * log2(e), with the constant where it is multiplied least often."""
         if expr.op == "mul":
@@ -257,7 +273,7 @@ class _Score:
         dialect, rows = self.dialect, self.dialect.rows
         lanes = dialect.arange("STRIP", dialect.over_diagonals)
         self.early.append(f"strip_kv = start_n + (BLOCK_N - 1) - {lanes}")
-        strip = self._place(self._base_2(expr), view)
+        strip = self._placed(expr, view)
         if self.exchanges:
             self.body.append(f"strip = along_diagonals(exchange.index(consumer), {strip})")
             return "strip"
@@ -290,7 +306,12 @@ class _Score:
             lines += printed.hoisted
             texts.append(f"{printed.result} * (row_q - {reference}).to({self.tl}.float32)")
         zeros = self.dialect.zeros(self.dialect.row, FLOAT)
-        lines.append(f"shift = ({' + '.join(texts)}) * LOG2E + {zeros}")
+        far = terms.row is not None and reaches_end(terms.row)
+        shift = f"({' + '.join(texts)})"
+        if far:
+            lines.append(f"shift = {shift}")
+            shift = "shift"
+        lines.append(f"shift = {in_base_2(shift, far, self.tl)} + {zeros}")
         return tuple(lines)
 
     def _masked(self, keep: Expr) -> None:

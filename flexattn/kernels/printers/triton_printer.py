@@ -10,7 +10,7 @@ from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.printers.argument_names import buffer_names, scalar_name
 from flexattn.kernels.printers.divisions import by_invariant
 from flexattn.kernels.printers.printed_nodes import Nesting, feeding_loads, summed_halves
-from flexattn.kernels.printers.triton_ops import HALVES, NARROW, is_literal, literal
+from flexattn.kernels.printers.triton_ops import HALVES, NARROW, is_literal, itemsize, literal
 from flexattn.mods import Mod
 from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, depending, walk
@@ -180,7 +180,10 @@ class MultiPrinter:
             dtype = "float32" if name == "score" else "int32"
             return _Value(view.get(name, name), dtype, name in self.rowed, name in self.keyed)
         if node.op == "const":
-            return _Value(literal(node.value, node.dtype), node.dtype)
+            text = literal(node.value, node.dtype)
+            if node.dtype == "int64" and not self._fits(node):  # no tensor of 32 bits takes it
+                text = f"{self.tl}.cast({text}, {self.dialect.type(node.dtype)})"
+            return _Value(text, node.dtype)
         number = number_of(node)
         if number is not None:
             return _Value(scalar_name(self.mod.kind, number[0]), "int32")
@@ -233,8 +236,11 @@ class MultiPrinter:
         return "int64" if wide or not fits else "int32"
 
     def _fits(self, node: Expr) -> bool:
+        return self._between(node, INT32)
+
+    def _between(self, node: Expr, ends: Range) -> bool:
         limits = self.ranges[node]
-        return limits is not None and INT32[0] <= limits[0] and limits[1] <= INT32[1]
+        return limits is not None and ends[0] <= limits[0] and limits[1] <= ends[1]
 
     def _as(self, value: _Value, dtype: str) -> str:
         if value.dtype == dtype or is_literal(value.text):
@@ -260,7 +266,16 @@ class MultiPrinter:
             return self.logical(node.op, args)
         if node.op == "trunc_div" and computed == "float32":
             # A quotient that rounds up to an integer from below would lose one by truncation.
-            return f"libdevice.trunc({self.tl}.div_rn({args[0]}, {args[1]}))"
+            quotient = f"{self.tl}.div_rn({args[0]}, {args[1]})"
+            if node.dtype in HALVES:  # torch truncates one of 16 bits
+                quotient = self._converted(quotient, computed, node.dtype)
+                quotient = self._converted(quotient, node.dtype, computed)
+            return f"libdevice.trunc({quotient})"
+        if node.op in ("shl", "shr"):
+            last = 8 * itemsize(computed) - 1
+            if not self._between(node.args[1], (0, last)):
+                name = "shift_left" if node.op == "shl" else "shift_right"
+                return f"{name}({args[0]}, {args[1]}, {last})"
         if node in self.summed:
             # LLVM makes one fma of a half product and its sum, which drops a rounding that torch
             # does. It leaves an fma alone, and adding +0 changes nothing that a sum can see.

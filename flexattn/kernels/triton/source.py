@@ -98,6 +98,7 @@ def render(
         "lse": structure.lse,
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",
+        "far": structure.far or structure.sinks != "",
         "decay_skip": skips_far(structure, config),
         "dropout": structure.dropout,
         "ptx": device.backend == "cuda",
@@ -157,6 +158,7 @@ def render_combine(structure: Structure, device: Device) -> Source:
         "lse": structure.lse,
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",
+        "far": structure.far or structure.sinks != "",
     }
     title = f"combine {structure.dtype} D={structure.head_dim_v} for {device.arch}"
     return rendering.make_source(

@@ -137,4 +137,5 @@ def _products(structure: Structure, device: Device) -> dict[str, object]:
         "precision": fp32_products(structure),
         "upcast": upcast,
         "natural": structure.dtype == "float32",
+        "far": structure.far,
     }

@@ -81,11 +81,12 @@ ARITHMETIC = (
     ),
     Op(
         "trunc_mod",
-        "({0} % {1})",
+        "trunc_mod_float({0}, {1})",
         (lambda g, x, y: g, lambda g, x, y: -g * x.trunc_div(y)),
         called="fmod",
         slow=True,
         interval=intervals.trunc_mod,
+        integers="({0} % {1})",
     ),
     Op(
         "neg",
