@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flexattn.errors import UnsupportedError
+from flexattn.frontend import on_cpu
 from flexattn.frontend.admission import admit
 from flexattn.frontend.autograd import attend, prepared
 from flexattn.frontend.call import TENSORS, Call
@@ -97,7 +98,7 @@ def answer(
     """What flex_attention returns for its arguments, outside of any graph."""
     given = Call(*arguments)
     key = guard_key(given)
-    outputs = recall(key, given) or _serve(key, given)
+    outputs = recall(key, given) or on_cpu.compiled(given) or _serve(key, given)
     if given.return_aux is not None:
         return outputs.out, AuxOutput(lse=outputs.lse, max_scores=outputs.max_scores)
     if given.return_lse:
@@ -125,7 +126,10 @@ def _serve(key: tuple[Any, ...] | None, given: Call) -> Outputs:
             outputs = planned.run(rest)
             remember(key, given, planned, rest)
             return outputs
-    return _planless(route, why, call)
+    found = _planless(route, why, call)
+    if route == "reference" and not wants_grad(call):
+        on_cpu.count_call(given)
+    return found
 
 
 def run_admitted(call: Call) -> Outputs:
