@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(row, rows[row], flush=True)
     if args.out:
         environment = describe() | {"threads": str(args.threads)}
-        lines = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+        lines = ",\n  ".join(
+            f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()
+        )
         args.out.write_text(
             f'{{\n "bench": "cpu",\n "environment": {json.dumps(environment)},\n'
             f' "rows": {{\n  {lines}\n }}\n}}\n'

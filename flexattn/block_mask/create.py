@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 from flexattn.block_mask.classify import kinds_by_rows
-from flexattn.block_mask.lazy import LazyBlockMask
+from flexattn.block_mask.lazy import lazy_mask
 from flexattn.block_mask.lists import lists_of
 from flexattn.device import usable
 from flexattn.errors import InputError, InputTypeError, UnsupportedError
@@ -87,7 +87,7 @@ def create_block_mask(
     shape = (batch, heads, -(-Q_LEN // q_block), -(-KV_LEN // kv_block))
     parts = kinds_by_rows(bound, sizes, block, where)
     lists = lists_of(parts, shape, where, bool(separate_full_blocks))
-    mask = LazyBlockMask.of(lists, block, mask_mod, lengths, decided=True)
+    mask = lazy_mask(lists, block, mask_mod, lengths, decided=True)
     if compute_dq_write_order:
         _add_write_order(mask, dq_kv_order)
     return mask
@@ -136,7 +136,7 @@ def from_kinds(
     flat = kinds.reshape(B * H * rows, columns)
     parts = [(0, flat)] if flat.numel() else []
     lists = lists_of(parts, (B, H, rows, columns), kinds.device, separate_full_blocks)
-    return LazyBlockMask.of(lists, block, mask_mod, lengths, decided=True)
+    return lazy_mask(lists, block, mask_mod, lengths, decided=True)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -36,7 +36,9 @@ def strays(expr: Expr, tensors: Sequence[Any], ranges: Mapping[str, Range]) -> b
     tensors: anything with the shapes of what is captured.
     """
     known = {"load", "scalar"}.isdisjoint
-    return any(known(node.op for node in walk(*load.args)) for load in unproven(expr, tensors, ranges))
+    return any(
+        known(node.op for node in walk(*load.args)) for load in unproven(expr, tensors, ranges)
+    )
 
 
 def buffer_of(load: Expr, tensors: Sequence[Tensor]) -> Tensor:
