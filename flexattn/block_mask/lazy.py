@@ -17,6 +17,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.block_mask.lists import transposed
+from flexattn.util.ambient import without_modes
 
 _NAMES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
@@ -83,13 +84,20 @@ def decided(mask: BlockMask) -> bool:
     return beside is not None and bool(beside.decided)
 
 
-def _build(mask: BlockMask) -> None:
-    # A compiler can look into torch's way, and not into the launch of a kernel.
-    compiling = torch.compiler.is_compiling()
-    make: Any = torch_flex._transpose_ordered if compiling else transposed
+def _by_key(mask: BlockMask, make: Any) -> list[Tensor | None]:
     found = [*make(mask.kv_num_blocks, mask.kv_indices), None, None]
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
         found[2:] = make(mask.full_kv_num_blocks, mask.full_kv_indices)
+    return found
+
+
+def _build(mask: BlockMask) -> None:
+    # A compiler can look into torch's way, and not into the launch of a kernel.
+    if torch.compiler.is_compiling():
+        found = _by_key(mask, torch_flex._transpose_ordered)
+    else:
+        with without_modes():
+            found = _by_key(mask, transposed)
     for name, tensor in zip(_NAMES, found, strict=True):
         if name not in mask.__dict__:  # or somebody set it
             setattr(mask, name, tensor)

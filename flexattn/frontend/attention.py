@@ -135,7 +135,11 @@ def _serve(key: tuple[Any, ...] | None, given: Call) -> Outputs:
 def run_admitted(call: Call) -> Outputs:
     """What an admitted call gives; nothing of it is remembered but its launch."""
     route, why = _checked_route(call)
-    return _planless(route, why, call) if route in PLANLESS else plan(call).run()
+    if route not in PLANLESS:
+        return plan(call).run()
+    # A mod that was printed names no device for its constants.
+    with torch.device(call.q.device):
+        return _planless(route, why, call)
 
 
 def _checked_route(call: Call) -> tuple[Route, str]:
@@ -172,6 +176,18 @@ def route_of(call: Call) -> tuple[Route, str]:
             f"attention of {what} has no backward",
             f"call it under torch.no_grad(), or with {better}",
         )
+    if q.device.type in checks.TORCHS:
+        why = f"torch's own flex_attention serves tensors on {q.device.type}"
+        if call.dropout is not None:
+            raise without_torch(call, why)
+        if fp8 or checks.mixes(q, call.k):
+            raise UnsupportedError(
+                f"query is {q.dtype}, key {call.k.dtype}, on {q.device.type}",
+                "torch's own flex_attention serves that device, and takes one dtype of 16 or more "
+                "bits",
+                "convert them: x.to(torch.bfloat16)",
+            )
+        return "torch", why
     if not q.is_cuda and not current().interpret:
         return "reference", "tensors on the CPU are computed by plain torch"
     if not q.is_cuda and fp8:

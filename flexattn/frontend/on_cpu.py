@@ -1,7 +1,7 @@
 """Repeated eager calls on CPU tensors: Inductor's C++ kernel, which a thread compiles meanwhile.
 
 Dynamo traces each pair of mods in a function of its own, and guards all that it read. A call runs
-what is compiled where its guards hold, and never compiles: what holds for no call is plain torch's.
+what is compiled where the guards hold, and never compiles; else plain torch computes it.
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ def _compile(
     try:
         import flexattn.frontend.compiled.node  # noqa: F401
 
+        dynamo: Any = torch._dynamo
         if known.fn is None:
             code = _attention.__code__.replace(co_name=f"attention_{next(_numbers)}")
             known.fn = FunctionType(code, _attention.__globals__)
@@ -154,7 +155,7 @@ def _compile(
             torch.autocast("cpu", dtype, autocast),
         ):
             torch.compile(known.fn, fullgraph=True)(*_arguments(given))
-        known.run = known.run or torch._dynamo.run(known.fn)
+        known.run = known.run or dynamo.run(known.fn)
     except Exception as error:
         _give_up(known, error)
     finally:

@@ -22,6 +22,7 @@ from flexattn.serving.scales import Scaled
 from flexattn.serving.seen import facts
 from flexattn.serving.types import pair, whole
 from flexattn.settings import current
+from flexattn.util.ambient import without_modes
 from flexattn.util.lru import Lru
 
 # Launches that a plan remembers, one for each set of shapes and strides that it was given.
@@ -52,6 +53,7 @@ class AppendPlan:
     in a CUDA graph. Raises InputError, ConfigError, UnsupportedError and BuildError.
     """
 
+    @without_modes()
     def __init__(
         self,
         *,

@@ -240,7 +240,8 @@ def _call(qualified: str, given: Sequence[Any]) -> Any:
 class _Node(NamedTuple):
     """What a node of either direction says beside its tensors of rows and keys.
 
-    captures: of the score_mod; mask_captures: of the mask_mod. tensors, integers: what the score_mod and the mask_mod capture.
+    captures: of the score_mod. mask_captures: of the mask_mod. tensors, integers: what the
+    score_mod and the mask_mod capture.
     """
 
     score: GraphMod
