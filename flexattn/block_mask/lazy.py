@@ -73,7 +73,7 @@ def lazy_mask(
     return mask
 
 
-def pending(mask: BlockMask) -> bool:
+def lists_pending(mask: BlockMask) -> bool:
     """Whether a mask's lists by key have yet to be made."""
     return "q_num_blocks" not in mask.__dict__ or "q_indices" not in mask.__dict__
 

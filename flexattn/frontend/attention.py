@@ -98,7 +98,7 @@ def answer(
     """What flex_attention returns for its arguments, outside of any graph."""
     given = Call(*arguments)
     key = guard_key(given)
-    outputs = recall(key, given) or on_cpu.compiled(given) or _serve(key, given)
+    outputs = recall(key, given) or on_cpu.run_compiled(given) or _serve(key, given)
     if given.return_aux is not None:
         return outputs.out, AuxOutput(lse=outputs.lse, max_scores=outputs.max_scores)
     if given.return_lse:

@@ -26,7 +26,7 @@ from flexattn.util.lru import Lru
 # The call with the same mods on which a compile begins.
 FIRST = 3
 # The queries that the kernel takes.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 THREAD = "flexattn-compile"
 # Compiles of one pair of mods, for other shapes and captures: as many as Dynamo keeps.
 _MOST = 8
@@ -48,7 +48,7 @@ _numbers = count()
 _compiling = threading.Lock()
 
 
-def compiled(given: Call) -> Outputs | None:
+def run_compiled(given: Call) -> Outputs | None:
     """What compiled code gives for a call, as it was given; None where there is none for it."""
     known = _known.get(_key(given)) if _plain(given) else None
     if known is None or known.run is None:
@@ -98,7 +98,7 @@ def _plain(given: Call) -> bool:
     settings, q = current(), given.q
     if not settings.cpu_compile or settings.check or settings.interpret:
         return False
-    if type(q) not in PLAIN or q.device.type != "cpu" or q.dtype not in DTYPES:
+    if type(q) not in PLAIN or q.device.type != "cpu" or q.dtype not in _DTYPES:
         return False
     if given.return_lse or given.return_aux is not None or given.dropout_p != 0.0:
         return False

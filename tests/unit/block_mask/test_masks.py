@@ -1,5 +1,7 @@
 """create_block_mask makes torch's BlockMask, with torch's contents, on the CPU."""
 
+import re
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import (
@@ -175,9 +177,7 @@ def test_a_mask_of_head_0_that_serves_other_heads_is_said_to_be(caplog):
     assert said(by_head, None, None, q[:, :1], k[:, :1], v[:, :1]) == []
 
 
-@pytest.mark.parametrize(
-    "more", [{"block": 16}, {"block": (16, 8), "separate_full_blocks": False}]
-)
+@pytest.mark.parametrize("more", [{}, {"block": (16, 8), "separate_full_blocks": False}])
 def test_an_empty_batch_has_an_empty_mask(more):
     """B=0 was refused, where torch and flex_attention serve it."""
     assert_same(causal, 0, None, 40, 40, **more)
@@ -195,5 +195,6 @@ def test_what_an_error_of_other_lengths_advises_works():
         flexattn.flex_attention(q, k, k, block_mask=mask)
     (advice,) = re.findall(r"create_block_mask\(.*?\)", str(raised.value))
     names = {"block_mask": mask, "B": None, "H": None, "q_len": 256, "kv_len": 130}
-    anew = eval(advice, {"create_block_mask": flexattn.create_block_mask}, names).to("cpu")
+    names |= {"query": q, "create_block_mask": flexattn.create_block_mask}
+    anew = eval(advice, names)
     assert flexattn.flex_attention(q, k, k, block_mask=anew).shape == q.shape
