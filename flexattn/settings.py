@@ -40,6 +40,7 @@ class Settings:
     batch_invariant: rows are reduced in an order that depends on their own keys alone
         (FLEXATTN_BATCH_INVARIANT).
     mods: "module:function" of the mods that layers have in vLLM and SGLang (FLEXATTN_MODS).
+    cpu_compile: eager calls on the CPU whose mods come again are compiled (FLEXATTN_CPU_COMPILE).
     nrtpy_python: of an environment with AWS's nrtpy (FLEXATTN_NRTPY_PYTHON).
     """
 
@@ -54,6 +55,7 @@ class Settings:
     strict: bool = False
     batch_invariant: bool = False
     mods: str = ""
+    cpu_compile: bool = True
 
     def __post_init__(self) -> None:
         if "\0" in str(self.cache_dir):
@@ -133,6 +135,12 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "it returns a dict with the layer's score_mod and mask_mod, or None",
     ),
     (
+        "FLEXATTN_CPU_COMPILE",
+        "1",
+        "0 leaves eager calls on CPU tensors to plain torch; else from the third call without "
+        "gradients on with the same mods a thread compiles torch's kernel for the next ones",
+    ),
+    (
         "FLEXATTN_NRTPY_PYTHON",
         "",
         "the python of an environment with AWS's nrtpy, which times kernels on a Neuron instance "
@@ -149,7 +157,8 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         raise SettingsError(
             f"FLEXATTN_INTERPRET={interpret!r}", "it is 0 or 1", "unset it, or set it to 1"
         )
-    for name in ("FLEXATTN_CHECK", "FLEXATTN_STRICT", "FLEXATTN_BATCH_INVARIANT"):
+    flags = "CHECK", "STRICT", "BATCH_INVARIANT", "CPU_COMPILE"
+    for name in (f"FLEXATTN_{flag}" for flag in flags):
         if values[name] not in ("0", "1", ""):
             raise SettingsError(f"{name}={values[name]!r}", "it is 0 or 1")
     debug = values["FLEXATTN_DEBUG"] or "0"
@@ -169,7 +178,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     return Settings(
         interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries,
         values["FLEXATTN_CHECK"] == "1", nrtpy, values["FLEXATTN_STRICT"] == "1",
-        values["FLEXATTN_BATCH_INVARIANT"] == "1", mods,
+        values["FLEXATTN_BATCH_INVARIANT"] == "1", mods, values["FLEXATTN_CPU_COMPILE"] != "0",
     )  # fmt: skip
 
 

@@ -62,7 +62,8 @@ def kinds_by_rows(
     if not rows or not columns:
         return
     if device.type != "cuda":
-        yield 0, _Host(bound, sizes, block).kinds().view(rows, columns)
+        bound = bound._replace(tensors=tuple(each.cpu() for each in bound.tensors))
+        yield 0, _Host(bound, sizes, block).kinds().view(rows, columns).to(device)
         return
     classifier = BlockClassifier(bound, sizes, _looked_at(block, sizes), device)
     slab = max(1, _SLAB // columns)

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import (
     BlockMask,
 )
 
 from flexattn.block_mask.classify import kinds_by_rows
-from flexattn.block_mask.lazy import LazyBlockMask
+from flexattn.block_mask.lazy import lazy_mask
 from flexattn.block_mask.lists import lists_of
 from flexattn.device import usable
 from flexattn.errors import InputError, InputTypeError, NoKernelError, UnsupportedError
@@ -23,6 +24,7 @@ from flexattn.mods.signatures import MaskMod
 from flexattn.problem import MAX_HEADS, MAX_LENGTH
 from flexattn.problem.read_checks import check_mask_reads
 from flexattn.settings import current, say_once
+from flexattn.util.ambient import without_modes
 
 _SIGNATURE = "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128)"
 
@@ -50,7 +52,8 @@ def create_block_mask(
     BLOCK_SIZE: one number, or (query rows, keys); it need not divide the lengths. device: the
     accelerator where None, else the CPU. _compile changes nothing: no path here needs it.
     compute_dq_write_order asks for metadata of a backward and needs torch 2.13. Inside a graph of
-    torch.compile torch's own create_block_mask makes the lists, from the L x S square.
+    torch.compile, and under a FakeTensorMode, torch's own create_block_mask makes the lists, from
+    the L x S square. No other mode that a program is in has a part in them.
 
     Lists may be replaced, or written in place by operations of torch, and the next call reads them
     as they are. What is written past torch's count of writes is not seen where the blocks of each
@@ -63,42 +66,42 @@ def create_block_mask(
     cannot be read, and with FLEXATTN_CHECK=1 CaptureError for one that reads outside of a tensor
     it captures.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or active_fake_mode() is not None:
         return _in_a_graph(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
     batch, heads = _size("B", 1 if B is None else B), _size("H", 1 if H is None else H)
     Q_LEN, KV_LEN = _size("Q_LEN", Q_LEN), _size("KV_LEN", KV_LEN)
     q_block, kv_block = _block(BLOCK_SIZE)
     where = _device(device)
     for name, size in (("B", batch), ("H", heads), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
-        least, most = int(name in "BH"), MAX_HEADS if name == "H" else MAX_LENGTH
+        least, most = int(name == "H"), MAX_HEADS if name == "H" else MAX_LENGTH
         if not least <= size <= most:
             raise InputError(f"{name}={size}", f"{name} is from {least} to {most}")
     if q_block < 1 or kv_block < 1:
         raise InputError(f"BLOCK_SIZE={BLOCK_SIZE}", "block sizes are at least 1")
-    try:
-        bound = bind(mask_mod, "mask", where)
-    except NoKernelError as why:
-        given = B, H, Q_LEN, KV_LEN, where, (q_block, kv_block), separate_full_blocks
-        mask = _by_torch(mask_mod, why, *given)
-        if compute_dq_write_order:
-            _add_write_order(mask, dq_kv_order)
-        return mask
-    if bound is None:
+    if mask_mod is None:
         raise InputTypeError(
             "mask_mod is None",
             "it is a function mask_mod(b, h, q_idx, kv_idx) -> bool",
             "pass block_mask=None to flex_attention where nothing is masked, or noop_mask",
         )
     sizes = (batch, heads, Q_LEN, KV_LEN)
-    if current().check:
-        check_mask_reads(mask_mod, bound, sizes, where)
     block, lengths = (q_block, kv_block), (Q_LEN, KV_LEN)
     shape = (batch, heads, -(-Q_LEN // q_block), -(-KV_LEN // kv_block))
-    parts = kinds_by_rows(bound, sizes, block, where)
-    lists = lists_of(parts, shape, where, bool(separate_full_blocks))
-    mask = LazyBlockMask.of(lists, block, mask_mod, lengths, decided=True)
-    if compute_dq_write_order:
-        _add_write_order(mask, dq_kv_order)
+    with without_modes():
+        try:
+            bound = bind(mask_mod, "mask", where)
+        except NoKernelError as why:
+            given = B, H, Q_LEN, KV_LEN, where, block, separate_full_blocks
+            mask = _by_torch(mask_mod, why, *given)
+        else:
+            assert bound is not None
+            if current().check:
+                check_mask_reads(mask_mod, bound, sizes, where)
+            parts = kinds_by_rows(bound, sizes, block, where)
+            lists = lists_of(parts, shape, where, bool(separate_full_blocks))
+            mask = lazy_mask(lists, block, mask_mod, lengths, decided=True)
+        if compute_dq_write_order:
+            _add_write_order(mask, dq_kv_order)
     return mask
 
 
@@ -154,7 +157,7 @@ def from_kinds(
     flat = kinds.reshape(B * H * rows, columns)
     parts = [(0, flat)] if flat.numel() else []
     lists = lists_of(parts, (B, H, rows, columns), kinds.device, separate_full_blocks)
-    return LazyBlockMask.of(lists, block, mask_mod, lengths, decided=True)
+    return lazy_mask(lists, block, mask_mod, lengths, decided=True)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn.block_mask.lazy import LazyBlockMask
+from flexattn.block_mask.lazy import lazy_mask
 from flexattn.problem.mask_class import keep_class
 from flexattn.runtime.launch import raw_stream
 from flexattn.util.lru import Lru
@@ -25,7 +26,7 @@ _positions: Lru[tuple[int, int, int, torch.device, int], _Positions] = Lru(8)
 
 def few_rows(
     mask_mod: Callable[..., Tensor], B: int, Q_LEN: int, KV_LEN: int, device: torch.device
-) -> LazyBlockMask:
+) -> BlockMask:
     """The mask of at most MOST_ROWS rows, the same for all heads, in a dozen small operations.
 
     mask_mod(b, h, q_idx, kv_idx) -> bool is evaluated on positions int64 [B, 1, 1], [],
@@ -46,7 +47,7 @@ def few_rows(
     return with_lists((Q_LEN, KV_LEN), (counts, order.unsqueeze(-2)), mask_mod)
 
 
-def relisted(mask: LazyBlockMask, KV_LEN: int) -> LazyBlockMask:
+def relisted(mask: BlockMask, KV_LEN: int) -> BlockMask:
     """The mask with the same lists for KV_LEN keys, the last of which is in their last block."""
     lists = mask.kv_num_blocks, mask.kv_indices
     return with_lists((mask.seq_lengths[0], KV_LEN), lists, mask.mask_mod)
@@ -88,12 +89,12 @@ def positions(B: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> _Positio
 
 def with_lists(
     lengths: tuple[int, int], lists: tuple[Tensor, Tensor], mask_mod: Callable[..., Tensor]
-) -> LazyBlockMask:
+) -> BlockMask:
     """A mask of few rows by its lengths and its lists, of blocks in which it may keep something.
 
     lists int32 [B or 1, 1, 1] and [B or 1, 1, 1, blocks]: how many blocks, and all of them with
     those in front.
     """
-    mask = LazyBlockMask.of(lists, (KEY_BLOCK, KEY_BLOCK), mask_mod, lengths)
+    mask = lazy_mask(lists, (KEY_BLOCK, KEY_BLOCK), mask_mod, lengths)
     keep_class(mask, _CLASS)
     return mask

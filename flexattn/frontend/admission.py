@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from flexattn.block_mask.lazy import LazyBlockMask
+from flexattn.block_mask.lazy import decided
 from flexattn.errors import InputError, InputTypeError, NoKernelError, UnsupportedError
 from flexattn.frontend.call import Call
 from flexattn.frontend.transforms import check_transforms
@@ -100,7 +100,7 @@ def _say_shared(block_mask: BlockMask, mask: Bound, q: Tensor) -> None:
 
     Lists that somebody made otherwise may hold what every head keeps, and serve all of them.
     """
-    if not isinstance(block_mask, LazyBlockMask) or not block_mask.decided:
+    if not decided(block_mask):
         return
     given = block_mask.kv_num_blocks.shape
     shared = [

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flexattn.errors import UnsupportedError
+from flexattn.frontend import on_cpu
 from flexattn.frontend.admission import admit
 from flexattn.frontend.autograd import attend, prepared
 from flexattn.frontend.call import TENSORS, Call
@@ -99,7 +100,7 @@ def answer(
     """What flex_attention returns for its arguments, outside of any graph."""
     given = Call(*arguments)
     key = guard_key(given)
-    outputs = recall(key, given) or _serve(key, given)
+    outputs = recall(key, given) or on_cpu.run_compiled(given) or _serve(key, given)
     if given.return_aux is not None:
         return outputs.out, AuxOutput(lse=outputs.lse, max_scores=outputs.max_scores)
     if given.return_lse:
@@ -127,13 +128,20 @@ def _serve(key: tuple[Any, ...] | None, given: Call) -> Outputs:
             outputs = planned.run(rest)
             remember(key, given, planned, rest)
             return outputs
-    return _planless(route, why, call)
+    found = _planless(route, why, call)
+    if route == "reference" and not wants_grad(call):
+        on_cpu.count_call(given)
+    return found
 
 
 def run_admitted(call: Call) -> Outputs:
     """What an admitted call gives; nothing of it is remembered but its launch."""
     route, why = _checked_route(call)
-    return _planless(route, why, call) if route in PLANLESS else plan(call).run()
+    if route not in PLANLESS:
+        return plan(call).run()
+    # A mod that was printed names no device for its constants.
+    with torch.device(call.q.device):
+        return _planless(route, why, call)
 
 
 def _checked_route(call: Call) -> tuple[Route, str]:
@@ -170,6 +178,18 @@ def route_of(call: Call) -> tuple[Route, str]:
             f"attention of {what} has no backward",
             f"call it under torch.no_grad(), or with {better}",
         )
+    if q.device.type in checks.TORCHS:
+        why = f"torch's own flex_attention serves tensors on {q.device.type}"
+        if call.dropout is not None:
+            raise without_torch(call, why)
+        if fp8 or checks.mixes(q, call.k):
+            raise UnsupportedError(
+                f"query is {q.dtype}, key {call.k.dtype}, on {q.device.type}",
+                "torch's own flex_attention serves that device, and takes one dtype of 16 or more "
+                "bits",
+                "convert them: x.to(torch.bfloat16)",
+            )
+        return "torch", why
     if not q.is_cuda and not current().interpret:
         return "reference", "tensors on the CPU are computed by plain torch"
     if not q.is_cuda and fp8:

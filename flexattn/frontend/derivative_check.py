@@ -21,6 +21,7 @@ from flexattn.mods.expr import Expr
 from flexattn.mods.outside import buffer_of, evaluated
 from flexattn.mods.simplify import plug
 from flexattn.reference import at_points
+from flexattn.util.ambient import without_modes
 from flexattn.util.lru import Lru
 
 _POINTS = 256
@@ -55,6 +56,7 @@ def agrees(
     return found
 
 
+@without_modes()
 def same_gradients(
     bound: Bound,
     slots: tuple[int, ...],
@@ -73,8 +75,8 @@ def same_gradients(
         name: torch.randint(max(size, 1), (_POINTS,), generator=draw).to(device)
         for name, size in zip(names, sizes, strict=True)
     }
-    env["score"] = (2 * torch.randn(_POINTS, generator=draw)).to(device)
-    weight = torch.randn(_POINTS, generator=draw).to(device)
+    env["score"] = (2 * torch.randn(_POINTS, generator=draw, dtype=torch.float32)).to(device)
+    weight = torch.randn(_POINTS, generator=draw, dtype=torch.float32).to(device)
     found = derivatives(bound.mod, slots)
     scalars = dict(enumerate(bound.scalars))
     roots = [plug(each, scalars) for each in (bound.mod.expr, *found.roots)]
@@ -115,7 +117,7 @@ class _Sum:
         flat, inverse = torch.unique(torch.cat(self.places), return_inverse=True)
         grads = torch.cat(self.grads)
         one, size = (
-            torch.zeros(flat.shape, device=flat.device).index_add_(0, inverse, each)
+            each.new_zeros(flat.shape).index_add_(0, inverse, each)
             for each in (grads, grads.abs())
         )
         theirs = other.flatten()[flat].float()

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.block_mask.few_rows import KEY_BLOCK, relisted, with_lists
-from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.frontend.remembered import parts_of
 from flexattn.integrations.static_step import FEW_KEYS
 from flexattn.runtime.launch import raw_stream
@@ -42,8 +41,8 @@ class _Table:
         with torch.inference_mode(False):
             self._seen = torch.ones(B, keys, dtype=torch.bool, device=device)
         self._mask_mod = _reads(self._seen)
-        self._masks: Lru[int, tuple[Tensor, LazyBlockMask]] = Lru(_MASKS)
-        self._listed: dict[int, LazyBlockMask] = {}
+        self._masks: Lru[int, tuple[Tensor, BlockMask]] = Lru(_MASKS)
+        self._listed: dict[int, BlockMask] = {}
         self._last_mask_mod: Callable[[], object] = lambda: None
 
     @property
@@ -51,7 +50,7 @@ class _Table:
         """Whether nobody holds the mask that was given last, or its mask_mod."""
         return self._last_mask_mod() is None
 
-    def write(self, seen: Tensor) -> LazyBlockMask:
+    def write(self, seen: Tensor) -> BlockMask:
         """The mask of these keys, with a mask_mod of its own, which lives while it is held."""
         keys = seen.shape[1]
         found = self._masks.get(keys)
@@ -62,11 +61,11 @@ class _Table:
         part.copy_(seen)
         mask_mod = _reads(self._seen)
         self._last_mask_mod = weakref.ref(mask_mod)
-        mask: LazyBlockMask = object.__new__(LazyBlockMask)
+        mask: BlockMask = object.__new__(BlockMask)
         mask.__dict__.update(shared.__dict__, mask_mod=mask_mod, **{_SHARED: (shared, mask_mod)})
         return mask
 
-    def _made(self, keys: int) -> LazyBlockMask:
+    def _made(self, keys: int) -> BlockMask:
         """All blocks are listed: few keys are read in less time than it takes to find which."""
         device, blocks = self._seen.device, -(-keys // KEY_BLOCK)
         found = self._listed.get(blocks)
@@ -86,7 +85,7 @@ class _Batch:
         self.last_row, self._tables = _CHECK, list[_Table]()
         self._lock = renewed(threading.Lock())
 
-    def mask(self, seen: Tensor) -> LazyBlockMask:
+    def mask(self, seen: Tensor) -> BlockMask:
         """That of a table whose last mask nobody holds: one that is held keeps its padding."""
         with self._lock:
             found = next((each for each in self._tables if each.free), None)
@@ -105,7 +104,7 @@ def is_few(seen: Tensor) -> bool:
     return 0 < seen.numel() <= FEW_KEYS and type(seen) is Tensor and not torch.is_grad_enabled()
 
 
-def padded_mask(seen: Tensor, at: int) -> LazyBlockMask | None:
+def padded_mask(seen: Tensor, at: int) -> BlockMask | None:
     """The mask of one new row that sees every key but those where `seen` is False.
 
     seen: as `is_few` has it, bool [B, keys]. at: the row's position. None where `seen` is checked

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.block_mask.few_rows import KEY_BLOCK, few_rows, relisted
-from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.runtime.launch import raw_stream
 from flexattn.util.lru import Lru
 
@@ -33,22 +33,22 @@ class _Padding(NamedTuple):
 
     table: Tensor
     mask_mod: Callable[..., Tensor]
-    listed: Lru[int, LazyBlockMask]
-    masks: Lru[int, LazyBlockMask]
+    listed: Lru[int, BlockMask]
+    masks: Lru[int, BlockMask]
 
     def is_of(self, seen: Tensor) -> bool:
         """Whether `seen` removes these keys and no others; waits for the device."""
         length = seen.shape[1]
         return length <= self.table.shape[1] and torch.equal(seen, self.table[:, :length])
 
-    def mask(self, length: int) -> LazyBlockMask:
+    def mask(self, length: int) -> BlockMask:
         found = self.masks.get(length)
         if found is None:
             found = relisted(self._listed(-(-length // KEY_BLOCK)), length)
             self.masks.put(length, found)
         return found
 
-    def _listed(self, blocks: int) -> LazyBlockMask:
+    def _listed(self, blocks: int) -> BlockMask:
         """Its lists serve each length that ends in the last block, whose other keys are kept."""
         found = self.listed.get(blocks)
         if found is None:
@@ -63,7 +63,7 @@ class _Padding(NamedTuple):
 _paddings: Lru[tuple[int, torch.device, int], _Padding] = Lru(16)
 
 
-def decoding_mask(seen: Tensor) -> LazyBlockMask | None:
+def decoding_mask(seen: Tensor) -> BlockMask | None:
     """The mask of one new row that sees every key but those where `seen` is False.
 
     seen [B, keys], bool. None where it removes nothing. Who asks again on the same stream gets the

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from flexattn import catalogue
 from flexattn.block_mask.few_rows import KEY_BLOCK, few_rows, queue_of, with_lists
-from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.util.lru import Lru
 
 MaskFunction = Callable[..., Tensor]
@@ -77,7 +77,7 @@ def static_mask(
     seen: Tensor | None,
     near: bool,
     device: torch.device,
-) -> LazyBlockMask:
+) -> BlockMask:
     """The mask of one row over a cache of `keys` keys.
 
     mask_function(b, h, q_idx, kv_idx) takes positions in the sequence. at: the row's, an int64

@@ -14,7 +14,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexattn import catalogue
 from flexattn.block_mask.create import create_block_mask
 from flexattn.block_mask.few_rows import MOST_ROWS, few_rows
-from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.attention import flex_attention
 from flexattn.integrations.mask_kinds import mask_kind
@@ -227,7 +226,7 @@ def attend_transformers(
     return out.transpose(1, 2).contiguous(), None
 
 
-class _Mask(LazyBlockMask):
+class _Mask(BlockMask):
     """A mask that `generate` may ask to be contiguous, as it asks those of a static cache."""
 
     def contiguous(self) -> BlockMask:

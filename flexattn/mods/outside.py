@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,17 @@ def unproven(
     loads = [node for node in walk(expr) if node.op == "load"]
     return tuple(
         node for node in loads if not all(map(proven, node.args, buffer_of(node, tensors).shape))
+    )
+
+
+def strays(expr: Expr, tensors: Sequence[Any], ranges: Mapping[str, Range]) -> bool:
+    """Whether an index that follows from positions alone may leave its tensor.
+
+    tensors: anything with the shapes of what is captured.
+    """
+    known = {"load", "scalar"}.isdisjoint
+    return any(
+        known(node.op for node in walk(*load.args)) for load in unproven(expr, tensors, ranges)
     )
 
 

@@ -16,6 +16,8 @@ from flexattn.problem import DTYPES, FP8, MAX_HEADS, MAX_LENGTH, NARROWER
 from flexattn.problem.descales import Descales
 
 MAX_HEAD_DIM = 576
+# Devices whose calls go to torch's own flex_attention.
+TORCHS = ("xpu", "mps")
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 # What torch puts in place of a sliced BlockMask's mask_mod: it raises when it is called.
 _SLICED = getattr(torch_flex, "_sliced_mask_mod_error", object())
@@ -182,8 +184,8 @@ def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
         raise InputError(
             f"block_mask was made for lengths {made_for}, query and key have {tuple(lengths)}",
             "a BlockMask has exactly the lengths of query and key",
-            "create it anew for these lengths, or crop it with block_mask._adjust(q_len, kv_len); "
-            "of a slice, set seq_lengths",
+            "create it anew: create_block_mask(block_mask.mask_mod, B, H, q_len, kv_len, "
+            "query.device); of a slice, set seq_lengths",
         )
     if mask.kv_num_blocks.dim() != 3 or mask.kv_indices.dim() != 4:
         raise InputError(
@@ -282,9 +284,10 @@ def _check_place(name: str, tensor: Tensor, q: Tensor) -> None:
 
 def check_devices(q: Tensor) -> None:
     """That the tensors are where something can compute them; raises InputError."""
-    if q.device.type not in ("cpu", "cuda"):
+    if q.device.type not in ("cpu", "cuda", *TORCHS):
         raise InputError(
             f"query is on {q.device}",
-            "flexattn runs on cuda (NVIDIA and AMD) and cpu tensors",
-            "move them with x.to('cuda') or x.cpu(); torch's own flex_attention knows xpu and mps",
+            "flexattn runs on cuda (NVIDIA and AMD) and cpu tensors, and leaves xpu and mps to "
+            "torch's flex_attention",
+            "move them with x.to('cuda') or x.cpu()",
         )

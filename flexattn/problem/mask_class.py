@@ -135,8 +135,8 @@ def representative(name: str, rows: int, kv_blocks: int) -> Tensor:
     most = min(1.0, share * imbalance)
     # A straight line from `least` to `most` has the mean, as causal's rows have.
     least = max(0.0, 2 * share - most)
-    steps = torch.linspace(0, 1, rows) if rows > 1 else torch.tensor([1.0])
-    flat = torch.full((rows,), share)
+    steps = torch.linspace(int(rows == 1), 1, rows, dtype=torch.float32)
+    flat = torch.full((rows,), share, dtype=torch.float32)
     line = flat if most == share else least + (most - least) * steps ** _bend(share, least, most)
     counts = (line * kv_blocks).round().clamp(1, kv_blocks).long()
     columns = torch.arange(kv_blocks)

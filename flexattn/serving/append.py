@@ -22,6 +22,7 @@ from flexattn.serving.scales import Scaled
 from flexattn.serving.seen import facts
 from flexattn.serving.types import pair, whole
 from flexattn.settings import current
+from flexattn.util.ambient import without_modes
 from flexattn.util.locks import renewed
 from flexattn.util.lru import Lru
 
@@ -53,6 +54,7 @@ class AppendPlan:
     in a CUDA graph. Raises InputError, ConfigError, UnsupportedError and BuildError.
     """
 
+    @without_modes()
     def __init__(
         self,
         *,

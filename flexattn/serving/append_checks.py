@@ -210,7 +210,7 @@ def _inspect_pages(a: Append, given: Mapping[str, Tensor | None], tokens: int, p
     if cos is not None and longest > cos.shape[0]:
         raise InputError(f"a request of {longest} keys", f"cos and sin have {cos.shape[0]} rows")
     first = (lengths - new).clamp(min=0)
-    place = torch.arange(table.shape[1])
+    place = torch.arange(table.shape[1], device="cpu")
     used = (place >= (first // a.page)[:, None]) & (place * a.page < lengths[:, None])
     used &= (new > 0)[:, None]
     wrong = (((table[:count] < 0) | (table[:count] >= pages)) & used).nonzero()

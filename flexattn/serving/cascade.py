@@ -17,6 +17,7 @@ from flexattn.serving.join import Join
 from flexattn.serving.merge import merge_states
 from flexattn.serving.plan import DecodePlan
 from flexattn.settings import current, log
+from flexattn.util.ambient import without_modes
 
 
 class CascadePlan:
@@ -33,6 +34,7 @@ class CascadePlan:
     (Ye et al., Cascade Inference, flashinfer.ai 2024).
     """
 
+    @without_modes()
     def __init__(
         self,
         *,

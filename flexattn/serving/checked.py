@@ -45,7 +45,7 @@ def inspect(
     else:
         width = block_table.shape[1]
         _within("seq_lens", own, 0, keys, f"block_table lists {width} pages of {maxima.page} keys")
-        used = torch.arange(width) < -(-own[:, None] // maxima.page)
+        used = torch.arange(width, device="cpu") < -(-own[:, None] // maxima.page)
         table = block_table.cpu()[: len(own)]
         wrong = ((table < 0) | (table >= pages)) & used
         if bool(wrong.any()):

@@ -32,6 +32,7 @@ from flexattn.serving.stalled import GivenUp
 from flexattn.serving.streams import Streams
 from flexattn.serving.types import check_choices, pair, refuse_types, whole
 from flexattn.settings import current
+from flexattn.util.ambient import without_modes
 
 # Launches that a plan remembers, one for each set of shapes and strides that it was given.
 _REMEMBERED = 256
@@ -95,6 +96,7 @@ class DecodePlan:
     (Osama et al., arXiv 2301.03598) over all requests, from their lengths on the device.
     """
 
+    @without_modes()
     def __init__(
         self,
         *,

@@ -16,7 +16,8 @@ class GivenUp:
     """
 
     def __init__(self) -> None:
-        self.word = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        pinned = torch.cuda.is_available()
+        self.word = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._value = ctypes.c_int32.from_address(self.word.data_ptr())
 
     def check(self) -> None:

@@ -23,6 +23,7 @@ from flexattn.serving.tree_mods import Places, from_first, placed_mask, placed_s
 from flexattn.serving.tree_tables import TreeTables
 from flexattn.serving.types import whole
 from flexattn.settings import current
+from flexattn.util.ambient import without_modes
 
 # What a run passes to its last launch, by the names that the kernel has for it.
 _GIVEN = ("SHARED", "LSE_SHARED", "OWN", "LSE_OWN", "OUT", "LSE", "SLOTS")
@@ -54,6 +55,7 @@ class TreePlan:
     SGLang, arXiv 2312.07104).
     """
 
+    @without_modes()
     def __init__(
         self,
         *,
@@ -173,12 +175,14 @@ class TreePlan:
                 f"a path of {max(ends)} keys", f"block_table lists {width} pages of {m.page}"
             )
         found = choose_reads(tree, self.cost, tables.levels)
-        firsts = torch.tensor([each.requests[0] for each in found.shared], dtype=torch.int64)
+        firsts = torch.tensor(
+            [each.requests[0] for each in found.shared], dtype=torch.int64, device="cpu"
+        )
         pages = block_table[firsts.to(block_table.device), :width]
         if self._beside is not None:
             self._beside.follow()  # a run on another stream may still read the tree before
         self._table[: len(firsts), :width].copy_(pages)
-        self._row.copy_(torch.tensor(tables.filled(found), dtype=torch.int32))
+        self._row.copy_(torch.tensor(tables.filled(found), dtype=torch.int32, device="cpu"))
         self.reads = found
         return found
 

@@ -17,12 +17,14 @@ from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound, bind
 from flexattn.mods.algebra import bounds_of, tables_of, verdicts
 from flexattn.mods.expr import pretty
+from flexattn.util.ambient import without_modes
 
 # Places of a cell that are looked at where its bounds leave it open: so many rows, and keys.
 _LOOKS = 8
 Ends = tuple[Tensor, Tensor]
 
 
+@without_modes()
 def visualize(
     mod: Callable[..., Any] | BlockMask,
     q_len: int | None = None,
@@ -122,7 +124,7 @@ class _View:
         must, may = verdicts(bounds, corners, tensors, scalars, tables)
         shape = len(rows[0]), len(columns[0])
         must, may = must.expand(shape).cpu(), may.expand(shape).cpu()
-        share = torch.where(must, 1.0, 0.0)
+        share = must.float()
         row, column = torch.nonzero(may & ~must, as_tuple=True)
         if len(row):
             q_idx, kv_idx = (
@@ -137,7 +139,11 @@ class _View:
 
     def _at(self, q_idx: Tensor, kv_idx: Tensor, score: float) -> Tensor:
         env = {name: torch.tensor(at) for name, at in zip("bh", self._place, strict=True)}
-        env |= {"q_idx": q_idx, "kv_idx": kv_idx, "score": torch.tensor(score)}
+        env |= {
+            "q_idx": q_idx,
+            "kv_idx": kv_idx,
+            "score": torch.tensor(score, dtype=torch.float32),
+        }
         env = {name: each.to(self._device) for name, each in env.items()}
         return evaluate(self._bound.mod, env, self._bound.tensors, self._bound.scalars)
 

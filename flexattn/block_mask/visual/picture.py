@@ -55,7 +55,7 @@ class Picture:
         """The share of all positions that a mask keeps; an estimate where cells are open."""
         assert self.share is not None, "a score_mod keeps everything"
         rows, columns = (
-            torch.diff(torch.arange(n + 1) * length // n).double()
+            torch.diff(torch.arange(n + 1, device="cpu") * length // n).double()
             for n, length in zip(self.share.shape, self.lengths, strict=True)
         )
         weights = rows[:, None] * columns

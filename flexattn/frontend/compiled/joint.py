@@ -74,8 +74,8 @@ def joint_agrees(
 def _example(captured: Captured, draw: torch.Generator) -> Tensor:
     shape, dtype = _smaller(captured.shape), getattr(torch, captured.dtype)
     if dtype.is_floating_point:
-        return torch.randn(shape, generator=draw).to(dtype)
-    return torch.randint(2, shape, generator=draw).to(dtype)
+        return torch.randn(shape, generator=draw, device="cpu").to(dtype)
+    return torch.randint(2, shape, generator=draw, device="cpu").to(dtype)
 
 
 def _smaller(shape: Sequence[int]) -> list[int]:
@@ -101,7 +101,10 @@ def _gradients(
     def at_point(*point: Tensor) -> tuple[Tensor, ...]:
         found = _Graph(joint).run(*point, *captures)
         chosen = [found[0], *(found[_POSITION + i] for i in places)]
-        chosen = [torch.zeros(()) if each is None else each for each in chosen]
+        chosen = [
+            torch.zeros((), dtype=torch.float32, device="cpu") if each is None else each
+            for each in chosen
+        ]
         mapped[:] = [torch._C._functorch.is_batchedtensor(each) for each in chosen]
         return tuple(chosen)
 

@@ -29,16 +29,20 @@ from flexattn.frontend.gradients import AskedGradients, check_backward, check_or
 from flexattn.kernels.choose.options import Options, parse
 from flexattn.mods import Bound
 from flexattn.mods.graph import Captured, GraphMod, read_graph
+from flexattn.mods.outside import strays
 from flexattn.mods.refusal import Refusal
 from flexattn.problem import DTYPES, FP8
-from flexattn.settings import say_once
+from flexattn.settings import current, say_once
 
 _DEVICES = ("cuda", "cpu")
+# Of the queries that Inductor's C++ kernel takes.
+_ON_CPU = (torch.float32, torch.bfloat16, torch.float16)
 # Of a node's mask: counts and indices of blocks by query, then by key, stand behind two lengths;
 # its last three entries are the block's rows, its keys, and the graph of mask_mod.
 _LISTS, _BY_KEY, _BLOCK, _GRAPH = slice(2, 6), slice(6, 10), slice(-3, -1), -1
 # Where a backward node has its mask, and its options.
 _MASK, _OPTIONS = 9, 11
+_POSITIONS = "b", "h", "q_idx", "kv_idx"
 _LN_2 = math.log(2)
 
 
@@ -62,6 +66,9 @@ def lower(
     """
     options = _options(options)
     inputs: Any = V.graph.current_node.args
+    found = widened_sources((query, key, value), inputs[:3])
+    narrower = any(x is not y for (x, *_), y in zip(found, (query, key, value), strict=True))
+    on_cpu = not narrower and _torch_runs(query, kernel_options, options)
     try:
         node = _Node.read(
             kernel_options,
@@ -71,6 +78,8 @@ def lower(
             (score_captures, mask_captures),
             inputs[7:9],
         )
+        if on_cpu and not node.strays(_sizes(inputs)):
+            return None
         text = printed(Spec(
             node.score, node.mask, node.block,
             kernel_options.get("OUTPUT_LOGSUMEXP", True), kernel_options.get("OUTPUT_MAX", False),
@@ -85,9 +94,10 @@ def lower(
                 "the library's own kernels alone are batch-invariant",
                 "leave BATCH_INVARIANT out of this call, or change the mod",
             ) from why
-        say_once(f"torch's own kernel serves a call of flexattn under torch.compile: a mod {why}")
+        if not on_cpu:
+            said = "torch's own kernel serves a call of flexattn under torch.compile"
+            say_once(f"{said}: a mod {why}")
         return None
-    found = widened_sources((query, key, value), inputs[:3])
     given = [_as_traced(x, node) for x, node, _ in found]
     out, lse, maxima = _call(OP_NAME, [
         *given, list(node.lists), *node.tensors, *node.integers, text, _fixed(scale),
@@ -182,6 +192,24 @@ def with_lists_by_key(args: Sequence[Any]) -> Sequence[Any]:
     )
 
 
+def _torch_runs(query: Any, kernel_options: dict[str, Any], options: dict[str, Any]) -> bool:
+    """Whether Inductor's C++ kernel serves a node on a CPU, where ours is plain torch.
+
+    Not where statistics are asked, which it has none of, and not where what mods read is checked.
+    """
+    settings = current()
+    if query.get_device().type != "cpu" or query.get_dtype() not in _ON_CPU:
+        return False
+    if settings.interpret or settings.check or parse(options).batch_invariant:
+        return False
+    asked = kernel_options.get("OUTPUT_LOGSUMEXP", True) or kernel_options.get("OUTPUT_MAX", False)
+    try:
+        from torch._inductor.kernel.flex.flex_cpu import check_cpu_supported
+    except ImportError:  # a torch that has moved it
+        return False
+    return not asked and bool(check_cpu_supported())
+
+
 def _unmade(block_mask: Any) -> bool:
     """Whether lists by query stand for those by key of a node, as `node` leaves it."""
     return all(map(is_, block_mask[_LISTS], block_mask[_BY_KEY]))
@@ -212,12 +240,14 @@ def _call(qualified: str, given: Sequence[Any]) -> Any:
 class _Node(NamedTuple):
     """What a node of either direction says beside its tensors of rows and keys.
 
-    captures: of the score_mod. tensors, integers: what the score_mod and the mask_mod capture.
+    captures: of the score_mod. mask_captures: of the mask_mod. tensors, integers: what the
+    score_mod and the mask_mod capture.
     """
 
     score: GraphMod
     captures: list[Captured | None]
     mask: GraphMod | None
+    mask_captures: list[Captured | None]
     block: tuple[int, int] | None
     lists: tuple[Any, ...]
     by_key: tuple[Any, ...]
@@ -242,19 +272,33 @@ class _Node(NamedTuple):
             raise Refusal(f"is called on tensors of {query.get_dtype()}")
         score, found = _read(subgraph, "score", captures[0], nodes[0], where)
         mask = block = None
+        masked: list[Captured | None] = []
         lists: tuple[Any, ...] = ()
         by_key: tuple[Any, ...] = ()
         if BARE in kernel_options:
             captures = captures[0], ()
         else:
-            mask, _ = _read(block_mask[_GRAPH], "mask", captures[1], nodes[1], where)
+            mask, masked = _read(block_mask[_GRAPH], "mask", captures[1], nodes[1], where)
             rows, keys = map(V.graph.sizevars.guard_int, block_mask[_BLOCK])
             block = rows, keys
             lists = tuple(each for each in block_mask[_LISTS] if each is not None)
             by_key = tuple(each for each in block_mask[_BY_KEY] if each is not None)
         tensors = [[x for x in each if _is_tensor(x)] for each in captures]
         integers = [[x for x in each if not _is_tensor(x)] for each in captures]
-        return cls(score, found, mask, block, lists, by_key, tensors, integers)
+        return cls(score, found, mask, masked, block, lists, by_key, tensors, integers)
+
+    def strays(self, sizes: Sequence[int]) -> bool:
+        """Whether a mod may read outside of a tensor, of which Inductor's kernel makes an error.
+
+        It does also where the mask removes what was read. sizes: of B, Hq, L and S.
+        """
+        ranges = dict(zip(_POSITIONS, ((0, size - 1) for size in sizes), strict=True))
+        pairs = (self.score, self.captures), (self.mask, self.mask_captures)
+        return any(
+            strays(mod.mod.expr, [each for each in found if each is not None], ranges)
+            for mod, found in pairs
+            if mod is not None
+        )
 
 
 def _asked(bound: Bound, wanted: Sequence[Any], chosen: Options) -> AskedGradients:

@@ -24,8 +24,10 @@ def _version() -> str:
     folders = package / "mods", package / "frontend" / "compiled"
     sources = sorted(path for folder in folders for path in folder.rglob("*.py"))
     found = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
-    # Where torch's kernel serves a node depends on it.
-    return f"{found}-invariant" if current().batch_invariant else found
+    # Where torch's kernel serves a node depends on them.
+    settings = current()
+    names = ("batch_invariant", "check", "interpret")
+    return "-".join([found, *(name for name in names if getattr(settings, name))])
 
 
 # The mark's value, by which it is a part of that cache's key.

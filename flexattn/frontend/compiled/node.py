@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
-from flexattn.block_mask.lazy import LazyBlockMask
+from flexattn.block_mask.lazy import lists_pending
 from flexattn.frontend.admission import autocast
 from flexattn.frontend.attention import answer
 from flexattn.frontend.call import Call
@@ -122,7 +122,7 @@ def _with_lists_by_key(mask: BlockMask) -> BlockMask:
     them, or in torch's own backward. Those by query stand for them: torch asks for some, and lists
     that were kept with the mask would be another mask to the guards of the next call.
     """
-    if not isinstance(mask, LazyBlockMask) or not mask.pending:
+    if not lists_pending(mask):
         return mask
     lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
     by_key = lists if torch.is_grad_enabled() else (None,) * 4

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn.block_mask.lazy import LazyBlockMask
+from flexattn.block_mask.lazy import lazy_mask
 from flexattn.frontend.attention import run_admitted
 from flexattn.frontend.call import Call
 from flexattn.frontend.compiled.looks import remember_look
@@ -137,7 +137,7 @@ def mask_of(
     bound = _on(q, said.mask, tensors, integers)
     mask_mod = mask_callable(bound)
     assert mask_mod is not None
-    mask = LazyBlockMask.of(tuple(lists), said.block, mask_mod, (q.shape[2], k.shape[2]))
+    mask = lazy_mask(tuple(lists), said.block, mask_mod, (q.shape[2], k.shape[2]))
     checks.check_block_mask(mask, q, k)
     remember_look(mask, lists, said)
     return bound, mask

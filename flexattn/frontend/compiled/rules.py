@@ -47,7 +47,7 @@ def breaks(call: Call) -> str:
         not isinstance(mask, BlockMask) or mask.BLOCK_SIZE[0] >= LARGEST_SIZE
     ):
         return "block_mask is no BlockMask, or torch's mask of no mask"
-    if q.device.type != "cuda":
+    if q.device.type not in ("cuda", "xpu"):
         if q.requires_grad or k.requires_grad or v.requires_grad:
             return "torch's node has no backward on the CPU"
         if asked_statistics(call).max_scores:

@@ -1,5 +1,7 @@
 """create_block_mask makes torch's BlockMask, with torch's contents, on the CPU."""
 
+import re
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import (
@@ -119,7 +121,7 @@ def test_a_gpu_looks_at_no_more_of_a_block_than_it_can_count():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [({"mask_mod": None}, "mask_mod is None"), ({"Q_LEN": 2**40}, "Q_LEN is from 0 to"),
-     ({"H": 10**30}, "H is from 1 to"), ({"B": 0}, "B is from 1 to")],
+     ({"H": 10**30}, "H is from 1 to"), ({"B": -1}, "B is from 0 to")],
 )  # fmt: skip
 def test_what_no_mask_has_is_refused(wrong, said):
     with pytest.raises(InputError, match=said):
@@ -173,3 +175,26 @@ def test_a_mask_of_head_0_that_serves_other_heads_is_said_to_be(caplog):
     assert "reads b" in of_requests and "pass B=2" in of_requests
     assert said(by_head, None, 3) == said(by_request, 2, None) == said(causal, None, None) == []
     assert said(by_head, None, None, q[:, :1], k[:, :1], v[:, :1]) == []
+
+
+@pytest.mark.parametrize("more", [{}, {"block": (16, 8), "separate_full_blocks": False}])
+def test_an_empty_batch_has_an_empty_mask(more):
+    """B=0 was refused, where torch and flex_attention serve it."""
+    assert_same(causal, 0, None, 40, 40, **more)
+    mask = flexattn.create_block_mask(causal, 0, None, 40, 40, "cpu")
+    assert mask.shape == (0, 1, 40, 40) and "sparsity=0.00%" in str(mask)
+    q = torch.randn(0, 2, 40, 16)
+    assert flexattn.flex_attention(q, q, q, block_mask=mask).shape == q.shape
+
+
+def test_what_an_error_of_other_lengths_advises_works():
+    """It advised torch's _adjust, which raises IndexError where it crops the keys alone."""
+    mask = flexattn.create_block_mask(causal, None, None, 256, 256, "cpu", 32)
+    q, k = torch.randn(1, 1, 256, 16), torch.randn(1, 1, 130, 16)
+    with pytest.raises(InputError, match="create it anew") as raised:
+        flexattn.flex_attention(q, k, k, block_mask=mask)
+    (advice,) = re.findall(r"create_block_mask\(.*?\)", str(raised.value))
+    names = {"block_mask": mask, "B": None, "H": None, "q_len": 256, "kv_len": 130}
+    names |= {"query": q, "create_block_mask": flexattn.create_block_mask}
+    anew = eval(advice, names)
+    assert flexattn.flex_attention(q, k, k, block_mask=anew).shape == q.shape

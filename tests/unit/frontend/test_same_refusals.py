@@ -87,12 +87,11 @@ def test_a_mask_of_no_length_can_be_shown(lengths):
     assert "sparsity=0.00%" in str(mask)
 
 
-@pytest.mark.parametrize("name", ["xpu", "mps", "meta"])
-def test_other_devices(name):
+def test_other_devices():
     class There:
-        device = torch.device(name)
+        device = torch.device("meta")
 
-    with pytest.raises(InputError, match=rf"(?s)query is on {name}.*cuda.*cpu.*x\.cpu\(\)"):
+    with pytest.raises(InputError, match=r"(?s)query is on meta.*cuda.*cpu.*x\.cpu\(\)"):
         check_devices(There)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flexattn
-from flexattn.block_mask.lazy import LazyBlockMask
+from flexattn.block_mask.lazy import lazy_mask
 from flexattn.catalogue import causal
 from flexattn.frontend.compiled import looks
 from flexattn.frontend.compiled.looks import remember_by_key, remember_look
@@ -111,13 +111,13 @@ def test_lists_by_key_that_no_graph_made_are_made_once(mask_mod, monkeypatch):
     monkeypatch.setattr(key_lists, "_await", waited.append)
 
     def found(looks=True, rows=96):
-        mask = LazyBlockMask.of(tuple(lists), (16, 16), mask_mod, (rows, 103))
+        mask = lazy_mask(tuple(lists), (16, 16), mask_mod, (rows, 103))
         remember_look(mask, lists, SimpleNamespace(looks=looks, backward=False))
         remember_by_key(mask, lists, [])
         return BothLists.of(mask).by_key
 
     def equal(got, rows=96):
-        mask = LazyBlockMask.of(tuple(lists), (16, 16), mask_mod, (rows, 103))
+        mask = lazy_mask(tuple(lists), (16, 16), mask_mod, (rows, 103))
         wanted = BothLists.of(mask).by_key[:4]
         return all(x is y is None or torch.equal(x, y) for x, y in zip(got, wanted, strict=False))
 
