@@ -20,6 +20,7 @@ from flexattn.mods.pointwise import cast
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.registered import meaning_of
 from flexattn.mods.site import Bound, Variant, interned
+from flexattn.mods.stops import settled
 from flexattn.mods.trace import (
     ARGUMENTS,
     RESULTS,
@@ -113,7 +114,8 @@ def read_graph(graph: GraphModule, kind: str, captures: Sequence[Captured | None
             arrays.append(buffer(len(buffers), captured.shape, captured.dtype))
         buffers.append(Buffer(captured.dtype, len(captured.shape)))
     reader = _GraphReader(graph, ())
-    expr = cast(single_result(reader.read(arrays, exact=False), kind), RESULTS[kind]).at()
+    result = single_result(reader.read(arrays, exact=False), kind)
+    expr = settled(cast(result, RESULTS[kind]).at(), kind)
     if reader.tensors:
         raise Refusal("holds a tensor that is no input of its graph")
     if reader.sized and not all(each is None or each.fixed for each in captures):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from flexattn.errors import UnsupportedError
 from flexattn.mods.asked import WORDS, Asked, asked
 from flexattn.mods.refusal import Refusal, line_of_frame, unknown
 from flexattn.mods.registered import meaning_of
+from flexattn.mods.stops import DETACH, OWN_GRADIENT
 
 _SHAPE: Any = torch.Tensor.shape
 _SIZES: frozenset[Any] = frozenset(
@@ -54,11 +57,13 @@ class Indexing(TorchFunctionMode):
     """Indexes by 0-d tensors without reading them, and notes what the code asks about tensors.
 
     `asked`: attributes of captured tensors for whose present values alone the trace holds.
-    `volatile`: the trace depends on something that cannot be remembered.
+    `volatile`: the trace depends on something that cannot be remembered. `hooked`: the code gives
+    a tensor a hook, which may change its gradient.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.hooked = False
         self.asked: set[str] = set()
         self.volatile = False
 
@@ -73,6 +78,9 @@ class Indexing(TorchFunctionMode):
             return _getitem(*args)
         if func is torch.Tensor.__setitem__:
             raise _writes(args[0], "x[...] = ...")
+        if func is torch.Tensor.register_hook:
+            self.hooked = True
+            return RemovableHandle({})
         if func in WORDS:
             return asked(func, *args, **(kwargs or {}))
         if func in _SIZES and args[0].dim() > 0:
@@ -87,12 +95,14 @@ class Indexing(TorchFunctionMode):
 class Guard(TorchDispatchMode):
     """Lets pass what `known` holds; leaves the user's line on every node of the graph.
 
-    A registered operator is replaced by what it is known to compute.
+    A registered operator is replaced by what it is known to compute. stops: whether nodes that
+    autograd does not follow are marked, which a mod without grad mode has not.
     """
 
-    def __init__(self, known: Container[str]) -> None:
+    def __init__(self, known: Container[str], *, stops: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
+        self.stops = stops
 
     def __torch_dispatch__(
         self,
@@ -112,8 +122,11 @@ class Guard(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if len(nodes) > before:
             line = line_of_frame(sys._getframe(1))
+            marks: dict[str, Any] = {"user_line": line}
+            if self.stops and not torch.is_grad_enabled():
+                marks["stop"] = OWN_GRADIENT if _applied(sys._getframe(1)) else DETACH
             for node, _ in zip(reversed(nodes), range(len(nodes) - before), strict=False):
-                node.meta["user_line"] = line
+                node.meta |= marks
         return result
 
     def _check(self, func: Any, args: tuple[Any, ...]) -> None:
@@ -142,6 +155,18 @@ class Guard(TorchDispatchMode):
             raise _writes(args[0], name)
         elif name not in self.known:
             raise unknown(func)
+
+
+def _applied(frame: FrameType | None) -> bool:
+    """Whether the mod's own code is inside of an autograd Function, whose forward has no grad mode.
+
+    The frames end where the mod was called: its caller may be inside of another Function.
+    """
+    while frame is not None and frame.f_globals.get("__name__") != "flexattn.mods.trace":
+        if frame.f_code is torch.autograd.Function.apply.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _writes(x: object, how: str) -> Refusal:

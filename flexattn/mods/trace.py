@@ -23,6 +23,7 @@ from flexattn.mods.expr import VARS, Expr
 from flexattn.mods.guard import Guard, Indexing, op_name
 from flexattn.mods.pointwise import POINTWISE, cast
 from flexattn.mods.refusal import Refusal, SourceLine, line_of, unknown
+from flexattn.mods.stops import OWN_GRADIENT, settled, stopped
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
 
 TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE}
@@ -63,7 +64,8 @@ def trace(
 
     `known` are the captured tensors, whose order numbers the buffers. `scalars` are the slots
     and dtypes of numbers to become arguments; `rebuild` makes the callable that reads them
-    from tensors instead. grad: the grad mode that it sees. Raises ModError or UnsupportedError.
+    from tensors instead. grad: the grad mode that it sees; only where it is on what the mod keeps
+    from autograd is seen. Raises ModError or UnsupportedError.
     """
     names = ARGUMENTS[kind]
     scalars = scalars or {}
@@ -75,8 +77,9 @@ def trace(
         called = rebuild(replaced) if rebuild else fn
         called = _mapped(called) if mapped else called
         modes.append(Indexing())
-        with torch.set_grad_enabled(grad), _no_autocast(device), Guard(_known()), modes[-1]:
-            return called(*inputs[: len(names)])
+        with torch.set_grad_enabled(grad), _no_autocast(device), _no_hooks():
+            with Guard(_known(), stops=grad), modes[-1]:
+                return called(*inputs[: len(names)])
 
     line: SourceLine | None = None
     try:
@@ -89,7 +92,9 @@ def trace(
         except Refusal:
             line = reader.line
             raise
-        expr = cast(single_result(result, kind), RESULTS[kind]).at()
+        if modes[-1].hooked:
+            result = stopped(result, OWN_GRADIENT)
+        expr = settled(cast(single_result(result, kind), RESULTS[kind]).at(), kind)
     except Refusal as refusal:
         line = line or line_of(refusal.__traceback__)
         raise refusal.error(fn, kind, line) from None
@@ -160,6 +165,8 @@ class Reader:
                 return value_of(node.args[0])
             else:
                 values[node] = self._call(node.target, value_of(node.args), value_of(node.kwargs))
+                if "stop" in node.meta:
+                    values[node] = stopped(values[node], node.meta["stop"])
                 if exact:
                     _compare(node, values[node])
         raise AssertionError("a graph without an output")
@@ -308,6 +315,13 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     where = device.type
     if torch.amp.is_autocast_available(where) and torch.is_autocast_enabled(where):
         return torch.autocast(where, enabled=False)
+    return nullcontext()
+
+
+def _no_hooks() -> AbstractContextManager[Any]:
+    """Hides what autograd saves of a mod that is traced from hooks of the caller's."""
+    if torch._C._autograd._saved_tensors_hooks_is_enabled():
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     return nullcontext()
 
 
