@@ -70,11 +70,9 @@ class _Attention(torch.autograd.Function):
         outputs = trained.launch.run(q, k, v, asked.scale, trained.rest, sinks)
         assert outputs.lse is not None
         # Tensors are saved as autograd saves them, and by nobody else.
-        if mask is None:
-            tensors = (*captured, *trained.masked)
-        else:
-            lists = query_lists(mask) if trained.saves_lists else (None,) * 4
-            tensors = (*captured, *trained.masked, *lists)
+        tensors: tuple[Tensor | None, ...] = (*captured, *trained.masked)
+        if mask is not None:
+            tensors += query_lists(mask) if trained.saves_lists else (None,) * 4
             ctx.sizes = mask.BLOCK_SIZE, mask.seq_lengths
         ctx.save_for_backward(q, k, v, outputs.out, outputs.lse, sinks, *tensors)
         ctx.set_materialize_grads(False)
@@ -150,8 +148,9 @@ def _as_read(mask: BlockMask, saved: list[Tensor | None], sizes: tuple[Any, Any]
     alike = (mask.BLOCK_SIZE, mask.seq_lengths) == sizes
     if alike and (all(map(is_, saved, lists)) or all(map(_alike, saved, lists))):
         return mask
-    given = lists if saved[0] is None else saved
-    return LazyBlockMask.of(tuple(x for x in given if x is not None), sizes[0], mask.mask_mod, sizes[1])
+    given = [x for x in (lists if saved[0] is None else saved) if x is not None]
+    block, lengths = sizes
+    return LazyBlockMask.of(tuple(given), block, mask.mask_mod, lengths)
 
 
 def _alike(saved: Tensor | None, now: Tensor | None) -> bool:

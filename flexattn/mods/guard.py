@@ -158,7 +158,7 @@ class Guard(TorchDispatchMode):
 
 
 def _applied(frame: FrameType | None) -> bool:
-    """Whether the mod's own code is inside of an autograd Function, whose forward has no grad mode.
+    """Whether the mod's code is inside of an autograd Function, whose forward has no grad mode.
 
     The frames end where the mod was called: its caller may be inside of another Function.
     """

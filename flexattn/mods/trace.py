@@ -77,9 +77,9 @@ def trace(
         called = rebuild(replaced) if rebuild else fn
         called = _mapped(called) if mapped else called
         modes.append(Indexing())
-        with torch.set_grad_enabled(grad), _no_autocast(device), _no_hooks():
-            with Guard(_known(), stops=grad), modes[-1]:
-                return called(*inputs[: len(names)])
+        guard = Guard(_known(), stops=grad)
+        with torch.set_grad_enabled(grad), _no_autocast(device), _no_hooks(), guard, modes[-1]:
+            return called(*inputs[: len(names)])
 
     line: SourceLine | None = None
     try:
@@ -320,7 +320,8 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 def _no_hooks() -> AbstractContextManager[Any]:
     """Hides what autograd saves of a mod that is traced from hooks of the caller's."""
-    if torch._C._autograd._saved_tensors_hooks_is_enabled():
+    autograd: Any = torch._C._autograd
+    if autograd._saved_tensors_hooks_is_enabled():
         return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     return nullcontext()
 

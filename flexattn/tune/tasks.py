@@ -99,10 +99,10 @@ def task_from(
     # What was traced before decides whether a number is a constant or an argument, and so the
     # key: a server that sees this model first has constants.
     clear()
-    found, slots = bind(score_mod, "score"), ()
+    found = bind(score_mod, "score")
     if score_mod is not None and row.kind == "backward":
         found = look(score_mod, "score")[0]
-        slots = slots_of(found)
+    slots = slots_of(found) if row.kind == "backward" else ()
     score, mask = moved(found, "cpu"), moved(bind(mask_mod, "mask"), "cpu")
     lists = by_key = sparsity = None
     name = ""
