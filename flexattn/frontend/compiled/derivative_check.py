@@ -32,15 +32,19 @@ def same_gradients(
     slots: tuple[int, ...],
     sizes: Sequence[int],
     others: Callable[[dict[str, Tensor], Tensor], Sequence[Tensor]],
+    numbers: Sequence[float],
 ) -> bool:
     """Whether a score_mod's derivatives are others, at positions of sizes (B, Hq, L, S).
 
     others(env, weight): the gradients of the sum of weight times the mod's values, [points], with
     respect to the score and to the tensors of the slots. env: the score, b, h, q_idx and kv_idx.
+    numbers: that they compute with.
     """
     device = bound.tensors[0].device if bound.tensors else torch.device("cpu")
     draw = torch.Generator().manual_seed(0)
-    env = {name: x.to(device) for name, x in _points(bound, sizes, draw).items()}
+    env = {
+        name: x.to(device) for name, x in _points(sizes, (*numbers, *bound.scalars), draw).items()
+    }
     weight = torch.randn(_POINTS, generator=draw).to(device)
     found = derivatives(bound.mod, slots)
     scalars = dict(enumerate(bound.scalars))
@@ -61,14 +65,14 @@ def same_gradients(
     return all(one.agrees(other.to(device), tolerance) for one, other in pairs)
 
 
-def _points(bound: Bound, sizes: Sequence[int], draw: torch.Generator) -> dict[str, Tensor]:
+def _points(
+    sizes: Sequence[int], numbers: Sequence[float], draw: torch.Generator
+) -> dict[str, Tensor]:
     """Scores and positions: a half at random, near enough for small tables, and a half at places.
 
-    Places are the ends, each number of the mod and its neighbours, and keys as far from their row.
+    Places are the ends, each of the numbers and its neighbours, and keys as far from their row.
     """
-    numbers = [node.value for node in walk(bound.mod.expr) if node.op == "const"]
-    found = {float(x) for x in (*numbers, *bound.scalars) if x is not None}
-    known = torch.tensor(sorted(x for x in found if abs(x) < 2**31) or [0.0])
+    known = torch.tensor(sorted({float(x) for x in numbers if abs(x) < 2**31}) or [0.0])
     placed = torch.arange(_POINTS) % 2 == 1
 
     def one_of(values: Tensor) -> Tensor:
