@@ -7,6 +7,7 @@ other refuses, at the user's line, what no expression can hold.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping
 from types import FrameType
 from typing import Any
@@ -80,7 +81,7 @@ class Indexing(TorchFunctionMode):
             raise _writes(args[0], "x[...] = ...")
         if func is torch.Tensor.register_hook:
             self.hooked = True
-            return RemovableHandle({})
+            return RemovableHandle(OrderedDict())
         if func in WORDS:
             return asked(func, *args, **(kwargs or {}))
         if func in _SIZES and args[0].dim() > 0:

@@ -36,17 +36,28 @@ def stopped(found: Any, stop: str = DETACH) -> Any:
 
 
 def settled(expr: Expr, kind: str) -> Expr:
-    """The canonical form without stops of what has no gradient: all of a mask's have none."""
+    """The canonical form without stops that stop no gradient: a mask has none at all.
+
+    Gradients go from the result, by floats alone, to the score and to what is loaded.
+    """
     nodes = list(walk(expr))
     stops = [node for node in nodes if node.op in _STOPS]
-    moving: set[Expr] = set()
-    for node in nodes if stops and kind == "score" else ():
-        # A stop is DETACH's end: what is behind it needs no other.
-        if node.op != DETACH and is_float(node.dtype):
-            first = node.op == "load" or (node.op == "var" and node.value == "score")
-            if first or any(arg in moving for arg in node.args):
-                moving.add(node)
-    return _without(expr, [node for node in stops if node.args[0] not in moving])
+    if kind != "score" or not stops:
+        return _without(expr, stops)
+    moving, asked = set(), {expr}
+    for node in nodes:
+        first = node.op == "load" or (node.op == "var" and node.value == "score")
+        # What is behind a detached value needs no other stop.
+        if (
+            is_float(node.dtype)
+            and node.op != DETACH
+            and (first or not moving.isdisjoint(node.args))
+        ):
+            moving.add(node)
+    for node in reversed(nodes):
+        if node in asked and is_float(node.dtype):
+            asked.update(arg for arg in node.args if is_float(arg.dtype))
+    return _without(expr, [x for x in stops if x not in asked or x.args[0] not in moving])
 
 
 def without_stops(bound: Bound) -> Bound:

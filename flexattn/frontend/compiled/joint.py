@@ -72,10 +72,10 @@ def joint_agrees(
 
 def _numbers(joint: GraphModule) -> list[float]:
     """Those of the graph: of its forward some may be gone, as where both sides were the same."""
-    found: list[float] = []
+    found: list[Any] = []
     for node in joint.graph.nodes:
-        map_aggregate(node.args, lambda x: found.append(x) if type(x) in (int, float) else None)
-    return found
+        map_aggregate(node.args, found.append)
+    return [x for x in found if type(x) in (int, float)]
 
 
 def _example(captured: Captured, draw: torch.Generator) -> Tensor:
