@@ -44,7 +44,8 @@ def settled(expr: Expr, kind: str) -> Expr:
     stops = [node for node in nodes if node.op in _STOPS]
     if kind != "score" or not stops:
         return _without(expr, stops)
-    moving, asked = set(), {expr}
+    moving: set[Expr] = set()
+    asked = {expr}
     for node in nodes:
         first = node.op == "load" or (node.op == "var" and node.value == "score")
         # What is behind a detached value needs no other stop.
