@@ -53,9 +53,10 @@ def create_block_mask(
     torch.compile torch's own create_block_mask makes the lists, from the L x S square.
 
     Lists may be replaced, or written in place by operations of torch, and the next call reads them
-    as they are. What is written past torch's count of writes is not seen where the blocks of each
-    row join up, nor by a backward: through `.data`, `.detach().numpy()`, a kernel of one's own or
-    a replayed CUDA graph. `mask.kv_num_blocks.add_(0)` afterwards says so.
+    as they are; the backward of an earlier one raises, as of any tensor that autograd saved. What
+    is written past torch's count of writes is not seen where the blocks of each row join up, nor
+    by a backward: through `.data`, `.detach().numpy()`, a kernel of one's own or a replayed CUDA
+    graph. `mask.kv_num_blocks.add_(0)` afterwards says so.
 
     Raises InputError for sizes that are no integers or too small, ModError for a mask_mod that
     cannot be read, and with FLEXATTN_CHECK=1 CaptureError for one that reads outside of a tensor
