@@ -5,7 +5,7 @@ import math
 import torch
 
 from flexattn.kernels.printers.torch_printer import to_torch
-from flexattn.mods import bind
+from flexattn.mods import look
 from flexattn.mods.derivative import derivatives, loaded_floats
 from flexattn.mods.outside import read_places
 from flexattn.reference import at_points
@@ -24,7 +24,7 @@ def as_function(fn):
     It takes (score, b, h, q_idx, kv_idx), then the captured floats in the order of their slots, as
     float64; returns it with those.
     """
-    bound = bind(fn, "score")
+    bound = look(fn, "score")[0]
     slots = loaded_floats(bound.mod)
     found = derivatives(bound.mod, slots)
 
@@ -69,7 +69,7 @@ def assert_printed_derivatives(make, tables, sizes, count, draw):
     """Hold the printed derivatives of make(*tables), of float32, to autograd's of float64."""
     score, places = points(sizes, count, draw)
     function, wide = as_function(make(*tables))
-    kept = [x for x in bind(make(*tables), "score").tensors if x.is_floating_point()]
+    kept = [x for x in look(make(*tables), "score")[0].tensors if x.is_floating_point()]
     order = [next(i for i, x in enumerate(tables) if x is each) for each in kept]
     leaves = [x.double().requires_grad_() for x in tables]
     weight = torch.randn(count, generator=draw, dtype=torch.float64)

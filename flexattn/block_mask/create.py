@@ -56,9 +56,10 @@ def create_block_mask(
     the L x S square. No other mode that a program is in has a part in them.
 
     Lists may be replaced, or written in place by operations of torch, and the next call reads them
-    as they are. What is written past torch's count of writes is not seen where the blocks of each
-    row join up, nor by a backward: through `.data`, `.detach().numpy()`, a kernel of one's own or
-    a replayed CUDA graph. `mask.kv_num_blocks.add_(0)` afterwards says so.
+    as they are; the backward of an earlier one raises, as of any tensor that autograd saved. What
+    is written past torch's count of writes is not seen where the blocks of each row join up, nor
+    by a backward: through `.data`, `.detach().numpy()`, a kernel of one's own or a replayed CUDA
+    graph. `mask.kv_num_blocks.add_(0)` afterwards says so.
 
     A mask that no kernel computes, and plain torch does, has its lists from that square as well.
 

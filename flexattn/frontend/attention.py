@@ -15,7 +15,6 @@ from flexattn.frontend import on_cpu
 from flexattn.frontend.admission import admit
 from flexattn.frontend.autograd import attend, prepared
 from flexattn.frontend.call import TENSORS, Call
-from flexattn.frontend.derivative_check import agrees
 from flexattn.frontend.dropout import check_kernels_drop, drawn, without_torch
 from flexattn.frontend.guards import as_given, guard_key, recall, remember
 from flexattn.frontend.plan import plan
@@ -23,8 +22,8 @@ from flexattn.frontend.transforms import check_memory, check_transforms, functio
 from flexattn.kernels.choose import options
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods.signatures import ScoreMod
+from flexattn.mods.stops import has_own_gradient
 from flexattn.problem import FP8, checks, out_dtype
-from flexattn.problem.learned import slots_of
 from flexattn.problem.runs import query_lists
 from flexattn.problem.sinks import add_sinks
 from flexattn.runtime.compiler_context import without_collections
@@ -228,8 +227,8 @@ def route_of(call: Call) -> tuple[Route, str]:
         if fp8 or checks.mixes(q, call.k) or call.dropout is not None:
             raise call.beyond
         return "torch", what
-    if wants and (why := _own_gradient(call)):
-        why = f"{wants} requires grad, and {why}"
+    if wants and call.score is not None and has_own_gradient(call.score.mod):
+        why = f"{wants} requires grad, and score_mod has an autograd Function, or a hook"
         if q.is_cuda and call.dropout is not None:
             raise without_torch(call, why)
         return ("torch" if q.is_cuda else "reference"), why
@@ -242,17 +241,6 @@ def route_of(call: Call) -> tuple[Route, str]:
 def _nothing(call: Call) -> bool:
     """Whether there is no query, or no key to attend to: no number is added to another."""
     return call.q.numel() == 0 or call.k.numel() == 0 or call.v.shape[-1] == 0
-
-
-def _own_gradient(call: Call) -> str:
-    """Why a score_mod's gradient is not that of its expression, or nothing."""
-    if call.score is None:
-        return ""
-    sizes = (*call.q.shape[:3], call.k.shape[2])
-    fn, slots = call.score_mod, slots_of(call.score)
-    if fn is None or agrees(fn, call.score, call.looks[0], slots, sizes):
-        return ""
-    return "score_mod detaches something, or has an autograd Function with a gradient of its own"
 
 
 def _differentiable(call: Call) -> Iterator[tuple[str, Tensor | None]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
+from flexattn.block_mask.lazy import lazy_mask
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.call import Call
 from flexattn.frontend.gradients import (
@@ -19,6 +21,7 @@ from flexattn.frontend.gradients import (
 )
 from flexattn.frontend.plan import Plan, plan
 from flexattn.frontend.trained import Trained, with_tensors
+from flexattn.problem.runs import query_lists
 from flexattn.runtime.launch import Outputs
 
 
@@ -67,7 +70,11 @@ class _Attention(torch.autograd.Function):
         outputs = trained.launch.run(q, k, v, asked.scale, trained.rest, sinks)
         assert outputs.lse is not None
         # Tensors are saved as autograd saves them, and by nobody else.
-        ctx.save_for_backward(q, k, v, outputs.out, outputs.lse, sinks, *captured, *trained.masked)
+        tensors: tuple[Tensor | None, ...] = (*captured, *trained.masked)
+        if mask is not None:
+            tensors += query_lists(mask) if trained.saves_lists else (None,) * 4
+            ctx.sizes = mask.BLOCK_SIZE, mask.seq_lengths
+        ctx.save_for_backward(q, k, v, outputs.out, outputs.lse, sinks, *tensors)
         ctx.set_materialize_grads(False)
         if outputs.max_scores is not None:
             ctx.mark_non_differentiable(outputs.max_scores)
@@ -112,12 +119,15 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Those of (q, k, v, sinks, *captured), where wanted; call: the ctx of _Attention."""
     q, k, v, out, lse, sinks, *others = saved
-    asked, trained = call.asked, call.trained()
+    asked, trained, mask = call.asked, call.trained(), call.mask
+    if mask is not None:
+        mask = _as_read(mask, others[-4:], call.sizes)
+        del others[-4:]
 
     def planned(*tensors: Tensor) -> BackwardPlan:
         if trained is None:
-            return plan_backward(with_tensors(asked, call.mask, others), *tensors)
-        found: BackwardPlan = trained.plan_backward(call.mask, others, *tensors)
+            return plan_backward(with_tensors(asked, mask, others), *tensors)
+        found: BackwardPlan = trained.plan_backward(mask, others, *tensors)
         return found
 
     summed = [others[slot] for slot in asked.slots]
@@ -126,6 +136,29 @@ def _gradients(
     of_slots = dict(zip(asked.slots, found.captured, strict=True))
     given = (found.dq, found.dk, found.dv, dsinks, *map(of_slots.get, range(call.captured)))
     return tuple(x if want else None for x, want in zip(given, wanted, strict=True))
+
+
+def _as_read(mask: BlockMask, saved: list[Tensor | None], sizes: tuple[Any, Any]) -> BlockMask:
+    """A block mask as its forward read it: another where it has other lists or sizes by now.
+
+    saved: its lists by query, as autograd gives them back, or none of them. sizes: of its blocks,
+    and its lengths.
+    """
+    lists = query_lists(mask)
+    alike = (mask.BLOCK_SIZE, mask.seq_lengths) == sizes
+    if alike and (all(map(is_, saved, lists)) or all(map(_alike, saved, lists))):
+        return mask
+    given = [x for x in (lists if saved[0] is None else saved) if x is not None]
+    block, lengths = sizes
+    return lazy_mask(tuple(given), block, mask.mask_mod, lengths)
+
+
+def _alike(saved: Tensor | None, now: Tensor | None) -> bool:
+    """Whether nothing was saved, or what is there now: a checkpoint gives an alias of it."""
+    if saved is None or now is None or saved is now:
+        return saved is None or saved is now
+    same = saved.data_ptr() == now.data_ptr() and saved.shape == now.shape
+    return same and saved._version == now._version
 
 
 def _of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

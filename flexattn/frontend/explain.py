@@ -73,9 +73,8 @@ class Explanation:
     """Which path a call takes and why; the kernel's fields are None where no kernel runs.
 
     route: "kernel", "interpreter", "reference" (plain torch on the CPU), "torch" (mods that no
-    kernel computes, gradients that are not those of the score_mod's expression, and devices that
-    torch alone serves) or "empty"
-    (no query, or no key).
+    kernel computes, gradients that an autograd Function of the score_mod decides, and devices that
+    torch alone serves) or "empty" (no query, or no key).
     expected: what the family's model says of the config at these sizes; None where it has none.
     language: "triton" or "gluon", of the template. language_why: why not the other; both are None
     where there is no other. breaks: why the call breaks a graph of torch.compile, "" where it is a

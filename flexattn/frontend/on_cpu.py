@@ -154,7 +154,8 @@ def _compile(
             torch.set_grad_enabled(grad),
             torch.autocast("cpu", dtype, autocast),
         ):
-            torch.compile(known.fn, fullgraph=True)(*_arguments(given))
+            compiled: Any = torch.compile(known.fn, fullgraph=True)
+            compiled(*_arguments(given))
         known.run = known.run or dynamo.run(known.fn)
     except Exception as error:
         _give_up(known, error)

@@ -9,6 +9,7 @@ from flexattn.errors import UnsupportedError
 from flexattn.frontend.call import Call, identity
 from flexattn.kernels.choose import options
 from flexattn.kernels.choose.defaults import refused
+from flexattn.mods.stops import without_stops
 from flexattn.problem import DTYPES, FP8, Problem, Shape, checks, kind_for, make_problem
 from flexattn.problem.facts import TensorFacts, layout_of
 from flexattn.problem.fp32_products import products_for, setting_of
@@ -33,7 +34,8 @@ class Plan(NamedTuple):
     def rest(self) -> tuple[Any, ...]:
         """The launch's arguments after the scale."""
         call = self.call
-        return self.launch.rest_of(self.lists, call.score, call.mask, call.dropout)
+        score = call.score and without_stops(call.score)
+        return self.launch.rest_of(self.lists, score, call.mask, call.dropout)
 
     def run(self, rest: tuple[Any, ...] | None = None) -> Outputs:
         """Launch on the current stream; rest: what `rest` gave, where it was asked."""
@@ -62,7 +64,8 @@ def plan(call: Call, facts: tuple[Any, ...] | None = None) -> Plan:
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
-        launch = _prepare(call, facts, masked, lists)
+        forward = call._replace(score=call.score and without_stops(call.score))
+        launch = _prepare(forward, facts, masked, lists)
         _launches.put(key, launch)
     return Plan(launch, call, lists)
 

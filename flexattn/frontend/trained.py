@@ -27,12 +27,13 @@ class Trained:
     launch, rest: of the forward. asked: what the backward keeps of the call, without tensors and
     the block mask, which is not kept alive. captured, masked: the mods' tensors, the second with
     the seed of dropout behind them; learns: which of the first require grad. lse: whether the
-    caller asked for it.
+    caller asked for it. saves_lists: whether autograd can save the block mask's lists: those that
+    were made in inference mode do not tell when they are written to.
     """
 
     __slots__ = (
         "__weakref__", "_last", "_summed", "asked", "captured", "launch", "learns", "lse",
-        "masked", "rest",
+        "masked", "rest", "saves_lists",
     )  # fmt: skip
 
     def __init__(self, call: Call, planned: Plan, asked: AskedGradients) -> None:
@@ -45,6 +46,8 @@ class Trained:
             dropout = dropout._replace(seed=None)
         self.learns = [each.requires_grad for each in self.captured]
         self.lse = call.statistics.lse
+        lists = () if call.block_mask is None else query_lists(call.block_mask)
+        self.saves_lists = not any(x is not None and x.is_inference() for x in lists)
         score, mask = (each and each._replace(tensors=()) for each in (asked.score, asked.mask))
         self.asked = asked._replace(score=score, mask=mask, block_mask=None, dropout=dropout)
         self._summed = score is not None and bool(

@@ -25,6 +25,7 @@ from flexattn.mods.numbers import derived, reaching_divisors
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import plug, renumber
 from flexattn.mods.site import SIZE_ATTRIBUTES, Bound, Site, SiteLayout, Variant, interned
+from flexattn.mods.stops import without_stops
 from flexattn.mods.trace import ARGUMENTS, Trace, check_arity, trace
 from flexattn.mods.witness import Witness, witness
 from flexattn.settings import current
@@ -66,7 +67,7 @@ def bind(
     captured tensors must be there; 0-d tensors may stay on the CPU. Raises ModError or
     UnsupportedError, which name the line of the user's function.
     """
-    return None if fn is None else look(fn, kind, device)[0]
+    return None if fn is None else without_stops(look(fn, kind, device)[0])
 
 
 def look(
@@ -74,7 +75,8 @@ def look(
 ) -> tuple[Bound, Identity | None]:
     """What bind() gives, and the look at the callable that it was found by, which `watch` takes.
 
-    None for the look where the callable was bound before. Raises as `bind` does.
+    None for the look where the callable was bound before. The Mod of a score_mod still has its
+    stops, which a backward goes by. Raises as `bind` does.
     """
     if isinstance(fn, Bound):
         return fn, None

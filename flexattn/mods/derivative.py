@@ -12,6 +12,7 @@ from flexattn.mods.expr import Expr, Mod, const, walk
 from flexattn.mods.gradient import gradient
 from flexattn.mods.ops import is_float
 from flexattn.mods.simplify import make
+from flexattn.mods.stops import DETACH
 
 _FLOAT = "float32"
 _POSITIONS = {"b", "h", "q_idx", "kv_idx"}
@@ -70,7 +71,8 @@ def loaded_floats(mod: Mod) -> tuple[int, ...]:
 def derivatives(mod: Mod, slots: tuple[int, ...] = ()) -> Derivatives:
     """The derivatives of a score_mod with respect to the score, and to its loads of these slots.
 
-    By torch's conventions where it bends; a cast to an integer and a condition end a path.
+    By torch's conventions where it bends; a cast to an integer, a condition and a detached value
+    end a path.
     Raises UnsupportedError, which names the operation, where torch has no derivative or Triton
     cannot express it. Method: the chain rule from the result to its operands, once over the graph.
     """
@@ -106,6 +108,8 @@ def _reached(nodes: Iterable[Expr], wanted: set[Expr]) -> set[Expr]:
     """Of nodes in walk's order, those whose value moves with a wanted one, by floats alone."""
     found: set[Expr] = set()
     for node in nodes:
+        if node.op == DETACH:
+            continue
         if node in wanted or (is_float(node.dtype) and any(arg in found for arg in node.args)):
             found.add(node)
     return found

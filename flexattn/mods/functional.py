@@ -10,7 +10,7 @@ from torch.func import functionalize
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from flexattn.mods.refusal import Refusal, SourceLine, unread
+from flexattn.mods.refusal import Refusal, unread
 
 _PASSES = 3
 
@@ -75,7 +75,7 @@ def is_lift(user: Node) -> bool:
 
 
 class _Again(Interpreter):
-    """Runs a graph; what is traced of a node gets the user's line that the node has."""
+    """Runs a graph; what is traced of a node gets the node's marks."""
 
     def __init__(self, graph: GraphModule, constants: Mapping[str, Tensor]) -> None:
         super().__init__(graph)
@@ -88,6 +88,7 @@ class _Again(Interpreter):
     def run_node(self, node: Node) -> Any:
         """What the node gives."""
         before, line = len(nodes_of()), node.meta.get("user_line")
+        marks = {str(key): node.meta[key] for key in ("user_line", "stop") if key in node.meta}
         try:
             result = super().run_node(node)
         except Refusal:
@@ -96,7 +97,7 @@ class _Again(Interpreter):
             refusal = unread(f"{node.target} where a mod writes to a tensor")
             refusal.line = line
             raise refusal from error
-        mark(before, line)
+        mark(before, marks)
         return result
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -112,8 +113,11 @@ def nodes_of() -> Any:
     return proxies.tracer.graph.nodes if proxies else ()
 
 
-def mark(before: int, line: SourceLine | None) -> None:
-    """Leave the user's line on what a graph got since it had `before` nodes."""
+def mark(before: int, marks: Mapping[str, Any]) -> None:
+    """Leave marks on what a graph got since it had `before` nodes.
+
+    user_line: of the mod. stop: what keeps a value from autograd.
+    """
     nodes = nodes_of()
     for node, _ in zip(reversed(nodes), range(len(nodes) - before), strict=False):
-        node.meta["user_line"] = line
+        node.meta |= marks

@@ -7,13 +7,16 @@ other refuses, at the user's line, what no expression can hold.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from flexattn.errors import UnsupportedError
 from flexattn.mods.asked import READS, WORDS, Asked, asked, read_in_python
@@ -22,6 +25,7 @@ from flexattn.mods.functional import mark, nodes_of, writes, written
 from flexattn.mods.host_numbers import given, meets
 from flexattn.mods.refusal import Refusal, line_of_frame, too_long, unknown
 from flexattn.mods.registered import meaning_of
+from flexattn.mods.stops import DETACH, OWN_GRADIENT
 
 _SHAPE: Any = torch.Tensor.shape
 _SIZES: frozenset[Any] = frozenset(
@@ -66,11 +70,13 @@ class Indexing(TorchFunctionMode):
     """Indexes by 0-d tensors without reading them, and notes what the code asks about tensors.
 
     `asked`: attributes of captured tensors for whose present values alone the trace holds.
-    `volatile`: the trace depends on something that cannot be remembered.
+    `volatile`: the trace depends on something that cannot be remembered. `hooked`: the code gives
+    a tensor a hook, which may change its gradient.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.hooked = False
         self.asked: set[str] = set()
         self.volatile = False
 
@@ -90,6 +96,9 @@ class Indexing(TorchFunctionMode):
                 return _setitem(*args)
             except Write as refusal:
                 raise Write("x[...] = ...", refusal.captured) from None
+        if func is torch.Tensor.register_hook:
+            self.hooked = True
+            return RemovableHandle(OrderedDict())
         if func in WORDS or func in READS:
             return asked(func, *args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
@@ -107,12 +116,20 @@ class Guard(TorchDispatchMode):
 
     A registered operator is replaced by what it is known to compute. A write passes where a mod
     made the tensor itself: `arguments` are others', and so is what is no fake tensor beside fake
-    ones. running: the operator that failed. known: None where tensors have values.
+    ones. running: the operator that failed. known: None where tensors have values. stops: whether
+    nodes that autograd does not follow are marked, which a mod without grad mode has not.
     """
 
-    def __init__(self, known: Container[str] | None, arguments: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        known: Container[str] | None,
+        arguments: Iterable[torch.Tensor],
+        *,
+        stops: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
+        self.stops = stops
         self.arguments = list(arguments)
         self.views: list[torch.Tensor] = []  # of captured tensors
         self.running: Any = None
@@ -135,7 +152,10 @@ class Guard(TorchDispatchMode):
         before = len(nodes_of())
         result = func(*args, **kwargs)
         if len(nodes_of()) > before:
-            mark(before, line_of_frame(sys._getframe(1)))
+            marks: dict[str, Any] = {"user_line": line_of_frame(sys._getframe(1))}
+            if self.stops and not torch.is_grad_enabled():
+                marks["stop"] = OWN_GRADIENT if _applied(sys._getframe(1)) else DETACH
+            mark(before, marks)
         if _views(func) and not all(isinstance(x, FakeTensor) for x in _tensors(args)):
             self.views += _tensors((result,))
         self.running = None
@@ -204,6 +224,18 @@ def _views(func: Any) -> bool:
     return not op_name(func).startswith("lift_fresh") and any(
         each.alias_info is not None for each in func._schema.returns
     )
+
+
+def _applied(frame: FrameType | None) -> bool:
+    """Whether the mod's code is inside of an autograd Function, whose forward has no grad mode.
+
+    The frames end where the mod was called: its caller may be inside of another Function.
+    """
+    while frame is not None and frame.f_globals.get("__name__") != "flexattn.mods.trace":
+        if frame.f_code is torch.autograd.Function.apply.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _tells(args: tuple[Any, ...], result: Any) -> bool:

@@ -43,7 +43,8 @@ class Identity:
     one place. Not `trusted`: something could not be looked into. `reads`: the names that were
     looked up, with what they held; None once something was met that may change behind its name.
     `bearers`: tensors, functions and values with attributes of their own. `sources`: generators
-    of random numbers and clocks. `grad`: the code asks for the grad mode, and it is on.
+    of random numbers and clocks. `grad`: the grad mode that the code sees, on where it does not
+    ask for it.
     """
 
     __slots__ = (
@@ -55,7 +56,7 @@ class Identity:
         self.key: list[Any] = [kind, torch.get_default_dtype()]
         self.bearers: list[tuple[Any, Path]] = []
         self.sources: list[Any] = []
-        self.grad = False
+        self.grad = True
         self.tensors: list[torch.Tensor] = []
         self.scalars: list[int | float] = []
         self.paths: list[Path] = []
@@ -95,7 +96,7 @@ class Identity:
         self.reads = None
         found = getattr(torch, switch)()
         self.key += (switch, found)
-        self.grad |= switch == "is_grad_enabled" and found
+        self.grad &= switch != "is_grad_enabled" or found
 
     def read(self, owner: Any, name: Any, value: Any) -> None:
         """Note that a name held a value: a cell's, a dict's, or a function's own parts."""

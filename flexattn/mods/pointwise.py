@@ -14,6 +14,7 @@ from flexattn.mods.expr import Expr, const
 from flexattn.mods.ops import OPS, dtype_of, is_float
 from flexattn.mods.refusal import unread
 from flexattn.mods.simplify import make
+from flexattn.mods.stops import stopped
 
 Operand = Array | int | float | bool
 
@@ -216,9 +217,8 @@ def _name(dtype: torch.dtype) -> str:
 POINTWISE: dict[str, Callable[..., Array]] = {
     **{name: partial(pointwise, op.name) for op in OPS.values() for name in op.traced},
     **{f"logical_{op}": partial(_logical, op) for op in ("and", "or", "xor", "not")},
-    **dict.fromkeys(
-        ("clone", "alias", "detach", "lift_fresh", "lift_fresh_copy", "positive"), _same
-    ),
+    **dict.fromkeys(("clone", "alias", "lift_fresh", "lift_fresh_copy", "positive"), _same),
+    "detach": stopped,
     "add": _add,
     "sub": _sub,
     "rsub": _rsub,

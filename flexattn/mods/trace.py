@@ -28,6 +28,7 @@ from flexattn.mods.host_numbers import Recording
 from flexattn.mods.pointwise import POINTWISE, cast
 from flexattn.mods.reductions import REDUCTIONS
 from flexattn.mods.refusal import Refusal, SourceLine, line_of, too_long, unknown, unread
+from flexattn.mods.stops import OWN_GRADIENT, settled, stopped
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
 from flexattn.util.locks import awaited
 
@@ -81,7 +82,8 @@ def trace(
 
     `known` are the captured tensors, whose order numbers the buffers. recording: what notes the
     uses of the host numbers that `fn` reads, whose slots are the scalars of the Expr. grad: the
-    grad mode that it sees. Raises ModError or UnsupportedError.
+    grad mode that it sees; only where it is on what the mod keeps from autograd is seen. Raises
+    ModError or UnsupportedError.
     """
     names = ARGUMENTS[kind]
     modes: list[Indexing] = []
@@ -94,8 +96,10 @@ def trace(
     def run(mapped: bool, *inputs: torch.Tensor) -> Any:
         called = _mapped(fn) if mapped else fn
         modes.append(Indexing())
-        guards.append(Guard(_known(), inputs))
-        with torch.set_grad_enabled(grad), _no_autocast(device), guards[-1], modes[-1]:
+        guards.append(Guard(_known(), inputs, stops=grad))
+        with (
+            torch.set_grad_enabled(grad), _no_autocast(device), _no_hooks(), guards[-1], modes[-1],
+        ):  # fmt: skip
             return called(*inputs)
 
     line: SourceLine | None = None
@@ -109,7 +113,9 @@ def trace(
         except Refusal:
             line = reader.line
             raise
-        expr = check_size(cast(single_result(result, kind), RESULTS[kind]).at())
+        if modes[-1].hooked:
+            result = stopped(result, OWN_GRADIENT)
+        expr = check_size(settled(cast(single_result(result, kind), RESULTS[kind]).at(), kind))
     except Refusal as refusal:
         line = line or refusal.line or line_of(refusal.__traceback__)
         raise refusal.error(fn, kind, line) from None
@@ -222,6 +228,8 @@ class Reader:
                 return value_of(node.args[0])
             else:
                 values[node] = self._call(node.target, value_of(node.args), value_of(node.kwargs))
+                if "stop" in node.meta:
+                    values[node] = stopped(values[node], node.meta["stop"])
                 if exact:
                     _compare(node, values[node])
         raise AssertionError("a graph without an output")
@@ -401,6 +409,14 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     where = device.type
     if torch.amp.is_autocast_available(where) and torch.is_autocast_enabled(where):
         return torch.autocast(where, enabled=False)
+    return nullcontext()
+
+
+def _no_hooks() -> AbstractContextManager[Any]:
+    """Hides what autograd saves of a mod that is traced from hooks of the caller's."""
+    autograd: Any = torch._C._autograd
+    if autograd._saved_tensors_hooks_is_enabled():
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     return nullcontext()
 
 

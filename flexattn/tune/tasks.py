@@ -14,7 +14,7 @@ from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.measure.inputs import moved
 from flexattn.measure.task import AnyTask, ServingTask, Task
-from flexattn.mods import Bound, bind
+from flexattn.mods import Bound, bind, look
 from flexattn.mods.bind import clear
 from flexattn.mods.expr import walk
 from flexattn.mods.path import load_path, role_of
@@ -100,6 +100,8 @@ def task_from(
     # key: a server that sees this model first has constants.
     clear()
     found = bind(score_mod, "score")
+    if score_mod is not None and row.kind == "backward":
+        found = look(score_mod, "score")[0]
     slots = slots_of(found) if row.kind == "backward" else ()
     score, mask = moved(found, "cpu"), moved(bind(mask_mod, "mask"), "cpu")
     lists = by_key = sparsity = None

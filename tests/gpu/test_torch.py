@@ -20,15 +20,31 @@ def tensors(grad=False):
     return [x.requires_grad_(grad) for x in found]
 
 
-def test_a_mod_that_detaches_is_handed_to_torch_and_says_so_once(caplog):
+class _Halved(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * 1.5
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 0.5
+
+
+def test_a_mod_with_a_function_is_handed_to_torch_and_says_so_once(caplog):
     say_once.cache_clear()
     q, k, v = tensors(grad=True)
     mask = block_mask(causal, q, k, 128, False, False)
 
-    def detached(score, b, h, q_idx, kv_idx):
-        return score + 0.5 * score.detach()
+    def halved(score, b, h, q_idx, kv_idx):
+        return _Halved.apply(score)
 
-    call = {"score_mod": detached, "block_mask": mask, "enable_gqa": True}
+    call = {"score_mod": halved, "block_mask": mask, "enable_gqa": True}
     assert flexattn.explain(q, k, v, **call).route == "torch"
     with caplog.at_level(logging.WARNING, "flexattn"):
         for _ in range(2):

@@ -243,6 +243,8 @@ def _without_grad(s, b, h, q, k):
 OWN = {
     "a score detached": lambda s, b, h, q, k: s.detach() * TABLE[k] + s,
     "a table detached": lambda s, b, h, q, k: s * TABLE[k].detach(),
+    "the first key detached": lambda s, b, h, q, k: torch.where(k == 0, s.detach(), s),
+    "little detached": lambda s, b, h, q, k: 0.985 * s + (0.015 * s).detach(),
     "no_grad": _without_grad,
     "a Function": lambda s, b, h, q, k: _Tripled.apply(s),
 }
@@ -250,10 +252,12 @@ OWN = {
 
 @pytest.mark.parametrize("name", OWN)
 def test_what_a_mod_keeps_from_autograd_is_kept(name):
-    """An expression does not say what was detached: its derivative would be another."""
+    """256 random positions said whether a mod has its expression's derivative, up to 2 %: what
+    was detached at the first key alone, or by less, had wrong gradients."""
     given = leaves()
     found = explain(*given, OWN[name])
-    assert found.route == "reference" and "autograd Function" in found.why
+    assert found.route == ("reference" if name == "a Function" else "interpreter")
+    assert ("autograd Function" in found.why) == (name == "a Function")
     attended = flex_attention(*given, OWN[name]).square().sum()
     grads = torch.autograd.grad(attended, [*given, TABLE], allow_unused=True)
 
@@ -323,9 +327,10 @@ def test_functions_of_one_code_and_one_expression_are_told_apart():
 
     given = leaves()
     plain, detached = wrapped(lambda s: s + 1.0), wrapped(lambda s: s.detach() + 1.0)
-    assert explain(*given, plain).route == "interpreter"
-    assert explain(*given, detached).route == "reference"
-    assert explain(*given, plain).route == "interpreter"
+    for mod, derivative in ((plain, "2"), (detached, "0"), (plain, "2")):
+        found = explain(*given, mod)
+        assert found.route == "interpreter"
+        assert found.backward.score_gradient.startswith(derivative)
 
 
 def test_a_backward_without_a_record_is_listed_for_the_tuner(monkeypatch):

@@ -84,6 +84,11 @@ def test_the_same_launch_serves_compiled_and_eager_gradients(monkeypatch):
         model = found.compile(layer)
         mine, eager = (torch.autograd.grad(call(*given), given) for call in (model, layer))
         assert len(found.differentiated) == 1
+        # Once gradients of the new lists for the old output, as those of an eager call.
+        loss = model(*given)
+        mask.kv_indices.mul_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, given)
     compiled, own = launches
     assert compiled.choice.source.text == own.choice.source.text and compiled.runs == own.runs
     for got, wanted in zip(mine, eager, strict=True):

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
+from torch.fx.node import map_aggregate
 
-from flexattn.frontend.derivative_check import same_gradients
+from flexattn.frontend.compiled.derivative_check import same_gradients
 from flexattn.mods import Bound
 from flexattn.mods.graph import Captured, GraphMod
 from flexattn.util.lru import Lru
@@ -20,7 +21,6 @@ from flexattn.util.lru import Lru
 _POSITION, _GRADIENT = 5, 6
 # Elements of a captured tensor that stands in for a larger one.
 _LARGEST = 2**18
-_POINTS = 64
 _known: Lru[Any, bool] = Lru(256)
 
 
@@ -65,10 +65,17 @@ def joint_agrees(
         def by_graph(env: dict[str, Tensor], weight: Tensor) -> list[Tensor]:
             return _gradients(joint, env, weight, examples.all, places)
 
-        near = [min(size, _POINTS) for size in sizes]
-        found = same_gradients(bound, slots, near, by_graph)
+        found = same_gradients(bound, slots, sizes, by_graph, _numbers(joint))
         _known.put(key, found)
     return found
+
+
+def _numbers(joint: GraphModule) -> list[float]:
+    """Those of the graph: of its forward some may be gone, as where both sides were the same."""
+    found: list[Any] = []
+    for node in joint.graph.nodes:
+        map_aggregate(node.args, found.append)
+    return [x for x in found if type(x) in (int, float)]
 
 
 def _example(captured: Captured, draw: torch.Generator) -> Tensor:

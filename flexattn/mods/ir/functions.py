@@ -143,4 +143,13 @@ FUNCTIONS = (
     ),
     Op("round", "libdevice.rint({0})", (lambda g, x: 0.0,), result="rounded", nki=Nki("steps")),
     Op("trunc", "libdevice.trunc({0})", (lambda g, x: 0.0,), result="rounded"),
+    # Where a mod keeps something from autograd (mods/stops.py): they compute nothing.
+    Op("detach", "({0})", ("it is detached",), rises=EVERYWHERE),
+    Op(
+        "own_gradient",
+        "({0})",
+        ("an autograd Function or a hook decides it",),
+        called="clone",
+        rises=EVERYWHERE,
+    ),
 )

@@ -1,4 +1,4 @@
-"""Python gets no values of a captured tensor while a mod is traced; its other questions are guards."""
+"""Python gets no values of a captured tensor while a mod is traced; other questions are guards."""
 
 import copy
 import io
