@@ -21,6 +21,7 @@ from flexattn.util.printable import printable
 log = logging.getLogger("flexattn")
 
 Mode = Literal["off", "replay", "tune"]
+Verify = Literal["off", "first", "always"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Settings:
     batch_invariant: rows are reduced in an order that depends on their own keys alone
         (FLEXATTN_BATCH_INVARIANT).
     mods: "module:function" of the mods that layers have in vLLM and SGLang (FLEXATTN_MODS).
+    verify: which launches are held to plain torch (FLEXATTN_VERIFY).
     nrtpy_python: of an environment with AWS's nrtpy (FLEXATTN_NRTPY_PYTHON).
     """
 
@@ -54,6 +56,7 @@ class Settings:
     strict: bool = False
     batch_invariant: bool = False
     mods: str = ""
+    verify: Verify = "first"
 
 
 # Name, default, meaning: the table of docs/environment.md is checked against this one.
@@ -112,6 +115,13 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "the next: for tests and benchmarks",
     ),
     (
+        "FLEXATTN_VERIFY",
+        "first",
+        "first: some rows of a kernel's first launch are compared with plain torch before its "
+        "result is used, once for a compiler and driver; a kernel beyond the accuracy gate is not "
+        "used; off: none are; always: those of each launch",
+    ),
+    (
         "FLEXATTN_BATCH_INVARIANT",
         "0",
         "1 makes what a row of flex_attention or of a DecodePlan gives depend on its own query "
@@ -150,6 +160,10 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     mode = values["FLEXATTN_MODE"] or "replay"
     if mode not in get_args(Mode):
         raise SettingsError(f"FLEXATTN_MODE={mode!r}", f"it is one of {', '.join(get_args(Mode))}")
+    verify = values["FLEXATTN_VERIFY"] or "first"
+    if verify not in get_args(Verify):
+        ways = ", ".join(get_args(Verify))
+        raise SettingsError(f"FLEXATTN_VERIFY={verify!r}", f"it is one of {ways}")
     mods = values["FLEXATTN_MODS"]
     if mods and not all(mods.partition(":")):
         raise SettingsError(f"FLEXATTN_MODS={mods!r}", "it names a function as module:function")
@@ -161,7 +175,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     return Settings(
         interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries,
         values["FLEXATTN_CHECK"] == "1", nrtpy, values["FLEXATTN_STRICT"] == "1",
-        values["FLEXATTN_BATCH_INVARIANT"] == "1", mods,
+        values["FLEXATTN_BATCH_INVARIANT"] == "1", mods, cast(Verify, verify),
     )  # fmt: skip
 
 

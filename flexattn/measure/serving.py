@@ -11,15 +11,15 @@ from torch import Tensor
 
 from flexattn.kernels.paged_decode.config import Scales, ServingConfig
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
-from flexattn.measure.gate import judge
-from flexattn.measure.inputs import moved
-from flexattn.measure.oracle import Judge
 from flexattn.measure.task import ServingTask
 from flexattn.reference import Precision, Reference, attention
 from flexattn.runtime.launch import Outputs
 from flexattn.serving.plan import DecodePlan
 from flexattn.serving.request import LAYOUTS, Maxima
 from flexattn.serving.scales import scales_shape, spread_scale
+from flexattn.verify.gate import judge
+from flexattn.verify.inputs import moved
+from flexattn.verify.oracle import Judge
 
 # Requests that the oracle sees, the first and the last among them.
 JUDGED = 4

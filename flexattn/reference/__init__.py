@@ -1,4 +1,4 @@
 """The float64 oracle, and the CPU path, in plain torch."""
 
-from flexattn.reference.oracle import Reference, at_points, attention
+from flexattn.reference.oracle import Reference, Rows, at_points, attention
 from flexattn.reference.rounding import Precision

@@ -31,9 +31,24 @@ from flexattn.reference.saved import saved_softmax
 
 _SLICE_SCORES = 2**26
 _SLICE_KV = 2**27
+# Elements of K, and of V, that are in the working dtype at a time, of rows computed by themselves.
+_PIECE = 2**22
 _HALVES = (torch.float16, torch.bfloat16)
 # Reentrant: a mod may call the oracle.
 _DEFAULT_DTYPE_LOCK = threading.RLock()
+
+
+class Rows(NamedTuple):
+    """Rows of a call that are computed without the others.
+
+    b, h: of the batch, and of the first query head. rows: int64 [L], positions in the call, on its
+    device. heads: query heads of the whole call.
+    """
+
+    b: int
+    h: int
+    rows: Tensor
+    heads: int
 
 
 class Reference(NamedTuple):
@@ -56,6 +71,7 @@ def attention(
     descales: Descales = NO_DESCALES,
     dropout: Dropout | None = None,
     precision: Precision = Precision.WORKING,
+    at: Rows | None = None,
 ) -> Reference:
     """Attention as torch's eager flex_attention defines it, in slices of bounded memory.
 
@@ -66,21 +82,25 @@ def attention(
     weights are dropped once they are normalised; lse does not know of it. Differentiable in q, k,
     v, sinks and what the mods capture; `max_scores` is not. Only lanes in listed blocks are
     attended; full blocks skip mask_mod. A row with no lane gives zeros, and -inf for lse (or its
-    sink) and max_scores.
+    sink) and max_scores. at: q, k, v, sinks and descales are those of some rows of one batch and
+    one query head; the mods, the block mask and dropout are the whole call's, and keys are read in
+    pieces.
     Raises InputError for shapes that do not fit, and CaptureError where a lane that the mask keeps
     reads a captured tensor out of range. Lanes that the mask removes may read anything.
     """
     _check_shapes(q, k, v)
     B, Hq, L, E = q.shape
     S, Ev = v.shape[-2:]
-    blocks = None if block_mask is None else _Blocks.of(block_mask, L, S)
+    blocks = None if block_mask is None else Blocks.of(block_mask, L, S, at)
     scale = 1 / math.sqrt(E) if scale is None else scale
     rounding = Rounding.of(precision, q, v)
-    run = _Run(score_mod, blocks, scale, rounding, sinks, descales, dropout, Hq)
+    run = Run(score_mod, blocks, scale, rounding, dropout, sinks, descales, Hq, at)
     k, v = k.expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
     nb, nh, nm = _slice_sizes(B, Hq, _group(q, k), L, S, E + Ev)
     batches = []
-    with torch.autocast(q.device.type, enabled=False), _float_of_indices(precision):
+    # Rows of a call are computed in a process that serves, whose default dtype stays as it is.
+    wide = _float_of_indices(precision) if at is None else contextlib.nullcontext()
+    with torch.autocast(q.device.type, enabled=False), wide:
         for b in _spans(B, nb):
             heads = []
             for h in _spans(Hq, nh):
@@ -147,33 +167,50 @@ def _cat(parts: list[Reference], dim: int) -> Reference:
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """Attention for one slice of batches, query heads and query rows, all keys at once."""
 
     score_mod: ScoreMod | None
-    blocks: _Blocks | None
+    blocks: Blocks | None
     scale: float
     rounding: Rounding
-    sinks: Tensor | None
-    descales: Descales
-    dropout: Dropout | None
-    heads: int
+    dropout: Dropout | None = None
+    sinks: Tensor | None = None
+    descales: Descales = NO_DESCALES
+    heads: int = 1
+    at: Rows | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, b: slice, h: slice, m: slice) -> Reference:
         group = _group(q, k)
         kv_heads = slice(h.start // group, (h.stop - 1) // group + 1)
         q_work = descaled(self.rounding.load(q[b, h, m]), self._factor("q", b, h))
-        k_work = descaled(self.rounding.load(k[b, kv_heads]), self._factor("k", b, kv_heads))
-        v_work = descaled(self.rounding.load(v[b, kv_heads]), self._factor("v", b, kv_heads))
-        scores = self.rounding.scores(_shared(torch.matmul, q_work, k_work.mT) * self.scale)
+        keys = self._pieces(k[b, kv_heads], self._factor("k", b, kv_heads))
+        products = [shared(torch.matmul, q_work, each.mT) for _, each in keys]
+        product = products[0] if len(products) == 1 else torch.cat(products, -1)
+        scores = self.rounding.scores(product * self.scale)
+        values = self._pieces(v[b, kv_heads], self._factor("v", b, kv_heads))
         if scores.numel() == 0:
             none = scores.new_full(scores.shape[:3], -math.inf)
-            out = _shared(torch.matmul, scores, v_work)
+            out = shared(torch.matmul, scores, next(values)[1])
             return self._stored(out, none, none, h)
-        lanes = tuple(
-            torch.arange(s.start, s.stop, device=q.device) for s in (b, h, m, slice(0, k.shape[2]))
-        )
-        return self._softmax(self._modified(scores, lanes), v_work, h, self._drop(lanes, scores))
+        lanes = self.lanes(b, h, m, slice(0, k.shape[2]), q.device)
+        return self._softmax(self.modified(scores, lanes), values, h, self.drop(lanes, scores))
+
+    def lanes(
+        self, b: slice, h: slice, m: slice, n: slice, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Positions in the call of some batches, query heads, rows and keys."""
+        found = [torch.arange(s.start, s.stop, device=device) for s in (b, h, m, n)]
+        if self.at is not None:
+            found[:3] = found[0] + self.at.b, found[1] + self.at.h, self.at.rows[m]
+        return tuple(found)
+
+    def _pieces(self, x: Tensor, factor: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+        """Keys or values [b, kv heads, n, i] in the working dtype, with their place among all."""
+        keys, width = x.shape[2:]
+        step = keys if self.at is None else max(1, _PIECE // max(x.shape[1] * width, 1))
+        for span in _spans(keys, max(step, 1)):
+            yield span, descaled(self.rounding.load(x[:, :, span]), factor)
 
     def _factor(self, name: str, b: slice, h: slice) -> Tensor | None:
         """A slice of q's, k's or v's factors, as kernels take them."""
@@ -183,26 +220,37 @@ class _Run:
         found = found[b if found.shape[0] > 1 else slice(None), h]
         return found if name == "v" else torch.where(found > 0, found, math.nan)
 
-    def _modified(self, scores: Tensor, lanes: tuple[Tensor, ...]) -> Tensor:
+    def modified(self, scores: Tensor, lanes: tuple[Tensor, ...]) -> Tensor:
+        """Scores [b, h, m, n] as score_mod and the mask leave them; lanes: their positions."""
         kept = None if self.blocks is None else self.blocks.kept(lanes)
         if self.score_mod is not None:
             scores = _modded(self.score_mod, scores, kept, lanes)
         return scores if kept is None else torch.where(kept, scores, -math.inf)
 
-    def _drop(self, lanes: tuple[Tensor, ...], scores: Tensor) -> Tensor | None:
+    def drop(self, lanes: tuple[Tensor, ...], scores: Tensor) -> Tensor | None:
         """What dropout multiplies weights by: 0, or what keeps their mean."""
         if self.dropout is None:
             return None
-        return kept_weights(self.dropout, lanes, self.heads).to(scores.dtype) * self.dropout.scale
+        heads = self.heads if self.at is None else self.at.heads
+        return kept_weights(self.dropout, lanes, heads).to(scores.dtype) * self.dropout.scale
 
-    def _softmax(self, scores: Tensor, v: Tensor, h: slice, drop: Tensor | None) -> Reference:
+    def _softmax(
+        self,
+        scores: Tensor,
+        values: Iterator[tuple[slice, Tensor]],
+        h: slice,
+        drop: Tensor | None,
+    ) -> Reference:
         top = scores.detach().amax(-1)
         empty = top == -math.inf
         p = torch.exp(scores - torch.where(empty, 0.0, top)[..., None])
         total = torch.where(empty, 1.0, p.sum(-1))
         weights = self.rounding.weights(p)
         weights = weights if drop is None else weights * drop
-        out = _shared(_weighted_sum, weights, v) / total[..., None]
+        v, out = scores, scores.new_zeros(())
+        for span, v in values:
+            out = out + shared(_weighted_sum, weights[..., span], v)
+        out = out / total[..., None]
         lse = torch.where(empty, -math.inf, top + torch.log(total))
         sinks = None if self.sinks is None else self.sinks[h]
         learn = any(x is not None and x.requires_grad for x in (scores, v, sinks))
@@ -217,7 +265,7 @@ class _Run:
         return Reference(self.rounding.store(out), lse, top)
 
 
-def _shared(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+def shared(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     """product(x, y) for x [b, heads, m, i] and y [b, kv heads, i, j] shared by groups."""
     b, heads, m, inner = x.shape
     kv_heads = y.shape[1]
@@ -235,7 +283,7 @@ def _weighted_sum(p: Tensor, v: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class Blocks:
     """A BlockMask as two dense block maps [B or 1, H or 1, q blocks, kv blocks]."""
 
     partial: Tensor
@@ -244,20 +292,23 @@ class _Blocks:
     mask_mod: MaskMod
 
     @classmethod
-    def of(cls, mask: BlockMask, L: int, S: int) -> _Blocks:
+    def of(cls, mask: BlockMask, L: int, S: int, at: Rows | None) -> Blocks:
         block_q, block_kv = mask.BLOCK_SIZE
         rows, cols = -(-L // block_q), -(-S // block_kv)
-        if mask.kv_indices.shape[-2] < rows:
+        if at is None and mask.kv_indices.shape[-2] < rows:
             has = mask.kv_indices.shape[-2]
             raise InputError(
                 f"block_mask has {has} blocks of {block_q} query rows, L is {L}",
                 "every query row lies in a listed block",
                 "make the block mask for this L",
             )
-        full = None
+        listed = [(mask.kv_num_blocks, mask.kv_indices)]
         if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-            full = dense_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, cols)
-        partial = dense_blocks(mask.kv_num_blocks, mask.kv_indices, cols)
+            listed.append((mask.full_kv_num_blocks, mask.full_kv_indices))
+        if at is not None:  # of one batch, whose number `spread` takes modulo one
+            listed = [_of_batch(num, indices, at.b) for num, indices in listed]
+        partial, full = (*(dense_blocks(num, indices, cols) for num, indices in listed), None)[:2]
+        assert partial is not None
         return cls(partial, full, (block_q, block_kv), mask.mask_mod)
 
     def kept(self, lanes: tuple[Tensor, ...]) -> Tensor:
@@ -270,6 +321,13 @@ class _Blocks:
         if self.full is None:
             return allowed
         return allowed | spread(self.full, self.block_size, lanes)
+
+
+def _of_batch(num: Tensor, indices: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """A BlockMask's counts and indices of one batch; those of all where it has one."""
+    if indices.dim() < 4 or indices.shape[0] == 1:
+        return num, indices
+    return num[b : b + 1], indices[b : b + 1]
 
 
 def _modded(

@@ -11,8 +11,8 @@ import flexattn
 from bench import training_step
 from flexattn.catalogue import causal
 from flexattn.frontend.compiled import op_backward
-from flexattn.measure.gate import judge
 from flexattn.reference import Precision, attention
+from flexattn.verify.gate import judge
 from tests.cases import CASES
 from tests.compiled import compiling, gpt, nodes
 from tests.support import block_mask, inputs, sinks

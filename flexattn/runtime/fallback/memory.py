@@ -2,7 +2,8 @@
 
     <FLEXATTN_CACHE_DIR>/outcomes/<arch>-<environment>/<hash of the source>.json
 
-One sealed file a source. An environment is a compiler, a driver and an arch; the hash covers a
+One sealed file a source: what was refused, what spills, and what was verified by its first launch
+or found wrong. An environment is a compiler, a driver and an arch; the hash covers a
 source's whole text, so that what a template's edit changes is compiled anew. Nothing is kept of a
 failure that may pass, nor of a kernel whose loops cannot spill.
 """
@@ -28,7 +29,7 @@ from flexattn.settings import current, say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
 from flexattn.util.lru import Lru
 
-_SCHEMA = 1
+_SCHEMA = 2
 _MAX_FILE = 2**14
 # Files of one environment; the oldest go first.
 MAX_FILES = 2048
@@ -45,6 +46,7 @@ class Noted:
     loop_spills: int
     loop_instructions: int
     stack: int
+    verified: bool
     title: str
     compiler: str
     made: str
@@ -53,8 +55,9 @@ class Noted:
     def outcome(self) -> Outcome:
         """Without what is told for people."""
         return Outcome(
-            self.kind, self.reason, self.loop_spills, self.stack, self.loop_instructions
-        )
+            self.kind, self.reason, self.loop_spills, self.stack, self.loop_instructions,
+            self.verified,
+        )  # fmt: skip
 
 
 def root() -> Path:
@@ -94,9 +97,11 @@ class Memory:
             return
         self._noted = True
         self._known.put((folder, source.hash, device.arch), (outcome,))
+        if device.backend == "interpreter":
+            return
         noted = Noted(
             _SCHEMA, source.hash, outcome.kind, outcome.reason, outcome.loop_spills,
-            outcome.loop_instructions, outcome.stack,
+            outcome.loop_instructions, outcome.stack, outcome.verified,
             title[:400], compiler_of(device), datetime.now(timezone.utc).isoformat()[:19],
         )  # fmt: skip
         try:
@@ -133,9 +138,12 @@ def memory() -> Memory:
 
 
 def _folder(device: Device) -> Path | None:
-    """Where the outcomes of this environment lie; None where nothing compiles."""
+    """Where the outcomes of this environment lie; None where no compiler can be named.
+
+    Of the interpreter a process remembers them, and no file does.
+    """
     if device.backend == "interpreter":
-        return None
+        return root() / "interpreter"
     try:
         return root() / folder_name(device)
     except (ImportError, RuntimeError, OSError, subprocess.SubprocessError):
