@@ -174,8 +174,9 @@ class _Chance:
         worst = Outcome("built")
         for source in self._sources(candidate):
             known = None
-            if self.memory is not None and not source.stored:
-                known = self.memory.find(source, self.device)
+            if self.memory is not None:
+                found = self.memory.wrong if source.stored else self.memory.find
+                known = found(source, self.device)
             if known is not None and not known.built:
                 self.remembered = True
                 raise _Failed(known)

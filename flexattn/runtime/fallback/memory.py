@@ -70,13 +70,20 @@ class Memory:
 
     def __init__(self) -> None:
         self._known: Lru[tuple[Path, str, str], tuple[Outcome | None]] = Lru(4096)
+        self._wrong: Lru[tuple[str, str], Outcome] = Lru(4096)
         self._noted = False
+
+    def wrong(self, source: Source, device: Device) -> Outcome | None:
+        """What this process found of a source whose numbers are wrong; None of any other."""
+        return self._wrong.get((source.hash, device.arch))
 
     def find(self, source: Source, device: Device) -> Outcome | None:
         """What became of a source in this environment; None where nobody knows.
 
         A file is asked for once in a process. One that is not sound is said, and ignored.
         """
+        if (wrong := self.wrong(source, device)) is not None:
+            return wrong
         # A process that loads all its kernels need not ask, and import, the compiler.
         if not (self._noted or root().is_dir()):
             return None
@@ -92,6 +99,8 @@ class Memory:
 
     def note(self, source: Source, device: Device, outcome: Outcome, title: str) -> None:
         """Remember an outcome; on disk too where it can be written, which is said once if not."""
+        if outcome.kind == "wrong":
+            self._wrong.put((source.hash, device.arch), outcome)
         folder = _folder(device)
         if folder is None or outcome.kind == "passing":
             return
@@ -120,6 +129,7 @@ class Memory:
     def clear(self) -> int:
         """Forget all environments; returns how many files went."""
         self._known.clear()
+        self._wrong.clear()
         gone = 0
         for folder in _folders():
             for path in _files(folder):

@@ -1,0 +1,89 @@
+"""A plan is verified when it is built, by a run of a made-up batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexattn.kernels.base.source import Source
+from flexattn.mods import Bound
+from flexattn.runtime.launch import Outputs
+from flexattn.serving.batch import make_batch, serving_judge
+from flexattn.serving.kernels import Kernels
+from flexattn.serving.tuned import ServingProblem
+from flexattn.verify.first_use import Subject, due, settle
+from flexattn.verify.gate import Verdict
+from flexattn.verify.made_up import apart
+
+if TYPE_CHECKING:
+    from flexattn.serving.plan import DecodePlan
+
+# Keys of the longest request: more than any tile has, and no multiple of one.
+_KEYS = 389
+_REQUESTS = 3
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A small batch for a plan; see flexattn.serving.batch.Work."""
+
+    problem: ServingProblem
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    scale: float
+    score: Bound | None
+    mask: Bound | None
+
+
+def is_right(plan: DecodePlan, kernels: Kernels, score: Bound | None, mask: Bound | None) -> bool:
+    """Whether a new plan's kernels are verified, or agree with plain torch on a made-up batch.
+
+    The first pass of a cascade leaves parts, which the cascade's own test runs judge.
+    """
+    if plan.form.prefix:
+        return True
+    subject = _subject(plan, kernels)
+    return not due(subject) or settle(subject, lambda: _judge(plan, score, mask))
+
+
+def _subject(plan: DecodePlan, kernels: Kernels) -> Subject:
+    sources: tuple[Source, ...] = (kernels.attend.source,)
+    if kernels.combine is not None:
+        sources += (kernels.combine.source,)
+    problem = ServingProblem(plan.form, plan.maxima, "mixed" if plan.maxima.total_q else "ragged")
+    tried = kernels.attempts[-1]
+    assert tried.outcome is not None
+    return Subject(
+        sources, kernels.target, problem.describe(), tried.candidate, tried.outcome, kernels.tuned
+    )
+
+
+def _judge(plan: DecodePlan, score: Bound | None, mask: Bound | None) -> Verdict:
+    m, where = plan.maxima, plan.device
+    kv = min(m.kv_len, _KEYS)
+    requests = min(m.batch, _REQUESTS)
+    q_lens = (min(m.q_len, kv),) * requests
+    if m.total_q:  # a chunk, then single queries as far as there is room
+        chunk = max(1, min(m.total_q - requests + 1, kv, 37))
+        requests = min(requests, m.total_q)
+        q_lens = (chunk, *[1] * (requests - 1))
+    lens = (kv, max(q_lens[-1], kv // 3), max(q_lens[-1], kv // 2 + 1))[:requests]
+    problem = ServingProblem(plan.form, m, "mixed" if m.total_q else "ragged")
+    work = _Work(problem, q_lens, lens, plan.scale, score, mask)
+    with apart(where):
+        batch = make_batch(work, where)
+        q = batch.q if m.total_q else batch.q.unflatten(0, (requests, -1))
+        start = (
+            torch.zeros(requests, dtype=torch.int32, device=where) if plan.form.offset else None
+        )
+        out = q.new_full((*q.shape[:-1], m.head_dim_v), torch.nan)
+        lse = torch.full(q.shape[:-1], torch.nan, device=where) if plan.form.lse else None
+        plan.run(
+            q, (batch.k, batch.v), seq_lens=batch.lens, block_table=batch.table,
+            cu_seqlens_q=batch.cu_seqlens, sinks=batch.sinks, k_scale=batch.k_scale,
+            v_scale=batch.v_scale, kv_start=start, out=out, lse=lse,
+        )  # fmt: skip
+        verdict: Verdict = serving_judge(work, batch)(Outputs(out, lse, None))
+    return verdict
