@@ -33,6 +33,7 @@ from flexattn.problem import Captures, kind_for
 from flexattn.runtime.build import path_of
 from flexattn.runtime.dispatch import Choice
 from flexattn.runtime.fallback.chain import Attempt
+from flexattn.verify.first_use import Subject, known
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Explanation:
     where there is no other. breaks: why the call breaks a graph of torch.compile, "" where it is a
     node of it. source, combine_source: paths of the rendered files. candidates: the
     configs that were tried, the one that serves last, each with what became of it. backward: of
-    a call that wants gradients.
+    a call that wants gradients. verified: whether the kernel was held to plain torch.
     """
 
     route: Route
@@ -100,6 +101,7 @@ class Explanation:
     candidates: tuple[Attempt, ...] = ()
     breaks: str = ""
     backward: Backward | None = None
+    verified: str = ""
 
     def __str__(self) -> str:
         """One aligned line a fact, with the reason beside or below it."""
@@ -111,6 +113,7 @@ class Explanation:
             ("tried", "\n".join(map(str, self.candidates)) if len(self.candidates) > 1 else None),
             ("expected", self.expected),
             ("grid", self.grid and _grid(self.grid)),
+            ("verified", self.verified),
             ("score_mod", self.score_mod),
             ("mask_mod", self.mask_mod),
             ("source", self.source),
@@ -199,6 +202,7 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
         mask_mod=_text(structure.mask),
         candidates=choice.attempts,
         backward=_backward(call) if wants_grad(call) else None,
+        verified=known(Subject.of(choice, launch.combine is not None)),
     )
 
 

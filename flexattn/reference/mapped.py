@@ -19,6 +19,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 def modded(
     score_mod: ScoreMod, scores: Tensor, kept: Tensor | None, lanes: tuple[Tensor, ...]
 ) -> Tensor:
+    """Scores [b, h, m, n] as a score_mod leaves them; kept: the lanes that are attended."""
+
     def mod(score: Tensor, lane_kept: Tensor, *index: Tensor) -> tuple[Tensor, Tensor]:
         return watched(score_mod, lane_kept if shield else None)(score, *index)
 
@@ -65,6 +67,7 @@ def watched(
 
 
 def refuse(outside: Tensor, name: str, lanes: tuple[Tensor, ...]) -> None:
+    """Raise CaptureError for the first lane that reads outside of a captured tensor."""
     if not bool(outside.any()):
         return
     b, h, m, n = (int(lane[i]) for lane, i in zip(lanes, outside.nonzero()[0], strict=True))

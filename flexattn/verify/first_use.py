@@ -65,6 +65,15 @@ def due(subject: Subject) -> bool:
     return not all([is_verified(each, subject.device) for each in subject.sources])
 
 
+def known(subject: Subject) -> str:
+    """What is known of kernels, in words."""
+    if subject.tuned:
+        return "by the tuner's gate, in this environment"
+    if all([is_verified(each, subject.device) for each in subject.sources]):
+        return "by its first launch"
+    return "not yet" if current().verify != "off" else "not, FLEXATTN_VERIFY=off"
+
+
 def settle(subject: Subject, *ways: Callable[[], Verdict]) -> bool:
     """Check kernels, and remember the outcome; False where they compute wrong numbers.
 
