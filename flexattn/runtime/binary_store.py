@@ -24,7 +24,7 @@ from flexattn.runtime.binary import Binary, TensorMap
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
 
-_SCHEMA = 1
+_SCHEMA = 2
 MAX_CODE, MAX_DESCRIPTION = 64 * 2**20, 2**16
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ELF = b"\x7fELF"
@@ -44,6 +44,7 @@ class Described:
     num_warps: int
     parameters: int
     maps: tuple[TensorMap, ...]
+    verified: bool
     triton: str
 
 
@@ -80,7 +81,8 @@ class Binaries:
         publish(code, binary.code)
         described = Described(
             _SCHEMA, source.hash, binary.arch, digest, len(binary.code), binary.name,
-            binary.shared, binary.num_warps, binary.parameters, binary.maps, triton,
+            binary.shared, binary.num_warps, binary.parameters, binary.maps, binary.verified,
+            triton,
         )  # fmt: skip
         publish(path, sealed(asdict(described)))
         return path
@@ -111,7 +113,9 @@ class Binaries:
         whole = len(code) == d.size and hashlib.sha256(code).hexdigest() == d.sha256
         _need(whole, f"{d.sha256}.cubin", "its bytes have the sha256 that it is named by")
         _need(code.startswith(_ELF), f"{d.sha256}.cubin", "it is a cubin")
-        return Binary(code, d.name, d.arch, d.shared, d.num_warps, d.parameters, d.maps)
+        return Binary(
+            code, d.name, d.arch, d.shared, d.num_warps, d.parameters, d.maps, d.verified
+        )
 
 
 def _need(holds: bool, got: str, rule: str) -> None:

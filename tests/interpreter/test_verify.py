@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from flexattn import create_block_mask, explain, flex_attention
+from flexattn import create_block_mask, explain, flex_attention, warm
 from flexattn.catalogue import causal, relative_bias, softcap
 from flexattn.errors import WrongKernelError
 from flexattn.reference import attention
@@ -174,6 +174,32 @@ def test_dropout_is_judged_by_the_same_bits(monkeypatch):
     with planted(monkeypatch, "inverse[:, None]", "0.9 * inverse[:, None]") as found:
         assert error(dropped(), want) < 1e-5
         assert found
+
+
+def test_ranks_decide_alike(monkeypatch):
+    """Processes of a group have inputs of their own: each judges the same made-up call."""
+    mask = create_block_mask(causal, None, None, 40, 50, device="cpu", BLOCK_SIZE=16)
+    q, k, v = made(40, 50, B=2)
+    want = attention(q, k, v, score_mod=CAP, block_mask=mask).out
+    seen = []
+    monkeypatch.setattr("flexattn.frontend.verified._apart", lambda q: True)
+    monkeypatch.setattr("flexattn.frontend.verified.judge_rows", seen.append)
+    with planted(monkeypatch, "* 20.0", "* 16.0") as found:
+        got = flex_attention(q, k, v, score_mod=CAP, block_mask=mask, enable_gqa=True)
+        assert error(got, want) < 1e-5
+    assert found and not seen
+
+
+def test_warm(monkeypatch):
+    layer = {
+        "heads": [2, 1],
+        "head_dim": 16,
+        "dtype": "float32",
+        "score": {"mod": "softcap", "args": [20.0]},
+    }
+    work = {"layers": [{**layer, "calls": [{"q_len": 129}, {"q_len": 40, "backward": True}]}]}
+    with planted(monkeypatch, "* 20.0", "* 16.0"), pytest.raises(WrongKernelError, match="right"):
+        warm(work, device="cpu")
 
 
 def test_always_looks_at_each_launch(monkeypatch):
