@@ -195,7 +195,7 @@ def test_warm(monkeypatch):
         "heads": [2, 1],
         "head_dim": 16,
         "dtype": "float32",
-        "score": {"mod": "softcap", "args": [20.0]},
+        "score": {"mod": "flexattn.catalogue:softcap", "args": [20.0]},
     }
     work = {"layers": [{**layer, "calls": [{"q_len": 129}, {"q_len": 40, "backward": True}]}]}
     with planted(monkeypatch, "* 20.0", "* 16.0"), pytest.raises(WrongKernelError, match="right"):
