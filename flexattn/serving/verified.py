@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from flexattn.errors import WrongKernelError
 from flexattn.kernels.base.source import Source
 from flexattn.mods import Bound
 from flexattn.runtime.launch import Outputs
 from flexattn.serving.batch import make_batch, serving_judge
 from flexattn.serving.kernels import Kernels
+from flexattn.serving.request import LAYOUTS
 from flexattn.serving.tuned import ServingProblem
 from flexattn.verify.first_use import Subject, due, settle
 from flexattn.verify.gate import Verdict
 from flexattn.verify.made_up import apart
+from flexattn.verify.samples import Unjudged
 
 if TYPE_CHECKING:
+    from flexattn.serving.cascade import CascadePlan
     from flexattn.serving.plan import DecodePlan
 
 # Keys of the longest request: more than any tile has, and no multiple of one.
@@ -40,7 +45,7 @@ class _Work:
 def is_right(plan: DecodePlan, kernels: Kernels, score: Bound | None, mask: Bound | None) -> bool:
     """Whether a new plan's kernels are verified, or agree with plain torch on a made-up batch.
 
-    The first pass of a cascade leaves parts, which the cascade's own test runs judge.
+    The first pass of a cascade leaves parts: `check_cascade` judges them when they are merged.
     """
     if plan.form.prefix:
         return True
@@ -86,4 +91,64 @@ def _judge(plan: DecodePlan, score: Bound | None, mask: Bound | None) -> Verdict
             v_scale=batch.v_scale, kv_start=start, out=out, lse=lse,
         )  # fmt: skip
         verdict: Verdict = serving_judge(work, batch)(Outputs(out, lse, None))
+    return verdict
+
+
+def check_cascade(cascade: CascadePlan, merge: Source | None) -> None:
+    """Raise WrongKernelError unless a cascade's kernels are verified, or agree with plain torch.
+
+    merge: the kernel that merges both passes.
+    """
+    own = _subject(cascade.own, cascade.own._kernels)
+    first = _subject(cascade.prefix, cascade.prefix._kernels)
+    sources = first.sources if merge is None else (*first.sources, merge)
+    subject = replace(first, sources=sources, tuned=own.tuned and first.tuned)
+    if due(subject) and not settle(subject, lambda: _judge_cascade(cascade)):
+        raise WrongKernelError(
+            f"a cascade of {subject.title}: its kernels are wrong on {subject.device.name}",
+            "a kernel's first launch agrees with plain torch",
+            "use a DecodePlan, and send the file that was named",
+        )
+
+
+def _judge_cascade(cascade: CascadePlan) -> Verdict:
+    own, where = cascade.own, cascade.own.device
+    step = own.maxima.page or 1
+    shared = min(cascade.prefix.maxima.kv_len, _KEYS) // step * step
+    if not shared or (own.form.scales and not own.maxima.page):
+        raise Unjudged("a made-up batch has no whole page to share, or scales beside its keys")
+    kv = min(own.maxima.kv_len, _KEYS // 2)
+    requests, q_len = min(own.maxima.batch, _REQUESTS), min(own.maxima.q_len, kv)
+    lens = tuple(shared + max(q_len, kv // (b + 1)) for b in range(requests))
+    m = replace(own.maxima, kv_len=shared + kv)
+    problem = ServingProblem(own.form, m, "ragged")
+    score, mask = own._score, own._mask
+    work = _Work(problem, (q_len,) * requests, lens, own.scale, score, mask)
+    with apart(where):
+        batch = make_batch(work, where)
+        caches: list[Any] = [(batch.k, batch.v), None]
+        tables: list[Tensor | None] = [None, None]
+        if batch.table is not None:
+            batch.table[:, : shared // step] = batch.table[0, : shared // step]
+            tables = [batch.table[:, shared // step :].contiguous(), None]
+            tables[1] = batch.table[:1, : shared // step].contiguous()
+        else:
+            axis = LAYOUTS[m.layout][0]
+            for x in (batch.k, batch.v):
+                x.narrow(axis, 0, shared).copy_(x[:1].narrow(axis, 0, shared).clone())
+            behind = max(lens) - shared
+            caches = [
+                tuple(x.narrow(axis, shared, behind).contiguous() for x in caches[0]),
+                tuple(x[:1].narrow(axis, 0, shared).contiguous() for x in caches[0]),
+            ]
+        first = torch.tensor([shared], dtype=torch.int32, device=where)
+        out, lse = cascade.run(
+            batch.q.unflatten(0, (requests, -1)), caches[0], prefix_len=first,
+            seq_lens=batch.lens, prefix_table=tables[1], block_table=tables[0],
+            prefix_cache=caches[1], kv_start=first.expand(requests).contiguous(),
+            sinks=batch.sinks, k_scale=batch.k_scale, v_scale=batch.v_scale,
+        )  # fmt: skip
+        verdict: Verdict = serving_judge(work, batch)(Outputs(out, lse, None))
+    for each in (cascade.own, cascade.prefix):
+        each._forget()
     return verdict

@@ -8,7 +8,7 @@ from flexattn import create_block_mask, explain, flex_attention, warm
 from flexattn.catalogue import causal, relative_bias, softcap
 from flexattn.errors import WrongKernelError
 from flexattn.reference import attention
-from flexattn.serving import AppendPlan, DecodePlan, Rope
+from flexattn.serving import AppendPlan, CascadePlan, DecodePlan, Rope
 from flexattn.settings import log, override
 from tests.planted import planted
 from tests.support import inputs
@@ -121,6 +121,15 @@ def test_a_plan(monkeypatch, form):
             batch=4, kv_len=400, heads=(4, 2), head_dim=32, score_mod=CAP, dtype=torch.float32,
             device="cpu", **form,
         )  # fmt: skip
+
+
+def test_a_cascade(monkeypatch):
+    """The first pass alone is wrong: what it leaves is judged once it is merged."""
+    about = {"batch": 3, "prefix_len": 100, "own_len": 60, "heads": (2, 1), "head_dim": 32}
+    with planted(monkeypatch, "* 20.0", "* 16.0", within="ROW_LENS") as found:
+        with pytest.raises(WrongKernelError, match="cascade"):
+            CascadePlan(score_mod=CAP, dtype=torch.float32, device="cpu", **about)
+        assert found
 
 
 @pytest.mark.parametrize(
