@@ -61,16 +61,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     spent: list[float] = []
-    settle = verified.settle
+    accepted = verified.accepted
 
     def timed(*arguments: Any) -> bool:
         begin = time.perf_counter()
-        right = settle(*arguments)
+        right = accepted(*arguments)
         spent.append(1e3 * (time.perf_counter() - begin))
         assert right
         return right
 
-    verified.settle = plans.settle = timed  # type: ignore[assignment]
+    verified.accepted = plans.accepted = timed  # type: ignore[assignment]
     rows = []
     with override(verify="always", strict=False):
         for name, call in calls(asked.device):

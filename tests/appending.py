@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from flexattn.reference.cache_append import stored
+from flexattn.reference.cache_append import appended
 
 
 def empty_cache(pages, page, Hkv, dims, dtype, layout, device="cpu"):
@@ -35,7 +35,7 @@ def empty_scales(scaled, pages, page, Hkv, layout, device="cpu"):
 
 def expected(k, v, cache, scales, slots, **about):
     """Caches and scales as they are after the run, written token by token in plain torch."""
-    return stored(k, v, cache, scales, slots.tolist(), **about)
+    return appended(k, v, cache, scales, slots.tolist(), **about)
 
 
 def new_tokens(tokens, Hkv, D, Dv, dtype, device="cpu", seed=0):

@@ -33,7 +33,7 @@ from flexattn.problem import Captures, kind_for
 from flexattn.runtime.build import path_of
 from flexattn.runtime.dispatch import Choice
 from flexattn.runtime.fallback.chain import Attempt
-from flexattn.verify.first_use import Subject, known
+from flexattn.verify.first_use import LaunchedKernels, verification
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
         mask_mod=_text(structure.mask),
         candidates=choice.attempts,
         backward=_backward(call) if wants_grad(call) else None,
-        verified=known(Subject.of(choice, launch.combine is not None)),
+        verified=verification(LaunchedKernels.of(choice, launch.combine is not None)),
     )
 
 

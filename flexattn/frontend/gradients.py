@@ -31,13 +31,13 @@ from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_class import mask_class
 from flexattn.records.store import generation
 from flexattn.records.untuned import note
-from flexattn.reference.parts import Saved
+from flexattn.reference.parts import SavedForward
 from flexattn.runtime.backward import BackwardLaunch, Gradients, fits, like, prepare_backward
 from flexattn.runtime.dispatch import Choice, dispatcher
 from flexattn.runtime.key_lists import BothLists
 from flexattn.settings import current, say_once
 from flexattn.util.lru import Lru
-from flexattn.verify.made_up import Chosen
+from flexattn.verify.made_up import ChosenKernels
 
 _launches: Lru[Any, BackwardLaunch] = Lru(4096)
 # Calls that were found to have a backward.
@@ -212,17 +212,17 @@ def _as_given(
     inputs: tuple[Tensor, Tensor, Tensor],
     results: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor | None],
-) -> tuple[Saved, Chosen]:
+) -> tuple[SavedForward, ChosenKernels]:
     """A backward as plain torch takes it, and its kernels with what a made-up call needs."""
     asked, problem, target = asked_of(), launch.problem, launch.choice.device
     options = _options(asked.options, problem, target)
     chosen = dispatcher().kernels(problem, target, launch.gpu, options)
     lists = asked.lists()
-    saved = Saved(
+    saved = SavedForward(
         *inputs, asked.scale, score_callable(asked.score), asked.block_mask, asked.dropout,
         *results, *grads,
     )  # fmt: skip
-    return saved, Chosen(
+    return saved, ChosenKernels(
         *chosen, inputs[0].device, asked.scale, asked.score, asked.mask,
         None if lists is None else lists.by_query, asked.dropout,
     )  # fmt: skip

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from flexattn.frontend.plan import Plan
 from flexattn.kernels.printers.torch_printer import score_callable
-from flexattn.reference.parts import Saved
+from flexattn.reference.parts import SavedForward
 from flexattn.runtime.backward import BackwardLaunch, Gradients
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import Launch, Outputs
-from flexattn.verify.first_use import Subject, due, settle
+from flexattn.verify.first_use import LaunchedKernels, accepted, due
 from flexattn.verify.gate import Verdict
-from flexattn.verify.made_up import Chosen, borders_of, judge_backward, judge_forward
+from flexattn.verify.made_up import ChosenKernels, borders_of, judge_backward, judge_forward
 from flexattn.verify.samples import Attended, beyond, judge_gradients, judge_rows
 
 
@@ -37,19 +37,21 @@ def verified_plan(make: Callable[[], Plan]) -> tuple[Plan, Outputs | None]:
             with torch.no_grad():
                 found = planned.run()
             ways.insert(0, partial(_judge, planned, found))
-        if settle(subject, *ways):
+        if accepted(subject, *ways):
             return planned, found
 
 
 def wrong_gradients(
-    launch: BackwardLaunch, found: Gradients, call: Callable[[], tuple[Saved, Chosen]]
+    launch: BackwardLaunch,
+    found: Gradients,
+    call: Callable[[], tuple[SavedForward, ChosenKernels]],
 ) -> bool:
     """Whether the first launch of a backward gave other gradients than plain torch.
 
     call: what was differentiated, as plain torch and as a made-up call take it. Those of captured
     tensors, which are sums over all of a call, are judged on the made-up one.
     """
-    subject = Subject.of(launch.choice)
+    subject = LaunchedKernels.of(launch.choice)
     if not due(subject):
         return False
     saved, chosen = call()
@@ -57,18 +59,18 @@ def wrong_gradients(
     if not _apart(saved.q):
         borders = borders_of(launch.choice)
         ways.insert(0, lambda: _worse(judge_gradients(saved, found, borders), chosen))
-    return not settle(subject, *ways)
+    return not accepted(subject, *ways)
 
 
-def _worse(verdict: Verdict, chosen: Chosen) -> Verdict:
+def _worse(verdict: Verdict, chosen: ChosenKernels) -> Verdict:
     """A verdict, or that of a made-up call where captured tensors get a gradient."""
     if not chosen.choice.problem.structure.grads or beyond(verdict):
         return verdict
     return judge_backward(chosen)
 
 
-def _subject(launch: Launch) -> Subject:
-    return Subject.of(launch.choice, launch.combine is not None)
+def _subject(launch: Launch) -> LaunchedKernels:
+    return LaunchedKernels.of(launch.choice, launch.combine is not None)
 
 
 def _apart(q: Tensor) -> bool:
@@ -96,11 +98,11 @@ def _judge(planned: Plan, found: Outputs) -> Verdict:
     return judge_rows(given, found, borders_of(planned.launch.choice)[0])
 
 
-def _chosen(planned: Plan) -> Chosen:
+def _chosen(planned: Plan) -> ChosenKernels:
     call, problem = planned.call, planned.launch.problem
     target, index = planned.launch.choice.device, planned.launch.gpu
     choice, kernel, combine = dispatcher().kernels(problem, target, index, call.options)
-    return Chosen(
+    return ChosenKernels(
         choice, kernel, combine, call.q.device, call.scale, call.score, call.mask, planned.lists,
         call.dropout,
     )  # fmt: skip

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 # The largest finite numbers.
-MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+MAX_FINITE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _LEAST = 2.0**-100
 
 
-def stored(
+def appended(
     k: Tensor,
     v: Tensor | None,
     cache: Sequence[Tensor | None],
@@ -40,14 +40,14 @@ def stored(
             continue
         x = x if turn is None else rotate(x, positions, turn, *tables)
         # Eight bits are copied as bytes, for not every operation of torch knows their dtypes.
-        bytes_of = out.view(torch.uint8) if out.dtype in MOST else out
+        bytes_of = out.view(torch.uint8) if out.dtype in MAX_FINITE else out
         for t, slot in enumerate(slots):
             if not 0 <= slot < len(out) * page:
                 continue
             p, n = divmod(slot, page)
             scale = None if step is None else _scale(x[t], step, p, n, layout, scaled, out.dtype)
             row = quantized(x[t], scale, out.dtype)
-            row = row.view(torch.uint8) if out.dtype in MOST else row
+            row = row.view(torch.uint8) if out.dtype in MAX_FINITE else row
             if layout == "NHD":
                 bytes_of[p, n] = row
             else:
@@ -99,7 +99,7 @@ def rotate(
 
 def quantized(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x [..., D] over scale [...], rounded to the dtype: to 8 bits what is too large saturates."""
-    most = MOST.get(dtype)
+    most = MAX_FINITE.get(dtype)
     if most is None:
         return x.to(dtype)
     x = x.float()
@@ -114,4 +114,4 @@ def computed_scales(x: Tensor, dtype: torch.dtype, by_head: bool) -> Tensor:
     size = torch.where(size.isfinite(), size, 0.0).amax(-1)
     size = size if by_head else size.amax(-1)
     # On a GPU torch divides by a Python number as it multiplies by its reciprocal.
-    return (size / torch.full_like(size, MOST[dtype])).clamp(min=_LEAST)
+    return (size / torch.full_like(size, MAX_FINITE[dtype])).clamp(min=_LEAST)

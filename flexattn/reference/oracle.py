@@ -36,8 +36,8 @@ _PIECE = 2**22
 _DEFAULT_DTYPE_LOCK = threading.RLock()
 
 
-class Rows(NamedTuple):
-    """Rows of a call that are computed without the others.
+class SomeRows(NamedTuple):
+    """SomeRows of a call that are computed without the others.
 
     b, h: of the batch, and of the first query head. rows: int64 [L], positions in the call, on its
     device. heads: query heads of the whole call.
@@ -69,7 +69,7 @@ def attention(
     descales: Descales = NO_DESCALES,
     dropout: Dropout | None = None,
     precision: Precision = Precision.WORKING,
-    at: Rows | None = None,
+    at: SomeRows | None = None,
 ) -> Reference:
     """Attention as torch's eager flex_attention defines it, in slices of bounded memory.
 
@@ -92,11 +92,11 @@ def attention(
     blocks = None if block_mask is None else Blocks.of(block_mask, L, S, at)
     scale = 1 / math.sqrt(E) if scale is None else scale
     rounding = Rounding.of(precision, q, v)
-    run = Run(score_mod, blocks, scale, rounding, dropout, sinks, descales, Hq, at)
+    run = AttentionSlice(score_mod, blocks, scale, rounding, dropout, sinks, descales, Hq, at)
     k, v = k.expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
     nb, nh, nm = _slice_sizes(B, Hq, _group(q, k), L, S, E + Ev)
     batches = []
-    # Rows of a call are computed in a process that serves, whose default dtype stays as it is.
+    # SomeRows of a call are computed in a process that serves, whose default dtype stays as it is.
     wide = _float_of_indices(precision) if at is None else contextlib.nullcontext()
     with torch.autocast(q.device.type, enabled=False), wide:
         for b in _spans(B, nb):
@@ -165,7 +165,7 @@ def _cat(parts: list[Reference], dim: int) -> Reference:
 
 
 @dataclass(frozen=True)
-class Run:
+class AttentionSlice:
     """Attention for one slice of batches, query heads and query rows, all keys at once."""
 
     score_mod: ScoreMod | None
@@ -176,7 +176,7 @@ class Run:
     sinks: Tensor | None = None
     descales: Descales = NO_DESCALES
     heads: int = 1
-    at: Rows | None = None
+    at: SomeRows | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, b: slice, h: slice, m: slice) -> Reference:
         group = _group(q, k)
@@ -290,7 +290,7 @@ class Blocks:
     mask_mod: MaskMod
 
     @classmethod
-    def of(cls, mask: BlockMask, L: int, S: int, at: Rows | None) -> Blocks:
+    def of(cls, mask: BlockMask, L: int, S: int, at: SomeRows | None) -> Blocks:
         block_q, block_kv = mask.BLOCK_SIZE
         rows, cols = -(-L // block_q), -(-S // block_kv)
         if at is None and mask.kv_indices.shape[-2] < rows:

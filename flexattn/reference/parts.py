@@ -11,14 +11,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.mods.signatures import ScoreMod
 from flexattn.problem.dropout import Dropout
-from flexattn.reference.oracle import Blocks, Rows, Run, shared
+from flexattn.reference.oracle import AttentionSlice, Blocks, SomeRows, shared
 from flexattn.reference.rounding import Precision, Rounding
 
 # Scores of a piece, each in some ten tensors of the working dtype.
 _PIECE = 2**20
 
 
-class Saved(NamedTuple):
+class SavedForward(NamedTuple):
     """A differentiated call: its inputs, what its forward saved, and the gradients of that.
 
     q, out, dout [B, Hq, L, E or Ev], k, v [B or 1, Hkv, S, E or Ev], lse [B, Hq, L] with sinks,
@@ -38,7 +38,9 @@ class Saved(NamedTuple):
     dlse: Tensor | None
 
 
-def gradient_of_rows(saved: Saved, b: int, h: int, rows: Tensor, precision: Precision) -> Tensor:
+def gradient_of_rows(
+    saved: SavedForward, b: int, h: int, rows: Tensor, precision: Precision
+) -> Tensor:
     """dq [rows, E] of rows of a query head, in the working dtype of the precision.
 
     Method: as FlashAttention's backward (Dao, arXiv 2205.14135, algorithm 4): weights are made
@@ -56,7 +58,7 @@ def gradient_of_rows(saved: Saved, b: int, h: int, rows: Tensor, precision: Prec
 
 
 def gradients_of_keys(
-    saved: Saved, b: int, kv_head: int, keys: Tensor, precision: Precision
+    saved: SavedForward, b: int, kv_head: int, keys: Tensor, precision: Precision
 ) -> tuple[Tensor, Tensor]:
     """dk [keys, E] and dv [keys, Ev] of keys of a KV head, over all rows that may attend to them.
 
@@ -81,18 +83,20 @@ def gradients_of_keys(
 class _Piece(NamedTuple):
     """Query heads of a batch that share a KV head, of which some rows by some keys are made."""
 
-    saved: Saved
+    saved: SavedForward
     b: int
     heads: slice
     kv_head: int
-    run: Run
+    run: AttentionSlice
 
     @classmethod
-    def of(cls, saved: Saved, b: int, heads: slice, kv_head: int, precision: Precision) -> _Piece:
-        at = Rows(b, heads.start, torch.empty(0, device=saved.q.device), saved.q.shape[1])
+    def of(
+        cls, saved: SavedForward, b: int, heads: slice, kv_head: int, precision: Precision
+    ) -> _Piece:
+        at = SomeRows(b, heads.start, torch.empty(0, device=saved.q.device), saved.q.shape[1])
         mask, rounding = saved.block_mask, Rounding.of(precision, saved.q, saved.v)
         blocks = None if mask is None else Blocks.of(mask, 0, saved.k.shape[2], at)
-        run = Run(
+        run = AttentionSlice(
             saved.score_mod, blocks, saved.scale, rounding, saved.dropout, heads=at.heads, at=at
         )
         return cls(saved, b, heads, kv_head, run)
@@ -103,7 +107,7 @@ class _Piece(NamedTuple):
         return self.run.rounding.load(x[b : b + 1, self.kv_head : self.kv_head + 1, keys])
 
     def of_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Rows of q, or of what is like the output, [1, heads, rows, i]."""
+        """SomeRows of q, or of what is like the output, [1, heads, rows, i]."""
         return self.run.rounding.load(x[self.b : self.b + 1, self.heads, rows])
 
     def ds(self, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

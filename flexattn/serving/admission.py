@@ -192,7 +192,7 @@ def numbers(name: str, tensor: Tensor, rank: int) -> None:
         )
 
 
-def captured(bound: Bound | None, device: torch.device) -> None:
+def check_captured(bound: Bound | None, device: torch.device) -> None:
     """That runs can read what a mod captures where it lies; raises InputError."""
     for tensor in () if bound is None else bound.tensors:
         if tensor.device != device or tensor.is_neg():

@@ -25,7 +25,7 @@ JUDGED = 4
 K_SCALE, V_SCALE = 0.75, 1.25
 
 
-class Work(Protocol):
+class PlanWork(Protocol):
     """A plan's problem, and the query positions and keys of each request of a batch."""
 
     @property
@@ -79,7 +79,7 @@ class Batch:
         return found[0], found[1]
 
 
-def make_batch(task: Work, where: torch.device) -> Batch:
+def make_batch(task: PlanWork, where: torch.device) -> Batch:
     """Normal random tensors, the same each time; the pages of the requests are in random order."""
     m, form = task.problem.maxima, task.problem.form
     draw = torch.Generator(where).manual_seed(0)
@@ -130,7 +130,7 @@ def make_batch(task: Work, where: torch.device) -> Batch:
     )
 
 
-def serving_judge(task: Work, batch: Batch) -> Judge:
+def serving_judge(task: PlanWork, batch: Batch) -> Judge:
     """What holds the rows of some requests to the oracle, which is computed here, once."""
     count = len(task.kv_lens)
     chosen = sorted({0, count - 1, *range(0, count, max(1, count // JUDGED))})
@@ -155,7 +155,7 @@ def _joined(found: list[Reference]) -> Reference:
     return Reference(*(torch.cat(parts, 2) for parts in zip(*found, strict=True)))
 
 
-def _request(task: Work, batch: Batch, b: int, start: int, precision: Precision) -> Reference:
+def _request(task: PlanWork, batch: Batch, b: int, start: int, precision: Precision) -> Reference:
     """Attention of one request, whose mods see its number and its logical positions."""
     q_len, kv_len = task.q_lens[b], task.kv_lens[b]
     past = kv_len - q_len

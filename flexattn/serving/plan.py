@@ -144,7 +144,7 @@ class DecodePlan:
             for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))
         )
         for bound in (self._score, self._mask):
-            admission.captured(bound, self.device)
+            admission.check_captured(bound, self.device)
         self.scale = check_scale(scale, D)
         self.form = form_of(
             self.maxima, self._score, self._mask,

@@ -16,7 +16,7 @@ from flexattn.serving.batch import make_batch, serving_judge
 from flexattn.serving.kernels import Kernels
 from flexattn.serving.request import LAYOUTS
 from flexattn.serving.tuned import ServingProblem
-from flexattn.verify.first_use import Subject, due, settle
+from flexattn.verify.first_use import LaunchedKernels, accepted, due
 from flexattn.verify.gate import Verdict
 from flexattn.verify.made_up import apart
 from flexattn.verify.samples import Unjudged
@@ -50,17 +50,17 @@ def is_right(plan: DecodePlan, kernels: Kernels, score: Bound | None, mask: Boun
     if plan.form.prefix:
         return True
     subject = _subject(plan, kernels)
-    return not due(subject) or settle(subject, lambda: _judge(plan, score, mask))
+    return not due(subject) or accepted(subject, lambda: _judge(plan, score, mask))
 
 
-def _subject(plan: DecodePlan, kernels: Kernels) -> Subject:
+def _subject(plan: DecodePlan, kernels: Kernels) -> LaunchedKernels:
     sources: tuple[Source, ...] = (kernels.attend.source,)
     if kernels.combine is not None:
         sources += (kernels.combine.source,)
     problem = ServingProblem(plan.form, plan.maxima, "mixed" if plan.maxima.total_q else "ragged")
     tried = kernels.attempts[-1]
     assert tried.outcome is not None
-    return Subject(
+    return LaunchedKernels(
         sources, kernels.target, problem.describe(), tried.candidate, tried.outcome, kernels.tuned
     )
 
@@ -103,7 +103,7 @@ def check_cascade(cascade: CascadePlan, merge: Source | None) -> None:
     first = _subject(cascade.prefix, cascade.prefix._kernels)
     sources = first.sources if merge is None else (*first.sources, merge)
     subject = replace(first, sources=sources, tuned=own.tuned and first.tuned)
-    if due(subject) and not settle(subject, lambda: _judge_cascade(cascade)):
+    if due(subject) and not accepted(subject, lambda: _judge_cascade(cascade)):
         raise WrongKernelError(
             f"a cascade of {subject.title}: its kernels are wrong on {subject.device.name}",
             "a kernel's first launch agrees with plain torch",

@@ -10,11 +10,11 @@ from torch import Tensor
 from flexattn.device import Device
 from flexattn.errors import WrongKernelError
 from flexattn.kernels.base.source import Source
-from flexattn.reference.cache_append import MOST, stored
+from flexattn.reference.cache_append import MAX_FINITE, appended
 from flexattn.runtime.fallback.outcome import Outcome
 from flexattn.serving.rope import Rope
 from flexattn.serving.scales import scales_shape
-from flexattn.verify.first_use import Subject, due, settle
+from flexattn.verify.first_use import LaunchedKernels, accepted, due
 from flexattn.verify.gate import ErrorRow, Verdict
 from flexattn.verify.made_up import apart
 from flexattn.verify.samples import Unjudged
@@ -32,8 +32,8 @@ def check_append(
 ) -> None:
     """Raise WrongKernelError unless a new plan's kernel is verified, or stores what torch does."""
     title = f"append for {plan.append}"
-    subject = Subject((source,), target, title, "its one kernel", Outcome("built"))
-    if due(subject) and not settle(subject, lambda: _judge(plan, scaled, rope)):
+    subject = LaunchedKernels((source,), target, title, "its one kernel", Outcome("built"))
+    if due(subject) and not accepted(subject, lambda: _judge(plan, scaled, rope)):
         raise WrongKernelError(
             f"{title}: the kernel stores other numbers than plain torch on {target.name}",
             "a kernel's first launch agrees with plain torch",
@@ -72,7 +72,7 @@ def _judge(plan: AppendPlan, scaled: Any, rope: Rope | None) -> Verdict:
             )
             tables = angles.cos().to(rope.table), angles.sin().to(rope.table)
         about = {"page": a.page, "layout": a.layout, "scaled": scaled, "rope": rope}
-        caches, steps = stored(
+        caches, steps = appended(
             k, v, (*cache, None)[:2], (*scales, None)[:2], slots.tolist(),
             positions=positions, tables=tables, **about,
         )  # fmt: skip
@@ -112,6 +112,6 @@ def _row(got: Tensor, want: Tensor) -> ErrorRow:
     name = "scales" if got.dtype == torch.float32 and want.dim() < 4 else "cache"
     eps = torch.finfo(got.dtype).eps
     mine, theirs = got.float(), want.float()
-    most = eps * theirs.abs() + (2.0**-9 if got.dtype in MOST else 1e-6)
+    most = eps * theirs.abs() + (2.0**-9 if got.dtype in MAX_FINITE else 1e-6)
     wrong = ((mine - theirs).abs() > most) | (mine.isnan() != theirs.isnan())
     return ErrorRow(name, float(wrong.float().mean()), 0.0, 0.0)

@@ -25,7 +25,7 @@ from flexattn.verify.samples import Unjudged, beyond
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class LaunchedKernels:
     """Kernels that are launched together.
 
     sources: the one that attends first. title: of the problem. candidate: the config in words.
@@ -41,7 +41,7 @@ class Subject:
     tuned: bool = False
 
     @classmethod
-    def of(cls, choice: Choice, merges: bool = True) -> Subject:
+    def of(cls, choice: Choice, merges: bool = True) -> LaunchedKernels:
         """What dispatch chose. merges: decode's second kernel is launched too."""
         sources: tuple[Source, ...] = (choice.source,)
         if merges and choice.combine is not None:
@@ -55,7 +55,7 @@ class Subject:
         )  # fmt: skip
 
 
-def due(subject: Subject) -> bool:
+def due(subject: LaunchedKernels) -> bool:
     """Whether a launch of these kernels is to be checked."""
     mode = current().verify
     if mode != "first":
@@ -65,16 +65,16 @@ def due(subject: Subject) -> bool:
     return not all([is_verified(each, subject.device) for each in subject.sources])
 
 
-def known(subject: Subject) -> str:
-    """What is known of kernels, in words."""
+def verification(subject: LaunchedKernels) -> str:
+    """By what kernels are verified, in words; nothing where none are checked."""
     if subject.tuned:
         return "by the tuner's gate, in this environment"
     if all([is_verified(each, subject.device) for each in subject.sources]):
         return "by its first launch"
-    return "not yet" if current().verify != "off" else "not, FLEXATTN_VERIFY=off"
+    return "" if current().verify == "off" else "not yet"
 
 
-def settle(subject: Subject, *ways: Callable[[], Verdict]) -> bool:
+def accepted(subject: LaunchedKernels, *ways: Callable[[], Verdict]) -> bool:
     """Check kernels, and remember the outcome; False where they compute wrong numbers.
 
     ways: what judges a launch, tried in turn until one can. Wrong kernels are said once with a
@@ -141,7 +141,7 @@ def _compiler(device: Device) -> str:
         return f"a compiler that cannot be named ({type(error).__name__})"
 
 
-def _report(subject: Subject, verdict: Verdict) -> Path:
+def _report(subject: LaunchedKernels, verdict: Verdict) -> Path:
     """Write all that a maintainer needs to see the fault; returns the file."""
     path = current().cache_dir / "wrong" / f"{subject.sources[0].hash[:24]}.txt"
     import flexattn

@@ -37,7 +37,7 @@ _SEED = 0x5EED
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenKernels:
     """Kernels that dispatch chose, and the parts of a call that they are of.
 
     lists: of the block mask, by query and by key. combine: decode's second kernel.
@@ -58,7 +58,7 @@ class Chosen:
         return replace(self.choice, problem=problem), self.kernel, self.combine
 
 
-def judge_forward(chosen: Chosen) -> Verdict:
+def judge_forward(chosen: ChosenKernels) -> Verdict:
     """Launch a made-up forward, and judge some of its rows."""
     problem, lists = _small(chosen, chosen.choice.problem.q_len)
     structure, where = problem.structure, chosen.where
@@ -82,7 +82,7 @@ def judge_forward(chosen: Chosen) -> Verdict:
         return judge_rows(call, found, borders_of(chosen.choice)[0])
 
 
-def judge_backward(chosen: Chosen) -> Verdict:
+def judge_backward(chosen: ChosenKernels) -> Verdict:
     """Launch the backward of a made-up call of few rows, and judge all gradients of it.
 
     Raises Unjudged for one with dropout.
@@ -129,12 +129,12 @@ def borders_of(choice: Choice) -> tuple[list[int], list[int]]:
     return found[0], found[1]
 
 
-def _dispatcher(chosen: Chosen) -> Dispatcher:
+def _dispatcher(chosen: ChosenKernels) -> Dispatcher:
     fixed: Any = chosen
     return fixed  # type: ignore[no-any-return]
 
 
-def _small(chosen: Chosen, rows: int) -> tuple[Problem, Lists | None]:
+def _small(chosen: ChosenKernels, rows: int) -> tuple[Problem, Lists | None]:
     """The problem of a batch, a KV head and some rows, with the lists of its mask."""
     p = chosen.choice.problem
     group, lists = p.Hq // p.Hkv, chosen.lists
@@ -146,7 +146,7 @@ def _small(chosen: Chosen, rows: int) -> tuple[Problem, Lists | None]:
     return small, Lists(*parts)  # type: ignore[arg-type]
 
 
-def _drawn(chosen: Chosen) -> Dropout | None:
+def _drawn(chosen: ChosenKernels) -> Dropout | None:
     """Dropout with a seed of its own, so that no generator of the caller's moves."""
     if chosen.dropout is None:
         return None

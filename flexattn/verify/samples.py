@@ -13,14 +13,14 @@ from flexattn.mods.signatures import ScoreMod
 from flexattn.problem import out_dtype
 from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.dropout import Dropout
-from flexattn.reference import Precision, Reference, Rows, attention
-from flexattn.reference.parts import Saved, gradient_of_rows, gradients_of_keys
+from flexattn.reference import Precision, Reference, SomeRows, attention
+from flexattn.reference.parts import SavedForward, gradient_of_rows, gradients_of_keys
 from flexattn.runtime.backward import Gradients
 from flexattn.runtime.launch import Outputs
 from flexattn.verify.gate import Triple, Verdict, badness, judge, judge_named
 
 # A sample's error scatters more than that of a whole tensor, by which the gate's budget is set.
-MARGIN = 3.0
+_MARGIN = 3.0
 # Scores of the sampled rows of one head, which bound the memory of a check.
 _SCORES = 2**20
 _ROWS = 16
@@ -49,7 +49,7 @@ class Attended(NamedTuple):
 def beyond(verdict: Verdict) -> bool:
     """Whether a sample's error is no rounding."""
     return bool(verdict.faults) or any(
-        not row.error <= MARGIN * row.budget for row in verdict.rows
+        not row.error <= _MARGIN * row.budget for row in verdict.rows
     )
 
 
@@ -63,13 +63,16 @@ def judge_rows(call: Attended, got: Outputs, borders: Sequence[int], seed: int =
     draw = torch.Generator("cpu").manual_seed(seed)
     verdicts = []
     for b, h in _pairs(B, Hq, draw):
-        rows = positions(L, borders, min(_ROWS, max(1, _SCORES // call.k.shape[2])), draw)
+        rows = sampled_positions(L, borders, min(_ROWS, max(1, _SCORES // call.k.shape[2])), draw)
         verdicts.append(_judge_head(call, got, b, h, rows.to(call.q.device)))
     return max(verdicts, key=_excess)
 
 
 def judge_gradients(
-    saved: Saved, got: Gradients, borders: tuple[Sequence[int], Sequence[int]], seed: int = 0
+    saved: SavedForward,
+    got: Gradients,
+    borders: tuple[Sequence[int], Sequence[int]],
+    seed: int = 0,
 ) -> Verdict:
     """The worst verdict on dq of some rows, dk and dv of some keys; those of captured tensors are
     not judged here.
@@ -86,8 +89,8 @@ def judge_gradients(
         kb = min(b, saved.k.shape[0] - 1)
         _need_finite("k", saved.k[kb, kv_head])
         _need_finite("v", saved.v[kb, kv_head])
-        rows = positions(L, borders[0], min(_ROWS, max(1, _SCORES // S)), draw).to(device)
-        keys = positions(S, borders[1], _ROWS, draw).to(device)
+        rows = sampled_positions(L, borders[0], min(_ROWS, max(1, _SCORES // S)), draw).to(device)
+        keys = sampled_positions(S, borders[1], _ROWS, draw).to(device)
         mine = {
             "dq": got.dq[b, h, rows], "dk": got.dk[kb, kv_head, keys],
             "dv": got.dv[kb, kv_head, keys],
@@ -103,7 +106,9 @@ def judge_gradients(
     return max(verdicts, key=_excess)
 
 
-def positions(length: int, borders: Iterable[int], most: int, draw: torch.Generator) -> Tensor:
+def sampled_positions(
+    length: int, borders: Iterable[int], most: int, draw: torch.Generator
+) -> Tensor:
     """Some of range(length), sorted: both ends, both sides of a block's first and last border."""
     wanted = [0, length - 1]
     for size in borders:
@@ -133,7 +138,7 @@ def _judge_head(call: Attended, got: Outputs, b: int, h: int, rows: Tensor) -> V
             q, k, v, score_mod=call.score_mod, block_mask=call.block_mask, scale=scale,
             sinks=None if call.sinks is None else call.sinks[h : h + 1],
             descales=_of_head(call.descales, b, slice(h, h + 1), kv), dropout=call.dropout,
-            precision=precision, at=Rows(b, h, rows, call.q.shape[1]),
+            precision=precision, at=SomeRows(b, h, rows, call.q.shape[1]),
         )  # fmt: skip
 
     exact, rounded = run(Precision.ORACLE), run(Precision.ROUNDED)
@@ -183,7 +188,13 @@ def _of_head(descales: Descales, b: int, q: slice, kv: slice) -> Descales:
 
 
 def _gradients(
-    saved: Saved, b: int, h: int, kv_head: int, rows: Tensor, keys: Tensor, precision: Precision
+    saved: SavedForward,
+    b: int,
+    h: int,
+    kv_head: int,
+    rows: Tensor,
+    keys: Tensor,
+    precision: Precision,
 ) -> dict[str, Tensor]:
     dk, dv = gradients_of_keys(saved, b, kv_head, keys, precision)
     return {"dq": gradient_of_rows(saved, b, h, rows, precision), "dk": dk, "dv": dv}

@@ -69,7 +69,7 @@ LISTED = {
     "block_mask/visual/__init__.py",
     *(f"neuron/nki/{name}.py" for name in ("data", "matrix", "scalar", "vector")),
 }
-REFERENCE_USERS = {"reference", "measure", "frontend"}
+REFERENCE_USERS = {"reference", "verify", "measure", "frontend", "serving"}
 
 KERNELS = PACKAGE / "kernels"
 # Folders of kernels/ that are no family: what families are made of, and what knows them all.

@@ -117,7 +117,7 @@ DAMAGE = {
     "a path": change(sha256="../../../../etc/passwd"),
     "an absolute path": change(sha256="/etc/passwd"),
     "upper case": change(sha256=hashlib.sha256(CODE).hexdigest().upper()),
-    "a schema to come": change(schema=2),
+    "a schema to come": change(schema=3),
     "another source": change(source="0" * 64),
     "another arch": change(arch="sm_80"),
     "too many warps": change(num_warps=64),
@@ -154,7 +154,16 @@ def compiled(**changes):
 
 
 def test_a_binary_of_what_triton_compiled():
-    assert told(binary_of(compiled(), "sm_90")) == [CODE, "kernel", "sm_90", 1024, 4, 2, (BOX,)]
+    assert told(binary_of(compiled(), "sm_90")) == [
+        CODE,
+        "kernel",
+        "sm_90",
+        1024,
+        4,
+        2,
+        (BOX,),
+        False,
+    ]
     assert binary_of(compiled(tensordesc_meta=None), "sm_90").maps == ()
 
 
