@@ -22,8 +22,6 @@ from bench.runner import Method, forget
 from bench.tasks import call_of
 from flexattn.device import Device
 from flexattn.kernels.choose.options import NONE
-from flexattn.measure.backward import Differentiated, gradient_like, judge_of, judged_heads
-from flexattn.measure.gate import Verdict
 from flexattn.measure.timing import Samples, time_interleaved
 from flexattn.mods import bind
 from flexattn.problem.learned import slots_of
@@ -31,6 +29,9 @@ from flexattn.runtime.backward import Gradients
 from flexattn.runtime.dispatch import candidates_of
 from flexattn.tune.builds import BuildOrder, orders_of
 from flexattn.tune.tasks import task_from
+from flexattn.verify.gate import Verdict
+from flexattn.verify.gradients import Differentiated, judge_of, judged_heads
+from flexattn.verify.inputs import gradient_like
 
 __all__ = ["BACKWARD_FLOPS", "BAR", "orders", "run_backward"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from bench.inputs import Inputs
-from flexattn.measure.gate import Verdict
-from flexattn.measure.slices import Slices
+from flexattn.verify.gate import Verdict
+from flexattn.verify.slices import Slices
 
 __all__ = ["judge_slices"]
 

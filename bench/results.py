@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from flexattn.errors import InputError
-from flexattn.measure.gate import Verdict
 from flexattn.measure.timing import Failure, Samples
+from flexattn.verify.gate import Verdict
 
 __all__ = ["Gate", "Report", "RowResult", "laid_out", "load", "merge", "save", "write"]
 

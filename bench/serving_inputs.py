@@ -13,8 +13,8 @@ from torch import Tensor
 from bench.serving_rows import WINDOWED, ServingRow
 from flexattn.catalogue.masks import MaskMod, causal, sliding_window
 from flexattn.catalogue.scores import ScoreMod, alibi, softcap
-from flexattn.measure.gate import Verdict, judge
 from flexattn.reference import Precision, Reference, attention
+from flexattn.verify.gate import Verdict, judge
 
 __all__ = ["DTYPES", "Served", "judge_requests", "make_served", "mods_of"]
 

@@ -20,7 +20,6 @@ from flexattn.catalogue import causal
 from flexattn.device import NEURON
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.nki.config import NkiPrefillConfig
-from flexattn.measure.oracle import oracle
 from flexattn.measure.task import Task
 from flexattn.mods import bind
 from flexattn.neuron.feasible import target_survey
@@ -29,6 +28,7 @@ from flexattn.neuron.run import prepare
 from flexattn.problem import Shape, make_problem
 from flexattn.records.record import Policy
 from flexattn.runtime.launch import Lists
+from flexattn.verify.oracle import oracle
 
 LENGTH, DIM, SCALE = 4096, 64, 0.125
 SHAPE = Shape(1, 1, 1, LENGTH, LENGTH, DIM, DIM)

@@ -87,6 +87,10 @@ class BuildError(FlexAttnError):
     """No kernel could be built: the compiler or the loader refused; names the rendered source."""
 
 
+class WrongKernelError(BuildError):
+    """A problem's kernels compute other numbers than plain torch here, and none is left."""
+
+
 class DriverError(BuildError):
     """The CUDA driver failed where a kernel is loaded; `word` is its name for the error."""
 

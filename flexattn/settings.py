@@ -21,6 +21,7 @@ from flexattn.util.printable import printable
 log = logging.getLogger("flexattn")
 
 Mode = Literal["off", "replay", "tune"]
+Verify = Literal["off", "first", "always"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Settings:
         (FLEXATTN_BATCH_INVARIANT).
     mods: "module:function" of the mods that layers have in vLLM and SGLang (FLEXATTN_MODS).
     cpu_compile: eager calls on the CPU whose mods come again are compiled (FLEXATTN_CPU_COMPILE).
+    verify: which launches are held to plain torch (FLEXATTN_VERIFY).
     nrtpy_python: of an environment with AWS's nrtpy (FLEXATTN_NRTPY_PYTHON).
     """
 
@@ -56,6 +58,7 @@ class Settings:
     batch_invariant: bool = False
     mods: str = ""
     cpu_compile: bool = True
+    verify: Verify = "first"
 
     def __post_init__(self) -> None:
         if "\0" in str(self.cache_dir):
@@ -122,6 +125,13 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "the next: for tests and benchmarks",
     ),
     (
+        "FLEXATTN_VERIFY",
+        "first",
+        "first: some rows of a kernel's first launch are compared with plain torch before its "
+        "result is used, once for a compiler and driver; a kernel beyond the accuracy gate is not "
+        "used; off: none are; always: those of each launch",
+    ),
+    (
         "FLEXATTN_BATCH_INVARIANT",
         "0",
         "1 makes what a row of flex_attention or of a DecodePlan gives depend on its own query "
@@ -167,6 +177,10 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     mode = values["FLEXATTN_MODE"] or "replay"
     if mode not in get_args(Mode):
         raise SettingsError(f"FLEXATTN_MODE={mode!r}", f"it is one of {', '.join(get_args(Mode))}")
+    verify = values["FLEXATTN_VERIFY"] or "first"
+    if verify not in get_args(Verify):
+        ways = ", ".join(get_args(Verify))
+        raise SettingsError(f"FLEXATTN_VERIFY={verify!r}", f"it is one of {ways}")
     mods = values["FLEXATTN_MODS"]
     if mods and not all(mods.partition(":")):
         raise SettingsError(f"FLEXATTN_MODS={mods!r}", "it names a function as module:function")
@@ -179,6 +193,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries,
         values["FLEXATTN_CHECK"] == "1", nrtpy, values["FLEXATTN_STRICT"] == "1",
         values["FLEXATTN_BATCH_INVARIANT"] == "1", mods, values["FLEXATTN_CPU_COMPILE"] != "0",
+        cast(Verify, verify),
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ import torch
 
 from flexattn.device.neuroncore import CORES
 from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
-from flexattn.measure.gate import judge
 from flexattn.mods import bind
 from flexattn.neuron.feasible import default_config
 from flexattn.neuron.nki.interpret import interpret
@@ -12,6 +11,7 @@ from flexattn.neuron.run import prepare
 from flexattn.problem import DTYPES, Shape, Sparsity, make_problem
 from flexattn.reference import Precision, attention
 from flexattn.runtime.launch import Lists
+from flexattn.verify.gate import judge
 from tests.support import block_mask, inputs
 
 TARGETS = tuple(CORES)

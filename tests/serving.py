@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flexattn.measure.gate import judge
 from flexattn.reference import Precision, Reference, attention
 from flexattn.serving import DecodePlan
+from flexattn.verify.gate import judge
 from tests.support import block_mask
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -13,11 +13,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
-from flexattn.measure.gate import judge
 from flexattn.problem import out_dtype
 from flexattn.problem.descales import Descales
 from flexattn.problem.mask_class import mask_class
 from flexattn.reference import Precision, Reference, attention
+from flexattn.verify.gate import judge
 
 PREFILL, DECODE = {"BACKEND": "TRITON"}, {"BACKEND": "TRITON_DECODE"}
 KINDS = {"prefill": PREFILL, "decode": DECODE}

@@ -24,13 +24,13 @@ from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import family_of, short
-from flexattn.measure.inputs import make_inputs, make_sinks
-from flexattn.measure.oracle import oracle
 from flexattn.measure.timing import Samples, paired_ratio, time_interleaved
 from flexattn.mods import bind
 from flexattn.runtime.launch import Lists, Outputs
 from flexattn.tune.tasks import mods_of, task_from
 from flexattn.tune.workload import Row
+from flexattn.verify.inputs import make_inputs, make_sinks
+from flexattn.verify.oracle import oracle
 
 OURS, DEFAULT, TORCH = "flexattn", "default", "torch"
 # How torch's kernel is compiled, where it is timed at all.

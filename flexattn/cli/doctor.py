@@ -6,7 +6,7 @@ import importlib
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from subprocess import SubprocessError
@@ -215,17 +215,13 @@ def _sample(kind: Kind, shape: Shape, device: Device, faults: list[str]) -> dict
 
 
 def _print_outcomes(told: dict[str, Any]) -> None:
-    """What this compiler refused, and what it compiled to loops that spill: not at full speed."""
+    """What this compiler refused, what it compiled to loops that spill, and what is wrong."""
     if told["cleared"]:
         say(f"{'outcomes':<12}{told['cleared']} cleared")
+    verified = sum(each["verified"] for each in told["outcomes"])
+    say(f"{'verified':<12}{verified} kernels by their first launch; {told['settings']['verify']}")
     for each in told["outcomes"]:
-        outcome = Outcome(
-            each["kind"],
-            each["reason"],
-            each["loop_spills"],
-            each["stack"],
-            each["loop_instructions"],
-        )
+        outcome = Outcome(**{field.name: each[field.name] for field in fields(Outcome)})
         if not outcome.built or outcome.starved:
             say(f"{'outcome':<12}{each['made'][:10]} {each['title']}: {outcome}")
 

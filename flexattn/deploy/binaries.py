@@ -29,6 +29,7 @@ from flexattn.runtime.build import Kernel, path_of, unloaded
 from flexattn.runtime.decay_skip import sources
 from flexattn.runtime.dispatch import Choice, chosen
 from flexattn.runtime.source_store import Sources
+from flexattn.runtime.verified import is_verified
 from flexattn.settings import current, override
 from flexattn.tune.progress import SILENT, Progress
 
@@ -153,5 +154,6 @@ class _Writer:
             raise UnsupportedError(
                 f"{path_of(source)} as a binary", "it needs what only Triton's own launcher does"
             )
-        self._binaries.write(source, kernel.binary, kernel.compiled.metadata.triton_version)
+        binary = replace(kernel.binary, verified=is_verified(source, self._device))
+        self._binaries.write(source, binary, kernel.compiled.metadata.triton_version)
         self._written.add(source.hash)

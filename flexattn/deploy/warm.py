@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,9 @@ from flexattn.problem import FP8
 if TYPE_CHECKING:
     from flexattn.device import Device
     from flexattn.kernels.choose.options import Options
+    from flexattn.measure.task import Task
     from flexattn.problem import Problem
+    from flexattn.runtime.dispatch import Choice
     from flexattn.tune.workload import Row, Workload
 
 # Query rows of short prompts and chunks: decode serves them, with a tile for few rows or for more.
@@ -33,7 +36,7 @@ def warm(
     *,
     allow: Sequence[str] = (),
 ) -> int:
-    """Compile every kernel that flex_attention runs for a workload's calls on a device.
+    """Compile and verify every kernel that flex_attention runs for a workload's calls on a device.
 
     Of calls that are differentiated it compiles the forward with lse, and the gradients' kernels
     where this library's own serve; the small kernels around them compile at the first backward.
@@ -58,7 +61,6 @@ def warm(
     from flexattn.mods import bind
     from flexattn.runtime.build import builder
     from flexattn.runtime.decay_skip import sources
-    from flexattn.runtime.dispatch import dispatcher
     from flexattn.tune.tasks import mods_of, task_from
     from flexattn.tune.workload import Workload, parse_workload, read
 
@@ -81,14 +83,14 @@ def warm(
         for each in rows_like(row):
             # The blocks of its mask are found and listed on the device, which compiles the kernel
             # for that too, and loads torch's.
-            problem = task_from(each, *mods, target, where).problem
-            structure = problem.structure
+            task = task_from(each, *mods, target, where)
+            structure = task.problem.structure
             if return_lse and row.kind != "backward":
                 structure = replace(structure, lse=True)
-            asked = replace(problem, structure=structure)
-            config = dispatcher().kernels(asked, target, index, NONE)[0].config
+            asked = replace(task.problem, structure=structure)
+            config = verified(task, asked, NONE, where).config
             for options in () if row.kind == "backward" else at_other_sizes(asked, target):
-                dispatcher().kernels(asked, target, index, options)
+                verified(task, asked, options, where)
             for source in () if row.kind == "backward" else sources(structure, config, target):
                 with suppress(BuildError):  # a call goes on without it, and says so
                     builder().kernel(source, target, index)
@@ -103,6 +105,27 @@ def warm(
     # torch, would soon be due; after this one it is when many more are there.
     gc.collect()
     return builder().compiled - before
+
+
+def verified(task: Task, problem: Problem, options: Options, where: torch.device) -> Choice:
+    """The first choice for a task's problem whose kernels are right on a made-up call."""
+    from flexattn.runtime.dispatch import dispatcher
+    from flexattn.verify.first_use import LaunchedKernels, accepted, due
+    from flexattn.verify.inputs import moved
+    from flexattn.verify.made_up import ChosenKernels, judge_backward, judge_forward
+
+    index = -1 if where.type == "cpu" else where.index
+    judged = judge_backward if task.kind == "backward" else judge_forward
+    while True:
+        kernels = dispatcher().kernels(problem, task.device, index, options)
+        subject = LaunchedKernels.of(kernels[0])
+        if not due(subject):
+            return kernels[0]
+        score, mask = moved(task.score, where), moved(task.mask, where)
+        lists = None if task.lists is None else task.lists.to(where)
+        chosen = ChosenKernels(*kernels, where, task.scale, score, mask, lists)
+        if accepted(subject, partial(judged, chosen)):
+            return kernels[0]
 
 
 def at_other_sizes(problem: Problem, device: Device) -> Iterator[Options]:

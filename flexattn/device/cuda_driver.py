@@ -21,6 +21,7 @@ _L2_PROMOTION_128B = 2
 _PROGRAMMATIC_STREAM_SERIALIZATION, _EDGES_SINCE = 6, 12030
 _MAX_THREADS, _MAX_DYNAMIC_SHARED = 0, 8
 _PREFER_SHARED = 1
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _TOO_MANY_THREADS = "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
 # What a block may use without asking.
 _STATIC_SHARED = 48 * 1024
@@ -144,6 +145,17 @@ def version() -> int:
     except (OSError, AttributeError):
         return 0
     return 0 if status else found.value
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Lets this thread allocate and wait on another stream while one is captured."""
+    mode = ctypes.c_int(_RELAXED)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from flexattn.errors import UnsupportedError
+from flexattn.errors import UnsupportedError, WrongKernelError
 from flexattn.frontend import on_cpu
 from flexattn.frontend.admission import admit
 from flexattn.frontend.autograd import attend, prepared
@@ -19,6 +19,7 @@ from flexattn.frontend.dropout import check_kernels_drop, drawn, without_torch
 from flexattn.frontend.guards import as_given, guard_key, recall, remember
 from flexattn.frontend.plan import plan
 from flexattn.frontend.transforms import check_memory, check_transforms, functionals, tangent
+from flexattn.frontend.verified import verified_plan
 from flexattn.kernels.choose import options
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods.signatures import ScoreMod
@@ -116,28 +117,50 @@ def _serve(key: tuple[Any, ...] | None, given: Call) -> Outputs:
         route, why = _checked_route(call)
         call = drawn(call)
         key = key if as_given(given, call) else None
-        if route not in PLANLESS and wants_grad(call):
-            planned, trained = prepared(call)
-            outputs = attend(trained, call.block_mask, call.q, call.k, call.v, call.sinks)
-            remember(key, given, planned, trained.rest, trained)
-            return outputs
         if route not in PLANLESS:
-            planned = plan(call, None if key is None else key[0])
-            rest = planned.rest()
-            outputs = planned.run(rest)
-            remember(key, given, planned, rest)
-            return outputs
+            try:
+                return _launched(key, given, call)
+            except WrongKernelError as error:
+                route, why = _without_kernels(call, error)
     found = _planless(route, why, call)
     if route == "reference" and not wants_grad(call):
         on_cpu.count_call(given)
     return found
 
 
+def _launched(key: tuple[Any, ...] | None, given: Call, call: Call) -> Outputs:
+    """Serve an admitted call by a kernel, and remember how."""
+    if wants_grad(call):
+        planned, trained = prepared(call)
+        outputs = attend(trained, call.block_mask, call.q, call.k, call.v, call.sinks)
+        remember(key, given, planned, trained.rest, trained)
+        return outputs
+    facts = None if key is None else key[0]
+    planned, found = verified_plan(lambda: plan(call, facts))
+    rest = planned.rest()
+    outputs = planned.run(rest) if found is None else found
+    remember(key, given, planned, rest)
+    return outputs
+
+
+def _without_kernels(call: Call, error: WrongKernelError) -> tuple[Route, str]:
+    """The path of a call whose kernels are all known to be wrong here."""
+    if call.options.batch_invariant or (call.q.is_cuda and call.dropout is not None):
+        raise error
+    say_once(str(error))
+    return ("torch" if call.q.is_cuda else "reference"), "no kernel is right here"
+
+
 def run_admitted(call: Call) -> Outputs:
     """What an admitted call gives; nothing of it is remembered but its launch."""
     route, why = _checked_route(call)
     if route not in PLANLESS:
-        return plan(call).run()
+        try:
+            planned, outputs = verified_plan(lambda: plan(call))
+        except WrongKernelError as error:
+            route, why = _without_kernels(call, error)
+        else:
+            return planned.run() if outputs is None else outputs
     # A mod that was printed names no device for its constants.
     with torch.device(call.q.device):
         return _planless(route, why, call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -21,6 +22,7 @@ from flexattn.frontend.gradients import (
 )
 from flexattn.frontend.plan import Plan, plan
 from flexattn.frontend.trained import Trained, with_tensors
+from flexattn.frontend.verified import verified_plan
 from flexattn.problem.runs import query_lists
 from flexattn.runtime.launch import Outputs
 
@@ -34,7 +36,9 @@ def prepared(call: Call) -> tuple[Plan, Trained]:
     asked = check_gradients(call)
     # lse is saved for the backward; nothing else is, beside inputs and output.
     statistics = AuxRequest(lse=True, max_scores=call.statistics.max_scores)
-    planned = plan(call._replace(return_lse=False, return_aux=statistics))
+    planned, _ = verified_plan(
+        lambda: plan(call._replace(return_lse=False, return_aux=statistics))
+    )
     return planned, Trained(call, planned, asked)
 
 
@@ -131,7 +135,10 @@ def _gradients(
         return found
 
     summed = [others[slot] for slot in asked.slots]
-    found = run_backward(planned, (q, k, v), out, lse, (dout, dlse), asked.scale, summed)
+    found = run_backward(
+        planned, (q, k, v), out, lse, (dout, dlse), asked.scale, summed,
+        partial(with_tensors, asked, mask, others), sinks=sinks,
+    )  # fmt: skip
     dsinks = _of_sinks(sinks, lse, found.delta) if wanted[3] else None
     of_slots = dict(zip(asked.slots, found.captured, strict=True))
     given = (found.dq, found.dk, found.dv, dsinks, *map(of_slots.get, range(call.captured)))

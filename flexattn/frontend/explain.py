@@ -33,6 +33,7 @@ from flexattn.problem import Captures, kind_for
 from flexattn.runtime.build import path_of
 from flexattn.runtime.dispatch import Choice
 from flexattn.runtime.fallback.chain import Attempt
+from flexattn.verify.first_use import LaunchedKernels, verification
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Explanation:
     where there is no other. breaks: why the call breaks a graph of torch.compile, "" where it is a
     node of it. source, combine_source: paths of the rendered files. candidates: the
     configs that were tried, the one that serves last, each with what became of it. backward: of
-    a call that wants gradients.
+    a call that wants gradients. verified: whether the kernel was held to plain torch.
     """
 
     route: Route
@@ -101,6 +102,7 @@ class Explanation:
     candidates: tuple[Attempt, ...] = ()
     breaks: str = ""
     backward: Backward | None = None
+    verified: str = ""
 
     def __str__(self) -> str:
         """One aligned line a fact, with the reason beside or below it."""
@@ -112,6 +114,7 @@ class Explanation:
             ("tried", "\n".join(map(str, self.candidates)) if len(self.candidates) > 1 else None),
             ("expected", self.expected),
             ("grid", self.grid and _grid(self.grid)),
+            ("verified", self.verified),
             ("score_mod", self.score_mod),
             ("mask_mod", self.mask_mod),
             ("source", self.source),
@@ -200,6 +203,7 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
         mask_mod=_text(structure.mask),
         candidates=choice.attempts,
         backward=_backward(call) if wants_grad(call) else None,
+        verified=verification(LaunchedKernels.of(choice, launch.combine is not None)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +13,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.device import Device, detect
-from flexattn.errors import ConfigError, UnsupportedError
+from flexattn.errors import ConfigError, UnsupportedError, WrongKernelError
 from flexattn.frontend.call import Call, identity
+from flexattn.frontend.plain_backward import by_autograd
+from flexattn.frontend.verified import wrong_gradients
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.choose.defaults import default, reasons, refused
 from flexattn.kernels.choose.options import NONE, Options
+from flexattn.kernels.printers.torch_printer import score_callable
 from flexattn.mods import Bound
 from flexattn.mods.derivative import derivatives
 from flexattn.problem import Problem, Shape, checks, make_problem
@@ -27,11 +31,13 @@ from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_class import mask_class
 from flexattn.records.store import generation
 from flexattn.records.untuned import note
+from flexattn.reference.parts import SavedForward
 from flexattn.runtime.backward import BackwardLaunch, Gradients, fits, like, prepare_backward
 from flexattn.runtime.dispatch import Choice, dispatcher
 from flexattn.runtime.key_lists import BothLists
-from flexattn.settings import current
+from flexattn.settings import current, say_once
 from flexattn.util.lru import Lru
+from flexattn.verify.made_up import ChosenKernels
 
 _launches: Lru[Any, BackwardLaunch] = Lru(4096)
 # Calls that were found to have a backward.
@@ -145,9 +151,13 @@ def run_backward(
     grads: tuple[Tensor | None, Tensor | None],
     scale: float,
     summed: Sequence[Tensor],
+    asked_of: Callable[[], AskedGradients],
     into: Sequence[Tensor] | None = None,
+    sinks: Tensor | None = None,
 ) -> Gradients:
     """Launch a backward; planned(q, k, v, out, dout): its plan. inputs: q, k and v.
+
+    asked_of: what is kept of the call, with tensors, by which new kernels are verified.
 
     out and lse (natural log) as the forward gave them, in any strides; grads: theirs, None where
     nothing depends on one. summed: the captured tensors that get a gradient. into: where the
@@ -160,8 +170,62 @@ def run_backward(
     inputs = q, k, v
     out, dout = (x if fits(x) else _dense(x) for x in (out, dout))
     lse, dlse = _packed(lse), None if dlse is None else _packed(dlse.resolve_neg())
-    launch, rest = planned(*inputs, out, dout)
-    return launch.run(inputs, out, lse, (dout, dlse), scale, rest, summed, into)
+    while True:
+        try:
+            launch, rest = planned(*inputs, out, dout)
+        except WrongKernelError as error:
+            say_once(f"{error}\n  plain torch computes these gradients")
+            return _plain(asked_of(), inputs, out, (dout, dlse), summed, into, sinks)
+        found = launch.run(inputs, out, lse, (dout, dlse), scale, rest, summed, into)
+        given = partial(_as_given, asked_of, launch, inputs, (out, lse), (dout, dlse))
+        if not wrong_gradients(launch, found, given):
+            return found
+
+
+def _plain(
+    asked: AskedGradients,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    grads: tuple[Tensor, Tensor | None],
+    summed: Sequence[Tensor],
+    into: Sequence[Tensor] | None,
+    sinks: Tensor | None,
+) -> Gradients:
+    """Gradients in plain torch, where no kernel is right."""
+    tensors = [] if asked.score is None else list(asked.score.tensors)
+    learned = [x.detach().requires_grad_() for x in summed]
+    for slot, leaf in zip(asked.slots, learned, strict=True):
+        tensors[slot] = leaf
+    score = asked.score and asked.score._replace(tensors=tuple(tensors))
+    dq, dk, dv, captured = by_autograd(
+        *inputs, score_callable(score), asked.block_mask, asked.scale, learned, grads, into,
+        asked.dropout, sinks,
+    )  # fmt: skip
+    delta = (out.float() * grads[0].float()).sum(-1)
+    delta = delta if grads[1] is None else delta - grads[1]
+    return Gradients(dq, dk, dv, tuple(captured), delta)
+
+
+def _as_given(
+    asked_of: Callable[[], AskedGradients],
+    launch: BackwardLaunch,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor | None],
+) -> tuple[SavedForward, ChosenKernels]:
+    """A backward as plain torch takes it, and its kernels with what a made-up call needs."""
+    asked, problem, target = asked_of(), launch.problem, launch.choice.device
+    options = _options(asked.options, problem, target)
+    chosen = dispatcher().kernels(problem, target, launch.gpu, options)
+    lists = asked.lists()
+    saved = SavedForward(
+        *inputs, asked.scale, score_callable(asked.score), asked.block_mask, asked.dropout,
+        *results, *grads,
+    )  # fmt: skip
+    return saved, ChosenKernels(
+        *chosen, inputs[0].device, asked.scale, asked.score, asked.mask,
+        None if lists is None else lists.by_query, asked.dropout,
+    )  # fmt: skip
 
 
 def _of_each_batch(x: Tensor) -> Tensor:

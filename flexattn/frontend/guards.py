@@ -100,7 +100,12 @@ def remember(
     """
     call, block_mask = plan.call, given.block_mask
     # Of dropout every call has a seed of its own.
-    if key is None or call.dropout is not None or not PLAIN.issuperset(map(type, call.tensors)):
+    if (
+        key is None
+        or call.dropout is not None
+        or current().verify == "always"
+        or not PLAIN.issuperset(map(type, call.tensors))
+    ):
         return
     score = mask = None
     if given.score_mod is not None:

@@ -1,12 +1,10 @@
-"""A backward in a runner: what its forward saved, a config's launches, and what judges them."""
+"""A backward in a runner: what its forward saved, and a config's launches."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,70 +12,15 @@ from torch import Tensor
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
-from flexattn.measure.gate import Verdict, badness, judge_named
-from flexattn.measure.inputs import make_inputs, moved
-from flexattn.measure.oracle import WHOLE_SCORES, block_mask_of, kept_lanes
-from flexattn.measure.slices import Place
 from flexattn.measure.task import Task
 from flexattn.mods import Bound
-from flexattn.mods.signatures import MaskMod
 from flexattn.reference import Precision, attention
 from flexattn.runtime.backward import Gradients, prepare_backward
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.key_lists import BothLists
-
-# Of the oracle: scores that are made at a time, each in some twenty tensors of float64.
-SLICE_SCORES = 2**25
-
-GradientJudge: TypeAlias = Callable[[Gradients], Verdict]
-Heads: TypeAlias = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Differentiated:
-    """A call's inputs with the gradient of its output, and which of its gradients are judged.
-
-    q [B, Hq, L, E], k [B or 1, Hkv, S, E], v [B or 1, Hkv, S, Ev], dout [B, Hq, L, Ev]. mask_mod:
-    which lanes are attended, whatever blocks are listed. heads: batches and KV heads whose
-    gradients are judged. slots: of the score_mod's tensors that get a gradient.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    scale: float
-    score: Bound | None
-    mask_mod: MaskMod | None
-    heads: Heads
-    slots: tuple[int, ...]
-
-    @property
-    def captured(self) -> list[Tensor]:
-        """The score_mod's tensors that get a gradient."""
-        return [] if self.score is None else [self.score.tensors[slot] for slot in self.slots]
-
-    def rows(self, kv_head: int) -> slice:
-        """The query heads of a KV head."""
-        group = self.q.shape[1] // self.k.shape[1]
-        return slice(kv_head * group, (kv_head + 1) * group)
-
-    @contextlib.contextmanager
-    def judged_alone(self) -> Iterator[None]:
-        """The gradient of out is zero in all heads but those that are judged.
-
-        So what heads and batches share, such as the gradient of a captured tensor, has the parts
-        of these alone, which is what the oracle has computed.
-        """
-        whole = self.dout.clone()
-        self.dout.zero_()
-        for b, kv_head in self.heads:
-            rows = self.rows(kv_head)
-            self.dout[b, rows] = whole[b, rows]
-        try:
-            yield
-        finally:
-            self.dout.copy_(whole)
+from flexattn.verify.gradients import Differentiated, judged_heads
+from flexattn.verify.inputs import gradient_like, make_inputs, moved
+from flexattn.verify.oracle import block_mask_of, kept_lanes
 
 
 @dataclass(frozen=True)
@@ -89,19 +32,6 @@ class Saved:
     lse: Tensor
     mask: Bound | None
     lists: BothLists | None
-
-
-def judged_heads(B: int, Hq: int, Hkv: int, L: int, S: int) -> Heads:
-    """Batches and KV heads that are judged: all, or of a large shape three that stand for them."""
-    if B * Hq * L * S <= WHOLE_SCORES:
-        return tuple((b, h) for b in range(B) for h in range(Hkv))
-    return tuple(sorted({(0, 0), (B // 2, Hkv // 2), (B - 1, Hkv - 1)}))
-
-
-def gradient_like(out: Tensor) -> Tensor:
-    """A normal random gradient of an output, equal each time."""
-    draw = torch.Generator(out.device).manual_seed(2)
-    return torch.randn(out.shape, generator=draw, device=out.device).to(out.dtype)
 
 
 def make_saved(task: Task, where: torch.device) -> Saved:
@@ -145,90 +75,3 @@ def backward_call(
         launch.run, inputs, saved.out, saved.lse, (call.dout, None), call.scale, rest,
         call.captured,
     )  # fmt: skip
-
-
-def judge_of(call: Differentiated) -> GradientJudge:
-    """What holds the gradients of `judged_alone` to the oracle's, which are computed here, once.
-
-    Of a large shape each KV head is judged by itself, with its query heads; the worst counts.
-    """
-    exact, rounded = (_oracle(call, each) for each in (Precision.ORACLE, Precision.ROUNDED))
-
-    def judged(got: Gradients) -> Verdict:
-        named = _by_place(call, got.dq, got.dk, got.dv, got.captured)
-        verdicts = [judge_named(named[place], exact[place], rounded[place]) for place in named]
-        return max(verdicts, key=badness)
-
-    return judged
-
-
-_Places: TypeAlias = dict[tuple[int, int], Mapping[str, Tensor]]
-
-
-def _by_place(
-    call: Differentiated, dq: Tensor, dk: Tensor, dv: Tensor, captured: tuple[Tensor, ...]
-) -> _Places:
-    """The gradients that are judged together, by name; those that heads share in each of them."""
-    shared = {f"dtensor {slot}": x for slot, x in zip(call.slots, captured, strict=True)}
-    if len(call.heads) == dq.shape[0] * dk.shape[1]:
-        return {call.heads[0]: {"dq": dq, "dk": dk, "dv": dv, **shared}}
-    found: _Places = {}
-    for b, kv_head in call.heads:
-        own = dq[b, call.rows(kv_head)]
-        keys = min(b, dk.shape[0] - 1), kv_head
-        found[b, kv_head] = {"dq": own, "dk": dk[keys], "dv": dv[keys], **shared}
-    return found
-
-
-def _oracle(call: Differentiated, precision: Precision) -> _Places:
-    """The gradients of `judged_alone` in a precision, a slice of rows at a time."""
-    exact = precision is Precision.ORACLE
-    wide = torch.float64 if exact else torch.float32
-    inputs = call.q, call.k, call.v, *call.captured
-    sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in inputs]
-    length, keys = call.q.shape[2], call.k.shape[2]
-    step = max(1, SLICE_SCORES // max(keys, 1))
-    for b, kv_head in call.heads:
-        rows = call.rows(kv_head)
-        for h in range(rows.start, rows.stop):
-            for first in range(0, length, step):
-                place = Place(b, h, first, min(first + step, length))
-                _add(call, precision, place, (min(b, call.k.shape[0] - 1), kv_head), sums)
-    dq, dk, dv, *captured = (
-        total if exact else total.to(x.dtype) for total, x in zip(sums, inputs, strict=True)
-    )
-    return _by_place(call, dq, dk, dv, tuple(captured))
-
-
-def _add(
-    call: Differentiated,
-    precision: Precision,
-    place: Place,
-    keys: tuple[int, int],
-    sums: list[Tensor],
-) -> None:
-    """Add the gradients of some rows of one head, by autograd, to the sums of all inputs."""
-    b, kv_head = (slice(each, each + 1) for each in keys)
-    parts = place.of(call.q), call.k[b, kv_head], call.v[b, kv_head], *call.captured
-    leaves = [x.detach() for x in parts]
-    if precision is Precision.ORACLE:
-        leaves = [x.double() for x in leaves]
-    with torch.enable_grad():
-        q, k, v, *captured = (x.requires_grad_() for x in leaves)
-        score_mod = None
-        if call.score is not None:
-            learned = dict(zip(call.slots, captured, strict=True))
-            tensors = (learned.get(slot, x) for slot, x in enumerate(call.score.tensors))
-            score_mod = score_callable(call.score._replace(tensors=tuple(tensors)))
-        mask_mod, kv_len = call.mask_mod, k.shape[2]
-        found = attention(
-            q, k, v, score_mod=None if score_mod is None else place.score_mod(score_mod),
-            block_mask=None if mask_mod is None else place.block_mask(mask_mod, kv_len, q.device),
-            scale=call.scale, precision=precision,
-        )  # fmt: skip
-    dout = place.of(call.dout).to(found.out.dtype)
-    grads = torch.autograd.grad(found.out, [q, k, v, *captured], dout, allow_unused=True)
-    into = place.of(sums[0]), sums[1][b, kv_head], sums[2][b, kv_head], *sums[3:]
-    for total, grad in zip(into, grads, strict=True):
-        if grad is not None:
-            total += grad

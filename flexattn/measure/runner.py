@@ -17,19 +17,21 @@ from flexattn.device import detect
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.options import Options
-from flexattn.measure.backward import backward_call, judge_of as judge_gradients, make_saved
+from flexattn.measure.backward import backward_call, make_saved
 from flexattn.measure.clock import Clock, CpuClock, CudaClock, TimedCall
 from flexattn.measure.failures import clipped
-from flexattn.measure.gate import Verdict
-from flexattn.measure.inputs import make_inputs, make_sinks, moved
-from flexattn.measure.oracle import oracle
-from flexattn.measure.serving import make_batch, plan_call, serving_judge
+from flexattn.measure.serving import plan_call
 from flexattn.measure.task import AnyTask, ServingTask, Task
 from flexattn.measure.timing import Event, race
 from flexattn.records.record import Failed, Gated, Policy, kept_error
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import Outputs, prepare_launch
+from flexattn.serving.batch import make_batch, serving_judge
 from flexattn.settings import current
+from flexattn.verify.gate import Verdict
+from flexattn.verify.gradients import judge_of as judge_gradients
+from flexattn.verify.inputs import make_inputs, make_sinks, moved
+from flexattn.verify.oracle import oracle
 
 
 class Runner(Protocol):

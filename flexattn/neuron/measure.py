@@ -23,8 +23,6 @@ from flexattn.errors import FlexAttnError, MeasureError
 from flexattn.kernels.nki.source import NkiSource
 from flexattn.kernels.nki.space import NkiEffort
 from flexattn.measure.failures import clipped
-from flexattn.measure.inputs import make_inputs
-from flexattn.measure.oracle import Judge, oracle
 from flexattn.measure.runner import gated
 from flexattn.measure.task import AnyTask, Task, call_of
 from flexattn.neuron import nrt_bench
@@ -41,6 +39,8 @@ from flexattn.tune.progress import SILENT, Progress
 from flexattn.tune.subject import Subject
 from flexattn.tune.tuner import tune_subject
 from flexattn.util.closing import Closing
+from flexattn.verify.inputs import make_inputs
+from flexattn.verify.oracle import Judge, oracle
 
 # Seconds that a kernel may be compiled and run once for, and that one race may take.
 BUILD_SECONDS, RACE_SECONDS = 1800.0, 1800.0

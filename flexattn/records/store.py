@@ -52,8 +52,15 @@ def _is_real(found: Answer | Record) -> bool:
 
 
 def generation() -> int:
-    """A number that changes when this process writes a record: what was looked up may be old."""
+    """A number that changes when this process writes a record or finds a kernel wrong: what was
+    looked up may be old.
+    """
     return _generation[0]
+
+
+def renew() -> None:
+    """Make all that was looked up old."""
+    _generation[0] = next(_written) + 1
 
 
 class Store:
@@ -195,7 +202,7 @@ class Store:
                 manifest = json.dumps(encode(record.environment), indent=1) + "\n"
                 publish(folder / "manifest.json", manifest)
             publish(path, text)
-        _generation[0] = next(_written) + 1
+        renew()
         return True
 
     def drop_others(self, environment: Environment, key: Key) -> list[Path]:
@@ -219,7 +226,7 @@ class Store:
             if set(listing(folder)) <= {"manifest.json", ".lock"}:
                 shutil.rmtree(folder, ignore_errors=True)
         if dropped:
-            _generation[0] = next(_written) + 1
+            renew()
         return dropped
 
     def _makes_way(

@@ -11,30 +11,43 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
-from torch.overrides import TorchFunctionMode
 
-from flexattn.errors import CaptureError, InputError
-from flexattn.mods import registered
+from flexattn.errors import InputError
 from flexattn.mods.signatures import MaskMod, ScoreMod
 from flexattn.problem.dense_blocks import dense_blocks, spread
 from flexattn.problem.descales import NO_DESCALES, Descales, descaled
 from flexattn.problem.dropout import Dropout
 from flexattn.problem.sinks import add_sinks
 from flexattn.reference.dropout import kept_weights
+from flexattn.reference.mapped import modded, over_lanes, refuse, watched
 from flexattn.reference.rounding import Precision, Rounding
 from flexattn.reference.saved import saved_softmax
 from flexattn.util.locks import awaited
 
 _SLICE_SCORES = 2**26
 _SLICE_KV = 2**27
-_HALVES = (torch.float16, torch.bfloat16)
+# Elements of K, and of V, that are in the working dtype at a time, of rows computed by themselves.
+_PIECE = 2**22
 # Reentrant: a mod may call the oracle.
 _DEFAULT_DTYPE_LOCK = awaited(threading.RLock())
+
+
+class SomeRows(NamedTuple):
+    """SomeRows of a call that are computed without the others.
+
+    b, h: of the batch, and of the first query head. rows: int64 [L], positions in the call, on its
+    device. heads: query heads of the whole call.
+    """
+
+    b: int
+    h: int
+    rows: Tensor
+    heads: int
 
 
 class Reference(NamedTuple):
@@ -57,6 +70,7 @@ def attention(
     descales: Descales = NO_DESCALES,
     dropout: Dropout | None = None,
     precision: Precision = Precision.WORKING,
+    at: SomeRows | None = None,
 ) -> Reference:
     """Attention as torch's eager flex_attention defines it, in slices of bounded memory.
 
@@ -67,21 +81,25 @@ def attention(
     weights are dropped once they are normalised; lse does not know of it. Differentiable in q, k,
     v, sinks and what the mods capture; `max_scores` is not. Only lanes in listed blocks are
     attended; full blocks skip mask_mod. A row with no lane gives zeros, and -inf for lse (or its
-    sink) and max_scores.
+    sink) and max_scores. at: q, k, v, sinks and descales are those of some rows of one batch and
+    one query head; the mods, the block mask and dropout are the whole call's, and keys are read in
+    pieces.
     Raises InputError for shapes that do not fit, and CaptureError where a lane that the mask keeps
     reads a captured tensor out of range. Lanes that the mask removes may read anything.
     """
     _check_shapes(q, k, v)
     B, Hq, L, E = q.shape
     S, Ev = v.shape[-2:]
-    blocks = None if block_mask is None else _Blocks.of(block_mask, L, S)
+    blocks = None if block_mask is None else Blocks.of(block_mask, L, S, at)
     scale = 1 / math.sqrt(E) if scale is None else scale
     rounding = Rounding.of(precision, q, v)
-    run = _Run(score_mod, blocks, scale, rounding, sinks, descales, dropout, Hq)
+    run = AttentionSlice(score_mod, blocks, scale, rounding, dropout, sinks, descales, Hq, at)
     k, v = k.expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
     nb, nh, nm = _slice_sizes(B, Hq, _group(q, k), L, S, E + Ev)
     batches = []
-    with torch.autocast(q.device.type, enabled=False), _float_of_indices(precision):
+    # SomeRows of a call are computed in a process that serves, whose default dtype stays as it is.
+    wide = _float_of_indices(precision) if at is None else contextlib.nullcontext()
+    with torch.autocast(q.device.type, enabled=False), wide:
         for b in _spans(B, nb):
             heads = []
             for h in _spans(Hq, nh):
@@ -148,33 +166,50 @@ def _cat(parts: list[Reference], dim: int) -> Reference:
 
 
 @dataclass(frozen=True)
-class _Run:
+class AttentionSlice:
     """Attention for one slice of batches, query heads and query rows, all keys at once."""
 
     score_mod: ScoreMod | None
-    blocks: _Blocks | None
+    blocks: Blocks | None
     scale: float
     rounding: Rounding
-    sinks: Tensor | None
-    descales: Descales
-    dropout: Dropout | None
-    heads: int
+    dropout: Dropout | None = None
+    sinks: Tensor | None = None
+    descales: Descales = NO_DESCALES
+    heads: int = 1
+    at: SomeRows | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, b: slice, h: slice, m: slice) -> Reference:
         group = _group(q, k)
         kv_heads = slice(h.start // group, (h.stop - 1) // group + 1)
         q_work = descaled(self.rounding.load(q[b, h, m]), self._factor("q", b, h))
-        k_work = descaled(self.rounding.load(k[b, kv_heads]), self._factor("k", b, kv_heads))
-        v_work = descaled(self.rounding.load(v[b, kv_heads]), self._factor("v", b, kv_heads))
-        scores = self.rounding.scores(_shared(torch.matmul, q_work, k_work.mT) * self.scale)
+        keys = self._pieces(k[b, kv_heads], self._factor("k", b, kv_heads))
+        products = [shared(torch.matmul, q_work, each.mT) for _, each in keys]
+        product = products[0] if len(products) == 1 else torch.cat(products, -1)
+        scores = self.rounding.scores(product * self.scale)
+        values = self._pieces(v[b, kv_heads], self._factor("v", b, kv_heads))
         if scores.numel() == 0:
             none = scores.new_full(scores.shape[:3], -math.inf)
-            out = _shared(torch.matmul, scores, v_work)
+            out = shared(torch.matmul, scores, next(values)[1])
             return self._stored(out, none, none, h)
-        lanes = tuple(
-            torch.arange(s.start, s.stop, device=q.device) for s in (b, h, m, slice(0, k.shape[2]))
-        )
-        return self._softmax(self._modified(scores, lanes), v_work, h, self._drop(lanes, scores))
+        lanes = self.lanes(b, h, m, slice(0, k.shape[2]), q.device)
+        return self._softmax(self.modified(scores, lanes), values, h, self.drop(lanes, scores))
+
+    def lanes(
+        self, b: slice, h: slice, m: slice, n: slice, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Positions in the call of some batches, query heads, rows and keys."""
+        found = [torch.arange(s.start, s.stop, device=device) for s in (b, h, m, n)]
+        if self.at is not None:
+            found[:3] = found[0] + self.at.b, found[1] + self.at.h, self.at.rows[m]
+        return tuple(found)
+
+    def _pieces(self, x: Tensor, factor: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+        """Keys or values [b, kv heads, n, i] in the working dtype, with their place among all."""
+        keys, width = x.shape[2:]
+        step = keys if self.at is None else max(1, _PIECE // max(x.shape[1] * width, 1))
+        for span in _spans(keys, max(step, 1)):
+            yield span, descaled(self.rounding.load(x[:, :, span]), factor)
 
     def _factor(self, name: str, b: slice, h: slice) -> Tensor | None:
         """A slice of q's, k's or v's factors, as kernels take them."""
@@ -184,26 +219,37 @@ class _Run:
         found = found[b if found.shape[0] > 1 else slice(None), h]
         return found if name == "v" else torch.where(found > 0, found, math.nan)
 
-    def _modified(self, scores: Tensor, lanes: tuple[Tensor, ...]) -> Tensor:
+    def modified(self, scores: Tensor, lanes: tuple[Tensor, ...]) -> Tensor:
+        """Scores [b, h, m, n] as score_mod and the mask leave them; lanes: their positions."""
         kept = None if self.blocks is None else self.blocks.kept(lanes)
         if self.score_mod is not None:
-            scores = _modded(self.score_mod, scores, kept, lanes)
+            scores = modded(self.score_mod, scores, kept, lanes)
         return scores if kept is None else torch.where(kept, scores, -math.inf)
 
-    def _drop(self, lanes: tuple[Tensor, ...], scores: Tensor) -> Tensor | None:
+    def drop(self, lanes: tuple[Tensor, ...], scores: Tensor) -> Tensor | None:
         """What dropout multiplies weights by: 0, or what keeps their mean."""
         if self.dropout is None:
             return None
-        return kept_weights(self.dropout, lanes, self.heads).to(scores.dtype) * self.dropout.scale
+        heads = self.heads if self.at is None else self.at.heads
+        return kept_weights(self.dropout, lanes, heads).to(scores.dtype) * self.dropout.scale
 
-    def _softmax(self, scores: Tensor, v: Tensor, h: slice, drop: Tensor | None) -> Reference:
+    def _softmax(
+        self,
+        scores: Tensor,
+        values: Iterator[tuple[slice, Tensor]],
+        h: slice,
+        drop: Tensor | None,
+    ) -> Reference:
         top = scores.detach().amax(-1)
         empty = top == -math.inf
         p = torch.exp(scores - torch.where(empty, 0.0, top)[..., None])
         total = torch.where(empty, 1.0, p.sum(-1))
         weights = self.rounding.weights(p)
         weights = weights if drop is None else weights * drop
-        out = _shared(_weighted_sum, weights, v) / total[..., None]
+        v, out = scores, scores.new_zeros(())
+        for span, v in values:
+            out = out + shared(_weighted_sum, weights[..., span], v)
+        out = out / total[..., None]
         lse = torch.where(empty, -math.inf, top + torch.log(total))
         sinks = None if self.sinks is None else self.sinks[h]
         learn = any(x is not None and x.requires_grad for x in (scores, v, sinks))
@@ -218,7 +264,7 @@ class _Run:
         return Reference(self.rounding.store(out), lse, top)
 
 
-def _shared(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+def shared(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     """product(x, y) for x [b, heads, m, i] and y [b, kv heads, i, j] shared by groups."""
     b, heads, m, inner = x.shape
     kv_heads = y.shape[1]
@@ -236,7 +282,7 @@ def _weighted_sum(p: Tensor, v: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class Blocks:
     """A BlockMask as two dense block maps [B or 1, H or 1, q blocks, kv blocks]."""
 
     partial: Tensor
@@ -245,135 +291,39 @@ class _Blocks:
     mask_mod: MaskMod
 
     @classmethod
-    def of(cls, mask: BlockMask, L: int, S: int) -> _Blocks:
+    def of(cls, mask: BlockMask, L: int, S: int, at: SomeRows | None) -> Blocks:
         block_q, block_kv = mask.BLOCK_SIZE
         rows, cols = -(-L // block_q), -(-S // block_kv)
-        if mask.kv_indices.shape[-2] < rows:
+        if at is None and mask.kv_indices.shape[-2] < rows:
             has = mask.kv_indices.shape[-2]
             raise InputError(
                 f"block_mask has {has} blocks of {block_q} query rows, L is {L}",
                 "every query row lies in a listed block",
                 "make the block mask for this L",
             )
-        full = None
+        listed = [(mask.kv_num_blocks, mask.kv_indices)]
         if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-            full = dense_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, cols)
-        partial = dense_blocks(mask.kv_num_blocks, mask.kv_indices, cols)
+            listed.append((mask.full_kv_num_blocks, mask.full_kv_indices))
+        if at is not None:  # of one batch, whose number `spread` takes modulo one
+            listed = [_of_batch(num, indices, at.b) for num, indices in listed]
+        partial, full = (*(dense_blocks(num, indices, cols) for num, indices in listed), None)[:2]
+        assert partial is not None
         return cls(partial, full, (block_q, block_kv), mask.mask_mod)
 
     def kept(self, lanes: tuple[Tensor, ...]) -> Tensor:
         """The lanes that are attended, bool [b, h, m, n]."""
         allowed = spread(self.partial, self.block_size, lanes)
         if self.mask_mod is not noop_mask:
-            inside, outside = _over_lanes(_watched(self.mask_mod), (), lanes)
+            inside, outside = over_lanes(watched(self.mask_mod), (), lanes)
             allowed = allowed & inside.to(torch.bool)
-            _refuse(outside & allowed, "mask_mod", lanes)
+            refuse(outside & allowed, "mask_mod", lanes)
         if self.full is None:
             return allowed
         return allowed | spread(self.full, self.block_size, lanes)
 
 
-def _modded(
-    score_mod: ScoreMod, scores: Tensor, kept: Tensor | None, lanes: tuple[Tensor, ...]
-) -> Tensor:
-    def mod(score: Tensor, lane_kept: Tensor, *index: Tensor) -> tuple[Tensor, Tensor]:
-        return _watched(score_mod, lane_kept if shield else None)(score, *index)
-
-    shield = kept is not None and torch.is_grad_enabled()
-    everywhere = torch.ones((), dtype=torch.bool, device=scores.device).expand(scores.shape)
-    mask = everywhere if kept is None else kept
-    # A derivative that is infinite in a removed lane would turn its zero gradient into NaN.
-    safe = torch.where(mask, scores, 1.0) if shield and scores.requires_grad else scores
-    value, outside = _over_lanes(mod, (safe, mask), lanes)
-    _refuse(outside & mask, "score_mod", lanes)
-    return value.to(scores.dtype)
-
-
-def at_points(score_mod: ScoreMod, score: Tensor, *index: Tensor) -> Tensor:
-    """A score_mod at points, all of one dimension, as `attention` maps it; differentiable.
-
-    index: b, h, q_idx, kv_idx. What it reads outside of a tensor is the nearest element.
-    """
-    value, _ = torch.vmap(_watched(score_mod))(score, *index)
-    return value
-
-
-def _over_lanes(
-    mod: Callable[..., tuple[Tensor, Tensor]], dense: tuple[Tensor, ...], lanes: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor]:
-    """`mod` at every (b, h, q_idx, kv_idx), as torch's eager flex_attention maps it."""
-    for axis in (3, 2, 1, 0):
-        in_dims = (0,) * len(dense) + tuple(0 if axis == i else None for i in range(4))
-        mod = torch.vmap(mod, in_dims=in_dims)
-    return mod(*dense, *lanes)
-
-
-def _watched(
-    mod: Callable[..., Tensor], kept: Tensor | None = None
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`mod` that also returns whether it read a captured tensor out of range."""
-
-    def call(*args: Tensor) -> tuple[Tensor, Tensor]:
-        with _Gather(kept) as mode:
-            value = torch.as_tensor(mod(*args), device=args[-1].device)
-        return value, args[-1].new_zeros((), dtype=torch.bool) | mode.outside
-
-    return call
-
-
-def _refuse(outside: Tensor, name: str, lanes: tuple[Tensor, ...]) -> None:
-    if not bool(outside.any()):
-        return
-    b, h, m, n = (int(lane[i]) for lane, i in zip(lanes, outside.nonzero()[0], strict=True))
-    raise CaptureError(
-        f"{name} reads a captured tensor out of range at b={b}, h={h}, q_idx={m}, kv_idx={n}",
-        "only lanes that the mask removes may read out of range",
-        "clamp the index, make the tensor larger, or mask the lane; FLEXATTN_CHECK=1 names it",
-    )
-
-
-class _Gather(TorchFunctionMode):
-    """Inside a mod, `x[i, j]` with tensors or ints is a gather, even for 0-d indices.
-
-    The rule of torch's TransformGetItemToIndex, but `x[b][h]` has a gradient, an index out of
-    range is clamped and reported, and removed lanes pass no gradient to the tensor. An operator
-    of torch.library is what it is known to compute.
-    """
-
-    def __init__(self, kept: Tensor | None) -> None:
-        super().__init__()
-        self.kept = kept
-        self.outside: Tensor | bool = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__getitem__:
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if len(index) <= args[0].dim() and all(map(_is_position, index)):
-                return self._gather(args[0], index)
-        meaning = registered.meaning_of(func)
-        if meaning is not None:  # vmap would call the operator itself once for each element
-            with self:
-                return meaning(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _gather(self, x: Tensor, index: tuple[Tensor | int, ...]) -> Tensor:
-        if 0 in x.shape[: len(index)]:
-            x = x.new_zeros([max(n, 1) for n in x.shape])
-            self.outside = True
-        places = []
-        for i, n in zip(index, x.shape, strict=False):
-            i = torch.as_tensor(i, device=x.device).long()
-            self.outside = self.outside | ((i < -n) | (i >= n)).any()
-            places.append(i.clamp(-n, n - 1))
-        # A gradient that is added up in 16 bits stops growing long before the last score.
-        wide = x.float() if x.requires_grad and x.dtype in _HALVES else x
-        value: Tensor = torch.ops.aten.index.Tensor(wide, places).to(x.dtype)
-        if self.kept is not None and value.dim() == 0 and value.is_floating_point():
-            value = torch.where(self.kept, value, value.detach())
-        return value
-
-
-def _is_position(index: object) -> bool:
-    if isinstance(index, Tensor):
-        return index.dtype != torch.bool
-    return isinstance(index, int) and not isinstance(index, bool)
+def _of_batch(num: Tensor, indices: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """A BlockMask's counts and indices of one batch; those of all where it has one."""
+    if indices.dim() < 4 or indices.shape[0] == 1:
+        return num, indices
+    return num[b : b + 1], indices[b : b + 1]

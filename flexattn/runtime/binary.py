@@ -20,7 +20,8 @@ class Binary:
     """A cubin and its launch.
 
     name: of the kernel in the cubin. shared: bytes of dynamic shared memory. parameters: how many
-    the kernel takes. maps: one for each tensor descriptor among the arguments, in order.
+    the kernel takes. maps: one for each tensor descriptor among the arguments, in order. verified:
+    its first launch was held to plain torch where it was compiled.
     """
 
     code: bytes
@@ -30,6 +31,7 @@ class Binary:
     num_warps: int
     parameters: int
     maps: tuple[TensorMap, ...]
+    verified: bool = False
 
 
 def binary_of(compiled: Any, arch: str) -> Binary | None:

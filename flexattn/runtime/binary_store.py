@@ -45,6 +45,7 @@ class Described:
     num_warps: int
     parameters: int
     maps: tuple[TensorMap, ...]
+    verified: bool
     triton: str
 
 
@@ -81,7 +82,8 @@ class Binaries:
         publish(code, binary.code)
         described = Described(
             _SCHEMA, source.hash, binary.arch, digest, len(binary.code), binary.name,
-            binary.shared, binary.num_warps, binary.parameters, binary.maps, triton,
+            binary.shared, binary.num_warps, binary.parameters, binary.maps, binary.verified,
+            triton,
         )  # fmt: skip
         publish(path, sealed(asdict(described)))
         return path
@@ -112,7 +114,9 @@ class Binaries:
         whole = len(code) == d.size and hashlib.sha256(code).hexdigest() == d.sha256
         _need(whole, f"{d.sha256}.cubin", "its bytes have the sha256 that it is named by")
         _need(code.startswith(_ELF), f"{d.sha256}.cubin", "it is a cubin")
-        return Binary(code, d.name, d.arch, d.shared, d.num_warps, d.parameters, d.maps)
+        return Binary(
+            code, d.name, d.arch, d.shared, d.num_warps, d.parameters, d.maps, d.verified
+        )
 
 
 def _need(holds: bool, got: str, rule: str) -> None:

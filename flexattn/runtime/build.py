@@ -33,6 +33,7 @@ from flexattn.runtime.compiler_context import (
     without_dumps,
 )
 from flexattn.runtime.cuda_launch import CudaLaunch, loaded
+from flexattn.runtime.verified import trust
 from flexattn.settings import current, log, say_once
 from flexattn.util.locks import renewed
 from flexattn.util.lru import Lru
@@ -342,6 +343,8 @@ class Builder:
         except BuildError as error:  # made for a newer driver
             say_once(f"{root}: a binary is not used, the kernel is compiled: {error.got}")
             return None
+        if binary.verified:
+            trust(source, device)
         with self._guard:
             self.loaded += 1
         return Kernel(source, None, index, binary)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.paged_decode.config import ServingForm
+from flexattn.mods import Bound
 from flexattn.serving.cache import Cache
 from flexattn.serving.request import Maxima
 
@@ -189,3 +190,15 @@ def numbers(name: str, tensor: Tensor, rank: int) -> None:
             f"it is int32 of {rank} dimension{'s' * (rank > 1)}, the last one contiguous",
             f"keep it as {name}.int()" if tensor.dtype == torch.int64 else "",
         )
+
+
+def check_captured(bound: Bound | None, device: torch.device) -> None:
+    """That runs can read what a mod captures where it lies; raises InputError."""
+    for tensor in () if bound is None else bound.tensors:
+        if tensor.device != device or tensor.is_neg():
+            raise InputError(
+                f"a mod captures a tensor of shape {list(tensor.shape)} on {tensor.device}"
+                + (", a view that negates its memory" if tensor.is_neg() else ""),
+                f"a plan's runs read what mods capture as it lies on {device}",
+                f"capture tensor.to('{device}').resolve_neg()",
+            )

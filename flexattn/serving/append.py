@@ -21,6 +21,7 @@ from flexattn.serving.rope import Rope
 from flexattn.serving.scales import Scaled
 from flexattn.serving.seen import facts
 from flexattn.serving.types import pair, whole
+from flexattn.serving.verified_append import check_append
 from flexattn.settings import current
 from flexattn.util.ambient import without_modes
 from flexattn.util.locks import renewed
@@ -95,6 +96,8 @@ class AppendPlan:
             on_gpu = self.device.type == "cuda"
             self._fixed["INV_FREQ"] = self._inv_freq.data_ptr() if on_gpu else self._inv_freq
         self._ready: dict[Any, Launcher | None] = {}
+        check_append(self, source, target, scaled, rope)
+        self._ready.clear()
 
     def run(
         self,

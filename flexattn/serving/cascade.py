@@ -16,6 +16,7 @@ from flexattn.serving.cache import KVCache
 from flexattn.serving.join import Join
 from flexattn.serving.merge import merge_states
 from flexattn.serving.plan import DecodePlan
+from flexattn.serving.verified import check_cascade
 from flexattn.settings import current, log
 from flexattn.util.ambient import without_modes
 
@@ -62,6 +63,7 @@ class CascadePlan:
         if self._join is None:
             # Compiled here, so that no run does.
             merge_states(self._out, self._lse, self._out, self._lse, out=self._out, lse=self._lse)
+        check_cascade(self, None if self._join is None else self._join.source)
 
     def _joined(self, asked: ServingConfig | None, arguments: dict[str, Any]) -> Join | None:
         """What merges the prefix's parts and both states; None where `merge_states` does.

@@ -28,8 +28,8 @@ class Join:
         assert prefix.form.prefix and prefix.config.combine == "launch"
         self._prefix = prefix
         kernels = prefix._kernels
-        source = render_join(prefix.form, prefix.config, kernels.target)
-        self._kernel = builder().kernel(source, kernels.target, kernels.gpu)
+        self.source = render_join(prefix.form, prefix.config, kernels.target)
+        self._kernel = builder().kernel(self.source, kernels.target, kernels.gpu)
         self._launchers: dict[tuple[int, ...], Launcher] = {}
 
     def __call__(

@@ -34,7 +34,8 @@ class Kernels(NamedTuple):
     """What a plan launches. programs: of the serving kernel; merges: of the one that merges.
 
     combine: None also for a shared prefix, whose parts the last kernel of its cascade merges.
-    gpu: its index, -1 where there is none. attempts: what was tried, what serves last.
+    gpu: its index, -1 where there is none. attempts: what was tried, what serves last. tuned: the
+    config is a record's of this environment.
     """
 
     config: ServingConfig
@@ -46,6 +47,7 @@ class Kernels(NamedTuple):
     merges: int
     origin: str = ""
     attempts: tuple[Attempt, ...] = ()
+    tuned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class _Candidate:
     origin: str
     measured: bool
     form: str
+    tuned: bool = False
 
     @property
     def tiles(self) -> ServingConfig:
@@ -114,7 +117,7 @@ def build(
     merges = merge_shape(form, chosen, target).grid(programs)
     return Kernels(
         chosen, target, index, attend, combine, programs, merges, served.candidate.origin,
-        served.attempts,
+        served.attempts, served.candidate.tuned,
     )  # fmt: skip
 
 
@@ -140,6 +143,14 @@ def _candidates(
     known = tuned(form, maxima, target, lengths)
     if known is not None:
         measured = not COMPILER_FIELDS.intersection(known.stored.differing)
-        yield _Candidate(form, target, known.config, known.origin, measured, "record")
+        yield _Candidate(
+            form,
+            target,
+            known.config,
+            known.origin,
+            measured,
+            "record",
+            not known.stored.differing,
+        )
     for each in serving_candidates(form, target):
         yield _Candidate(form, target, each, "static default", False, each.template)

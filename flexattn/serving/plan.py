@@ -17,7 +17,7 @@ from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.invariant import part_slots
 from flexattn.kernels.paged_decode.source import stepped_axes, tied
 from flexattn.kernels.paged_decode.space import workspace
-from flexattn.mods import Bound, bind
+from flexattn.mods import bind
 from flexattn.problem.checks import check_scale
 from flexattn.runtime.build import Launcher
 from flexattn.serving import admission
@@ -31,6 +31,7 @@ from flexattn.serving.seen import NOTHING, Seen, facts, see
 from flexattn.serving.stalled import GivenUp
 from flexattn.serving.streams import Streams
 from flexattn.serving.types import check_choices, pair, refuse_types, whole
+from flexattn.serving.verified import is_right
 from flexattn.settings import current
 from flexattn.util.ambient import without_modes
 
@@ -145,7 +146,7 @@ class DecodePlan:
             for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))
         )
         for bound in (self._score, self._mask):
-            _readable(bound, self.device)
+            admission.check_captured(bound, self.device)
         self.scale = check_scale(scale, D)
         self.form = form_of(
             self.maxima, self._score, self._mask,
@@ -156,9 +157,17 @@ class DecodePlan:
         # A TreePlan gives rows their places itself.
         mods = self.form.score is not None or self.form.mask is not None
         self.places_rows = mods and not prefix
-        self._kernels: Kernels = build(self.form, self.maxima, self.device, config, lengths)
-        self.config, self.origin = self._kernels.config, self._kernels.origin
-        self._gpu = self._kernels.gpu
+        while True:
+            self._prepare(build(self.form, self.maxima, self.device, config, lengths))
+            if is_right(self, self._kernels, self._score, self._mask):
+                break
+        self._forget()
+
+    def _prepare(self, kernels: Kernels) -> None:
+        """Take kernels, and allocate what their runs share."""
+        m = self.maxima
+        self._kernels = kernels
+        self.config, self.origin, self._gpu = kernels.config, kernels.origin, kernels.gpu
         where, rows = self.device, self.maxima.rows
         self._slots = part_slots(
             self.form, self.config, self._kernels.target,
@@ -175,8 +184,10 @@ class DecodePlan:
             if self._given_up is None
             else self._given_up.word
         )
-        self._out = torch.empty((rows, Hq, Dv), dtype=dtype, device=where)
-        self._lse = torch.empty((rows, Hq), dtype=torch.float32, device=where) if lse else None
+        self._out = torch.empty((rows, m.Hq, m.head_dim_v), dtype=m.dtype, device=where)
+        self._lse = None
+        if self.form.lse:
+            self._lse = torch.empty((rows, m.Hq), dtype=torch.float32, device=where)
         # What never changes between runs is packed into the launches once.
         self._owned: dict[str, Any] = {"WORKSPACE": self._workspace, "COUNT": self._count}
         for captures, bound in ((self.form.score, self._score), (self.form.mask, self._mask)):
@@ -186,6 +197,10 @@ class DecodePlan:
                 name: value.data_ptr() if isinstance(value, Tensor) else value
                 for name, value in self._owned.items()
             }
+        self._forget()
+
+    def _forget(self) -> None:
+        """Know no run, as before the first one."""
         self._streams = Streams(self._gpu)
         self._ready: dict[Any, _Ready] = {}
         self._last: tuple[Any, _Ready | None] = None, None
@@ -388,15 +403,3 @@ def _misfit(name: str, got: object, wanted: Tensor) -> InputError:
         f"{name} is {got.dtype} {list(got.shape)} at {got.data_ptr():#x} on {got.device}",
         f"it is {wanted.dtype} {list(wanted.shape)} on {wanted.device}, contiguous and aligned",
     )
-
-
-def _readable(bound: Bound | None, device: torch.device) -> None:
-    """That runs can read what a mod captures where it lies; raises InputError."""
-    for tensor in () if bound is None else bound.tensors:
-        if tensor.device != device or tensor.is_neg():
-            raise InputError(
-                f"a mod captures a tensor of shape {list(tensor.shape)} on {tensor.device}"
-                + (", a view that negates its memory" if tensor.is_neg() else ""),
-                f"a plan's runs read what mods capture as it lies on {device}",
-                f"capture tensor.to('{device}').resolve_neg()",
-            )

@@ -12,7 +12,6 @@ from flexattn.block_mask.classify import block_kinds
 from flexattn.block_mask.create import from_kinds
 from flexattn.device import Device
 from flexattn.errors import InputError
-from flexattn.measure.inputs import moved
 from flexattn.measure.task import AnyTask, ServingTask, Task
 from flexattn.mods import Bound, bind, look
 from flexattn.mods.bind import clear
@@ -27,6 +26,7 @@ from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Lists
 from flexattn.tune.serving import serving_task
 from flexattn.tune.workload import ModPath, Row, policy_for
+from flexattn.verify.inputs import moved
 
 _T = TypeVar("_T", bound=AnyTask)
 

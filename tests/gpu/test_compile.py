@@ -12,8 +12,8 @@ from bench import training_step
 from flexattn.block_mask.lazy import lists_pending
 from flexattn.catalogue import causal
 from flexattn.frontend.compiled import op_backward
-from flexattn.measure.gate import judge
 from flexattn.reference import Precision, attention
+from flexattn.verify.gate import judge
 from tests.cases import CASES
 from tests.compiled import compiling, gpt, nodes
 from tests.support import block_mask, inputs, sinks

@@ -12,9 +12,9 @@ from flexattn.deploy.warm import at_other_sizes
 from flexattn.device import detect
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
-from flexattn.measure.gate import judge
 from flexattn.reference import Precision, attention
 from flexattn.runtime.build import builder
+from flexattn.verify.gate import judge
 from tests.support import (
     DECODE,
     KINDS,

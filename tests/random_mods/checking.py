@@ -17,9 +17,9 @@ import torch
 from torch._higher_order_ops.flex_attention import math_attention
 
 from flexattn import create_block_mask, noop_mask
-from flexattn.measure.gate import judge
 from flexattn.reference import Precision, Reference, attention
 from flexattn.settings import current
+from flexattn.verify.gate import judge
 from tests.random_mods.mods import random_mod
 from tests.random_mods.outcomes import Outcome, Task, failure
 from tests.support import DTYPES, block_mask, inputs, poison, run

@@ -36,10 +36,12 @@ EDGES = {
     "block_mask": {"runtime"},
     "catalogue": {"mods"},
     # The catalogue has the document mask of nested tensors that were packed.
-    "frontend": {"block_mask", "reference", "catalogue"},
-    "serving": {"runtime"},
+    # The tuner's gate and the check of a kernel's first launch are one rule.
+    "verify": {"runtime", "reference"},
+    "frontend": {"block_mask", "verify", "catalogue"},
+    "serving": {"verify"},
     # A candidate is launched by what serves users, so that what is timed is what will run.
-    "measure": {"serving", "reference"},
+    "measure": {"serving", "verify"},
     # It makes a workload's BlockMasks.
     "tune": {"measure", "block_mask"},
     # What the core needs of NKI lies below (device.neuroncore, kernels.nki); what is left is the
@@ -67,7 +69,7 @@ LISTED = {
     "block_mask/visual/__init__.py",
     *(f"neuron/nki/{name}.py" for name in ("data", "matrix", "scalar", "vector")),
 }
-REFERENCE_USERS = {"reference", "measure", "frontend"}
+REFERENCE_USERS = {"reference", "verify", "measure", "frontend", "serving"}
 
 KERNELS = PACKAGE / "kernels"
 # Folders of kernels/ that are no family: what families are made of, and what knows them all.

@@ -17,8 +17,8 @@ from flexattn.frontend.compiled.looks import remember_by_key
 from flexattn.frontend.compiled.op import library, mask_of, score_of, transforming
 from flexattn.frontend.compiled.spec import Spec, parsed
 from flexattn.frontend.gradients import AskedGradients, plan_backward, run_backward
+from flexattn.frontend.plain_backward import by_autograd, zeros_of
 from flexattn.problem import checks
-from flexattn.reference import attention
 from flexattn.runtime.backward import like
 from flexattn.runtime.layout import dense_strides
 
@@ -67,7 +67,7 @@ def attend_backward(
     wanted = [score[i] for i in said.grads]
     if not out.numel() or not k.numel():
         dq, dk, dv = (x.zero_() for x in (map(like, (q, k, v)) if into is None else into))
-        return dq, dk, dv, list(map(_zeros, wanted))
+        return dq, dk, dv, list(map(zeros_of, wanted))
     with torch.no_grad(), transforming():
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         leaves = list(score)
@@ -78,7 +78,8 @@ def attend_backward(
         call = Call(q, k, v, score_mod, block_mask, scale, score=bound, mask=kept)
         grads = [leaves[i] for i in said.grads]
         if route_of(call)[0] == "reference":
-            found = _by_autograd(call, grads, dout, dlse, into)
+            given = call.q, call.k, call.v, score_mod, block_mask, scale
+            found = by_autograd(*given, grads, (dout, dlse), into)
         else:
             if block_mask is not None:
                 remember_by_key(block_mask, lists, by_key)
@@ -118,38 +119,12 @@ def _by_kernel(
     learned = [tensors[slot] for slot in slots]
     planned = partial(plan_backward, asked, into=into)
     inputs = call.q, call.k, call.v
-    found = run_backward(planned, inputs, out, lse, (dout, dlse), call.scale, learned, into)
+    found = run_backward(
+        planned, inputs, out, lse, (dout, dlse), call.scale, learned, lambda: asked, into
+    )
     summed = {id(tensors[s]): x for s, x in zip(slots, found.captured, strict=True)}
-    captured = [summed[id(x)] if id(x) in summed else _zeros(x) for x in grads]
+    captured = [summed[id(x)] if id(x) in summed else zeros_of(x) for x in grads]
     return found.dq, found.dk, found.dv, captured
-
-
-def _by_autograd(
-    call: Call,
-    grads: Sequence[Tensor],
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    into: Sequence[Tensor] | None,
-) -> _Found:
-    """In plain torch, on the CPU."""
-    with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
-        found = attention(
-            *inputs, score_mod=call.score_mod, block_mask=call.block_mask, scale=call.scale
-        )
-        pairs = [(x, g) for x, g in ((found.out, dout), (found.lse, dlse)) if g is not None]
-        leaves = [*inputs, *grads]
-        given = torch.autograd.grad(
-            [x for x, _ in pairs], leaves, [g.to(x.dtype) for x, g in pairs], allow_unused=True
-        )
-    whole = [_zeros(x) if g is None else g for x, g in zip(leaves, given, strict=True)]
-    places = map(like, inputs) if into is None else into
-    dq, dk, dv = (place.copy_(g) for place, g in zip(places, whole, strict=False))
-    return dq, dk, dv, whole[3:]
-
-
-def _zeros(x: Tensor) -> Tensor:
-    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _as(found: Tensor, own: Tensor) -> Tensor:

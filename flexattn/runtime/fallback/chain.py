@@ -8,7 +8,13 @@ from itertools import islice
 from typing import Generic, NoReturn, Protocol, TypeVar
 
 from flexattn.device import Device
-from flexattn.errors import BuildError, ConfigError, FlexAttnError, RenderError
+from flexattn.errors import (
+    BuildError,
+    ConfigError,
+    FlexAttnError,
+    RenderError,
+    WrongKernelError,
+)
 from flexattn.kernels.base.source import Source
 from flexattn.runtime.build import Kernel
 from flexattn.runtime.fallback.memory import Memory
@@ -168,8 +174,9 @@ class _Chance:
         worst = Outcome("built")
         for source in self._sources(candidate):
             known = None
-            if self.memory is not None and not source.stored:
-                known = self.memory.find(source, self.device)
+            if self.memory is not None:
+                found = self.memory.wrong if source.stored else self.memory.find
+                known = found(source, self.device)
             if known is not None and not known.built:
                 self.remembered = True
                 raise _Failed(known)
@@ -284,6 +291,12 @@ def _say(title: str, attempts: Sequence[Attempt]) -> None:
 def _give_up(title: str, device: Device, attempts: Sequence[Attempt]) -> NoReturn:
     listed = "\n        ".join(map(str, attempts)) or "there is none"
     outcomes = [each.outcome for each in attempts if each.outcome is not None]
+    if any(each.kind == "wrong" for each in outcomes):
+        raise WrongKernelError(
+            f"{title}: no kernel is right on {device.name}\n        {listed}",
+            "a kernel's first launch agrees with plain torch",
+            "send the files that were named; `flexattn doctor --clear-outcomes` checks anew",
+        )
     if outcomes and all(each.kind == "shared memory" for each in outcomes):
         raise ConfigError(
             f"{title}: every config needs more shared memory than {device.shared_memory} bytes\n"

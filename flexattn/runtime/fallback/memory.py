@@ -2,7 +2,8 @@
 
     <FLEXATTN_CACHE_DIR>/outcomes/<arch>-<environment>/<hash of the source>.json
 
-One sealed file a source. An environment is a compiler, a driver and an arch; the hash covers a
+One sealed file a source: what was refused, what spills, and what was verified by its first launch
+or found wrong. An environment is a compiler, a driver and an arch; the hash covers a
 source's whole text, so that what a template's edit changes is compiled anew. Nothing is kept of a
 failure that may pass, nor of a kernel whose loops cannot spill.
 """
@@ -29,7 +30,7 @@ from flexattn.settings import current, say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
 from flexattn.util.lru import Lru
 
-_SCHEMA = 1
+_SCHEMA = 2
 _MAX_FILE = 2**14
 # Files of one environment; the oldest go first.
 MAX_FILES = 2048
@@ -46,6 +47,7 @@ class Noted:
     loop_spills: int
     loop_instructions: int
     stack: int
+    verified: bool
     title: str
     compiler: str
     made: str
@@ -54,8 +56,9 @@ class Noted:
     def outcome(self) -> Outcome:
         """Without what is told for people."""
         return Outcome(
-            self.kind, self.reason, self.loop_spills, self.stack, self.loop_instructions
-        )
+            self.kind, self.reason, self.loop_spills, self.stack, self.loop_instructions,
+            self.verified,
+        )  # fmt: skip
 
 
 def root() -> Path:
@@ -68,13 +71,20 @@ class Memory:
 
     def __init__(self) -> None:
         self._known: Lru[tuple[Path, str, str], tuple[Outcome | None]] = Lru(4096)
+        self._wrong: Lru[tuple[str, str], Outcome] = Lru(4096)
         self._noted = False
+
+    def wrong(self, source: Source, device: Device) -> Outcome | None:
+        """What this process found of a source whose numbers are wrong; None of any other."""
+        return self._wrong.get((source.hash, device.arch))
 
     def find(self, source: Source, device: Device) -> Outcome | None:
         """What became of a source in this environment; None where nobody knows.
 
         A file is asked for once in a process. One that is not sound is said, and ignored.
         """
+        if (wrong := self.wrong(source, device)) is not None:
+            return wrong
         # A process that loads all its kernels need not ask, and import, the compiler.
         if not (self._noted or os.path.isdir(root())):  # Path's own raises where it may not look
             return None
@@ -90,14 +100,18 @@ class Memory:
 
     def note(self, source: Source, device: Device, outcome: Outcome, title: str) -> None:
         """Remember an outcome; on disk too where it can be written, which is said once if not."""
+        if outcome.kind == "wrong":
+            self._wrong.put((source.hash, device.arch), outcome)
         folder = _folder(device)
         if folder is None or outcome.kind == "passing":
             return
         self._noted = True
         self._known.put((folder, source.hash, device.arch), (outcome,))
+        if device.backend == "interpreter":
+            return
         noted = Noted(
             _SCHEMA, source.hash, outcome.kind, outcome.reason, outcome.loop_spills,
-            outcome.loop_instructions, outcome.stack,
+            outcome.loop_instructions, outcome.stack, outcome.verified,
             title[:400], compiler_of(device), datetime.now(timezone.utc).isoformat()[:19],
         )  # fmt: skip
         try:
@@ -116,6 +130,7 @@ class Memory:
     def clear(self) -> int:
         """Forget all environments; returns how many files went."""
         self._known.clear()
+        self._wrong.clear()
         gone = 0
         for folder in _folders():
             for path in _files(folder):
@@ -134,9 +149,12 @@ def memory() -> Memory:
 
 
 def _folder(device: Device) -> Path | None:
-    """Where the outcomes of this environment lie; None where nothing compiles."""
+    """Where the outcomes of this environment lie; None where no compiler can be named.
+
+    Of the interpreter a process remembers them, and no file does.
+    """
     if device.backend == "interpreter":
-        return None
+        return root() / "interpreter"
     try:
         return root() / folder_name(device)
     except (ImportError, RuntimeError, OSError, subprocess.SubprocessError):

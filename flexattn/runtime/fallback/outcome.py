@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from flexattn.errors import BuildError, DriverError, RenderError
 from flexattn.runtime.resources import spills_too_much, starved
 
-OutcomeKind = Literal["built", "compiler", "check", "shared memory", "loader", "passing"]
+OutcomeKind = Literal["built", "compiler", "check", "shared memory", "loader", "passing", "wrong"]
 _KINDS: tuple[OutcomeKind, ...] = get_args(OutcomeKind)
 
 # The driver's words for a kernel that it will never take. OUT_OF_RESOURCES: of registers.
@@ -35,7 +35,9 @@ class Outcome:
 
     kind: "built"; refused for good by the "compiler", by a "check" of flexattn's own, for "shared
     memory", or by the "loader"; or "passing": a failure that another try may not meet (a killed
-    compiler, no memory, a timeout, a full disk). reason: of a failure, in one line. loop_spills,
+    compiler, no memory, a timeout, a full disk); or "wrong": it was launched, and its numbers are
+    beyond the accuracy gate. reason: of a failure, in one line. verified: its first launch was
+    held to plain torch, and is right. loop_spills,
     loop_instructions: of the loops', how many move a spilled word, and all. stack: bytes of local
     memory of each thread.
     """
@@ -45,6 +47,7 @@ class Outcome:
     loop_spills: int = 0
     stack: int = 0
     loop_instructions: int = 0
+    verified: bool = False
 
     @property
     def built(self) -> bool:
@@ -64,7 +67,7 @@ class Outcome:
     @property
     def of_text(self) -> bool:
         """Whether it is likely to befall every tile size of the same template."""
-        return self.kind in ("compiler", "check", "passing")
+        return self.kind in ("compiler", "check", "passing", "wrong")
 
     @property
     def of_assembly(self) -> bool:
@@ -78,6 +81,8 @@ class Outcome:
             return f"{self.loop_spills} spills in its loops" if self.starved else "serves"
         if self.kind == "passing":
             return f"failed, and may not fail again: {self.reason}"
+        if self.kind == "wrong":
+            return f"computes wrong numbers: {self.reason}"
         by = {"shared memory": "for", "check": "by a"}.get(self.kind, "by the")
         return f"refused {by} {self.kind}: {self.reason}"
 

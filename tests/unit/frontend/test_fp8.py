@@ -16,13 +16,13 @@ from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
-from flexattn.measure.gate import judge
 from flexattn.problem import Shape
 from flexattn.problem.descales import Descales
 from flexattn.records.key import key_of
 from flexattn.reference import Precision, attention
 from flexattn.runtime.launch import prepare_launch
 from flexattn.tune.serving import serving_task
+from flexattn.verify.gate import judge
 from tests.launches import Recorded
 from tests.problems import choices, problem
 from tests.support import block_mask, inputs, sinks

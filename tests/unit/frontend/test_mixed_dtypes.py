@@ -13,7 +13,6 @@ from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper.config import HopperPrefillConfig
-from flexattn.measure.inputs import make_inputs
 from flexattn.problem import FP8, NARROWER
 from flexattn.records import untuned
 from flexattn.records.key import key_of
@@ -21,6 +20,7 @@ from flexattn.records.untuned import note, read_untuned, untuned_path
 from flexattn.reference import Precision, attention
 from flexattn.reference.rounding import Rounding
 from flexattn.settings import override
+from flexattn.verify.inputs import make_inputs
 from tests.families import gluon_refused
 from tests.problems import choices, problem
 from tests.support import block_mask, inputs, run, sinks

@@ -12,12 +12,12 @@ from flexattn.catalogue import causal
 from flexattn.device import named
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend import admission, attention
-from flexattn.measure.gate import judge
-from flexattn.measure.inputs import make_sinks
 from flexattn.neuron import feasible
 from flexattn.problem.sinks import add_sinks
 from flexattn.records.key import key_of
 from flexattn.reference import Precision
+from flexattn.verify.gate import judge
+from flexattn.verify.inputs import make_sinks
 from tests.cases import CASES, case
 from tests.problems import problem
 from tests.support import assert_judged, block_mask, inputs, sinks

@@ -107,7 +107,9 @@ def test_descriptors_of_keys_that_batches_share_stay_in_their_memory():
         raise LookupError("read")
 
     with pytest.raises(LookupError, match="read"):
-        run_backward(planned, (q, *shared), out, torch.zeros(3, 2, 40), (dout, None), 0.1, ())
+        run_backward(
+            planned, (q, *shared), out, torch.zeros(3, 2, 40), (dout, None), 0.1, (), None
+        )
 
 
 @pytest.mark.parametrize("language", ["triton", "gluon"])

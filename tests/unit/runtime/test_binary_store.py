@@ -155,7 +155,16 @@ def compiled(**changes):
 
 
 def test_a_binary_of_what_triton_compiled():
-    assert told(binary_of(compiled(), "sm_90")) == [CODE, "kernel", "sm_90", 1024, 4, 2, (BOX,)]
+    assert told(binary_of(compiled(), "sm_90")) == [
+        CODE,
+        "kernel",
+        "sm_90",
+        1024,
+        4,
+        2,
+        (BOX,),
+        False,
+    ]
     assert binary_of(compiled(tensordesc_meta=None), "sm_90").maps == ()
 
 

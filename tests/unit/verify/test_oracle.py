@@ -10,14 +10,14 @@ from hypothesis import given, settings, strategies as st
 import flexattn
 from flexattn.catalogue import causal
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
-from flexattn.measure import oracle as oracles
-from flexattn.measure.inputs import make_inputs
-from flexattn.measure.oracle import kept_lanes, oracle
 from flexattn.mods import bind
 from flexattn.problem import DENSE, Layout, Shape, Sparsity, make_problem
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of
 from flexattn.reference import Precision, attention
 from flexattn.runtime.launch import Lists
+from flexattn.verify import oracle as oracles
+from flexattn.verify.inputs import make_inputs
+from flexattn.verify.oracle import kept_lanes, oracle
 from tests.cases import CASES
 from tests.problems import problem
 from tests.support import block_mask, inputs

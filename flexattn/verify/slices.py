@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from flexattn.measure.gate import NAMES, Triple, Verdict, badness, judge
 from flexattn.mods.signatures import MaskMod, ScoreMod
 from flexattn.problem import out_dtype
 from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.reference import Precision, Reference, attention
+from flexattn.verify.gate import NAMES, Triple, Verdict, badness, judge
 
 SLICE_ROWS = 64
 

@@ -5,12 +5,13 @@ import torch
 
 from flexattn.catalogue import causal
 from flexattn.device import named
-from flexattn.measure import backward
-from flexattn.measure.backward import Differentiated, judge_of, make_saved
-from flexattn.measure.gate import Verdict
+from flexattn.measure.backward import make_saved
 from flexattn.runtime.backward import Gradients
 from flexattn.tune.tasks import task_from
 from flexattn.tune.workload import parse_workload
+from flexattn.verify import gradients as backward
+from flexattn.verify.gate import Verdict
+from flexattn.verify.gradients import Differentiated, judge_of
 
 CPU = torch.device("cpu")
 TABLE = torch.linspace(-1, 1, 3 * 90).view(3, 90)

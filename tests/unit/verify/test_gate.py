@@ -8,9 +8,9 @@ from hypothesis import given, settings, strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flexattn.errors import InputError
-from flexattn.measure import gate
-from flexattn.measure.gate import judge
 from flexattn.reference import Precision, attention
+from flexattn.verify import gate
+from flexattn.verify.gate import judge
 from tests.cases import case
 
 B, Hq, L, S, EV = 2, 3, 37, 53, 24

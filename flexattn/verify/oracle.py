@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
-from flexattn.measure.gate import Triple, Verdict, judge
-from flexattn.measure.slices import Slices
 from flexattn.mods import Bound
 from flexattn.mods.signatures import MaskMod
 from flexattn.problem import Sparsity, out_dtype
 from flexattn.problem.dense_blocks import dense_blocks
 from flexattn.reference import Precision, Reference, attention
 from flexattn.runtime.launch import Lists
+from flexattn.verify.gate import Triple, Verdict, judge
+from flexattn.verify.slices import Slices
 
 Judge: TypeAlias = Callable[[Triple], Verdict]
 

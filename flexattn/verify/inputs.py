@@ -43,6 +43,12 @@ def make_sinks(problem: Problem, device: torch.device) -> Tensor | None:
     return sinks.to(_TORCH[problem.structure.sinks])
 
 
+def gradient_like(out: Tensor) -> Tensor:
+    """A normal random gradient of an output, equal each time."""
+    draw = torch.Generator(out.device).manual_seed(2)
+    return torch.randn(out.shape, generator=draw, device=out.device).to(out.dtype)
+
+
 def moved(bound: Bound | None, where: torch.device | str) -> Bound | None:
     """A mod with what it captures on a device, as data: nothing of it requires a gradient."""
     if bound is None:

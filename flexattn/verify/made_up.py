@@ -1,0 +1,163 @@
+"""A call made up for kernels that were chosen: one batch, one KV head, the same structure.
+
+It stands in for the caller's where that cannot be read: while a CUDA graph is captured, before
+there is a call, where inputs hold NaN, and in a group of processes, which then decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flexattn.device import cuda_driver
+from flexattn.kernels.choose.options import NONE
+from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
+from flexattn.mods import Bound
+from flexattn.problem import Problem
+from flexattn.problem.dropout import Dropout
+from flexattn.reference import Precision, attention
+from flexattn.runtime.backward import prepare_backward
+from flexattn.runtime.build import Kernel
+from flexattn.runtime.dispatch import Choice, Dispatcher
+from flexattn.runtime.key_lists import BothLists, made_by_key
+from flexattn.runtime.launch import Lists, prepare_launch
+from flexattn.verify.gate import Verdict
+from flexattn.verify.gradients import Differentiated, judge_of
+from flexattn.verify.inputs import gradient_like, make_inputs, make_sinks
+from flexattn.verify.oracle import block_mask_of, kept_lanes
+from flexattn.verify.samples import Attended, Unjudged, judge_rows
+
+# Of the oracle of gradients, which computes all of them.
+_SCORES = 2**21
+_SEED = 0x5EED
+
+
+@dataclass(frozen=True)
+class ChosenKernels:
+    """Kernels that dispatch chose, and the parts of a call that they are of.
+
+    lists: of the block mask, by query and by key. combine: decode's second kernel.
+    """
+
+    choice: Choice
+    kernel: Kernel
+    combine: Kernel | None
+    where: torch.device
+    scale: float
+    score: Bound | None = None
+    mask: Bound | None = None
+    lists: Lists | None = None
+    dropout: Dropout | None = None
+
+    def kernels(self, problem: Problem, *_: object) -> tuple[Choice, Kernel, Kernel | None]:
+        """As Dispatcher.kernels, for the made-up problem."""
+        return replace(self.choice, problem=problem), self.kernel, self.combine
+
+
+def judge_forward(chosen: ChosenKernels) -> Verdict:
+    """Launch a made-up forward, and judge some of its rows."""
+    problem, lists = _small(chosen, chosen.choice.problem.q_len)
+    structure, where = problem.structure, chosen.where
+    q, k, v = make_inputs(problem, where)
+    sinks, dropout = make_sinks(problem, where), _drawn(chosen)
+    with apart(where):
+        launch = prepare_launch(
+            problem, chosen.choice.device, where, _dispatcher(chosen), NONE, q, k, v, lists
+        )
+        rest = launch.rest_of(lists, chosen.score, chosen.mask, dropout)
+        found = launch.run(q, k, v, chosen.scale, rest, sinks)
+        block_mask = None
+        if lists is not None and structure.sparsity is not None:
+            lengths = problem.q_len, problem.kv_len
+            mask_mod = mask_callable(chosen.mask)
+            block_mask = block_mask_of(lists, structure.sparsity, mask_mod, lengths)
+        call = Attended(
+            q, k, v, chosen.scale, score_callable(chosen.score), block_mask, sinks,
+            dropout=dropout,
+        )  # fmt: skip
+        return judge_rows(call, found, borders_of(chosen.choice)[0])
+
+
+def judge_backward(chosen: ChosenKernels) -> Verdict:
+    """Launch the backward of a made-up call of few rows, and judge all gradients of it.
+
+    Raises Unjudged for one with dropout.
+    """
+    if chosen.dropout is not None:
+        raise Unjudged("gradients of captured tensors beside dropout")
+    p = chosen.choice.problem
+    group, where = p.Hq // p.Hkv, chosen.where
+    rows = max(1, min(p.q_len, _SCORES // (p.kv_len * group)))
+    problem, lists = _small(chosen, rows)
+    structure = problem.structure
+    q, k, v = make_inputs(problem, where)
+    mask_mod, both, block_mask = mask_callable(chosen.mask), None, None
+    if lists is not None and structure.sparsity is not None:
+        sparsity = structure.sparsity
+        block_mask = block_mask_of(lists, sparsity, mask_mod, (problem.q_len, problem.kv_len))
+        mask_mod = kept_lanes(lists, sparsity, mask_mod, problem.kv_len)
+        both = BothLists(lists, made_by_key(block_mask, lists))
+    stored = attention(
+        q, k, v, score_mod=score_callable(chosen.score), block_mask=block_mask,
+        scale=chosen.scale, precision=Precision.STORED,
+    )  # fmt: skip
+    out, lse = stored.out.contiguous(), stored.lse.contiguous()
+    dout = gradient_like(out)
+    call = Differentiated(
+        q, k, v, dout, chosen.scale, chosen.score, mask_mod, ((0, 0),), structure.grads
+    )
+    launch = prepare_backward(
+        problem, chosen.choice.device, where, _dispatcher(chosen), NONE, (q, k, v), out, dout, both
+    )
+    rest = launch.rest_of(both, chosen.score, chosen.mask)
+    got = launch.run((q, k, v), out, lse, (dout, None), chosen.scale, rest, call.captured)
+    return judge_of(call)(got)
+
+
+def borders_of(choice: Choice) -> tuple[list[int], list[int]]:
+    """Sizes of the blocks of rows and of keys that a kernel and its mask have."""
+    config: Any = choice.config
+    found = [[getattr(config, name, 64)] for name in ("BLOCK_M", "BLOCK_N")]
+    sparsity = choice.problem.structure.sparsity
+    if sparsity is not None:
+        found[0].append(sparsity.q_block)
+        found[1].append(sparsity.kv_block)
+    return found[0], found[1]
+
+
+def _dispatcher(chosen: ChosenKernels) -> Dispatcher:
+    fixed: Any = chosen
+    return fixed  # type: ignore[no-any-return]
+
+
+def _small(chosen: ChosenKernels, rows: int) -> tuple[Problem, Lists | None]:
+    """The problem of a batch, a KV head and some rows, with the lists of its mask."""
+    p = chosen.choice.problem
+    group, lists = p.Hq // p.Hkv, chosen.lists
+    small = replace(p, B=1, Hq=group, Hkv=1, q_len=rows, broadcast_kv=False)
+    if lists is None or p.structure.sparsity is None:
+        return small, lists
+    blocks = -(-rows // p.structure.sparsity.q_block)
+    parts = (None if x is None else x[:1, :group, :blocks].contiguous() for x in lists)
+    return small, Lists(*parts)  # type: ignore[arg-type]
+
+
+def _drawn(chosen: ChosenKernels) -> Dropout | None:
+    """Dropout with a seed of its own, so that no generator of the caller's moves."""
+    if chosen.dropout is None:
+        return None
+    return chosen.dropout._replace(seed=torch.tensor([_SEED], device=chosen.where))
+
+
+@contextmanager
+def apart(where: torch.device) -> Iterator[None]:
+    """Runs work on a GPU and waits for it, also while the current stream is captured."""
+    if where.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    with cuda_driver.relaxed_capture(), torch.cuda.stream(torch.cuda.Stream(where)):
+        yield

@@ -1,0 +1,40 @@
+"""Faults planted in the text of kernels, as a compiler's fault would change what they compute."""
+
+from contextlib import contextmanager
+
+from flexattn.frontend import gradients, guards, plan
+from flexattn.runtime import build, dispatch, verified
+from flexattn.runtime.fallback.memory import memory
+from flexattn.serving import append, decode
+
+_MEMOS = (plan._launches, gradients._launches, guards._seen, build._functions)
+
+
+@contextmanager
+def planted(monkeypatch, old, new, within=""):
+    """Kernels whose text has `old` and `within` compute by `new` in its place; yields how many.
+
+    Nothing that was built, verified or found wrong before or inside is known after.
+    """
+    made, found = build.module_of, []
+
+    def changed(path, text):
+        if old in text and within in text:
+            found.append(path)
+            return made(path.with_name(f"planted_{path.name}"), text.replace(old, new))
+        return made(path, text)
+
+    _forget()
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "module_of", changed)
+        yield found
+    _forget()
+
+
+def _forget():
+    dispatch.dispatcher.cache_clear()
+    build.builder.cache_clear()
+    for memo in (*_MEMOS, decode._plans, append._plans):
+        memo.clear()
+    verified.forget()
+    memory.cache_clear()
