@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -17,13 +16,13 @@ from flexattn.errors import NoKernelError, UnsupportedError
 from flexattn.mods import recorded
 from flexattn.mods.captured import captured
 from flexattn.mods.chance import Chance
-from flexattn.mods.expr import Buffer
-from flexattn.mods.host_numbers import program, scalars_of
+from flexattn.mods.expr import Buffer, Expr
+from flexattn.mods.host_numbers import program, scalar_of, scalars_of
 from flexattn.mods.identity import Identity, identify
 from flexattn.mods.lift import lift, replaceable
 from flexattn.mods.numbers import derived, reaching_divisors
 from flexattn.mods.refusal import Refusal
-from flexattn.mods.simplify import plug, renumber
+from flexattn.mods.simplify import plug, rebuilt, renumber
 from flexattn.mods.site import SIZE_ATTRIBUTES, Bound, Site, SiteLayout, Variant, interned
 from flexattn.mods.stops import without_stops
 from flexattn.mods.trace import ARGUMENTS, Trace, check_arity, trace
@@ -35,7 +34,6 @@ from flexattn.util.turns import Turns
 _SITES = 512
 # Guards of a site are computed at every call.
 _MOST_GUARDS = 16
-_SCALAR = r"s\[\d+\]"
 
 
 @dataclass(slots=True)
@@ -220,7 +218,7 @@ def _lifted(
         if found is None:
             return None
         # What Python asks for as it is, or in many ways, is better a constant.
-        asked = [each for each in found.guards if re.fullmatch(_SCALAR, each)]
+        asked = [each for each in found.guards if scalar_of(each) is not None]
         if len({*site.guards, *found.guards}) > _MOST_GUARDS:
             asked = [*found.guards]
         pinned = frozenset[int]().union(*map(scalars_of, asked))
@@ -287,6 +285,20 @@ def _layout(
     return SiteLayout.empty(len(identity.scalars), arguments, asked, guards, earlier)
 
 
+def _bare(result: Trace) -> tuple[Expr, tuple[str, ...]]:
+    """A trace's expression of what its texts give, or, without texts, of the scalars they are."""
+    places = [scalar_of(text) for text in result.texts]
+    if not places or None in places:
+        return result.expr, result.texts
+
+    def moved(node: Expr) -> Expr | None:
+        if node.op != "scalar":
+            return None
+        return Expr("scalar", node.dtype, (), places[int(node.value or 0)])
+
+    return rebuilt(result.expr, moved), ()
+
+
 def variant_of(
     kind: str,
     result: Trace,
@@ -294,12 +306,13 @@ def variant_of(
     earlier: Sequence[Variant] = (),
 ) -> Variant:
     """A trace as a Mod of numbers near the present ones; earlier: those that do not hold them."""
+    expr, texts = _bare(result)
     kinds: tuple[type, ...] = ()
-    if result.texts:
-        scalars = program(result.texts)(scalars)
+    if texts:
+        scalars = program(texts)(scalars)
         kinds = tuple(map(type, scalars))
-    alike = [each for each in earlier if each.texts == result.texts]
-    expr, found = derived(result.expr, scalars, alike[-1].numbers if alike else ())
+    alike = [each for each in earlier if each.texts == texts]
+    expr, found = derived(expr, scalars, alike[-1].numbers if alike else ())
     expr, tensors, slots = renumber(expr)
     buffers = tuple(
         Buffer(str(t.dtype).removeprefix("torch."), t.dim())
@@ -308,7 +321,7 @@ def variant_of(
     numbers = tuple(found[slot] for slot in slots)
     names = tuple(number.dtype for number in numbers)
     mod = interned(kind, expr, buffers, names)
-    return Variant(mod, tensors, numbers, result.texts, kinds)
+    return Variant(mod, tensors, numbers, texts, kinds)
 
 
 def _check_device(fn: Callable[..., Any], kind: str, bound: Bound, device: torch.device) -> None:

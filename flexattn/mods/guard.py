@@ -56,6 +56,7 @@ _KEPT = frozenset(
         ),
     )
 )  # fmt: skip
+_GRAD: Any = torch.Tensor.grad
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 
@@ -106,7 +107,7 @@ class Indexing(TorchFunctionMode):
             self.asked |= {"shape"} if args[0].dim() > 0 else set()
         elif func == _REQUIRES_GRAD.__get__:
             self.asked.add("requires_grad")
-        elif func not in _KEPT and _tells(args, result):
+        elif func == _GRAD.__get__ or (func not in _KEPT and _tells(args, result)):
             self.volatile = True
         return result
 

@@ -73,6 +73,12 @@ def scalars_of(text: str) -> frozenset[int]:
     return frozenset(map(int, re.findall(r"s\[(\d+)\]", text)))
 
 
+def scalar_of(text: str) -> int | None:
+    """The scalar that a text is, if it computes nothing."""
+    found = re.fullmatch(r"s\[(\d+)\]", text)
+    return None if found is None else int(found[1])
+
+
 def host_values(
     texts: tuple[str, ...], kinds: tuple[type, ...], scalars: Sequence[int | float]
 ) -> tuple[int | float, ...] | None:

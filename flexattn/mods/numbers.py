@@ -26,7 +26,7 @@ _ON_HOST = frozenset(op.name for op in OPS.values() if op.interval is not None)
 # products of two smaller numbers, and of a position with one of at most 31, have 32 bits, too.
 _LARGEST, _OF_FACTORS = 2**28, (31, 2**15)
 _LARGEST_DIVISOR = 2**31 - 1
-_NARROW = "int32"
+_NARROW, _INT64 = "int32", (-(2**63), 2**63 - 1)
 
 _known: Lru[tuple[Expr, tuple[int | float, ...]], int] = Lru(4096)
 
@@ -48,12 +48,13 @@ class Number:
         return self.expr.dtype if self.limits is None else _NARROW
 
     def value(self, scalars: Sequence[int | float]) -> int | float | None:
-        """What it is now; None where it is outside of its limits, or undefined."""
+        """What it is now; None where it is outside of its limits or its dtype, or undefined."""
         expr = self.expr
         found = scalars[int(expr.value or 0)] if expr.op == "scalar" else _computed(expr, scalars)
-        if self.limits is None or found is None:
+        if found is None or (self.limits is None and expr.dtype != "int64"):
             return found
-        return found if self.limits[0] <= found <= self.limits[1] else None
+        limits = self.limits or _INT64
+        return found if limits[0] <= found <= limits[1] else None
 
 
 def reaching_divisors(expr: Expr) -> set[int]:

@@ -31,7 +31,10 @@ def substitute(fn: Any, replacements: Mapping[Path, Any]) -> Any:
         for step in reversed(steps):
             branch = branch.setdefault(step, {})
         branch[_LEAF] = value
-    return _rebuild(fn, tree)
+    try:
+        return _rebuild(fn, tree)
+    except Exception as error:  # a copy runs code of its class
+        raise CannotReplace from error
 
 
 def _rebuild(value: Any, tree: dict[Any, Any]) -> Any:
@@ -131,14 +134,11 @@ def _object(value: Any, branches: dict[str, Any]) -> Any:
     for name in changed:
         if isinstance(getattr(type(value), name, None), property):
             raise CannotReplace
-    try:
-        new = copy.copy(value)
-        if new is value:
-            raise CannotReplace
-        for name, item in changed.items():
-            _set(new, name, item)
-    except (AttributeError, TypeError) as error:
-        raise CannotReplace from error
+    new = copy.copy(value)
+    if new is value:
+        raise CannotReplace
+    for name, item in changed.items():
+        _set(new, name, item)
     return new
 
 

@@ -1,4 +1,4 @@
-"""Python gets no values of a captured tensor while a mod is traced; other questions are guards."""
+"""A traced mod gives Python no value of a captured tensor; what else Python asks is a guard."""
 
 import copy
 import io
