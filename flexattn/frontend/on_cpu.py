@@ -6,6 +6,7 @@ what is compiled where the guards hold, and never compiles; else plain torch com
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import threading
 from dataclasses import dataclass
@@ -79,9 +80,10 @@ def count_call(given: Call) -> None:
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
     )  # fmt: skip
-    thread = threading.Thread(
-        target=_compile, args=(known, given, *modes), name=THREAD, daemon=True
-    )
+    # Settings of a block of code are the caller's.
+    run = contextvars.copy_context().run
+    given_to = (_compile, known, given, *modes)
+    thread = threading.Thread(target=run, args=given_to, name=THREAD, daemon=True)
     try:
         thread.start()
     except RuntimeError:  # Python is ending, or has threads enough
