@@ -18,7 +18,7 @@ Value = int | float | bool | str | None
 
 VARS = {"score": "float32", "b": "int64", "h": "int64", "q_idx": "int64", "kv_idx": "int64"}
 
-# Of one mod. A kernel of so many compiles in half a minute.
+# Of one mod, numbers among them. torch's tracer takes a millisecond for each, compilers more.
 MAX_NODES = 4096
 _LONG_LINE = 1000
 
