@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from flexattn.mods.expr import Expr
 from flexattn.mods.refusal import Refusal
 
-Program = Callable[[Sequence[int | float]], tuple[Any, ...]]
+_Program = Callable[[Sequence[int | float]], tuple[Any, ...]]
 
 # What is computed at greater length is a constant: a text may double at every step of a loop.
 _LONGEST = 400
@@ -61,9 +61,9 @@ _ALIKE |= {f"{side}{name}" for side in "ri" for name in _ALIKE}
 
 
 @lru_cache(maxsize=4096)
-def program(texts: tuple[str, ...]) -> Program:
+def program(texts: tuple[str, ...]) -> _Program:
     """What computes these texts of a callable's scalars, which are `s` in them."""
-    found: Program = eval(f"lambda s: ({''.join(f'{text}, ' for text in texts)})", dict(_NAMES))
+    found: _Program = eval(f"lambda s: ({''.join(f'{text}, ' for text in texts)})", dict(_NAMES))
     return found
 
 
