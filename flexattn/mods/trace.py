@@ -23,7 +23,7 @@ from flexattn.mods.expr import VARS, Expr
 from flexattn.mods.guard import Guard, Indexing, op_name
 from flexattn.mods.pointwise import POINTWISE, cast
 from flexattn.mods.refusal import Refusal, SourceLine, line_of, unknown
-from flexattn.mods.stops import OWN_GRADIENT, settled, stopped
+from flexattn.mods.stops import OWN_GRADIENT, stopped, without_idle_stops
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
 
 TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE}
@@ -94,7 +94,8 @@ def trace(
             raise
         if modes[-1].hooked:
             result = stopped(result, OWN_GRADIENT)
-        expr = settled(cast(single_result(result, kind), RESULTS[kind]).at(), kind)
+        expr = cast(single_result(result, kind), RESULTS[kind]).at()
+        expr = without_idle_stops(expr, kind)
     except Refusal as refusal:
         line = line or line_of(refusal.__traceback__)
         raise refusal.error(fn, kind, line) from None
