@@ -21,7 +21,7 @@ from flexattn.mods.pointwise import cast
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.registered import meaning_of
 from flexattn.mods.site import Bound, Variant, interned
-from flexattn.mods.stops import settled
+from flexattn.mods.stops import without_idle_stops
 from flexattn.mods.trace import (
     ARGUMENTS,
     RESULTS,
@@ -117,7 +117,7 @@ def read_graph(graph: GraphModule, kind: str, captures: Sequence[Captured | None
         buffers.append(Buffer(captured.dtype, len(captured.shape)))
     reader = _GraphReader(graph, ())
     result = single_result(reader.read(arrays, exact=False), kind)
-    expr = check_size(settled(cast(result, RESULTS[kind]).at(), kind))
+    expr = check_size(without_idle_stops(cast(result, RESULTS[kind]).at(), kind))
     if reader.tensors:
         raise Refusal("holds a tensor that is no input of its graph")
     if reader.sized and not all(each is None or each.fixed for each in captures):

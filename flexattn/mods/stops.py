@@ -35,7 +35,7 @@ def stopped(found: Any, stop: str = DETACH) -> Any:
     return array
 
 
-def settled(expr: Expr, kind: str) -> Expr:
+def without_idle_stops(expr: Expr, kind: str) -> Expr:
     """The canonical form without stops that stop no gradient: a mask has none at all.
 
     Gradients go from the result, by floats alone, to the score and to what is loaded.

@@ -28,7 +28,7 @@ from flexattn.mods.host_numbers import Recording
 from flexattn.mods.pointwise import POINTWISE, cast
 from flexattn.mods.reductions import REDUCTIONS
 from flexattn.mods.refusal import Refusal, SourceLine, line_of, too_long, unknown, unread
-from flexattn.mods.stops import OWN_GRADIENT, settled, stopped
+from flexattn.mods.stops import OWN_GRADIENT, stopped, without_idle_stops
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
 from flexattn.util.locks import awaited
 
@@ -115,7 +115,8 @@ def trace(
             raise
         if modes[-1].hooked:
             result = stopped(result, OWN_GRADIENT)
-        expr = check_size(settled(cast(single_result(result, kind), RESULTS[kind]).at(), kind))
+        expr = cast(single_result(result, kind), RESULTS[kind]).at()
+        expr = check_size(without_idle_stops(expr, kind))
     except Refusal as refusal:
         line = line or refusal.line or line_of(refusal.__traceback__)
         raise refusal.error(fn, kind, line) from None

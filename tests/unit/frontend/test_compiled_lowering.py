@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,7 +17,6 @@ from flexattn.catalogue import causal
 from flexattn.errors import ConfigError
 from flexattn.frontend.call import Call
 from flexattn.frontend.compiled import (
-    joint,
     looks,
     lowering,
     mark,
@@ -31,7 +29,7 @@ from flexattn.frontend.compiled import (
 )  # fmt: skip
 from flexattn.frontend.torch_own import served
 from flexattn.mods import bind
-from flexattn.mods.graph import Captured, GraphMod, read_graph
+from flexattn.mods.graph import GraphMod
 from flexattn.mods.refusal import Refusal
 from flexattn.problem import mask_class
 from flexattn.problem.mask_class import known_class
@@ -231,65 +229,6 @@ def test_lists_by_key_as_an_op():
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = torch.ops.flexattn.lists_by_key(*given)
     assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in found]
-
-
-def table_of(score, b, h, q_idx, kv_idx, table):
-    return torch.tanh(score) * table[h, kv_idx] + table[h, q_idx]
-
-
-def detached(score, b, h, q_idx, kv_idx, table):
-    return score.detach() * table[h, kv_idx] + score
-
-
-@torch.no_grad()
-def kept(score):
-    """Of which a graph keeps nothing."""
-    return 0.015 * score
-
-
-def without_grad(score, b, h, q_idx, kv_idx, table):
-    return kept(score) * 60 * table[h, kv_idx] + score
-
-
-def one_key_without_grad(score, b, h, q_idx, kv_idx, table):
-    return torch.where(kv_idx == 100, kept(score), 0.015 * score) * table[h, kv_idx]
-
-
-def little_without_grad(score, b, h, q_idx, kv_idx, table):
-    return (0.985 * score + kept(score)) * table[h, kv_idx]
-
-
-@pytest.mark.parametrize(
-    ("mod", "same"),
-    [
-        (table_of, True),
-        (detached, True),
-        (without_grad, False),
-        (one_key_without_grad, False),
-        (little_without_grad, False),
-    ],
-)
-def test_a_graph_that_keeps_something_from_autograd_is_torchs(mod, same):
-    """torch's graphs lose what was computed without grad mode: the derivative would be another.
-
-    Random positions missed a single key, and what was less than 2 % of a gradient. The captured
-    tensor stands for one of a million elements, which no check can afford.
-    """
-    from torch._higher_order_ops.flex_attention import create_fw_bw_graph
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    table = torch.empty(2, 2**20, requires_grad=True)
-    index = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
-    given = torch.zeros((), requires_grad=True), *index
-    with TransformGetItemToIndex():
-        graph, backward = create_fw_bw_graph(mod, given, (table,))
-        forward = make_fx(graph)(*given, table)
-    captures = [Captured(tuple(table.shape), "float32")]
-    examples = joint.Examples(captures)
-    bound = examples.bound(read_graph(forward, "score", captures))
-    assert joint.with_gradients(backward) == [0]
-    assert examples.tensors[0].numel() <= 2**18
-    assert joint.joint_agrees(backward, bound, examples, (1, 2, 9, 111)) is same
 
 
 class Read(BaseException):
