@@ -30,9 +30,9 @@ OWN_SCORES = (
     "x += 0.25",
     "x -= (q_idx - kv_idx).abs().clamp(max=50) * 0.02",
     "x.mul_(0.5).add_(kv_idx * 0.01)",
-    "x.clamp_(min=-50.0)",
+    "x.sub_(0.5).neg_()",
     "x[()] = x * 0.75",
-    "x.copy_(torch.asinh(x) + x * 0.25)",
+    "y = torch.asinh(x) + x * 0.25; x = x * 1.0; x.copy_(y)",
     "x = torch.hypot(x, torch.ones_like(x) * 0.5)",
     "x = x + torch.copysign(x.abs() * 0.25 + 0.5, kv_idx - q_idx + 0.5)",
     "x = torch.fmax(x, x * 0.25) - torch.fmin(x, torch.zeros_like(x)) * 0.5",
@@ -140,10 +140,9 @@ def own_tensors(
     """
     draw = random.Random(f"{seed} {index} own")
     if score is not None and draw.random() < 0.4 and "inf" not in score.result:
-        steps = draw.choices(OWN_SCORES, k=draw.randint(1, 3))
-        score = replace(
-            score, lines=(*score.lines, f"x = {score.result} * 1.0", *steps), result="x"
-        )
+        # Autograd may have saved what an earlier step made: each writes to a tensor of its own.
+        steps = [f"x = x * 1.0; {step}" for step in draw.choices(OWN_SCORES, k=draw.randint(1, 3))]
+        score = replace(score, lines=(*score.lines, f"x = {score.result}", *steps), result="x")
     if mask is not None and draw.random() < 0.4:
         # vmap writes to what has all positions.
         first = f"x = {mask.result} & (b + h + q_idx + kv_idx >= 0)"
