@@ -45,7 +45,6 @@ def test_a_captured_tensor_beyond_32_bits():
     torch.testing.assert_close(out, (q @ k.mT / 4 + bias[:, None]).softmax(-1) @ v)
 
 
-@pytest.mark.oldest
 def test_captured_floats_are_doubles():
     """They became float32: 1e9 + 1 < 1e9 + 2 was false, and 0.1 was no longer itself."""
     q, k, v = (torch.randn(1, 1, 9, 16) for _ in "qkv")

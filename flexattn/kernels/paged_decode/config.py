@@ -9,6 +9,7 @@ from flexattn.device import Device
 from flexattn.errors import InputTypeError
 from flexattn.kernels.base.config import padded
 from flexattn.kernels.base.estimate import L2_BYTES
+from flexattn.mods.analysis.reach import reaches_end
 from flexattn.problem import Captures
 
 SERVING_ITEMSIZE = {
@@ -79,6 +80,11 @@ class ServingForm:
     def ragged(self) -> bool:
         """Whether cu_seqlens_q gives each request's number of queries."""
         return self.rows == 0
+
+    @property
+    def far(self) -> bool:
+        """Whether scores or sinks can be so far from 0 that base 2 needs care: base/base_2.py."""
+        return self.sinks or (self.score is not None and reaches_end(self.score.mod.expr))
 
     def fits_l2(self, keys: int, rows: int) -> bool:
         """Whether so many keys of a batch, as often as tiles of 16 rows read them, fit L2.

@@ -39,7 +39,6 @@ from flexattn.kernels.printers.span import (
 from flexattn.kernels.printers.triton_ops import signature_type, triton_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.mods.analysis.mask_form import mask_form
-from flexattn.mods.analysis.reach import reaches_end
 from flexattn.problem import INDEX_RANGES, Captures
 
 
@@ -369,7 +368,7 @@ def _shared(
         "out_element": triton_type(form.dtype),
         "lse": form.lse,
         "sinks": form.sinks,
-        "far": form.sinks or (form.score is not None and reaches_end(form.score.mod.expr)),
+        "far": form.far,
         "scaled": form.scaled,
         **scale_context(form),
         "ragged": form.ragged,

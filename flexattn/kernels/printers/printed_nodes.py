@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexattn.errors import UnsupportedError
 from flexattn.kernels.printers.triton_ops import HALVES
 from flexattn.mods.expr import Expr, depending
 
@@ -47,3 +48,15 @@ def summed_halves(nodes: list[Expr]) -> frozenset[Expr]:
         elif node.op == "mul" and node.dtype in HALVES:
             found.add(node)
     return frozenset(found)
+
+
+def integer_power(text: str, exponent: Expr) -> str:
+    """An integer's power as products; raises UnsupportedError unless the exponent is 0 to 16."""
+    if exponent.op != "const" or not 0 <= int(exponent.value or 0) <= 16:
+        shown = exponent.value if exponent.op == "const" else exponent.op
+        raise UnsupportedError(
+            f"an integer to the power {shown}",
+            "integer powers take a constant exponent from 0 to 16",
+            "convert to float first",
+        )
+    return f"({' * '.join([text] * int(exponent.value or 0)) or '1'})"

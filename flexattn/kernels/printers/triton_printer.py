@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from flexattn.errors import UnsupportedError
 from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.printers.argument_names import buffer_names, scalar_name
 from flexattn.kernels.printers.divisions import by_invariant
-from flexattn.kernels.printers.printed_nodes import Nesting, feeding_loads, summed_halves
+from flexattn.kernels.printers.printed_nodes import (
+    Nesting,
+    feeding_loads,
+    integer_power,
+    summed_halves,
+)
 from flexattn.kernels.printers.triton_ops import HALVES, NARROW, is_literal, itemsize, literal
 from flexattn.mods import Mod
 from flexattn.mods.analysis.intervals import intervals_of
@@ -286,9 +290,10 @@ class MultiPrinter:
             if self.traits.short_tanh:
                 return f"short_tanh({args[0]})"
         if node.op == "pow" and is_int(node.dtype):
-            return self._integer_power(node, args)
+            return integer_power(args[0], node.args[1])
         floored = node.op in ("floor_div", "floor_mod") and not is_float(computed)
-        if floored and self._not_negative(node):
+        # Where no operand is negative, C's division, which truncates, floors, too.
+        if floored and all(self._between(arg, (0, 2**64)) for arg in node.args):
             return f"({args[0]} {OPS[node.op].symbol} {args[1]})"
         return self.dialect.computed(OPS[node.op], computed, args)
 
@@ -305,21 +310,6 @@ class MultiPrinter:
             else:
                 text = f"{text} {OPS[op].symbol} {arg}"
         return f"({text})" if len(args) > 1 and not self.traits.interpreted else text
-
-    def _not_negative(self, node: Expr) -> bool:
-        """Whether no operand is negative: then C's division, which truncates, floors, too."""
-        ranges = [self.ranges[arg] for arg in node.args]
-        return all(found is not None and found[0] >= 0 for found in ranges)
-
-    def _integer_power(self, node: Expr, args: list[str]) -> str:
-        exponent = node.args[1]
-        if exponent.op != "const" or not 0 <= int(exponent.value or 0) <= 16:
-            raise UnsupportedError(
-                f"an integer to the power {args[1]}",
-                "integer powers take a constant exponent from 0 to 16",
-                "convert to float first",
-            )
-        return f"({' * '.join([args[0]] * int(exponent.value or 0)) or '1'})"
 
     def _load(self, node: Expr) -> _Value:
         """Read a captured tensor, wrapping negative indices and never outside its bounds."""
