@@ -38,16 +38,25 @@ _DEFAULT_DTYPE_LOCK = awaited(threading.RLock())
 
 
 class SomeRows(NamedTuple):
-    """SomeRows of a call that are computed without the others.
+    """Rows of some batches and heads of a call, each of each, computed without the others.
 
-    b, h: of the batch, and of the first query head. rows: int64 [L], positions in the call, on its
+    b, h, rows: int64 numbers of batches, query heads and rows, in one dimension, on the call's
     device. heads: query heads of the whole call.
     """
 
-    b: int
-    h: int
+    b: Tensor
+    h: Tensor
     rows: Tensor
     heads: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """These rows of a tensor like q, or of statistics."""
+        return x[self.b[:, None, None], self.h[:, None], self.rows]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """Of a tensor like k, or of what a KV head has one, the part of each batch and head."""
+        kv_head = self.h // (self.heads // x.shape[1])
+        return x[self.b.clamp(max=x.shape[0] - 1)[:, None], kv_head]
 
 
 class Reference(NamedTuple):
@@ -81,25 +90,27 @@ def attention(
     weights are dropped once they are normalised; lse does not know of it. Differentiable in q, k,
     v, sinks and what the mods capture; `max_scores` is not. Only lanes in listed blocks are
     attended; full blocks skip mask_mod. A row with no lane gives zeros, and -inf for lse (or its
-    sink) and max_scores. at: q, k, v, sinks and descales are those of some rows of one batch and
-    one query head; the mods, the block mask and dropout are the whole call's, and keys are read in
-    pieces.
+    sink) and max_scores. at: q and sinks are those of some rows and heads, all else is the whole
+    call's; keys are read in pieces, and no gradient passes.
     Raises InputError for shapes that do not fit, and CaptureError where a lane that the mask keeps
     reads a captured tensor out of range. Lanes that the mask removes may read anything.
     """
-    _check_shapes(q, k, v)
+    if at is None:
+        _check_shapes(q, k, v)
     B, Hq, L, E = q.shape
     S, Ev = v.shape[-2:]
     blocks = None if block_mask is None else Blocks.of(block_mask, L, S, at)
     scale = 1 / math.sqrt(E) if scale is None else scale
     rounding = Rounding.of(precision, q, v)
     run = AttentionSlice(score_mod, blocks, scale, rounding, dropout, sinks, descales, Hq, at)
+    if at is not None:
+        # In a process that serves, whose default dtype stays as it is.
+        with torch.autocast(q.device.type, enabled=False):
+            return run(q, k, v, slice(0, B), slice(0, Hq), slice(0, L))
     k, v = k.expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
     nb, nh, nm = _slice_sizes(B, Hq, _group(q, k), L, S, E + Ev)
     batches = []
-    # SomeRows of a call are computed in a process that serves, whose default dtype stays as it is.
-    wide = _float_of_indices(precision) if at is None else contextlib.nullcontext()
-    with torch.autocast(q.device.type, enabled=False), wide:
+    with torch.autocast(q.device.type, enabled=False), _float_of_indices(precision):
         for b in _spans(B, nb):
             heads = []
             for h in _spans(Hq, nh):
@@ -180,14 +191,12 @@ class AttentionSlice:
     at: SomeRows | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, b: slice, h: slice, m: slice) -> Reference:
-        group = _group(q, k)
-        kv_heads = slice(h.start // group, (h.stop - 1) // group + 1)
         q_work = descaled(self.rounding.load(q[b, h, m]), self._factor("q", b, h))
-        keys = self._pieces(k[b, kv_heads], self._factor("k", b, kv_heads))
+        keys = self._pieces("k", k, q, b, h)
         products = [shared(torch.matmul, q_work, each.mT) for _, each in keys]
         product = products[0] if len(products) == 1 else torch.cat(products, -1)
         scores = self.rounding.scores(product * self.scale)
-        values = self._pieces(v[b, kv_heads], self._factor("v", b, kv_heads))
+        values = self._pieces("v", v, q, b, h)
         if scores.numel() == 0:
             none = scores.new_full(scores.shape[:3], -math.inf)
             out = shared(torch.matmul, scores, next(values)[1])
@@ -201,22 +210,33 @@ class AttentionSlice:
         """Positions in the call of some batches, query heads, rows and keys."""
         found = [torch.arange(s.start, s.stop, device=device) for s in (b, h, m, n)]
         if self.at is not None:
-            found[:3] = found[0] + self.at.b, found[1] + self.at.h, self.at.rows[m]
+            found[:3] = self.at.b, self.at.h, self.at.rows
         return tuple(found)
 
-    def _pieces(self, x: Tensor, factor: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    def _pieces(
+        self, name: str, x: Tensor, q: Tensor, b: slice, h: slice
+    ) -> Iterator[tuple[slice, Tensor]]:
         """Keys or values [b, kv heads, n, i] in the working dtype, with their place among all."""
         keys, width = x.shape[2:]
-        step = keys if self.at is None else max(1, _PIECE // max(x.shape[1] * width, 1))
-        for span in _spans(keys, max(step, 1)):
-            yield span, descaled(self.rounding.load(x[:, :, span]), factor)
+        if self.at is not None:
+            for span in _spans(keys, max(1, _PIECE // (q.shape[0] * q.shape[1] * width))):
+                x_work = self.rounding.load(self.at.of_keys(x[:, :, span]))
+                yield span, descaled(x_work, self._factor(name, b, h))
+            return
+        group = _group(q, x)
+        kv_heads = slice(h.start // group, (h.stop - 1) // group + 1)
+        factor = self._factor(name, b, kv_heads)
+        yield slice(0, keys), descaled(self.rounding.load(x[b, kv_heads]), factor)
 
     def _factor(self, name: str, b: slice, h: slice) -> Tensor | None:
         """A slice of q's, k's or v's factors, as kernels take them."""
         found: Tensor | None = getattr(self.descales, name)
         if found is None:
             return None
-        found = found[b if found.shape[0] > 1 else slice(None), h]
+        if self.at is not None:
+            found = self.at.of_keys(found)
+        else:
+            found = found[b if found.shape[0] > 1 else slice(None), h]
         return found if name == "v" else torch.where(found > 0, found, math.nan)
 
     def modified(self, scores: Tensor, lanes: tuple[Tensor, ...]) -> Tensor:
@@ -283,12 +303,16 @@ def _weighted_sum(p: Tensor, v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A BlockMask as two dense block maps [B or 1, H or 1, q blocks, kv blocks]."""
+    """A BlockMask as two dense block maps [B or 1, H or 1, q blocks, kv blocks].
+
+    gathered: the maps are of the batches and heads that are asked for, in this order.
+    """
 
     partial: Tensor
     full: Tensor | None
     block_size: tuple[int, int]
     mask_mod: MaskMod
+    gathered: bool = False
 
     @classmethod
     def of(cls, mask: BlockMask, L: int, S: int, at: SomeRows | None) -> Blocks:
@@ -304,26 +328,28 @@ class Blocks:
         listed = [(mask.kv_num_blocks, mask.kv_indices)]
         if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
             listed.append((mask.full_kv_num_blocks, mask.full_kv_indices))
-        if at is not None:  # of one batch, whose number `spread` takes modulo one
-            listed = [_of_batch(num, indices, at.b) for num, indices in listed]
+        if at is not None:
+            listed = [(_gathered(num, at), _gathered(indices, at)) for num, indices in listed]
         partial, full = (*(dense_blocks(num, indices, cols) for num, indices in listed), None)[:2]
         assert partial is not None
-        return cls(partial, full, (block_q, block_kv), mask.mask_mod)
+        return cls(partial, full, (block_q, block_kv), mask.mask_mod, at is not None)
 
     def kept(self, lanes: tuple[Tensor, ...]) -> Tensor:
         """The lanes that are attended, bool [b, h, m, n]."""
-        allowed = spread(self.partial, self.block_size, lanes)
+        places = lanes
+        if self.gathered:
+            b, h = (torch.arange(len(x), device=x.device) for x in lanes[:2])
+            places = (b, h, *lanes[2:])
+        allowed = spread(self.partial, self.block_size, places)
         if self.mask_mod is not noop_mask:
             inside, outside = over_lanes(watched(self.mask_mod), (), lanes)
             allowed = allowed & inside.to(torch.bool)
             refuse(outside & allowed, "mask_mod", lanes)
         if self.full is None:
             return allowed
-        return allowed | spread(self.full, self.block_size, lanes)
+        return allowed | spread(self.full, self.block_size, places)
 
 
-def _of_batch(num: Tensor, indices: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """A BlockMask's counts and indices of one batch; those of all where it has one."""
-    if indices.dim() < 4 or indices.shape[0] == 1:
-        return num, indices
-    return num[b : b + 1], indices[b : b + 1]
+def _gathered(x: Tensor, at: SomeRows) -> Tensor:
+    """A BlockMask's counts or indices of some batches and heads, of which it may have one."""
+    return x[(at.b % x.shape[0])[:, None], at.h % x.shape[1]]

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.mods.signatures import ScoreMod
 from flexattn.problem.dropout import Dropout
-from flexattn.reference.oracle import AttentionSlice, Blocks, SomeRows, shared
+from flexattn.reference.oracle import AttentionSlice, Blocks, SomeRows
 from flexattn.reference.rounding import Precision, Rounding
 
 # Scores of a piece, each in some ten tensors of the working dtype.
@@ -38,107 +38,95 @@ class SavedForward(NamedTuple):
     dlse: Tensor | None
 
 
-def gradient_of_rows(
-    saved: SavedForward, b: int, h: int, rows: Tensor, precision: Precision
-) -> Tensor:
-    """dq [rows, E] of rows of a query head, in the working dtype of the precision.
+def gradient_of_rows(saved: SavedForward, at: SomeRows, precision: Precision) -> Tensor:
+    """dq [batches, heads, rows, E] of some rows, in the working dtype of the precision.
 
     Method: as FlashAttention's backward (Dao, arXiv 2205.14135, algorithm 4): weights are made
     anew from lse, and the mod is differentiated by autograd.
     """
-    group = saved.q.shape[1] // saved.k.shape[1]
-    piece = _Piece.of(saved, b, slice(h, h + 1), h // group, precision)
+    piece = _Piece.of(saved, at, precision)
     keys = torch.arange(saved.k.shape[2], device=saved.q.device)
-    total = None
-    for span in keys.split(max(1, _PIECE // rows.numel())):
-        found = piece.ds(rows, span)[0] @ piece.load(saved.k, span)
+    total: Tensor | None = None
+    for span in keys.split(max(1, _PIECE // (at.rows.numel() * at.h.numel() * at.b.numel()))):
+        found = piece.ds(span)[0] @ piece.of_keys(saved.k, span)
         total = found if total is None else total + found
     assert total is not None
-    return total[0, 0] * saved.scale
+    return total * saved.scale
 
 
 def gradients_of_keys(
-    saved: SavedForward, b: int, kv_head: int, keys: Tensor, precision: Precision
+    saved: SavedForward, b: Tensor, kv_heads: Tensor, keys: Tensor, precision: Precision
 ) -> tuple[Tensor, Tensor]:
-    """dk [keys, E] and dv [keys, Ev] of keys of a KV head, over all rows that may attend to them.
+    """dk [batches, KV heads, keys, E] and dv of some keys, over all rows that may attend to them.
 
-    b: of all batches where these share the keys.
+    b: batches of the keys. Where all batches share the keys, theirs are summed.
     """
-    group = saved.q.shape[1] // saved.k.shape[1]
-    heads = slice(kv_head * group, (kv_head + 1) * group)
-    batches = range(saved.q.shape[0]) if saved.k.shape[0] == 1 else (b,)
-    rows = torch.arange(saved.q.shape[2], device=saved.q.device)
-    dk = dv = None
-    for batch in batches:
-        piece = _Piece.of(saved, batch, heads, kv_head, precision)
-        for span in rows.split(max(1, _PIECE // (keys.numel() * group))):
-            ds, weights = piece.ds(span, keys)
-            q, dout = piece.of_rows(saved.q, span), piece.of_rows(saved.dout, span)
-            parts = (ds.mT @ q).sum((0, 1)), (weights.mT @ dout).sum((0, 1))
-            dk, dv = parts if dk is None or dv is None else (dk + parts[0], dv + parts[1])
-    assert dk is not None and dv is not None
-    return dk * saved.scale, dv
+    heads = saved.q.shape[1]
+    group = heads // saved.k.shape[1]
+    device, shared_keys = saved.q.device, saved.k.shape[0] < saved.q.shape[0]
+    h = (kv_heads[:, None] * group + torch.arange(group, device=device)).flatten()
+    batches = torch.arange(saved.q.shape[0], device=device) if shared_keys else b
+    rows = torch.arange(saved.q.shape[2], device=device)
+    found: list[Tensor] = []
+    for span in rows.split(max(1, _PIECE // (keys.numel() * h.numel() * batches.numel()))):
+        piece = _Piece.of(saved, SomeRows(batches, h, span, heads), precision)
+        ds, weights = piece.ds(keys)
+        parts = [
+            (x.mT @ piece.of_rows(y)).unflatten(1, (-1, group)).sum(2)
+            for x, y in ((ds, saved.q), (weights, saved.dout))
+        ]
+        found = parts if not found else [x + y for x, y in zip(found, parts, strict=True)]
+    if shared_keys:
+        found = [x.sum(0, keepdim=True) for x in found]
+    return found[0] * saved.scale, found[1]
 
 
 class _Piece(NamedTuple):
-    """Query heads of a batch that share a KV head, of which some rows by some keys are made."""
+    """Some rows of a call, of which the scores with some keys are made."""
 
     saved: SavedForward
-    b: int
-    heads: slice
-    kv_head: int
+    at: SomeRows
     run: AttentionSlice
 
     @classmethod
-    def of(
-        cls, saved: SavedForward, b: int, heads: slice, kv_head: int, precision: Precision
-    ) -> _Piece:
-        at = SomeRows(b, heads.start, torch.empty(0, device=saved.q.device), saved.q.shape[1])
+    def of(cls, saved: SavedForward, at: SomeRows, precision: Precision) -> _Piece:
         mask, rounding = saved.block_mask, Rounding.of(precision, saved.q, saved.v)
         blocks = None if mask is None else Blocks.of(mask, 0, saved.k.shape[2], at)
         run = AttentionSlice(
             saved.score_mod, blocks, saved.scale, rounding, saved.dropout, heads=at.heads, at=at
         )
-        return cls(saved, b, heads, kv_head, run)
+        return cls(saved, at, run)
 
-    def load(self, x: Tensor, keys: Tensor) -> Tensor:
-        """Keys or values, [1, 1, keys, i]."""
-        b = min(self.b, x.shape[0] - 1)
-        return self.run.rounding.load(x[b : b + 1, self.kv_head : self.kv_head + 1, keys])
+    def of_keys(self, x: Tensor, keys: Tensor) -> Tensor:
+        """Keys or values [batches, heads, keys, i]."""
+        return self.run.rounding.load(self.at.of_keys(x[:, :, keys]))
 
-    def of_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """SomeRows of q, or of what is like the output, [1, heads, rows, i]."""
-        return self.run.rounding.load(x[self.b : self.b + 1, self.heads, rows])
+    def of_rows(self, x: Tensor) -> Tensor:
+        """Rows of q, or of what is like the output, [batches, heads, rows, i]."""
+        return self.run.rounding.load(self.at.of(x))
 
-    def ds(self, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def ds(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient of the products q k^T times the scale, and the weights that v was given."""
-        saved, run = self.saved, self.run
-        device = rows.device
-        lanes = (
-            torch.tensor([self.b], device=device),
-            torch.arange(self.heads.start, self.heads.stop, device=device), rows, keys,
-        )  # fmt: skip
-        product = shared(torch.matmul, self.of_rows(saved.q, rows), self.load(saved.k, keys).mT)
+        saved, run, at = self.saved, self.run, self.at
+        lanes = at.b, at.h, at.rows, keys
+        product = self.of_rows(saved.q) @ self.of_keys(saved.k, keys).mT
         with torch.enable_grad():
             product = (product * saved.scale).detach().requires_grad_()
             scores = run.modified(run.rounding.scores(product), lanes)
-        lse = self._statistic(saved.lse, rows)
+        lse = at.of(saved.lse).to(run.rounding.work)
         p = torch.exp(scores.detach() - torch.where(lse == -math.inf, 0.0, lse)[..., None])
-        dout, out = self.of_rows(saved.dout, rows), self.of_rows(saved.out, rows)
-        dp = shared(torch.matmul, dout, self.load(saved.v, keys).mT)
+        dout, out = self.of_rows(saved.dout), self.of_rows(saved.out)
+        dp = dout @ self.of_keys(saved.v, keys).mT
         weights = run.rounding.weights(p)
         drop = run.drop(lanes, scores)
         if drop is not None:
             weights, dp = weights * drop, dp * drop
         delta = (out * dout).sum(-1)
         if saved.dlse is not None:
-            delta = delta - self._statistic(saved.dlse, rows)
+            delta = delta - at.of(saved.dlse).to(run.rounding.work)
         ds = torch.where(p == 0, 0.0, p * (dp - delta[..., None]))
         found = None
         if scores.requires_grad:
             (found,) = torch.autograd.grad(scores, product, ds, allow_unused=True)
         # A mod may ignore its score.
         return torch.zeros_like(ds) if found is None else found, weights
-
-    def _statistic(self, x: Tensor, rows: Tensor) -> Tensor:
-        return x[self.b : self.b + 1, self.heads, rows].to(self.run.rounding.work)
