@@ -37,8 +37,6 @@ class Batch:
 
 def batch(q_lens, kv_lens, Hq=3, Hkv=1, D=16, Dv=None, dtype=torch.float32, device="cpu"):
     """Normal random tensors, the same on every device."""
-    # A request's rows are its last keys.
-    kv_lens = [max(n, rows) if n else 0 for n, rows in zip(kv_lens, q_lens, strict=True)]
     draw = torch.Generator().manual_seed(sum(kv_lens) + 7 * Hq + D)
     make = lambda *shape: torch.randn(shape, generator=draw).to(device, dtype)  # noqa: E731
     return Batch(
@@ -48,6 +46,11 @@ def batch(q_lens, kv_lens, Hq=3, Hkv=1, D=16, Dv=None, dtype=torch.float32, devi
         list(q_lens),
         list(kv_lens),
     )
+
+
+def with_rows(lengths, q_len):
+    """Lengths of requests that have q_len rows among their keys, or no key."""
+    return [max(n, q_len) if n else 0 for n in lengths]
 
 
 def poisoned_cache(each, keys, layout="NHD", together=False):

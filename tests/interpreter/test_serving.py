@@ -7,7 +7,9 @@ from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.kernels.paged_decode.config import ServingConfig
 from tests.cases import CASES
 from tests.covering import each_choice, pairwise
-from tests.serving import EIGHT_BITS, assert_right, batch, plan_for, quantized, run
+from tests.serving import (
+    EIGHT_BITS, assert_right, batch, plan_for, quantized, run, with_rows,
+)  # fmt: skip
 from tests.support import DTYPES
 
 pytestmark = [
@@ -51,7 +53,9 @@ def test_few_parts_are_merged_by_columns(D):
 
 @each_choice(group=[1, 3, 8, 40], dtype=DTYPES)
 def test_any_number_of_query_heads_per_key_head(group, dtype):
-    check(batch([3] * 6, LENGTHS, 2 * group, 2, dtype=DTYPES[dtype]), mask_mod=causal)
+    check(
+        batch([3] * 6, with_rows(LENGTHS, 3), 2 * group, 2, dtype=DTYPES[dtype]), mask_mod=causal
+    )
 
 
 @pytest.mark.parametrize(("D", "Dv"), [(24, 24), (80, 80), (192, 128), (64, 40)])
@@ -103,7 +107,7 @@ def test_a_mixed_batch_of_chunks_and_single_tokens():
 @pytest.mark.parametrize("per_head", [False, True], ids=["per_tensor", "per_head"])
 @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
 def test_a_cache_of_eight_bits(dtype, per_head):
-    each = batch([2] * 6, LENGTHS, 6, 2, 32, dtype=torch.bfloat16)
+    each = batch([2] * 6, with_rows(LENGTHS, 2), 6, 2, 32, dtype=torch.bfloat16)
     few, wide, k_scale, v_scale = quantized(each, dtype, per_head)
     plan = plan_for(few, page=4, config=SMALL, scaled=True, kv_dtype=dtype, mask_mod=causal)
     got = run(plan, few, k_scale=k_scale, v_scale=v_scale)

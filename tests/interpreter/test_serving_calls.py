@@ -13,7 +13,7 @@ from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.errors import ConfigError, InputError, InputTypeError, UnsupportedError
 from flexattn.mods import bind
 from flexattn.runtime.build import builder
-from flexattn.serving import DecodePlan, ServingConfig, flex_decode, merge_states
+from flexattn.serving import DecodePlan, ServingConfig, admission, flex_decode, merge_states
 from flexattn.settings import override
 from tests.serving import assert_right, batch, plan_for, poisoned_cache, poisoned_pages, run
 

@@ -7,7 +7,7 @@ from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.serving import DecodePlan
 from tests.covering import each_choice, pairwise
-from tests.serving import EIGHT_BITS, assert_right, batch, plan_for, quantized, run
+from tests.serving import EIGHT_BITS, assert_right, batch, plan_for, quantized, run, with_rows
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -30,6 +30,7 @@ def check(each, dtype, *, config=HEADS, page=16, per_head=False, layout="NHD", *
 
 
 def requests(D=64, Dv=None, dtype=torch.bfloat16, lengths=LENGTHS, q_len=1):
+    lengths = with_rows(lengths, q_len)
     return batch([q_len] * len(lengths), lengths, 8, 2, D, Dv, dtype=dtype)
 
 

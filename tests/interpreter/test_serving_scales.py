@@ -30,6 +30,7 @@ from tests.serving import (
     poisoned_pages,
     run,
     scale_tensors,
+    with_rows,
 )
 
 pytestmark = [
@@ -61,6 +62,7 @@ def check(each, scales, *, dtype=E4M3, config=TILE, page=16, layout="NHD", call=
 
 
 def requests(D=64, Dv=None, dtype=torch.bfloat16, lengths=LENGTHS, q_len=1):
+    lengths = with_rows(lengths, q_len)
     return batch([q_len] * len(lengths), lengths, 8, 2, D, Dv, dtype=dtype)
 
 

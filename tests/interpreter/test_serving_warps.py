@@ -10,7 +10,7 @@ from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.serving import DecodePlan
 from tests.cases import CASES
 from tests.covering import each_choice, pairwise
-from tests.serving import assert_right, batch, plan_for, run
+from tests.serving import assert_right, batch, plan_for, run, with_rows
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -29,6 +29,7 @@ def check(each, *, config=SMALL, page=16, sinks=None, layout="NHD", **mods):
 
 
 def requests(q_len=1, lengths=LENGTHS, Hq=8, Hkv=2, D=64, Dv=None, dtype=torch.bfloat16):
+    lengths = with_rows(lengths, q_len)
     return batch([q_len] * len(lengths), lengths, Hq, Hkv, D, Dv, dtype=dtype)
 
 
