@@ -8,7 +8,13 @@ from flexattn.kernels.paged_decode.config import ServingConfig
 from tests.cases import CASES
 from tests.covering import each_choice, pairwise
 from tests.serving import (
-    EIGHT_BITS, assert_right, batch, plan_for, quantized, run, with_rows,
+    EIGHT_BITS,
+    assert_right,
+    batch,
+    plan_for,
+    quantized,
+    run,
+    with_rows,
 )  # fmt: skip
 from tests.support import DTYPES
 
