@@ -1,4 +1,4 @@
-"""Scores near float32's end on a GPU: finfo.min, the usual "masked", means what it does in torch."""
+"""Scores near float32's end on a GPU: finfo.min, the usual "masked", means what torch means."""
 
 import pytest
 import torch

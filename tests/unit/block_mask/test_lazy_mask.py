@@ -163,7 +163,9 @@ def default_dtype():
 
 
 @pytest.mark.parametrize(
-    "mode", [lambda: torch.device("meta"), torch.inference_mode, default_dtype], ids=str
+    "mode",
+    [lambda: torch.device("meta"), torch.inference_mode, default_dtype],
+    ids=["device", "inference", "dtype"],
 )
 def test_modes_of_a_program_have_no_part_in_a_mask(mode):
     """Some of its tensors were made on the default device, whatever `device` said."""
