@@ -61,7 +61,11 @@ def _subject(plan: DecodePlan, kernels: Kernels) -> LaunchedKernels:
     tried = kernels.attempts[-1]
     assert tried.outcome is not None
     return LaunchedKernels(
-        sources, kernels.target, problem.describe(), tried.candidate, tried.outcome, kernels.tuned
+        sources,
+        kernels.target,
+        lambda: (problem.describe(), tried.candidate),
+        tried.outcome,
+        kernels.tuned,
     )
 
 

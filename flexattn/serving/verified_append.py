@@ -32,7 +32,9 @@ def check_append(
 ) -> None:
     """Raise WrongKernelError unless a new plan's kernel is verified, or stores what torch does."""
     title = f"append for {plan.append}"
-    subject = LaunchedKernels((source,), target, title, "its one kernel", Outcome("built"))
+    subject = LaunchedKernels(
+        (source,), target, lambda: (title, "its one kernel"), Outcome("built")
+    )
     if due(subject) and not accepted(subject, lambda: _judge(plan, scaled, rope)):
         raise WrongKernelError(
             f"{title}: the kernel stores other numbers than plain torch on {target.name}",

@@ -28,15 +28,14 @@ from flexattn.verify.samples import Unjudged, beyond
 class LaunchedKernels:
     """Kernels that are launched together.
 
-    sources: the one that attends first. title: of the problem. candidate: the config in words.
-    outcome: of building them. tuned: they are a record's of this environment, which the tuner's
-    gate passed.
+    sources: the one that attends first. described: the problem and the config in words, which only
+    a check needs. outcome: of building them. tuned: they are a record's of this environment, which
+    the tuner's gate passed.
     """
 
     sources: tuple[Source, ...]
     device: Device
-    title: str
-    candidate: str
+    described: Callable[[], tuple[str, str]]
     outcome: Outcome
     tuned: bool = False
 
@@ -48,11 +47,24 @@ class LaunchedKernels:
             sources += (choice.combine,)
         tried = choice.attempts[-1] if choice.attempts else None
         outcome = tried.outcome if tried is not None and tried.outcome is not None else None
+
+        def described() -> tuple[str, str]:
+            candidate = f"{choice.config} ({choice.origin})" if tried is None else tried.candidate
+            return choice.problem.describe(), candidate
+
         return cls(
-            sources, choice.device, choice.problem.describe(),
-            f"{choice.config} ({choice.origin})" if tried is None else tried.candidate,
-            outcome or Outcome("built"), choice.how == "hit",
-        )  # fmt: skip
+            sources, choice.device, described, outcome or Outcome("built"), choice.how == "hit"
+        )
+
+    @property
+    def title(self) -> str:
+        """The problem in words."""
+        return self.described()[0]
+
+    @property
+    def candidate(self) -> str:
+        """The config in words."""
+        return self.described()[1]
 
 
 def due(subject: LaunchedKernels) -> bool:
