@@ -36,5 +36,5 @@ def _forget():
     build.builder.cache_clear()
     for memo in (*_MEMOS, decode._plans, append._plans):
         memo.clear()
-    verified.forget()
+    verified.forget_verified()
     memory.cache_clear()

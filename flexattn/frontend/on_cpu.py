@@ -22,6 +22,7 @@ from flexattn.frontend.remembered import PLAIN
 from flexattn.frontend.transforms import functorch, in_forward_mode
 from flexattn.runtime.launch import Outputs
 from flexattn.settings import current, say_once
+from flexattn.util.locks import renewed
 from flexattn.util.lru import Lru
 
 # The call with the same mods on which a compile begins.
@@ -46,7 +47,7 @@ class _Mods:
 _known: Lru[tuple[Any, ...], _Mods] = Lru(128)
 _numbers = count()
 # Held by the thread that compiles; nobody waits for it.
-_compiling = threading.Lock()
+_compiling = renewed(threading.Lock())
 
 
 def run_compiled(given: Call) -> Outputs | None:

@@ -167,7 +167,7 @@ class Guard(TorchDispatchMode):
         self.calls += 1
         if self.calls > MAX_NODES:  # here, for a loop may have no end
             raise too_long(f"more than {MAX_NODES:,}")
-        if func.namespace == "prim":  # a question about metadata, such as x.device
+        if _of_prim(func):
             return
         if name == "_local_scalar_dense":
             if not isinstance(args[0], FakeTensor):
@@ -237,6 +237,11 @@ def _applied(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _of_prim(func: Any) -> bool:
+    """Whether a function is torch's own question about metadata, such as x.device."""
+    return getattr(func, "namespace", "") == "prim"
 
 
 def _tells(args: tuple[Any, ...], result: Any) -> bool:

@@ -96,14 +96,14 @@ def host_values(
     return found
 
 
-def guarded(texts: tuple[str, ...], scalars: Sequence[int | float]) -> tuple[Any, ...]:
+def guard_values(texts: tuple[str, ...], scalars: Sequence[int | float]) -> tuple[Any, ...]:
     """What guards are now, as parts of a key; a guard of another branch may be undefined."""
     try:
         found = program(texts)(scalars)
     except (ArithmeticError, ValueError, TypeError):
         if len(texts) == 1:
             return (None,)
-        return tuple(each for text in texts for each in guarded((text,), scalars))
+        return tuple(each for text in texts for each in guard_values((text,), scalars))
     # By its text a NaN is itself, and 0.0 is not -0.0.
     return tuple((type(x), repr(x) if type(x) is float else x) for x in found)
 

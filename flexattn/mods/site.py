@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexattn.mods.expr import Buffer, Expr, Mod, fingerprint
-from flexattn.mods.host_numbers import guarded, host_values
+from flexattn.mods.host_numbers import guard_values, host_values
 from flexattn.mods.identity import Identity
 from flexattn.mods.numbers import Number
 from flexattn.util.locks import renewed
@@ -116,7 +116,7 @@ class SiteLayout:
         values = tuple([scalars[i] or repr(scalars[i]) for i in self.constants])
         tensors = identity.tensors
         if self.guards:
-            values += guarded(self.guards, scalars)
+            values += guard_values(self.guards, scalars)
         return (*values, *(getattr(t, name) for name in self.asked for t in tensors))
 
     def alike(self, identity: Identity) -> tuple[Variant, ...]:

@@ -28,6 +28,6 @@ def trust(source: Source, device: Device) -> None:
     _known.put((source.hash, device.arch), True)
 
 
-def forget() -> None:
+def forget_verified() -> None:
     """Verify all kernels of this process anew that no file calls verified."""
     _known.clear()

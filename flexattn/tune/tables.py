@@ -63,7 +63,7 @@ def _too_deep(where: str) -> InputError:
     return InputError(f"{where}: tables or lists that are nested deeper", rule)
 
 
-def check_size(data: object, where: str) -> None:
+def check_values(data: object, where: str) -> None:
     """Raise InputError for data of more values, or nested deeper, than any workload has."""
     left, level = _MOST_VALUES, [data]
     for _ in range(_DEEPEST):

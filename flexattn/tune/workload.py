@@ -52,7 +52,7 @@ from flexattn.records.record import Policy
 from flexattn.records.renderers import RecordKind
 from flexattn.serving.tuned import LENGTHS, Lengths
 from flexattn.tune.allowed import check_allowed
-from flexattn.tune.tables import Table, check_size, read_file
+from flexattn.tune.tables import Table, check_values, read_file
 from flexattn.util.near import DTYPE_NAMES, did_you_mean
 
 OF_PLANS = ("page_size", "lengths", "kv_dtype", "scaled", "shared_kv", "batch_invariant")
@@ -149,7 +149,7 @@ def parse_workload(
     """The workload in a mapping; `where` begins every error. allow: as `read` has it."""
     if isinstance(allow, str):
         raise InputTypeError(f"allow={allow!r}", "it is a list of modules' names")
-    check_size(data, where)
+    check_values(data, where)
     top = Table(data, where, TOP)
     rows: list[Row] = []
     for layer in top.tables("layers", LAYER):

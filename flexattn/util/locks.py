@@ -7,6 +7,7 @@ only while a lock is held.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from typing import Any, TypeVar
 
@@ -17,7 +18,8 @@ _PATIENCE_S = 30.0
 _R = TypeVar("_R")
 _renewed: weakref.WeakSet[Any] = weakref.WeakSet()
 _awaited: list[Any] = []
-_held: list[Any] = []
+# Of the thread that forks: another one may fork as soon as it has let go.
+_held = threading.local()
 
 
 def renewed(lock: _R) -> _R:
@@ -39,16 +41,15 @@ def awaited(lock: _R) -> _R:
 
 
 def _before() -> None:
-    _held[:] = [lock for lock in _awaited if lock.acquire(timeout=_PATIENCE_S)]
+    _held.locks = [lock for lock in _awaited if lock.acquire(timeout=_PATIENCE_S)]
 
 
 def _in_parent() -> None:
-    while _held:
-        _held.pop().release()
+    for lock in reversed(_held.locks):
+        lock.release()
 
 
 def _in_child() -> None:
-    _held.clear()
     for lock in _renewed:
         lock._at_fork_reinit()
 

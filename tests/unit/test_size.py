@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # In KiB. What a part holds more of is a decision: its writers say once what repeats.
 LIMITS = {
-    "": 7800,
+    "": 7900,
     "configs/nvidia-h200": 560,
     "configs/studies": 160,
     "bench/results": 320,

@@ -6,14 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from flexattn.kernels.base.dialect import TRITON, Dialect
+from flexattn.kernels.printers import printed_nodes
 from flexattn.kernels.printers.argument_names import buffer_names, scalar_name
 from flexattn.kernels.printers.divisions import by_invariant
-from flexattn.kernels.printers.printed_nodes import (
-    Nesting,
-    feeding_loads,
-    integer_power,
-    summed_halves,
-)
 from flexattn.kernels.printers.triton_ops import HALVES, NARROW, is_literal, itemsize, literal
 from flexattn.mods import Mod
 from flexattn.mods.analysis.intervals import intervals_of
@@ -141,14 +136,14 @@ class MultiPrinter:
         self.body: list[str] = []
         self.count = 0
         self.values: dict[Expr, _Value] = {}
-        self.nesting = Nesting()
+        self.nesting = printed_nodes.Nesting()
         # Of each load, its indices and that they are inside, as its statement has them.
         self.places: dict[Expr, list[tuple[_Value, str]]] = {}
         nodes = list(walk(*self.roots))
         self.uses = Counter(arg for node in nodes for arg in node.args)
         self.ranges = intervals_of(self.roots[0], INDEX_RANGES, *self.roots[1:])
-        self.ahead = feeding_loads(nodes)
-        self.summed = frozenset() if traits.interpreted else summed_halves(nodes)
+        self.ahead = printed_nodes.feeding_loads(nodes)
+        self.summed = frozenset() if traits.interpreted else printed_nodes.summed_halves(nodes)
         self.node = self.roots[-1]
         per_key, per_row = depending(nodes, self.keyed), depending(nodes, self.rowed)
         # What is computed before the loop, or before the scores, for use after them.
@@ -290,7 +285,7 @@ class MultiPrinter:
             if self.traits.short_tanh:
                 return f"short_tanh({args[0]})"
         if node.op == "pow" and is_int(node.dtype):
-            return integer_power(args[0], node.args[1])
+            return printed_nodes.integer_power(args[0], node.args[1])
         floored = node.op in ("floor_div", "floor_mod") and not is_float(computed)
         # Where no operand is negative, C's division, which truncates, floors, too.
         if floored and all(self._between(arg, (0, 2**64)) for arg in node.args):

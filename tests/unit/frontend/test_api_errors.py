@@ -113,7 +113,6 @@ def test_explain_refuses_the_same(name):
     ("arguments", "words"),
     [
         ({"Q_LEN": -1}, "Q_LEN=-1"),
-        ({"B": 0}, "B=0"),
         ({"H": -2}, "H=-2"),
         ({"BLOCK_SIZE": 0}, "BLOCK_SIZE=0"),
         ({"BLOCK_SIZE": (16, -1)}, "at least 1"),

@@ -88,7 +88,8 @@ def test_a_tangent_is_no_matter_for_kernels(monkeypatch):
     assert (found.route, found.why) == ("reference", "key has a tangent")
     seen = admission.make_call(x, x, x, None, None, None, False, False, None, None)
     monkeypatch.setattr(attention, "tangent", lambda named: "query")
-    on_a_gpu = type("Tensor", (), {"is_cuda": True, "dtype": x.dtype, "requires_grad": False})()
+    about = {"is_cuda": True, "dtype": x.dtype, "requires_grad": False}
+    on_a_gpu = type("Tensor", (), {**about, "device": torch.device("cuda")})()
     with pytest.raises(UnsupportedError, match=r"query has a tangent.*\n.*\n.*vjp"):
         attention.route_of(seen._replace(q=on_a_gpu))
 

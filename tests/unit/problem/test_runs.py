@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn import create_block_mask
@@ -113,7 +114,7 @@ def test_lists_that_are_turned_in_place_have_no_runs():
 
 def test_what_cannot_be_watched_has_no_runs():
     with torch.inference_mode():
-        mask = made()
+        mask = torch_flex.create_block_mask(causal, None, None, 640, 640, "cpu")
         assert mask_class(mask) == "d1/2 i2 runs" and known_runs(mask) is None
 
 

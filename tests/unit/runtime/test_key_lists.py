@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as torch_flex
 
 import flexattn
 from flexattn.block_mask.lazy import lazy_mask
@@ -134,7 +135,7 @@ def test_lists_by_key_that_no_graph_made_are_made_once(mask_mod, monkeypatch):
 def test_lists_of_inference_mode_are_never_kept():
     """They do not tell when they are written to."""
     with torch.inference_mode():
-        mask = flexattn.create_block_mask(holes, None, None, 96, 96, "cpu", 16)
+        mask = torch_flex.create_block_mask(holes, None, None, 96, 96, "cpu", 16)
     lists = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
     for _ in range(2):
         remember_look(mask, lists, SimpleNamespace(looks=True, backward=False))
