@@ -107,7 +107,7 @@ class Indexing(TorchFunctionMode):
             self.asked |= {"shape"} if args[0].dim() > 0 else set()
         elif func == _REQUIRES_GRAD.__get__:
             self.asked.add("requires_grad")
-        elif func == _GRAD.__get__ or (func not in _KEPT and _tells(args, result)):
+        elif func == _GRAD.__get__ or (not _kept(func) and _tells(args, result)):
             self.volatile = True
         return result
 
@@ -237,6 +237,11 @@ def _applied(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _kept(func: Any) -> bool:
+    """Whether the answer stays the same for tensors of one dtype, rank and kind of device."""
+    return func in _KEPT or _of_prim(func)
 
 
 def _of_prim(func: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from flexattn.errors import InputError, UnsupportedError
+from flexattn.errors import InputError, InputTypeError, UnsupportedError
 from flexattn.kernels.paged_decode.config import ServingForm
 from flexattn.mods import Bound
 from flexattn.serving.cache import Cache
@@ -202,3 +202,21 @@ def check_captured(bound: Bound | None, device: torch.device) -> None:
                 f"a plan's runs read what mods capture as it lies on {device}",
                 f"capture tensor.to('{device}').resolve_neg()",
             )
+
+
+def output_fits(got: object, wanted: Tensor) -> bool:
+    """Whether a run can write to a tensor in place of the plan's own output."""
+    if not isinstance(got, Tensor):
+        return False
+    same = got.shape == wanted.shape and got.dtype == wanted.dtype and got.device == wanted.device
+    return same and got.is_contiguous() and got.data_ptr() % 16 == 0
+
+
+def output_misfit(name: str, got: object, wanted: Tensor) -> InputError:
+    """The error of an output that does not fit."""
+    if not isinstance(got, Tensor):
+        return InputTypeError(f"{name} is a {type(got).__name__}", "it is a torch.Tensor")
+    return InputError(
+        f"{name} is {got.dtype} {list(got.shape)} at {got.data_ptr():#x} on {got.device}",
+        f"it is {wanted.dtype} {list(wanted.shape)} on {wanted.device}, contiguous and aligned",
+    )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from flexattn.device import usable
-from flexattn.errors import InputError, InputTypeError
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.paged_decode.awaiting import UNWRITTEN
 from flexattn.kernels.paged_decode.config import ServingConfig
@@ -320,12 +319,12 @@ class DecodePlan:
         """What a run writes: given by the caller, or the plan's own."""
         if out is None:
             out = ready.out
-        elif not _fits(out, ready.out):
-            raise _misfit("out", out, ready.out)
+        elif not admission.output_fits(out, ready.out):
+            raise admission.output_misfit("out", out, ready.out)
         if ready.lse is None or lse is None:
             return out, ready.lse
-        if not _fits(lse, ready.lse):
-            raise _misfit("lse", lse, ready.lse)
+        if not admission.output_fits(lse, ready.lse):
+            raise admission.output_misfit("lse", lse, ready.lse)
         return out, lse
 
     def _admit(
@@ -387,19 +386,3 @@ class DecodePlan:
         lse = None if self._lse is None else self._lse[:rows].view(shape[:-1])
         out = self._out[:rows].view(shape)
         return _Ready(attend, combine, out, lse, keys, cache.pages)
-
-
-def _fits(got: object, wanted: Tensor) -> bool:
-    if not isinstance(got, Tensor):
-        return False
-    same = got.shape == wanted.shape and got.dtype == wanted.dtype and got.device == wanted.device
-    return same and got.is_contiguous() and got.data_ptr() % 16 == 0
-
-
-def _misfit(name: str, got: object, wanted: Tensor) -> InputError:
-    if not isinstance(got, Tensor):
-        return InputTypeError(f"{name} is a {type(got).__name__}", "it is a torch.Tensor")
-    return InputError(
-        f"{name} is {got.dtype} {list(got.shape)} at {got.data_ptr():#x} on {got.device}",
-        f"it is {wanted.dtype} {list(wanted.shape)} on {wanted.device}, contiguous and aligned",
-    )
