@@ -294,6 +294,22 @@ def _same_texts():
     return rewrite
 
 
+def _products(create_dot):
+    """create_dot in float64, rounded once: what BLAS adds up in float32 depends on the processor.
+
+    On an EPYC without AVX-512 a row's sum depended on the rows beside it, and tests of bits and of
+    float32's budget failed that had passed on other machines.
+    """
+
+    def product(builder, a, b, d, *precision):
+        if a.data.dtype != np.float32 or d.data.dtype != np.float32:
+            return create_dot(builder, a, b, d, *precision)
+        found = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+        return interpreter.TensorHandle(found + d.data, d.dtype.scalar)
+
+    return product
+
+
 def hurry():
     """Changes the interpreter of this process, which compiles nothing."""
     tl.core._unwrap_if_constexpr = _unwrapping(tl.core._unwrap_if_constexpr)
@@ -311,3 +327,5 @@ def hurry():
     interpreter._patch_lang = _Once(interpreter._patch_lang)
     interpreter._get_np_dtype = _dtypes(interpreter._get_np_dtype)
     semantic.binary_op_sanitize_overflow_impl = staticmethod(_refuse_overflow)
+    builder = interpreter.InterpreterBuilder
+    builder.create_dot = _products(builder.create_dot)

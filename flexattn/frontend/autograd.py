@@ -172,4 +172,4 @@ def _of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """A sink weighs exp(sink - lse) of its row and has no value: that times -delta, summed."""
     # lse is -inf where the sink is, beside no key: both are no number's difference.
     weight = torch.exp(sinks.float()[:, None] - lse.clamp(min=torch.finfo(lse.dtype).min))
-    return (weight * delta).sum((0, 2)).neg().to(sinks.dtype)
+    return (weight * delta).sum((0, 2), dtype=torch.float64).neg().to(sinks.dtype)

@@ -278,8 +278,10 @@ def test_gradients_written_side_by_side(heads):
     out, lse = flexattn.flex_attention(q, k, v, enable_gqa=True, return_lse=True)
     asked = AskedGradients(None, None, None, 0.25, NONE, ())
     grads = (torch.randn(2, h, n, D), None)
-    wanted = run_backward(partial(plan_backward, asked), (q, k, v), out, lse, grads, 0.25, ())
+    wanted = run_backward(
+        partial(plan_backward, asked), (q, k, v), out, lse, grads, 0.25, (), None
+    )
     planned = partial(plan_backward, asked, into=into)
-    found = run_backward(planned, (q, k, v), out, lse, grads, 0.25, (), into)
+    found = run_backward(planned, (q, k, v), out, lse, grads, 0.25, (), None, into)
     for got, mine, other in zip(found[:3], into, wanted[:3], strict=True):
         assert got is mine and torch.equal(got, other)

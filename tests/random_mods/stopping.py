@@ -23,7 +23,8 @@ def stopping(part: Part, draw: random.Random) -> Part:
 
 
 def _stopped(text: str, draw: random.Random) -> str:
-    return ast.unparse(ast.fix_missing_locations(_Detaching(draw).visit(ast.parse(text))))
+    found = ast.fix_missing_locations(_Detaching(draw).visit(ast.parse(text)))
+    return "; ".join(ast.unparse(found).splitlines())
 
 
 class _Detaching(ast.NodeTransformer):
@@ -34,7 +35,8 @@ class _Detaching(ast.NodeTransformer):
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
-        found = isinstance(node, (ast.BinOp, ast.Subscript))
+        found = isinstance(node, ast.BinOp)
+        found |= isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
         # Not of float("inf"), which is no tensor.
         found |= isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         if not found or self.draw.random() >= OPERATIONS:

@@ -105,6 +105,8 @@ class Memory:
         folder = _folder(device)
         if folder is None or outcome.kind == "passing":
             return
+        if device.backend == "interpreter" and not (outcome.verified or outcome.kind == "wrong"):
+            return
         self._noted = True
         self._known.put((folder, source.hash, device.arch), (outcome,))
         if device.backend == "interpreter":
