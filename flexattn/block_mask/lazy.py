@@ -23,7 +23,7 @@ _NAMES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
 class _Beside(NamedTuple):
-    """What a mask of ours has beside torch's attributes; a pickle of it finds this module."""
+    """What this library stores in a torch BlockMask. Unpickling it imports this module."""
 
     decided: bool
 
@@ -74,12 +74,12 @@ def lazy_mask(
 
 
 def lists_pending(mask: BlockMask) -> bool:
-    """Whether a mask's lists by key have yet to be made."""
+    """Whether a mask's lists by key are not made yet."""
     return "q_num_blocks" not in mask.__dict__ or "q_indices" not in mask.__dict__
 
 
 def decided(mask: BlockMask) -> bool:
-    """Whether a mask's lists are known to hold what mask_mod keeps of their indices, no more."""
+    """Whether a mask's lists are known to hold only what mask_mod keeps."""
     beside = mask.__dict__.get("_flexattn")
     return beside is not None and bool(beside.decided)
 

@@ -215,7 +215,7 @@ def _sample(kind: Kind, shape: Shape, device: Device, faults: list[str]) -> dict
 
 
 def _print_outcomes(told: dict[str, Any]) -> None:
-    """What this compiler refused, what it compiled to loops that spill, and what is wrong."""
+    """Print which kernels the compiler refused, whose loops spill, and which are wrong."""
     if told["cleared"]:
         say(f"{'outcomes':<12}{told['cleared']} cleared")
     verified = sum(each["verified"] for each in told["outcomes"])

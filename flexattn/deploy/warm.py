@@ -43,12 +43,11 @@ def warm(
 
     workload: a workload file as `flexattn tune` reads it, what such a file holds, or one that was
     read. allow: modules beside flexattn.catalogue whose functions the first two may name, which
-    runs their code. return_lse: the calls ask for the log-sum-exp. Of a prefill it compiles what
-    serves other lengths of prompts and chunks too, so that only a tuned record asks for another
-    kernel at a length that is not in the workload; of a decode, what serves its query rows over
-    any keys. Call it when a server starts: it forgets what was traced before, so that numbers in
-    mods are constants. A number that changes from call to call costs a kernel at its second value;
-    captured as a tensor it costs none.
+    runs their code. return_lse: the calls ask for the log-sum-exp. The kernels of a prefill also
+    run for other lengths of prompts and chunks: another length compiles a kernel only if a tuned
+    record names one. Those of a decode run for any number of keys. Call it when a server starts:
+    it forgets what was traced before, so that numbers in mods are constants. A number that changes
+    from call to call costs a kernel at its second value; captured as a tensor it costs none.
 
     Returns how many kernels were compiled. Raises InputError for a workload that cannot be read,
     ModError for its mods, BuildError. Rows of plans are left out: make a DecodePlan for them.

@@ -27,7 +27,7 @@ from flexattn.util.lru import Lru
 
 # The call with the same mods on which a compile begins.
 FIRST = 3
-# The queries that the kernel takes.
+# The dtypes of queries that Inductor's C++ kernel supports.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 THREAD = "flexattn-compile"
 # Compiles of one pair of mods, for other shapes and captures: as many as Dynamo keeps.

@@ -58,12 +58,12 @@ class LaunchedKernels:
 
     @property
     def title(self) -> str:
-        """The problem in words."""
+        """The problem, for people."""
         return self.described()[0]
 
     @property
     def candidate(self) -> str:
-        """The config in words."""
+        """The config, for people."""
         return self.described()[1]
 
 
@@ -78,7 +78,7 @@ def due(subject: LaunchedKernels) -> bool:
 
 
 def verification(subject: LaunchedKernels) -> str:
-    """By what kernels are verified, in words; nothing where none are checked."""
+    """How these kernels were verified, for people; empty if kernels are not checked."""
     if subject.tuned:
         return "by the tuner's gate, in this environment"
     if all([is_verified(each, subject.device) for each in subject.sources]):
@@ -89,9 +89,9 @@ def verification(subject: LaunchedKernels) -> str:
 def accepted(subject: LaunchedKernels, *ways: Callable[[], Verdict]) -> bool:
     """Check kernels, and remember the outcome; False where they compute wrong numbers.
 
-    ways: what judges a launch, tried in turn until one can. Wrong kernels are said once with a
-    file that describes them, and are never chosen again: the caller asks dispatch for the next
-    ones. Kernels that nothing can judge are used, and no file calls them verified.
+    ways: functions that judge a launch, tried in turn until one can. A wrong kernel is reported
+    once, with a file that describes it, and is never chosen again: the caller asks dispatch for
+    the next one. A kernel that none of them can judge is used, and not recorded as verified.
     """
     verdict = None
     for judged in ways:

@@ -135,7 +135,7 @@ def _dispatcher(chosen: ChosenKernels) -> Dispatcher:
 
 
 def _small(chosen: ChosenKernels, rows: int) -> tuple[Problem, Lists | None]:
-    """The problem of a batch, a KV head and some rows, with the lists of its mask."""
+    """The problem with one batch, one KV head and some rows, and its mask's lists."""
     p = chosen.choice.problem
     group, lists = p.Hq // p.Hkv, chosen.lists
     small = replace(p, B=1, Hq=group, Hkv=1, q_len=rows, broadcast_kv=False)
@@ -155,7 +155,7 @@ def _drawn(chosen: ChosenKernels) -> Dropout | None:
 
 @contextmanager
 def apart(where: torch.device) -> Iterator[None]:
-    """Runs work on a GPU and waits for it, also while the current stream is captured."""
+    """Runs work on a stream of its own while the current stream is captured."""
     if where.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         yield
         return

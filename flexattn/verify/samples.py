@@ -1,4 +1,4 @@
-"""Sampled rows and keys of one launch, held to plain torch by the accuracy gate."""
+"""Sampled rows and keys of one launch, compared with plain torch by the accuracy gate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUDGE = 2.0**-18
 
 
 class Unjudged(Exception):
-    """Why a launch cannot be held to plain torch on its own inputs."""
+    """Why a launch cannot be compared with plain torch on its own inputs."""
 
 
 class Attended(NamedTuple):
@@ -47,7 +47,7 @@ class Attended(NamedTuple):
 
 
 def beyond(verdict: Verdict) -> bool:
-    """Whether a sample's error is no rounding."""
+    """Whether a sample's error is more than rounding."""
     return bool(verdict.faults) or any(
         not row.error <= _MARGIN * row.budget for row in verdict.rows
     )
@@ -152,7 +152,7 @@ def _some(count: int, draw: torch.Generator) -> Tensor:
 
 
 def _sound(found: Reference) -> Tensor:
-    """Which rows have an output, and no lse that is NaN or infinite but for a row without keys."""
+    """Which rows have a finite output, and an lse that is finite or -inf (a row without keys)."""
     return found.out.isfinite().all(-1) & ~found.lse.isnan() & (found.lse != torch.inf)
 
 
