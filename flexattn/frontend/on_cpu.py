@@ -28,7 +28,7 @@ from flexattn.util.lru import Lru
 # The call with the same mods on which a compile begins.
 FIRST = 3
 # The dtypes of queries that Inductor's C++ kernel supports.
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 THREAD = "flexattn-compile"
 # Compiles of one pair of mods, for other shapes and captures: as many as Dynamo keeps.
 _MOST = 8
@@ -101,7 +101,7 @@ def _plain(given: Call) -> bool:
     settings, q = current(), given.q
     if not settings.cpu_compile or settings.check or settings.interpret:
         return False
-    if type(q) not in PLAIN or q.device.type != "cpu" or q.dtype not in _DTYPES:
+    if type(q) not in PLAIN or q.device.type != "cpu" or q.dtype not in CPU_DTYPES:
         return False
     if given.return_lse or given.return_aux is not None or given.dropout_p != 0.0:
         return False

@@ -26,6 +26,7 @@ from flexattn.frontend.compiled.packed import SideBySide, packed_gradients
 from flexattn.frontend.compiled.spec import Spec, parsed, printed
 from flexattn.frontend.compiled.widened import widened_sources
 from flexattn.frontend.gradients import AskedGradients, check_backward, check_order
+from flexattn.frontend.on_cpu import CPU_DTYPES
 from flexattn.kernels.choose.options import Options, parse
 from flexattn.mods import Bound
 from flexattn.mods.graph import Captured, GraphMod, read_graph
@@ -35,8 +36,6 @@ from flexattn.problem import DTYPES, FP8
 from flexattn.settings import current, say_once
 
 _DEVICES = ("cuda", "cpu")
-# Of the queries that Inductor's C++ kernel takes.
-_ON_CPU = (torch.float32, torch.bfloat16, torch.float16)
 # Of a node's mask: counts and indices of blocks by query, then by key, stand behind two lengths;
 # its last three entries are the block's rows, its keys, and the graph of mask_mod.
 _LISTS, _BY_KEY, _BLOCK, _GRAPH = slice(2, 6), slice(6, 10), slice(-3, -1), -1
@@ -198,7 +197,7 @@ def _torch_runs(query: Any, kernel_options: dict[str, Any], options: dict[str, A
     Not where statistics are asked, which it has none of, and not where what mods read is checked.
     """
     settings = current()
-    if query.get_device().type != "cpu" or query.get_dtype() not in _ON_CPU:
+    if query.get_device().type != "cpu" or query.get_dtype() not in CPU_DTYPES:
         return False
     if settings.interpret or settings.check or parse(options).batch_invariant:
         return False
