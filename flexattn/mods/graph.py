@@ -18,20 +18,12 @@ from flexattn.mods.expr import VARS, Buffer, Expr, Mod
 from flexattn.mods.functional import functional
 from flexattn.mods.guard import op_name
 from flexattn.mods.pointwise import cast
+from flexattn.mods.reader import RESULTS, TABLE, Reader, check_size, decompositions, single_result
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.registered import meaning_of
 from flexattn.mods.site import Bound, Variant, interned
 from flexattn.mods.stops import without_idle_stops
-from flexattn.mods.trace import (
-    ARGUMENTS,
-    RESULTS,
-    TABLE,
-    Reader,
-    Trace,
-    check_size,
-    decompositions,
-    single_result,
-)
+from flexattn.mods.trace import ARGUMENTS, Trace
 
 # What Dynamo computes of integers that it does not know yet.
 _ON_INTEGERS: dict[Any, str] = {

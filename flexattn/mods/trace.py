@@ -4,35 +4,37 @@ from __future__ import annotations
 
 import inspect
 import logging
-import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_aggregate
 
 from flexattn.errors import SignatureError, UnsupportedError
-from flexattn.mods.arrays import Array, buffer, literal_array
+from flexattn.mods.arrays import Array
 from flexattn.mods.asked import Asked, looked_up
-from flexattn.mods.expr import MAX_NODES, VARS, Expr, walk
-from flexattn.mods.functional import functional, is_lift, writes
-from flexattn.mods.guard import Guard, Indexing, op_name
+from flexattn.mods.expr import VARS, Expr
+from flexattn.mods.functional import functional
+from flexattn.mods.guard import Guard, Indexing
 from flexattn.mods.host_numbers import Recording
-from flexattn.mods.pointwise import POINTWISE, cast
-from flexattn.mods.reductions import REDUCTIONS
-from flexattn.mods.refusal import Refusal, SourceLine, line_of, too_long, unknown, unread
+from flexattn.mods.pointwise import cast
+from flexattn.mods.reader import (
+    RESULTS,
+    Reader,
+    check_size,
+    decompositions,
+    known_operations,
+    single_result,
+)
+from flexattn.mods.refusal import Refusal, SourceLine, line_of, unread
 from flexattn.mods.stops import OWN_GRADIENT, stopped, without_idle_stops
-from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
 from flexattn.util.locks import awaited
 
-TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE, **REDUCTIONS}
 ARGUMENTS = {"score": tuple(VARS), "mask": tuple(VARS)[1:]}
 # By name: torch raises different ones for a branch, a loop and a mask, and has moved them.
 _DATA_DEPENDENT = (
@@ -49,7 +51,6 @@ _COMPILED = Refusal(
 # One run of torch's tracer at a time, at most as long as `Guard` lets a mod be: it patches what
 # all threads share, and imports much the first time. What is traced is read without it.
 _TRACER = awaited(threading.RLock())
-RESULTS = {"score": "float32", "mask": "bool"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def trace(
     def run(mapped: bool, *inputs: torch.Tensor) -> Any:
         called = _mapped(fn) if mapped else fn
         modes.append(Indexing())
-        guards.append(Guard(_known(), inputs, stops=grad))
+        guards.append(Guard(known_operations(), inputs, stops=grad))
         with (
             torch.set_grad_enabled(grad), _no_autocast(device), _no_hooks(), guards[-1], modes[-1],
         ):  # fmt: skip
@@ -185,164 +186,6 @@ def check_arity(fn: Any, kind: str) -> None:
     ).error(fn, kind)
 
 
-class Reader:
-    """Interprets a graph of aten operations over lazy arrays."""
-
-    def __init__(
-        self,
-        graph: GraphModule,
-        known: Sequence[torch.Tensor],
-        recording: Recording | None = None,
-    ) -> None:
-        self.graph = graph
-        self.recording = recording
-        self.tensors = list(known)
-        self.sized = False
-        self.line: SourceLine | None = None
-
-    def read(self, inputs: list[Array], *, exact: bool) -> Any:
-        """The graph's result; `exact` compares every dtype with the one that torch found."""
-        try:
-            return self._read(inputs, exact)
-        except RecursionError:
-            raise Refusal(
-                "builds one tensor upon another, too deeply to be read",
-                "tensors that are indexed, reshaped or joined some hundred times have no end",
-                "compute them outside of the mod, capture the result and index it",
-                raises=UnsupportedError,
-            ) from None
-
-    def _read(self, inputs: list[Array], exact: bool) -> Any:
-        values: dict[Node, Any] = {}
-        arguments = iter(inputs)
-
-        def value_of(x: Any) -> Any:
-            return map_aggregate(x, lambda n: values[n] if isinstance(n, Node) else n)
-
-        for node in self.graph.graph.nodes:
-            self.line = node.meta.get("user_line")
-            if node.op == "placeholder":
-                values[node] = next(arguments)
-            elif node.op == "get_attr":
-                values[node] = self._constant(node)
-            elif node.op == "output":
-                return value_of(node.args[0])
-            else:
-                values[node] = self._call(node.target, value_of(node.args), value_of(node.kwargs))
-                if "stop" in node.meta:
-                    values[node] = stopped(values[node], node.meta["stop"])
-                if exact:
-                    _compare(node, values[node])
-        raise AssertionError("a graph without an output")
-
-    def _constant(self, node: Node) -> Array:
-        tensor = getattr(self.graph, str(node.target))
-        number = self.recording.of(tensor) if self.recording else None
-        if number is not None:
-            return Array.scalar(number, weak=True)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if all(map(is_lift, node.users)):
-            return literal_array(tensor.flatten().tolist(), tensor.shape, dtype)
-        slots = [slot for slot, known in enumerate(self.tensors) if known is tensor]
-        if not slots:
-            slots = [len(self.tensors)]
-            self.tensors.append(tensor)
-        return buffer(slots[0], tensor.shape, dtype)
-
-    def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is operator.getitem:
-            return args[0][args[1]]
-        name = op_name(target)
-        if name not in TABLE:
-            raise unknown(target)
-        captured = [a for a in _arrays((*args, *kwargs.values())) if a.captured]
-        self.sized |= bool(captured) and reads_sizes(name, args)
-        try:
-            result = TABLE[name](*args, **kwargs)
-        except Refusal:
-            raise
-        except Exception as error:  # torch computes it: an option or a form that no row has
-            raise unread(f"{target} in a form that it has not elsewhere") from error
-        with suppress(Refusal):  # which is raised where a value is asked for
-            for array in _arrays(result):
-                if not array.shape:
-                    array.at()  # now: a value of a thousand steps would recurse as deeply
-        if captured:
-            for array in _arrays(result):
-                array.captured = bool(array.shape)
-        return result
-
-
-def _arrays(values: Any) -> list[Array]:
-    if isinstance(values, Array):
-        return [values]
-    return [a for v in values for a in _arrays(v)] if isinstance(values, (tuple, list)) else []
-
-
-def _compare(node: Node, ours: Any) -> None:
-    theirs = node.meta.get("val")
-    if not isinstance(ours, Array) or not isinstance(theirs, torch.Tensor):
-        return
-    if f"torch.{ours.dtype}" != str(theirs.dtype) or ours.shape != tuple(theirs.shape):
-        raise Refusal(
-            f"uses {node.target}, which gave {ours.dtype}{list(ours.shape)} here "
-            f"and {theirs.dtype}{list(theirs.shape)} in torch",
-            "a traced operation keeps torch's dtypes and shapes",
-            "report this: it is a fault of flexattn",
-            raises=UnsupportedError,
-        )
-
-
-def single_result(result: Any, kind: str) -> Array:
-    if isinstance(result, Array) and not result.shape:
-        if kind == "mask" and result.dtype != "bool":
-            _refuse_mask_dtype(result.dtype)
-        return result
-    if isinstance(result, Array):
-        raise Refusal(
-            f"returns a tensor of shape {list(result.shape)}",
-            "a mod returns one value for one position",
-            "index or reduce it to a 0-d tensor",
-            raises=SignatureError,
-        )
-    said = f"{result!r:.80}"
-    do = "end it with `return`" if result is None else "return a tensor made of the arguments"
-    if isinstance(result, (tuple, list)):
-        said, do = f"a {type(result).__name__} of {len(result)}", "return one of them"
-    if isinstance(result, (bool, int, float)):
-        do = {
-            "score": f"return torch.full_like(score, {result})",
-            "mask": f"return torch.full_like(q_idx, {bool(result)}, dtype=torch.bool)",
-        }[kind]
-    raise Refusal(
-        f"returns {said}",
-        "a mod returns one 0-d tensor, as torch's flex_attention has it",
-        do,
-        raises=SignatureError,
-    )
-
-
-def check_size(expr: Expr) -> Expr:
-    """The expression, if it is no larger than kernels are compiled for."""
-    size = sum(1 for _ in walk(expr))
-    if size > MAX_NODES:
-        raise too_long(f"{size:,}")
-    return expr
-
-
-def _refuse_mask_dtype(dtype: str) -> NoReturn:
-    """A mask that is added, 0 where a score is kept, would be taken for its opposite."""
-    do = "compare with 0: `... != 0`"
-    if "float" in dtype:
-        do = "compare, as in `q_idx >= kv_idx`; what is added to scores belongs in a score_mod"
-    raise Refusal(
-        f"returns {dtype}",
-        "a mask_mod returns torch.bool, True where the score is kept",
-        do,
-        raises=SignatureError,
-    )
-
-
 def _graph(run: Callable[..., Any], dtypes: Sequence[str], device: torch.device) -> GraphModule:
     """The graph of `run`, where an autograd Function is its forward, else its vmap rule."""
     inputs = [torch.zeros((), dtype=getattr(torch, t), device=device) for t in dtypes]
@@ -419,20 +262,3 @@ def _no_hooks() -> AbstractContextManager[Any]:
     if autograd._saved_tensors_hooks_is_enabled():
         return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     return nullcontext()
-
-
-@lru_cache(maxsize=1)
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """torch's decompositions of every operation that the tables do not hold, and no write is."""
-    from torch._decomp import decomposition_table
-
-    return {
-        op: decomposed
-        for op, decomposed in decomposition_table.items()
-        if isinstance(op, torch._ops.OpOverload) and op_name(op) not in TABLE and not writes(op)
-    }
-
-
-@lru_cache(maxsize=1)
-def _known() -> frozenset[str]:
-    return frozenset(TABLE) | {op_name(op) for op in decompositions()}

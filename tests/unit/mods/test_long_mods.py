@@ -16,7 +16,7 @@ from flexattn.kernels.printers.mask_parts import mask_parts
 from flexattn.kernels.printers.span import print_edges
 from flexattn.kernels.printers.torch_printer import to_torch
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
-from flexattn.mods import bind, guard, refusal, trace
+from flexattn.mods import bind, guard, reader, refusal
 from flexattn.mods.algebra import bounds_of
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.mods.codec import from_data, to_data
@@ -120,7 +120,7 @@ def test_chains_are_sorted_up_to_a_length():
 
 @pytest.fixture
 def at_most_forty(monkeypatch):
-    for module in (trace, guard, refusal):
+    for module in (reader, guard, refusal):
         monkeypatch.setattr(module, "MAX_NODES", 40)
 
 
@@ -152,7 +152,7 @@ def test_a_loop_without_end_is_refused(at_most_forty):
 def test_two_threads_trace_beside_one_another(monkeypatch):
     """One lock was held for all of a first call's tracing and rewriting: other mods waited."""
     begun, go = threading.Event(), threading.Event()
-    read = trace.Reader.read
+    read = reader.Reader.read
 
     def slow(self, *args, **kwargs):
         if threading.current_thread() is not threading.main_thread():
@@ -160,7 +160,7 @@ def test_two_threads_trace_beside_one_another(monkeypatch):
             assert go.wait(30)
         return read(self, *args, **kwargs)
 
-    monkeypatch.setattr(trace.Reader, "read", slow)
+    monkeypatch.setattr(reader.Reader, "read", slow)
     found = []
     other = threading.Thread(
         target=lambda: found.append(bind(lambda s, b, h, i, j: s * 2.25 + j, "score"))
