@@ -64,7 +64,7 @@ def wrong_gradients(
 
 
 def _worse(verdict: Verdict, chosen: ChosenKernels) -> Verdict:
-    """A verdict, or that of a made-up call where captured tensors get a gradient."""
+    """The worse of a verdict and, if captured tensors get gradients, that of a made-up call."""
     if not chosen.choice.problem.structure.grads or beyond(verdict):
         return verdict
     return judge_backward(chosen)

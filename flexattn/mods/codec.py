@@ -11,7 +11,7 @@ from flexattn.mods.expr import MAX_NODES, VARS, Buffer, Expr, Mod, Value, finger
 from flexattn.mods.ops import OPS, is_float, is_int
 
 MAX_BUFFERS, MAX_RANK = 64, 16
-# Each captured number stands behind a clamp.
+# A clamp follows each captured number, so a stored mod may have twice the rows.
 _ROWS = 2 * MAX_NODES
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

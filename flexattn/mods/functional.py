@@ -69,7 +69,7 @@ def _functional(
 
 
 def is_lift(user: Node) -> bool:
-    """Whether a node takes over a tensor that the mod itself made of numbers."""
+    """Whether a node copies a tensor that the mod itself made of numbers."""
     packet = getattr(user.target, "overloadpacket", None)
     return packet is not None and packet.__name__.startswith("lift_fresh")
 

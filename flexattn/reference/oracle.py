@@ -104,7 +104,7 @@ def attention(
     rounding = Rounding.of(precision, q, v)
     run = AttentionSlice(score_mod, blocks, scale, rounding, dropout, sinks, descales, Hq, at)
     if at is not None:
-        # In a process that serves, whose default dtype stays as it is.
+        # The process may be a server: its default dtype must not change.
         with torch.autocast(q.device.type, enabled=False):
             return run(q, k, v, slice(0, B), slice(0, Hq), slice(0, L))
     k, v = k.expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)

@@ -42,7 +42,7 @@ class _Switch:
                         self._turn(True)
 
     def _at_fork_reinit(self) -> None:
-        """In a forked child those who wanted it off are gone, but for the thread that forked."""
+        """A forked child has one thread: what others wanted is dropped."""
         self._lock = threading.Lock()
         gone = bool(self._users)
         self._users = [user for user in self._users if user == threading.get_ident()]

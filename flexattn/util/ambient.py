@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """A block on real tensors, on the CPU where nothing else is said, that autograd may save.
+    """A block on real tensors, on the CPU unless said otherwise, whose tensors autograd may save.
 
     A default device, inference mode, a FakeTensorMode and other dispatch modes of the caller's do
     not reach it; gradients are recorded, or not, as outside of it. The default dtype is the

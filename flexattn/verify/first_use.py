@@ -28,7 +28,7 @@ from flexattn.verify.samples import Unjudged, beyond
 class LaunchedKernels:
     """Kernels that are launched together.
 
-    sources: the one that attends first. described: the problem and the config in words, which only
+    sources: the one that attends first. described: the problem and the config as text, which only
     a check needs. outcome: of building them. tuned: they are a record's of this environment, which
     the tuner's gate passed.
     """

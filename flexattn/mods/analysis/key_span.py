@@ -137,7 +137,7 @@ class _Spans:
     def _compared(self, op: str, x: Expr, y: Expr) -> _Span:
         """x < y or x <= y, solved for kv_idx where its factor is 1 or -1."""
         if x.op == "abs" and not reads(y, "kv_idx"):
-            # |d| < y is -d < y and d < y, but for the one integer whose negative wraps.
+            # |d| < y is -d < y and d < y, except for the one integer whose negative wraps.
             (distance,) = x.args
             if self._within(distance):
                 negative = make("neg", distance.dtype, (distance,))
