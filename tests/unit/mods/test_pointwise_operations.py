@@ -14,7 +14,8 @@ from flexattn.mods.outside import evaluated
 
 # What no kernel computes: plain torch does on the CPU, and on a GPU its compiled kernel.
 LEFT = {
-    "digamma", "frexp", "gcd", "i0", "igamma", "igammac", "lcm", "nextafter", "polygamma",
+    "_conj_physical", "digamma", "frexp", "gcd", "i0", "igamma", "igammac", "lcm", "nextafter",
+    "polygamma",
     "special_airy_ai", "special_bessel_j0", "special_bessel_j1", "special_bessel_y0",
     "special_bessel_y1", "special_erfcx", "special_hermite_polynomial_h",
     "special_hermite_polynomial_he", "special_i0e", "special_i1", "special_i1e",
@@ -32,13 +33,19 @@ NOT_TRACED = ("__lshift__.Scalar", "__rshift__.Scalar")
 
 
 def overloads():
-    """All of them; those that write to a given tensor do so in an own one."""
-    for name in dir(torch.ops.aten):
-        packet = getattr(torch.ops.aten, name)
-        for overload in packet.overloads() if hasattr(packet, "overloads") else ():
-            op = getattr(packet, overload)
-            if torch.Tag.pointwise in op.tags:
-                yield op
+    """All of them, by the dispatcher's list: `dir(torch.ops.aten)` has only what was used before.
+
+    aten.equal has the tag as well, but gives Python's truth; rrelu draws random numbers.
+    """
+    for full in sorted(torch._C._dispatch_get_all_op_names()):
+        name, _, overload = full.removeprefix("aten::").partition(".")
+        if not full.startswith("aten::") or not hasattr(torch.ops.aten, name):
+            continue
+        op = getattr(getattr(torch.ops.aten, name), overload or "default")
+        tensors = all(str(each.type) == "Tensor" for each in op._schema.returns)
+        draws = torch.Tag.nondeterministic_seeded in op.tags
+        if torch.Tag.pointwise in op.tags and tensors and not draws:
+            yield op
 
 
 OPS = list(overloads())
