@@ -19,7 +19,7 @@ from bench.peers import OURS
 from flexattn.errors import InputError
 from flexattn.measure.timing import time_interleaved
 from flexattn.serving import AppendPlan, Rope
-from flexattn.serving.scales import Scaled
+from flexattn.serving.cache import Scaled
 
 __all__ = ["AppendRow", "append_rows", "copy_of", "main", "storing"]
 

@@ -18,8 +18,8 @@ from flexattn.kernels.paged_decode.source import render_serving, render_serving_
 from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
+from flexattn.serving.cache import asked_scales
 from flexattn.serving.request import Maxima, form_of
-from flexattn.serving.scales import asked_scales
 
 __all__ = ["compile_ahead", "compiled"]
 

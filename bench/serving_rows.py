@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flexattn.serving.scales import Scaled
+from flexattn.serving.cache import Scaled
 
 __all__ = ["ServingRow", "serving_rows"]
 

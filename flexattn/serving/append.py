@@ -13,15 +13,12 @@ from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.cache_append.form import AppendForm
 from flexattn.kernels.cache_append.source import append_programs, render_append
 from flexattn.runtime.build import Launcher, builder
-from flexattn.serving.append_checks import Append, admitted, append_form, inspect_append
-from flexattn.serving.cache import KVCache, halves
-from flexattn.serving.launching import launch_here
+from flexattn.serving.append_checks import Append, Rope, admitted, append_form, inspect_append
+from flexattn.serving.cache import KVCache, Scaled, halves
+from flexattn.serving.checks import pair, whole
+from flexattn.serving.launching import facts, launch_here
 from flexattn.serving.request import LAYOUTS
-from flexattn.serving.rope import Rope
-from flexattn.serving.scales import Scaled
-from flexattn.serving.seen import facts
-from flexattn.serving.types import pair, whole
-from flexattn.serving.verified_append import check_append
+from flexattn.serving.verified import check_append
 from flexattn.settings import current
 from flexattn.util.ambient import without_modes
 from flexattn.util.locks import renewed

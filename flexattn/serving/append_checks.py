@@ -14,16 +14,56 @@ from flexattn.kernels.cache_append.form import (
     EIGHT_BITS,
     AppendForm,
     CacheScales,
+    RopeForm,
     Slots,
     search_steps,
 )
 from flexattn.problem import DTYPES, MAX_HEADS
 from flexattn.problem.checks import MAX_HEAD_DIM
-from flexattn.serving.admission import devices, gradients, numbers
-from flexattn.serving.cache import KVCache, halves
+from flexattn.serving.cache import KVCache, Scaled, asked_scales, halves, steps_by_axis
+from flexattn.serving.checks import devices, gradients, numbers
 from flexattn.serving.request import KV_DTYPES, LAYOUTS
-from flexattn.serving.rope import Rope
-from flexattn.serving.scales import Scaled, asked_scales, steps_by_axis
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of the first `dim` columns of a key; the others stay.
+
+    interleaved: pairs are neighbours (GPT-J); else column i and i + dim / 2 (NeoX, Llama). base:
+    the angle of pair i is position x base^(-2 i / dim), in float32 as models compute it. None:
+    runs are given tables cos and sin [positions, dim / 2] of dtype `table`, for any angles.
+
+    Method: Su et al., RoFormer, arXiv 2104.09864.
+    """
+
+    dim: int
+    interleaved: bool = False
+    base: float | None = None
+    table: torch.dtype = torch.float32
+
+    def form(self, head_dim: int) -> RopeForm:
+        """What of it decides a kernel; raises InputError for what no head of this width has."""
+        if self.dim < 2 or self.dim % 2 or self.dim > head_dim:
+            raise InputError(
+                f"rope of {self.dim} columns, heads of {head_dim}",
+                "an even number of columns is rotated, at most all of a head",
+            )
+        if self.base is not None and not self.base > 0:
+            raise InputError(f"rope of base {self.base}", "a base is above 0")
+        if self.table not in DTYPES:
+            raise InputError(
+                f"tables of {self.table}", f"cos and sin are of {', '.join(map(str, DTYPES))}"
+            )
+        return RopeForm(
+            self.dim, bool(self.interleaved), "" if self.base is not None else DTYPES[self.table]
+        )
+
+    def inv_freq(self) -> Tensor:
+        """Angles of position 1, float32 [dim / 2], as transformers computes them."""
+        assert self.base is not None
+        steps = torch.arange(0, self.dim, 2, dtype=torch.float32, device="cpu") / self.dim
+        return 1.0 / (self.base**steps)
+
 
 _SLOTS: dict[torch.dtype, Slots] = {torch.int64: "int64", torch.int32: "int32"}
 # Arguments of `run` by the names that the kernel has for them.

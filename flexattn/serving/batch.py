@@ -12,8 +12,8 @@ from flexattn.kernels.paged_decode.config import Scales
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import Bound
 from flexattn.reference import Precision, Reference, attention
+from flexattn.serving.cache import scales_shape, spread_scale
 from flexattn.serving.request import LAYOUTS, Maxima
-from flexattn.serving.scales import scales_shape, spread_scale
 from flexattn.serving.tuned import ServingProblem
 from flexattn.verify.gate import judge
 from flexattn.verify.inputs import moved

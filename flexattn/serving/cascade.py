@@ -11,9 +11,9 @@ from torch import Tensor
 
 from flexattn.errors import BuildError, InputError
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.serving.beside import Beside
 from flexattn.serving.cache import KVCache
 from flexattn.serving.join import Join
+from flexattn.serving.launching import Beside
 from flexattn.serving.merge import merge_states
 from flexattn.serving.plan import DecodePlan
 from flexattn.serving.verified import check_cascade

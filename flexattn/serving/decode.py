@@ -12,11 +12,10 @@ from torch import Tensor
 from flexattn.errors import InputError
 from flexattn.mods import Bound, bind
 from flexattn.records.key import rounded
-from flexattn.serving.cache import KVCache, halves
+from flexattn.serving.cache import KVCache, Scaled, halves
+from flexattn.serving.checks import refuse_types
 from flexattn.serving.plan import DecodePlan
 from flexattn.serving.request import LAYOUTS
-from flexattn.serving.scales import Scaled
-from flexattn.serving.types import refuse_types
 from flexattn.settings import current
 from flexattn.util.locks import renewed
 from flexattn.util.lru import Lru

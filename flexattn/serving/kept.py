@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexattn.device import usable
 from flexattn.errors import InputError
-from flexattn.serving.types import pair, whole
+from flexattn.serving.checks import pair, whole
 
 
 class KeptKeys:

@@ -12,7 +12,7 @@ from flexattn.errors import InputError
 from flexattn.kernels.paged_decode.source import merge_rows, render_merge_states
 from flexattn.problem import DTYPES
 from flexattn.runtime.build import Launcher, builder
-from flexattn.serving.admission import gradients
+from flexattn.serving.checks import gradients
 from flexattn.serving.launching import launch_here
 from flexattn.settings import current
 

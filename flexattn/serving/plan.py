@@ -19,17 +19,20 @@ from flexattn.kernels.paged_decode.space import workspace
 from flexattn.mods import bind
 from flexattn.problem.checks import check_scale
 from flexattn.runtime.build import Launcher
-from flexattn.serving import admission
-from flexattn.serving.cache import KVCache, cache_box, describe_cache, split_cache
-from flexattn.serving.checked import inspect
+from flexattn.serving import checks
+from flexattn.serving.cache import (
+    KVCache,
+    Scaled,
+    asked_scales,
+    cache_box,
+    describe_cache,
+    split_cache,
+    steps,
+)
+from flexattn.serving.checks import check_choices, inspect, pair, refuse_types, whole
 from flexattn.serving.kernels import Kernels, build
-from flexattn.serving.launching import launch_here
+from flexattn.serving.launching import NOTHING, GivenUp, Seen, Streams, facts, launch_here, see
 from flexattn.serving.request import Maxima, form_of
-from flexattn.serving.scales import Scaled, asked_scales, steps
-from flexattn.serving.seen import NOTHING, Seen, facts, see
-from flexattn.serving.stalled import GivenUp
-from flexattn.serving.streams import Streams
-from flexattn.serving.types import check_choices, pair, refuse_types, whole
 from flexattn.serving.verified import is_right
 from flexattn.settings import current
 from flexattn.util.ambient import without_modes
@@ -145,7 +148,7 @@ class DecodePlan:
             for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))
         )
         for bound in (self._score, self._mask):
-            admission.check_captured(bound, self.device)
+            checks.check_captured(bound, self.device)
         self.scale = check_scale(scale, D)
         self.form = form_of(
             self.maxima, self._score, self._mask,
@@ -319,12 +322,12 @@ class DecodePlan:
         """What a run writes: given by the caller, or the plan's own."""
         if out is None:
             out = ready.out
-        elif not admission.output_fits(out, ready.out):
-            raise admission.output_misfit("out", out, ready.out)
+        elif not checks.output_fits(out, ready.out):
+            raise checks.output_misfit("out", out, ready.out)
         if ready.lse is None or lse is None:
             return out, ready.lse
-        if not admission.output_fits(lse, ready.lse):
-            raise admission.output_misfit("lse", lse, ready.lse)
+        if not checks.output_fits(lse, ready.lse):
+            raise checks.output_misfit("lse", lse, ready.lse)
         return out, lse
 
     def _admit(
@@ -339,17 +342,17 @@ class DecodePlan:
         """Check shapes, dtypes and strides, and compute what they decide; allocates nothing."""
         m, form = self.maxima, self.form
         cu_seqlens = more["cu_seqlens_q"]
-        admission.gradients({"query": q, "K": k, "V": v, "sinks": more["sinks"]})
+        checks.gradients({"query": q, "K": k, "V": v, "sinks": more["sinks"]})
         cache = describe_cache(k, v, m, form.aligned, self.config.BLOCK_N)
-        requests = admission.requests(m, seq_lens, cu_seqlens, form.prefix)
-        q_rows, spaced = admission.rows(m, q, requests, form)
-        keys = admission.keys(m, table, cache, 1 if form.prefix else requests)
+        requests = checks.requests(m, seq_lens, cu_seqlens, form.prefix)
+        q_rows, spaced = checks.rows(m, q, requests, form)
+        keys = checks.keys(m, table, cache, 1 if form.prefix else requests)
         batch = q.shape[0] if form.prefix else requests
-        admission.extras(m, form, more, self.device, batch)
+        checks.extras(m, form, more, self.device, batch)
         given = {"query": q, "K": k, "V": v, "seq_lens": seq_lens}
         listed = {"block_table": table, "cu_seqlens_q": cu_seqlens}
         given |= {name: each for name, each in listed.items() if each is not None}
-        admission.devices(self.device, given)
+        checks.devices(self.device, given)
         rows = q.shape[0] * q.shape[1] if q.dim() == 4 else q.shape[0]
         fixed: dict[str, Any] = {
             **self._owned,

@@ -1,10 +1,14 @@
-"""Prefix trees: which keys a batch's requests share, and which of them are read once for all."""
+"""Prefix trees: what requests share, which of it is read once, and the tables of kernels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
 
 from flexattn.errors import InputError
 
@@ -237,3 +241,147 @@ def choose_reads(tree: PrefixTree, cost: ReadCost, levels: int) -> TreeReads:
     for request, node in enumerate(tree.requests):
         starts[request] = above[node][0] if node >= 0 else 0
     return TreeReads(tuple(shared), tuple(starts), together, flat)
+
+
+# Numbers of a table are rounded up to so many: 16 bytes.
+_ALIGNED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TreeTables:
+    """The tables of any tree that a plan serves, by the plan's maxima.
+
+    A shared read is a request of the first launch, whose rows are those of all requests below it,
+    one request after the other. starts [batch]: the first key that a request reads itself. begins,
+    ends [reads]: keys of a shared read. before [reads]: the row of its first query less the
+    position at which the kernel places it. row_ends [reads + 1]: its rows, as cu_seqlens_q. gather
+    [rows]: of each row, the query's place among requests x query positions. slots [batch x q_len,
+    levels]: of each query its rows, in the order of their keys, -1 where there are fewer.
+    """
+
+    batch: int
+    q_len: int
+    levels: int
+
+    @property
+    def reads(self) -> int:
+        """The most shared reads: their requests are nested sets of at least two."""
+        return max(1, self.batch - 1)
+
+    @property
+    def rows(self) -> int:
+        """The most rows of all shared reads."""
+        return self.levels * self.batch * self.q_len
+
+    def sizes(self) -> dict[str, int]:
+        """Numbers of each table, by its name."""
+        reads = self.reads
+        return {
+            "starts": self.batch,
+            "begins": reads,
+            "ends": reads,
+            "before": reads,
+            "row_ends": reads + 1,
+            "gather": self.rows,
+            "slots": self.rows,
+        }
+
+    def spans(self) -> dict[str, slice]:
+        """Where each table lies in the row."""
+        sizes = self.sizes()
+        ends = accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes.values())
+        starts = [0, *ends]
+        return {
+            name: slice(start, start + size)
+            for (name, size), start in zip(sizes.items(), starts, strict=False)
+        }
+
+    def views(self, row: Tensor) -> dict[str, Tensor]:
+        """The tables in a tensor that holds the row."""
+        return {name: row[span] for name, span in self.spans().items()}
+
+    def filled(self, found: TreeReads) -> list[int]:
+        """The row for what was chosen; what a tree leaves empty has no rows and no keys."""
+        spans = self.spans()
+        row = [0] * spans["slots"].stop
+        slots = [[-1] * self.levels for _ in range(self.batch * self.q_len)]
+        taken = [0] * self.batch
+        begins, ends, before, row_ends, gather = [], [], [], [0], []  # type: ignore[var-annotated]
+        for read in found.shared:
+            rows = len(read.requests) * self.q_len
+            begins.append(read.first)
+            ends.append(read.end)
+            # The last of a launch's rows stands at its last key, or the first one at key 0.
+            before.append(len(gather) - max(read.end - rows, 0))
+            for request in read.requests:
+                for place in range(request * self.q_len, (request + 1) * self.q_len):
+                    slots[place][taken[request]] = len(gather)
+                    gather.append(place)
+                taken[request] += 1
+            row_ends.append(len(gather))
+        row_ends += [len(gather)] * (self.reads + 1 - len(row_ends))
+        tables: dict[str, Sequence[int]] = {
+            "starts": found.starts, "begins": begins, "ends": ends, "before": before,
+            "row_ends": row_ends, "gather": gather,
+            "slots": [slot for each in slots for slot in each],
+        }  # fmt: skip
+        for name, numbers in tables.items():
+            start = spans[name].start
+            row[start : start + len(numbers)] = numbers
+        return row
+
+
+_Mod = Callable[..., Any]
+
+
+def from_first(first: Tensor, mask_mod: _Mod | None) -> _Mod:
+    """A mask of the keys from first[b] on, which bounds the loop over a request's keys."""
+
+    def later(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        return kv_idx >= first[b]
+
+    def both(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        assert mask_mod is not None
+        return (kv_idx >= first[b]) & mask_mod(b, h, q_idx, kv_idx)
+
+    return later if mask_mod is None else both
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Which query a row of the launch over shared keys is, where `b` is a shared read.
+
+    gather, before: of TreeTables. lens int32 [batch]: keys of each request. q_len: query positions
+    of each, of which the last one stands at its last key.
+    """
+
+    gather: Tensor
+    before: Tensor
+    lens: Tensor
+    q_len: int
+
+    def __call__(self, b: Any, q_idx: Any) -> tuple[Any, Any]:
+        """The request of a row, and the position of its query there."""
+        query = self.gather[self.before[b] + q_idx]
+        request = query // self.q_len
+        return request, (self.lens[request] - self.q_len).clamp(min=0) + query % self.q_len
+
+
+def placed_score(places: Places, score_mod: _Mod) -> _Mod:
+    """A score_mod of requests and positions, for that launch."""
+
+    def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        request, position = places(b, q_idx)
+        return score_mod(score, request, h, position, kv_idx)
+
+    return score
+
+
+def placed_mask(places: Places, mask_mod: _Mod) -> _Mod:
+    """A mask_mod of requests and positions, for that launch."""
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        request, position = places(b, q_idx)
+        return mask_mod(request, h, position, kv_idx)
+
+    return mask

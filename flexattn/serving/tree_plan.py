@@ -14,14 +14,21 @@ from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.source import merge_rows
 from flexattn.kernels.paged_decode.tree import render_merge_tree
 from flexattn.runtime.build import Launcher, builder
-from flexattn.serving.beside import Beside
 from flexattn.serving.cache import KVCache
-from flexattn.serving.launching import launch_here
+from flexattn.serving.checks import whole
+from flexattn.serving.launching import Beside, launch_here
 from flexattn.serving.plan import DecodePlan
-from flexattn.serving.tree import PrefixTree, ReadCost, TreeReads, choose_reads
-from flexattn.serving.tree_mods import Places, from_first, placed_mask, placed_score
-from flexattn.serving.tree_tables import TreeTables
-from flexattn.serving.types import whole
+from flexattn.serving.tree import (
+    Places,
+    PrefixTree,
+    ReadCost,
+    TreeReads,
+    TreeTables,
+    choose_reads,
+    from_first,
+    placed_mask,
+    placed_score,
+)
 from flexattn.settings import current
 from flexattn.util.ambient import without_modes
 

@@ -18,8 +18,8 @@ from flexattn.measure.task import ServingTask
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, Shape
 from flexattn.records.record import Policy
+from flexattn.serving.cache import asked_scales
 from flexattn.serving.request import KV_DTYPES, Maxima, form_of
-from flexattn.serving.scales import asked_scales
 from flexattn.serving.tuned import Lengths, ServingProblem, batch_lengths
 
 # Configs of the quick effort: the default and those beside it on one axis, the nearest first.

@@ -14,7 +14,7 @@ from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import loop_spills, resources, spills_too_much
 from flexattn.serving import KeptKeys
 from flexattn.serving.request import Maxima, form_of
-from flexattn.serving.tree_mods import Places, from_first, placed_mask, placed_score
+from flexattn.serving.tree import Places, from_first, placed_mask, placed_score
 from tests.compile.shares import share
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]

@@ -13,7 +13,7 @@ from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.errors import ConfigError, InputError, InputTypeError, UnsupportedError
 from flexattn.mods import bind
 from flexattn.runtime.build import builder
-from flexattn.serving import DecodePlan, ServingConfig, admission, flex_decode, merge_states
+from flexattn.serving import DecodePlan, ServingConfig, checks, flex_decode, merge_states
 from flexattn.settings import override
 from tests.serving import assert_right, batch, plan_for, poisoned_cache, poisoned_pages, run
 
@@ -317,7 +317,7 @@ def test_what_no_run_could_read_where_it_lies():
     number = torch.tensor(0.5)
     bound = bind(lambda s, b, h, q, k: s * number, "score", "cuda:0")
     with pytest.raises(InputError, match="on cuda:0"):
-        admission.check_captured(bound, torch.device("cuda:0"))
+        checks.check_captured(bound, torch.device("cuda:0"))
 
 
 def test_layers_share_a_plan():

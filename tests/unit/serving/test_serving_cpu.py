@@ -14,7 +14,7 @@ from flexattn.errors import (
     SignatureError,
     UnsupportedError,
 )
-from flexattn.serving import DecodePlan, admission, flex_decode, merge_states
+from flexattn.serving import DecodePlan, checks, flex_decode, merge_states
 from flexattn.serving.cache import describe_cache
 from flexattn.serving.request import Maxima
 
@@ -144,6 +144,6 @@ def test_what_other_libraries_pass_is_told_the_way():
     bf16 = torch.bfloat16
     plan = Maxima(2, 1, 0, 16, 2, 1, 16, 16, bf16, bf16, 0, "NHD")
     with pytest.raises(InputError, match=r"(?s)it is \[B, at most 1, 2, 16\].*query\[:, None\]"):
-        admission.rows(plan, torch.zeros(2, 2, 16, dtype=bf16), 2, None)
+        checks.rows(plan, torch.zeros(2, 2, 16, dtype=bf16), 2, None)
     with pytest.raises(InputError, match=r"(?s)it is int32.*seq_lens\.int\(\)"):
-        admission.numbers("seq_lens", torch.tensor([3, 4]), 1)
+        checks.numbers("seq_lens", torch.tensor([3, 4]), 1)

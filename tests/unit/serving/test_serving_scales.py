@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexattn.errors import InputError, InputTypeError
-from flexattn.serving.scales import asked_scales, scales_shape, spread_scale, steps_by_axis
+from flexattn.serving.cache import asked_scales, scales_shape, spread_scale, steps_by_axis
 
 SIZES = (5, 16, 3)
 

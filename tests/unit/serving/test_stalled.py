@@ -3,7 +3,7 @@
 import pytest
 
 from flexattn.errors import StalledError
-from flexattn.serving.stalled import GivenUp
+from flexattn.serving.launching import GivenUp
 
 
 def test_the_word_that_a_kernel_wrote_is_an_error_from_then_on():

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexattn.serving.launching import launch_here
-from flexattn.serving.streams import Streams
+from flexattn.serving.launching import Streams, launch_here
 
 
 class Stream:

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from flexattn.errors import InputError
-from flexattn.serving.tree import PrefixTree, ReadCost, SharedRead, choose_reads
-from flexattn.serving.tree_tables import TreeTables
+from flexattn.serving.tree import PrefixTree, ReadCost, SharedRead, TreeTables, choose_reads
 from tests.trees import EVERY
 
 COST = ReadCost(key=4096, state=40_000, rows=16, again=0.5, fixed=1_000_000)

@@ -1,17 +1,77 @@
-"""What tensors of a run must be: shapes, dtypes, strides and devices, held to the plan."""
+"""What a plan is made of and what tensors of its runs must be; contents, in checked mode."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexattn.errors import InputError, InputTypeError, UnsupportedError
-from flexattn.kernels.paged_decode.config import ServingForm
+from flexattn.kernels.paged_decode.config import ServingForm, check_config
 from flexattn.mods import Bound
 from flexattn.serving.cache import Cache
 from flexattn.serving.request import Maxima
+
+_LENGTHS = ("", "uniform", "ragged")
+
+
+def whole(name: str, value: Any) -> int:
+    """An integer argument; raises InputTypeError for what is none."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        do = f"pass {name} as an int"
+        raise InputTypeError(f"{name} is {value!r:.80}", f"{name} is an integer", do) from None
+
+
+def pair(name: str, value: Any, meaning: str) -> tuple[int, int]:
+    """Two integers; raises InputTypeError for what is something else."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        do = f"pass {name} as a tuple"
+        raise InputTypeError(f"{name} is {value!r:.80}", f"{name} is {meaning}", do)
+    return whole(name, value[0]), whole(name, value[1])
+
+
+def check_choices(lengths: str, config: object, flags: Mapping[str, object]) -> None:
+    """That what a plan is asked for are choices and not tensors; raises InputError."""
+    for name, flag in flags.items():
+        if not isinstance(flag, (bool, int)):
+            raise InputTypeError(
+                f"{name} is a {type(flag).__name__}",
+                f"{name} says whether the plan's kernels have it: True or False",
+                "give the tensors to run()" if isinstance(flag, Tensor) else "",
+            )
+    if config is not None:
+        check_config(config)
+    if lengths not in _LENGTHS:
+        raise InputError(
+            f"lengths={lengths!r}", f"it is one of {_LENGTHS}", "leave it out for the best record"
+        )
+
+
+def refuse_types(q: object, kv_cache: object, **named: object) -> None:
+    """Raise InputTypeError for the first of a run's arguments that is no tensor."""
+    cache = kv_cache if isinstance(kv_cache, tuple) else (kv_cache,)
+    two = not isinstance(kv_cache, tuple) or len(kv_cache) == 2
+    if not two or not all(isinstance(each, Tensor) for each in cache):
+        kinds = ", ".join(type(each).__name__ for each in cache)
+        raise InputTypeError(
+            f"kv_cache is a {type(kv_cache).__name__}"
+            + (f" of {kinds}" if isinstance(kv_cache, tuple) else ""),
+            "it is a tuple (K, V) of tensors, or one tensor",
+            "pass (K, V)",
+        )
+    for name, each in {"q": q, **named}.items():
+        needed = name in ("q", "seq_lens")
+        if not isinstance(each, Tensor) and (needed or each is not None):
+            raise InputTypeError(
+                f"{name} is a {type(each).__name__}",
+                "it is a torch.Tensor on the plan's device",
+                f"make it once with torch.tensor({name}, device=...), and change it in place",
+            )
 
 
 def requests(m: Maxima, seq_lens: Tensor, cu_seqlens: Tensor | None, prefix: bool) -> int:
@@ -220,3 +280,86 @@ def output_misfit(name: str, got: object, wanted: Tensor) -> InputError:
         f"{name} is {got.dtype} {list(got.shape)} at {got.data_ptr():#x} on {got.device}",
         f"it is {wanted.dtype} {list(wanted.shape)} on {wanted.device}, contiguous and aligned",
     )
+
+
+def inspect(
+    maxima: Maxima,
+    keys: int,
+    pages: int,
+    seq_lens: Tensor,
+    block_table: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kv_start: Tensor | None,
+    placed: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Raise InputError for what the kernels would clamp: they never read outside the cache.
+
+    keys: of one request that the table, or the contiguous cache, has room for. placed: mods read
+    the positions of rows, of which the last stands at the last key. It waits for the
+    device, so a stream that is being captured is not inspected. Returns copies of seq_lens,
+    block_table, cu_seqlens and kv_start as they were looked at, in their strides.
+    """
+    if seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
+        return seq_lens, block_table, cu_seqlens, kv_start
+    seq_lens = _copied(seq_lens)
+    block_table, cu_seqlens, kv_start = (
+        None if each is None else _copied(each) for each in (block_table, cu_seqlens, kv_start)
+    )
+    lengths = seq_lens.cpu()
+    starts = torch.zeros_like(lengths) if kv_start is None else kv_start.cpu()[: len(lengths)]
+    own = lengths - starts
+    _within("seq_lens", lengths, 0, 2**31 - 1, "lengths are not negative")
+    _within("kv_start", starts, 0, 2**31 - 1, "a prefix is not negative")
+    _within(
+        "seq_lens", own, 0, maxima.kv_len, f"a request has at most the plan's {maxima.kv_len} keys"
+    )
+    if block_table is None:
+        _within("seq_lens", own, 0, keys, f"the cache has {keys} keys for a request")
+    else:
+        width = block_table.shape[1]
+        _within("seq_lens", own, 0, keys, f"block_table lists {width} pages of {maxima.page} keys")
+        used = torch.arange(width, device="cpu") < -(-own[:, None] // maxima.page)
+        table = block_table.cpu()[: len(own)]
+        wrong = ((table < 0) | (table >= pages)) & used
+        if bool(wrong.any()):
+            b, place = (int(each) for each in wrong.nonzero()[0])
+            raise InputError(
+                f"block_table[{b}, {place}] is {int(table[b, place])}",
+                f"the cache has pages 0 to {pages - 1}",
+            )
+    if cu_seqlens is not None:
+        ends = cu_seqlens.cpu()
+        _within("cu_seqlens_q", ends, 0, maxima.total_q, f"the plan has {maxima.total_q} rows")
+        if bool((ends[1:] < ends[:-1]).any()) or int(ends[0]) != 0:
+            raise InputError(f"cu_seqlens_q {ends.tolist()[:9]}", "it starts at 0 and never falls")
+    if placed:
+        ends = (
+            torch.arange(len(lengths) + 1) * maxima.q_len
+            if cu_seqlens is None
+            else cu_seqlens.cpu()
+        )
+        rows = ends.diff()[: len(lengths)]
+        early = (lengths > 0) & (lengths < rows)
+        if bool(early.any()):
+            b = int(early.nonzero()[0])
+            raise InputError(
+                f"request {b} has {int(rows[b])} rows and {int(lengths[b])} keys",
+                "the last row stands at the last key, and mods are given no position below 0",
+                "give a request no more rows than keys: cu_seqlens_q cuts them",
+            )
+    return seq_lens, block_table, cu_seqlens, kv_start
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, also where these leave gaps."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    copy = tensor.as_strided((span,), (1,)).clone()
+    return copy.as_strided(tensor.shape, tensor.stride())
+
+
+def _within(name: str, values: Tensor, low: int, high: int, rule: str) -> None:
+    wrong = (values < low) | (values > high)
+    if bool(wrong.any()):
+        b = int(wrong.nonzero()[0])
+        raise InputError(f"{name}[{b}] leads to {int(values[b])}", rule, "make a larger plan")
