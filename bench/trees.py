@@ -1,7 +1,9 @@
 """`python -m bench.trees OLD NEW`: two checkouts of flexattn raced row by row on one GPU.
 
-Each checkout runs in a process of its own, as a user would run it; rounds alternate between them,
-in an order that alternates too. The table gives the old time over the new: above 1, NEW is faster.
+Each checkout runs in a process of its own, by its public names alone, as a user would run it.
+Rounds alternate between them, in an order that alternates too. A row whose results are wrong on
+one side has no times. The table gives the old time over the new: above 1, NEW is faster. With
+--out FILE.json the rows that it has already are not run again.
 """
 
 from __future__ import annotations
@@ -13,112 +15,123 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bench.environment import clocks, describe
-from bench.host import ROWS as HOST_ROWS
-from bench.results import Gate, Report, RowResult, save
-from bench.rows import decode_rows, mods_rows, prefill_rows
-from bench.serving_rows import serving_rows
+from bench.results import Gate, Report, RowResult, load, save
+from bench.trees_rows import RaceRow, race_rows, shrunk
 from flexattn.measure.timing import Ratio, Samples, paired_ratio
 
-CHILD = Path(__file__).with_name("trees_child.py")
-BENCHES: dict[str, Callable[[], Any]] = {
-    "prefill": prefill_rows, "mods": mods_rows, "decode": decode_rows, "serving": serving_rows,
-    "host": lambda: HOST_ROWS,
-}  # fmt: skip
+__all__ = ["Checkout", "begun", "line", "main", "race", "summary"]
+
+BENCH = Path(__file__).resolve().parent
+SIDES = ("old", "new")
 MILLISECONDS = 8.0
 MOST_CALLS = 200
+# Of a host's burst: below the launches that a driver queues, so that no call waits for the GPU.
+HOST_CALLS = 100
+# Rounds of a fresh process each.
+PROCESSES = 6
 
 
 class Checkout:
-    """A process of one checkout, asked by lines of JSON; where it has ended, another one."""
+    """A process of one checkout, which answers lines of JSON; where it has ended, another one."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, cache: Path, device: str) -> None:
+        self._root, self._cache, self._device = root.resolve(), cache, device
         self._process = self._started()
 
     def _started(self) -> subprocess.Popen[str]:
-        root = self._root
-        environment = os.environ | {"PYTHONPATH": f"{root.resolve()}:{os.environ['PYTHONPATH']}"}
+        # This bench serves both checkouts: neither side's own one is found before it.
+        ours = self._cache / "ours"
+        if not ours.exists():
+            ours.mkdir(parents=True)
+            (ours / "bench").symlink_to(BENCH)
+        environment = os.environ | {
+            "PYTHONPATH": f"{ours}:{self._root}",
+            "FLEXATTN_CACHE_DIR": str(self._cache / "flexattn"),
+            "TRITON_CACHE_DIR": str(self._cache / "triton"),
+        }  # fmt: skip
         return subprocess.Popen(
-            [sys.executable, "-P", str(CHILD.resolve())], cwd=root, env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            [sys.executable, "-P", "-m", "bench.trees_child", self._device], cwd=self._root,
+            env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
-    def prepare(self, bench: str, row: str) -> None:
-        """Send the line that prepares a row."""
+    def send(self, **message: Any) -> None:
+        """Send a line, to a new process where the last one has ended."""
         if self._process.poll() is not None:
             self._process = self._started()
-        self.tell(bench=bench, row=row)
-
-    def tell(self, **asked: Any) -> None:
-        """Send a line."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # its answer is an error then
-            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """The next answer; one that ended has an error."""
+        """The next answer; that of a process that ended is an error."""
         assert self._process.stdout is not None
-        if line := self._process.stdout.readline():
-            found: dict[str, Any] = json.loads(line)
+        if text := self._process.stdout.readline():
+            found: dict[str, Any] = json.loads(text)
             return found
-        self._process.wait()
-        return {"error": "the process ended"}
+        return {"error": f"the process ended with status {self._process.wait()}"}
 
     def us(self, calls: int) -> float:
         """Mean microseconds of a call. Raises RuntimeError where there is none."""
-        self.tell(calls=calls)
+        self.send(calls=calls)
         found = self.answer()
         if "error" in found:
             raise RuntimeError(found["error"])
         return float(found["us"])
 
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
-def race(bench: str, name: str, sides: dict[str, Checkout], rounds: int) -> RowResult:
-    """One row of both checkouts; a red gate or an error leaves it without times."""
+
+def race(row: RaceRow, sides: dict[str, Checkout], rounds: int) -> RowResult:
+    """One row of both checkouts; a wrong result or an error leaves it without times."""
     for side in sides.values():
-        side.prepare(bench, name)  # both compile at once
-    prepared = {label: side.answer() for label, side in sides.items()}
-    gates = {k: Gate(v["passed"], v["message"]) for k, v in prepared.items() if "passed" in v}
-    refused = {k: v["error"] for k, v in prepared.items() if "error" in v}
-    refused |= {k: "the accuracy gate is red" for k, gate in gates.items() if not gate.passed}
-    us: dict[str, list[float]] = {}
-    calls = 0
+        side.send(row=row)  # both compile at once
+    built = {label: side.answer() for label, side in sides.items()}
+    gates = {k: Gate(not v["wrong"], v["wrong"]) for k, v in built.items() if "wrong" in v}
+    refused = {k: v["error"] for k, v in built.items() if "error" in v}
+    refused |= {k: f"wrong: {gate.message}" for k, gate in gates.items() if not gate.passed}
+    first: dict[str, float] = {}
+    samples: dict[str, Samples] = {}
+    for label, side in () if refused else sides.items():
+        try:
+            first[label] = side.us(1)
+        except RuntimeError as error:
+            refused[label] = str(error)
     if not refused:
         try:
-            calls, us = _timed(bench, sides, rounds)
+            samples = _timed(row, sides, rounds, first["old"])
         except RuntimeError as error:
             refused["timing"] = str(error)
-    samples = {label: Samples(tuple(found), calls=calls) for label, found in us.items() if found}
-    return RowResult(f"{bench}/{name}", bench, 0.0, 0, gates, samples, refused, clocks=clocks())
+    group = row["name"].split("/")[0]
+    return RowResult(row["name"], group, 0.0, 0, gates, samples, refused)
 
 
 def _timed(
-    bench: str, sides: dict[str, Checkout], rounds: int
-) -> tuple[int, dict[str, list[float]]]:
-    """Calls of a sample, and microseconds per call of each sample of both."""
-    calls = MOST_CALLS
-    if bench != "host":
-        calls = min(max(math.ceil(MILLISECONDS * 1e3 / sides["old"].us(10)), 1), MOST_CALLS)
+    row: RaceRow, sides: dict[str, Checkout], rounds: int, estimate: float
+) -> dict[str, Samples]:
+    """Samples of both sides; estimate: microseconds of a call of the old one, roughly."""
+    calls, enough = HOST_CALLS, MILLISECONDS * 1e3
+    if row["clock"] == "process":
+        calls, rounds = 1, min(rounds, PROCESSES)
+    elif row["clock"] != "host":
+        estimate = estimate if estimate > enough else sides["old"].us(10)
+        calls = min(max(math.ceil(enough / estimate), 1), MOST_CALLS)
     us: dict[str, list[float]] = {label: [] for label in sides}
     for turn in range(rounds):
-        for label in ("old", "new") if turn % 2 else ("new", "old"):
+        for label in SIDES if turn % 2 else SIDES[::-1]:
             us[label].append(sides[label].us(calls))
-    return calls, us
-
-
-def asked_rows(patterns: list[str]) -> Iterator[tuple[str, str]]:
-    """Rows whose bench/name one of the patterns matches."""
-    for bench, rows in BENCHES.items():
-        for row in rows():
-            if any(re.search(pattern, f"{bench}/{row.name}") for pattern in patterns):
-                yield bench, row.name
+    return {label: Samples(tuple(found), calls=calls) for label, found in us.items()}
 
 
 def line(row: RowResult) -> str:
@@ -126,49 +139,115 @@ def line(row: RowResult) -> str:
     if row.refused:
         return f"| {row.name} | " + "; ".join(f"{k}: {v}" for k, v in row.refused.items()) + " |"
     ratio = paired_ratio(row.samples["old"], row.samples["new"])
-    old, new = (row.samples[label] for label in ("old", "new"))
+    old, new = (row.samples[label] for label in SIDES)
     return (
         f"| {row.name} | {old.median:.1f} | {new.median:.1f} |"
         f" {ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] |"
     )
 
 
-def summary(rows: tuple[RowResult, ...]) -> str:
-    """Geometric mean and least ratio of each bench."""
-    found: dict[str, list[Ratio]] = {}
+def summary(rows: Iterable[RowResult]) -> str:
+    """Geometric mean and least ratio of each group and of all rows, and rows without times."""
+    found: dict[str, dict[str, Ratio]] = {}
+    untimed = [row.name for row in rows if not row.samples]
     for row in rows:
         if row.samples:
             ratio = paired_ratio(row.samples["old"], row.samples["new"])
-            found.setdefault(row.group, []).append(ratio)
-    lines = []
-    for bench, ratios in found.items():
-        mean = math.exp(sum(math.log(ratio.value) for ratio in ratios) / len(ratios))
-        least = min(ratio.value for ratio in ratios)
-        lines.append(f"{bench}: geometric mean {mean:.3f}, least {least:.3f}, {len(ratios)} rows")
-    return "\n".join(lines)
+            for group in (row.group, "all"):
+                found.setdefault(group, {})[row.name] = ratio
+    lines = ["| group | rows | geometric mean | least |", "| --- | ---: | ---: | --- |"]
+    for group, ratios in found.items():
+        mean = math.exp(sum(math.log(each.value) for each in ratios.values()) / len(ratios))
+        name, least = min(ratios.items(), key=lambda each: each[1].value)
+        lines.append(f"| {group} | {len(ratios)} | {mean:.3f} | {least.value:.3f} {name} |")
+    return "\n".join([*lines, *(f"no times: {name}" for name in untimed)])
 
 
-def main() -> int:
+def begun(out: Path | None, report: Report) -> Report:
+    """The report of an earlier run that --out names, without the rows that have no times.
+
+    Raises ValueError where that run raced other code, or on another device.
+    """
+    if out is None or not out.exists():
+        return report
+    earlier = load(out)
+    if (earlier.method, earlier.environments) != (report.method, report.environments):
+        raise ValueError(f"{out} has another race: {earlier.method}, {earlier.environments}")
+    rows = tuple(row for row in earlier.rows if row.samples)
+    return Report(report.bench, report.method, report.environments, rows)
+
+
+def _environment(sides: dict[str, Checkout]) -> dict[str, str]:
+    """Versions and device, which are one for both, and the code of each side."""
+    found: dict[str, str] = {}
+    for label, side in sides.items():
+        side.send(about=True)
+        facts = side.answer()
+        if "error" in facts:
+            raise ValueError(f"{label}: {facts['error']}")
+        found[label] = facts.pop("code")
+        found |= facts
+    return found
+
+
+def _run(
+    args: argparse.Namespace, rows: list[RaceRow], sides: dict[str, Checkout],
+    show: Callable[[str], None],
+) -> Report:  # fmt: skip
+    method = {"rounds": args.rounds, "min_ms": MILLISECONDS, "shrink": args.shrink}
+    report = begun(args.out, Report("trees", method, (_environment(sides),), ()))
+    have = {row.name for row in report.rows}
+    for row in rows:
+        if row["name"] in have:
+            continue
+        found = race(shrunk(row, args.shrink), sides, args.rounds)
+        report = Report("trees", method, report.environments, (*report.rows, found))
+        show(line(found))
+        if args.out:
+            save(report, args.out)
+    return report
+
+
+def main(argv: list[str] | None = None) -> int:
     """The command line; the status is 1 where a row has no times."""
     parser = argparse.ArgumentParser(prog="python -m bench.trees", description=__doc__)
-    parser.add_argument("old", type=Path)
-    parser.add_argument("new", type=Path)
-    parser.add_argument("--rows", nargs="+", default=[""], metavar="REGEX", help="of bench/name")
-    parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
-    asked = parser.parse_args()
-    os.environ.setdefault("PYTHONPATH", "")
-    sides = {"old": Checkout(asked.old), "new": Checkout(asked.new)}
-    method = {"rounds": asked.rounds, "min_ms": MILLISECONDS, "old": asked.old.name}
-    report = Report("trees", method, (describe(),), ())
-    for bench, name in asked_rows(asked.rows):
-        row = race(bench, name, sides, asked.rounds)
-        report = Report("trees", method, report.environments, (*report.rows, row))
-        print(line(row), flush=True)
-        if asked.out:
-            save(report, asked.out)
+    parser.add_argument("old", type=Path, nargs="?", help="the root of a checkout")
+    parser.add_argument("new", type=Path, nargs="?", help="the root of another")
+    parser.add_argument("--rows", nargs="+", default=[""], metavar="REGEX", help="of group/row")
+    parser.add_argument("--list", action="store_true", help="print the rows' names")
+    parser.add_argument("--rounds", type=int, default=16, help="samples of each side")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="every sample; resumes")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shrink", type=int, default=1, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    rows = [
+        row for name, row in race_rows().items()
+        if any(re.search(pattern, name) for pattern in args.rows)
+    ]  # fmt: skip
+    if args.list:
+        print("\n".join(row["name"] for row in rows))
+        return 0
+    if not (args.old and args.new):
+        parser.error("two checkouts are raced: OLD NEW")
+
+    def show(text: str) -> None:
+        print(text, flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        sides = {
+            label: Checkout(root, Path(folder) / label, args.device)
+            for label, root in zip(SIDES, (args.old, args.new), strict=True)
+        }
+        try:
+            report = _run(args, rows, sides, show)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+        finally:
+            for side in sides.values():
+                side.close()
     print(summary(report.rows))
-    return int(any(row.refused for row in report.rows))
+    return int(any(not row.samples for row in report.rows))
 
 
 if __name__ == "__main__":
