@@ -22,8 +22,8 @@ from bench.inputs import Inputs
 from bench.peers import OURS
 from bench.refusal import Refusal
 from bench.rows import Row
+from flexattn.frontend.autograd import with_tensors
 from flexattn.frontend.gradients import AskedGradients, BackwardPlan, plan_backward
-from flexattn.frontend.trained import with_tensors
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.mods import bind

@@ -26,7 +26,7 @@ from torch import Tensor
 import flexattn
 from bench.time_limit import time_limit
 from flexattn.catalogue import causal, sliding_window, softcap
-from flexattn.frontend import plan as plans
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.base import source
 from flexattn.mods.bind import stats
 from flexattn.runtime.build import builder
@@ -211,7 +211,7 @@ def run(
             for wall, host, device_ms, name in slowest
         ],
         "plan": traffic.origin,
-        "served": dict(Counter(each.choice.how for _, each in plans._launches.items())),
+        "served": dict(Counter(each.choice.how for each in launch_cache.launches())),
         **work.since(),
     }  # fmt: skip
 

@@ -21,7 +21,7 @@ from bench.results import Report, RowResult
 from bench.rows import Row
 from bench.runner import Method
 from bench.shapes import MODELS, Shape
-from flexattn.frontend import guards, plan
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.measure.timing import Samples
 
 __all__ = ["forget_lengths", "growing", "host_cost", "host_report"]
@@ -84,9 +84,8 @@ def growing(peer: Peer) -> Peer:
 
 
 def forget_lengths() -> None:
-    """Forget the launches of all lengths; kernels stay, and what calls of other lengths left."""
-    guards._seen.clear()
-    plan._launches.clear()
+    """Forget the launches of all lengths; kernels stay, and what their calls have in common."""
+    launch_cache.forget_lengths()
 
 
 def _row(row: Row, method: Method, peers: Mapping[str, Peer] = PEERS) -> RowResult:

@@ -1,12 +1,12 @@
 """For tests of caches that grow: which calls were looked at whole."""
 
-from flexattn.frontend import attention, growing, guards
+from flexattn.frontend import attention
+from flexattn.frontend.launch_cache import launch_cache
 
 
 def numbers_admitted(monkeypatch):
-    """Numbers of keys of the calls from now on that are admitted; what was seen is forgotten."""
-    guards._seen.clear()
-    growing._decoded.clear()
+    """Numbers of keys of the calls from now on that are admitted; launches are forgotten."""
+    launch_cache.clear()
     numbers, admit = [], attention.admit
 
     def counted(given):

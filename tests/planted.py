@@ -2,12 +2,12 @@
 
 from contextlib import contextmanager
 
-from flexattn.frontend import gradients, guards, plan
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.runtime import build, dispatch, verified
 from flexattn.runtime.fallback.memory import memory
 from flexattn.serving import append, decode
 
-_MEMOS = (plan._launches, gradients._launches, guards._seen, build._functions)
+_MEMOS = (launch_cache, build._functions)
 
 
 @contextmanager

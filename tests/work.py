@@ -7,7 +7,7 @@ import torch
 from flexattn.block_mask import classify as block_kinds, create, kernels as block_kernels
 from flexattn.block_mask.kernels import BlockClassifier
 from flexattn.device import named
-from flexattn.frontend import plan
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.base import source
 from flexattn.kernels.choose.registry import families
 from flexattn.mods.bind import clear, stats
@@ -85,5 +85,5 @@ def forget():
     builder.cache_clear()
     dispatch.dispatcher.cache_clear()
     dispatch._texts.clear()
-    plan._launches.clear()
+    launch_cache.clear()
     block_kernels._sources.clear()

@@ -13,10 +13,10 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from flexattn.errors import UnsupportedError, WrongKernelError
 from flexattn.frontend import on_cpu
 from flexattn.frontend.admission import admit
-from flexattn.frontend.autograd import attend, prepared
+from flexattn.frontend.autograd import prepared
 from flexattn.frontend.call import TENSORS, Call
 from flexattn.frontend.dropout import check_kernels_drop, drawn, without_torch
-from flexattn.frontend.guards import as_given, guard_key, recall, remember
+from flexattn.frontend.launch_cache import Key, as_given, call_key, launch_cache, remember
 from flexattn.frontend.plan import plan
 from flexattn.frontend.transforms import check_memory, check_transforms, functionals, tangent
 from flexattn.frontend.verified import verified_plan
@@ -99,8 +99,8 @@ def answer(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """What flex_attention returns for its arguments, outside of any graph."""
     given = Call(*arguments)
-    key = guard_key(given)
-    outputs = recall(key, given) or on_cpu.run_compiled(given) or _serve(key, given)
+    key = call_key(given)
+    outputs = launch_cache.serve(key, given) or on_cpu.run_compiled(given) or _serve(key, given)
     if given.return_aux is not None:
         return outputs.out, AuxOutput(lse=outputs.lse, max_scores=outputs.max_scores)
     if given.return_lse:
@@ -109,7 +109,7 @@ def answer(
     return outputs.out
 
 
-def _serve(key: tuple[Any, ...] | None, given: Call) -> Outputs:
+def _serve(key: Key | None, given: Call) -> Outputs:
     """The long way: check the call, choose its path, make its plan."""
     # What is new is traced, rendered, compiled and loaded.
     with without_collections():
@@ -128,18 +128,18 @@ def _serve(key: tuple[Any, ...] | None, given: Call) -> Outputs:
     return found
 
 
-def _launched(key: tuple[Any, ...] | None, given: Call, call: Call) -> Outputs:
+def _launched(key: Key | None, given: Call, call: Call) -> Outputs:
     """Serve an admitted call by a kernel, and remember how."""
     if wants_grad(call):
-        planned, trained = prepared(call)
-        outputs = attend(trained, call.block_mask, call.q, call.k, call.v, call.sinks)
-        remember(key, given, planned, trained.rest, trained)
+        planned, grads = prepared(call)
+        outputs = grads.attend(call.block_mask, call.q, call.k, call.v, call.sinks)
+        remember(key, given, planned.call, planned.launch, planned.lists, grads.rest, grads)
         return outputs
-    facts = None if key is None else key[0]
+    facts = None if key is None else (key[0][0], key[1])
     planned, found = verified_plan(lambda: plan(call, facts))
     rest = planned.rest()
     outputs = planned.run(rest) if found is None else found
-    remember(key, given, planned, rest)
+    remember(key, given, call, planned.launch, planned.lists, rest)
     return outputs
 
 
@@ -255,10 +255,10 @@ def route_of(call: Call) -> tuple[Route, str]:
         if q.is_cuda and call.dropout is not None:
             raise without_torch(call, why)
         return ("torch" if q.is_cuda else "reference"), why
-    trained = f"; {wants} requires grad" if wants else ""
+    graded = f"; {wants} requires grad" if wants else ""
     if q.is_cuda:
-        return "kernel", f"tensors on a GPU{trained}"
-    return "interpreter", f"FLEXATTN_INTERPRET=1{trained}"
+        return "kernel", f"tensors on a GPU{graded}"
+    return "interpreter", f"FLEXATTN_INTERPRET=1{graded}"
 
 
 def _nothing(call: Call) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,19 +15,25 @@ from flexattn.block_mask.lazy import lazy_mask
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.call import Call
 from flexattn.frontend.gradients import (
+    AskedGradients,
     BackwardPlan,
     check_gradients,
     plan_backward,
     run_backward,
 )
 from flexattn.frontend.plan import Plan, plan
-from flexattn.frontend.trained import Trained, with_tensors
 from flexattn.frontend.verified import verified_plan
-from flexattn.problem.runs import query_lists
+from flexattn.mods.derivative import derivatives
+from flexattn.problem.facts import facts_of
+from flexattn.problem.fp32_products import setting_of
+from flexattn.problem.mask_class import UNKNOWN, known_class
+from flexattn.problem.runs import query_lists, unwritten, versions
+from flexattn.records.store import generation
 from flexattn.runtime.launch import Outputs
+from flexattn.settings import current
 
 
-def prepared(call: Call) -> tuple[Plan, Trained]:
+def prepared(call: Call) -> tuple[Plan, GradCall]:
     """What serves an admitted call whose results can be differentiated.
 
     In q, k, v, sinks and the floating tensors that score_mod captures, through out and lse.
@@ -39,30 +45,135 @@ def prepared(call: Call) -> tuple[Plan, Trained]:
     planned, _ = verified_plan(
         lambda: plan(call._replace(return_lse=False, return_aux=statistics))
     )
-    return planned, Trained(call, planned, asked)
+    return planned, GradCall(call, planned, asked)
 
 
-def attend(
-    trained: Trained,
-    mask: BlockMask | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-) -> Outputs:
-    """Serve a call that was prepared, inside of autograd."""
-    apply: Any = _Attention.apply
-    out, lse, maxima = apply(trained, mask, q, k, v, sinks, *trained.captured)
-    return Outputs(out, lse if trained.lse else None, maxima)
+class GradCall:
+    """A call with gradients: its forward, prepared, and the backward of the last such call.
+
+    launch, rest: of the forward. asked: what the backward keeps of the call, without tensors and
+    the block mask, which is not kept alive. captured, masked: the mods' tensors, the second with
+    the seed of dropout behind them; learns: which of the first require grad. lse: whether the
+    caller asked for it. saves_lists: whether autograd can save the block mask's lists: those that
+    were made in inference mode do not tell when they are written to.
+    """
+
+    __slots__ = (
+        "__weakref__", "_backward", "_summed", "asked", "captured", "launch", "learns", "lse",
+        "masked", "rest", "saves_lists",
+    )  # fmt: skip
+
+    def __init__(self, call: Call, planned: Plan, asked: AskedGradients) -> None:
+        self.launch, self.rest = planned.launch, planned.rest()
+        self.captured = () if call.score is None else call.score.tensors
+        self.masked = () if call.mask is None else call.mask.tensors
+        dropout = asked.dropout
+        if dropout is not None and dropout.seed is not None:
+            self.masked += (dropout.seed,)
+            dropout = dropout._replace(seed=None)
+        self.learns = [each.requires_grad for each in self.captured]
+        self.lse = call.statistics.lse
+        lists = () if call.block_mask is None else query_lists(call.block_mask)
+        self.saves_lists = not any(x is not None and x.is_inference() for x in lists)
+        score, mask = (each and each._replace(tensors=()) for each in (asked.score, asked.mask))
+        self.asked = asked._replace(score=score, mask=mask, block_mask=None, dropout=dropout)
+        self._summed = score is not None and bool(
+            derivatives(score.mod, asked.slots).summed(asked.slots)
+        )
+        self._backward: _Backward | None = None
+
+    def attend(
+        self, mask: BlockMask | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Outputs:
+        """Serve such a call, inside of autograd."""
+        apply: Any = _Attention.apply
+        out, lse, maxima = apply(self, mask, q, k, v, sinks, *self.captured)
+        return Outputs(out, lse if self.lse else None, maxima)
+
+    def holds(self) -> bool:
+        """Whether another such call, of the same mods, is checked and differentiated alike."""
+        if self._summed and torch.are_deterministic_algorithms_enabled():
+            return False
+        return [each.requires_grad for each in self.captured] == self.learns
+
+    def plan_backward(
+        self,
+        mask: BlockMask | None,
+        others: list[Tensor],
+        *tensors: Tensor,
+    ) -> BackwardPlan:
+        """The plan of a backward; the last one's where all that it rests on is still the same.
+
+        others: what the mods captured, as autograd gives it back. tensors: q, k, v, out and dout.
+        """
+        facts = [*map(facts_of, tensors), *map(facts_of, others)]
+        decided = (
+            setting_of(tensors[0], self.asked.options.fp32),
+            torch.are_deterministic_algorithms_enabled(), current(), generation(),
+        )  # fmt: skip
+        last, parts = self._backward, _parts(mask)
+        if last is not None and last.holds(facts, others, parts, decided):
+            return last.plan
+        found = plan_backward(with_tensors(self.asked, mask, others), *tensors)
+        lists = [each for each in parts[:4] if each is not None]
+        # What was made in inference mode does not tell when it is written to.
+        known = mask is None or known_class(mask) not in (None, UNKNOWN)
+        if known and not any(each.is_inference() for each in lists):
+            self._backward = _Backward(found, facts, others, parts, versions(lists), decided)
+        return found
+
+
+def with_tensors(
+    asked: AskedGradients, mask: BlockMask | None, others: list[Tensor]
+) -> AskedGradients:
+    """What a backward keeps of its call, with the block mask, the mods' tensors and the seed."""
+    count = 0 if asked.score is None else len(asked.score.mod.buffers)
+    score, masked, dropout = tuple(others[:count]), tuple(others[count:]), asked.dropout
+    if dropout is not None:
+        dropout, masked = dropout._replace(seed=masked[-1]), masked[:-1]
+    return asked._replace(
+        score=asked.score and asked.score._replace(tensors=score),
+        mask=asked.mask and asked.mask._replace(tensors=masked),
+        block_mask=mask,
+        dropout=dropout,
+    )
+
+
+class _Backward(NamedTuple):
+    """A plan, and what tells that it serves: of tensors, of the mask's lists, of the process."""
+
+    plan: BackwardPlan
+    facts: list[Any]
+    others: list[Tensor]
+    parts: tuple[Any, ...]
+    written: list[Any]
+    decided: tuple[Any, ...]
+
+    def holds(
+        self,
+        facts: list[Any],
+        others: list[Tensor],
+        parts: tuple[Any, ...],
+        decided: tuple[Any, ...],
+    ) -> bool:
+        same = facts == self.facts and decided == self.decided and len(parts) == len(self.parts)
+        same = same and all(map(is_, others, self.others)) and all(map(is_, parts, self.parts))
+        return same and unwritten(self.written)
+
+
+def _parts(mask: BlockMask | None) -> tuple[Any, ...]:
+    if mask is None:
+        return ()
+    return (*query_lists(mask), mask.BLOCK_SIZE, mask.seq_lengths)
 
 
 class _Attention(torch.autograd.Function):
-    """Of (trained, mask, q, k, v, sinks, *score_mod's tensors): out, lse and max_scores."""
+    """Of (grads, mask, q, k, v, sinks, *score_mod's tensors): out, lse and max_scores."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        trained: Trained,
+        grads: GradCall,
         mask: BlockMask | None,
         q: Tensor,
         k: Tensor,
@@ -70,20 +181,20 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         *captured: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        asked = trained.asked
-        outputs = trained.launch.run(q, k, v, asked.scale, trained.rest, sinks)
+        asked = grads.asked
+        outputs = grads.launch.run(q, k, v, asked.scale, grads.rest, sinks)
         assert outputs.lse is not None
         # Tensors are saved as autograd saves them, and by nobody else.
-        tensors: tuple[Tensor | None, ...] = (*captured, *trained.masked)
+        tensors: tuple[Tensor | None, ...] = (*captured, *grads.masked)
         if mask is not None:
-            tensors += query_lists(mask) if trained.saves_lists else (None,) * 4
+            tensors += query_lists(mask) if grads.saves_lists else (None,) * 4
             ctx.sizes = mask.BLOCK_SIZE, mask.seq_lengths
         ctx.save_for_backward(q, k, v, outputs.out, outputs.lse, sinks, *tensors)
         ctx.set_materialize_grads(False)
         if outputs.max_scores is not None:
             ctx.mark_non_differentiable(outputs.max_scores)
         ctx.asked, ctx.mask, ctx.captured = asked, mask, len(captured)
-        ctx.trained = weakref.ref(trained)
+        ctx.grads = weakref.ref(grads)
         return outputs.out, outputs.lse, outputs.max_scores
 
     @staticmethod
@@ -123,15 +234,15 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Those of (q, k, v, sinks, *captured), where wanted; call: the ctx of _Attention."""
     q, k, v, out, lse, sinks, *others = saved
-    asked, trained, mask = call.asked, call.trained(), call.mask
+    asked, grads, mask = call.asked, call.grads(), call.mask
     if mask is not None:
         mask = _as_read(mask, others[-4:], call.sizes)
         del others[-4:]
 
     def planned(*tensors: Tensor) -> BackwardPlan:
-        if trained is None:
+        if grads is None:
             return plan_backward(with_tensors(asked, mask, others), *tensors)
-        found: BackwardPlan = trained.plan_backward(mask, others, *tensors)
+        found: BackwardPlan = grads.plan_backward(mask, others, *tensors)
         return found
 
     summed = [others[slot] for slot in asked.slots]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn.errors import NoKernelError
@@ -17,11 +19,14 @@ from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.dropout import Dropout
 from flexattn.problem.facts import facts_of
 from flexattn.problem.fp32_products import setting_of
+from flexattn.problem.kind import FEW_ROWS
 from flexattn.problem.read_checks import check_reads
 
 # flex_attention's names for `Call.tensors`.
 TENSORS = ("query", "key", "value", "sinks", "q_descale", "k_descale", "v_descale")
 
+# A tensor of another class may mean more than its memory: its calls are not remembered.
+PLAIN = frozenset((Tensor, Parameter, NoneType))
 _FLOAT32 = torch.float32
 
 
@@ -58,10 +63,12 @@ class Call(NamedTuple):
     dropout: Dropout | None = None
     beyond: NoKernelError | None = None
 
-    def facts(self) -> tuple[Any, ...]:
-        """What is the same for all calls that one launch can serve; q's, k's and v's come first.
+    def facts(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What is the same for all calls that one launch can serve, in two parts.
 
-        The mods, the mask and the scale are not among them: each key tells those in its own way.
+        The second is what a cache that grows changes: the numbers of keys and values, and their
+        strides. It is empty for more than FEW_ROWS query rows, whose first part has all. The mods,
+        the mask and the scale are in neither: each key tells those in its own way.
         """
         (
             q, k, v, _, _, _, enable_gqa, return_lse, options, return_aux, sinks, q_descale,
@@ -70,16 +77,36 @@ class Call(NamedTuple):
         descales = None
         if not q_descale is k_descale is v_descale is None:
             descales = facts_of(q_descale), facts_of(k_descale), facts_of(v_descale)
-        # facts_of, written out: three calls of it take 3 % of the host time of a repeated call.
-        return (
-            (type(q), q.shape, q.stride(), q.dtype, q.get_device(), q.data_ptr() % 16, q.is_neg()),
-            (type(k), k.shape, k.stride(), k.dtype, k.get_device(), k.data_ptr() % 16, k.is_neg()),
-            (type(v), v.shape, v.stride(), v.dtype, v.get_device(), v.data_ptr() % 16, v.is_neg()),
-            enable_gqa, return_lse,
-            repr(options) if options else None, return_aux,
+        rows, of_k, of_v = q.shape, k.shape, v.shape
+        rest = (
+            enable_gqa, return_lse, repr(options) if options else None, return_aux,
             None if sinks is None else facts_of(sinks), descales,
             q.dtype is _FLOAT32 and setting_of(q), dropout_p != 0.0,
         )  # fmt: skip
+        # facts_of, written out: three calls of it take 3 % of the host time of a repeated call.
+        of_q = (
+            type(q), rows, q.stride(), q.dtype, q.get_device(), q.data_ptr() % 16, q.is_neg()
+        )  # fmt: skip
+        if rows[2] > FEW_ROWS:
+            in_k, in_v = k.stride(), v.stride()
+            return (
+                of_q,
+                (type(k), of_k, in_k, k.dtype, k.get_device(), k.data_ptr() % 16, k.is_neg()),
+                (type(v), of_v, in_v, v.dtype, v.get_device(), v.data_ptr() % 16, v.is_neg()),
+                *rest,
+            ), ()  # fmt: skip
+        (kb, kh, keys, kd), (vb, vh, values, vd) = of_k, of_v
+        (k0, k1, k2, k3), (v0, v1, v2, v3) = in_k, in_v = k.stride(), v.stride()
+        kt, vt = k.dtype, v.dtype
+        return (
+            of_q,
+            (type(k), kb, kh, kd, k3, kt, k.get_device(), k.data_ptr() % 16, k.is_neg()),
+            (type(v), vb, vh, vd, v3, vt, v.get_device(), v.data_ptr() % 16, v.is_neg()),
+            # Kernels that read whole lines serve where they can; of another power of two records
+            # may tell something else.
+            (k0 | k1 | k2) % (16 // kt.itemsize) == 0 == (v0 | v1 | v2) % (16 // vt.itemsize),
+            keys and 1 + (keys - 1).bit_length(), *rest,
+        ), (keys, values, in_k, in_v)  # fmt: skip
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, UnsupportedError, WrongKernelError
 from flexattn.frontend.call import Call, identity
-from flexattn.frontend.plain_backward import by_autograd
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.frontend.verified import wrong_gradients
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.choose.defaults import default, reasons, refused
@@ -23,25 +23,21 @@ from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.printers.torch_printer import score_callable
 from flexattn.mods import Bound
 from flexattn.mods.derivative import derivatives
+from flexattn.mods.signatures import ScoreMod
 from flexattn.problem import Problem, Shape, checks, make_problem
 from flexattn.problem.dropout import Dropout
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of
 from flexattn.problem.fp32_products import products_for, setting_of
 from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_class import mask_class
-from flexattn.records.store import generation
 from flexattn.records.untuned import note
+from flexattn.reference import attention
 from flexattn.reference.parts import SavedForward
 from flexattn.runtime.backward import BackwardLaunch, Gradients, fits, like, prepare_backward
 from flexattn.runtime.dispatch import Choice, dispatcher
 from flexattn.runtime.key_lists import BothLists
-from flexattn.settings import current, say_once
-from flexattn.util.lru import Lru
+from flexattn.settings import say_once
 from flexattn.verify.made_up import ChosenKernels
-
-_launches: Lru[Any, BackwardLaunch] = Lru(4096)
-# Calls that were found to have a backward.
-_checked: Lru[Any, bool] = Lru(1024)
 
 
 class AskedGradients(NamedTuple):
@@ -89,9 +85,12 @@ def check_gradients(call: Call) -> AskedGradients:
         call.facts(), identity(call.score), identity(call.mask), blocks, asked.slots,
         asked.options, detect(call.q.device), torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    if _checked.get(key) is None:
+
+    def check() -> bool:
         check_backward(asked, call.q, call.k, call.v, asked.lists(), detect(call.q.device))
-        _checked.put(key, True)
+        return True
+
+    launch_cache.prepared(("has a backward", *key), check)
     return asked
 
 
@@ -206,6 +205,49 @@ def _plain(
     return Gradients(dq, dk, dv, tuple(captured), delta)
 
 
+def by_autograd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: ScoreMod | None,
+    block_mask: BlockMask | None,
+    scale: float,
+    learned: Sequence[Tensor],
+    grads: tuple[Tensor | None, Tensor | None],
+    into: Sequence[Tensor] | None = None,
+    dropout: Dropout | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Gradients of q, k, v, and of the learned tensors, which score_mod captures and which
+    require grad.
+
+    grads: of the output and of lse, None where nothing depends on one. into: where the first three
+    go; None where they are allocated.
+    """
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        found = attention(
+            *inputs, score_mod=score_mod, block_mask=block_mask, scale=scale, sinks=sinks,
+            dropout=dropout,
+        )  # fmt: skip
+        pairs = [
+            (x, g) for x, g in zip((found.out, found.lse), grads, strict=True) if g is not None
+        ]
+        leaves = [*inputs, *learned]
+        given = torch.autograd.grad(
+            [x for x, _ in pairs], leaves, [g.to(x.dtype) for x, g in pairs], allow_unused=True
+        )
+    whole = [zeros_of(x) if g is None else g for x, g in zip(leaves, given, strict=True)]
+    places = map(like, inputs) if into is None else into
+    dq, dk, dv = (place.copy_(g) for place, g in zip(places, whole, strict=False))
+    return dq, dk, dv, whole[3:]
+
+
+def zeros_of(x: Tensor) -> Tensor:
+    """Zeros of a tensor's shape and dtype, contiguous."""
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+
+
 def _as_given(
     asked_of: Callable[[], AskedGradients],
     launch: BackwardLaunch,
@@ -255,8 +297,8 @@ def plan_backward(
     *,
     into: Sequence[Tensor] | None = None,
 ) -> BackwardPlan:
-    """Find the launch of a backward: from memory when its facts were seen, else made."""
-    lists, masked, sizes, settings = None, "", None, current()
+    """Find the launch of a backward in the launch cache, or prepare it."""
+    lists, masked, sizes = None, "", None
     mask = asked.block_mask
     if mask is not None:
         masked = mask_class(mask)
@@ -265,14 +307,12 @@ def plan_backward(
         sizes = mask.BLOCK_SIZE, *shapes
     key = (
         *map(facts_of, (q, k, v, out, dout)), identity(asked.score), identity(asked.mask),
-        masked, sizes, asked.slots, asked.options,
-        setting_of(q, asked.options.fp32),
-        asked.dropout is None, settings.mode, settings.cache, settings.cache_dir, generation(),
-        torch.are_deterministic_algorithms_enabled(),
+        masked, sizes, asked.slots, asked.options, setting_of(q, asked.options.fp32),
+        asked.dropout is None, torch.are_deterministic_algorithms_enabled(),
         None if into is None else tuple(x.stride() for x in into),
     )  # fmt: skip
-    launch = _launches.get(key)
-    if launch is None:
+
+    def prepare() -> BackwardLaunch:
         target = detect(q.device)
         problem = _problem(asked, q, k, v, lists, target)
         options = _options(asked.options, problem, target)
@@ -282,7 +322,9 @@ def plan_backward(
         # A tuner would tune the ordinary kernel.
         if asked.options.tanh == "auto" and asked.dropout is None:
             note(problem, target, launch.choice.how, asked.score, asked.mask)
-        _launches.put(key, launch)
+        return launch
+
+    launch = launch_cache.prepared(key, prepare)
     return BackwardPlan(launch, launch.rest_of(lists, asked.score, asked.mask, asked.dropout))
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.frontend.call import Call
-from flexattn.frontend.remembered import PLAIN
+from flexattn.frontend.call import PLAIN, Call
 from flexattn.frontend.transforms import functorch, in_forward_mode
 from flexattn.runtime.launch import Outputs
 from flexattn.settings import current, say_once

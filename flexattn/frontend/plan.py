@@ -7,21 +7,17 @@ from typing import Any, NamedTuple
 from flexattn.device import Device, detect
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.call import Call, identity
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.choose import options
 from flexattn.kernels.choose.defaults import refused
 from flexattn.mods.stops import without_stops
 from flexattn.problem import DTYPES, FP8, Problem, Shape, checks, kind_for, make_problem
-from flexattn.problem.facts import TensorFacts, layout_of
+from flexattn.problem.facts import TensorFacts, facts_of, layout_of
 from flexattn.problem.fp32_products import products_for, setting_of
 from flexattn.problem.mask_class import mask_class
-from flexattn.records.store import generation
 from flexattn.records.untuned import note
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import Launch, Lists, Outputs, prepare_launch
-from flexattn.settings import current
-from flexattn.util.lru import Lru
-
-_launches: Lru[Any, Launch] = Lru(4096)
 
 
 class Plan(NamedTuple):
@@ -44,36 +40,31 @@ class Plan(NamedTuple):
 
 
 def plan(call: Call, facts: tuple[Any, ...] | None = None) -> Plan:
-    """Find the launch of a call: from memory when its facts were seen, else made.
+    """Find the launch of a call in the launch cache, or prepare it.
 
     facts: those of the call, where they are known. Raises NoKernelError for mods that no
     kernel computes.
     """
     if call.beyond is not None:
         raise call.beyond
-    lists, masked, sizes, settings = None, "", None, current()
+    lists, masked, sizes = None, "", None
     mask = call.block_mask
     if mask is not None:
         masked = mask_class(mask)  # finds the runs that its lists may have
         lists = Lists.of(mask)
         sizes = mask.BLOCK_SIZE, *[None if each is None else each.shape for each in lists]
-    facts = call.facts() if facts is None else facts
     key = (
-        facts, call.scale > 0, identity(call.score), identity(call.mask), masked, sizes,
-        settings.mode, settings.cache, settings.cache_dir, generation(), settings.batch_invariant,
+        call.facts() if facts is None else facts, call.scale > 0, identity(call.score),
+        identity(call.mask), masked, sizes,
     )  # fmt: skip
-    launch = _launches.get(key)
-    if launch is None:
-        forward = call._replace(score=call.score and without_stops(call.score))
-        launch = _prepare(forward, facts, masked, lists)
-        _launches.put(key, launch)
-    return Plan(launch, call, lists)
+    return Plan(launch_cache.prepared(key, lambda: _prepare(call, masked, lists)), call, lists)
 
 
-def _prepare(call: Call, facts: tuple[Any, ...], masked: str, lists: Lists | None) -> Launch:
+def _prepare(call: Call, masked: str, lists: Lists | None) -> Launch:
     """Make the launch; masked: the mask's class."""
+    call = call._replace(score=call.score and without_stops(call.score))
     target, chosen = detect(call.q.device), call.options
-    problem = _problem(call, facts, masked, lists, target)
+    problem = _problem(call, masked, lists, target)
     if problem.structure.fp8:
         _check_fp8(problem, target, chosen)
     if problem.structure.kv_dtype:
@@ -89,11 +80,9 @@ def _prepare(call: Call, facts: tuple[Any, ...], masked: str, lists: Lists | Non
     return launch
 
 
-def _problem(
-    call: Call, facts: tuple[Any, ...], masked: str, lists: Lists | None, target: Device
-) -> Problem:
+def _problem(call: Call, masked: str, lists: Lists | None, target: Device) -> Problem:
     """What a call asks; all that is read here stands in the key of its launch."""
-    q, k, v = (TensorFacts(*each) for each in facts[:3])
+    q, k, v = (TensorFacts(*facts_of(x)) for x in (call.q, call.k, call.v))
     chosen = call.options
     B, Hq, q_len, head_dim = q.shape
     _, Hkv, kv_len, head_dim_v = v.shape

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.block_mask.few_rows import KEY_BLOCK, relisted, with_lists
-from flexattn.frontend.remembered import parts_of
+from flexattn.frontend.launch_cache import parts_of
 from flexattn.integrations.static_step import FEW_KEYS
 from flexattn.runtime.launch import raw_stream
 from flexattn.util.locks import renewed

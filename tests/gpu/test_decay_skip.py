@@ -8,9 +8,8 @@ from torch.nn.attention.flex_attention import and_masks
 
 import flexattn
 from flexattn.catalogue import alibi, alibi_slopes, causal, causal_offset, document, sliding_window
-from flexattn.frontend import gradients, guards
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.runtime.build import builder
-from flexattn.util.lru import Lru
 from tests.gradients import assert_gradients, cotangents
 from tests.support import PREFILL, assert_accurate, block_mask, inputs, run
 
@@ -49,11 +48,11 @@ def both(monkeypatch):
         found = once()
         with monkeypatch.context() as here:
             here.setattr("flexattn.runtime.decay_skip.LEAST_KEYS", 2**40)
-            for place in ("plan._launches", "guards._seen"):
-                here.setattr(f"flexattn.frontend.{place}", Lru(8))
+            launch_cache.clear()
             compiled = builder().compiled
             assert_same(found, once())
             assert builder().compiled == compiled
+        launch_cache.clear()
         return found
 
     return compared
@@ -235,10 +234,9 @@ def short_calls_too(monkeypatch):
     for name in ("LEAST_KEYS", "LEAST_ROWS", "LEAST_SCORES"):
         monkeypatch.setattr(f"flexattn.runtime.decay_skip.{name}", 0)
     monkeypatch.setattr("flexattn.runtime.decay_blocks.LEAST_BACKWARD_KEYS", 0)
-    monkeypatch.setattr(gradients, "_launches", Lru(8))
-    guards._seen.clear()
+    launch_cache.clear()
     yield
-    guards._seen.clear()
+    launch_cache.clear()
 
 
 @each_backward

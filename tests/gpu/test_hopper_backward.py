@@ -6,13 +6,13 @@ import torch
 import flexattn
 from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.device import detect
-from flexattn.frontend import gradients, guards
+from flexattn.frontend import gradients
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.hopper_backward.tiles import at_sizes
 from flexattn.kernels.triton_backward.config import BackwardConfig
-from flexattn.util.lru import Lru
 from tests.gradients import assert_gradients
 from tests.support import block_mask, inputs
 
@@ -58,12 +58,11 @@ def forced(monkeypatch):
             return Options(exact=exact)
 
         # What was prepared for the same facts had another config.
-        guards._seen.clear()
-        monkeypatch.setattr(gradients, "_launches", Lru(64))
+        launch_cache.clear()
         monkeypatch.setattr(gradients, "_options", options)
 
     yield force
-    guards._seen.clear()
+    launch_cache.clear()
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])

@@ -9,7 +9,7 @@ import torch
 from flexattn.block_mask import kernels as block_kernels
 from flexattn.catalogue import alibi, causal
 from flexattn.device import named
-from flexattn.frontend import guards as repeat, plan
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.base import source
 from flexattn.kernels.choose.registry import families
 from flexattn.runtime import build, decay_skip, dispatch
@@ -33,10 +33,11 @@ def clear():
         each.cache_clear()
     merge._launcher.cache_clear()
     for table in (
-        plan._launches, repeat._seen, block_kernels._sources, decode._plans, dispatch._texts,
+        block_kernels._sources, decode._plans, dispatch._texts,
     ):  # fmt: skip
         assert isinstance(table, Lru)
         table.clear()
+    launch_cache.clear()
 
 
 @pytest.fixture

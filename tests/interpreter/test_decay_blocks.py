@@ -20,8 +20,8 @@ from flexattn.catalogue import (
 )
 from flexattn.device import detect, named
 from flexattn.errors import BuildError
-from flexattn.frontend import gradients, guards
 from flexattn.frontend.gradients import AskedGradients, _problem
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.decay_skip.blocks import PLACES, render_blocks
@@ -32,7 +32,6 @@ from flexattn.runtime.fallback.outcome import Outcome
 from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Lists
 from flexattn.settings import override
-from flexattn.util.lru import Lru
 from tests.gradients import cotangents
 from tests.support import DTYPES, block_mask, inputs, random_runs
 
@@ -165,10 +164,9 @@ def short_calls_too(monkeypatch):
     for name in ("LEAST_KEYS", "LEAST_ROWS", "LEAST_SCORES"):
         monkeypatch.setattr(f"flexattn.runtime.decay_skip.{name}", 0)
     monkeypatch.setattr("flexattn.runtime.decay_blocks.LEAST_BACKWARD_KEYS", 0)
-    monkeypatch.setattr(gradients, "_launches", Lru(64))
-    guards._seen.clear()
+    launch_cache.clear()
     yield
-    guards._seen.clear()
+    launch_cache.clear()
 
 
 SMALL = {"bwd_BLOCK_M1": 16, "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 16}
@@ -249,8 +247,7 @@ def test_a_short_call_has_the_same_kernel_and_visits_all_tiles(short_calls_too, 
         compiled = builder().compiled
         with monkeypatch.context() as here:
             here.setattr(f"flexattn.runtime.{name}", value)
-            here.setattr(gradients, "_launches", Lru(64))
-            guards._seen.clear()
+            launch_cache.clear()
             _, _, dv = differentiated(q, k, v, mask, dout)
         assert dv[0, :, :32].isnan().all() and builder().compiled == compiled >= before
 
@@ -267,8 +264,7 @@ def test_where_its_kernels_do_not_build_all_tiles_are_visited(
     def refused(*args):
         raise BuildError("a check refused it")
 
-    monkeypatch.setattr(gradients, "_launches", Lru(64))
-    guards._seen.clear()
+    launch_cache.clear()
     monkeypatch.setattr(
         f"flexattn.runtime.{module}.builder", lambda: SimpleNamespace(kernel=refused)
     )

@@ -19,6 +19,7 @@ from flexattn.catalogue import (
 )
 from flexattn.device import detect
 from flexattn.errors import BuildError
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.decay_skip.source import ALL_KEYS
 from flexattn.mods import bind
@@ -26,7 +27,6 @@ from flexattn.problem import Layout, Shape, make_problem
 from flexattn.problem.mask_class import mask_class
 from flexattn.runtime.decay_skip import DecaySkip
 from flexattn.settings import override
-from flexattn.util.lru import Lru
 from tests.covering import each_choice
 from tests.support import (
     DTYPES,
@@ -53,7 +53,9 @@ def short_calls_too(monkeypatch):
     """The lengths of tests are those where two kernels more do not pay."""
     for name in ("LEAST_KEYS", "LEAST_ROWS", "LEAST_SCORES"):
         monkeypatch.setattr(f"flexattn.runtime.decay_skip.{name}", 0)
-    monkeypatch.setattr("flexattn.frontend.plan._launches", Lru(64))
+    launch_cache.clear()
+    yield
+    launch_cache.clear()
 
 
 def alibi(*slopes):
@@ -199,7 +201,7 @@ def test_a_short_call_has_the_same_kernel_and_visits_all_keys(monkeypatch):
     call = {"score_mod": mod, "kernel_options": SMALL, "enable_gqa": True}
     path = flexattn.explain(q, k, v, **call).source
     monkeypatch.setattr("flexattn.runtime.decay_skip.LEAST_KEYS", 98)
-    monkeypatch.setattr("flexattn.frontend.plan._launches", Lru(64))
+    launch_cache.clear()
     assert flexattn.explain(q, k, v, **call).source == path
     assert reads(16, q, k, v, score_mod=mod)[0].all()
 
@@ -212,7 +214,7 @@ def test_where_its_kernels_do_not_build_all_keys_are_visited(monkeypatch, caplog
     def refused(*args):
         raise BuildError("a check refused it")
 
-    monkeypatch.setattr("flexattn.frontend.plan._launches", Lru(64))
+    launch_cache.clear()
     builder = SimpleNamespace(kernel=refused)
     monkeypatch.setattr("flexattn.runtime.decay_skip.builder", lambda: builder)
     with override(strict=False):

@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 
-from bench.first_traffic_child import Sizes, plans, run
+from bench.first_traffic_child import Sizes, launch_cache, run
 
 pytestmark = pytest.mark.interpreter
 TINY = Sizes((2, 1), 16, longest=40, batch=1, requests=2, window=9, warmed=30, dtype=torch.float32)
 
 
 def test_traffic_compiles_traces_and_fills_nothing(tmp_path):
-    plans._launches.clear()  # those of other tests would count as served
+    launch_cache.clear()  # those of other tests would count as served
     trace = tmp_path / "trace.json"
     found = run(TINY, "cpu", seconds=300, trace=trace, most=12)
     assert (found["compiled"], found["traced"], found["filled"]) == (0, 0, 0)

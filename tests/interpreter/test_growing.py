@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import flexattn
 from flexattn.block_mask.few_rows import few_rows, relisted
 from flexattn.errors import InputError, LayoutError, UnsupportedError
-from flexattn.frontend import attention, growing, guards
+from flexattn.frontend import attention, launch_cache as cache
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
 from flexattn.integrations.padded_step import padded_mask, shared_mask
@@ -54,8 +54,8 @@ def test_a_launch_is_the_one_that_the_long_way_makes(admitted):
     for keys in (300, 301, 383, 384, 400, 500):
         q, k, v = tensors(keys)
         flexattn.flex_attention(q, k, v, enable_gqa=True)
-        key = guards.guard_key(attention.Call(q, k, v, enable_gqa=True))
-        ours = guards._seen.get(key)[0].launch
+        call = attention.Call(q, k, v, enable_gqa=True)
+        _, ours = cache.launch_cache.find(cache.call_key(call), call)
         whole = plan(make_call(q, k, v, enable_gqa=True)).launch
         alike = {"attend": None, "combine": None}
         assert replace(ours, **alike) == replace(whole, **alike)
@@ -72,8 +72,8 @@ def test_lengths_of_a_bucket_share_a_launch(admitted, monkeypatch):
         prepared.append(problem.kv_len)
         return prepare_launch(problem, *rest)
 
-    prepare_launch = growing.prepare_launch
-    monkeypatch.setattr(growing, "prepare_launch", seen)
+    prepare_launch = cache.prepare_launch
+    monkeypatch.setattr(cache, "prepare_launch", seen)
     for keys in (300, 301, 304, 305, 306, 320, 321, 322):
         assert_accurate(*tensors(keys))
     assert admitted == [300]
@@ -205,7 +205,7 @@ def test_a_mask_that_ends_while_a_launch_is_prepared_is_not_kept(monkeypatch):
     freed, mask_mod = weakref.ref(table), late(table)
     masks = [few_rows(mask_mod, 2, 1, 300, torch.device("cpu"))]
     flexattn.flex_attention(*tensors(300), block_mask=masks[0], enable_gqa=True)
-    longer, prepare = relisted(masks[0], 305), growing.prepare_launch
+    longer, prepare = relisted(masks[0], 305), cache.prepare_launch
 
     def ends(*given):
         made = prepare(*given)
@@ -213,7 +213,7 @@ def test_a_mask_that_ends_while_a_launch_is_prepared_is_not_kept(monkeypatch):
         gc.collect()
         return made
 
-    monkeypatch.setattr(growing, "prepare_launch", ends)
+    monkeypatch.setattr(cache, "prepare_launch", ends)
     flexattn.flex_attention(*tensors(305), block_mask=longer, enable_gqa=True)
     del table, mask_mod, longer
     gc.collect()

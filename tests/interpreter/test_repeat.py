@@ -14,8 +14,9 @@ from torch.nn.attention.flex_attention import _create_empty_block_mask
 import flexattn
 from flexattn.catalogue import causal, sliding_window
 from flexattn.errors import InputError
-from flexattn.frontend import attention, guards as repeat
+from flexattn.frontend import attention
 from flexattn.frontend.call import Call
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.settings import override
 from tests.support import KINDS, PREFILL, assert_accurate, block_mask, inputs
 
@@ -39,7 +40,7 @@ def biased(bias, weight=1.0):
 @pytest.fixture
 def long_ways(monkeypatch):
     """How many calls made a plan."""
-    repeat._seen.clear()
+    launch_cache.clear()
     count = []
     made = attention.plan
 
@@ -74,7 +75,7 @@ def test_the_long_way_looks_at_everything_once(monkeypatch):
     mod, mask = biased(torch.linspace(-1, 1, 53)), block_mask(causal, q, k)
     more = {"score_mod": mod, "block_mask": mask, "enable_gqa": True, "kernel_options": PREFILL}
     flexattn.flex_attention(q, k, v, **more)
-    repeat._seen.clear()
+    launch_cache.clear()
     looked = []
 
     def counted(at):

@@ -11,7 +11,8 @@ import flexattn
 from flexattn import flex_attention
 from flexattn.catalogue import causal, sliding_window
 from flexattn.errors import UnsupportedError
-from flexattn.frontend import autograd, guards, trained
+from flexattn.frontend import autograd
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.mods.bind import stats
 from flexattn.runtime.dispatch import Dispatcher
 from flexattn.settings import override
@@ -44,11 +45,11 @@ def grads(given, *more, **call):
 @pytest.fixture
 def long_ways(monkeypatch):
     """What the long ways did: names of the functions that they called."""
-    guards._seen.clear()
+    launch_cache.clear()
     found = []
     binding = importlib.import_module("flexattn.mods.bind")
     for owner, name in (
-        (autograd, "plan"), (trained, "plan_backward"), (Dispatcher, "kernels"),
+        (autograd, "plan"), (autograd, "plan_backward"), (Dispatcher, "kernels"),
         (binding, "identify"),
     ):  # fmt: skip
         made = getattr(owner, name)

@@ -16,8 +16,13 @@ from flexattn.frontend.call import Call
 from flexattn.frontend.compiled.looks import remember_by_key
 from flexattn.frontend.compiled.op import library, mask_of, score_of, transforming
 from flexattn.frontend.compiled.spec import Spec, parsed
-from flexattn.frontend.gradients import AskedGradients, plan_backward, run_backward
-from flexattn.frontend.plain_backward import by_autograd, zeros_of
+from flexattn.frontend.gradients import (
+    AskedGradients,
+    by_autograd,
+    plan_backward,
+    run_backward,
+    zeros_of,
+)
 from flexattn.problem import checks
 from flexattn.runtime.backward import like
 from flexattn.runtime.layout import dense_strides

@@ -6,7 +6,7 @@ import torch
 
 from bench import host
 from bench.inputs import make
-from flexattn.frontend import guards, plan
+from flexattn.frontend.launch_cache import launch_cache
 
 
 def test_each_call_has_a_key_more_and_a_round_begins_anew(monkeypatch):
@@ -20,9 +20,8 @@ def test_each_call_has_a_key_more_and_a_round_begins_anew(monkeypatch):
         return lambda: lengths.append(given.k.shape[2])
 
     call = host.growing(peer)(inputs)
-    guards._seen.put(("of a length",), (None, None))
-    plan._launches.put(("of a length",), None)
+    launch_cache.prepared(("of a length",), object)
     for _ in range(4):
         call()
     assert lengths == [257, 258, 259, 257]
-    assert not guards._seen.items() and not plan._launches.items()
+    assert not launch_cache.launches()

@@ -16,7 +16,7 @@ from flexattn.errors import NoKernelError
 from flexattn.frontend import admission
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.call import TENSORS, Call
-from flexattn.frontend.guards import guard_key
+from flexattn.frontend.launch_cache import call_key, launch_cache
 from flexattn.kernels.choose import options
 from flexattn.kernels.choose.options import Options
 from flexattn.mods import bind
@@ -75,14 +75,14 @@ def test_every_field_is_looked_at_here():
 def test_calls_that_differ_in_one_argument_are_not_taken_for_each_other(name):
     """Two keys listed the arguments by hand: what one forgot, it took for the call before."""
     other = BASE._replace(**{name: OTHERS[name]})
-    assert guard_key(other) != guard_key(BASE) == guard_key(Call(*BASE))
+    assert call_key(other) != call_key(BASE) == call_key(Call(*BASE))
     changed = isinstance(OTHERS[name], torch.Tensor)
     assert any(x is OTHERS[name] for x in other.tensors) == changed
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_of_a_call_is_no_part_of_its_key(name):
-    assert guard_key(BASE._replace(**{name: FOUND[name]})) == guard_key(BASE)
+    assert call_key(BASE._replace(**{name: FOUND[name]})) == call_key(BASE)
 
 
 def negated(x):
@@ -106,7 +106,7 @@ def test_a_fact_of_a_tensor_that_differs(name):
     assert getattr(one, name) != getattr(other, name)
     for field in ("q", "k", "v", "sinks", *sorted(EIGHT)):
         given = BASE._replace(**{field: PLAIN})
-        assert guard_key(given) != guard_key(given._replace(**{field: CHANGED[name]}))
+        assert call_key(given) != call_key(given._replace(**{field: CHANGED[name]}))
     # The index of a GPU is all that is left.
     assert {*CHANGED, "device"} == {*TensorFacts._fields}
 
@@ -122,9 +122,9 @@ def prepared(monkeypatch):
 
     monkeypatch.setattr(plans, "prepare_launch", prepare)
     monkeypatch.setattr(plans, "detect", lambda device: named("nvidia-h200"))
-    plans._launches.clear()
+    launch_cache.clear()
     yield problems
-    plans._launches.clear()
+    launch_cache.clear()
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -176,7 +176,7 @@ def test_each_rule_is_asked_once(way, prepared, monkeypatch):
 
 
 # From a call's entry down to what all of them share.
-ORDER = ("explain", "attention", "guards", "plan", "admission", "call", "transforms")
+ORDER = ("explain", "attention", "plan", "launch_cache", "admission", "call", "transforms")
 
 
 @pytest.mark.parametrize("name", ORDER)

@@ -11,11 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from flexattn import explain, flex_attention
 from flexattn.catalogue import causal
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.frontend import attention, guards
+from flexattn.frontend import attention
 from flexattn.frontend.admission import admit, make_call
 from flexattn.frontend.attention import route_of
 from flexattn.frontend.call import Call
 from flexattn.frontend.compiled import rules
+from flexattn.frontend.launch_cache import as_given, call_key, launch_cache, remember
 from flexattn.records.key import key_of
 from tests.problems import problem
 from tests.support import inputs
@@ -62,10 +63,10 @@ def test_what_rounds_to_none_is_a_call_without():
     given = Call(q, k, v, enable_gqa=True, dropout_p=2**-17)
     call = admit(given)
     assert call.dropout is None and call.facts() != given.facts()
-    assert not guards.as_given(given, call)
+    assert not as_given(given, call)
     for p in (0, 0.4):
         given = given._replace(dropout_p=p)
-        assert guards.as_given(given, admit(given))
+        assert as_given(given, admit(given))
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.5, float("nan"), "0.1", None, torch.ones(2)], ids=str)
@@ -139,6 +140,7 @@ def test_a_kernel_with_it_is_filed_apart_and_others_where_they_were():
 def test_calls_are_not_remembered():
     """Every one has a seed of its own, which a remembered launch would repeat."""
     given = make_call(*inputs(1, 2, 2, 8, 8), **P)
-    plan = SimpleNamespace(call=given)  # a launch would be asked for its device
-    guards.remember(("key",), given, plan, ())
-    assert guards._seen.get(("key",)) is None
+    launch = SimpleNamespace()  # which would be asked for its problem
+    key = call_key(given)
+    remember(key, given, given, launch, None, ())
+    assert launch_cache.find(key, given) is None

@@ -12,6 +12,7 @@ from flexattn import create_block_mask
 from flexattn.device import INTERPRETER, named
 from flexattn.errors import CacheError
 from flexattn.frontend.admission import make_call
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.choose.options import NONE
 from flexattn.mods import bind
 from flexattn.problem.mask_class import DENSITY_STEPS, IMBALANCE_STEPS, UNKNOWN
@@ -59,7 +60,7 @@ def call(monkeypatch, how="default", score_mod=None, mask_mod=None, kv_len=700, 
         plan, "prepare_launch", lambda wanted, *args: seen.append(wanted) or launch
     )
     monkeypatch.setattr(plan, "detect", lambda device: H200)
-    plan._launches.clear()
+    launch_cache.clear()
     q = torch.zeros(3, 8, 1, 64, dtype=torch.bfloat16)
     k = torch.zeros(3, 2, kv_len, 64, dtype=torch.bfloat16)
     mask = None

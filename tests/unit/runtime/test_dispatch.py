@@ -13,6 +13,7 @@ from flexattn import create_block_mask
 from flexattn.catalogue import causal
 from flexattn.device import named
 from flexattn.frontend.admission import make_call
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.choose.options import NONE, Options, parse
 from flexattn.kernels.triton.config import DecodeConfig
 from flexattn.problem import Layout
@@ -154,7 +155,7 @@ def test_a_launch_made_before_a_record_was_written_is_made_anew(monkeypatch):
     launch = SimpleNamespace(choice=SimpleNamespace(how="hit"))
     monkeypatch.setattr(plan, "prepare_launch", lambda *args: made.append(args) or launch)
     monkeypatch.setattr(plan, "detect", lambda device: H200)
-    plan._launches.clear()
+    launch_cache.clear()
     q, k = (torch.zeros(3, 8, n, 64, dtype=torch.bfloat16) for n in (1, 700))
     asked = make_call(q, k, k, None, None, None, False, False, None, None)
     for _ in range(2):
