@@ -16,7 +16,7 @@ from flexattn.frontend.admission import admit
 from flexattn.frontend.autograd import prepared
 from flexattn.frontend.call import TENSORS, Call
 from flexattn.frontend.dropout import check_kernels_drop, drawn, without_torch
-from flexattn.frontend.launch_cache import Key, as_given, call_key, launch_cache, remember
+from flexattn.frontend.launch_cache import CallKey, as_given, call_key, launch_cache, remember
 from flexattn.frontend.plan import plan
 from flexattn.frontend.transforms import check_memory, check_transforms, functionals, tangent
 from flexattn.frontend.verified import verified_plan
@@ -109,7 +109,7 @@ def answer(
     return outputs.out
 
 
-def _serve(key: Key | None, given: Call) -> Outputs:
+def _serve(key: CallKey | None, given: Call) -> Outputs:
     """The long way: check the call, choose its path, make its plan."""
     # What is new is traced, rendered, compiled and loaded.
     with without_collections():
@@ -128,7 +128,7 @@ def _serve(key: Key | None, given: Call) -> Outputs:
     return found
 
 
-def _launched(key: Key | None, given: Call, call: Call) -> Outputs:
+def _launched(key: CallKey | None, given: Call, call: Call) -> Outputs:
     """Serve an admitted call by a kernel, and remember how."""
     if wants_grad(call):
         planned, grads = prepared(call)

@@ -21,6 +21,7 @@ from flexattn.problem.facts import facts_of
 from flexattn.problem.fp32_products import setting_of
 from flexattn.problem.kind import FEW_ROWS
 from flexattn.problem.read_checks import check_reads
+from flexattn.records.key import rounded
 
 # flex_attention's names for `Call.tensors`.
 TENSORS = ("query", "key", "value", "sinks", "q_descale", "k_descale", "v_descale")
@@ -105,7 +106,7 @@ class Call(NamedTuple):
             # Kernels that read whole lines serve where they can; of another power of two records
             # may tell something else.
             (k0 | k1 | k2) % (16 // kt.itemsize) == 0 == (v0 | v1 | v2) % (16 // vt.itemsize),
-            keys and 1 + (keys - 1).bit_length(), *rest,
+            rounded(keys), *rest,
         ), (keys, values, in_k, in_v)  # fmt: skip
 
     @property

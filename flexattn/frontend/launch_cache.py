@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from flexattn.frontend.autograd import GradCall
 
 # What calls have in common that one entry may serve; and what tells their launches apart.
-Key = tuple[tuple[Any, ...], tuple[Any, ...]]
+CallKey = tuple[tuple[Any, ...], tuple[Any, ...]]
 _L = TypeVar("_L")
 # Entries of one key: with gradients and without, and where no launch serves another length.
 _ENTRIES = 16
@@ -58,10 +58,10 @@ class LaunchCache:
     """Launches by key of their calls, with guards, and by all that decides them, without."""
 
     def __init__(self) -> None:
-        self._calls: Lru[tuple[Any, ...], tuple[Entry, ...]] = Lru(1024)
+        self._calls: Lru[tuple[Any, ...], tuple[CachedCall, ...]] = Lru(1024)
         self._launches: Lru[Any, Any] = Lru(8192)
 
-    def find(self, key: Key | None, given: Call) -> tuple[Entry, Launch] | None:
+    def find(self, key: CallKey | None, given: Call) -> tuple[CachedCall, Launch] | None:
         """What serves a call; None where nothing is known to."""
         if key is None:
             return None
@@ -82,12 +82,12 @@ class LaunchCache:
                 return None if launch is None else (entry, launch)
         return None
 
-    def serve(self, key: Key | None, given: Call) -> Outputs | None:
+    def serve(self, key: CallKey | None, given: Call) -> Outputs | None:
         """Run a call as the same one ran before; None where that cannot be known."""
         found = self.find(key, given)
         return None if found is None else found[0].run(found[1], given)
 
-    def keep(self, key: Key, entry: Entry, mod: Any) -> None:
+    def keep(self, key: CallKey, entry: CachedCall, mod: Any) -> None:
         """Add an entry, in place of those that no longer serve its call."""
         call, length = key
         others = [
@@ -99,7 +99,7 @@ class LaunchCache:
         ]
         self._calls.put(call, (entry, *others)[:_ENTRIES])
 
-    def expiring(self, key: Key, used: Any) -> weakref.ref[Any]:
+    def expiring(self, key: CallKey, used: Any) -> weakref.ref[Any]:
         """A reference to a mod or a mask, whose end drops the entries that hold its tensors."""
         call, _ = key
         return weakref.ref(used, lambda _: self._calls.discard(call))
@@ -135,7 +135,7 @@ class LaunchCache:
 launch_cache = LaunchCache()
 
 
-def call_key(given: Call) -> Key | None:
+def call_key(given: Call) -> CallKey | None:
     """The key of a call as it was given; None where nothing tells it from others."""
     scale, mask = given.scale, given.block_mask
     try:
@@ -163,7 +163,7 @@ def as_given(given: Call, call: Call) -> bool:
 
 
 def remember(
-    key: Key | None,
+    key: CallKey | None,
     given: Call,
     call: Call,
     launch: Launch,
@@ -199,7 +199,7 @@ def remember(
     listed = (given.block_mask is None) == (structure.sparsity is None) and not launch.runs
     descaled = call.descales is not NO_DESCALES
     decodes = bool(key[1]) and structure.kind == "decode" and listed
-    entry = Entry(
+    entry = CachedCall(
         {key[1]: launch}, launch, decodes and grads is None and not descaled, rest, call.scale,
         settings, generation(), score, mask, descaled,
         (call.score, call.mask) if settings.check else None, grads, call.options,
@@ -247,7 +247,7 @@ class MaskGuard(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class CachedCall:
     """How a call was served, and the guards that tell whether another is the same.
 
     launches: by the second part of keys; latest: the one that was prepared last. grows: it
@@ -326,14 +326,14 @@ class Entry:
         descales = given.descales if self.descaled else NO_DESCALES
         return launch.run(given.q, given.k, given.v, self.scale, self.rest, given.sinks, descales)
 
-    def replaced_by(self, other: Entry, length: tuple[Any, ...]) -> bool:
+    def replaced_by(self, other: CachedCall, length: tuple[Any, ...]) -> bool:
         """Whether another entry, of a call of this length, serves in its place."""
         alike = (self.grads is None) == (other.grads is None)
         return alike and (length in self.launches or (self.grows and other.grows))
 
 
 def _guard_of_mask(
-    block_mask: BlockMask, call: Call, listed: Lists | None, key: Key
+    block_mask: BlockMask, call: Call, listed: Lists | None, key: CallKey
 ) -> MaskGuard | None:
     """What tells that a mask still is what a plan was made for; None where nothing can."""
     parts, bound, look = parts_of(block_mask), call.mask, call.looks[1]
@@ -371,7 +371,7 @@ def _converts(where: str, given: Call) -> bool:
     return not given.q.dtype is given.k.dtype is given.v.dtype is dtype
 
 
-def _requires_grad(entry: Entry, given: Call) -> bool:
+def _requires_grad(entry: CachedCall, given: Call) -> bool:
     """Whether an input of a call, or a tensor that its score_mod was seen to capture, does."""
     for tensor in given.tensors:
         if tensor is not None and tensor.requires_grad:
