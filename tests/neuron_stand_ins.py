@@ -6,7 +6,7 @@ They have the calls that AWS documents and nothing else; what they prove is our 
 NKI = """
 import inspect, json, os, pathlib
 import numpy, torch
-from flexattn.neuron.nki.interpret import interpret
+from flexattn.neuron.interpreter.interpret import interpret
 from flexattn.device.neuroncore import CORES
 
 __version__ = "0.6.0"

@@ -3,10 +3,10 @@
 import torch
 
 from flexattn.device.neuroncore import CORES
-from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.mods import bind
-from flexattn.neuron.feasible import default_config
-from flexattn.neuron.nki.interpret import interpret
+from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.neuron.family import default_config
+from flexattn.neuron.interpreter.interpret import interpret
 from flexattn.neuron.run import prepare
 from flexattn.problem import DTYPES, Shape, Sparsity, make_problem
 from flexattn.reference import Precision, attention

@@ -25,7 +25,6 @@ from flexattn.errors import CacheError, FlexAttnError
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.environment import templates_folder
 from flexattn.kernels.ptx.assembler import own_ptxas, preferred
-from flexattn.neuron.rungs import rungs
 from flexattn.problem import Kind, Shape, make_problem
 from flexattn.records.environment import environment
 from flexattn.records.layers import RecordLayer
@@ -36,6 +35,7 @@ from flexattn.runtime.fallback.environment import compiler_of
 from flexattn.runtime.fallback.memory import memory
 from flexattn.runtime.fallback.outcome import Outcome
 from flexattn.settings import current
+from flexattn.tune.plugin import plugin_of
 
 PACKAGES = ("torch", "triton", "jinja2", "sympy", "typer", "rich", "optuna", "matplotlib")
 SAMPLES: tuple[tuple[Kind, Shape], ...] = (
@@ -64,6 +64,7 @@ def run(asked: options.Doctor) -> None:
     """As `flexattn doctor` is asked."""
     target = device_of(asked.device)
     say_assumed(asked.device, target)
+    neuron = plugin_of("neuron")
     cleared = memory().clear() if asked.clear_outcomes else 0
     health = [_health(layer, target) for layer in places()]
     faults = [fault for each in health for fault in each.invalid]
@@ -82,7 +83,7 @@ def run(asked: options.Doctor) -> None:
         "layers": [asdict(each) for each in health],
         "untuned": _untuned(faults),
         "samples": [_sample(kind, shape, target, faults) for kind, shape in SAMPLES],
-        "neuron": [asdict(rung) for rung in rungs()],
+        "neuron": [asdict(rung) for rung in neuron.rungs()] if neuron else [],
         "faults": faults,
     }
     told["verdict"] = _verdict(told)

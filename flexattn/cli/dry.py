@@ -9,20 +9,18 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flexattn.cli.neuron import effort_there
 from flexattn.cli.terminal import cell, tell, wide_console
 from flexattn.device import Device
 from flexattn.errors import FlexAttnError
-from flexattn.kernels.base.config import Config
+from flexattn.kernels.base.config import Fields
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose.registry import short
 from flexattn.kernels.choose.space import survey
-from flexattn.kernels.nki.config import NkiConfig
-from flexattn.measure.task import AnyTask, ServingTask, call_of
-from flexattn.neuron import feasible
+from flexattn.measure.task import AnyTask, ServingTask
 from flexattn.records.key import key_of
 from flexattn.records.store import Store
 from flexattn.tune.campaign import Where, environment_of, pending
+from flexattn.tune.plugin import plugin_of
 from flexattn.tune.serving import serving_configs
 
 
@@ -40,12 +38,12 @@ def plan_of(
     problems = []
     for task in chosen:
         status, message = "to tune" if task.title in open_titles else "kept", ""
-        configs: Sequence[Config] | Sequence[NkiConfig] = ()
+        configs: Sequence[Fields] = ()
         rejected: dict[str, int] = {}
         try:
             configs, rejected = _space(task, effort)
         except FlexAttnError as error:
-            if task.device.backend != "neuron":
+            if plugin_of(task.device.backend) is None:
                 raise
             status, message = "cannot", str(error)
         key = key_of(task.problem)
@@ -70,14 +68,11 @@ def plan_of(
     }
 
 
-def _space(
-    task: AnyTask, effort: Effort
-) -> tuple[Sequence[Config] | Sequence[NkiConfig], dict[str, int]]:
+def _space(task: AnyTask, effort: Effort) -> tuple[Sequence[Fields], dict[str, int]]:
     """The configs of a task, the default first, and how many others each rule rejects."""
-    if task.device.backend == "neuron":
-        fits = feasible.target_survey(
-            call_of(task).problem, task.device.name, effort_there(effort)
-        )
+    plugin = plugin_of(task.device.backend)
+    if plugin is not None:
+        fits = plugin.survey_of(task, effort)
         return fits.configs, dict(fits.rejected)
     if isinstance(task, ServingTask):
         of_plans, rejected = serving_configs(task.problem, task.device, effort)

@@ -12,7 +12,6 @@ from flexattn.cli import options as asking
 from flexattn.cli.arguments import LENGTH
 from flexattn.cli.called import problem_called
 from flexattn.cli.choices import BACKENDS, PARTS, TANHS, choice
-from flexattn.cli.neuron import kernels
 from flexattn.cli.offline import compiled
 from flexattn.cli.rewritten import Rewrite, rewrites
 from flexattn.cli.selection import device_of, say_assumed
@@ -22,7 +21,6 @@ from flexattn.errors import InputError
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose import options
 from flexattn.mods.expr import pretty
-from flexattn.neuron.run import nki_path
 from flexattn.problem import Captures, Problem
 from flexattn.runtime import build
 from flexattn.runtime.codecache.files import text_file
@@ -30,6 +28,7 @@ from flexattn.runtime.dispatch import Choice, candidates_of
 from flexattn.runtime.fallback.chain import told
 from flexattn.runtime.fallback.memory import memory
 from flexattn.runtime.resources import resources
+from flexattn.tune.plugin import Plugin, plugin_of
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,9 @@ def run(asked: asking.Render) -> None:
     wanted = {choice("--show", each, PARTS) for each in shown}
     target = device_of(asked.device, neuron=True, compiled=True)
     say_assumed(asked.device, target)
-    if target.backend == "neuron":
+    if (plugin := plugin_of(target.backend)) is not None:
         forced_here = chosen != options.NONE
-        found = _rendered_nki(problem, target, forced_here, asked.explain, wanted)
+        found = _rendered_nki(plugin, problem, target, forced_here, asked.explain, wanted)
     else:
         found = _rendered(problem, target, chosen, wanted)
         if asked.explain:
@@ -127,7 +126,12 @@ def _rendered(
 
 
 def _rendered_nki(
-    problem: Problem, device: Device, forced: bool, explain: bool, wanted: set[str]
+    plugin: Plugin,
+    problem: Problem,
+    device: Device,
+    forced: bool,
+    explain: bool,
+    wanted: set[str],
 ) -> Rendered:
     if forced or explain or wanted & {"ptx", "resources"}:
         raise InputError(
@@ -137,18 +141,18 @@ def _rendered_nki(
         )
     if problem.structure.kind == "backward":
         raise InputError(f"--kind backward for {device.name}", "gradients run on GPUs")
-    config, source, combine = kernels(problem, device.name)
+    kernel = plugin.render(problem, device)
     structure, expr = problem.structure, "expr" in wanted
     return Rendered(
         problem.describe(),
         f"{device.name} (NKI)",
-        describe(config),
+        describe(kernel.config),
         f"the first that fits; flexattn tune --device {device.name} ranks the others",
-        str(nki_path(source)),
-        None if combine is None else str(nki_path(combine)),
+        str(kernel.path),
+        None if kernel.combine is None else str(kernel.combine),
         _expression(structure.score) if expr else None,
         _expression(structure.mask) if expr else None,
-        source.text if "source" in wanted else None,
+        kernel.text if "source" in wanted else None,
     )
 
 

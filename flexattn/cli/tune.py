@@ -16,11 +16,10 @@ from rich.table import Table
 
 from flexattn.cli import options
 from flexattn.cli.dry import plan_of, print_plan
-from flexattn.cli.neuron import check_measuring, environment_there
 from flexattn.cli.places import users
 from flexattn.cli.selection import chosen_rows, device_here, device_of, effort_of, say_assumed
 from flexattn.cli.terminal import INTERRUPTED, cell, say, say_json, say_text, wide_console
-from flexattn.cli.tuning import rank_tasks, run_tuning
+from flexattn.cli.tuning import run_plugin, run_tuning
 from flexattn.device import Device
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.measure.task import AnyTask
@@ -29,6 +28,7 @@ from flexattn.records.store import Store
 from flexattn.records.untuned import untuned_path
 from flexattn.tune.campaign import TuningOutcome, Where, environment_of
 from flexattn.tune.method import method_for
+from flexattn.tune.plugin import plugin_of
 from flexattn.tune.tasks import distinct, plan_task, task_of
 from flexattn.tune.untuned import NOTE, untuned_tasks
 from flexattn.tune.workload import read
@@ -42,20 +42,20 @@ def run(asked: options.Tune) -> None:
     which = effort_of(asked.effort)
     target = device_of(asked.device, neuron=True)
     where: Where = environment_of
-    if target.backend == "neuron":
-        check_measuring(target, which, asked.budget, asked.storage)
-        where = environment_there
+    plugin = plugin_of(target.backend)
+    if plugin is not None:
+        plugin.check_tuning(target, which, asked.budget, asked.storage)
+        where = plugin.environment_of
     lists = asked.workload or [untuned_path()] if asked.from_untuned else []
     for path in asked.workload or () if asked.from_untuned else ():
         if not path.exists():
             raise InputError(f"{path}: no such file", "a list is a file, as untuned.jsonl is one")
     if asked.from_untuned and asked.preset:
         raise InputError("--from-untuned with --preset", "it is one or the other")
-    gpu = target.backend != "neuron"
     rows = []
     if not asked.from_untuned:
-        rows = chosen_rows(asked, plans=gpu, backward=gpu)
-    if not asked.dry_run and where is environment_of:
+        rows = chosen_rows(asked, plans=plugin is None, backward=plugin is None)
+    if not asked.dry_run and plugin is None:
         _can_time(target)
     found: list[AnyTask] = [task for path in lists for task in untuned_tasks(path, target)]
     found += [
@@ -72,8 +72,8 @@ def run(asked: options.Tune) -> None:
     method = method_for(which, asked.budget)
     if asked.from_untuned:
         method = replace(method, provenance="untuned", note=NOTE)
-    if target.backend == "neuron":
-        ran = rank_tasks(chosen, store, which, method, asked.again)
+    if plugin is not None:
+        ran = run_plugin(plugin, chosen, store, which, method, asked.again)
     else:
         seconds = math.inf if asked.time is None else asked.time
         ran = run_tuning(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from flexattn.cli.neuron import effort_there, environment_there, ranker
 from flexattn.cli.selection import gpus_like, recorded_kind
 from flexattn.cli.watch import Watch
 from flexattn.device import Device
@@ -37,6 +36,7 @@ from flexattn.tune.compile_queue import CompileQueue
 from flexattn.tune.gpu_tuner import GpuTuner, build_ahead
 from flexattn.tune.journal import settle
 from flexattn.tune.method import Method
+from flexattn.tune.plugin import Plugin
 from flexattn.tune.pool import default_jobs
 from flexattn.tune.task_locks import TaskLocks
 
@@ -101,22 +101,21 @@ def run_tuning(
         )
 
 
-def rank_tasks(
-    chosen: Sequence[AnyTask], store: Store, effort: Effort, method: Method, again: bool
+def run_plugin(
+    plugin: Plugin,
+    chosen: Sequence[AnyTask],
+    store: Store,
+    effort: Effort,
+    method: Method,
+    again: bool,
 ) -> Ran:
-    """As `run`, for a Neuron device: by the cost model, or measured where this is an instance."""
-    todo = len(pending(chosen, store, again, environment_there))
+    """As `run_tuning`, for a device of a plug-in's: by its cost model, or measured where it is."""
+    where = plugin.environment_of
+    todo = len(pending(chosen, store, again, where))
     with Watch(todo, Console(stderr=True)) as watch:
-        tuners: list[TuneTask] = [ranker(watch.lane(), effort_there(effort), method)]
+        tuners = [plugin.tuner(watch.lane(), effort, method)]
         return _followed(
-            chosen,
-            store,
-            tuners,
-            ["the instance"],
-            again,
-            environment_there,
-            watch,
-            lambda r: None,
+            chosen, store, tuners, ["the instance"], again, where, watch, lambda record: None
         )
 
 

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import FlexAttnError, MeasureError
-from flexattn.kernels.nki.source import NkiSource
-from flexattn.kernels.nki.space import NkiEffort
 from flexattn.measure.failures import clipped
 from flexattn.measure.runner import gated
 from flexattn.measure.task import AnyTask, Task, call_of
 from flexattn.neuron import nrt_bench
 from flexattn.neuron.device_child import Job
+from flexattn.neuron.family import NkiEffort
 from flexattn.neuron.instance import Instance
+from flexattn.neuron.model import rank, ranking_environment
 from flexattn.neuron.run import Prepared, nki_path, prepare
-from flexattn.neuron.tune import rank, ranking_environment
+from flexattn.neuron.source import NkiSource
 from flexattn.records.key import key_of
 from flexattn.records.record import Failed, Gated, Record, Stage
 from flexattn.settings import neuron_environment, nrtpy_python

@@ -13,15 +13,14 @@ from torch import Tensor
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import ConfigError, UnsupportedError
 from flexattn.kernels.base.config import describe
-from flexattn.kernels.nki.config import NkiConfig
-from flexattn.kernels.nki.printer import TABLE_LIMIT
-from flexattn.kernels.nki.source import NkiSource, render_nki, render_nki_combine
 from flexattn.mods import Bound
-from flexattn.neuron import feasible
+from flexattn.neuron.config import NkiConfig
+from flexattn.neuron.family import reasons
+from flexattn.neuron.interpreter.interpret import Interpreted, interpret
 from flexattn.neuron.lint import lint
-from flexattn.neuron.nki.interpret import Interpreted, interpret
 from flexattn.neuron.schedule import decode_schedule, prefill_schedule
-from flexattn.neuron.tables import make_table
+from flexattn.neuron.source import NkiSource, render_nki, render_nki_combine
+from flexattn.neuron.tables import TABLE_LIMIT, make_table
 from flexattn.problem import Problem
 from flexattn.runtime.codecache.files import text_file
 from flexattn.runtime.codecache.module import module_of
@@ -148,7 +147,7 @@ def prepare(
     """
     if min(problem.B, problem.Hq, problem.q_len, problem.kv_len) < 1:
         raise UnsupportedError(problem.describe(), "NKI kernels take no empty tensors")
-    found = [] if force else feasible.target_reasons(config, problem, target)
+    found = [] if force else reasons(config, problem, target)
     if found:
         raise ConfigError(describe(config), "\n        ".join(found))
     source = render_nki(problem, config, target, f"{problem.describe()} for {target}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flexattn.kernels.nki.config import (
+from flexattn.neuron.config import (
     CHUNK,
     NkiConfig,
     row_tiles,

@@ -68,7 +68,6 @@ RENDERERS: dict[str, Renderer] = {
     ),
     # Beside those of prefill and decode, on devices whose compiler takes hints.
     "amd": Renderer(("kernels.triton.amd",), ()),
-    "nki": Renderer(("kernels.nki.source",), ()),
 }  # fmt: skip
 
 # Families whose modules are among these.

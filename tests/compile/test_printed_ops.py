@@ -10,11 +10,11 @@ import torch
 from flexattn.device import named
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.hopper.config import HopperPrefillConfig
-from flexattn.kernels.nki.tables import tabulate
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.mods import bind
 from flexattn.mods.ops import OPS
+from flexattn.neuron.tables import tabulate
 from flexattn.runtime.build import compile_source
 from tests.families import render
 from tests.printed_ops import CASES, OFTEN, everywhere, mod

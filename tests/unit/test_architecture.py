@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flexattn.kernels.choose.registry import ROWS
+from flexattn.tune.plugin import Plugin, plugin_of
 from tests.package_files import FILES, PACKAGE, each_file
 
 # Every part may import these.
@@ -44,16 +45,14 @@ EDGES = {
     "measure": {"serving", "verify"},
     # It makes a workload's BlockMasks.
     "tune": {"measure", "block_mask"},
-    # What the core needs of NKI lies below (device.neuroncore, kernels.nki); what is left is the
-    # place of a device: it takes a Task, interprets, simulates or measures its kernels, judges
-    # them by measure's oracle, and hands the tuner's loop a Measurer. Nothing of NVIDIA's path
-    # imports it.
+    # A plug-in: AWS Neuron's kernels, their interpreter, cost model and Measurer. What the core
+    # knows of these devices is in device.neuroncore.
     "neuron": {"tune"},
     "presets": {"catalogue"},
     "deploy": {"tune"},
-    # Reads records and nothing of how they were made; its page is a template like a kernel's.
+    # A plug-in: it reads records and nothing of how they were made.
     "report": {"measure"},
-    "cli": {"report", "deploy", "frontend", "presets", "neuron"},
+    "cli": {"report", "deploy", "frontend", "presets"},
     # Another library's attention, made of calls that any user could write.
     "integrations": {"frontend", "serving"},
     # What users import, at the first use of it.
@@ -63,12 +62,13 @@ EDGES = {
 }
 # On top of the package; everything else is in a folder.
 LOOSE = {"__init__.py", "__main__.py", "errors.py", "settings.py", "gluon_api.py", "public.py"}
-# Fronts that users and their type checkers read, and modules whose list the NKI interpreter reads.
+# Fronts that users and their type checkers read.
 LISTED = {
     *("__init__.py", "catalogue/__init__.py", "serving/__init__.py"),
     "block_mask/visual/__init__.py",
-    *(f"neuron/nki/{name}.py" for name in ("data", "matrix", "scalar", "vector")),
 }
+# Folders that nothing imports but what is named: the registry's row finds the first by its name.
+PLUGINS = {"neuron": set(), "report": {"cli/report.py"}}
 REFERENCE_USERS = {"reference", "verify", "measure", "frontend", "serving"}
 
 KERNELS = PACKAGE / "kernels"
@@ -180,6 +180,24 @@ def test_every_edge_is_taken():
     } == {}
 
 
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_plugin_is_imported_by_nothing_else(plugin):
+    users = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in FILES
+        if part(path) != plugin and plugin in imported_parts(path)
+    }
+    assert users == PLUGINS[plugin]
+
+
+def test_the_registry_finds_the_plugin_of_a_backend():
+    (row,) = (row for row in ROWS if row.plugin)
+    assert row.folder in PLUGINS
+    asked = {name for name in vars(Plugin) if not name.startswith("_")}
+    assert asked <= set(vars(plugin_of(row.folder)))
+    assert plugin_of("cuda") is None
+
+
 def kernel_folders(path: Path) -> set[str]:
     """Folders of kernels/ that a file imports, or names in a string as a module to import."""
     tree = tree_of(path)
@@ -198,7 +216,8 @@ def test_families_import_neither_one_another_nor_what_chooses_between_them(folde
 
 def config_classes() -> dict[str, str]:
     """Config classes of families, each with its folder, as the registry has them."""
-    found = {name.rpartition(".")[2]: row.folder for row in ROWS for name in row.configs}
+    rows = (row for row in ROWS if not row.plugin)
+    found = {name.rpartition(".")[2]: row.folder for row in rows for name in row.configs}
     assert set(found.values()) <= FAMILIES
     return found
 

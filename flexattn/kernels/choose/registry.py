@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Config, Language
@@ -17,13 +17,14 @@ class FamilyRow(NamedTuple):
     """Where a family stands: a folder of kernels/, imported when it is asked for.
 
     family: the name of its object in the folder's module `family`. configs: its config classes,
-    each with the module of the folder that has it. backend: of devices that its records are for.
+    each with the module of the folder that has it. plugin: the folder is one of flexattn/ itself
+    and has the name of a backend whose devices it serves; nothing but this row names it.
     """
 
     folder: str
     family: str
     configs: tuple[str, ...]
-    backend: Literal["gpu", "neuron"] = "gpu"
+    plugin: bool = False
 
 
 # In the order in which the static defaults ask them; the last of a kind always serves.
@@ -34,7 +35,7 @@ ROWS = (
     FamilyRow("hopper_backward", "BACKWARD", ("config.HopperBackwardConfig",)),
     FamilyRow("triton_backward", "BACKWARD", ("config.BackwardConfig",)),
     FamilyRow("paged_decode", "PAGED_DECODE", ("config.ServingConfig",)),
-    FamilyRow("nki", "NKI", ("config.NkiPrefillConfig", "config.NkiDecodeConfig"), "neuron"),
+    FamilyRow("neuron", "NKI", ("config.NkiPrefillConfig", "config.NkiDecodeConfig"), True),
 )
 # By a config class' name: its row, and its module of the row's folder.
 _PLACES = {
@@ -45,7 +46,13 @@ _PLACES = {
 
 
 def _module(row: FamilyRow, name: str) -> Any:
-    return import_module(f"flexattn.kernels.{row.folder}.{name}")
+    return import_module(f"flexattn.{'' if row.plugin else 'kernels.'}{row.folder}.{name}")
+
+
+def plugin_of(backend: str) -> Any:
+    """The module `plugin` of what serves a backend that is no GPU's; None for any other."""
+    row = next((row for row in ROWS if row.plugin and row.folder == backend), None)
+    return None if row is None else _module(row, "plugin")
 
 
 def config_names() -> tuple[str, ...]:
@@ -67,8 +74,9 @@ def is_config(value: object) -> bool:
 
 
 def backend_of(config: object) -> str:
-    """Which devices a config's records are for: "gpu" or "neuron"."""
-    return _PLACES[type(config).__name__][0].backend
+    """Which devices a config's records are for: "gpu", or a plug-in's backend."""
+    row, _ = _PLACES[type(config).__name__]
+    return row.folder if row.plugin else "gpu"
 
 
 @lru_cache(maxsize=64)
@@ -97,7 +105,7 @@ def launch_key(config: Any) -> tuple[object, ...]:
 
 @lru_cache(maxsize=8)
 def _all(kind: Kind) -> tuple[KernelFamily[Any], ...]:
-    rows = (row for row in ROWS if row.backend == "gpu")
+    rows = (row for row in ROWS if not row.plugin)
     found = (getattr(_module(row, "family"), row.family) for row in rows)
     return tuple(family for family in found if family.kind == kind)
 

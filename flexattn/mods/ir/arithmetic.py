@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexattn.mods.ir import intervals
 from flexattn.mods.ir.intervals import corners, dividing
-from flexattn.mods.ir.op import EVERYWHERE, Nki, Op
+from flexattn.mods.ir.op import EVERYWHERE, Op
 
 # torch hands NaN through minimum and maximum; the hardware's instructions drop it.
 _NAN = ", propagate_nan=tl.PropagateNan.ALL)"
@@ -19,7 +19,6 @@ ARITHMETIC = (
         commutes=True,
         interval=lambda x, y: (x[0] + y[0], x[1] + y[1]),
         symbol="+",
-        nki=Nki("tensors", "add"),
     ),
     Op(
         "sub",
@@ -27,7 +26,6 @@ ARITHMETIC = (
         (lambda g, x, y: g, lambda g, x, y: -g),
         interval=lambda x, y: (x[0] - y[1], x[1] - y[0]),
         symbol="-",
-        nki=Nki("tensors", "subtract"),
     ),
     Op(
         "mul",
@@ -37,7 +35,6 @@ ARITHMETIC = (
         commutes=True,
         interval=corners(lambda i, j: i * j),
         symbol="*",
-        nki=Nki("tensors", "multiply"),
     ),
     Op(
         "div",
@@ -45,7 +42,6 @@ ARITHMETIC = (
         (lambda g, x, y: g / y, lambda g, x, y: -g * ((x / y) / y)),
         result="float",
         symbol="/",
-        nki=Nki("steps"),
     ),
     Op(
         "floor_div",
@@ -56,7 +52,6 @@ ARITHMETIC = (
         interval=dividing(lambda i, j: i // j),
         symbol="//",
         integers="floor_div_int({0}, {1})",
-        nki=Nki("steps"),
     ),
     Op(
         "trunc_div",
@@ -77,7 +72,6 @@ ARITHMETIC = (
         interval=intervals.floor_mod,
         symbol="%",
         integers="floor_mod_int({0}, {1})",
-        nki=Nki("steps"),
     ),
     Op(
         "trunc_mod",
@@ -93,21 +87,18 @@ ARITHMETIC = (
         "(-{0})",
         (lambda g, x: -g,),
         interval=lambda x: (-x[1], -x[0]),
-        nki=Nki("scalar", "multiply", number="-1.0"),
     ),
     Op(
         "abs",
         "{tl}.abs({0})",
         (lambda g, x: g * x.sign(),),  # 0 at 0
         interval=intervals.absolute,
-        nki=Nki("steps"),
     ),
     Op(
         "sign",
         "sign({0})",
         (lambda g, x: 0.0,),
         interval=intervals.sign,
-        nki=Nki("activation", "sign"),
     ),
     Op(
         "minimum",
@@ -121,7 +112,6 @@ ARITHMETIC = (
         interval=lambda x, y: (min(x[0], y[0]), min(x[1], y[1])),
         rises=EVERYWHERE,
         integers=_LEAST + ")",
-        nki=Nki("tensors", "minimum"),
     ),
     Op(
         "maximum",
@@ -134,7 +124,6 @@ ARITHMETIC = (
         interval=lambda x, y: (max(x[0], y[0]), max(x[1], y[1])),
         rises=EVERYWHERE,
         integers=_MOST + ")",
-        nki=Nki("tensors", "maximum"),
     ),
     # Of floats alone, and maximum and minimum but for their gradients: all of it to x at the end.
     Op(
@@ -145,7 +134,6 @@ ARITHMETIC = (
             lambda g, x, low: g.where(x < low, 0.0),
         ),
         rises=EVERYWHERE,
-        nki=Nki("tensors", "maximum"),
     ),
     Op(
         "clamp_max",
@@ -155,14 +143,12 @@ ARITHMETIC = (
             lambda g, x, high: g.where(x > high, 0.0),
         ),
         rises=EVERYWHERE,
-        nki=Nki("tensors", "minimum"),
     ),
     Op(
         "relu",
         "{tl}.maximum({0}, 0.0" + _NAN,
         (lambda g, x: g.where(x > 0.0, 0.0),),  # 0 at 0
         rises=EVERYWHERE,
-        nki=Nki("scalar", "maximum", number="0.0"),
     ),
     Op(
         "pow",
@@ -173,13 +159,11 @@ ARITHMETIC = (
         ),
         slow=True,
         symbol="**",
-        nki=Nki("tensors", "power"),
     ),
     Op(
         "reciprocal",
         "(1.0 / {0})",
         (lambda g, x: -g * x.reciprocal() * x.reciprocal(),),
         result="float",
-        nki=Nki("steps"),
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from flexattn.mods.ir.op import EVERYWHERE, Nki, Op
+from flexattn.mods.ir.op import EVERYWHERE, Op
 
 _LN2, _LN10 = math.log(2.0), math.log(10.0)
 _ERF = 2.0 / math.sqrt(math.pi)
@@ -16,7 +16,6 @@ FUNCTIONS = (
         (lambda g, x: g * x.exp(),),
         result="float",
         rises=EVERYWHERE,
-        nki=Nki("activation", "exp"),
     ),
     Op(
         "exp2",
@@ -24,7 +23,6 @@ FUNCTIONS = (
         (lambda g, x: g * x.exp2() * _LN2,),
         result="float",
         rises=EVERYWHERE,
-        nki=Nki("activation", "exp", inside=_LN2),
     ),
     Op("expm1", "libdevice.expm1({0})", (lambda g, x: g * (x.expm1() + 1.0),), result="float"),
     Op(
@@ -33,7 +31,6 @@ FUNCTIONS = (
         (lambda g, x: g / x,),
         result="float",
         rises=0.0,
-        nki=Nki("activation", "log"),
     ),
     Op(
         "log2",
@@ -41,7 +38,6 @@ FUNCTIONS = (
         (lambda g, x: g / (x * _LN2),),
         result="float",
         rises=0.0,
-        nki=Nki("activation", "log", outside=1.0 / _LN2),
     ),
     Op("log10", "libdevice.log10({0})", (lambda g, x: g / (x * _LN10),), result="float"),
     Op("log1p", "libdevice.log1p({0})", (lambda g, x: g / (x + 1.0),), result="float"),
@@ -51,14 +47,12 @@ FUNCTIONS = (
         (lambda g, x: g / (x.sqrt() * 2.0),),
         result="float",
         rises=0.0,
-        nki=Nki("scalar", "power", number="0.5"),
     ),
     Op(
         "rsqrt",
         "{tl}.rsqrt({0})",
         (lambda g, x: g * -0.5 * x.rsqrt() * x.rsqrt() * x.rsqrt(),),
         result="float",
-        nki=Nki("scalar", "power", number="-0.5"),
     ),
     Op("sin", "{tl}.sin({0})", (lambda g, x: g * x.cos(),), result="float"),
     Op("cos", "{tl}.cos({0})", (lambda g, x: -g * x.sin(),), result="float"),
@@ -100,7 +94,6 @@ FUNCTIONS = (
         "libdevice.tanh({0})",
         (lambda g, x: g * (1.0 - x.tanh() * x.tanh()),),
         result="float",
-        nki=Nki("activation", "tanh"),
     ),
     Op(
         "sigmoid",
@@ -108,14 +101,12 @@ FUNCTIONS = (
         (lambda g, x: g * (1.0 - x.sigmoid()) * x.sigmoid(),),
         result="float",
         gluon="sigmoid({0})",
-        nki=Nki("activation", "sigmoid"),
     ),
     Op(
         "erf",
         "{tl}.erf({0})",
         (lambda g, x: g * _ERF * (-x * x).exp(),),
         result="float",
-        nki=Nki("activation", "erf"),
     ),
     Op("erfc", "libdevice.erfc({0})", (lambda g, x: -g * _ERF * (-x * x).exp(),), result="float"),
     Op(
@@ -131,7 +122,6 @@ FUNCTIONS = (
         (lambda g, x: 0.0,),
         result="rounded",
         rises=EVERYWHERE,
-        nki=Nki("steps"),
     ),
     Op(
         "ceil",
@@ -139,9 +129,8 @@ FUNCTIONS = (
         (lambda g, x: 0.0,),
         result="rounded",
         rises=EVERYWHERE,
-        nki=Nki("steps"),
     ),
-    Op("round", "libdevice.rint({0})", (lambda g, x: 0.0,), result="rounded", nki=Nki("steps")),
+    Op("round", "libdevice.rint({0})", (lambda g, x: 0.0,), result="rounded"),
     Op("trunc", "libdevice.trunc({0})", (lambda g, x: 0.0,), result="rounded"),
     # Where a mod keeps something from autograd (mods/stops.py): they compute nothing.
     Op("detach", "({0})", ("it is detached",), rises=EVERYWHERE),

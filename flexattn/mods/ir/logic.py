@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from flexattn.mods.ir import intervals
 from flexattn.mods.ir.intervals import Interval
-from flexattn.mods.ir.op import Nki, Op
+from flexattn.mods.ir.op import Op
 
 _BITS = "it works on bits"
 _STEP = "a condition has no gradient"
 
 
-def _comparison(name: str, symbol: str, mirrored: str, nki: str) -> Op:
+def _comparison(name: str, symbol: str, mirrored: str) -> Op:
     return Op(
         name,
         f"({{0}} {symbol} {{1}})",
@@ -19,13 +19,10 @@ def _comparison(name: str, symbol: str, mirrored: str, nki: str) -> Op:
         commutes=not mirrored,
         mirrored=mirrored,
         symbol=symbol,
-        nki=Nki("tensors", nki),
     )
 
 
-def _bits(
-    name: str, symbol: str, called: str, dunder: str, interval: Interval, nki: str = ""
-) -> Op:
+def _bits(name: str, symbol: str, called: str, dunder: str, interval: Interval) -> Op:
     return Op(
         name,
         f"({{0}} {symbol} {{1}})",
@@ -35,14 +32,13 @@ def _bits(
         commutes=symbol in "&|^",
         interval=interval,
         symbol=symbol,
-        nki=Nki("tensors", nki) if nki else None,
     )
 
 
 LOGIC = (
-    _bits("and", "&", "bitwise_and", "__and__", intervals.meet, "logical_and"),
-    _bits("or", "|", "bitwise_or", "__or__", intervals.either, "logical_or"),
-    _bits("xor", "^", "bitwise_xor", "__xor__", intervals.differ, "logical_xor"),
+    _bits("and", "&", "bitwise_and", "__and__", intervals.meet),
+    _bits("or", "|", "bitwise_or", "__or__", intervals.either),
+    _bits("xor", "^", "bitwise_xor", "__xor__", intervals.differ),
     _bits("shl", "<<", "bitwise_left_shift", "__lshift__", intervals.shifted_left),
     _bits("shr", ">>", "bitwise_right_shift", "__rshift__", intervals.shifted_right),
     Op(
@@ -51,21 +47,19 @@ LOGIC = (
         (_BITS,),
         called="bitwise_not",
         interval=lambda x: (~x[1], ~x[0]),
-        nki=Nki("scalar", "equal", number="0.0"),
     ),
-    _comparison("eq", "==", "", "equal"),
-    _comparison("ne", "!=", "", "not_equal"),
-    _comparison("lt", "<", "gt", "less"),
-    _comparison("le", "<=", "ge", "less_equal"),
-    _comparison("gt", ">", "lt", "greater"),
-    _comparison("ge", ">=", "le", "greater_equal"),
-    Op("isnan", "({0} != {0})", (_STEP,), result="classified", nki=Nki("steps")),
+    _comparison("eq", "==", ""),
+    _comparison("ne", "!=", ""),
+    _comparison("lt", "<", "gt"),
+    _comparison("le", "<=", "ge"),
+    _comparison("gt", ">", "lt"),
+    _comparison("ge", ">=", "le"),
+    Op("isnan", "({0} != {0})", (_STEP,), result="classified"),
     Op("isinf", '({tl}.abs({0}) == float("inf"))', (_STEP,), result="classified"),
     Op(
         "where",
         "{tl}.where({0}, {1}, {2})",
         (_STEP, lambda g, c, x, y: g.where(c, 0.0), lambda g, c, x, y: g.where(~c, 0.0)),
         interval=lambda x, y: (min(x[0], y[0]), max(x[1], y[1])),
-        nki=Nki("steps"),
     ),
 )

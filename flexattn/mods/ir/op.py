@@ -16,22 +16,6 @@ EVERYWHERE = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Nki:
-    """How a NeuronCore's engines compute an operation.
-
-    how: "tensors", one instruction with two operands; "scalar", one with an operand and `number`;
-    "activation", outside * name(inside * x) by the Scalar Engine; "steps", instructions that the
-    emitter has for it alone. name: NKI's.
-    """
-
-    how: Literal["tensors", "scalar", "activation", "steps"]
-    name: str = ""
-    number: str = ""
-    inside: float = 1.0
-    outside: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class Op:
     """A pointwise operation: one row of flexattn.mods.ops.OPS.
 
@@ -50,7 +34,6 @@ class Op:
     interval: which integers it can be; where there is one, the host computes it as a kernel does.
     rises: among floats it never falls in any operand where the first is above this number.
     symbol: Python's infix operator.
-    nki: None where no engine computes it.
     """
 
     name: str
@@ -70,7 +53,6 @@ class Op:
     symbol: str = ""
     integers: str = ""
     gluon: str = ""
-    nki: Nki | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "called", self.called or self.name)

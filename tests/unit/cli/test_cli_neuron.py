@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flexattn.cli import tuning as tuning_module
 from flexattn.device.neuroncore import CORES
+from flexattn.neuron import plugin
 from flexattn.records.store import Store
 from flexattn.report.collect import UNTIMED, from_files, from_stores
 
@@ -98,10 +98,10 @@ def test_what_nothing_timed_is_in_no_report_no_study_and_no_export(flexattn, wor
 
 
 def test_ctrl_c_keeps_what_is_ranked(flexattn, workload, tmp_path, monkeypatch):
-    ranker = tuning_module.ranker
+    tuner = plugin.tuner
 
     def once(lane, effort, method):
-        rank, done = ranker(lane, effort, method), []
+        rank, done = tuner(lane, effort, method), []
 
         def tune(task):
             if done:
@@ -111,7 +111,7 @@ def test_ctrl_c_keeps_what_is_ranked(flexattn, workload, tmp_path, monkeypatch):
 
         return tune
 
-    monkeypatch.setattr(tuning_module, "ranker", once)
+    monkeypatch.setattr(plugin, "tuner", once)
     arguments = (
         "tune",
         workload,

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from flexattn.catalogue import alibi
-from flexattn.cli import neuron as verbs
 from flexattn.errors import MeasureError
-from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
-from flexattn.neuron import measure
+from flexattn.neuron import measure, plugin
+from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.neuron.instance import Instance, instance
 from flexattn.neuron.measure import NeuronMeasurer, measured
 from flexattn.problem import Shape
@@ -155,7 +154,7 @@ def test_the_same_command_ranks_elsewhere_and_measures_there(
     (ranked,) = json.loads(flexattn(*command).stdout)["problems"]
     assert ranked["provenance"] == "model"
     assert "of a tuning that measures" in flexattn(*command, "--budget", "60", status=2).stderr
-    monkeypatch.setattr(verbs, "instance", lambda: (HERE, ""))
+    monkeypatch.setattr(plugin, "instance", lambda: (HERE, ""))
     (tuned,) = json.loads(flexattn(*command, "--budget", "60").stdout)["problems"]
     assert tuned["status"] == "tuned" and tuned["provenance"] == "measured"
     (kept,) = json.loads(flexattn(*command).stdout)["problems"]

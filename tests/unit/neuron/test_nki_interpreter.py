@@ -7,7 +7,7 @@ import torch
 
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import KernelError
-from flexattn.neuron.nki.interpret import interpret
+from flexattn.neuron.interpreter.interpret import interpret
 from tests.nki import MATMUL, TILES, kernel_of, run_lines
 
 

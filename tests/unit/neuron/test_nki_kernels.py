@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
-from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig, memory_of
+from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig, memory_of
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape
 from tests.cases import CASES, case

@@ -3,9 +3,9 @@
 import pytest
 
 from flexattn.errors import KernelError
-from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
-from flexattn.kernels.nki.source import render_nki, render_nki_combine
+from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.neuron.lint import findings, lint
+from flexattn.neuron.source import render_nki, render_nki_combine
 from flexattn.problem import Shape
 from tests.cases import CASES
 from tests.covering import each_choice

@@ -1,5 +1,8 @@
 """The cost model and the ranking: published costs, sums that add up, records marked as models."""
 
+import importlib
+import sys
+
 import pytest
 import torch
 
@@ -8,13 +11,12 @@ from flexattn.catalogue import causal
 from flexattn.device import NEURON
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.measure.task import Task
-from flexattn.neuron import tune
-from flexattn.neuron.model import nki_estimate
-from flexattn.neuron.nki import costs
+from flexattn.neuron import model
+from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.neuron.interpreter import costs
+from flexattn.neuron.model import nki_estimate, rank, ranking_environment
 from flexattn.neuron.run import prepare
-from flexattn.neuron.tune import rank, ranking_environment
 from flexattn.problem import Shape
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.key import key_of
@@ -135,6 +137,13 @@ def test_a_default_that_cannot_be_estimated_says_why(monkeypatch):
     def refuse(task, config, target):
         raise UnsupportedError("a captured number", f"{target} computes in float32")
 
-    monkeypatch.setattr(tune, "nki_estimate", refuse)
+    monkeypatch.setattr(model, "nki_estimate", refuse)
     with pytest.raises(UnsupportedError, match="trn2 computes"):
         rank(task_of("prefill", Shape(1, 1, 1, 128, 128, 64, 64)))
+
+
+def test_the_former_place_of_rank_warns():
+    sys.modules.pop("flexattn.neuron.tune", None)
+    with pytest.deprecated_call(match=r"flexattn\.neuron\.model"):
+        module = importlib.import_module("flexattn.neuron.tune")
+    assert module.rank is rank

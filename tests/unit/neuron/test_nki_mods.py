@@ -5,11 +5,11 @@ import torch
 
 from flexattn.catalogue import causal, sliding_window
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
-from flexattn.kernels.nki.source import print_mods, render_nki
 from flexattn.mods import bind, site
 from flexattn.mods.numbers import divisors
+from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.neuron.run import prepare
+from flexattn.neuron.source import print_mods, render_nki
 from flexattn.problem import Shape
 from tests.cases import case
 from tests.nki import check, problem_of

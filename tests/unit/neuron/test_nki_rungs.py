@@ -5,10 +5,10 @@ import sys
 import pytest
 import torch
 
-from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
-from flexattn.neuron import rungs as module
+from flexattn.neuron import instance as module
+from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.neuron.instance import real_package, rungs
 from flexattn.neuron.run import prepare
-from flexattn.neuron.rungs import real_package, rungs
 from flexattn.problem import Shape
 from tests.cases import case
 from tests.nki import problem_of

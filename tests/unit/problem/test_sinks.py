@@ -12,7 +12,7 @@ from flexattn.catalogue import causal
 from flexattn.device import named
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend import admission, attention
-from flexattn.neuron import feasible
+from flexattn.neuron.family import default_config
 from flexattn.problem.sinks import add_sinks
 from flexattn.records.key import key_of
 from flexattn.reference import Precision
@@ -196,4 +196,4 @@ def test_a_task_is_judged_with_its_sinks():
 
 def test_neuron_says_that_it_has_none():
     with pytest.raises(UnsupportedError, match="sinks on trn2"):
-        feasible.default_config(problem("decode", 64, sinks="bfloat16"), "trn2")
+        default_config(problem("decode", 64, sinks="bfloat16"), "trn2")

@@ -11,8 +11,8 @@ from hypothesis import given, strategies as st
 
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
-from flexattn.kernels.nki.config import NkiPrefillConfig
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
+from flexattn.neuron.config import NkiPrefillConfig
 from flexattn.records import layers as module
 from flexattn.records.environment import environment
 from flexattn.records.key import Sizes, key_of, sizes_of

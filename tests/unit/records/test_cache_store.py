@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flexattn.errors import CacheError
-from flexattn.kernels.nki.config import NkiPrefillConfig
+from flexattn.neuron.config import NkiPrefillConfig
 from flexattn.records.codec import MAX_BYTES, encode_record
 from flexattn.records.files import open_lock, try_lock
 from flexattn.records.record import Trial

@@ -1,18 +1,24 @@
-"""The machine that a kernel runs on: what it has allocated, what it has issued, and its rules."""
+"""The machine that a kernel runs on: its memory, its rules, and when each instruction could start.
+
+Every engine has a queue of its own and runs beside the others. An instruction starts when its
+engine is free and the memory it touches is: what it reads has been written, what it overwrites has
+been read and written. Memory is told apart by bytes of a partition.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import torch
 
 from flexattn.device.neuroncore import BANK_BYTES, PARTITIONS, PSUM_BANKS, NeuronCore
 from flexattn.errors import KernelError
-from flexattn.neuron.nki.timeline import Timeline
 
 NKI_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -67,6 +73,95 @@ class Storage:
         """Of one partition; in PSUM whole banks."""
         used = self.per_partition * self.itemsize
         return -(-used // BANK_BYTES) * BANK_BYTES if self.buffer == "psum" else used
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes first..last-1 of every partition of an allocation."""
+
+    memory: Storage
+    first: int
+    last: int
+
+
+@dataclass
+class Timeline:
+    """The clock of each engine, in nanoseconds from the start of the kernel.
+
+    busy: what each engine spent on its instructions. end: when the last one is done.
+    """
+
+    free: dict[str, float] = field(default_factory=dict)
+    busy: Counter[str] = field(default_factory=Counter)
+    end: float = 0.0
+
+    def issue(
+        self,
+        engines: Iterable[str],
+        cost: float,
+        latency: float,
+        reads: Iterable[Span],
+        writes: Iterable[Span],
+    ) -> None:
+        """An instruction that holds its engines for `cost` and is done `latency` after that."""
+        engines = tuple(engines)
+        start = max([self.free.get(engine, 0.0) for engine in engines], default=0.0)
+        reads, writes = tuple(reads), tuple(writes)
+        for span in reads:
+            start = max(start, _latest(span, reading=True))
+        for span in writes:
+            start = max(start, _latest(span, reading=False))
+        for engine in engines:
+            self.free[engine] = start + cost
+        if engines:
+            self.busy[engines[0]] += cost  # type: ignore[assignment]
+        done = start + cost + latency
+        self.end = max(self.end, done)
+        for span in reads:
+            _mark(span, read=start + cost)
+        for span in writes:
+            _mark(span, written=done)
+
+
+def _latest(span: Span, reading: bool) -> float:
+    """When the bytes are ready: written for a reader, and read by everyone for a writer."""
+    first, last = _parts(span)
+    times = span.memory.times[first:last]
+    if reading:
+        return max((written for written, _ in times), default=0.0)
+    return max((max(pair) for pair in times), default=0.0)
+
+
+def _mark(span: Span, written: float | None = None, read: float | None = None) -> None:
+    first, last = _parts(span)
+    times = span.memory.times
+    for index in range(first, last):
+        before_written, before_read = times[index]
+        if written is not None:
+            times[index] = (written, before_read)
+        elif read is not None and read > before_read:
+            times[index] = (before_written, read)
+
+
+def _parts(span: Span) -> tuple[int, int]:
+    """The indices of the parts that the bytes are made of; parts are split at their ends."""
+    memory = span.memory
+    if not memory.cuts:
+        memory.cuts += [span.first, span.last]
+        memory.times.append((0.0, 0.0))
+        return 0, 1
+    for place in (span.first, span.last):
+        index = bisect_left(memory.cuts, place)
+        if index < len(memory.cuts) and memory.cuts[index] == place:
+            continue
+        insort(memory.cuts, place)
+        if index == 0:
+            memory.times.insert(0, (0.0, 0.0))
+        elif index == len(memory.cuts) - 1:
+            memory.times.append((0.0, 0.0))
+        else:
+            memory.times.insert(index, memory.times[index - 1])
+    return bisect_left(memory.cuts, span.first), bisect_left(memory.cuts, span.last)
 
 
 @dataclass
@@ -130,15 +225,11 @@ def current_machine() -> Machine:
     return machine
 
 
-class running:
-    """A block of code during which `current()` is this machine."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-
-    def __enter__(self) -> Machine:
-        self.token = _current.set(self.machine)
-        return self.machine
-
-    def __exit__(self, *error: Any) -> None:
-        _current.reset(self.token)
+@contextmanager
+def running(machine: Machine) -> Iterator[None]:
+    """A block of code during which `current_machine()` is this machine."""
+    token = _current.set(machine)
+    try:
+        yield
+    finally:
+        _current.reset(token)

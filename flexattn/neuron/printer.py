@@ -8,22 +8,22 @@ integers are exact below 2^24; the printer refuses what could pass that.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.nki import ops
-from flexattn.kernels.nki.emit import ZERO, NkiEmitter
-from flexattn.kernels.nki.tables import NkiTable, is_static, linear_forms
-from flexattn.kernels.nki.values import NkiValue, Pools
 from flexattn.mods.analysis.affine import Affine
 from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, reads, walk
 from flexattn.mods.ir.intervals import Range
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import OPS, is_int
+from flexattn.neuron.emit import ACTIVATIONS, ON_CHIP, TENSORS, ZERO, NkiEmitter, NkiValue, Pools
+from flexattn.neuron.tables import TABLE_LIMIT, NkiTable, is_static, linear_forms
 
-# Integers of tables are at most this, so that sums of a few stay exact; checked as they are made.
-TABLE_LIMIT = 2**22
+# Integers that float32 holds exactly.
+_EXACT = 2**24
+_HALF_POOLS = {"bfloat16": "tile_bf16", "float16": "tile_f16"}
 # Characters of the text of one compile-time number, which nests by five of them.
 _LONGEST = 500
 
@@ -136,7 +136,7 @@ class NkiPrinter(NkiEmitter):
 
     def _check_exact(self, node: Expr) -> None:
         found = self.ranges[node]
-        if found is None or max(abs(found[0]), abs(found[1])) >= ops.EXACT:
+        if found is None or max(abs(found[0]), abs(found[1])) >= _EXACT:
             raise UnsupportedError(
                 f"{node.op} of {node.dtype} that may reach {found}",
                 f"integers are exact below 2^24 on {self.target}, which computes in float32",
@@ -231,14 +231,13 @@ class NkiPrinter(NkiEmitter):
             positive = args[1].place == "static" and limits is not None and limits[0] > 0
             reach = self.ranges[node.args[0]]
             return self.floored(op, args[0], args[1] if positive else None, reach)
-        if op in ops.BINARY:
-            mirrored = ops.BINARY[ops.MIRRORED.get(op, op)]
-            return self._rounded(node, self.binary(ops.BINARY[op], mirrored, *args))
-        engine = OPS[op].nki
-        if engine is not None and engine.how == "activation":
-            return self._rounded(node, self.activation(engine, args[0]))
-        if engine is not None:
-            return self._rounded(node, self.unary(op, engine, args[0]))
+        if op in TENSORS:
+            mirrored = TENSORS[OPS[op].mirrored or op]
+            return self._rounded(node, self.binary(TENSORS[op], mirrored, *args))
+        if op in ACTIVATIONS:
+            return self._rounded(node, self.activation(op, args[0]))
+        if op in ON_CHIP:
+            return self._rounded(node, self.unary(op, args[0]))
         raise UnsupportedError(
             f"{op} of {node.dtype}",
             f"no engine of {self.target} computes it on a tile",
@@ -267,7 +266,7 @@ class NkiPrinter(NkiEmitter):
 
     def _rounded(self, node: Expr, value: NkiValue) -> NkiValue:
         """16-bit results are rounded by writing them; all else stays float32."""
-        pool = ops.HALF_POOLS.get(node.dtype)
+        pool = _HALF_POOLS.get(node.dtype)
         if pool is None or value.place == "static" or value.pool == pool:
             return value
         if value.place == "column":
@@ -308,7 +307,7 @@ def python_of(expr: Expr, prefix: str) -> str:
     for node in walk(expr, enter=lambda node: number_of(node) is None):
         captured = number_of(node)
         if node.op == "const":
-            texts[node] = ops.number_text(node)
+            texts[node] = _number_text(node)
         elif node.op == "scalar":
             texts[node] = f"{prefix}_scalar{node.value}"
         elif captured is not None:
@@ -327,3 +326,13 @@ def python_of(expr: Expr, prefix: str) -> str:
                 "compute it outside of the mod and capture it as a tensor",
             )
     return texts[expr]
+
+
+def _number_text(node: Expr) -> str:
+    """A constant; infinities as a product that overflows, which needs no function call."""
+    value = node.value
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return "(-INFINITY)" if value < 0 else "INFINITY" if value > 0 else "(INFINITY - INFINITY)"
+    return f"({value!r})" if isinstance(value, int | float) and value < 0 else repr(value)

@@ -7,35 +7,27 @@ from typing import Any
 
 import torch
 
-from flexattn.neuron.nki import costs
-from flexattn.neuron.nki.machine import NKI_DTYPES, current_machine
-from flexattn.neuron.nki.operators import Operator
-from flexattn.neuron.nki.rules import (
+from flexattn.neuron.interpreter import costs
+from flexattn.neuron.interpreter.machine import NKI_DTYPES, current_machine
+from flexattn.neuron.interpreter.operators import Operator
+from flexattn.neuron.interpreter.rules import (
     binary,
     check,
     column,
     engine_of,
+    instruction,
     issue,
     on_chip,
     operand,
     same,
 )
-from flexattn.neuron.nki.tensor import Tensor
-
-__all__ = [
-    "range_select",
-    "reciprocal",
-    "scalar_tensor_tensor",
-    "tensor_copy_predicated",
-    "tensor_reduce",
-    "tensor_scalar",
-    "tensor_tensor",
-]
+from flexattn.neuron.interpreter.tensor import Tensor
 
 FP32_MIN = float(torch.finfo(torch.float32).min)
 SIMPLE = ("add", "multiply", "subtract")
 
 
+@instruction
 def tensor_tensor(dst: Tensor, data1: Tensor, data2: Tensor, op: Any, engine: Any = None) -> None:
     """dst = data1 op data2, element by element."""
     on_chip(dst, data1, data2)
@@ -52,6 +44,7 @@ def tensor_tensor(dst: Tensor, data1: Tensor, data2: Tensor, op: Any, engine: An
         dst.put(found(data1.rows(), data2.rows()))
 
 
+@instruction
 def tensor_scalar(
     dst: Tensor,
     data: Tensor,
@@ -87,6 +80,7 @@ def tensor_scalar(
         dst.put(values)
 
 
+@instruction
 def scalar_tensor_tensor(
     dst: Tensor,
     data: Tensor,
@@ -110,6 +104,7 @@ def scalar_tensor_tensor(
         dst.put(second(tile, values) if reverse1 else second(values, tile))
 
 
+@instruction
 def tensor_reduce(
     dst: Tensor,
     op: Any,
@@ -136,6 +131,7 @@ def tensor_reduce(
         dst.put((-reduced if negate else reduced).reshape(data.shape[0], kept))
 
 
+@instruction
 def reciprocal(dst: Tensor, data: Tensor) -> None:
     """dst = 1 / data."""
     on_chip(dst, data)
@@ -145,6 +141,7 @@ def reciprocal(dst: Tensor, data: Tensor) -> None:
         dst.put(data.rows().reciprocal())
 
 
+@instruction
 def tensor_copy_predicated(
     dst: Tensor, src: Any, predicate: Tensor, reverse_pred: bool = False
 ) -> None:
@@ -167,6 +164,7 @@ def tensor_copy_predicated(
         dst.array().copy_(torch.where(chosen, new.to(kind), dst.array()))
 
 
+@instruction
 def range_select(
     dst: Tensor,
     on_true_tile: Tensor,

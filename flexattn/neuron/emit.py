@@ -1,11 +1,98 @@
-"""The instructions that an operation of an Expr takes, on values that lie on the chip."""
+"""Values of a kernel's mods, where they lie, and the instructions that compute on them."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.nki.values import NkiValue, Pools
 from flexattn.mods.ir.intervals import Range
-from flexattn.mods.ir.op import Nki
+
+# How the engines compute the operations of an Expr. One instruction with two operands:
+TENSORS = {
+    "add": "add", "sub": "subtract", "mul": "multiply", "pow": "power",
+    "minimum": "minimum", "maximum": "maximum", "clamp_min": "maximum", "clamp_max": "minimum",
+    "and": "logical_and", "or": "logical_or", "xor": "logical_xor",
+    "eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater",
+    "ge": "greater_equal",
+}  # fmt: skip
+# One instruction with an operand and a number:
+NUMBERED = {
+    "neg": ("multiply", "-1.0"), "relu": ("maximum", "0.0"), "sqrt": ("power", "0.5"),
+    "rsqrt": ("power", "-0.5"), "not": ("equal", "0.0"),
+}  # fmt: skip
+_LN2 = math.log(2.0)
+# outside * function(inside * x) by the Scalar Engine: function, inside, outside.
+ACTIVATIONS = {
+    **{name: (name, 1.0, 1.0) for name in ("exp", "log", "tanh", "sigmoid", "erf", "sign")},
+    "exp2": ("exp", _LN2, 1.0),
+    "log2": ("log", 1.0, 1.0 / _LN2),
+}
+_STEPS = "div floor_div floor_mod abs reciprocal isnan where floor ceil round"
+# All that an engine computes on a tile; the rest is a table, or refused.
+ON_CHIP = frozenset((*TENSORS, *NUMBERED, *ACTIVATIONS, *_STEPS.split()))
+_COMMUTE = frozenset(
+    "add multiply maximum minimum equal not_equal logical_and logical_or logical_xor".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NkiValue:
+    """A printed operand.
+
+    place: a number that Python knows, a column of one float32 a row, or a tile. text: how the
+    kernel writes it. slot: of a tile or column in its pool, -1 for what the template owns.
+    """
+
+    place: Literal["static", "column", "tile"]
+    text: str
+    pool: str = ""
+    slot: int = -1
+
+
+@dataclass
+class Pools:
+    """Tiles and columns by dtype, each handed out again when its value is no longer needed.
+
+    used: how many of each pool the kernel must allocate. keys_first: tiles are [keys, chunks,
+    rows] and columns [keys, 1], instead of [rows, keys] and [rows, 1].
+    """
+
+    keys_first: bool = False
+    free: dict[str, list[int]] = field(default_factory=dict)
+    used: dict[str, int] = field(default_factory=dict)
+
+    def take(self, pool: str) -> NkiValue:
+        """A place in a pool: "tile_f32", _bf16, _f16, _i32 or _u8, "column" or "column_i32"."""
+        spare = self.free.setdefault(pool, [])
+        if spare:
+            slot = spare.pop()
+        else:
+            slot = self.used.get(pool, 0)
+            self.used[pool] = slot + 1
+        if pool.startswith("column"):
+            name = pool.replace("column", "columns")
+            lanes = "keys" if self.keys_first else "rows"
+            return NkiValue("column", f"{name}[:{lanes}, {slot}:{slot + 1}]", pool, slot)
+        return NkiValue("tile", f"{pool}{self.tile(str(slot))}", pool, slot)
+
+    def tile(self, slot: str = "") -> str:
+        """The index of a tile, of a slot or, without one, of memory that holds one tile."""
+        slot = f", {slot}" if slot else ""
+        return f"[:keys{slot}, :count, :rows]" if self.keys_first else f"[:rows{slot}, :cols]"
+
+    def first(self, tile: NkiValue) -> str:
+        """The first column of a tile."""
+        if self.keys_first:
+            return f"{tile.pool}[:keys, {tile.slot}, 0, 0:1]"
+        return f"{tile.pool}[:rows, {tile.slot}, 0:1]"
+
+    def give(self, value: NkiValue) -> None:
+        """The value is no longer needed. Columns stay: they are made once, before all tiles."""
+        if value.slot >= 0 and value.place == "tile":
+            self.free[value.pool].append(value.slot)
+
 
 ZERO = NkiValue("static", "0.0")
 
@@ -79,11 +166,12 @@ class NkiEmitter:
         self.scalar(result, data, mirrored if commutes else op, value, swap and not commutes)
         return result
 
-    def unary(self, op: str, engine: Nki, arg: NkiValue) -> NkiValue:
-        """An operation with a number, or abs, isnan and rounding."""
+    def unary(self, op: str, arg: NkiValue) -> NkiValue:
+        """An operation with one operand: with a number, abs, isnan or rounding."""
         result = self.result(arg)
-        if engine.how == "scalar":
-            self.scalar(result, arg, engine.name, NkiValue("static", engine.number), False)
+        if op in NUMBERED:
+            name, number = NUMBERED[op]
+            self.scalar(result, arg, name, NkiValue("static", number), False)
         elif op == "isnan":
             self.tensors(result, arg, arg, "not_equal")
         elif op == "abs":
@@ -95,16 +183,17 @@ class NkiEmitter:
             self._round(op, result, arg)
         return result
 
-    def activation(self, engine: Nki, arg: NkiValue) -> NkiValue:
-        """outside * name(inside * arg), by the Scalar Engine."""
+    def activation(self, op: str, arg: NkiValue) -> NkiValue:
+        """An operation of ACTIVATIONS."""
+        function, inside, outside = ACTIVATIONS[op]
         result = self.result(arg)
         self.lines(arg).append(
-            f"nisa.activation(dst={result.text}, op=nl.{engine.name}, data={arg.text}, "
-            f"scale={engine.inside!r})"
+            f"nisa.activation(dst={result.text}, op=nl.{function}, data={arg.text}, "
+            f"scale={inside!r})"
         )
-        if engine.outside != 1.0:
-            outside = NkiValue("static", repr(engine.outside))
-            self.scalar(result, result, "multiply", outside, False)
+        if outside != 1.0:
+            factor = NkiValue("static", repr(outside))
+            self.scalar(result, result, "multiply", factor, False)
         return result
 
     def inverse(self, arg: NkiValue) -> NkiValue:
@@ -184,8 +273,3 @@ class NkiEmitter:
         self.tensors(over, result, arg, compare)
         self.tensors(result, result, over, step)
         self.pools.give(over)
-
-
-_COMMUTE = frozenset(
-    "add multiply maximum minimum equal not_equal logical_and logical_or logical_xor".split()
-)

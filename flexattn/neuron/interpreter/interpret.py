@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import enum
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ import torch
 
 from flexattn.device.neuroncore import BANK_BYTES, PARTITIONS, PSUM_BANKS, NeuronCore
 from flexattn.errors import KernelError
-from flexattn.neuron.nki import data, matrix, scalar, vector
-from flexattn.neuron.nki.machine import (
+from flexattn.neuron.interpreter import engines as _engines, vector as _vector  # noqa: F401
+from flexattn.neuron.interpreter.machine import (
     NKI_DTYPES,
     Machine,
     Storage,
@@ -24,8 +23,9 @@ from flexattn.neuron.nki.machine import (
     fault,
     running,
 )
-from flexattn.neuron.nki.operators import OPERATORS
-from flexattn.neuron.nki.tensor import Tensor
+from flexattn.neuron.interpreter.operators import OPERATORS
+from flexattn.neuron.interpreter.rules import ISA
+from flexattn.neuron.interpreter.tensor import Tensor
 
 Engine = enum.Enum("Engine", "unknown tensor scalar gpsimd dma vector sync")
 ReduceCmd = enum.Enum("ReduceCmd", "idle reset reduce reset_reduce load_reduce")
@@ -121,9 +121,7 @@ def _package() -> Any:
     language: dict[str, Any] = {name: name for name in NKI_DTYPES}
     language |= {name: name for name in BUFFERS} | dict(OPERATORS)
     language |= {"ndarray": _ndarray, "tile_size": _TileSize()}
-    isa: dict[str, Any] = {"engine": Engine, "reduce_cmd": ReduceCmd}
-    for module in (data, matrix, scalar, vector):
-        isa |= {name: _keywords(getattr(module, name)) for name in module.__all__}
+    isa: dict[str, Any] = {"engine": Engine, "reduce_cmd": ReduceCmd, **ISA}
     return SimpleNamespace(
         jit=_jit, language=SimpleNamespace(**language), isa=SimpleNamespace(**isa)
     )
@@ -143,28 +141,6 @@ def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
     if not callable(function):
         raise fault("nki.jit with options", "since 0.3 it takes none")
     return function
-
-
-def _keywords(instruction: Callable[..., Any]) -> Callable[..., Any]:
-    """The instruction, if it is called by keyword, with tensors where it wants them."""
-    needed = [
-        name
-        for name, parameter in inspect.signature(instruction).parameters.items()
-        if parameter.annotation == "Tensor"
-    ]
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if args:
-            raise fault(f"nisa.{instruction.__name__} with positional arguments", "name them all")
-        for name in needed:
-            if name in kwargs and not isinstance(kwargs[name], Tensor):
-                got = f"nisa.{instruction.__name__}: {name}={kwargs[name]!r}"
-                raise fault(got, "it is a tensor")
-        kwargs.pop("name", None)  # every instruction has one, for profilers
-        current_machine().instruction = instruction.__name__
-        return instruction(**kwargs)
-
-    return call
 
 
 def _ndarray(

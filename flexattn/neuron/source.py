@@ -10,16 +10,16 @@ from flexattn.errors import UnsupportedError
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.environment import render_template, template_hash
 from flexattn.kernels.base.knobs import values
-from flexattn.kernels.nki.config import (
+from flexattn.mods.expr import Mod, pretty
+from flexattn.neuron.config import (
     NkiConfig,
     NkiShape,
     shape_of,
 )
-from flexattn.kernels.nki.masks import PrintedMask, print_nki_mask
-from flexattn.kernels.nki.printer import NkiPrinter
-from flexattn.kernels.nki.tables import NkiTable, tabulate
-from flexattn.kernels.nki.values import NkiValue, Pools
-from flexattn.mods.expr import Mod, pretty
+from flexattn.neuron.emit import NkiValue, Pools
+from flexattn.neuron.masks import PrintedMask, print_nki_mask
+from flexattn.neuron.printer import NkiPrinter
+from flexattn.neuron.tables import NkiTable, tabulate
 from flexattn.problem import Captures, Problem
 
 # In the order in which the kernel allocates them: name, dtype, whether it is a tile.

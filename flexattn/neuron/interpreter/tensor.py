@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from flexattn.device.neuroncore import BANK_BYTES
-from flexattn.neuron.nki.machine import NKI_DTYPES, Storage, fault
-from flexattn.neuron.nki.timeline import Span
+from flexattn.neuron.interpreter.machine import NKI_DTYPES, Span, Storage, fault
 
 _INT_RANGE = {
     "int32": (-(2**31), 2**31 - 1),

@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from flexattn.neuron.nki import costs
-from flexattn.neuron.nki.machine import Machine, current_machine, fault
-from flexattn.neuron.nki.operators import Operator
-from flexattn.neuron.nki.tensor import Tensor
+from flexattn.neuron.interpreter import costs
+from flexattn.neuron.interpreter.machine import Machine, current_machine, fault
+from flexattn.neuron.interpreter.operators import Operator
+from flexattn.neuron.interpreter.tensor import Tensor
 
+# The instructions of nki.isa by name, as a kernel calls them.
+ISA: dict[str, Callable[..., None]] = {}
+_Instruction = TypeVar("_Instruction", bound=Callable[..., None])
 # nki.isa: which partitions a view may start at, by how many it has.
 _STARTS = ((32, (0, 32, 64, 96)), (64, (0, 64)), (128, (0,)))
 _CLOCK = {
     "tensor": "tensor_ghz", "vector": "vector_ghz", "scalar": "scalar_ghz", "gpsimd": "gpsimd_ghz",
 }  # fmt: skip
+
+
+def instruction(function: _Instruction) -> _Instruction:
+    """Put an instruction into ISA: called by keyword, with tensors where it wants them."""
+    name = function.__name__
+    needed = [
+        each.name
+        for each in inspect.signature(function).parameters.values()
+        if each.annotation == "Tensor"
+    ]
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        if args:
+            raise fault(f"nisa.{name} with positional arguments", "name them all")
+        for each in needed:
+            if each in kwargs and not isinstance(kwargs[each], Tensor):
+                raise fault(f"nisa.{name}: {each}={kwargs[each]!r}", "it is a tensor")
+        kwargs.pop("name", None)  # every instruction has one, for profilers
+        current_machine().instruction = name
+        function(**kwargs)
+
+    ISA[name] = call
+    return function
 
 
 def check(holds: bool, got: str, rule: str) -> None:

@@ -1,0 +1,215 @@
+"""The NKI family: the configs of a problem's space on a target, and why others cannot run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import product
+from typing import Any, Literal
+
+from flexattn.device.neuroncore import CORES
+from flexattn.errors import UnsupportedError
+from flexattn.kernels.base.rule import Rule, able, worded
+from flexattn.kernels.nki.printed import RULES, RuleCase
+from flexattn.neuron.config import (
+    CHUNK,
+    MaskSelect,
+    NkiConfig,
+    NkiDecodeConfig,
+    NkiForm,
+    NkiPrefillConfig,
+    memory_of,
+    shape_of,
+)
+from flexattn.neuron.source import print_mods
+from flexattn.problem import Problem
+
+NkiEffort = Literal["quick", "full"]
+FORMS: tuple[MaskSelect, ...] = ("range", "affine", "select")
+
+
+class _Nki:
+    name = "nki"
+    kind = "nki"
+
+    def short(self, config: NkiConfig) -> str:
+        """128x512 k4096 dma is tiles of 512 keys, of 4096 that stay on the chip.
+
+        st: keys lie on the partitions.
+        """
+        parts = [f"{config.BLOCK_M}x{config.BLOCK_N} k{config.section}"]
+        parts += [f"x{config.num_splits}"] * (config.num_splits > 1)
+        parts += ["dma"] * (config.transpose == "dma") + ["scalar"] * (config.evict == "scalar")
+        parts += [config.mask] * (config.mask != "range") + ["st"] * (config.form == "st")
+        return " ".join(parts)
+
+
+NKI = _Nki()
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a problem's mods ask of a kernel, with masks and scores in one form.
+
+    tiles: of each pool. range_select: whether the mask uses it. refused: why they cannot be
+    expressed, "" if they can.
+    """
+
+    tiles: tuple[tuple[str, int], ...] = ()
+    range_select: bool = False
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NkiSurvey:
+    """A space, the default first, and how many other configs broke each rule first."""
+
+    configs: tuple[NkiConfig, ...]
+    rejected: tuple[tuple[str, int], ...]
+
+
+@lru_cache(maxsize=256)
+def _needs(problem: Problem, target: str, mask: MaskSelect, form: NkiForm = "s") -> Needs:
+    try:
+        mods = print_mods(problem, _plain(problem, mask, form), target)
+    except UnsupportedError as error:
+        return Needs(refused=str(error))
+    ranged = mods.mask is not None and mods.mask.reduces
+    return Needs(tuple(sorted(mods.tiles.items())), ranged)
+
+
+def _plain(problem: Problem, mask: MaskSelect, form: NkiForm = "s") -> NkiConfig:
+    of_kind = NkiDecodeConfig if problem.structure.kind == "decode" else NkiPrefillConfig
+    return of_kind(128, 128, mask=mask, form=form)
+
+
+def broken_rules(
+    config: NkiConfig, problem: Problem, target: str
+) -> tuple[list[Rule[RuleCase]], RuleCase]:
+    """The rules that a config breaks on a target such as "trn2", and the numbers that do.
+
+    Where the config's own numbers mean nothing, the rules of what it takes are not asked.
+    """
+    core, needs = CORES[target], _needs(problem, target, config.mask, config.form)
+    case = RuleCase(
+        config.BLOCK_M,
+        config.BLOCK_N,
+        config.num_splits,
+        config.section,
+        config.score_buffers,
+        config.value_buffers,
+        config.buffers,
+        config.kv_buffers,
+        config.transpose == "dma",
+        config.form == "st",
+        bool(needs.refused),
+        needs.range_select,
+        core.sbuf_bytes,
+        core.has_dma_transpose,
+        core.has_range_select,
+        core.has_bf16_psum,
+    )
+    return RULES.broken(case, partial(_estimate, config, problem, needs)), case
+
+
+def _estimate(config: NkiConfig, problem: Problem, needs: Needs, case: RuleCase) -> None:
+    shape = shape_of(problem, config)
+    case.itemsize, case.lanes = shape.itemsize, shape.lanes
+    case.sbuf, case.banks = memory_of(problem, config, dict(needs.tiles), shape)
+
+
+def reasons(config: NkiConfig, problem: Problem, target: str) -> list[str]:
+    """Why a config cannot run for a problem on a target; an empty list when it can."""
+    rules, case = broken_rules(config, problem, target)
+    refusal = _needs(problem, target, config.mask, config.form).refused
+    return worded(rules, case, {"core": CORES[target].name, "refusal": refusal})
+
+
+def default_config(problem: Problem, target: str) -> NkiConfig:
+    """The config to start from: the first of a few that fits; raises as `survey` does."""
+    if all(_needs(problem, target, form).refused for form in FORMS):
+        # One error about a mod, instead of the same reason against every config.
+        print_mods(problem, _plain(problem, FORMS[-1]), target)
+    forms = _forms(problem)
+    found = able(
+        (replace(config, mask=form) for config in _preferences(problem) for form in forms),
+        lambda config: reasons(config, problem, target),
+        f"no config of the NKI {problem.structure.kind} template fits {problem.describe()}",
+        "use smaller head dimensions, or a shorter mod",
+    )
+    return next(found)
+
+
+def survey(problem: Problem, target: str, effort: NkiEffort = "full") -> NkiSurvey:
+    """The configs of an effort that fit, each once, and the others counted by reason.
+
+    Raises UnsupportedError naming the operation and the target for mods that cannot be expressed,
+    ConfigError with the reasons where no config fits.
+    """
+    first = default_config(problem, target)
+    offered, rejected = [first], Counter[str]()
+    for config in dict.fromkeys(_grid(problem, effort)):
+        if config == first:
+            continue
+        broken, _ = broken_rules(config, problem, target)
+        if broken:
+            rejected[broken[0].name] += 1
+        else:
+            offered.append(config)
+    return NkiSurvey(tuple(offered), tuple(rejected.items()))
+
+
+def _preferences(problem: Problem) -> Iterator[NkiConfig]:
+    most = 2 * max(problem.kv_len, CHUNK)
+    widths = tuple(each for each in ((512, 2), (256, 2), (128, 2), (128, 1)) if each[0] < most)
+    for (width, score_buffers), section in product(widths, (4096, 1024, 256, 128)):
+        for buffers in (2, 1):
+            if problem.structure.kind == "prefill":
+                yield NkiPrefillConfig(128, width, section, score_buffers, buffers=buffers)
+            else:
+                yield NkiDecodeConfig(
+                    128, width, 1, section, score_buffers, buffers=buffers, kv_buffers=buffers
+                )
+    if problem.structure.kind == "prefill":
+        yield NkiPrefillConfig(32, 128, 128, 1, buffers=1)
+
+
+def _grid(problem: Problem, effort: NkiEffort) -> Iterator[NkiConfig]:
+    """Configs with query rows on the partitions, then those that compute S^T."""
+    structure, full = problem.structure, effort == "full"
+    prefill = structure.kind == "prefill"
+    # Beyond the keys that there are, a wider tile or section is the same one.
+    most = 2 * max(problem.kv_len, CHUNK)
+    widths = tuple(width for width in (128, 256, 512, 1024, 2048) if width < most)
+    depths = (1024, 4096, 8192) if full else (4096,)
+    sections = tuple(depth for depth in depths if depth < most) or depths[:1]
+    heights, counts = (64, 128) if full else (128,), (1, 2) if full else (1,)
+    moves = (("tensor", "vector"), ("tensor", "scalar"), ("dma", "vector"))
+    # P of S^T need not be turned, and which engine evicts it matters where it is summed before.
+    evicted = moves[: 1 + (structure.lse and structure.itemsize == 2)]
+    masks = FORMS[1:] if structure.mask is not None else FORMS[:1]
+    forms: tuple[tuple[NkiForm, Sequence[int], Any, Sequence[MaskSelect]], ...] = (
+        ("s", heights, moves, _forms(problem)),
+        ("st", heights if prefill else (32, 128), evicted, masks),
+    )
+    for form, rows_axis, moves_axis, masks_axis in forms:
+        axes = (rows_axis, widths, sections, (1, 2), counts, moves_axis, masks_axis)
+        for rows, width, section, scores, value, (transpose, evict), mask in product(*axes):
+            chosen: dict[str, Any] = {
+                "section": section, "score_buffers": scores, "value_buffers": value,
+                "transpose": transpose, "evict": evict, "mask": mask, "form": form,
+            }  # fmt: skip
+            if prefill:
+                ahead = form == "s" and full and problem.kv_len > section
+                for buffers in (1, 2)[: 1 + ahead]:
+                    yield NkiPrefillConfig(rows, width, kv_buffers=buffers, **chosen)
+                continue
+            for splits in (1, 2, 4, 8) if full else (1, 2):
+                if splits * CHUNK <= max(problem.kv_len, CHUNK):
+                    yield NkiDecodeConfig(rows, width, splits, **chosen)
+
+
+def _forms(problem: Problem) -> tuple[MaskSelect, ...]:
+    return FORMS if problem.structure.mask is not None else FORMS[:1]

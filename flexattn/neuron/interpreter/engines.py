@@ -1,0 +1,306 @@
+"""nki.isa but for the Vector Engine: products, activations, patterns, DMA, copies, fills."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from flexattn.device.neuroncore import PARTITIONS, STATIONARY_MAX
+from flexattn.neuron.interpreter import costs
+from flexattn.neuron.interpreter.machine import Machine, current_machine
+from flexattn.neuron.interpreter.operators import Operator
+from flexattn.neuron.interpreter.rules import (
+    binary,
+    check,
+    column,
+    engine_of,
+    instruction,
+    issue,
+    on_chip,
+    operand,
+    same,
+)
+from flexattn.neuron.interpreter.tensor import Tensor
+
+_FLOATS = ("float32", "bfloat16", "float16")
+Pattern = Sequence[Sequence[int]]
+
+
+@instruction
+def nc_matmul(
+    dst: Tensor,
+    stationary: Tensor,
+    moving: Tensor,
+    accumulate: bool | None = None,
+) -> None:
+    """dst (+)= stationary^T moving: [K, M] and [K, N] give [M, N], summed in float32.
+
+    This subset wants accumulate spelled out, and accumulates only onto the very region that a
+    matmul with accumulate=False began.
+    """
+    on_chip(stationary, moving, only="sbuf")
+    on_chip(dst, only="psum")
+    check(isinstance(accumulate, bool), f"accumulate={accumulate!r}", "it is True or False")
+    machine = current_machine()
+    core = machine.core
+    k, m, n = stationary.shape[0], stationary.free, moving.free
+    check(k == moving.shape[0], f"{k} against {moving.shape[0]} rows", "both contract over K")
+    check(m <= STATIONARY_MAX, f"{m} stationary columns", f"there are {STATIONARY_MAX}")
+    limit = core.moving_max
+    check(n <= limit, f"{n} moving columns", f"{core.name} takes {limit}")
+    fits = dst.shape[0] == m and dst.free == n
+    check(fits, f"dst {dst.shape} for [{m}, {n}]", "dst is stationary's columns by moving's")
+    kinds = ("float32", "bfloat16") if core.has_bf16_psum else ("float32",)
+    check(dst.dtype in kinds, f"dst of {dst.dtype}", f"{core.name} writes {kinds}")
+    for each in (stationary, moving):
+        check(each.dtype in _FLOATS, f"a {each.dtype} operand", f"operands are of {_FLOATS}")
+    mixed = (stationary.dtype == "float32") != (moving.dtype == "float32")
+    check(not mixed, f"{stationary.dtype} by {moving.dtype}", "float32 goes with float32")
+    _one_run(dst)
+    if not core.has_bf16_psum:
+        check(len(dst.banks()) == 1, "dst in two PSUM banks", "a matmul writes one bank")
+    region = (dst.offset, (m, n))
+    if accumulate:
+        check(
+            region in dst.storage.started,
+            "accumulate=True where no matmul began",
+            "the first matmul of a region has accumulate=False",
+        )
+    issue("tensor", costs.matmul(stationary, moving), (stationary, moving), (dst,))
+    machine.count("matmul cycles", int(costs.matmul(stationary, moving)))
+    if not accumulate:
+        dst.storage.started = [each for each in dst.storage.started if each[0] != dst.offset]
+        dst.storage.started.append(region)
+    if machine.numerics:
+        product = stationary.rows().T @ moving.rows()
+        dst.put(dst.rows() + product if accumulate else product)
+
+
+@instruction
+def nc_transpose(dst: Tensor, data: Tensor, engine: Any = None) -> None:
+    """dst = data^T, its free axes flattened: to PSUM by the Tensor Engine, 32 x 32 by Vector's."""
+    chosen = engine_of(engine, ("tensor", "vector"))
+    most = PARTITIONS if chosen == "tensor" else 32
+    shape = (data.shape[0], data.free)
+    check(max(shape) <= most, f"{shape} on {chosen}", f"at most {most} x {most}")
+    fits = dst.shape[0] == data.free and dst.free == data.shape[0]
+    check(fits, f"{shape} into {dst.shape}", "dst is data turned over")
+    check(dst.dtype == data.dtype, f"{data.dtype} into {dst.dtype}", "the dtype stays")
+    on_chip(data, dst)
+    if chosen == "vector":
+        machine = issue("vector", costs.one_input(data), (data,), (dst,))
+    else:
+        on_chip(data, only="sbuf")
+        on_chip(dst, only="psum")
+        check(len(dst.banks()) == 1, "dst in two PSUM banks", "a matmul writes one bank")
+        core = current_machine().core
+        machine = issue("tensor", costs.transpose_cost(core, data), (data,), (dst,))
+    if machine.numerics:
+        dst.put(_turned(machine, data, chosen))
+
+
+def _turned(machine: Machine, data: Tensor, engine: str) -> torch.Tensor:
+    flat = data.array().reshape(data.shape[0], -1)
+    if engine == "vector" or machine.core.has_exact_transpose:
+        return flat.T
+    # v2 multiplies by an identity: NaN and infinities spread over the whole column.
+    finite = flat.to(torch.float32).isfinite().all(0)
+    return torch.where(finite[:, None], flat.T, torch.nan)
+
+
+def _one_run(dst: Tensor) -> None:
+    run = 1
+    for size, stride in reversed(list(zip(dst.shape[1:], dst.strides[1:], strict=True))):
+        check(size == 1 or stride == run, "a dst with gaps", "results lie side by side")
+        run *= size
+
+
+@instruction
+def activation(
+    dst: Tensor,
+    op: Any,
+    data: Tensor,
+    bias: Any = None,
+    scale: Any = 1.0,
+    reduce_op: Any = None,
+    reduce_res: Tensor | None = None,
+    reduce_cmd: Any = None,
+) -> None:
+    """dst = op(data * scale + bias), and the sum of each row in reduce_res."""
+    on_chip(dst, data, bias, scale, reduce_res)
+    same(dst, data)
+    known = isinstance(op, Operator) and op.unary
+    check(known, f"op={op!r}", "it is an activation function")
+    operand(scale, data)
+    core = current_machine().core
+    if bias is not None:
+        operand(bias, data)
+        numeric = not isinstance(bias, Tensor) and bias != 0
+        check(
+            not numeric or core.has_constant_bias,
+            f"bias={bias} on {core.name}",
+            "a number as bias needs NeuronCore-v3",
+        )
+    if reduce_res is not None:
+        operand(reduce_res, data)
+        check(getattr(reduce_op, "name", "") == "add", f"reduce_op={reduce_op!r}", "it adds")
+        got = getattr(reduce_cmd, "name", None)
+        check(got == "reset_reduce", f"reduce_cmd {got}", "reset_reduce in this subset")
+    cycles = costs.scalar(data, reduce_res is not None)
+    machine = issue("scalar", cycles, (data, bias, scale), (dst, reduce_res))
+    if machine.numerics:
+        values = data.rows() * column(scale)
+        if bias is not None:
+            values = values + column(bias)
+        values = op(values)
+        dst.put(values)
+        if reduce_res is not None:
+            reduce_res.put(values.sum(1, keepdim=True))
+
+
+@instruction
+def iota(
+    dst: Tensor,
+    pattern: Pattern,
+    offset: int = 0,
+    channel_multiplier: int = 0,
+) -> None:
+    """dst = offset + partition * channel_multiplier + the sum of step * index."""
+    on_chip(dst, only="sbuf")
+    _check_pattern(pattern, dst)
+    machine = issue("gpsimd", costs.gpsimd(dst), (), (dst,))
+    if machine.numerics:
+        dst.put(_affine(pattern, offset, channel_multiplier, dst.shape[0]).to(torch.float64))
+
+
+@instruction
+def affine_select(
+    dst: Tensor,
+    pattern: Pattern,
+    channel_multiplier: int,
+    on_true_tile: Tensor,
+    on_false_value: float,
+    cmp_op: Any = None,
+    offset: int = 0,
+) -> None:
+    """Elements where an affine function of their place compares with 0, a number elsewhere."""
+    on_chip(dst, on_true_tile, only="sbuf")
+    same(dst, on_true_tile)
+    _check_pattern(pattern, dst)
+    found = binary(cmp_op)
+    machine = issue("gpsimd", costs.gpsimd(on_true_tile), (on_true_tile,), (dst,))
+    if machine.numerics:
+        places = _affine(pattern, offset, channel_multiplier, dst.shape[0])
+        chosen = found(places, torch.zeros((), dtype=torch.int64)) != 0
+        dst.put(torch.where(chosen, on_true_tile.rows(), column(on_false_value)))
+
+
+def _check_pattern(pattern: Pattern, dst: Tensor) -> None:
+    check(1 <= len(pattern) <= 4, f"a pattern of {len(pattern)}", "it has 1 to 4 dimensions")
+    count = prod(size for _, size in pattern)
+    got = f"a pattern of {count} elements for {dst.shape}"
+    check(count == dst.free, got, "it has one for each element of a partition")
+
+
+def _affine(pattern: Pattern, offset: int, multiplier: int, partitions: int) -> torch.Tensor:
+    value = offset + torch.arange(partitions)[:, None] * multiplier
+    for step, count in pattern:
+        value = (value[:, :, None] + torch.arange(count) * step).flatten(1)
+    return value
+
+
+@instruction
+def dma_copy(dst: Tensor, src: Tensor) -> None:
+    """dst = src between HBM and SBUF, converted where dtypes differ."""
+    _reachable(dst, src)
+    check(dst.size == src.size, f"{src.shape} into {dst.shape}", "as many elements")
+    charged = costs.dma_bytes(dst, src)
+    machine = _transfer(dst, src, charged)
+    if machine.numerics:
+        source = src.array().reshape(dst.shape)
+        dst.put(source if src.dtype == dst.dtype else source.to(torch.float32))
+
+
+@instruction
+def dma_transpose(dst: Tensor, src: Tensor, axes: tuple[int, ...] | None = None) -> None:
+    """dst = src with its two axes swapped; 2-byte data, from NeuronCore-v3."""
+    _reachable(dst, src)
+    core = current_machine().core
+    check(core.has_dma_transpose, core.name, "DMA engines transpose from NeuronCore-v3 on")
+    check(src.ndim == 2 and dst.ndim == 2, f"{src.shape}", "this subset transposes 2-D tiles")
+    check(axes in (None, (1, 0)), f"axes {axes}", "two axes are swapped by (1, 0)")
+    check(dst.shape == src.shape[::-1], f"{src.shape} into {dst.shape}", "axes are swapped")
+    check(dst.dtype == src.dtype, f"{src.dtype} into {dst.dtype}", "the dtype stays")
+    check(src.storage.itemsize == 2, f"{src.dtype}", "elements of 2 bytes")
+    check(src.shape[-1] <= 128, f"{src.shape}", "the last axis has at most 128 elements")
+    share = costs.DMA_TRANSPOSE["sbuf" if src.buffer == "sbuf" else "hbm"]
+    charged = int(src.size * src.storage.itemsize / share)
+    machine = _transfer(dst, src, charged)
+    if machine.numerics:
+        dst.put(src.array().T)
+
+
+@instruction
+def tensor_copy(dst: Tensor, src: Tensor, engine: Any = None) -> None:
+    """dst = src on chip, converted through float32 where dtypes differ."""
+    on_chip(dst, src)
+    same(dst, src)
+    chosen = engine_of(engine, ("vector", "scalar", "gpsimd"))
+    core = current_machine().core
+    if chosen == "scalar":
+        check(core.has_scalar_copy, f"engine scalar on {core.name}", "use nisa.activation")
+    if chosen == "gpsimd":
+        on_chip(dst, src, only="sbuf")
+    cycles = costs.copied(core, dst, src) if chosen == "vector" else costs.one_input(src)
+    if chosen == "gpsimd":
+        cycles = costs.gpsimd(src)
+    machine = issue(chosen, cycles, (src,), (dst,))
+    if machine.numerics:
+        dst.put(src.array() if dst.dtype == src.dtype else src.rows())
+
+
+@instruction
+def memset(dst: Tensor, value: float, engine: Any = None) -> None:
+    """Fill dst with a number; integer tiles take integers."""
+    on_chip(dst)
+    chosen = engine_of(engine, ("vector", "gpsimd"))
+    if chosen == "gpsimd":
+        on_chip(dst, only="sbuf")
+    integer = "int" in dst.dtype
+    got = f"{value!r} into {dst.dtype}"
+    check(not integer or isinstance(value, int), got, "an integer tile takes an integer")
+    half = value == 0 and dst.dtype in costs.HALF
+    cycles = costs.gpsimd(dst) if chosen == "gpsimd" else costs.one_input(dst, 0.5 if half else 1)
+    machine = issue(chosen, cycles, (), (dst,))
+    if machine.numerics:
+        dst.array().copy_(column(value))
+
+
+def _reachable(*tensors: Tensor) -> None:
+    for each in tensors:
+        check(each.buffer != "psum", "an operand in PSUM", "since 0.3 DMA cannot reach PSUM")
+
+
+def _transfer(dst: Tensor, src: Tensor, charged: int) -> Machine:
+    """Count a transfer; each DMA engine serves eight partitions."""
+    machine = current_machine()
+    core = machine.core
+    machine.counts[machine.instruction] += 1
+    machine.counts["dma instructions"] += 1
+    machine.counts["dma bytes"] += src.size * src.storage.itemsize
+    machine.counts["dma bytes charged"] += charged
+    chips = [each for each in (dst, src) if each.storage.on_chip]
+    partitions = min([each.shape[0] for each in chips], default=128)
+    engines = min(core.dma_engines, -(-partitions // 8))
+    cost = charged / (core.dma_engine * core.dma_engines)
+    machine.timeline.issue(
+        ["dma"],
+        cost,
+        costs.DMA_START + charged / (core.dma_engine * engines) - cost,
+        [each.span() for each in (src,) if each.storage.on_chip],
+        [each.span() for each in (dst,) if each.storage.on_chip],
+    )
+    return machine

@@ -1,0 +1,94 @@
+"""What the command line asks of AWS Neuron's devices: flexattn.tune.plugin.Plugin as a module."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexattn.device import Device
+from flexattn.errors import InputError
+from flexattn.kernels.base.family import Effort
+from flexattn.measure.task import AnyTask, call_of
+from flexattn.neuron.family import NkiEffort, NkiSurvey, default_config, survey
+from flexattn.neuron.instance import Instance, instance, rungs as rungs
+from flexattn.neuron.lint import lint
+from flexattn.neuron.measure import measured
+from flexattn.neuron.model import rank, ranking_environment
+from flexattn.neuron.run import nki_path
+from flexattn.neuron.source import render_nki, render_nki_combine
+from flexattn.problem import Problem
+from flexattn.records.record import Environment, Record
+from flexattn.tune.campaign import TuneTask
+from flexattn.tune.gpu_tuner import ProblemProgress
+from flexattn.tune.method import Method
+from flexattn.tune.plugin import PluginKernel
+
+
+def check_tuning(
+    device: Device, effort: Effort, budget: float | None, storage: str | None
+) -> None:
+    """Raise InputError for what only a tuning that measures can take, where this one does not."""
+    _effort(effort)
+    if storage is not None:
+        raise InputError(f"--storage for {device.name}", "one instance tunes a problem by itself")
+    if budget is not None and _measures(device) is None:
+        raise InputError(
+            f"--budget for {device.name}",
+            "it is of a tuning that measures; this one asks a model",
+        )
+
+
+def survey_of(task: AnyTask, effort: Effort) -> NkiSurvey:
+    """As Plugin.survey_of."""
+    return survey(call_of(task).problem, task.device.name, _effort(effort))
+
+
+def tuner(progress: ProblemProgress, effort: Effort, method: Method) -> TuneTask:
+    """A tuner that measures where this is an instance of the task's device, else ranks."""
+    chosen = _effort(effort)
+
+    def tune(given: AnyTask) -> Record:
+        task = call_of(given)
+        progress.problem(task.title)
+        here = _measures(task.device)
+        if here is not None:
+            return measured(task, here, method, chosen, progress)
+        return rank(task, chosen, progress=progress)
+
+    return tune
+
+
+def environment_of(given: AnyTask) -> Environment:
+    """As Plugin.environment_of."""
+    task = call_of(given)
+    here = _measures(task.device)
+    found = ranking_environment(task)
+    return found if here is None else replace(found, triton=here.compiler)
+
+
+def render(problem: Problem, device: Device) -> PluginKernel:
+    """As Plugin.render; both kernels pass the lint."""
+    config = default_config(problem, device.name)
+    source = render_nki(problem, config, device.name, f"{problem.describe()} for {device.name}")
+    lint(source.text)
+    combine = None
+    if config.num_splits > 1:
+        merging = render_nki_combine(problem, device.name)
+        lint(merging.text)
+        combine = nki_path(merging)
+    return PluginKernel(config, source.text, nki_path(source), combine)
+
+
+def _effort(effort: Effort) -> NkiEffort:
+    if effort == "exhaustive":
+        raise InputError(
+            "--effort exhaustive for a Neuron device",
+            "it is quick or full",
+            "full leaves none out",
+        )
+    return effort
+
+
+def _measures(device: Device) -> Instance | None:
+    """This machine, where it is an instance of this device that can build and run kernels."""
+    here, _ = instance()
+    return here if here is not None and here.target == device.name else None
