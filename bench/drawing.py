@@ -7,8 +7,17 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flexattn.block_mask.visual import Picture as Mask
-from flexattn.report.drawing import Box, Drawing, DrawnShape, Label, Line, Role, Scale, axis_y
-from flexattn.report.svg import standalone
+from flexattn.report.drawing import (
+    Box,
+    Drawing,
+    DrawnShape,
+    Label,
+    Line,
+    Role,
+    Scale,
+    axis_y,
+    standalone,
+)
 
 __all__ = ["bars", "cells", "curve"]
 

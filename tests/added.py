@@ -19,7 +19,7 @@ from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper import space as hopper
 from flexattn.records.codec import decode, encode
 from flexattn.records.renderers import rendering, unlisted
-from flexattn.report.limits import limits_of
+from flexattn.report.roofline import limits_of
 from tests.problems import problem
 
 A100 = named("nvidia-a100")

@@ -12,8 +12,7 @@ from flexattn.cli.places import places, writable
 from flexattn.cli.terminal import say, say_json
 from flexattn.cli.watch import Watch
 from flexattn.errors import InputError
-from flexattn.report.collect import from_files, from_stores
-from flexattn.report.page import Written, write_page
+from flexattn.report.page import Written, from_files, from_stores, write_page
 from flexattn.report.rivals import BenchResults, read_bench
 
 

@@ -1,18 +1,16 @@
-"""What pictures of a report are made of: shapes in pixels, and scales that place values.
-
-A Picture is data: flexattn/report/svg.py writes it into the page, flexattn/report/png.py as a
-file where one is asked for.
-"""
+"""Pictures as data: shapes in pixels, scales that place values, and their text as SVG or PNG."""
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from html import escape
+from typing import Any, Literal, TypeAlias
 
 from flexattn.util.printable import one_line
 
-# What a shape stands for decides its color: of the page's style, or of COLORS in a file. Okabe and
+# The role of a shape decides its color: of the page's style, or of COLORS in a file. Okabe and
 # Ito's palette, told apart by people who see fewer colors; shapes differ too.
 Role = Literal["ink", "soft", "faint", "card", "win", "def", "oth", "heat", "r0", "r1", "r2", "r3"]
 COLORS: dict[Role, str] = {
@@ -20,12 +18,24 @@ COLORS: dict[Role, str] = {
     "win": "#0072b2", "def": "#d55e00", "oth": "#8a8f98", "heat": "#2a8a4a",
     "r0": "#d55e00", "r1": "#cc79a7", "r2": "#009e73", "r3": "#e69f00",
 }  # fmt: skip
-RIVALS: tuple[Role, ...] = ("r0", "r1", "r2", "r3", "oth")
 # A scale is logarithmic once the largest value is this many times the least.
 LOG_SPAN = 4.0
 _TICKS = 5
 # Pixels of a letter of a label, about.
 LETTER = 6.0
+# Pixels of an inch on the page, and of a PNG, sharp on dense screens; points of a page's pixel.
+_SHOWN, _DPI = 100, 200
+_POINT = 72 / _SHOWN
+# The corners of a mark, for half of its size; matplotlib's name of it.
+_CORNERS = {
+    "diamond": ((0, -1), (1, 0), (0, 1), (-1, 0)),
+    "star": (
+        (0, -1.2), (0.28, -0.39), (1.14, -0.37), (0.46, 0.15), (0.71, 0.97), (0, 0.48),
+        (-0.71, 0.97), (-0.46, 0.15), (-1.14, -0.37), (-0.28, -0.39),
+    ),
+}  # fmt: skip
+_MARKERS = {"dot": "o", "diamond": "D", "star": "*"}
+_ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 
 Point: TypeAlias = tuple[float, float]
 
@@ -105,12 +115,9 @@ class Scale:
 
     def at(self, value: float) -> float:
         """The pixel of a value."""
-        low, high, value = (
-            (math.log(each) for each in (self.low, self.high, value))
-            if self.log
-            else (self.low, self.high, value)
-        )
-        share = (value - low) / (high - low) if high > low else 0.5
+        place = math.log if self.log else float
+        low, high = place(self.low), place(self.high)
+        share = (place(value) - low) / (high - low) if high > low else 0.5
         return self.start + share * (self.end - self.start)
 
     def ticks(self) -> list[float]:
@@ -122,7 +129,10 @@ class Scale:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             found = [sub * 10.0**power for power in powers for sub in subs]
         else:
-            step = _step((self.high - self.low) / _TICKS)
+            least = (self.high - self.low) / _TICKS
+            power = 10.0 ** math.floor(math.log10(least))
+            rounded = (each * power for each in (1, 2, 2.5, 5, 10))
+            step = next(each for each in rounded if each >= least * (1 - 1e-9))
             first = math.ceil(self.low / step - 1e-9)
             found = [step * (first + i) for i in range(int((self.high - self.low) / step) + 2)]
         inside = [t for t in found if self.low * (1 - 1e-9) <= t <= self.high * (1 + 1e-9)]
@@ -161,7 +171,109 @@ def three_figures(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _step(least: float) -> float:
-    """The next round number."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(each * power for each in (1, 2, 2.5, 5, 10) if each * power >= least * (1 - 1e-9))
+def svg(picture: Drawing) -> str:
+    """The picture as an <svg> element in the colors of a page's style; every text is escaped."""
+    width, height = _short(picture.width), _short(picture.height)
+    return (
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'aria-label="{escape(one_line(picture.alt))}">{"".join(map(_svg, picture.shapes))}</svg>'
+    )
+
+
+def standalone(picture: Drawing, under: str = "") -> str:
+    """As `svg`, as a file of its own, which has its colors; white behind, for pages that are dark.
+
+    under: more of SVG, below the shapes.
+    """
+    roles = sorted({shape.role for shape in picture.shapes})
+    style = "text{font:12px Helvetica,Arial,sans-serif}.l{fill:none}" + "".join(
+        f".l.{role}{{stroke:{COLORS[role]}}}.f.{role}{{fill:{COLORS[role]}}}" for role in roles
+    )
+    head, shapes = svg(picture).split(">", 1)
+    return (
+        f'{head} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>'
+        f'<rect width="100%" height="100%" fill="#fff"/>{under}{shapes}\n'
+    )
+
+
+def _svg(shape: DrawnShape) -> str:
+    match shape:
+        case Line(points, role, width):
+            return f'<path class="l {role}" d="{_path(points)}"{_stroke(width)}/>'
+        case Dots(points, role, size, "dot"):
+            # A stroke of no length with round ends is a dot: a few bytes each.
+            rounded = dict.fromkeys((round(x, 1), round(y, 1)) for x, y in points)
+            path = "".join(f"M{_pair(point)}h0" for point in rounded)
+            return f'<path class="l o {role}" d="{path}"{_stroke(size)}/>'
+        case Dots(points, role, size, mark):
+            half, corners = size / 2, _CORNERS[mark]
+            marks = ([(x + half * dx, y + half * dy) for dx, dy in corners] for x, y in points)
+            return f'<path class="f {role}" d="{"".join(f"{_path(each)}Z" for each in marks)}"/>'
+        case Box(x, y, width, height, role, opacity, framed):
+            more = ' stroke-width="2.5"' * framed
+            more += f' opacity="{_short(opacity, 2)}"' * (opacity != 1)
+            return (
+                f'<rect class="{"l" if framed else "f"} {role}" x="{_short(x)}" y="{_short(y)}" '
+                f'width="{_short(width)}" height="{_short(height)}"{more}/>'
+            )
+        case Label(x, y, text, role, anchor, turned):
+            more = f' text-anchor="{anchor}"' * (anchor != "start")
+            more += f' transform="rotate(-60 {_short(x)} {_short(y)})"' * turned
+            place = f'x="{_short(x)}" y="{_short(y)}"'
+            return f'<text class="f {role}" {place}{more}>{escape(one_line(text))}</text>'
+
+
+def _stroke(width: float) -> str:
+    return "" if width == 1 else f' stroke-width="{_short(width)}"'
+
+
+def _path(points: tuple[Point, ...] | list[Point]) -> str:
+    return "M" + "L".join(map(_pair, points))
+
+
+def _pair(point: Point) -> str:
+    return f"{_short(point[0])},{_short(point[1])}"
+
+
+def _short(value: float, digits: int = 1) -> str:
+    return f"{value:.{digits}f}".rstrip("0").rstrip(".") or "0"
+
+
+def png(picture: Drawing) -> bytes:
+    """The picture as a PNG by matplotlib, for where no page is shown; equal for equal pictures."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # A `$` in a title is a character, not the start of a formula.
+    with matplotlib.rc_context({"text.parse_math": False}):
+        size = picture.width / _SHOWN, picture.height / _SHOWN
+        figure = Figure(figsize=size, dpi=_DPI, facecolor=COLORS["card"])
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set(xlim=(0, picture.width), ylim=(picture.height, 0))
+        axes.axis("off")
+        for order, shape in enumerate(picture.shapes):
+            _draw(axes, shape, order)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _draw(axes: Any, shape: DrawnShape, order: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    common: dict[str, Any] = {"color": COLORS[shape.role], "zorder": order}
+    match shape:
+        case Line(points, _, width):
+            axes.plot(*zip(*points, strict=True), lw=width * _POINT, **common)
+        case Dots(points, _, size, mark):
+            xy = zip(*points, strict=True)
+            axes.plot(*xy, _MARKERS[mark], ms=size * _POINT, mew=0, **common)
+        case Box(x, y, width, height, _, opacity, framed):
+            common |= {"fill": not framed, "alpha": opacity, "lw": 2 * framed}
+            axes.add_patch(Rectangle((x, y), width, height, **common))
+        case Label(x, y, text, _, anchor, turned):
+            common |= {"rotation": 60} if turned else {}
+            axes.text(
+                x, y, one_line(text), ha=_ANCHORS[anchor], va="baseline", fontsize=11 * _POINT,
+                rotation_mode="anchor", **common,
+            )  # fmt: skip

@@ -1,10 +1,9 @@
-"""The pictures of one problem: its space from above, every config, what mattered, the roofline.
-
-Each is as wide as a phone's screen; a wide page sets them side by side.
-"""
+"""The pictures of one problem, as wide as a phone's screen, and those over many problems."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from flexattn.records.record import Record
@@ -17,6 +16,7 @@ from flexattn.report.drawing import (
     DrawnShape,
     Label,
     Line,
+    Point,
     Role,
     Scale,
     axis_x,
@@ -24,15 +24,27 @@ from flexattn.report.drawing import (
     clipped_label,
     three_figures,
 )
-from flexattn.report.importance import Importance
-from flexattn.report.limits import limits_of
-from flexattn.report.roofline import products_of, reach, work
+from flexattn.report.numbers import Importance
+from flexattn.report.rivals import BenchResults
+from flexattn.report.roofline import limits_of, products_of, reach, work
+from flexattn.report.summary import Summary
 
 _WIDTH = 340.0
 # Panels of a row in the picture of axes, the height of one, and what labels take below it.
 _COLUMNS, PANEL, GAP = 3, 78.0, 52.0
 # Letters of a line of the width, about.
 _LETTERS = 54
+# The bar of a speedup in a table: its width and height.
+BAR = (70.0, 12.0)
+# The picture of rivals: its width, letters of a line, the height of a row, and a color each.
+_WIDE, _WIDE_LETTERS, ROW = 360.0, 58, 30.0
+_RIVALS: tuple[Role, ...] = ("r0", "r1", "r2", "r3", "oth")
+_DENSITY = {
+    "exact": "",
+    "class": " The mask's class gives its density to a factor of about 1.4.",
+    "unknown": " The mask's density is not recorded: rates are upper bounds.",
+}
+_BOUND = {"compute": "arithmetic", "memory": "memory bandwidth"}
 
 
 class Mark(NamedTuple):
@@ -62,15 +74,13 @@ def pictures(record: Record, mattered: Importance, name: str) -> tuple[Drawing, 
 
 def map_of(record: Record, seen: numbers.Landscape, name: str) -> Drawing:
     """Heat map of the best median over two axes, the default's and the winner's cells framed."""
-    best = min(us for row in seen.best for us in row if us is not None)
-    worst = max(us for row in seen.best for us in row if us is not None) / best
+    known = [us for row in seen.best for us in row if us is not None]
+    best, worst = min(known), max(known) / min(known)
     rows, columns = ([numbers.label(v) for v in axis] for axis in (seen.rows, seen.columns))
-    left = 8 + LETTER * max(map(len, rows))
+    left, top = 8 + LETTER * max(map(len, rows)), 20.0
     width, height = (_WIDTH - left) / len(columns), 34.0
-    turned = max(map(len, columns)) * LETTER > width
-    top = 20.0
-    shapes: list[DrawnShape] = [Label(0, 12, f"{seen.row_axis} by {seen.column_axis}")]
     bottom = top + height * len(rows)
+    shapes: list[DrawnShape] = [Label(0, 12, f"{seen.row_axis} by {seen.column_axis}")]
     for i, row in enumerate(seen.best):
         y = top + i * height
         shapes.append(Label(left - 5, y + height / 2 + 4, rows[i], anchor="end"))
@@ -80,16 +90,16 @@ def map_of(record: Record, seen: numbers.Landscape, name: str) -> Drawing:
         config = record.trials[mark.trial].config
         if type(config) is not type(record.config):
             continue  # another template: it is not on this map
-        y_of, x_of = (numbers.on_axis(config, axis) for axis in (seen.row_axis, seen.column_axis))
+        y_of, x_of = (getattr(config, axis) for axis in (seen.row_axis, seen.column_axis))
         if y_of in seen.rows and x_of in seen.columns:
             x, y = left + seen.columns.index(x_of) * width, top + seen.rows.index(y_of) * height
             inset = 3.5 if mark.role == "def" else 1.5
             sizes = width - 2 * inset, height - 2 * inset
             shapes.append(Box(x + inset, y + inset, *sizes, mark.role, framed=True))
-    for j, text in enumerate(columns):
-        anchor: Literal["end", "middle"] = "end" if turned else "middle"
-        shapes.append(Label(left + (j + 0.5) * width, bottom + 14, text, "soft", anchor, turned))
-    deep = 20 + turned * LETTER * max(map(len, columns))
+    letters = max(map(len, columns))
+    turned = letters * LETTER > width
+    places = [left + (j + 0.5) * width for j in range(len(columns))]
+    shapes += _named(places, columns, bottom + 14, turned)
     caption = (
         f"The best median over all other numbers, in µs and as a multiple of the best "
         f"({three_figures(best)} µs). Blue frame: the winner's cell; orange: the static default's."
@@ -99,7 +109,15 @@ def map_of(record: Record, seen: numbers.Landscape, name: str) -> Drawing:
         f"({', '.join(columns)}): the best cell takes {three_figures(best)} microseconds, "
         f"the worst {worst:.2f} times that."
     )
+    deep = 20 + turned * LETTER * letters
     return Drawing(name, _WIDTH, bottom + deep, tuple(shapes), alt, caption)
+
+
+def _named(places: list[float], texts: list[str], y: float, turned: bool) -> list[DrawnShape]:
+    """The names of an axis' values below their places, upwards where they would touch."""
+    anchor: Literal["end", "middle"] = "end" if turned else "middle"
+    found = zip(places, texts, strict=True)
+    return [Label(x, y, text, "soft", anchor, turned) for x, text in found]
 
 
 def _cell(
@@ -122,24 +140,19 @@ def ranking(record: Record, name: str) -> Drawing:
     times = numbers.timed(record)
     y = Scale(min(t.low for t in times), max(t.high for t in times), 165, 30)
     x = Scale(0, max(len(times) - 1, 1), 50, _WIDTH - 10)
-    places = {each.trial: (x.at(rank), y.at(each.us)) for rank, each in enumerate(times)}
     shapes: list[DrawnShape] = axis_y(y, 42, _WIDTH, "µs a call, configs from the fastest on")
     for rank, each in enumerate(times):
         shapes.append(Line(((x.at(rank), y.at(each.low)), (x.at(rank), y.at(each.high))), "oth"))
-    shapes.append(Dots(tuple(places.values()), "oth"))
-    lines = []
-    for mark in _marks(record):
-        if mark.trial in places:
-            shapes.append(Dots((places[mark.trial],), mark.role, 11, mark.mark))
-            told = f"{mark.word}: {numbers.short_config(record.trials[mark.trial].config)}"
-            lines.append((mark, clipped_label(told, _LETTERS)))
-    shapes += _legend(lines, 185)
+    points = {each.trial: (x.at(rank), y.at(each.us)) for rank, each in enumerate(times)}
+    marked, height = _marked(
+        record, points, lambda trial: numbers.short_config(record.trials[trial].config), 185
+    )
     caption = "Each dot is a config: the median of its rounds, with a bar between the quartiles."
     alt = (
         f"{len(times)} configs from {three_figures(times[0].us)} to {three_figures(times[-1].us)} "
         "microseconds, the fastest first."
     )
-    return Drawing(name, _WIDTH, 180 + 16 * len(lines), tuple(shapes), alt, caption)
+    return Drawing(name, _WIDTH, height, (*shapes, *marked), alt, caption)
 
 
 def what_mattered(record: Record, mattered: Importance, name: str) -> Drawing:
@@ -171,14 +184,12 @@ def what_mattered(record: Record, mattered: Importance, name: str) -> Drawing:
         values = [value for value, _, _ in effect.values]
         x = Scale(0, max(len(values) - 1, 1), left + 14, left + across - 10)
         at = {value: x.at(number) for number, value in enumerate(values)}
-        dots = [(at[numbers.on_axis(t.config, effect.axis)], y.at(t.us / best)) for t in times]
+        dots = [(at[getattr(t.config, effect.axis)], y.at(t.us / best)) for t in times]
         lowest = tuple((at[value], y.at(us / best)) for value, us, _ in effect.values)
         shapes += [Dots(tuple(dots), "oth", 3.5), Line(lowest, "win"), Dots(lowest, "win", 5)]
         told = [clipped_label(numbers.label(value), 7) for value in values]
         turned = len("".join(told)) * LETTER > across - 20
-        anchor: Literal["end", "middle"] = "end" if turned else "middle"
-        for value, text in zip(values, told, strict=True):
-            shapes.append(Label(at[value], high + PANEL + 14, text, "soft", anchor, turned))
+        shapes += _named([at[value] for value in values], told, high + PANEL + 14, turned)
     costs = ", ".join(f"{each.axis} {each.cost:.0%}" for each in found)
     caption = (
         "Time over the best at each value. Grey: every timed config; blue: the best at each "
@@ -208,14 +219,10 @@ def roofline(record: Record, name: str) -> Drawing:
         *axis_y(y, 42, _WIDTH, f"TFLOP/s, under a roof of {told}"),
         *axis_x(x, 30, 165, "FLOP a byte"),
         Line(tuple((x.at(a), y.at(b)) for a, b in roof), "ink", 1.6),
-        Dots(tuple(points.values()), "oth"),
     ]
-    lines = []
-    for mark in _marks(record):
-        if mark.trial in points:
-            shapes.append(Dots((points[mark.trial],), mark.role, 11, mark.mark))
-            lines.append((mark, f"{mark.word}: {rates[mark.trial].share:.0%} of the limit"))
-    shapes += _legend(lines, 213)
+    marked, height = _marked(
+        record, points, lambda trial: f"{rates[trial].share:.0%} of the limit", 213
+    )
     got = reach(record, times[0].us)
     caption = (
         f"At {three_figures(done.intensity)} FLOP a byte the limit is "
@@ -226,23 +233,24 @@ def roofline(record: Record, name: str) -> Drawing:
         f"Roofline of {record.environment.device}: {told}. The fastest config reaches "
         f"{got.tflops:.3g} TFLOP/s and {got.bandwidth:.3g} TB/s."
     )
-    return Drawing(name, _WIDTH, 208 + 16 * len(lines), tuple(shapes), alt, caption)
+    return Drawing(name, _WIDTH, height, (*shapes, *marked), alt, caption)
 
 
-_DENSITY = {
-    "exact": "",
-    "class": " The mask's class gives its density to a factor of about 1.4.",
-    "unknown": " The mask's density is not recorded: rates are upper bounds.",
-}
-_BOUND = {"compute": "arithmetic", "memory": "memory bandwidth"}
+def _marked(
+    record: Record, points: dict[int, Point], words: Callable[[int], str], top: float
+) -> tuple[list[DrawnShape], float]:
+    """A dot for each trial, the default's and the winner's marks, and a legend from `top` on.
 
-
-def _legend(lines: list[tuple[Mark, str]], top: float) -> list[DrawnShape]:
-    shapes: list[DrawnShape] = []
-    for place, (mark, text) in enumerate(lines):
+    words: of a marked trial in the legend. The second value is the height of the picture.
+    """
+    marks = [mark for mark in _marks(record) if mark.trial in points]
+    shapes: list[DrawnShape] = [Dots(tuple(points.values()), "oth")]
+    shapes += [Dots((points[mark.trial],), mark.role, 11, mark.mark) for mark in marks]
+    for place, mark in enumerate(marks):
         y = top + 16 * place
+        text = clipped_label(f"{mark.word}: {words(mark.trial)}", _LETTERS)
         shapes += [Dots(((6, y - 4),), mark.role, 9, mark.mark), Label(16, y, text)]
-    return shapes
+    return shapes, top - 5 + 16 * len(marks)
 
 
 def _marks(record: Record) -> list[Mark]:
@@ -254,3 +262,64 @@ def _marks(record: Record) -> list[Mark]:
         Mark(decision.default, "def", "diamond", "default"),
         Mark(decision.winner, "win", "star", "winner"),
     ]
+
+
+def bar(summary: Summary, most: float) -> Drawing | None:
+    """A winner's speedup with its 95 % interval, from 1 to `most`; None for the default's."""
+    if not summary.changed or summary.speedup is None:
+        return None
+    assert summary.low is not None and summary.high is not None
+    width, height = BAR
+    scale = Scale(min(1.0, summary.low), max(most, summary.high), 3, width - 3)
+    middle = height / 2
+    low, one, value, high = (
+        scale.at(each) for each in (summary.low, 1.0, summary.speedup, summary.high)
+    )
+    shapes = (
+        Line(((one, 0), (one, height)), "oth"),
+        Line(((one, middle), (value, middle)), "win", 5),
+        Line(((low, middle), (high, middle)), "ink"),
+    )
+    alt = f"{summary.speedup:.3f}, between {summary.low:.3f} and {summary.high:.3f}"
+    return Drawing("speedup", width, height, shapes, alt, "")
+
+
+def rivals_beside(bench: BenchResults, name: str) -> Drawing | None:
+    """Each rival's time over ours, every row of the bench a line; right of 1, ours is faster."""
+    found = [
+        (row.name, [each for each in row.rivals if not math.isnan(each.ratio.value)])
+        for row in bench.rows
+    ]
+    rows = [(name, rivals) for name, rivals in found if rivals]
+    if not rows:
+        return None
+    names = bench.rivals
+    roles = {rival: _RIVALS[min(place, len(_RIVALS) - 1)] for place, rival in enumerate(names)}
+    known = [each.ratio.value for _, rivals in rows for each in rivals]
+    scale = Scale(min(*known, 0.9), max(*known, 1.1), 8, _WIDE - 8)
+    top = 8.0 + 16 * len(names)
+    bottom = top + ROW * len(rows) + 6
+    shapes: list[DrawnShape] = []
+    for place, rival in enumerate(names):
+        shapes += [Dots(((6, 10 + 16 * place),), roles[rival], 8)]
+        shapes += [Label(16, 14 + 16 * place, clipped_label(rival, _WIDE_LETTERS))]
+    shapes += axis_x(scale, top, bottom, "rival's time / ours")
+    shapes.append(Line(((scale.at(1), top), (scale.at(1), bottom)), "ink"))
+    for place, (title, rivals) in enumerate(rows):
+        y = top + ROW * place + 14
+        shown = clipped_label(title, _WIDE_LETTERS)
+        shapes += [Box(0, y - 10, LETTER * len(shown), 13, "card"), Label(0, y, shown, "ink")]
+        for each in rivals:
+            shapes.append(Dots(((scale.at(each.ratio.value), y + 9),), roles[each.name], 8))
+    counted = f"All {len(rows)} rows."
+    if len(rows) < len(bench.rows):
+        counted = f"{len(rows)} of {len(bench.rows)} rows; the others have no time beside ours."
+    caption = (
+        f"{counted} Right of the line at 1, flexattn is faster. "
+        "Ratios are medians of paired rounds."
+    )
+    alt = (
+        f"{len(rows)} rows of the bench {bench.name}: rivals' time over ours, from "
+        f"{min(known):.2f} to {max(known):.2f}."
+    )
+    return Drawing(name, _WIDE, bottom + 34, tuple(shapes), alt, caption)

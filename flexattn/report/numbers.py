@@ -13,6 +13,9 @@ from flexattn.records.record import Record, Trial
 
 _Value = int | str  # of one field of a config; switches are False and True
 
+# PED-ANOVA sets the best quarter beside all. A smaller group would be a handful of configs, which
+# agree in much by chance; with fewer configs than this, so would the quarter.
+_BEST, FEWEST = 0.25, 16
 # The plane of the landscape: the first pair of axes that both vary, else the first two that do.
 PLANES = (("BLOCK_M", "BLOCK_N"), ("BLOCK_N", "num_splits"))
 
@@ -61,6 +64,14 @@ class Effect:
 
 
 @dataclass(frozen=True, slots=True)
+class Importance:
+    """Share of each axis, all of them 1, the largest first; empty with the reason in `note`."""
+
+    shares: tuple[tuple[str, float], ...]
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
 class Reason:
     """Configs without a time: the stage that stopped them, why, how many, and an example."""
 
@@ -94,13 +105,7 @@ def config_axes(record: Record) -> tuple[str, ...]:
     """The numbers in which comparable configs differ, in the config's order."""
     configs = [each.config for each in comparable(record)]
     names = [field.name for field in fields(record.config)]
-    return tuple(n for n in names if len({on_axis(c, n) for c in configs}) > 1)
-
-
-def on_axis(config: Config, axis: str) -> _Value:
-    """A config's value."""
-    value: _Value = getattr(config, axis)
-    return value
+    return tuple(n for n in names if len({getattr(c, n) for c in configs}) > 1)
 
 
 def landscape(record: Record) -> Landscape | None:
@@ -111,7 +116,7 @@ def landscape(record: Record) -> Landscape | None:
     plane = next((p for p in PLANES if set(p) <= set(varying)), varying[:2])
     best: dict[tuple[_Value, _Value], float] = {}
     for each in reversed(comparable(record)):  # the fastest comes last and stays
-        best[on_axis(each.config, plane[0]), on_axis(each.config, plane[1])] = each.us
+        best[getattr(each.config, plane[0]), getattr(each.config, plane[1])] = each.us
     rows, columns = _ordered(row for row, _ in best), _ordered(column for _, column in best)
     return Landscape(
         plane[0],
@@ -129,12 +134,63 @@ def effects(record: Record) -> tuple[Effect, ...]:
     for axis in config_axes(record):
         by_value: dict[_Value, list[float]] = {}
         for each in times:
-            by_value.setdefault(on_axis(each.config, axis), []).append(each.us)
+            by_value.setdefault(getattr(each.config, axis), []).append(each.us)
         found_values = _ordered(by_value)
         values = tuple((v, min(by_value[v]), len(by_value[v])) for v in found_values)
         best = [us for _, us, _ in values]
         found.append(Effect(axis, values, max(best) / min(best) - 1))
     return tuple(sorted(found, key=lambda effect: -effect.cost))
+
+
+def importance(record: Record) -> Importance:
+    """Optuna's PED-ANOVA importances over the timed configs of one record.
+
+    It asks which axes set the best quarter of the configs apart from the rest, so it is about the
+    winners and not about how bad the worst are. Empty without Optuna or with too few configs.
+    """
+    times, names = comparable(record), config_axes(record)
+    if len(names) < 2 or len(times) < FEWEST:
+        return Importance(
+            (),
+            f"How much each number matters is ranked from {FEWEST} timed configs and two numbers "
+            f"that vary on; here are {len(times)} and {len(names)}, so what the worst value of "
+            "each costs stands alone.",
+        )
+    try:
+        shares = _shares(times, names)
+    except ModuleNotFoundError as error:
+        return Importance((), f"Importances need {error.name}: pip install 'flexattn[tune]'.")
+    total = sum(shares.values())
+    if not total > 0:
+        return Importance((), "No number sets the best quarter of configs apart from the rest.")
+    ranked = sorted(shares.items(), key=lambda item: -item[1])
+    return Importance(tuple((name, share / total) for name, share in ranked), "")
+
+
+def _shares(times: tuple[Timed, ...], names: tuple[str, ...]) -> dict[str, float]:
+    import optuna
+    from optuna.distributions import BaseDistribution, CategoricalDistribution
+
+    # Values as categories: True would be equal to 1.
+    rows = [{name: str(getattr(each.config, name)) for name in names} for each in times]
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        study = optuna.create_study(direction="minimize")
+        distributions: dict[str, BaseDistribution] = {
+            name: CategoricalDistribution(sorted({values[name] for values in rows}))
+            for name in names
+        }
+        study.add_trials([
+            optuna.trial.create_trial(
+                params=values, distributions=distributions, value=each.us
+            )
+            for each, values in zip(times, rows, strict=True)
+        ])  # fmt: skip
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=_BEST)
+        return optuna.importance.get_param_importances(study, evaluator=evaluator)
+    finally:
+        optuna.logging.set_verbosity(before)
 
 
 def gain(record: Record) -> Ratio:
@@ -158,7 +214,8 @@ def gain(record: Record) -> Ratio:
 def untimed_reasons(record: Record) -> tuple[Reason, ...]:
     """Why configs have no time: those not built by a rule or for want of time, then the others."""
     rejected = [
-        Reason("not built", name, count) for name, count in sorted(record.rejected, key=_by_count)
+        Reason("not built", name, count)
+        for name, count in sorted(record.rejected, key=lambda each: -each[1])
     ]
     failed: dict[tuple[str, str], list[Trial]] = {}
     for trial in record.trials:
@@ -218,10 +275,6 @@ def _example(trial: Trial) -> str:
 def _ordered(values: Iterable[_Value]) -> tuple[_Value, ...]:
     """Each value once; numbers by size, words by the alphabet."""
     return tuple(sorted(set(values), key=lambda value: (isinstance(value, str), value)))
-
-
-def _by_count(item: tuple[str, int]) -> int:
-    return -item[1]
 
 
 def _quartiles(samples: Sequence[float]) -> tuple[float, float, float]:

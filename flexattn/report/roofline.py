@@ -1,4 +1,4 @@
-"""Useful work of a problem, and how near a time comes to what the device can do."""
+"""What a device allows: its limits, how near a time comes to them, and how much of it is busy."""
 
 from __future__ import annotations
 
@@ -6,14 +6,39 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from flexattn.device import KNOWN, LIMITS, Device
+from flexattn.device.limits import Limits
+from flexattn.device.neuroncore import KIB
 from flexattn.kernels.paged_decode.config import SERVING_ITEMSIZE as SERVED
 from flexattn.problem import ITEMSIZE
 from flexattn.records.key import PRODUCT_WORDS, Key
-from flexattn.records.record import Record
-from flexattn.report.limits import limits_of
+from flexattn.records.record import Record, Trial
 from flexattn.serving.tuned import batch_lengths
 
 Density = Literal["exact", "class", "unknown"]
+# Cards that share a name with one of the table and do less: part of the name, as data sheets say.
+_CARDS: tuple[tuple[str, Limits], ...] = (
+    # NVIDIA H200 data sheet: the NVL card has the SXM's memory and a lower power limit.
+    ("h200-nvl", Limits(835.5, 417.5, 60.0, 4.8)),
+    # NVIDIA H100 data sheet: NVL, PCIe.
+    ("h100-nvl", Limits(835.5, 417.5, 60.0, 3.9)),
+    ("h100-pcie", Limits(756.5, 378.0, 51.0, 2.0)),
+    # NVIDIA A100 data sheet: 40 GB.
+    ("a100-sxm4-40gb", Limits(312.0, 156.0, 19.5, 1.555)),
+    ("a100-pcie-40gb", Limits(312.0, 156.0, 19.5, 1.555)),
+)
+# CUDA programming guide, technical specifications per compute capability: most threads of an SM,
+# its shared memory in KiB, and the most blocks.
+_SM: dict[str, tuple[int, int, int]] = {
+    "sm_80": (2048, 164, 32),
+    "sm_86": (1536, 100, 16),
+    "sm_89": (1536, 100, 24),
+    "sm_90": (2048, 228, 32),
+    "sm_100": (2048, 228, 32),
+    "sm_120": (1536, 100, 24),
+}
+# What the driver keeps of each block's shared memory, and in which units a warp takes registers.
+_RESERVED, _UNIT = KIB, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +151,44 @@ def _kept(mask_class: str) -> tuple[float, Density]:
         return 1.0, "exact"
     found = re.match(r"d1(?:/(\d+))?\b", mask_class)
     return (1 / int(found.group(1) or 1), "class") if found else (1.0, "unknown")
+
+
+def limits_of(device: str) -> Limits | None:
+    """The limits of a device by its name ("nvidia-h200", "nvidia-h100-80gb-hbm3"), if known."""
+    name = device.lower().replace(" ", "-")
+    # Drivers leave the maker out; the longer name comes before one that is a part of it.
+    models = ((each.partition("-")[2].removesuffix("-graphics"), each) for each in LIMITS)
+    known = ((model, LIMITS[each]) for model, each in sorted(models, key=lambda m: -len(m[0])))
+    return next((limits for part, limits in (*_CARDS, *known) if part in name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Blocks that one SM holds at once, and what would be lacking for another."""
+
+    blocks: int
+    limit: str
+
+
+def recorded_device(name: str, arch: str) -> Device | None:
+    """The device behind a record's environment: by name, else the first of its arch."""
+    if name in KNOWN:
+        return KNOWN[name]
+    return next((device for device in KNOWN.values() if device.arch == arch), None)
+
+
+def occupancy(trial: Trial, device: Device) -> Occupancy | None:
+    """Blocks per SM of a built config; None for AMD, or where its registers are not recorded."""
+    if device.arch not in _SM or not trial.registers:
+        return None
+    threads, shared, blocks = _SM[device.arch]
+    size = trial.config.num_warps * device.warp_size
+    warp = -(-trial.registers * device.warp_size // _UNIT) * _UNIT
+    counts = {
+        "registers": device.registers // warp // trial.config.num_warps,
+        "shared memory": shared * KIB // (trial.shared_memory + _RESERVED),
+        "threads": threads // size,
+        "blocks": blocks,
+    }
+    least = min(counts, key=lambda name: counts[name])
+    return Occupancy(counts[least], least)

@@ -6,23 +6,29 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flexattn.records.key import Key
-from flexattn.records.record import Record, Trial
-from flexattn.report.importance import Importance, importance
-from flexattn.report.limits import limits_of
+from flexattn.records.record import Record
 from flexattn.report.numbers import (
+    Importance,
     Reason,
     comparable,
     effects,
     gain,
+    importance,
     landscape,
     short_config,
     timed,
     untimed_reasons,
 )
-from flexattn.report.occupancy import occupancy, recorded_device
-from flexattn.report.rivals import BenchResults, RivalRow
-from flexattn.report.roofline import Density, Reach, reach, work
+from flexattn.report.rivals import BenchResults
+from flexattn.report.roofline import (
+    Density,
+    Reach,
+    limits_of,
+    occupancy,
+    reach,
+    recorded_device,
+    work,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,18 +164,14 @@ def _missing(record: Record, known: bool, unranked: str) -> Iterator[str]:
         yield "The compiler's registers and shared memory were not recorded."
 
 
-def _sizes(key: Key, measured: tuple[int, int, int]) -> str:
-    """Heads, sizes and head dimension in one line, the sizes as they were measured."""
-    B, q_len, kv_len = measured
+def _problem(record: Record) -> str:
+    """Kind, dtype, heads and sizes as they were measured, and what the mods are, in one line."""
+    key, (B, q_len, kv_len) = record.key, record.sizes
     dims = str(key.head_dim_qk)
     if key.head_dim_v != key.head_dim_qk:
         dims += f"/{key.head_dim_v}"
-    return f"B={B} Hq={key.Hq} Hkv={key.Hkv} q_len={q_len} kv_len={kv_len} D={dims}"
-
-
-def _problem(record: Record) -> str:
-    key = record.key
-    parts = [f"{key.kind} {key.dtype} {_sizes(key, record.sizes)}"]
+    sizes = f"B={B} Hq={key.Hq} Hkv={key.Hkv} q_len={q_len} kv_len={kv_len} D={dims}"
+    parts = [f"{key.kind} {key.dtype} {sizes}"]
     parts += ["score_mod"] * bool(key.score) + ["mask_mod"] * bool(key.mask)
     if key.blocks:
         parts.append(f"blocks {key.blocks}")
@@ -197,24 +199,19 @@ def _side(record: Record, index: int) -> Side:
         shared_memory=trial.shared_memory if built else None,
         blocks=held.blocks if held else None,
         limit=held.limit if held else "",
-        error=_gate(trial)[0],
-        budget=_gate(trial)[1],
+        error=trial.gate.error if trial.gate else None,
+        budget=trial.gate.budget if trial.gate else None,
         reach=reach(record, found.us) if found else None,
     )
 
 
-def _gate(trial: Trial) -> tuple[float | None, float | None]:
-    return (trial.gate.error, trial.gate.budget) if trial.gate else (None, None)
-
-
 def _best_torch(record: Record, benches: tuple[BenchResults, ...]) -> tuple[str, float] | None:
     """torch's own best on the bench's row of this title, with its time over ours."""
-    rows = [bench.row(record.title) for bench in benches if record.title]
-    found: list[tuple[str, float]] = [
+    found = [
         (rival.name, rival.ratio.value)
-        for row in rows
-        if isinstance(row, RivalRow)
+        for bench in benches
+        if record.title and (row := bench.row(record.title)) is not None
         for rival in row.rivals
         if rival.name.startswith("torch") and not math.isnan(rival.ratio.value)
     ]
-    return min(found, key=lambda each: each[1]) if found else None
+    return min(found, key=lambda each: each[1], default=None)

@@ -9,7 +9,7 @@ import pytest
 from flexattn.device.neuroncore import CORES
 from flexattn.neuron import plugin
 from flexattn.records.store import Store
-from flexattn.report.collect import UNTIMED, from_files, from_stores
+from flexattn.report.page import UNTIMED, from_files, from_stores
 
 WORKLOAD = """
 dtype = "bfloat16"

@@ -12,10 +12,8 @@ from flexattn.errors import InputError
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records.record import Decision, Failed, Trial
 from flexattn.report import numbers, rivals
-from flexattn.report.importance import FEWEST, importance
-from flexattn.report.limits import limits_of
-from flexattn.report.occupancy import occupancy, recorded_device
-from flexattn.report.roofline import reach, work
+from flexattn.report.numbers import FEWEST, importance
+from flexattn.report.roofline import limits_of, occupancy, reach, recorded_device, work
 from flexattn.report.summary import summarize
 from tests.records import HERE, decode_record, key, prefill_record
 

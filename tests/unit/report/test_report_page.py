@@ -20,9 +20,8 @@ from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.records.codec import encode_record
 from flexattn.records.record import Decision, Failed
 from flexattn.records.store import Store
-from flexattn.report.collect import from_stores
 from flexattn.report.numbers import config_axes
-from flexattn.report.page import PAGE, html, write_page
+from flexattn.report.page import PAGE, from_stores, html, write_page
 from flexattn.report.rivals import read_bench
 from tests.browser import asked, needs_chromium, opened
 from tests.records import decode_record, prefill_record
@@ -104,7 +103,7 @@ def test_every_picture_is_drawn_in_the_page_with_words(written):
 
 def test_pictures_are_files_where_that_is_asked_for(tmp_path):
     written = write_page([prefill_record(HOSTILE)], tmp_path, [read_bench(BENCH)], as_png=True)
-    assert len(written.pictures) == 5
+    assert len(written.pictures) == 5 and written.pictures[0].name == "decode.png"
     for path in written.pictures:
         assert re.fullmatch(r"[a-z0-9-]+\.png", path.name)
         data = path.read_bytes()
