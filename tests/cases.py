@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexattn import catalogue
 from flexattn.catalogue import Built, Case, Setup
-from flexattn.catalogue.entry import BLOCK
+from flexattn.catalogue.cases import BLOCK
 from flexattn.mods.signatures import ScoreMod
 from tests import odd_mods
 from tests.odd_mods import causal_score, checkerboard, half_precision_bias, nested

@@ -13,8 +13,7 @@ Of structure: natten_2d, sliding_tile_3d, flamingo, transfusion, tree, block_tab
 Of scores: softcap, alibi, relative_bias, t5_bias, head_bias, length_temperature, scaled.
 """
 
-from flexattn.catalogue.cases import CASES, case
-from flexattn.catalogue.entry import Built, Case, Setup
+from flexattn.catalogue.cases import CASES, Built, Case, Setup, case
 from flexattn.catalogue.masks import (
     block_table,
     causal,
@@ -23,11 +22,16 @@ from flexattn.catalogue.masks import (
     document,
     document_ids,
     document_offsets,
+    flamingo,
     head_windows,
+    natten_2d,
     noop,
     padding,
     prefix_lm,
+    sliding_tile_3d,
     sliding_window,
+    transfusion,
+    tree,
 )
 from flexattn.catalogue.scores import (
     alibi,
@@ -39,7 +43,6 @@ from flexattn.catalogue.scores import (
     softcap,
     t5_bias,
 )
-from flexattn.catalogue.structures import flamingo, natten_2d, sliding_tile_3d, transfusion, tree
 
 __all__ = [
     "CASES",

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexattn.block_mask.visual import visualize
-from flexattn.block_mask.visual.picture import Picture
+from flexattn.block_mask.visual import Picture, visualize
 from flexattn.cli.workloads import DemoWorkload
 
 _RIVAL, _OURS = "#f0a848", "#3b6ea5"

@@ -65,7 +65,6 @@ LOOSE = {"__init__.py", "__main__.py", "errors.py", "settings.py", "gluon_api.py
 # Fronts that users and their type checkers read.
 LISTED = {
     *("__init__.py", "catalogue/__init__.py", "serving/__init__.py"),
-    "block_mask/visual/__init__.py",
 }
 # Folders that nothing imports but what is named: the registry's row finds the first by its name.
 PLUGINS = {"neuron": set(), "report": {"cli/report.py"}}
