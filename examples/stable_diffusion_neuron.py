@@ -22,7 +22,7 @@ from flexattn.kernels.base.config import describe
 from flexattn.measure.task import Task
 from flexattn.mods import bind
 from flexattn.neuron.config import NkiPrefillConfig
-from flexattn.neuron.family import survey
+from flexattn.neuron.family import target_survey
 from flexattn.neuron.model import nki_estimate
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape, make_problem
@@ -51,7 +51,7 @@ def compare(target, mixed, is_causal):
     """(the task, the tutorial's tiling, the best config) with their estimates."""
     task = task_of(target, "float32" if mixed else "bfloat16", is_causal)
     configs = [
-        replace(each, mixed=mixed) for each in survey(task.problem, target, "quick").configs
+        replace(each, mixed=mixed) for each in target_survey(task.problem, target, "quick").configs
     ]
     mask = configs[0].mask
     tutorial = NkiPrefillConfig(128, 128, LENGTH, 1, 1, 1, mask=mask, mixed=mixed)

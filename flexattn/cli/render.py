@@ -141,7 +141,7 @@ def _rendered_nki(
         )
     if problem.structure.kind == "backward":
         raise InputError(f"--kind backward for {device.name}", "gradients run on GPUs")
-    kernel = plugin.render(problem, device)
+    kernel = plugin.render_kernel(problem, device)
     structure, expr = problem.structure, "expr" in wanted
     return Rendered(
         problem.describe(),

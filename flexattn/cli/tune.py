@@ -45,7 +45,7 @@ def run(asked: options.Tune) -> None:
     plugin = plugin_of(target.backend)
     if plugin is not None:
         plugin.check_tuning(target, which, asked.budget, asked.storage)
-        where = plugin.environment_of
+        where = plugin.tuning_environment
     lists = asked.workload or [untuned_path()] if asked.from_untuned else []
     for path in asked.workload or () if asked.from_untuned else ():
         if not path.exists():

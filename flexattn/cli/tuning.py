@@ -110,7 +110,7 @@ def run_plugin(
     again: bool,
 ) -> Ran:
     """As `run_tuning`, for a device of a plug-in's: by its cost model, or measured where it is."""
-    where = plugin.environment_of
+    where = plugin.tuning_environment
     todo = len(pending(chosen, store, again, where))
     with Watch(todo, Console(stderr=True)) as watch:
         tuners = [plugin.tuner(watch.lane(), effort, method)]

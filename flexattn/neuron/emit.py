@@ -10,7 +10,7 @@ from flexattn.errors import UnsupportedError
 from flexattn.mods.ir.intervals import Range
 
 # How the engines compute the operations of an Expr. One instruction with two operands:
-TENSORS = {
+BINARY = {
     "add": "add", "sub": "subtract", "mul": "multiply", "pow": "power",
     "minimum": "minimum", "maximum": "maximum", "clamp_min": "maximum", "clamp_max": "minimum",
     "and": "logical_and", "or": "logical_or", "xor": "logical_xor",
@@ -31,7 +31,7 @@ ACTIVATIONS = {
 }
 _STEPS = "div floor_div floor_mod abs reciprocal isnan where floor ceil round"
 # All that an engine computes on a tile; the rest is a table, or refused.
-ON_CHIP = frozenset((*TENSORS, *NUMBERED, *ACTIVATIONS, *_STEPS.split()))
+ON_CHIP = frozenset((*BINARY, *NUMBERED, *ACTIVATIONS, *_STEPS.split()))
 _COMMUTE = frozenset(
     "add multiply maximum minimum equal not_equal logical_and logical_or logical_xor".split()
 )

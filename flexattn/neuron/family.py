@@ -120,7 +120,7 @@ def _estimate(config: NkiConfig, problem: Problem, needs: Needs, case: RuleCase)
     case.sbuf, case.banks = memory_of(problem, config, dict(needs.tiles), shape)
 
 
-def reasons(config: NkiConfig, problem: Problem, target: str) -> list[str]:
+def target_reasons(config: NkiConfig, problem: Problem, target: str) -> list[str]:
     """Why a config cannot run for a problem on a target; an empty list when it can."""
     rules, case = broken_rules(config, problem, target)
     refusal = _needs(problem, target, config.mask, config.form).refused
@@ -128,21 +128,21 @@ def reasons(config: NkiConfig, problem: Problem, target: str) -> list[str]:
 
 
 def default_config(problem: Problem, target: str) -> NkiConfig:
-    """The config to start from: the first of a few that fits; raises as `survey` does."""
+    """The config to start from: the first of a few that fits; raises as `target_survey` does."""
     if all(_needs(problem, target, form).refused for form in FORMS):
         # One error about a mod, instead of the same reason against every config.
         print_mods(problem, _plain(problem, FORMS[-1]), target)
     forms = _forms(problem)
     found = able(
         (replace(config, mask=form) for config in _preferences(problem) for form in forms),
-        lambda config: reasons(config, problem, target),
+        lambda config: target_reasons(config, problem, target),
         f"no config of the NKI {problem.structure.kind} template fits {problem.describe()}",
         "use smaller head dimensions, or a shorter mod",
     )
     return next(found)
 
 
-def survey(problem: Problem, target: str, effort: NkiEffort = "full") -> NkiSurvey:
+def target_survey(problem: Problem, target: str, effort: NkiEffort = "full") -> NkiSurvey:
     """The configs of an effort that fit, each once, and the others counted by reason.
 
     Raises UnsupportedError naming the operation and the target for mods that cannot be expressed,

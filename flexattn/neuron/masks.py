@@ -14,7 +14,7 @@ from flexattn.mods.analysis.affine import Affine
 from flexattn.mods.analysis.key_span import conjunction
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.neuron.config import MaskSelect
-from flexattn.neuron.emit import TENSORS
+from flexattn.neuron.emit import BINARY
 from flexattn.neuron.printer import NkiPrinter, offset_of
 from flexattn.neuron.tables import NkiTable, is_linear, tabulate
 from flexattn.problem import INDEX_RANGES
@@ -84,7 +84,7 @@ def _affine_select(op: str, form: Affine, keys_first: bool) -> str:
     return (
         f"nisa.affine_select(dst=s{tile}, pattern={pattern}, "
         f"channel_multiplier={partition}, on_true_tile=x, on_false_value=FP32_MIN, "
-        f"cmp_op=nl.{TENSORS[op]}, offset={offset_of(form, 'mask')})"
+        f"cmp_op=nl.{BINARY[op]}, offset={offset_of(form, 'mask')})"
     )
 
 
@@ -96,7 +96,7 @@ def _range_selects(columns: list[tuple[str, str]]) -> list[str]:
         (op0, bound0), (op1, bound1) = pair[0], pair[-1]
         calls.append(
             f"nisa.range_select(dst=s[:rows, turn, :cols], on_true_tile=x, "
-            f"comp_op0=nl.{TENSORS[op0]}, comp_op1=nl.{TENSORS[op1]}, bound0={bound0}, "
+            f"comp_op0=nl.{BINARY[op0]}, comp_op1=nl.{BINARY[op1]}, bound0={bound0}, "
             f"bound1={bound1}, reduce_cmd=nisa.reduce_cmd.reset_reduce, "
             f"reduce_res=top, reduce_op=nl.maximum, range_start=k0, "
             f"on_false_value=FP32_MIN)"

@@ -27,7 +27,7 @@ from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.environment import template_hash
 from flexattn.measure.task import Task
 from flexattn.neuron.config import NkiConfig
-from flexattn.neuron.family import NkiEffort, survey
+from flexattn.neuron.family import NkiEffort, target_survey
 from flexattn.neuron.interpreter import costs
 from flexattn.neuron.interpreter.interpret import Interpreted, interpret
 from flexattn.neuron.run import Prepared, prepare
@@ -168,7 +168,7 @@ def rank(
     whatever the default's estimate raises: UnsupportedError for what the target cannot express.
     """
     target, begin = task.device.name, time.monotonic()
-    found = survey(task.problem, target, effort)
+    found = target_survey(task.problem, target, effort)
     trials: list[Trial] = []
     least: float | None = None
     progress.stage("rank", len(found.configs))

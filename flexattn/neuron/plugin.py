@@ -8,7 +8,7 @@ from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
 from flexattn.measure.task import AnyTask, call_of
-from flexattn.neuron.family import NkiEffort, NkiSurvey, default_config, survey
+from flexattn.neuron.family import NkiEffort, NkiSurvey, default_config, target_survey
 from flexattn.neuron.instance import Instance, instance, rungs as rungs
 from flexattn.neuron.lint import lint
 from flexattn.neuron.measure import measured
@@ -39,7 +39,7 @@ def check_tuning(
 
 def survey_of(task: AnyTask, effort: Effort) -> NkiSurvey:
     """As Plugin.survey_of."""
-    return survey(call_of(task).problem, task.device.name, _effort(effort))
+    return target_survey(call_of(task).problem, task.device.name, _effort(effort))
 
 
 def tuner(progress: ProblemProgress, effort: Effort, method: Method) -> TuneTask:
@@ -57,16 +57,16 @@ def tuner(progress: ProblemProgress, effort: Effort, method: Method) -> TuneTask
     return tune
 
 
-def environment_of(given: AnyTask) -> Environment:
-    """As Plugin.environment_of."""
+def tuning_environment(given: AnyTask) -> Environment:
+    """As Plugin.tuning_environment."""
     task = call_of(given)
     here = _measures(task.device)
     found = ranking_environment(task)
     return found if here is None else replace(found, triton=here.compiler)
 
 
-def render(problem: Problem, device: Device) -> PluginKernel:
-    """As Plugin.render; both kernels pass the lint."""
+def render_kernel(problem: Problem, device: Device) -> PluginKernel:
+    """As Plugin.render_kernel; both kernels pass the lint."""
     config = default_config(problem, device.name)
     source = render_nki(problem, config, device.name, f"{problem.describe()} for {device.name}")
     lint(source.text)

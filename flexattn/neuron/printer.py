@@ -18,7 +18,7 @@ from flexattn.mods.expr import Expr, reads, walk
 from flexattn.mods.ir.intervals import Range
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import OPS, is_int
-from flexattn.neuron.emit import ACTIVATIONS, ON_CHIP, TENSORS, ZERO, NkiEmitter, NkiValue, Pools
+from flexattn.neuron.emit import ACTIVATIONS, BINARY, ON_CHIP, ZERO, NkiEmitter, NkiValue, Pools
 from flexattn.neuron.tables import TABLE_LIMIT, NkiTable, is_static, linear_forms
 
 # Integers that float32 holds exactly.
@@ -231,9 +231,9 @@ class NkiPrinter(NkiEmitter):
             positive = args[1].place == "static" and limits is not None and limits[0] > 0
             reach = self.ranges[node.args[0]]
             return self.floored(op, args[0], args[1] if positive else None, reach)
-        if op in TENSORS:
-            mirrored = TENSORS[OPS[op].mirrored or op]
-            return self._rounded(node, self.binary(TENSORS[op], mirrored, *args))
+        if op in BINARY:
+            mirrored = BINARY[OPS[op].mirrored or op]
+            return self._rounded(node, self.binary(BINARY[op], mirrored, *args))
         if op in ACTIVATIONS:
             return self._rounded(node, self.activation(op, args[0]))
         if op in ON_CHIP:

@@ -15,7 +15,7 @@ from flexattn.errors import ConfigError, UnsupportedError
 from flexattn.kernels.base.config import describe
 from flexattn.mods import Bound
 from flexattn.neuron.config import NkiConfig
-from flexattn.neuron.family import reasons
+from flexattn.neuron.family import target_reasons
 from flexattn.neuron.interpreter.interpret import Interpreted, interpret
 from flexattn.neuron.lint import lint
 from flexattn.neuron.schedule import decode_schedule, prefill_schedule
@@ -147,7 +147,7 @@ def prepare(
     """
     if min(problem.B, problem.Hq, problem.q_len, problem.kv_len) < 1:
         raise UnsupportedError(problem.describe(), "NKI kernels take no empty tensors")
-    found = [] if force else reasons(config, problem, target)
+    found = [] if force else target_reasons(config, problem, target)
     if found:
         raise ConfigError(describe(config), "\n        ".join(found))
     source = render_nki(problem, config, target, f"{problem.describe()} for {target}")

@@ -50,10 +50,10 @@ class Plugin(Protocol):
     def tuner(self, progress: ProblemProgress, effort: Effort, method: Method) -> TuneTask:
         """A tuner for `campaign`."""
 
-    def environment_of(self, task: AnyTask) -> Environment:
+    def tuning_environment(self, task: AnyTask) -> Environment:
         """Where a record of `tuner` holds."""
 
-    def render(self, problem: Problem, device: Device) -> PluginKernel:
+    def render_kernel(self, problem: Problem, device: Device) -> PluginKernel:
         """The kernel of the first config that fits."""
 
     def rungs(self) -> Sequence[Any]:
@@ -62,4 +62,4 @@ class Plugin(Protocol):
 
 def plugin_of(backend: str) -> Plugin | None:
     """The plug-in of a device's backend, imported at its first use; None for a GPU."""
-    return cast("Plugin | None", registry.plugin_of(backend))
+    return cast("Plugin | None", registry.plugin_module(backend))

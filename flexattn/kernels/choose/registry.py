@@ -49,7 +49,7 @@ def _module(row: FamilyRow, name: str) -> Any:
     return import_module(f"flexattn.{'' if row.plugin else 'kernels.'}{row.folder}.{name}")
 
 
-def plugin_of(backend: str) -> Any:
+def plugin_module(backend: str) -> Any:
     """The module `plugin` of what serves a backend that is no GPU's; None for any other."""
     row = next((row for row in ROWS if row.plugin and row.folder == backend), None)
     return None if row is None else _module(row, "plugin")

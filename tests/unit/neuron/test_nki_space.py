@@ -10,7 +10,7 @@ from flexattn.catalogue import causal, head_bias, sliding_window
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import ConfigError, KernelError, UnsupportedError
 from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
-from flexattn.neuron.family import broken_rules, default_config, reasons, survey
+from flexattn.neuron.family import broken_rules, default_config, target_reasons, target_survey
 from flexattn.neuron.interpreter.interpret import interpret
 from flexattn.neuron.lint import lint
 from flexattn.neuron.run import prepare
@@ -54,7 +54,7 @@ def test_a_reason_is_confirmed_by_force(name):
     config, target, problem, mods = broken(name)
     found, _ = broken_rules(config, problem, target)
     assert [rule.name for rule in found] == [name.split(" of ")[0]]
-    (said,) = reasons(config, problem, target)
+    (said,) = target_reasons(config, problem, target)
     with pytest.raises(ConfigError, match=r"(?s)" + said[:12].replace("(", r"\(")):
         prepare(problem, config, target, **mods)
     p = problem
@@ -77,7 +77,7 @@ def test_what_stands_beside_the_limit_runs(name):
     }[name.split(" of ")[0]]  # fmt: skip
     known = {key: value for key, value in mended.items() if key in config.__slots__}
     config = replace(config, **known)
-    assert reasons(config, problem, target) == []
+    assert target_reasons(config, problem, target) == []
     short = replace(problem, q_len=130, kv_len=300)
     tensors = inputs(1, 1, 1, 130, 300, 128, 128, dtype=torch.bfloat16)
     if problem.structure.dtype == "float32":
@@ -90,8 +90,8 @@ def test_a_mod_that_cannot_be_expressed_is_a_reason():
         return torch.sin(score)
 
     problem, *_ = problem_of("prefill", WIDE, score_mod=score_mod)
-    assert "sin" in reasons(NkiPrefillConfig(128, 512), problem, "trn2")[0]
-    for ask in (default_config, survey):
+    assert "sin" in target_reasons(NkiPrefillConfig(128, 512), problem, "trn2")[0]
+    for ask in (default_config, target_survey):
         with pytest.raises(UnsupportedError, match=r"(?s)sin of float32.*trn2"):
             ask(problem, "trn2")
 
@@ -99,7 +99,7 @@ def test_a_mod_that_cannot_be_expressed_is_a_reason():
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_config_is_offered_once_or_counted(target):
     problem, *_ = problem_of("prefill", WIDE, mask_mod=sliding_window(100))
-    found = survey(problem, target)
+    found = target_survey(problem, target)
     assert len(set(found.configs)) == len(found.configs)
     assert found.configs[0] == default_config(problem, target)
     assert ("range_select" in dict(found.rejected)) == (target == "trn1")
@@ -108,13 +108,13 @@ def test_every_config_is_offered_once_or_counted(target):
 
 def test_short_keys_offer_no_tile_wider_than_they_are():
     problem, *_ = problem_of("prefill", Shape(1, 1, 1, 64, 200, 64, 64))
-    assert {config.BLOCK_N for config in survey(problem, "trn2").configs} == {128, 256}
+    assert {config.BLOCK_N for config in target_survey(problem, "trn2").configs} == {128, 256}
 
 
 def test_head_dimensions_that_leave_room_for_small_tiles_alone():
     table = head_bias(torch.zeros(1, 1, 8, 8))
     problem, *_ = problem_of("prefill", Shape(1, 1, 1, 8, 8, 2048, 2048), torch.float32, table)
-    assert reasons(default_config(problem, "trn1"), problem, "trn1") == []
+    assert target_reasons(default_config(problem, "trn1"), problem, "trn1") == []
 
 
 def preset_problems():
@@ -154,7 +154,7 @@ def test_every_config_offered_for_the_presets_passes_lint_and_capacity(effort):
         s = problem.structure
         tensors = [torch.zeros(1, 1, 1, dim, dtype=getattr(torch, s.dtype)) for dim in
                    (s.head_dim_qk, s.head_dim_qk, s.head_dim_v)]  # fmt: skip
-        for config in survey(problem, target, effort).configs:
+        for config in target_survey(problem, target, effort).configs:
             source = render_nki(problem, config, target, "preset")
             if source.hash not in linted:
                 lint(source.text)

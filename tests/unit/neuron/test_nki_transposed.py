@@ -9,7 +9,7 @@ from flexattn.catalogue import alibi, causal, softcap
 from flexattn.errors import ConfigError, KernelError
 from flexattn.measure.task import Task
 from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig, memory_of
-from flexattn.neuron.family import reasons, survey
+from flexattn.neuron.family import target_reasons, target_survey
 from flexattn.neuron.model import nki_estimate
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape
@@ -111,7 +111,7 @@ def test_a_reason_is_confirmed_by_force(name):
     problem, score, mask = problem_of("prefill", Shape(1, 1, 1, 200, 900, 64, 64), mask_mod=causal)
     mods = {"score": score, "mask": mask, "scale": 1.0}
     tensors = inputs(1, 1, 1, 200, 900, 64, 64, dtype=torch.bfloat16)
-    assert len(reasons(config, problem, "trn2")) == 1
+    assert len(target_reasons(config, problem, "trn2")) == 1
     with pytest.raises(ConfigError, match="form=st"):
         prepare(problem, config, "trn2", **mods)
     with pytest.raises(KernelError):
@@ -129,7 +129,7 @@ def test_a_tile_may_cross_banks_on_trn3():
 def test_the_space_offers_both_forms(kind, target):
     problem, *_ = problem_of(kind, Shape(1, 8, 2, 200, 9000, 128, 128), mask_mod=causal, lse=True)
     for effort in ("quick", "full"):
-        found = survey(problem, target, effort).configs
+        found = target_survey(problem, target, effort).configs
         assert {config.form for config in found} == {"s", "st"}
         turned = [config for config in found if config.form == "st"]
         assert all(each.mask != "range" and each.transpose == "tensor" for each in turned)
