@@ -1,4 +1,7 @@
-"""The MOD of the command line: a name of the catalogue, or a function by its import path."""
+"""The MOD of the command line and the problem of its call.
+
+A MOD is a name of the catalogue, or a function by its import path.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,12 @@ import torch
 
 from flexattn import catalogue
 from flexattn.catalogue import CASES
-from flexattn.cli.choices import ROLES, choice
+from flexattn.cli.arguments import LENGTH, ROLES, CallOptions, choice
+from flexattn.cli.offline import check_sizes, problem_of
+from flexattn.cli.selection import dtype_named, kind_of
 from flexattn.errors import InputError
 from flexattn.mods.path import load_path, role_of
-from flexattn.problem import DTYPES, Shape
+from flexattn.problem import DTYPES, Problem, Shape
 from flexattn.util.near import did_you_mean
 
 
@@ -25,6 +30,17 @@ class ResolvedMods:
 
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
+
+
+def problem_called(call: CallOptions, kv_len: int) -> Problem:
+    """The problem with so many keys, and its mask's blocks; InputError says what exists."""
+    kind, dtype = kind_of(call.kind), dtype_named(call.dtype)
+    q_len = (1 if kind == "decode" else LENGTH) if call.q_len is None else call.q_len
+    v_dim = call.head_dim if call.head_dim_v is None else call.head_dim_v
+    shape = Shape(call.batch, call.hq, call.hkv, q_len, kv_len, call.head_dim, v_dim)
+    check_sizes(dtype, shape, call.block_size)
+    mods = resolve(call.mod, call.arg or (), call.role, shape, dtype)
+    return problem_of(kind, dtype, shape, mods.score_mod, mods.mask_mod, call.block_size)
 
 
 def resolve(

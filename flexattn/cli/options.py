@@ -11,9 +11,12 @@ from typing import Annotated
 
 import typer
 
-from flexattn.cli import choices
 from flexattn.cli.arguments import (
+    BACKENDS,
     LENGTH,
+    PARTS,
+    RECORDED_CHOICES,
+    TANHS,
     AnyKind,
     AnyMod,
     AsJson,
@@ -32,8 +35,8 @@ from flexattn.cli.arguments import (
     QueryHeads,
     RoleName,
     Workloads,
+    option,
 )
-from flexattn.cli.choices import option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +121,7 @@ class Show:
     ] = None
     kind: Annotated[
         str | None,
-        option("--kind", of=choices.RECORDED_CHOICES, help="Records of one kind alone."),
+        option("--kind", of=RECORDED_CHOICES, help="Records of one kind alone."),
     ] = None
     device: Annotated[str | None, typer.Option(help="A device's name, or part of it.")] = None
     model: Annotated[str | None, typer.Option(help="A regular expression that titles match.")] = (
@@ -269,12 +272,12 @@ class Render(CallOptions):
     use_tma: Annotated[bool | None, typer.Option(help="Force USE_TMA.")] = None
     backend: Annotated[
         str | None,
-        option("--backend", of=choices.BACKENDS, help="Force a prefill's template; GLUON is "
+        option("--backend", of=BACKENDS, help="Force a prefill's template; GLUON is "
                "Hopper's."),
     ] = None  # fmt: skip
     show: Annotated[
         list[str] | None,
-        option("--show", of=choices.PARTS, help="Repeatable; by default expr and source."),
+        option("--show", of=PARTS, help="Repeatable; by default expr and source."),
     ] = None
     explain: Annotated[
         bool, typer.Option(help="Print the rules that rewrote the score_mod, and its terms.")
@@ -282,9 +285,7 @@ class Render(CallOptions):
     rules_off: Annotated[
         str | None, typer.Option(help='Rules to leave out, separated by commas, or "all".')
     ] = None
-    tanh: Annotated[
-        str | None, option("--tanh", of=choices.TANHS, help="How tanh is computed.")
-    ] = None
+    tanh: Annotated[str | None, option("--tanh", of=TANHS, help="How tanh is computed.")] = None
     as_json: AsJson = False
 
 

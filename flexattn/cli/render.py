@@ -9,19 +9,19 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from flexattn.cli import options as asking
-from flexattn.cli.arguments import LENGTH
-from flexattn.cli.called import problem_called
-from flexattn.cli.choices import BACKENDS, PARTS, TANHS, choice
+from flexattn.cli.arguments import BACKENDS, LENGTH, PARTS, TANHS, choice
+from flexattn.cli.mods import problem_called
 from flexattn.cli.offline import compiled
-from flexattn.cli.rewritten import Rewrite, rewrites
 from flexattn.cli.selection import device_of, say_assumed
 from flexattn.cli.terminal import indented, say, say_json, say_text
 from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.kernels.base.config import describe
+from flexattn.kernels.base.features import decays
 from flexattn.kernels.choose import options
 from flexattn.mods.expr import pretty
-from flexattn.problem import Captures, Problem
+from flexattn.mods.rules import ONE, REWRITES
+from flexattn.problem import Captures, Problem, Structure
 from flexattn.runtime import build
 from flexattn.runtime.codecache.files import text_file
 from flexattn.runtime.dispatch import Choice, candidates_of
@@ -29,6 +29,21 @@ from flexattn.runtime.fallback.chain import told
 from flexattn.runtime.fallback.memory import memory
 from flexattn.runtime.resources import resources
 from flexattn.tune.plugin import Plugin, plugin_of
+
+# What a term is called, and where it is computed.
+_PLACES = {
+    "core": "for each score",
+    "inner": "times the score, inside: one number before the loop",
+    "outer": "times that, outside: one number before the loop",
+    "row": "for each row, after the loop",
+    "row_slope": "for each row, after the loop, times q_idx - q_start",
+    "column": "for each key of a tile, where q_idx is q_start, the tile's first row",
+    "diagonal": "for each diagonal of a tile",
+    "rest": "for each score",
+    "keep": "a mask, in tiles that it cuts",
+}
+
+Rewrite = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -123,6 +138,28 @@ def _rendered(
         ptx,
         taken,
     )
+
+
+def rewrites(structure: Structure) -> list[Rewrite]:
+    """Rules, then terms: {"what": "rule" or "term", "name", "says", "to"}; none without a mod."""
+    terms = structure.terms
+    if terms is None:
+        return []
+    found = [
+        {"what": "rule", "name": step.rule, "says": REWRITES[step.rule], "to": step.to}
+        for step in terms.steps
+    ]
+    if terms.rise is not None and decays(structure):
+        text = pretty(terms.rise.step).replace("\n", "; ")
+        found.append(
+            {"what": "rule", "name": "decay_skip", "says": REWRITES["decay_skip"], "to": text}
+        )
+    for name, place in _PLACES.items():
+        expr = getattr(terms, name)
+        if expr is not None and expr is not ONE:
+            text = pretty(expr).replace("\n", "; ")
+            found.append({"what": "term", "name": name, "says": place, "to": text})
+    return found
 
 
 def _rendered_nki(

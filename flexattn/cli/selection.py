@@ -9,9 +9,17 @@ from typing import cast
 
 import torch
 
-from flexattn.cli import choices
-from flexattn.cli.arguments import OFFLINE, Chosen
-from flexattn.cli.choices import choice, device_name
+from flexattn.cli.arguments import (
+    DTYPE_CHOICES,
+    EFFORTS,
+    GPUS,
+    KIND_CHOICES,
+    OFFLINE,
+    RECORDED_CHOICES,
+    Chosen,
+    choice,
+    device_name,
+)
 from flexattn.cli.terminal import say
 from flexattn.device import INTERPRETER, NEURON, Device, detect, named
 from flexattn.errors import InputError
@@ -88,22 +96,22 @@ def chosen_rows(chosen: Chosen, plans: bool = False, backward: bool = True) -> l
 
 def effort_of(name: str) -> Effort:
     """An effort by name; raises InputError that lists them."""
-    return cast(Effort, choice("--effort", name, choices.EFFORTS))
+    return cast(Effort, choice("--effort", name, EFFORTS))
 
 
 def kind_of(name: str) -> Kind:
     """A kind by name; raises InputError for another."""
-    return cast(Kind, choice("--kind", name, choices.KIND_CHOICES))
+    return cast(Kind, choice("--kind", name, KIND_CHOICES))
 
 
 def recorded_kind(name: str) -> RecordKind:
     """A kind of records by name; raises InputError for another."""
-    return cast(RecordKind, choice("--kind", name, choices.RECORDED_CHOICES))
+    return cast(RecordKind, choice("--kind", name, RECORDED_CHOICES))
 
 
 def dtype_named(name: str) -> str:
     """A dtype by its name or a short form of it; raises InputError for another."""
-    return choice("--dtype", name, choices.DTYPE_CHOICES, DTYPE_NAMES)
+    return choice("--dtype", name, DTYPE_CHOICES, DTYPE_NAMES)
 
 
 def device_here() -> Device | None:
@@ -137,7 +145,7 @@ def device_of(
             raise InputError(
                 "no --device, and torch sees no GPU",
                 "a device is here or named",
-                f"name one: {', '.join(choices.GPUS)}",
+                f"name one: {', '.join(GPUS)}",
             )
         return named(OFFLINE)
     if here is not None and here.name == name:

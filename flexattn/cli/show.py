@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +17,10 @@ from flexattn.cli.selection import recorded_kind
 from flexattn.cli.terminal import cell, say, say_json, wide_console
 from flexattn.errors import CacheError, InputError
 from flexattn.kernels.choose.registry import short
-from flexattn.records.layers import RecordLayer
 from flexattn.records.record import Answer
 
 # Columns of a screen that has room for all of a record.
 WIDE = 120
-
-
-@dataclass(frozen=True)
-class Shown:
-    """One record as `show` tells it.
-
-    default: the static default is the winner. p_value: of the speedup over it.
-    """
-
-    title: str
-    key: dict[str, Any]
-    digest: str
-    winner: dict[str, Any]
-    short: str
-    default: bool
-    speedup: float
-    p_value: float
-    why: str
-    provenance: str
-    made: str
-    environment: dict[str, Any]
-    layer: str
-    path: str
 
 
 def run(asked: options.Show) -> None:
@@ -55,66 +31,56 @@ def run(asked: options.Show) -> None:
     except re.error as error:
         got = f"--model {asked.model!r}: {error}"
         raise InputError(got, "it is a regular expression") from error
-    found: list[Shown] = []
+    found: list[dict[str, Any]] = []
     devices: set[str] = set()
     broken: list[str] = []
-    for layer, path, each in entries(places(asked.folders or ())):
-        if isinstance(each, CacheError):
-            broken.append(each.line)
-            continue
-        devices.add(each.environment.device)
-        if (
-            which in (None, each.key.kind)
-            and (asked.device or "") in each.environment.device
-            and title.search(each.title)
-        ):
-            found.append(shown(each, layer.name, path))
+    for layer in places(asked.folders or ()):
+        for path, each in layer.store.answers():
+            if isinstance(each, CacheError):
+                broken.append(each.line)
+                continue
+            device, kind = each.environment.device, each.key.kind
+            devices.add(device)
+            asked_for = which in (None, kind) and (asked.device or "") in device
+            if asked_for and title.search(each.title):
+                found.append(_row(each, layer.name, path))
     if asked.as_json:
-        answer = {"records": [asdict(each) for each in found], "invalid": broken}
-        say_json(answer)
+        say_json({"records": found, "invalid": broken})
     else:
         _print(found, broken)
         if asked.device and devices and not any(asked.device in each for each in devices):
             say(f"none is of {asked.device!r}: there are records of {', '.join(sorted(devices))}")
 
 
-def entries(
-    layers: Sequence[RecordLayer],
-) -> Iterator[tuple[RecordLayer, Path, Answer | CacheError]]:
-    """Every record of some layers, or what is wrong with its file."""
-    for layer in layers:
-        for path, answer in layer.store.answers():
-            yield layer, path, answer
-
-
-def shown(answer: Answer, layer: str, path: Path) -> Shown:
-    """What `show` says of a record."""
+def _row(answer: Answer, layer: str, path: Path) -> dict[str, Any]:
+    """One record: default says that the static default won, p_value is of the speedup over it."""
     decision = answer.decision
-    return Shown(
-        answer.title,
-        asdict(answer.key),
-        answer.key.digest(),
-        asdict(answer.config),
-        short(answer.config),
-        decision.winner == decision.default,
-        decision.speedup,
-        decision.p_value,
-        decision.why,
-        answer.provenance,
-        answer.made,
-        asdict(answer.environment),
-        layer,
-        str(path),
-    )
+    return {
+        "title": answer.title,
+        "key": asdict(answer.key),
+        "digest": answer.key.digest(),
+        "winner": asdict(answer.config),
+        "short": short(answer.config),
+        "default": decision.winner == decision.default,
+        "speedup": decision.speedup,
+        "p_value": decision.p_value,
+        "why": decision.why,
+        "provenance": answer.provenance,
+        "made": answer.made,
+        "environment": asdict(answer.environment),
+        "layer": layer,
+        "path": str(path),
+    }
 
 
-def _print(found: Sequence[Shown], broken: Sequence[str]) -> None:
+def _print(found: Sequence[dict[str, Any]], broken: Sequence[str]) -> None:
     console = wide_console()
-    groups: dict[tuple[str, str], list[Shown]] = {}
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for each in found:
-        groups.setdefault((each.layer, Path(each.path).parent.parent.name), []).append(each)
+        folder = Path(each["path"]).parent.parent.name
+        groups.setdefault((each["layer"], folder), []).append(each)
     for (layer, folder), group in groups.items():
-        here = group[0].environment
+        here = group[0]["environment"]
         say(
             f"{layer} {folder}: Triton {here['triton'] or '-'}, torch {here['torch']}, "
             f"driver {here['driver'] or '-'}, {'graphs' if here['graph'] else 'eager'}, "
@@ -129,17 +95,18 @@ def _print(found: Sequence[Shown], broken: Sequence[str]) -> None:
         if console.width >= WIDE:
             table.add_column("key", no_wrap=True)
             table.add_column("made by", no_wrap=True)
-        for each in sorted(group, key=lambda shown: shown.title):
-            key = each.key
+        for each in sorted(group, key=lambda row: str(row["title"])):
+            key = each["key"]
             more = (
                 f"B{key['B']} {key['q_len']}x{key['kv_len']}",
-                f"{each.provenance} {each.made}",
+                f"{each['provenance']} {each['made']}",
             )
+            no_test = each["default"] or each["provenance"] == "model"
             table.add_row(
-                "default" if each.default else f"{each.speedup:.3f}",
-                "" if each.default or each.provenance == "model" else f"{each.p_value:.1g}",
-                cell(each.title),
-                cell(each.short),
+                "default" if each["default"] else f"{each['speedup']:.3f}",
+                "" if no_test else f"{each['p_value']:.1g}",
+                cell(each["title"]),
+                cell(each["short"]),
                 *(map(cell, more) if console.width >= WIDE else ()),
             )
         console.print(table)

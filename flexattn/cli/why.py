@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ import torch
 from flexattn.cli import options
 from flexattn.cli.mods import resolve
 from flexattn.cli.offline import check_sizes
-from flexattn.cli.recorded_mods import expression_of
 from flexattn.cli.selection import chosen_rows, device_of, dtype_named, kind_of, say_assumed
 from flexattn.cli.terminal import indented, say, say_json, say_text
 from flexattn.device import Device
@@ -20,17 +20,20 @@ from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.choose.registry import family_of
 from flexattn.measure.task import Task
+from flexattn.mods import bind
+from flexattn.mods.bind import clear
 from flexattn.mods.expr import pretty
-from flexattn.problem import Captures, Shape
-from flexattn.records.key import Sizes
+from flexattn.presets import files
+from flexattn.problem import Captures, Shape, captures_of
+from flexattn.records.key import Sizes, mod_name
 from flexattn.records.layers import origin
 from flexattn.records.record import Answer
 from flexattn.records.why import Closest, ConfigExplanation, Difference, why as explained
 from flexattn.runtime.dispatch import candidates_of
 from flexattn.runtime.fallback.chain import Attempt, told
 from flexattn.runtime.fallback.memory import memory
-from flexattn.tune.tasks import task_from, tasks
-from flexattn.tune.workload import Row
+from flexattn.tune.tasks import mods_of, task_from, tasks
+from flexattn.tune.workload import Row, read
 
 CPU = torch.device("cpu")
 
@@ -164,3 +167,25 @@ def _difference(each: Difference, answer: Answer, asked: dict[str, Captures | No
         return "the kernels' source is not what it was when the record was made"
     ours, theirs = (str(value) or "none" for value in (each.asked, each.stored))
     return f"{each.field} is {ours}, the record's {theirs}"
+
+
+def expression_of(answer: Answer, role: str) -> str:
+    """A record's "score" or "mask" as an expression, else where it is from; "none" without one."""
+    fingerprint = getattr(answer.key, role)
+    if not fingerprint:
+        return "none"
+    row = _rows().get(answer.title)
+    if row is not None:
+        # What was traced before decides whether a number is a constant.
+        clear()
+        score_mod, mask_mod = mods_of(row)
+        found = captures_of(bind(score_mod if role == "score" else mask_mod, role))
+        if found is not None and mod_name(found) == fingerprint:
+            return pretty(found.mod.expr)
+    return f"another, that of {answer.title!r}"
+
+
+@lru_cache(maxsize=1)
+def _rows() -> dict[str, Row]:
+    """The rows of all presets by title."""
+    return {row.title: row for path in files().values() for row in read(path).rows}

@@ -9,7 +9,7 @@ import torch
 
 from flexattn.cli import doctor
 from flexattn.cli.offline import problem_of
-from flexattn.cli.recorded_mods import expression_of
+from flexattn.cli.why import expression_of
 from flexattn.device import named
 from flexattn.kernels.choose.options import NONE
 from flexattn.presets import files

@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from flexattn import __version__
-from flexattn.cli import choices
+from flexattn.cli import arguments as choices
 from flexattn.cli.app import VERBS
 from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort

@@ -15,7 +15,7 @@ from flexattn.catalogue import (
     sliding_window,
     softcap,
 )
-from flexattn.cli.rewritten import rewrites
+from flexattn.cli.render import rewrites
 from flexattn.device import named
 from flexattn.frontend.gradients import AskedGradients, _problem
 from flexattn.kernels.base.features import decays, skips_far
