@@ -41,8 +41,8 @@ COMPLETION = (
 class Verb(Protocol):
     """What the module of a verb gives, `flexattn.cli.` and the verb's name."""
 
-    def run(self, asked: Any) -> None:
-        """Do as asked, by the verb's class of VERBS; raises FlexAttnError for a bad request."""
+    def run(self, args: Any) -> None:
+        """Run the verb; args is of its class of VERBS. Raises FlexAttnError for a bad request."""
 
 
 class _Group(TyperGroup):
@@ -77,8 +77,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         say(f"flexattn {flexattn.__version__}")
         raise typer.Exit()
 
@@ -92,16 +92,16 @@ def _options(
     pass
 
 
-def _front(verb: str, asked: type) -> Callable[..., None]:
-    """A verb as typer reads one: what it asks for, and its module imported when it is called."""
+def _front(verb: str, kind: type) -> Callable[..., None]:
+    """A verb as a function that typer reads: options of its class; its module is imported late."""
     name = verb.replace("-", "_")
 
     def called(**given: Any) -> None:
         module = cast(Verb, import_module(f"flexattn.cli.{name}"))
-        module.run(asked(**given))
+        module.run(kind(**given))
 
-    hints = get_type_hints(asked, include_extras=True)
-    fields = inspect.signature(asked).parameters.values()
+    hints = get_type_hints(kind, include_extras=True)
+    fields = inspect.signature(kind).parameters.values()
     spelled = [
         Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default,
                   annotation=hints[each.name])
@@ -112,8 +112,8 @@ def _front(verb: str, asked: type) -> Callable[..., None]:
     return called
 
 
-for _verb, _asked in VERBS.items():
-    _paragraphs = [" ".join(p.split()) for p in (inspect.getdoc(_asked) or "").split("\n\n")]
+for _verb, _kind in VERBS.items():
+    _paragraphs = [" ".join(p.split()) for p in (inspect.getdoc(_kind) or "").split("\n\n")]
     app.command(_verb, help="\n\n".join(_paragraphs), short_help=_paragraphs[0])(
-        _front(_verb, _asked)
+        _front(_verb, _kind)
     )

@@ -58,9 +58,9 @@ class Benched:
     note: str = ""
 
 
-def run(asked: options.Bench) -> None:
-    """As `flexattn bench` is asked."""
-    rows = chosen_rows(asked, backward=False)
+def run(args: options.Bench) -> None:
+    """Run `flexattn bench`."""
+    rows = chosen_rows(args, backward=False)
     if not torch.cuda.is_available():
         raise UnsupportedError(
             "torch sees no GPU here",
@@ -71,11 +71,11 @@ def run(asked: options.Bench) -> None:
     console, done = Console(stderr=True), []
     for number, row in enumerate(rows, 1):
         tell(console, f"{number}/{len(rows)} {row.title}")
-        rival: RivalChoice = "tuned" if asked.rivals else "none"
-        done.append(race_row(row, here, asked.rounds, asked.min_ms, rival))
-    if asked.as_json:
-        told = {"device": torch.cuda.get_device_name(), "rows": [asdict(each) for each in done]}
-        say_json(told)
+        rival: RivalChoice = "tuned" if args.rivals else "none"
+        done.append(race_row(row, here, args.rounds, args.min_ms, rival))
+    if args.as_json:
+        facts = {"device": torch.cuda.get_device_name(), "rows": [asdict(each) for each in done]}
+        say_json(facts)
     else:
         _print(done)
     if not all(each.passed for each in done):

@@ -50,14 +50,14 @@ class BuildReport:
         return self.timed > 0 and ends <= {"resources"}
 
 
-def run(asked: options.Build) -> None:
-    """As `flexattn build` is asked."""
-    if asked.jobs < 0 or asked.deadline <= 0:
-        got = f"--jobs {asked.jobs} --deadline {asked.deadline:g}"
+def run(args: options.Build) -> None:
+    """Run `flexattn build`."""
+    if args.jobs < 0 or args.deadline <= 0:
+        got = f"--jobs {args.jobs} --deadline {args.deadline:g}"
         raise InputError(got, "neither is below 0")
-    effort, device = effort_of(asked.effort), device_of(asked.device, compiled=True)
-    problem, counted, done = problem_called(asked, asked.kv_len), 0, 0
-    say_assumed(asked.device, device)
+    effort, device = effort_of(args.effort), device_of(args.device, compiled=True)
+    problem, counted, done = problem_called(args, args.kv_len), 0, 0
+    say_assumed(args.device, device)
     with Watch(1) as watch:
         lane = watch.lane()
         lane.problem(problem.describe())
@@ -76,7 +76,7 @@ def run(asked: options.Build) -> None:
 
         try:
             found = report_of(
-                problem, device, effort, asked.jobs, asked.deadline, begin=begin, say=tell_of
+                problem, device, effort, args.jobs, args.deadline, begin=begin, say=tell_of
             )
         except KeyboardInterrupt:
             watch.say(
@@ -84,7 +84,7 @@ def run(asked: options.Build) -> None:
                 "those, and the same command goes on from there"
             )
             raise typer.Exit(INTERRUPTED) from None
-    if asked.as_json:
+    if args.as_json:
         say_json(_data(found))
     else:
         print_report(found)
@@ -101,7 +101,7 @@ def report_of(
     begin: Callable[[int], None] = lambda count: None,
     say: Callable[[BuiltConfig], None] = lambda built: None,
 ) -> BuildReport:
-    """Survey a problem's space and build it; begin: told how many configs there are."""
+    """Survey a problem's space and build it; begin: called with the number of configs."""
     space = survey(problem, device, effort)
     begin(len(space.configs))
     found = build_all(problem, space.configs, device, jobs, deadline=deadline, say=say)

@@ -13,12 +13,12 @@ from flexattn.errors import InputError
 from flexattn.settings import current
 
 
-def run(asked: options.Demo) -> None:
-    """As `flexattn demo` is asked."""
-    if asked.part is not None:
-        say(_part(asked.part))
+def run(args: options.Demo) -> None:
+    """Run `flexattn demo`."""
+    if args.part is not None:
+        say(_part(args.part))
         return
-    console, out = Console(), writable(asked.out)
+    console, out = Console(), writable(args.out)
     on_gpu = torch.cuda.is_available() and not current().interpret
     passed = demo_gpu.show_gpu(console, out) if on_gpu else demo_cpu.show_cpu(console, out)
     if not passed:

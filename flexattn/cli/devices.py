@@ -10,8 +10,8 @@ from flexattn.device import KNOWN
 from flexattn.device.neuroncore import BANK_BYTES, CORES, PSUM_BANKS
 
 
-def run(asked: options.Devices) -> None:
-    """As `flexattn devices` is asked."""
+def run(args: options.Devices) -> None:
+    """Run `flexattn devices`."""
     console = wide_console()
     table = Table()
     table.add_column("device", no_wrap=True)

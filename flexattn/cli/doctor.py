@@ -6,7 +6,7 @@ import importlib
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from importlib import metadata
 from pathlib import Path
 from subprocess import SubprocessError
@@ -47,28 +47,15 @@ _SHOWN = 20
 _RECORDED: tuple[RecordKind, ...] = ("prefill", "decode", "backward", "serving")
 
 
-@dataclass(frozen=True)
-class Health:
-    """One layer of records. here: how many hold exactly in this environment."""
-
-    layer: str
-    path: str
-    exists: bool
-    records: int
-    here: int
-    invalid: tuple[str, ...]
-    strays: int
-
-
-def run(asked: options.Doctor) -> None:
-    """As `flexattn doctor` is asked."""
-    target = device_of(asked.device)
-    say_assumed(asked.device, target)
+def run(args: options.Doctor) -> None:
+    """Run `flexattn doctor`."""
+    target = device_of(args.device)
+    say_assumed(args.device, target)
     neuron = plugin_of("neuron")
-    cleared = memory().clear() if asked.clear_outcomes else 0
+    cleared = memory().clear() if args.clear_outcomes else 0
     health = [_health(layer, target) for layer in places()]
-    faults = [fault for each in health for fault in each.invalid]
-    told: dict[str, Any] = {
+    faults = [fault for each in health for fault in each["invalid"]]
+    facts: dict[str, Any] = {
         "versions": _versions(),
         "gpus": _gpus(),
         "device": asdict(target),
@@ -80,17 +67,17 @@ def run(asked: options.Doctor) -> None:
         "triton_cache": _triton_cache(),
         "outcomes": [asdict(each) for each in memory().entries(target)],
         "cleared": cleared,
-        "layers": [asdict(each) for each in health],
+        "layers": health,
         "untuned": _untuned(faults),
         "samples": [_sample(kind, shape, target, faults) for kind, shape in SAMPLES],
         "neuron": [asdict(rung) for rung in neuron.rungs()] if neuron else [],
         "faults": faults,
     }
-    told["verdict"] = _verdict(told)
-    if asked.as_json:
-        say_json(told)
+    facts["verdict"] = _verdict(facts)
+    if args.as_json:
+        say_json(facts)
     else:
-        _print(told)
+        _print(facts)
     if faults:
         raise typer.Exit(1)
 
@@ -176,20 +163,21 @@ def _triton_cache() -> dict[str, Any]:
     return {"path": str(folder), "entries": kernels}
 
 
-def _health(layer: RecordLayer, device: Device) -> Health:
+def _health(layer: RecordLayer, device: Device) -> dict[str, Any]:
+    """One layer of records; here: how many hold exactly in this environment."""
     here = {environment(kind, device).folder for kind in _RECORDED}
-    records, exact, invalid = 0, 0, []
-    for path, entry in layer.store.answers():
-        if isinstance(entry, CacheError):
-            invalid.append(entry.line)
-            continue
-        records += 1
-        exact += path.parent.parent.name in here
+    answers = list(layer.store.answers())
+    sound = [path for path, entry in answers if not isinstance(entry, CacheError)]
     root = layer.store.root
-    strays = len(layer.store.strays())
-    return Health(
-        layer.name, str(root), os.path.isdir(root), records, exact, tuple(invalid), strays
-    )
+    return {
+        "layer": layer.name,
+        "path": str(root),
+        "exists": os.path.isdir(root),
+        "records": len(sound),
+        "here": sum(path.parent.parent.name in here for path in sound),
+        "invalid": [entry.line for _, entry in answers if isinstance(entry, CacheError)],
+        "strays": len(layer.store.strays()),
+    }
 
 
 def _untuned(faults: list[str]) -> list[dict[str, str]]:
@@ -215,13 +203,13 @@ def _sample(kind: Kind, shape: Shape, device: Device, faults: list[str]) -> dict
     return {"problem": found.problem, "how": found.how, "config": describe(found.config)}
 
 
-def _print_outcomes(told: dict[str, Any]) -> None:
+def _print_outcomes(facts: dict[str, Any]) -> None:
     """Print which kernels the compiler refused, whose loops spill, and which are wrong."""
-    if told["cleared"]:
-        say(f"{'outcomes':<12}{told['cleared']} cleared")
-    verified = sum(each["verified"] for each in told["outcomes"])
-    say(f"{'verified':<12}{verified} kernels by their first launch; {told['settings']['verify']}")
-    for each in told["outcomes"]:
+    if facts["cleared"]:
+        say(f"{'outcomes':<12}{facts['cleared']} cleared")
+    verified = sum(each["verified"] for each in facts["outcomes"])
+    say(f"{'verified':<12}{verified} kernels by their first launch; {facts['settings']['verify']}")
+    for each in facts["outcomes"]:
         outcome = Outcome(**{field.name: each[field.name] for field in fields(Outcome)})
         if not outcome.built or outcome.starved:
             say(f"{'outcome':<12}{each['made'][:10]} {each['title']}: {outcome}")
@@ -237,57 +225,57 @@ def _print_untuned(listed: list[dict[str, str]]) -> None:
         say(f"{'':<12}and {len(listed) - _SHOWN} more: --json lists all")
 
 
-def _verdict(told: dict[str, Any]) -> str:
+def _verdict(facts: dict[str, Any]) -> str:
     """What works here, in a sentence or two."""
-    if told["faults"]:
-        count = len(told["faults"])
+    if facts["faults"]:
+        count = len(facts["faults"])
         return f"broken: {count} fault{'s' * (count > 1)}, above; mend or remove what they name"
-    if not told["gpus"]:
+    if not facts["gpus"]:
         return (
             "the installation is sound, and torch sees no GPU: calls on CPU tensors are computed "
             "by torch; render, build, why and tune --dry-run work for any device"
         )
-    here = sum(layer["here"] for layer in told["layers"])
+    here = sum(layer["here"] for layer in facts["layers"])
     served = (
         f"{here} tuned records hold exactly here"
         if here
         else "no record was made in this environment, so those of others are hints, and the "
         "static defaults serve the rest; `flexattn tune` makes records"
     )
-    return f"sound: kernels run on {told['device']['name']}; {served}"
+    return f"sound: kernels run on {facts['device']['name']}; {served}"
 
 
-def _print(told: dict[str, Any]) -> None:
-    for name, version in told["versions"].items():
+def _print(facts: dict[str, Any]) -> None:
+    for name, version in facts["versions"].items():
         say(f"{name:<12}{version or 'not installed'}")
-    for gpu in told["gpus"] or [{"name": "none that torch sees", "sms": "-", "gib": "-"}]:
+    for gpu in facts["gpus"] or [{"name": "none that torch sees", "sms": "-", "gib": "-"}]:
         say(f"{'gpu':<12}{gpu['name']}, {gpu['sms']} SMs, {gpu['gib']} GiB")
-    say(f"{'device':<12}{told['device']['name']} ({told['device']['arch']})")
-    for name, value in told["settings"].items():
+    say(f"{'device':<12}{facts['device']['name']} ({facts['device']['arch']})")
+    for name, value in facts["settings"].items():
         say(f"{'setting':<12}{name} = {value}")
-    say(f"{'templates':<12}{told['templates']}")
-    for name, path in told["tools"].items():
+    say(f"{'templates':<12}{facts['templates']}")
+    for name, path in facts["tools"].items():
         say(f"{name:<16}{path or 'missing'}")
-    say(f"{'compiler':<12}{told['compiler']}")
-    if told["unwritable"]:
+    say(f"{'compiler':<12}{facts['compiler']}")
+    if facts["unwritable"]:
         say(
-            f"{'read-only':<12}{told['unwritable']} takes no file of ours: a process renders its "
+            f"{'read-only':<12}{facts['unwritable']} takes no file of ours: a process renders its "
             "kernels anew, and tune has no place for records; FLEXATTN_CACHE_DIR names another"
         )
-    cache = told["triton_cache"]
+    cache = facts["triton_cache"]
     say(f"{'triton cache':<12} {cache['path']}: {cache['entries']} entries")
-    for layer in told["layers"]:
+    for layer in facts["layers"]:
         words = f"{layer['records']} records, {layer['here']} of this environment"
         if layer["strays"]:
             words += f", {layer['strays']} files moved aside or left by writers that died"
         say(f"{'layer':<12}{layer['layer']}: {layer['path']}: {words}")
-    _print_outcomes(told)
-    _print_untuned(told["untuned"])
-    for sample in told["samples"]:
+    _print_outcomes(facts)
+    _print_untuned(facts["untuned"])
+    for sample in facts["samples"]:
         say(f"{'would run':<12}{sample['problem']}: {sample['how']}: {sample['config']}")
-    for rung in told["neuron"]:
+    for rung in facts["neuron"]:
         words = rung["proves"] if rung["available"] else f"not here: {rung['why']}"
         say(f"{'neuron':<12}{rung['name']}: {words}")
-    for fault in told["faults"]:
+    for fault in facts["faults"]:
         say(f"{'FAULT':<12}{fault}")
-    say(f"{'verdict':<12}{told['verdict']}")
+    say(f"{'verdict':<12}{facts['verdict']}")

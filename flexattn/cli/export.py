@@ -1,4 +1,4 @@
-"""`flexattn export`: a directory to ship, with checked records and, if asked for, binaries."""
+"""`flexattn export`: a directory to ship, with checked records and, if args for, binaries."""
 
 from __future__ import annotations
 
@@ -36,36 +36,36 @@ class Shipped:
     missing: tuple[str, ...]
 
 
-def run(asked: options.Export) -> None:
-    """As `flexattn export` is asked."""
-    target = device_of(asked.device, assumed=False)
+def run(args: options.Export) -> None:
+    """Run `flexattn export`."""
+    target = device_of(args.device, assumed=False)
     chosen: list[Task] | None = None
     mods: list[tuple[Callable[..., Any], str]] = []
-    if asked.named:
-        rows = chosen_rows(asked)
+    if args.named:
+        rows = chosen_rows(args)
         chosen, _ = distinct(tasks(rows, target))
-        if asked.with_binaries:
+        if args.with_binaries:
             pairs = (zip(mods_of(row), ("score", "mask"), strict=True) for row in rows)
             mods = [(fn, kind) for pair in pairs for fn, kind in pair if fn is not None]
-    elif asked.with_binaries or asked.only:
+    elif args.with_binaries or args.only:
         raise InputError(
             "--with-binaries or --only without a workload",
             "a record does not hold the mods that a kernel is compiled from",
             "name it: --preset llama3-8b, or --workload FILE",
         )
-    done = collect(places(asked.source or ()), Store(asked.out), target, chosen)
+    done = collect(places(args.source or ()), Store(args.out), target, chosen)
     built = None
-    if asked.with_binaries and chosen is not None:
+    if args.with_binaries and chosen is not None:
         with Watch(len(chosen)) as watch:
             served = [task for task in chosen if task.kind != "backward"]
-            into = asked.out, Store(asked.out)
+            into = args.out, Store(args.out)
             built = binaries.export(served, target, *into, mods, progress=watch.lane())
-    if asked.as_json:
-        told = {"directory": str(asked.out), **asdict(done)}
-        told["binaries"] = None if built is None else asdict(built)
-        say_json(told)
+    if args.as_json:
+        facts = {"directory": str(args.out), **asdict(done)}
+        facts["binaries"] = None if built is None else asdict(built)
+        say_json(facts)
     else:
-        _print(asked.out, target, done, built)
+        _print(args.out, target, done, built)
     if done.missing:
         raise typer.Exit(1)
 

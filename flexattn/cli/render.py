@@ -48,7 +48,7 @@ Rewrite = dict[str, str]
 
 @dataclass(frozen=True)
 class Rendered:
-    """Everything render can say; what was not asked for is None."""
+    """Everything render can say; what was not args for is None."""
 
     problem: str
     device: str
@@ -64,38 +64,38 @@ class Rendered:
     rewrites: list[Rewrite] | None = None
 
 
-def run(asked: asking.Render) -> None:
-    """As `flexattn render` is asked."""
+def run(args: asking.Render) -> None:
+    """Run `flexattn render`."""
     forced = {
-        "BLOCK_M": asked.block_m,
-        "BLOCK_N": asked.block_n,
-        "num_warps": asked.num_warps,
-        "num_stages": asked.num_stages,
-        "SPLIT_KV": asked.split_kv,
-        "USE_TMA": asked.use_tma,
-        "BACKEND": asked.backend and choice("--backend", asked.backend, BACKENDS),
-        "RULES_OFF": asked.rules_off,
-        "TANH": asked.tanh and choice("--tanh", asked.tanh, TANHS),
+        "BLOCK_M": args.block_m,
+        "BLOCK_N": args.block_n,
+        "num_warps": args.num_warps,
+        "num_stages": args.num_stages,
+        "SPLIT_KV": args.split_kv,
+        "USE_TMA": args.use_tma,
+        "BACKEND": args.backend and choice("--backend", args.backend, BACKENDS),
+        "RULES_OFF": args.rules_off,
+        "TANH": args.tanh and choice("--tanh", args.tanh, TANHS),
     }
     chosen = options.parse({key: value for key, value in forced.items() if value is not None})
-    found_q = None if asked.kind == "decode" else asked.q_len
-    keys = next((n for n in (asked.kv_len, found_q) if n is not None), LENGTH)
-    problem = problem_called(asked, keys)
+    found_q = None if args.kind == "decode" else args.q_len
+    keys = next((n for n in (args.kv_len, found_q) if n is not None), LENGTH)
+    problem = problem_called(args, keys)
     if problem.structure.score is not None:
         spelled = replace(problem.structure, rules_off=chosen.rules_off, tanh=chosen.tanh)
         problem = replace(problem, structure=spelled)
-    shown = asked.show or (("expr",) if asked.explain else ("expr", "source"))
+    shown = args.show or (("expr",) if args.explain else ("expr", "source"))
     wanted = {choice("--show", each, PARTS) for each in shown}
-    target = device_of(asked.device, neuron=True, compiled=True)
-    say_assumed(asked.device, target)
+    target = device_of(args.device, neuron=True, compiled=True)
+    say_assumed(args.device, target)
     if (plugin := plugin_of(target.backend)) is not None:
         forced_here = chosen != options.NONE
-        found = _rendered_nki(plugin, problem, target, forced_here, asked.explain, wanted)
+        found = _rendered_nki(plugin, problem, target, forced_here, args.explain, wanted)
     else:
         found = _rendered(problem, target, chosen, wanted)
-        if asked.explain:
+        if args.explain:
             found = replace(found, rewrites=rewrites(problem.structure))
-    if asked.as_json:
+    if args.as_json:
         say_json(asdict(found))
     else:
         _print(found)

@@ -16,27 +16,27 @@ from flexattn.report.page import Written, from_files, from_stores, write_page
 from flexattn.report.rivals import BenchResults, read_bench
 
 
-def run(asked: options.Report) -> None:
-    """As `flexattn report` is asked."""
-    if asked.records and asked.cache:
+def run(args: options.Report) -> None:
+    """Run `flexattn report`."""
+    if args.records and args.cache:
         raise InputError("record files and --cache", "the page shows one or the other")
-    benches = [read_bench(path) for path in asked.bench or ()]
+    benches = [read_bench(path) for path in args.bench or ()]
     faults: tuple[str, ...] = ()
-    if asked.records:
-        found = from_files(asked.records)
-    elif asked.cache or not benches:
-        found, faults = from_stores(layer.store for layer in places(asked.cache or ()))
+    if args.records:
+        found = from_files(args.records)
+    elif args.cache or not benches:
+        found, faults = from_stores(layer.store for layer in places(args.cache or ()))
     else:
         found = ()
     if found or benches:
-        writable(asked.out)
+        writable(args.out)
     with Watch(1) as watch:
         lane = watch.lane()
         lane.stage("report", len(found))
         if not watch.bars:
             watch.say(f"reporting on {_counted(len(found), benches)}")
-        written = write_page(found, asked.out, benches, as_png=asked.png, say=lane.step)
-    if asked.as_json:
+        written = write_page(found, args.out, benches, as_png=args.png, say=lane.step)
+    if args.as_json:
         say_json(_facts(written, faults))
     else:
         _print(written, faults, benches)

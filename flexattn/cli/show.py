@@ -23,33 +23,33 @@ from flexattn.records.record import Answer
 WIDE = 120
 
 
-def run(asked: options.Show) -> None:
-    """As `flexattn show` is asked."""
-    which = None if asked.kind is None else recorded_kind(asked.kind)
+def run(args: options.Show) -> None:
+    """Run `flexattn show`."""
+    which = None if args.kind is None else recorded_kind(args.kind)
     try:
-        title = re.compile(asked.model or "")
+        title = re.compile(args.model or "")
     except re.error as error:
-        got = f"--model {asked.model!r}: {error}"
+        got = f"--model {args.model!r}: {error}"
         raise InputError(got, "it is a regular expression") from error
     found: list[dict[str, Any]] = []
     devices: set[str] = set()
     broken: list[str] = []
-    for layer in places(asked.folders or ()):
+    for layer in places(args.folders or ()):
         for path, each in layer.store.answers():
             if isinstance(each, CacheError):
                 broken.append(each.line)
                 continue
             device, kind = each.environment.device, each.key.kind
             devices.add(device)
-            asked_for = which in (None, kind) and (asked.device or "") in device
+            asked_for = which in (None, kind) and (args.device or "") in device
             if asked_for and title.search(each.title):
                 found.append(_row(each, layer.name, path))
-    if asked.as_json:
+    if args.as_json:
         say_json({"records": found, "invalid": broken})
     else:
         _print(found, broken)
-        if asked.device and devices and not any(asked.device in each for each in devices):
-            say(f"none is of {asked.device!r}: there are records of {', '.join(sorted(devices))}")
+        if args.device and devices and not any(args.device in each for each in devices):
+            say(f"none is of {args.device!r}: there are records of {', '.join(sorted(devices))}")
 
 
 def _row(answer: Answer, layer: str, path: Path) -> dict[str, Any]:

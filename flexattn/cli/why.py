@@ -38,39 +38,39 @@ from flexattn.tune.workload import Row, read
 CPU = torch.device("cpu")
 
 
-def run(asked: options.Why) -> None:
-    """As `flexattn why` is asked."""
-    target = device_of(asked.device)
-    if asked.named:
-        if asked.mod is not None:
-            raise InputError(f"{asked.mod} with a workload", "a problem is named by one of them")
-        found = list(tasks(chosen_rows(asked), target))
+def run(args: options.Why) -> None:
+    """Run `flexattn why`."""
+    target = device_of(args.device)
+    if args.named:
+        if args.mod is not None:
+            raise InputError(f"{args.mod} with a workload", "a problem is named by one of them")
+        found = list(tasks(chosen_rows(args), target))
     else:
-        keys = asked.q_len if asked.kv_len is None else asked.kv_len
-        v_dim = asked.head_dim if asked.head_dim_v is None else asked.head_dim_v
-        shape = Shape(asked.batch, asked.hq, asked.hkv, asked.q_len, keys, asked.head_dim, v_dim)
-        dtype = dtype_named(asked.dtype)
-        check_sizes(dtype, shape, asked.block_size)
+        keys = args.q_len if args.kv_len is None else args.kv_len
+        v_dim = args.head_dim if args.head_dim_v is None else args.head_dim_v
+        shape = Shape(args.batch, args.hq, args.hkv, args.q_len, keys, args.head_dim, v_dim)
+        dtype = dtype_named(args.dtype)
+        check_sizes(dtype, shape, args.block_size)
         row = Row(
-            title=asked.mod or "no mods",
-            kind=None if asked.kind is None else kind_of(asked.kind),
+            title=args.mod or "no mods",
+            kind=None if args.kind is None else kind_of(args.kind),
             dtype=dtype,
             shape=shape,
             score=None,
             mask=None,
-            block_size=(asked.block_size, asked.block_size),
+            block_size=(args.block_size, args.block_size),
             scale=None,
             policy=(),
         )
-        mods = resolve(asked.mod or "noop", asked.arg or (), asked.role, shape, dtype)
+        mods = resolve(args.mod or "noop", args.arg or (), args.role, shape, dtype)
         found = [task_from(row, mods.score_mod, mods.mask_mod, target, CPU)]
-    say_assumed(asked.device, target)
+    say_assumed(args.device, target)
     kept = memory().entries(target)
     answers = [
         (task, explained(task.problem, target), _tried(task, target) if kept else [])
         for task in found
     ]
-    if asked.as_json:
+    if args.as_json:
         say_json({"problems": [_told(*each) for each in answers]})
     else:
         _print(answers)
@@ -128,8 +128,8 @@ def _print(answers: Sequence[tuple[Task, ConfigExplanation, Sequence[Attempt]]])
             if captures is not None:
                 say_text(indented(f"  {name}_mod".ljust(12), pretty(captures.mod.expr)))
         say(f"  config    {describe(found.config)}")
-        if told := _estimate(task, found):
-            say(f"            {told}")
+        if (estimate := _estimate(task, found)) is not None:
+            say(f"            {estimate}")
         if found.found is not None:
             stored = found.found.stored
             say(f"            {origin(stored, found.key.sizes, repr(stored.answer.title))}")
@@ -147,19 +147,19 @@ def _print(answers: Sequence[tuple[Task, ConfigExplanation, Sequence[Attempt]]])
             say(f"  no record {path}: {error}")
 
 
-def _print_closest(each: Closest, asked: dict[str, Captures | None]) -> None:
+def _print_closest(each: Closest, mods: dict[str, Captures | None]) -> None:
     answer = each.answer
     made = f" of {answer.made[:10]}" if answer.made else ""
     say(f"  closest   {each.layer} record {answer.title!r}{made}, {Sizes(*answer.sizes)}")
     say(f"            {f'not taken: {each.untaken}' if each.untaken else 'taken'}")
     for difference in (*each.key, *each.environment):
-        say_text(indented(" " * 12, _difference(difference, answer, asked)))
+        say_text(indented(" " * 12, _difference(difference, answer, mods)))
 
 
-def _difference(each: Difference, answer: Answer, asked: dict[str, Captures | None]) -> str:
+def _difference(each: Difference, answer: Answer, mods: dict[str, Captures | None]) -> str:
     """One field in which a record differs; mods as expressions, where they are known."""
-    if each.field in asked:
-        mine = asked[each.field]
+    if each.field in mods:
+        mine = mods[each.field]
         ours = "none" if mine is None else pretty(mine.mod.expr)
         theirs = expression_of(answer, each.field)
         return f"{each.field}_mod is {ours}, the record's is {theirs}"
