@@ -23,7 +23,7 @@ from flexattn.frontend.admission import bind_on
 from flexattn.frontend.call import PLAIN, Call
 from flexattn.frontend.transforms import in_forward_mode
 from flexattn.kernels.choose.options import Options
-from flexattn.mods import Bound, Witness, watch
+from flexattn.mods import Bound, Guards, watch
 from flexattn.problem import checks
 from flexattn.problem.descales import NO_DESCALES
 from flexattn.problem.facts import TensorFacts, facts_of
@@ -211,12 +211,12 @@ class ScoreGuard(NamedTuple):
     """A score_mod, and what tells that it still is what it was."""
 
     mod: weakref.ref[Any]
-    witness: Witness
+    guards: Guards
 
     def holds(self, mod: Any) -> bool:
         """Whether a score_mod is the one that was seen, and reads what it read."""
         same = self.mod() is mod
-        return same and self.witness.holds(mod)
+        return same and self.guards.hold(mod)
 
 
 class MaskGuard(NamedTuple):
@@ -230,20 +230,20 @@ class MaskGuard(NamedTuple):
     parts: tuple[Any, ...]
     seen: list[Any]
     unchanged: Callable[[list[Any]], bool]
-    witness: Witness
+    guards: Guards
 
     def holds(self, mask: Any) -> bool:
         """Whether a mask is the one that was seen, and has what it had."""
         same = self.mask() is mask
         parts = parts_of(mask)
         same = same and all(map(is_, parts, self.parts)) and self.unchanged(self.seen)
-        return same and self.witness.holds(parts[0])
+        return same and self.guards.hold(parts[0])
 
     def grew(self, mask: Any, lengths: tuple[int, int]) -> bool:
         """Whether a mask has the same lists and mask_mod, not copies, and is of these lengths."""
         *parts, block, sizes = parts_of(mask)
         same = all(map(is_, parts, self.parts)) and (block, sizes) == (self.parts[5], lengths)
-        return same and self.unchanged(self.seen) and self.witness.holds(parts[0])
+        return same and self.unchanged(self.seen) and self.guards.hold(parts[0])
 
 
 @dataclass(slots=True, eq=False)
@@ -376,4 +376,4 @@ def _requires_grad(entry: CachedCall, given: Call) -> bool:
     for tensor in given.tensors:
         if tensor is not None and tensor.requires_grad:
             return True
-    return entry.score is not None and entry.score.witness.requires_grad()
+    return entry.score is not None and entry.score.guards.requires_grad()

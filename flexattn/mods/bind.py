@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import operator
+import pickle
+import random
+import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 from flexattn.errors import NoKernelError, UnsupportedError
 from flexattn.mods import recorded
-from flexattn.mods.captured import captured
-from flexattn.mods.chance import Chance
 from flexattn.mods.expr import Buffer, Expr
+from flexattn.mods.guards import Guards, guards
 from flexattn.mods.host_numbers import program, scalar_of, scalars_of
 from flexattn.mods.identity import Identity, identify
 from flexattn.mods.lift import lift, replaceable
 from flexattn.mods.numbers import derived, reaching_divisors
-from flexattn.mods.refusal import Refusal
+from flexattn.mods.refusal import Refusal, captured, named_mod
 from flexattn.mods.simplify import plug, rebuilt, renumber
 from flexattn.mods.site import SIZE_ATTRIBUTES, Bound, Site, SiteLayout, Variant, interned
 from flexattn.mods.stops import without_stops
 from flexattn.mods.trace import ARGUMENTS, Trace, check_arity, trace
-from flexattn.mods.witness import Witness, witness
-from flexattn.settings import current
+from flexattn.settings import current, say_once
 from flexattn.util.lru import Lru
 from flexattn.util.turns import Turns
 
@@ -71,23 +73,24 @@ def bind(
 def look(
     fn: Callable[..., Any] | Bound, kind: str, device: torch.device | str | None = None
 ) -> tuple[Bound, Identity | None]:
-    """What bind() gives, and the look at the callable that it was found by, which `watch` takes.
+    """What bind() gives, and the identity that it was found by, which `watch` takes.
 
-    None for the look where the callable was bound before. The Mod of a score_mod still has its
-    stops, which a backward goes by. Raises as `bind` does.
+    None for the identity where the callable was bound before. The Mod of a score_mod still has
+    its stops, which a backward goes by. Raises as `bind` does.
     """
     if isinstance(fn, Bound):
         return fn, None
     identity = identify(fn, kind)
-    if identity.trusted and not _tracing.get():
+    found = None
+    if identity.reason or _tracing.get():
+        found = _trace_once(fn, kind, identity)
+    else:
         key = tuple(identity.key)
         site = _sites.get(key)
         found = site.find(identity) if site else None
         if found is None:
             with _turns.of(key):
                 found = _trace_site(fn, kind, identity, key)
-    else:
-        found = _trace_once(fn, kind, identity)
     if device is not None:
         _check_device(fn, kind, found, torch.device(device))
     return found, identity
@@ -95,23 +98,23 @@ def look(
 
 def watch(
     fn: Callable[..., Any], kind: str, bound: Bound, identity: Identity | None = None
-) -> Witness | None:
+) -> Guards | None:
     """What tells in a microsecond that bind() would give `bound` again; None where nothing can.
 
-    identity: the look by which `bound` was found, where the caller has it still.
+    identity: the one by which `bound` was found, where the caller has it still.
     """
     if type(fn) is not FunctionType:
         return None
     identity = identity or identify(fn, kind)
-    site = _sites.get(tuple(identity.key)) if identity.trusted else None
+    site = None if identity.reason else _sites.get(tuple(identity.key))
     found = site.find(identity) if site else None
     if site is None or found is None or found.mod is not bound.mod:
         return None
-    if not SIZE_ATTRIBUTES.issuperset(site.asked):  # a witness looks at sizes alone
+    if not SIZE_ATTRIBUTES.issuperset(site.asked):  # guards look at sizes alone
         return None
     same = all(map(operator.is_, found.tensors, bound.tensors))
     same = same and [*map(repr, found.scalars)] == [*map(repr, bound.scalars)]
-    return witness(fn, identity) if same else None
+    return guards(fn, identity) if same else None
 
 
 def stats() -> Stats:
@@ -135,12 +138,10 @@ def record(fn: Callable[..., Any], kind: str, root: Path) -> bool:
     """
     identity = identify(fn, kind)
     plain = _run(fn, kind, identity)
-    if plain.volatile or not identity.trusted:
+    if plain.volatile or identity.reason or set(plain.asked) - SIZE_ATTRIBUTES:
         return False
-    if set(plain.asked) - SIZE_ATTRIBUTES:
-        return False
-    site = Site(_layout(identity, frozenset(), plain.asked), tuple(identity.scalars))
-    site.layout.add(identity, variant_of(kind, plain))
+    site = Site(tuple(identity.scalars))
+    site.layout(frozenset(), plain.asked, ()).add(identity, variant_of(kind, plain))
     return recorded.write_site(root, kind, identity, site)
 
 
@@ -154,9 +155,13 @@ def _recorded(kind: str, identity: Identity, key: tuple[Any, ...]) -> Site | Non
     return site
 
 
-def _trace_once(fn: Callable[..., Any], kind: str, identity: Identity) -> Bound:
-    """For a callable that could not be looked into: right for this call, and not remembered."""
-    plain = _run(fn, kind, identity)
+def _trace_once(
+    fn: Callable[..., Any], kind: str, identity: Identity, plain: Trace | None = None
+) -> Bound:
+    """What a trace gives that is right for this call alone; the reason is logged once."""
+    plain = plain or _run(fn, kind, identity)
+    if reason := identity.reason or plain.volatile:
+        say_once(f"{named_mod(fn, kind)} is traced at every call: {reason}", logging.INFO)
     return variant_of(kind, plain).of(plain.tensors)
 
 
@@ -169,9 +174,8 @@ def _trace_site(
         return found
     plain = _run(fn, kind, identity)
     if plain.volatile:
-        return variant_of(kind, plain).of(plain.tensors)
-    if site is None:
-        site = Site(_layout(identity, frozenset(), plain.asked), tuple(identity.scalars))
+        return _trace_once(fn, kind, identity, plain)
+    site = site or Site(tuple(identity.scalars))
     result, arguments = _lifted(fn, kind, identity, plain, site)
     layout, result = _chosen(site, identity, result, arguments)
     variant = variant_of(kind, result, identity.scalars, layout.alike(identity))
@@ -188,24 +192,14 @@ def _chosen(
     """The layout of a site that a trace belongs to, and the trace as it belongs there."""
     reaching = [result.texts[slot] for slot in reaching_divisors(result.expr)]
     divisors = frozenset[int]().union(*map(scalars_of, reaching))
-    asked = tuple(sorted({*site.asked, *result.asked}))
-    guards = tuple(sorted({*site.guards, *result.guards}))
     values = tuple(identity.scalars[i] for i in sorted(divisors))
-    if divisors and not site.specialises(values):
-        general = site.general
-        kept = general and (general.arguments, general.asked, general.guards)
-        if general is None or (arguments, asked, guards) != kept:
-            general = site.general = _layout(identity, arguments, asked, guards, general)
-        return general, result
-    if divisors:
+    if divisors and site.specialises(values):
         site.divisors.add(values)
         found = enumerate(zip(result.texts, program(result.texts)(identity.scalars), strict=True))
         now = {slot: value for slot, (text, value) in found if scalars_of(text) <= divisors}
         result, arguments = replace(result, expr=plug(result.expr, now)), arguments - divisors
-    layout = site.layout
-    if (arguments, asked, guards) != (layout.arguments, layout.asked, layout.guards):
-        site.layout = _layout(identity, arguments, asked, guards, layout)
-    return site.layout, result
+    site.arguments |= arguments
+    return site.layout(arguments, result.asked, result.guards), result
 
 
 def _lifted(
@@ -225,7 +219,7 @@ def _lifted(
         site.fixed |= pinned
         return attempt(chosen - pinned) if pinned else (found, chosen)
 
-    known = site.layout.arguments if site.general is None else site.general.arguments
+    known = frozenset(site.arguments - site.fixed)
     new = frozenset(
         i
         for i, (now, then) in enumerate(zip(identity.scalars, site.first, strict=True))
@@ -253,36 +247,67 @@ def _run(fn: Callable[..., Any], kind: str, identity: Identity) -> Trace:
     check_arity(fn, kind)
     _check_captures(fn, kind, identity.tensors)
     sizes = [(t.shape, t.dtype) for t in identity.tensors]
-    key = (*identity.key, *identity.scalars, *sizes) if identity.trusted else None
+    key = None if identity.reason else (*identity.key, *identity.scalars, *sizes)
     if key is not None and (why := _beyond.get(key)):
         raise type(why)(why.got, why.rule, why.do)
     _stats.traces += 1
-    chance = Chance(identity.sources, identity.key)
     token = _tracing.set(True)
     try:
-        with chance.watched():
-            found = trace(fn, kind, identity.tensors, grad=identity.grad)
+        return _steady(fn, kind, identity)
     except NoKernelError as why:
         if key is not None:
             _beyond.put(key, why.with_traceback(None))
         raise
     finally:
         _tracing.reset(token)
-    try:
-        chance.check()
-    except Refusal as refusal:
-        raise refusal.error(fn, kind) from None
+
+
+def _steady(fn: Callable[..., Any], kind: str, identity: Identity) -> Trace:
+    """A trace; raises UnsupportedError where another one would be of other numbers."""
+
+    def traced() -> Trace:
+        return trace(fn, kind, identity.tensors, grad=identity.grad)
+
+    before = [(each, _state(each)) for each in _generators(identity)]
+    found, got = traced(), ""
+    drawn = [type(each) for each, state in before if _state(each) != state]
+    if drawn:
+        got = f"draws random numbers ({drawn[0].__module__}.{drawn[0].__name__})"
+    elif identity.clocks:
+        again = traced()
+        if again.expr is not found.expr or again.code != found.code:
+            got = f"asks for another number each time ({', '.join(identity.clocks)})"
+    if got:
+        rule = "a mod gives the same score for the same position each time"
+        do = "ask for them outside of the mod, and capture a tensor of them"
+        raise Refusal(got, rule, do, raises=UnsupportedError).error(fn, kind)
     return found
 
 
-def _layout(
-    identity: Identity,
-    arguments: frozenset[int],
-    asked: tuple[str, ...],
-    guards: tuple[str, ...] = (),
-    earlier: SiteLayout | None = None,
-) -> SiteLayout:
-    return SiteLayout.empty(len(identity.scalars), arguments, asked, guards, earlier)
+def _generators(identity: Identity) -> list[Any]:
+    """The generators of random numbers that a callable may draw from.
+
+    Python's and numpy's own are among them where its code names them. Others are not looked at:
+    another thread may draw at any time.
+    """
+    found = list(identity.generators)
+    named = any("random" in each.names for each in identity.codes() if not each.library)
+    named = named or any(
+        type(each) is ModuleType and each.__name__.startswith("numpy.random")
+        for each in identity.key
+    )
+    if found or named:
+        numpys = getattr(sys.modules.get("numpy"), "random", None)  # which loads it
+        draws: list[Any] = [random.random, getattr(numpys, "random_sample", None)]
+        found += [draw.__self__ for draw in draws if draw is not None]
+    return found
+
+
+def _state(generator: Any) -> Any:
+    """Where a generator of Python or numpy stands."""
+    if isinstance(generator, random.Random):
+        return random.Random.getstate(generator)
+    return pickle.dumps(generator)
 
 
 def _bare(result: Trace) -> tuple[Expr, tuple[str, ...]]:

@@ -45,7 +45,7 @@ def digest(identity: Identity) -> str | None:
     Covers all but the captured ints and floats, tensors' contents and sizes, and the device that
     tensors are on, unless the code asks for it: a mod recorded on the CPU is known on a GPU.
     """
-    if not identity.trusted:
+    if identity.reason:
         return None
     parts: list[str] = [_here()]
     devices: list[str] = []

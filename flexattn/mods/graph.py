@@ -16,7 +16,7 @@ from flexattn.mods.arrays import Array, buffer
 from flexattn.mods.bind import variant_of
 from flexattn.mods.expr import VARS, Buffer, Expr, Mod
 from flexattn.mods.functional import functional
-from flexattn.mods.guard import op_name
+from flexattn.mods.modes import op_name
 from flexattn.mods.pointwise import cast
 from flexattn.mods.reader import RESULTS, TABLE, Reader, check_size, decompositions, single_result
 from flexattn.mods.refusal import Refusal
@@ -72,7 +72,7 @@ class GraphMod:
             found = variant.bound(tensors, scalars)
             if found is not None:
                 return found
-        read = Trace(self.mod.expr, tuple(tensors), (), False)
+        read = Trace(self.mod.expr, tuple(tensors), (), "")
         variant = variant_of(self.mod.kind, read, scalars, self.variants)
         self.variants.append(variant)
         found = variant.bound(tensors, scalars)

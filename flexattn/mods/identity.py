@@ -1,77 +1,94 @@
-"""Identity: everything a callable reads, as a key that is equal while a trace still holds."""
+"""A mod's value: what a callable reads, as a key that is equal for as long as its trace holds.
+
+The walk goes from code to the cells, defaults and globals that it names, and on through
+functions, partials, methods, objects and containers to numbers, texts and tensors. What it cannot
+follow has a reason, and such a callable is traced at every call.
+"""
 
 from __future__ import annotations
 
+import collections
+import datetime
 import enum
 import functools
 import random
 import types
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, cast
 
 import torch
 
-from flexattn.mods.chance import is_clock
-from flexattn.mods.objects import (
-    DESCRIPTORS,
-    MISSING,
-    visit_attributes,
-    visit_class,
-    visit_object,
-)
-from flexattn.mods.reads import SWITCHES, Attributes, is_library, reads_of
+from flexattn.mods.reads import SWITCHES, Attributes, Reads, is_library, reads_of
 
 # (path of the owner, how the owner holds it): substitute.py walks the same steps back.
 Path = tuple[Any, ...]
-# A cell with None, a dict with a key, or a function with None; and what was found there.
-Read = tuple[Any, Any, Any]
 
 _CAP = 2048
 # Modules whose attributes are taken to be constant; kept alive, so that an id stays theirs.
 _libraries: dict[int, types.ModuleType] = {}
+# What a name holds that holds nothing.
+MISSING = object()
 _PLAIN = (torch.dtype, torch.device, torch.Size, torch.layout, range, complex, bytes)
+DESCRIPTORS = (
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.GetSetDescriptorType,
+    types.ClassMethodDescriptorType,
+)
+_CONTAINERS = (dict, list, tuple)
+_CLOCKS = frozenset(("time", "datetime", "secrets", "urandom"))
+# Kept by CPython in front of an instance, which its size then leaves out.
+_MANAGED_WEAKREF, _MANAGED_DICT = 1 << 3, 1 << 4
+_POINTER = tuple.__itemsize__
+# What Python keeps in a class, and adds to when it copies an instance.
+_PYTHONS = frozenset((
+    "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__",
+    "__annotate__", "__annotate_func__", "__annotations_cache__", "__slots__", "__slotnames__",
+    "__hash__", "__abstractmethods__", "_abc_impl", "__parameters__", "__orig_bases__",
+    "__dataclass_fields__", "__dataclass_params__", "__match_args__", "__firstlineno__",
+    "__static_attributes__", "__new__",
+))  # fmt: skip
 
 
 class Identity:
-    """What one look at a callable found.
+    """What one walk through a callable found.
 
     `key`: structure, torch's default dtype, dtypes, ranks, devices and every value that is no int
     or float.
     `tensors`, `scalars`: the captured values, in the order they were met; `paths` tells where
     each scalar lives. `shared`: paths of what was reached twice, which cannot be replaced in
-    one place. Not `trusted`: something could not be looked into. `reads`: the names that were
-    looked up, with what they held; None once something was met that may change behind its name.
-    `bearers`: tensors, functions and values with attributes of their own. `sources`: generators
-    of random numbers and clocks. `grad`: the grad mode that the code sees, on where it does not
-    ask for it.
+    one place. `reason`: why the callable has to be traced at every call; None where its key says
+    all. `held`: the cells, names and functions that were looked up, each with what it held; None
+    once something was met that may change behind its name. `bearers`: tensors, functions and
+    values with attributes of their own. `generators`: of random numbers. `clocks`: names of
+    functions that tell the time, or draw by chance without a seed. `grad`: the grad mode that the
+    code sees, on where it does not ask for it.
     """
 
     __slots__ = (
-        "_seen", "bearers", "grad", "key", "paths", "reads", "scalars", "shared", "sources",
-        "tensors", "trusted",
+        "_seen", "bearers", "clocks", "generators", "grad", "held", "key", "paths", "reason",
+        "scalars", "shared", "tensors",
     )  # fmt: skip
 
     def __init__(self, kind: str) -> None:
         self.key: list[Any] = [kind, torch.get_default_dtype()]
         self.bearers: list[tuple[Any, Path]] = []
-        self.sources: list[Any] = []
+        self.generators: list[Any] = []
+        self.clocks: list[str] = []
         self.grad = True
         self.tensors: list[torch.Tensor] = []
         self.scalars: list[int | float] = []
         self.paths: list[Path] = []
         self.shared: list[Path] = []
-        self.trusted = True
-        self.reads: list[Read] | None = []
+        self.reason: str | None = None
+        self.held: list[tuple[Any, Any, Any]] | None = []
         self._seen: dict[Any, tuple[int, Path]] = {}
 
     def visit(self, value: Any, path: Path) -> None:
         """Add a value and what it reaches."""
-        kind = type(value)
-        handler = _HANDLERS.get(kind, _other)
-        if handler is _other or kind in _CHANGEABLE:
-            self.reads = None
-        handler(self, value, path)
+        _HANDLERS.get(type(value), _other)(self, value, path)
 
     def again(self, value: Any, path: Path, method: Any = None) -> bool:
         """Whether this object (as the owner of this method) was met before, or no room is left."""
@@ -83,37 +100,35 @@ class Identity:
             return True
         self._seen[what] = (len(self._seen), path)
         if len(self.key) > _CAP:
-            self.trusted = False
+            self.opaque(f"it reaches more than {_CAP:,} values")
             return True
         return False
 
-    def opaque(self) -> None:
-        """Note something that cannot be looked into."""
-        self.trusted = False
+    def opaque(self, reason: str) -> None:
+        """Note something that cannot be followed."""
+        self.reason = self.reason or reason
+
+    def codes(self) -> list[Reads]:
+        """The reads of all code that was met."""
+        return [each for each in self.key if type(each) is Reads]
 
     def ask(self, switch: str) -> None:
         """Note how a switch of torch stands."""
-        self.reads = None
+        self.held = None
         found = getattr(torch, switch)()
         self.key += (switch, found)
         self.grad &= switch != "is_grad_enabled" or found
 
-    def read(self, owner: Any, name: Any, value: Any) -> None:
-        """Note that a name held a value: a cell's, a dict's, or a function's own parts."""
-        if self.reads is not None:
-            self.reads.append((owner, name, value))
-
 
 def identify(fn: Callable[..., Any], kind: str) -> Identity:
-    """Look at a callable: the values it would read if it were called now."""
+    """Walk through a callable: the values it would read if it were called now."""
     identity = Identity(kind)
-    if isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
+    if isinstance(fn, (FunctionType, types.MethodType, functools.partial)):
         identity.visit(fn, ())
     else:
-        identity.reads = None
         _callable(identity, fn)
     if identity.bearers:
-        visit_attributes(identity)
+        _attributes(identity)
     return identity
 
 
@@ -147,12 +162,13 @@ def _leaf(self: Identity, value: Any, path: Path) -> None:
 def _module(self: Identity, value: types.ModuleType, path: Path) -> None:
     self.key.append(value)
     if not _is_library_module(value):
-        self.opaque()
+        self.opaque(f"it hands on the module {value.__name__}")
 
 
 def _function(
-    self: Identity, fn: types.FunctionType, path: Path, owner: Any = MISSING, at: Path = ()
+    self: Identity, fn: FunctionType, path: Path, owner: Any = MISSING, at: Path = ()
 ) -> None:
+    """Add a function, or the method of an owner, which is found at another path."""
     reads = reads_of(fn)
     if owner is MISSING:
         if reads.library and fn.__closure__ is None:
@@ -163,12 +179,16 @@ def _function(
         if self.again(fn, path):
             return
     self.key.append(reads)
-    self.trusted &= reads.trusted
+    if reads.reason:
+        self.opaque(reads.reason)
+        # It may import them.
+        self.clocks += [*reads.names & _CLOCKS]
     for switch in reads.switches:
         self.ask(switch)
     if fn.__dict__:
         self.bearers.append((fn, path))
-    self.read(fn, None, (fn.__code__, fn.__defaults__))
+    if self.held is not None:
+        self.held.append((fn, None, (fn.__code__, fn.__defaults__)))
     if reads.cells:
         cells = fn.__closure__ or ()
         for i, chains in reads.cells:
@@ -176,54 +196,50 @@ def _function(
                 value = cells[i].cell_contents
             except ValueError:
                 self.key.append(MISSING)
-                self.reads = None
+                self.held = None
                 continue
-            self.read(cells[i], None, value)
+            if self.held is not None:
+                self.held.append((cells[i], None, value))
             _chains(self, value, chains, (path, "cell", i))
     if reads.globals:
         scope = fn.__globals__
         for name, chains in reads.globals:
             value = scope.get(name, MISSING)
-            self.read(scope, name, value)
+            if self.held is not None:
+                self.held.append((scope, name, value))
             if _is_library_module(value):
                 self.key.append(value)  # once, however many of its names the code reads
                 continue
             if value is MISSING:
                 builtins = cast(Any, fn).__builtins__
                 value = builtins.get(name, MISSING)
-                self.read(builtins, name, value)
-                self.reads = None if value is MISSING else self.reads
+                if value is MISSING:
+                    self.held = None
+                if self.held is not None:
+                    self.held.append((builtins, name, value))
             _chains(self, value, chains, (path, "global", name))
     if owner is not MISSING:
-        chains = reads.arguments.get(reads.code.co_varnames[0], ())
-        _chains(self, owner, chains, at)
+        _chains(self, owner, reads.owner, at)
     if fn.__defaults__:
         for i, value in enumerate(fn.__defaults__):
             self.visit(value, (path, "default", i))
     if fn.__kwdefaults__:
-        self.reads = None
+        self.held = None
         for name, value in fn.__kwdefaults__.items():
             self.visit(value, (path, "kwdefault", name))
 
 
 def _chains(self: Identity, root: Any, chains: Attributes, path: Path) -> None:
+    """Add a value, or, where code reads but its attributes, these."""
     for chain in chains:
-        if not chain:
-            self.visit(root, path)
-            continue
         value, here = root, path
         for name in chain:
             kind = type(value)
-            if kind is types.ModuleType:
-                if is_library(value.__name__):
-                    break
-            elif kind in _CLOSED:
+            if kind in _CLOSED or (kind is types.ModuleType and is_library(value.__name__)):
                 break
-            try:
-                self.reads = None
-                value = getattr(value, name)
-            except AttributeError:
-                value = MISSING
+            self.held = None
+            value = getattr(value, name, MISSING)
+            if value is MISSING:
                 break
             here = (here, "attr", name)
         if value is MISSING:
@@ -242,15 +258,17 @@ def _is_library_module(value: Any) -> bool:
 
 
 def _method(self: Identity, method: types.MethodType, path: Path) -> None:
+    self.held = None
     function, owner = method.__func__, method.__self__
-    if not isinstance(function, types.FunctionType):
-        self.opaque()
+    if not isinstance(function, FunctionType):
+        self.opaque("it calls a method that is no Python function")
         self.visit(owner, (path, "self"))
     elif not self.again(owner, (path, "self"), function):
         _function(self, function, (path, "func"), owner, (path, "self"))
 
 
 def _partial(self: Identity, fn: functools.partial[Any], path: Path) -> None:
+    self.held = None
     self.key += (functools.partial, len(fn.args), tuple(fn.keywords))
     self.visit(fn.func, (path, "func"))
     for i, value in enumerate(fn.args):
@@ -261,15 +279,21 @@ def _partial(self: Identity, fn: functools.partial[Any], path: Path) -> None:
 
 def _callable(self: Identity, fn: Any) -> None:
     """The object that is called itself: what its code reads, not all it holds."""
+    self.held = None
     self.key.append(weakref.ref(type(fn)))
     hooked = isinstance(fn, torch.nn.Module) and (fn._forward_hooks or fn._forward_pre_hooks)
     called = fn.forward if isinstance(fn, torch.nn.Module) else type(fn).__call__
     if isinstance(called, types.MethodType):
         called = called.__func__ if called.__self__ is fn else called
-    if hooked or not isinstance(called, types.FunctionType):
+    if hooked or not isinstance(called, FunctionType):
         self.visit(fn, ())
     else:
         _function(self, called, ((), "class"), fn, ())
+
+
+def _list(self: Identity, values: list[Any], path: Path) -> None:
+    self.held = None
+    _sequence(self, values, path)
 
 
 def _sequence(self: Identity, values: Any, path: Path) -> None:
@@ -277,44 +301,52 @@ def _sequence(self: Identity, values: Any, path: Path) -> None:
         return
     self.key += (type(values), len(values))
     if len(values) > _CAP:
-        self.opaque()
-        return
+        self.opaque(f"it reads a {type(values).__name__} of more than {_CAP:,} values")
     for i, value in enumerate(values):
-        self.visit(value, (path, "item", i))
-        if not self.trusted:
+        if self.reason:
             return
+        self.visit(value, (path, "item", i))
 
 
 def _dict(self: Identity, values: dict[Any, Any], path: Path) -> None:
+    self.held = None
     if self.again(values, path):
         return
     self.key += (dict, len(values))
     for name, value in values.items():
         if not isinstance(name, (str, int, float, bytes, type(None), tuple)):
-            self.opaque()
+            self.opaque(f"it reads a dict with a key of {type(name)}")
+        if self.reason:
             return
         self.key += (type(name), name)
         self.visit(value, (path, "item", name))
-        if not self.trusted:
-            return
 
 
-def _bound_builtin(self: Identity, fn: types.BuiltinFunctionType, path: Path) -> None:
-    owner = fn.__self__
+def _builtin(self: Identity, fn: types.BuiltinFunctionType, path: Path) -> None:
+    owner: Any = fn.__self__
     self.key.append(fn.__name__)
     if fn.__name__ in SWITCHES:
         self.ask(fn.__name__)
-    if is_clock(fn):
-        self.sources.append(fn)
-        self.opaque()
+    if _is_clock(fn):
+        self.clocks.append(f"{owner.__name__}.{fn.__name__}")
+        self.opaque(f"it may call {self.clocks[-1]}")
     if owner is None or isinstance(owner, types.ModuleType):
         self.key.append(fn)
     else:
         self.visit(owner, (path, "self"))
 
 
+def _is_clock(fn: Any) -> bool:
+    """Whether a function of C tells the time, or what the system draws by chance."""
+    owner = fn.__self__
+    if isinstance(owner, type):
+        return issubclass(owner, datetime.date)
+    return getattr(owner, "__name__", "") == "time" or fn.__name__ == "urandom"
+
+
 def _other(self: Identity, value: Any, path: Path) -> None:
     """What has no handler of its own type: subclasses, user objects, and what is opaque."""
+    self.held = None
     cls = type(value)
     if isinstance(value, torch.Tensor):
         self.key.append(weakref.ref(cls))
@@ -325,37 +357,132 @@ def _other(self: Identity, value: Any, path: Path) -> None:
     elif cls.__module__ == "numpy" and hasattr(value, "tobytes") and value.size <= _CAP:
         self.key += (cls, str(value.dtype), value.shape, value.tobytes())
     elif isinstance(value, type):
-        visit_class(self, value, path)
+        _class(self, value, path)
     elif isinstance(value, _PLAIN):
         _constant(self, value, path)
-    elif isinstance(value, (int, float, str)):
-        self.key += (weakref.ref(cls), repr(value))
-        if hasattr(value, "__dict__"):
-            self.bearers.append((value, path))
-    elif cls is types.MethodWrapperType:
-        self.key.append(value.__name__)
-        self.visit(value.__self__, (path, "self"))
     elif isinstance(value, DESCRIPTORS) or cls.__module__.startswith("torch._ops"):
         self.key.append(value)
     elif not self.again(value, path):
-        if isinstance(value, random.Random) or cls.__module__.startswith("numpy.random"):
-            self.sources.append(value)
-            if cls.__module__ == "random" or cls.__module__.startswith("numpy.random"):
-                # Where it stands is no part of the key: a mod that draws from it is refused.
-                self.key.append(weakref.ref(cls))
-                if getattr(value, "__dict__", None):
-                    self.bearers.append((value, path))
-                return
-        visit_object(self, value, cls, path)
+        libraries = cls.__module__ == "random" or cls.__module__.startswith("numpy.random")
+        if isinstance(value, random.SystemRandom):
+            self.clocks.append(cls.__qualname__)
+            self.opaque("it may draw what the system gives by chance")
+        elif libraries or isinstance(value, random.Random):
+            self.generators.append(value)
+        if libraries:  # where it stands is no part of the key: a mod that draws is refused
+            self.key.append(weakref.ref(cls))
+            if getattr(value, "__dict__", None):
+                self.bearers.append((value, path))
+        else:
+            _object(self, value, cls, path)
+
+
+def _object(self: Identity, value: Any, cls: type, path: Path) -> None:
+    """Add an instance of any class: what it is, and everything it holds."""
+    state = getattr(value, "__dict__", None)
+    slots = [name for base in cls.__mro__ for name in _slots(base)]
+    if state is None and not slots and not isinstance(value, _CONTAINERS):
+        self.key.append(weakref.ref(cls))
+        if cls is not object:
+            self.opaque(f"it reads a {cls.__qualname__}, whose state nobody can see")
+        return
+    if _hides(cls, len(slots)):
+        self.opaque(f"it reads a {cls.__qualname__}, which keeps state in C")
+    _class(self, cls, (path, "type"))
+    if isinstance(value, dict):
+        self.key.append(len(value))
+        for name, item in value.items():
+            self.visit(name, (path, "key"))
+            self.visit(item, (path, "item", name))
+        if isinstance(value, collections.defaultdict):
+            self.visit(value.default_factory, (path, "attr", "default_factory"))
+    elif isinstance(value, (list, tuple)):
+        self.key.append(len(value))
+        for i, item in enumerate(value):
+            self.visit(item, (path, "item", i))
+    set_slots = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    for name, item in {**(state or {}), **set_slots}.items():
+        self.key.append(name)
+        self.visit(item, (path, "attr", name))
+
+
+def _class(self: Identity, cls: type, path: Path) -> None:
+    """Add a class: what its users gave it and its ancestors."""
+    self.key.append(weakref.ref(cls))
+    if is_library(cls.__module__) or self.again(cls, path):
+        return
+    if type(cls) is not type:  # of which a class has attributes, too
+        _class(self, type(cls), (path, "type"))
+    for base in cls.__mro__:
+        if is_library(base.__module__):
+            continue
+        for name, value in vars(base).items():
+            if name in _PYTHONS:
+                continue
+            if isinstance(value, (staticmethod, classmethod)):
+                value = value.__func__
+            elif isinstance(value, property):
+                value = value.fget
+            if not isinstance(value, (*DESCRIPTORS, types.MemberDescriptorType)):
+                self.key.append(name)
+                self.visit(value, (path, "attr", name))
+
+
+def _attributes(self: Identity) -> None:
+    """Add what was set as an attribute on tensors, functions and the like, where code names it.
+
+    They carry attributes that no mod reads (a loader's notes on a parameter, a decorator's on a
+    function), and code reads attributes of what it was handed: so it is told by the names.
+    """
+    done: set[tuple[int, str]] = set()
+    before = -1
+    while before != len(done):
+        before = len(done)
+        codes = self.codes()
+        names = frozenset[str]().union(*(each.names for each in codes))
+        dynamic = any(each.dynamic for each in codes)
+        for owner, path in list(self.bearers):
+            for name, value in list(vars(owner).items()):
+                if (dynamic or name in names) and (id(owner), name) not in done:
+                    done.add((id(owner), name))
+                    self.held = None
+                    self.key.append(name)
+                    self.visit(value, (path, "attr", name))
+
+
+def _slots(cls: type) -> list[str]:
+    """The attributes of a class's own slots, as instances know them."""
+    slots = vars(cls).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    private = f"_{cls.__name__.lstrip('_')}"
+    return [
+        private + name if name.startswith("__") and not name.endswith("__") else name
+        for name in names
+        if name not in ("__dict__", "__weakref__")
+    ]
+
+
+def _hides(cls: type, slots: int) -> bool:
+    """Whether instances hold more than attributes and items, in C, as a random.Random does.
+
+    A cache of results does, too, but is not asked: what is left in it is what its user wants.
+    """
+    if issubclass(cls, (*_CONTAINERS, enum.Enum, functools._lru_cache_wrapper)):
+        return False
+    size = object.__basicsize__ + slots * _POINTER
+    for offset, flag in (
+        (cls.__dictoffset__, _MANAGED_DICT),
+        (cls.__weakrefoffset__, _MANAGED_WEAKREF),
+    ):
+        if offset and not cls.__flags__ & flag:
+            size += _POINTER
+    return cls.__basicsize__ > size
 
 
 # Attributes of these are theirs alone; the value as a whole says it all.
 _CLOSED = frozenset(
     (torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), list, tuple, dict)
 )
-
-# Their parts may change while every name keeps what it holds.
-_CHANGEABLE = frozenset((list, dict, types.MethodType, functools.partial))
 
 _HANDLERS: dict[type, Callable[[Identity, Any, Path], None]] = {
     torch.Tensor: _tensor,
@@ -369,11 +496,11 @@ _HANDLERS: dict[type, Callable[[Identity, Any, Path], None]] = {
     torch.dtype: _leaf,
     torch.device: _leaf,
     types.ModuleType: _module,
-    types.FunctionType: _function,
+    FunctionType: _function,
     types.MethodType: _method,
-    types.BuiltinFunctionType: _bound_builtin,
+    types.BuiltinFunctionType: _builtin,
     functools.partial: _partial,
-    list: _sequence,
+    list: _list,
     tuple: _sequence,
     dict: _dict,
 }

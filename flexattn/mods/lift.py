@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from flexattn.errors import FlexAttnError
 from flexattn.mods.host_numbers import HostNumber, Recording, program, scalars_of
 from flexattn.mods.identity import Identity, Path, identify
 from flexattn.mods.simplify import plug
-from flexattn.mods.substitute import CannotReplace, substitute
 from flexattn.mods.trace import Trace, trace
+
+_LEAF = object()
+
+
+class CannotReplace(Exception):
+    """A value lives where no copy can stand in: in a set, behind a property, in a class's code."""
 
 
 def lift(
@@ -59,3 +69,110 @@ def replaceable(identity: Identity, scalar: int) -> bool:
             return False
         path = path[0]
     return () not in identity.shared
+
+
+def substitute(fn: Any, replacements: Mapping[Path, Any]) -> Any:
+    """A callable like `fn` that reads these values at these paths; raises CannotReplace."""
+    tree: dict[Any, Any] = {}
+    for path, value in replacements.items():
+        steps: list[Any] = []
+        while path:
+            path, part, *name = path
+            steps += [name[0] if name else None, part]
+        branch = tree
+        for step in reversed(steps):
+            branch = branch.setdefault(step, {})
+        branch[_LEAF] = value
+    try:
+        return _rebuilt(fn, tree)
+    except Exception as error:  # a copy runs code of its class
+        raise CannotReplace from error
+
+
+def _rebuilt(value: Any, tree: dict[Any, Any]) -> Any:
+    """A value with a replaced part for each of the tree's: {part: {name: tree}}."""
+    if _LEAF in tree:
+        return tree[_LEAF]
+    if not tree:
+        return value
+    if isinstance(value, types.FunctionType):
+        return _function(value, tree)
+    if isinstance(value, types.MethodType):
+        owned = _changed({"func": value.__func__, "self": value.__self__}, _unnamed(tree))
+        return types.MethodType(owned["func"], owned["self"])
+    if isinstance(value, functools.partial):
+        called = _changed({"func": value.func}, _unnamed({"func": tree.get("func", {})}))["func"]
+        args = _changed(value.args, tree.get("arg"))
+        return functools.partial(called, *args, **_changed(value.keywords, tree.get("keyword")))
+    (part,) = tree
+    if part == "item" and (type(value) in (list, dict, tuple) or hasattr(value, "_make")):
+        return _changed(value, tree[part])
+    if part == "attr":
+        return _object(value, tree[part])
+    raise CannotReplace
+
+
+def _unnamed(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """The trees of parts that are one value each."""
+    return {part: branches.get(None, {}) for part, branches in tree.items()}
+
+
+def _changed(values: Any, branches: dict[Any, Any] | None) -> Any:
+    """A dict, a list or a tuple with some of its items replaced; itself where none are."""
+    if not branches:
+        return values
+    new = {name: _rebuilt(values[name], branch) for name, branch in branches.items()}
+    if isinstance(values, dict):
+        return {**values, **new}
+    items = [new.get(i, item) for i, item in enumerate(values)]
+    return values._make(items) if hasattr(values, "_make") else type(values)(items)
+
+
+def _function(fn: types.FunctionType, tree: dict[Any, Any]) -> types.FunctionType:
+    if tree.keys() - {"cell", "global", "default", "kwdefault"}:
+        raise CannotReplace
+    cells = list(fn.__closure__ or ())
+    for i, branch in tree.get("cell", {}).items():
+        cells[i] = types.CellType(_rebuilt(cells[i].cell_contents, branch))
+    scope = _changed(fn.__globals__, tree.get("global"))
+    defaults = _changed(fn.__defaults__, tree.get("default"))
+    new = types.FunctionType(fn.__code__, scope, fn.__name__, defaults, tuple(cells) or None)
+    new.__dict__.update(fn.__dict__)
+    new.__kwdefaults__ = _changed(fn.__kwdefaults__, tree.get("kwdefault"))
+    return new
+
+
+def _object(value: Any, branches: dict[str, Any]) -> Any:
+    if isinstance(value, torch.Tensor):  # a copy is another tensor than the captured one
+        raise CannotReplace
+    changed = {name: _rebuilt(getattr(value, name), b) for name, b in branches.items()}
+    if isinstance(value, type):
+        if not hasattr(value, "__mro__") or any(
+            "__init_subclass__" in vars(c) for c in value.__mro__[:-1]
+        ):
+            raise CannotReplace
+        return type(value)(value.__name__, (value,), changed)
+    if isinstance(value, types.ModuleType):
+        stand_in = types.ModuleType(value.__name__)
+        stand_in.__dict__.update(vars(value) | changed)
+        return stand_in
+    if isinstance(value, tuple) and hasattr(value, "_replace"):
+        return value._replace(**changed)
+    for name in changed:
+        if isinstance(getattr(type(value), name, None), property):
+            raise CannotReplace
+    new = copy.copy(value)
+    if new is value:
+        raise CannotReplace
+    for name, item in changed.items():
+        _set(new, name, item)
+    return new
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    # Past __setattr__, which a frozen dataclass forbids and which in nn.Module would reach
+    # the dict of submodules that a shallow copy shares with the original.
+    if hasattr(owner, "__dict__"):
+        owner.__dict__[name] = value
+    else:
+        object.__setattr__(owner, name, value)

@@ -16,8 +16,8 @@ from flexattn.errors import SignatureError, UnsupportedError
 from flexattn.mods.arrays import Array, buffer, literal_array
 from flexattn.mods.expr import MAX_NODES, Expr, walk
 from flexattn.mods.functional import is_lift, writes
-from flexattn.mods.guard import op_name
 from flexattn.mods.host_numbers import Recording
+from flexattn.mods.modes import op_name
 from flexattn.mods.pointwise import POINTWISE
 from flexattn.mods.reductions import REDUCTIONS
 from flexattn.mods.refusal import Refusal, SourceLine, too_long, unknown, unread

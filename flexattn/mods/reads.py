@@ -30,27 +30,30 @@ SWITCHES = frozenset(
 _OBSCURE = frozenset(["eval", "exec", "globals", "locals", "vars", "__import__", "open", "input"])
 # With these, code reads attributes whose names it does not spell, or that need not be there.
 _DYNAMIC = frozenset(["getattr", "hasattr", "attrgetter", "__dict__", "__getattribute__"])
+_NO_STEPS = ("EXTENDED_ARG", "CACHE")
 _HANDLERS = frozenset(["PUSH_EXC_INFO", "SETUP_FINALLY", "SETUP_WITH"])
+_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_LOCAL = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT", "STORE_FAST_LOAD")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reads:
-    """Everything a code object can see of the world outside its frame.
+    """Everything that a function's code, and code inside of it, can see of the world outside.
 
-    Each root comes with the chains of attributes read from it; the empty chain says that the
-    value itself goes on to where bytecode cannot be followed. `arguments` are chains rooted at
-    parameters, by name. Not `trusted`: the code looks up names that no scan can know.
-    `names`: every name and text in the code, so every attribute that it spells; `dynamic`: it may
-    read others. `forgiving`: an attribute may be absent, and the code goes on. `switches`: those
-    of SWITCHES that it names.
+    Each name comes with the chains of attributes read from it; the empty chain says that the
+    value itself goes on to where bytecode cannot be followed. `cells` are told by their index,
+    `owner` are the chains of the first parameter. `reason`: why a scan cannot know what the code
+    looks up; empty where it can. `names`: every name and text in the code, so every attribute
+    that it spells; `dynamic`: it may read others. `forgiving`: an attribute may be absent, and
+    the code goes on. `switches`: those of SWITCHES that it names.
     """
 
     code: CodeType
     globals: tuple[tuple[str, Attributes], ...]
     cells: tuple[tuple[int, Attributes], ...]
-    arguments: dict[str, Attributes]
+    owner: Attributes
     library: bool
-    trusted: bool
+    reason: str
     names: frozenset[str]
     dynamic: bool
     forgiving: bool
@@ -81,74 +84,49 @@ def reads_of(function: FunctionType) -> Reads:
 def _scan(code: CodeType, library: bool) -> Reads:
     globals_: dict[str, dict[tuple[str, ...], None]] = {}
     locals_: dict[str, dict[tuple[str, ...], None]] = {}
-    trusted = _collect(code, globals_, locals_)
-    cells = {name: i for i, name in enumerate(code.co_freevars)}
-    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    codes = list(nested(code))
-    names = frozenset(name for each in codes for name in _names(each))
-    dynamic = not names.isdisjoint(_DYNAMIC)
+    names: set[str] = set()
+    forgiving, reason = False, ""
+    for each in _nested(code):
+        names.update(each.co_names)
+        names.update(text for text in each.co_consts if isinstance(text, str))
+        steps = [i for i in dis.get_instructions(each) if i.opname not in _NO_STEPS]
+        for place, step in enumerate(steps):
+            name, op = step.argval, step.opname
+            forgiving |= op in _HANDLERS
+            if op in _GLOBAL:
+                globals_.setdefault(name, {})[_attributes(steps, place)] = None
+                if name in _OBSCURE:
+                    reason = f"its code calls {name}()"
+                if name == "super" and each.co_varnames:  # which reads the first argument unseen
+                    locals_.setdefault(each.co_varnames[0], {})[()] = None
+            elif op.startswith(_LOCAL):
+                *escaped, last = name if isinstance(name, tuple) else (name,)
+                locals_.setdefault(last, {})[_attributes(steps, place)] = None
+                for other in escaped:
+                    locals_.setdefault(other, {})[()] = None
+            elif op == "IMPORT_NAME" and not is_library(str(name)):
+                reason = f"its code imports {name}"
+    cells = enumerate(code.co_freevars)
     return Reads(
         code=code,
         globals=() if library else tuple((name, tuple(c)) for name, c in globals_.items()),
-        cells=tuple((cells[name], tuple(c)) for name, c in locals_.items() if name in cells),
-        arguments={name: tuple(c) for name, c in locals_.items() if name in arguments},
+        cells=tuple((i, tuple(locals_[name])) for i, name in cells if name in locals_),
+        owner=tuple(locals_.get("".join(code.co_varnames[:1]), ())),
         library=library,
-        trusted=trusted or library,
-        names=names,
-        dynamic=dynamic,
-        forgiving=dynamic or any(map(_catches, codes)),
+        reason="" if library else reason,
+        names=frozenset(names),
+        dynamic=not names.isdisjoint(_DYNAMIC),
+        forgiving=forgiving or not names.isdisjoint(_DYNAMIC),
         switches=() if library else tuple(sorted(names & SWITCHES)),
     )
 
 
-def nested(code: CodeType) -> Iterator[CodeType]:
+def _nested(code: CodeType) -> Iterator[CodeType]:
     """A code object and those of the functions it defines."""
     yield code
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from nested(inner)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    yield from (each for each in code.co_consts if isinstance(each, str))
-
-
-def _catches(code: CodeType) -> bool:
-    return any(step.opname in _HANDLERS for step in dis.get_instructions(code))
-
-
-def _collect(
-    code: CodeType,
-    globals_: dict[str, dict[tuple[str, ...], None]],
-    locals_: dict[str, dict[tuple[str, ...], None]],
-) -> bool:
-    """Add the chains of a code object and of the functions it defines; whether all was clear."""
-    trusted = True
-    steps = [i for i in dis.get_instructions(code) if i.opname not in ("EXTENDED_ARG", "CACHE")]
-    for place, step in enumerate(steps):
-        name, op = step.argval, step.opname
-        if op in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
-            globals_.setdefault(name, {})[_attributes(steps, place)] = None
-            trusted &= name not in _OBSCURE
-            if name == "super" and code.co_varnames:  # which reads the first argument unseen
-                locals_.setdefault(code.co_varnames[0], {})[()] = None
-        elif op.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT")):
-            *escaped, last = name if isinstance(name, tuple) else (name,)
-            locals_.setdefault(last, {})[_attributes(steps, place)] = None
-            for other in escaped:
-                locals_.setdefault(other, {})[()] = None
-        elif op.startswith("STORE_FAST") and "LOAD" in op:
-            locals_.setdefault(name[-1], {})[()] = None
-        elif op == "IMPORT_NAME":
-            trusted &= is_library(str(name))
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            nested: dict[str, dict[tuple[str, ...], None]] = {}
-            trusted &= _collect(inner, globals_, nested)
-            for name in inner.co_freevars:
-                locals_.setdefault(name, {}).update(nested.get(name, {}))
-    return trusted
+            yield from _nested(inner)
 
 
 def _attributes(steps: list[dis.Instruction], place: int) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Mods that another process traced, as files: a callable is recognised by its digest.
 
-    <root>/mods/<digest>.json     a Site: its mods as data, and which captured values fill them
+    <root>/mods/<digest>.json     a Site: its mods as data, each with the numbers of its callable
 
 They are read from an explicitly named directory alone. A file is data: it cannot run code, but it
 says what a callable means, so a directory deserves the trust that the program itself gets.
@@ -14,18 +14,17 @@ from typing import Any
 from flexattn.errors import CacheError
 from flexattn.mods.codec import from_data, to_data
 from flexattn.mods.digest import digest
-from flexattn.mods.expr import Buffer, Expr, Mod
+from flexattn.mods.expr import Buffer, Mod
 from flexattn.mods.identity import Identity
-from flexattn.mods.numbers import Number
 from flexattn.mods.site import Site, SiteLayout, Variant, interned
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
 
-_SCHEMA = 1
+_SCHEMA = 2
 _MAX_BYTES = 2**21
 MAX_VARIANTS = 64
-_FIELDS = {"schema", "first", "fixed", "arguments", "sized", "variants"}
-_VARIANT = {"constants", "shapes", "mod", "tensors", "scalars"}
+_FIELDS = {"schema", "first", "sized", "variants"}
+_VARIANT = {"constants", "shapes", "mod", "tensors"}
 
 
 def read_site(root: Path, kind: str, identity: Identity) -> Site | None:
@@ -49,12 +48,13 @@ def write_site(root: Path, kind: str, identity: Identity, site: Site) -> bool:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     old = read_site(root, kind, identity)
-    layout = site.layout
-    if old and (old.layout.arguments, old.layout.asked) == (layout.arguments, layout.asked):
+    (layout,) = site.layouts
+    if old and old.asked == site.asked:
         for key, variants in layout.variants.items():
-            old.layout.variants.put(key, variants)
+            old.layouts[0].variants.put(key, variants)
+        (layout,) = old.layouts
         site = old
-    publish(path, sealed(_told(site)))
+    publish(path, sealed(_told(site, layout)))
     return True
 
 
@@ -63,8 +63,7 @@ def _path(root: Path, identity: Identity) -> Path | None:
     return None if name is None else root / "mods" / f"{name}.json"
 
 
-def _told(site: Site) -> dict[str, Any]:
-    layout = site.layout
+def _told(site: Site, layout: SiteLayout) -> dict[str, Any]:
     count = len(layout.constants)
     variants = [
         {
@@ -73,7 +72,6 @@ def _told(site: Site) -> dict[str, Any]:
             "shapes": [list(shape) for shape in key[count:]],
             "mod": to_data(variant.mod),
             "tensors": list(variant.tensors),
-            "scalars": [number.expr.value for number in variant.numbers],
         }
         for key, variants in layout.variants.items()
         for variant in variants
@@ -81,8 +79,6 @@ def _told(site: Site) -> dict[str, Any]:
     return {
         "schema": _SCHEMA,
         "first": list(site.first),
-        "fixed": sorted(site.fixed),
-        "arguments": sorted(layout.arguments),
         "sized": bool(layout.asked),
         "variants": variants,
     }
@@ -93,40 +89,28 @@ def _site(data: Any, kind: str, identity: Identity) -> Site:
     _need(type(data) is dict and data.keys() == _FIELDS, f"an object of {sorted(_FIELDS)}")
     _need(data["schema"] == _SCHEMA, f"this version reads schema {_SCHEMA}")
     _need(type(data["sized"]) is bool, "sized is true or false")
-    scalars = identity.scalars
     first = tuple(_list(data["first"], "first"))
-    _need([*map(type, first)] == [*map(type, scalars)], "first has the callable's scalars")
-    arguments = frozenset(_indices(data["arguments"], len(scalars)))
-    layout = SiteLayout.empty(len(scalars), arguments, ("shape",) if data["sized"] else ())
+    kinds = [*map(type, identity.scalars)]
+    _need([*map(type, first)] == kinds, "first has the callable's scalars")
     variants = _list(data["variants"], "variants")
     _need(len(variants) <= MAX_VARIANTS, f"at most {MAX_VARIANTS} variants")
+    site = Site(first, exported=len(variants))
+    layout = site.layout(frozenset(), ("shape",) if data["sized"] else (), ())
     for each in variants:
         _need(type(each) is dict and each.keys() == _VARIANT, f"an object of {sorted(_VARIANT)}")
         mod = _mod(each["mod"], kind)
-        slots = _indices(each["scalars"], len(scalars))
-        numbers = tuple(
-            Number(Expr("scalar", dtype, (), slot))
-            for slot, dtype in zip(slots, mod.scalars, strict=False)
-        )
-        variant = Variant(mod, _indices(each["tensors"], len(identity.tensors)), numbers)
-        _check_slots(variant, slots, identity)
+        variant = Variant(mod, _indices(each["tensors"], len(identity.tensors)), ())
+        tensors = [identity.tensors[i] for i in variant.tensors]
+        buffers = tuple(Buffer(str(t.dtype).removeprefix("torch."), t.dim()) for t in tensors)
+        _need((buffers, ()) == (mod.buffers, mod.scalars), "slots have its dtypes")
         layout.variants.put(_key(each, layout, identity), (variant,))
-    fixed = set(_indices(data["fixed"], len(scalars)))
-    return Site(layout, first, fixed, exported=len(variants))
+    return site
 
 
 def _mod(data: Any, kind: str) -> Mod:
     mod = from_data(data)
     _need(mod.kind == kind, f"it is a {kind}_mod")
     return interned(mod.kind, mod.expr, mod.buffers, mod.scalars)
-
-
-def _check_slots(variant: Variant, slots: tuple[int, ...], identity: Identity) -> None:
-    tensors = [identity.tensors[i] for i in variant.tensors]
-    buffers = tuple(Buffer(str(t.dtype).removeprefix("torch."), t.dim()) for t in tensors)
-    numbers = [identity.scalars[i] for i in slots]
-    dtypes = tuple("int64" if isinstance(n, int) else "float64" for n in numbers)
-    _need((buffers, dtypes) == (variant.mod.buffers, variant.mod.scalars), "slots have its dtypes")
 
 
 def _key(data: dict[str, Any], layout: SiteLayout, identity: Identity) -> tuple[Any, ...]:

@@ -1,16 +1,23 @@
-"""Refusal: why a mod cannot be traced, and the line of the user's code that is to blame."""
+"""Refusal: why a mod cannot be traced, the line of the user's code and the captures to blame."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import linecache
 import os
 import sysconfig
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import lru_cache
+from itertools import islice
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from flexattn.errors import FlexAttnError, ModError, NoKernelError, UnsupportedError
 from flexattn.mods.expr import MAX_NODES
@@ -20,6 +27,44 @@ SourceLine = tuple[str, int]
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _FOREIGN = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _HERE + os.sep)
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
+_RULE = "a mod is run once, for all positions together: there is no single value to look at"
+_CHOICE = "use torch.where for a choice, and & | ~ for conditions"
+_FLOAT = (
+    "reads a traced value as a Python float, as math.exp and its like do",
+    "use torch's function: torch.exp(score) for math.exp(score)",
+)
+_INT = (
+    "reads a traced value as a Python int",
+    "leave it a tensor: it can be an index, // and % take it, and x.long() rounds towards 0",
+)
+_INDEX = (
+    "indexes a Python list, tuple or range by a traced value",
+    "capture torch.tensor(the_list), made once outside of the mod, and index that",
+)
+_ITEM = "reads a traced value in Python", "compute with the tensor itself"
+_ARRAY = (
+    "gives a tensor to numpy",
+    "use torch's function of that name, and capture arrays as torch.from_numpy(array)",
+)
+# The method that was called: what that means in the user's code, and what to write instead.
+WORDS: dict[Any, tuple[str, str]] = {
+    Tensor.__float__: _FLOAT,
+    Tensor.__int__: _INT,
+    Tensor.__index__: _INDEX,
+    Tensor.item: _ITEM,
+    Tensor.tolist: _ITEM,
+    Tensor.__array__: _ARRAY,
+    Tensor.numpy: _ARRAY,
+    Tensor.__dlpack__: _ARRAY,
+}
+# What else takes the values of a captured tensor, and says nothing of a traced one.
+READS = frozenset((
+    Tensor.__repr__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__deepcopy__,
+    Tensor.storage, Tensor.untyped_storage,
+))  # fmt: skip
+_NUMPY = "a mod is read as torch's operations, and numpy computes at once with values"
+# So many functions, objects and containers are looked into, and so many parts of each.
+_HOLDERS, _PARTS = 500, 200
 
 
 class Refusal(Exception):
@@ -134,3 +179,106 @@ def _is_user_file(name: str) -> bool:
     if path.startswith(_FOREIGN):
         return False
     return "site-packages" in path or not path.startswith(_STDLIB)
+
+
+class Asked(Refusal):
+    """Something asks a traced tensor for its value, and nothing says how."""
+
+    def __init__(self) -> None:
+        super().__init__("branches on a traced value, or reads it in Python", _RULE, _CHOICE)
+
+
+def asked(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a method of a tensor returns; raises Refusal, with words for it, where it cannot."""
+    got, do = WORDS.get(func, _ITEM)
+    # Of a captured tensor it would take the values of this moment for good.
+    if WORDS.get(func) is _ARRAY:
+        raise Refusal(got, _NUMPY, do)
+    if not isinstance(args[0], FakeTensor):
+        raise read_in_python(func.__name__)
+    try:
+        return func(*args, **kwargs)
+    except Asked:
+        raise Refusal(got, _RULE, do) from None
+
+
+def read_in_python(how: str) -> Refusal:
+    """The refusal of what asks a captured tensor for its values."""
+    return Refusal(
+        f"reads the value of a captured tensor in Python ({how})",
+        "captured tensors are read when the kernel runs, not when a mod is traced",
+        "compute with the tensor itself, or capture a Python number",
+    )
+
+
+def looked_up(error: Exception) -> Refusal | None:
+    """The refusal of a dict that was asked for a traced key, if that is what an error says."""
+    keys = error.args if isinstance(error, KeyError) else ()
+    parts = [part for key in keys for part in (key if isinstance(key, tuple) else (key,))]
+    if not any(isinstance(part, Tensor) for part in parts):
+        return None
+    return Refusal(
+        "looks a traced value up in a dict",
+        _RULE,
+        "capture a tensor of the dict's values and index it: torch.tensor([...])[h]",
+    )
+
+
+def captured(fn: Callable[..., Any], tensor: torch.Tensor) -> str:
+    """What a callable calls a tensor, with what it is: "`bias`, of shape [8] on cpu"."""
+    name = capture_name(fn, tensor)
+    return (
+        f"{f'`{name}`' if name else 'a tensor'}, of shape {list(tensor.shape)} on {tensor.device}"
+    )
+
+
+def capture_name(fn: Callable[..., Any], tensor: torch.Tensor) -> str:
+    """The shortest way from a callable to a tensor; nothing where there is none."""
+    queue: deque[tuple[str, Any]] = deque([("", fn)])
+    seen: set[int] = set()
+    while queue and len(seen) < _HOLDERS:
+        name, holder = queue.popleft()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        for part, value in islice(_parts(name, holder), _PARTS):
+            if value is tensor:
+                return part
+            queue.append((part, value))
+    return ""
+
+
+def _parts(name: str, holder: Any) -> Iterator[tuple[str, Any]]:
+    """What a function, a container or an object holds, each with its name from the callable."""
+    if inspect.isfunction(holder):
+        code, scope = holder.__code__, holder.__globals__
+        for free, cell in zip(code.co_freevars, holder.__closure__ or (), strict=True):
+            with suppress(ValueError):  # a cell that was emptied
+                yield free, cell.cell_contents
+        yield from ((each, scope[each]) for each in code.co_names if each in scope)
+        for default in inspect.signature(holder).parameters.values():
+            yield default.name, default.default
+    elif inspect.ismethod(holder):
+        yield "self", holder.__self__
+        yield holder.__name__, holder.__func__
+    elif isinstance(holder, functools.partial):
+        with suppress(TypeError, ValueError):  # of a callable without a signature
+            bound = inspect.signature(holder.func).bind_partial(*holder.args, **holder.keywords)
+            yield from bound.arguments.items()
+        yield "func", holder.func
+    elif isinstance(holder, (list, tuple)):
+        yield from ((f"{name}[{i}]", each) for i, each in enumerate(holder))
+    elif isinstance(holder, dict):
+        yield from ((f"{name}[{key!r}]", each) for key, each in holder.items())
+    elif inspect.ismodule(holder):
+        yield from ((f"{name}.{x}", y) for x, y in vars(holder).items() if torch.is_tensor(y))
+    elif not isinstance(holder, (torch.Tensor, type)):
+        prefix = f"{name}." if name else "self."
+        if isinstance(holder, torch.nn.Module):
+            yield from ((prefix + each, x) for each, x in holder.named_parameters(recurse=False))
+            yield from ((prefix + each, x) for each, x in holder.named_buffers(recurse=False))
+            yield from ((prefix + each, x) for each, x in holder.named_children())
+        for attribute, each in getattr(holder, "__dict__", {}).items():
+            yield prefix + attribute, each
+        if not name and callable(holder):
+            yield "__call__", getattr(type(holder), "__call__", None)

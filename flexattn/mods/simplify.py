@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 
+import torch
+
 from flexattn.mods.expr import Expr, Value, const, walk
-from flexattn.mods.fold import fold
-from flexattn.mods.ops import OPS, is_float, is_int
+from flexattn.mods.ops import OPS, dtype_of, is_float, is_int
 
 _Rule = Callable[[Expr], Expr | None]
 
@@ -31,12 +32,40 @@ def make(op: str, dtype: str, args: Iterable[Expr] = (), value: Value = None) ->
         operands = tuple(sorted(operands, key=lambda arg: arg.order))
     node = Expr(op, dtype, operands, value)
     if operands and op != "load" and all(arg.op == "const" for arg in operands):
-        folded = fold(node)
+        folded = _fold(node)
         if folded is not None:
             return folded
     rule = _RULES.get(op)
     rewritten = rule(node) if rule else None
     return node if rewritten is None else rewritten
+
+
+def _fold(node: Expr) -> Expr | None:
+    """The constant that torch computes for an operation on constants, or None where it refuses."""
+    shift = node.op in ("shl", "shr")
+    if shift and not 0 <= int(node.args[1].value or 0) < 64:  # undefined: left to the machine
+        return None
+    try:
+        args = [_folded_operand(arg) for arg in node.args]
+        if node.op == "cast":
+            result = args[0].to(dtype_of(node.dtype))
+        else:
+            op = OPS[node.op]
+            result = op.function(*args, **op.kwargs)
+    except (RuntimeError, ArithmeticError, NotImplementedError, TypeError):
+        return None
+    value = result.item()
+    if node.op == "cast" and not is_float(node.dtype) and not _finite(node.args[0]):
+        return None
+    return const(value, node.dtype)
+
+
+def _folded_operand(node: Expr) -> torch.Tensor:
+    return torch.tensor(node.value, dtype=dtype_of(node.dtype), device="cpu")
+
+
+def _finite(node: Expr) -> bool:
+    return not isinstance(node.value, float) or math.isfinite(node.value)
 
 
 def plug(expr: Expr, values: Mapping[int, int | float]) -> Expr:

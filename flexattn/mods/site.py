@@ -21,7 +21,7 @@ from flexattn.util.lru import Lru
 # a program are few, and what a compiler knows of a divisor saves instructions and registers for
 # each key; a kernel more costs a compile of a second, which is remembered.
 MAX_CONSTANT_DIVISORS = 8
-# What a record and a witness tell of captured tensors, beside their dtypes and numbers of
+# What a record and guards tell of captured tensors, beside their dtypes and numbers of
 # dimensions: a trace that asked for more is found by bind alone.
 SIZE_ATTRIBUTES = frozenset(("shape",))
 _VARIANTS = 64
@@ -77,35 +77,20 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class SiteLayout:
-    """Which scalars of a site are arguments, which belong to a variant's key, and its variants.
+    """Which of a site's scalars are constants, and the variants by their values.
 
     asked: attributes of the captured tensors that belong to the key, too, for a trace read them.
-    guards: what Python asked of the arguments, which belongs to the key as it is now.
-    Variants of one key differ by the range of their numbers; the first that holds them serves.
-    A site swaps its layout as a whole, so that another thread never sees half of a change.
-    earlier: the layout before. Its variants still hold for the values that they were traced with,
-    and are found first: a call that comes back gets the Mod it had, whose kernels are compiled.
+    guards: what Python asked of the other scalars, which are arguments; their values now belong
+    to the key. Variants of one key differ by the range of their numbers; the first that holds
+    them serves.
     """
 
-    arguments: frozenset[int]
     constants: tuple[int, ...]
     asked: tuple[str, ...]
     guards: tuple[str, ...]
-    variants: Lru[tuple[Any, ...], tuple[Variant, ...]]
-    earlier: SiteLayout | None = None
-
-    @classmethod
-    def empty(
-        cls,
-        count: int,
-        arguments: frozenset[int],
-        asked: tuple[str, ...],
-        guards: tuple[str, ...] = (),
-        earlier: SiteLayout | None = None,
-    ) -> SiteLayout:
-        """No variants yet of callables that capture this many scalars."""
-        constants = tuple(i for i in range(count) if i not in arguments)
-        return cls(arguments, constants, asked, guards, Lru(_VARIANTS), earlier)
+    variants: Lru[tuple[Any, ...], tuple[Variant, ...]] = field(
+        default_factory=lambda: Lru(_VARIANTS), compare=False
+    )
 
     def key(self, identity: Identity) -> tuple[Any, ...]:
         """What tells this call's variant from the others."""
@@ -127,46 +112,51 @@ class SiteLayout:
         """Keep a variant for calls like this one."""
         self.variants.put(self.key(identity), (*self.alike(identity), variant))
 
-    def find(self, identity: Identity) -> Bound | None:
-        """This call's variant with what it captures now; the earliest, where several hold."""
-        found = None if self.earlier is None else self.earlier.find(identity)
-        if found is not None:
-            return found
-        for variant in self.alike(identity):
-            found = variant.bound(identity.tensors, identity.scalars)
-            if found is not None:
-                return found
-        return None
-
 
 @dataclass(slots=True)
 class Site:
     """What is known of the callables of one structure: same code, same kinds of captures.
 
-    `first` are the scalars of the first call; one that is seen to differ becomes an argument,
-    or is `fixed` if it cannot: then each of its values is a variant. What a divisor is computed
-    from stays a constant of `layout` for a few values, which `divisors` keeps beside the first one
-    and what was exported. Calls with others are then found in `general`, where it is an argument.
+    `first` are the scalars of the first call; one that is seen to differ becomes one of the
+    `arguments`, or is `fixed` if it cannot: then each of its values is a variant. What a divisor
+    is computed from stays a constant for a few values, which `divisors` keeps beside the first
+    one and what was exported; with others it is an argument.
+
+    layouts: from the oldest on. The variants of each hold for the values that they were traced
+    with, and the oldest is found first: a call that comes back gets the Mod it had, whose kernels
+    are compiled.
     """
 
-    layout: SiteLayout
     first: tuple[int | float, ...]
+    layouts: list[SiteLayout] = field(default_factory=list)
+    arguments: set[int] = field(default_factory=set)
     fixed: set[int] = field(default_factory=set)
-    general: SiteLayout | None = None
     divisors: set[tuple[int | float, ...]] = field(default_factory=set)
     exported: int = 1
 
     @property
-    def asked(self) -> tuple[str, ...]:
-        """What any of its traces asked of tensors."""
-        general = self.general
-        return self.layout.asked if general is None else self.layout.asked + general.asked
+    def guards(self) -> tuple[str, ...]:
+        """What its traces asked of the arguments."""
+        return self.layouts[-1].guards if self.layouts else ()
 
     @property
-    def guards(self) -> tuple[str, ...]:
-        """What any of its traces asked of the arguments."""
-        general = self.general
-        return self.layout.guards if general is None else self.layout.guards + general.guards
+    def asked(self) -> tuple[str, ...]:
+        """What its traces asked of tensors."""
+        return self.layouts[-1].asked if self.layouts else ()
+
+    def layout(
+        self, arguments: frozenset[int], asked: Sequence[str], guards: Sequence[str]
+    ) -> SiteLayout:
+        """The layout in which these scalars are arguments; it asks what earlier ones do, too."""
+        found = SiteLayout(
+            tuple(i for i in range(len(self.first)) if i not in arguments),
+            tuple(sorted({*self.asked, *asked})),
+            tuple(sorted({*self.guards, *guards})),
+        )
+        if found in self.layouts:
+            return self.layouts[self.layouts.index(found)]
+        self.layouts.append(found)
+        return found
 
     def specialises(self, values: tuple[int | float, ...]) -> bool:
         """Whether these values of its divisors may be constants: the first ones seen are."""
@@ -174,11 +164,13 @@ class Site:
         return values in self.divisors or kernels < MAX_CONSTANT_DIVISORS
 
     def find(self, identity: Identity) -> Bound | None:
-        """What a call with this identity binds, if it is known."""
-        found = self.layout.find(identity)
-        if found is None and self.general is not None:
-            found = self.general.find(identity)
-        return found
+        """This call's variant with what it captures now; the earliest, where several hold."""
+        for layout in self.layouts:
+            for variant in layout.alike(identity):
+                found = variant.bound(identity.tensors, identity.scalars)
+                if found is not None:
+                    return found
+        return None
 
 
 def interned(kind: str, expr: Expr, buffers: tuple[Buffer, ...], scalars: tuple[str, ...]) -> Mod:

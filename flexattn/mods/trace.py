@@ -17,11 +17,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexattn.errors import SignatureError, UnsupportedError
 from flexattn.mods.arrays import Array
-from flexattn.mods.asked import Asked, looked_up
 from flexattn.mods.expr import VARS, Expr
 from flexattn.mods.functional import functional
-from flexattn.mods.guard import Guard, Indexing
 from flexattn.mods.host_numbers import Recording
+from flexattn.mods.modes import DispatchMode, FunctionMode
 from flexattn.mods.pointwise import cast
 from flexattn.mods.reader import (
     RESULTS,
@@ -31,7 +30,7 @@ from flexattn.mods.reader import (
     known_operations,
     single_result,
 )
-from flexattn.mods.refusal import Refusal, SourceLine, line_of, unread
+from flexattn.mods.refusal import Asked, Refusal, SourceLine, line_of, looked_up, unread
 from flexattn.mods.stops import OWN_GRADIENT, stopped, without_idle_stops
 from flexattn.util.locks import awaited
 
@@ -48,8 +47,8 @@ _COMPILED = Refusal(
     "pass the function that was compiled; torch.compile may be around flex_attention",
     raises=UnsupportedError,
 )
-# One run of torch's tracer at a time, at most as long as `Guard` lets a mod be: it patches what
-# all threads share, and imports much the first time. What is traced is read without it.
+# One run of torch's tracer at a time, at most as long as `DispatchMode` lets a mod be: it patches
+# what all threads share, and imports much the first time. What is traced is read without it.
 _TRACER = awaited(threading.RLock())
 
 
@@ -59,17 +58,19 @@ class Trace:
 
     Buffer slots in `expr` index `tensors`: the known ones first, then those that only the
     trace found. `asked`: attributes of tensors for whose present values alone it holds, in
-    order. `volatile`: it holds for this call alone. `texts`: what the host computes for each slot
-    of its scalars, which are the callable's own where there are none. `guards`: what the host
-    computes the same of where it holds.
+    order. `volatile`: why it holds for this call alone; empty where it holds for others. `texts`:
+    what the host computes for each slot of its scalars, which are the callable's own where there
+    are none. `guards`: what the host computes the same of where it holds. `code`: of its graph,
+    with numbers at the precision that Python gave them.
     """
 
     expr: Expr
     tensors: tuple[torch.Tensor, ...]
     asked: tuple[str, ...]
-    volatile: bool
+    volatile: str
     texts: tuple[str, ...] = ()
     guards: tuple[str, ...] = ()
+    code: str = ""
 
 
 def trace(
@@ -87,8 +88,8 @@ def trace(
     ModError or UnsupportedError.
     """
     names = ARGUMENTS[kind]
-    modes: list[Indexing] = []
-    guards: list[Guard] = []
+    modes: list[FunctionMode] = []
+    guards: list[DispatchMode] = []
     device = next((t.device for t in known if t.dim()), torch.device("cpu"))
 
     if recording is not None:
@@ -96,8 +97,8 @@ def trace(
 
     def run(mapped: bool, *inputs: torch.Tensor) -> Any:
         called = _mapped(fn) if mapped else fn
-        modes.append(Indexing())
-        guards.append(Guard(known_operations(), inputs, stops=grad))
+        modes.append(FunctionMode())
+        guards.append(DispatchMode(known_operations(), inputs, stops=grad))
         with (
             torch.set_grad_enabled(grad), _no_autocast(device), _no_hooks(), guards[-1], modes[-1],
         ):  # fmt: skip
@@ -131,9 +132,12 @@ def trace(
         failed = _failed(fn, kind, known, error, guards[-1].running if guards else None)
         raise failed.error(fn, kind, line_of(error.__traceback__)) from error
     mode = modes[-1]
-    volatile = mode.volatile or len(reader.tensors) > len(known)
+    volatile = mode.volatile
+    if len(reader.tensors) > len(known):
+        volatile = volatile or "it reads tensors that no walk through it finds"
     asked = mode.asked | ({"shape"} if reader.sized else set())
-    return Trace(expr, tuple(reader.tensors), tuple(sorted(asked)), volatile)
+    tensors = tuple(reader.tensors)
+    return Trace(expr, tensors, tuple(sorted(asked)), volatile, code=graph.code)
 
 
 def _failed(
@@ -146,7 +150,7 @@ def _failed(
     """The user's own error, if plain torch raises one for a position, too; else the tracer's."""
     inputs = [torch.zeros((), dtype=getattr(torch, VARS[name])) for name in ARGUMENTS[kind]]
     try:
-        with Guard(None, [*inputs, *known]), Indexing():
+        with DispatchMode(None, [*inputs, *known]), FunctionMode():
             _mapped(fn)(*inputs)
     except Refusal:
         pass

@@ -17,10 +17,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.errors import CaptureError
 from flexattn.mods import Bound
-from flexattn.mods.captured import capture_name
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.outside import Evaluated, buffer_of, evaluated, unproven
-from flexattn.mods.refusal import named_mod
+from flexattn.mods.refusal import capture_name, named_mod
 from flexattn.mods.simplify import plug
 from flexattn.problem.dense_blocks import dense_blocks, spread
 from flexattn.problem.descales import Descales, descaled

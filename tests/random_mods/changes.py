@@ -1,7 +1,8 @@
 """What a mod captures is changed between calls: the next call has it, or there is a stale number.
 
-No kernel runs. A call is what its caches are: a witness of the last call, as a repeated call asks,
-and where that does not hold, bind(). What they give is held to the callable itself, run by torch.
+No kernel runs. A call is what its caches are: the guards of the last call, as a repeated call
+asks, and where they do not hold, bind(). What they give is held to the callable itself, run by
+torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from flexattn.kernels.printers.torch_printer import evaluate
-from flexattn.mods import Witness, bind, watch
+from flexattn.mods import Guards, bind, watch
 from flexattn.mods.site import Bound
 from tests.random_mods.mods import SIGNATURES, everywhere
 from tests.random_mods.outcomes import Outcome, Task, failure
@@ -81,7 +82,7 @@ class Calls:
     def __init__(self, scope: dict[str, Any], kind: str) -> None:
         self.fn: Callable[..., Any] = scope["mod"]
         self.kind = kind
-        self.last: tuple[Bound, Witness | None] | None = None
+        self.last: tuple[Bound, Guards | None] | None = None
         draw = torch.Generator().manual_seed(0)
         self.score = torch.randn(SIZES, generator=draw)
         shapes = ([-1 if axis == dim else 1 for axis in range(4)] for dim in range(4))
@@ -89,7 +90,7 @@ class Calls:
 
     def call(self) -> torch.Tensor:
         """The mod's value at every position, through whatever is remembered of it."""
-        if self.last is None or self.last[1] is None or not self.last[1].holds(self.fn):
+        if self.last is None or self.last[1] is None or not self.last[1].hold(self.fn):
             bound = bind(self.fn, self.kind)
             assert bound is not None
             self.last = bound, watch(self.fn, self.kind, bound)

@@ -16,7 +16,7 @@ from flexattn.kernels.printers.mask_parts import mask_parts
 from flexattn.kernels.printers.span import print_edges
 from flexattn.kernels.printers.torch_printer import to_torch
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
-from flexattn.mods import bind, guard, reader, refusal
+from flexattn.mods import bind, modes, reader, refusal
 from flexattn.mods.algebra import bounds_of
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.mods.codec import from_data, to_data
@@ -120,7 +120,7 @@ def test_chains_are_sorted_up_to_a_length():
 
 @pytest.fixture
 def at_most_forty(monkeypatch):
-    for module in (reader, guard, refusal):
+    for module in (reader, modes, refusal):
         monkeypatch.setattr(module, "MAX_NODES", 40)
 
 

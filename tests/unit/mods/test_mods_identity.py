@@ -159,10 +159,29 @@ def test_modules_submodules_and_mode():
     assert value(gate) == pytest.approx(gate(torch.tensor(1.0), 0, 0, 0, 0).item())
 
 
-def test_opaque_state_is_traced_every_time():
+def test_opaque_state_is_traced_every_time_and_the_reason_is_logged_once(caplog):
     numbers = iter([1.0, 2.0, 3.0])
 
     def mod(s, b, h, q, k):
         return s * next(numbers)
 
-    assert [value(mod), value(mod), value(mod)] == [1, 2, 3]
+    with caplog.at_level("INFO", "flexattn"):
+        assert [value(mod), value(mod), value(mod)] == [1, 2, 3]
+    (said,) = [each for each in caplog.messages if "traced at every call" in each]
+    assert "mod" in said and "list_iterator, whose state nobody can see" in said
+
+
+def test_an_owner_that_a_method_takes_among_others_is_followed():
+    """`self` in *args was not looked at: the first value stayed for ever."""
+
+    class Owner:
+        gain = 2.0
+
+        def mod(*args):
+            return args[1] * args[0].gain
+
+    owner = Owner()
+    mod = functools.partial(owner.mod)
+    assert value(mod) == 2
+    owner.gain = 3.0
+    assert value(mod) == 3

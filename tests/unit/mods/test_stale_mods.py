@@ -27,15 +27,15 @@ def unchanged():
 
 
 class Calls:
-    """Calls of one mod at one position, as a repeated call tells them: by a witness, or bind()."""
+    """Calls of one mod at one position, as a repeated call tells them: by guards, or bind()."""
 
     def __init__(self, fn):
-        self.fn, self.witness = fn, None
+        self.fn, self.guards = fn, None
 
     def __call__(self):
-        if self.witness is None or not self.witness.holds(self.fn):
+        if self.guards is None or not self.guards.hold(self.fn):
             self.bound = bind(self.fn, "score")
-            self.witness = watch(self.fn, "score", self.bound)
+            self.guards = watch(self.fn, "score", self.bound)
         env = {name: torch.tensor(4) for name in NAMES} | {"score": torch.tensor(1.0)}
         return evaluate(self.bound.mod, env, self.bound.tensors, self.bound.scalars).item()
 
@@ -161,7 +161,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("case", CHANGES)
 def test_a_change_is_seen(case):
-    """Each of these gave the first call's number for ever, from bind() or by its witness."""
+    """Each of these gave the first call's number for ever, from bind() or by its guards."""
     held, read, change = CHANGES[case]
     calls = Calls(lambda s, b, h, q, k: s * read(held))
     assert [calls(), calls()] == [2, 2]
@@ -220,7 +220,7 @@ def test_the_grad_mode_is_read_beside_a_learned_tensor():
 
 
 def test_what_only_a_trace_asked_is_a_guard_and_costs_others_nothing():
-    """Two values of requires_grad are two traces; who does not ask has one, and its witness."""
+    """Two values of requires_grad are two traces; who does not ask has one, and its guards."""
     learned = torch.ones(8, requires_grad=True)
     tables = [torch.ones(8), learned, tensor(loaded_by="a note")]
 
@@ -230,13 +230,13 @@ def test_what_only_a_trace_asked_is_a_guard_and_costs_others_nothing():
     def plain(t):
         return lambda s, b, h, q, k: s + t[h]
 
-    for make, traces, witnesses in ((asking, 2, 0), (plain, 1, 6)):
+    for make, traces, guarded in ((asking, 2, 0), (plain, 1, 6)):
         clear()
         made = [make(t) for t in tables * 2]
         bounds = [bind(fn, "score") for fn in made]
         watched = [watch(*each) for each in zip(made, ["score"] * 6, bounds, strict=True)]
         assert stats().traces == traces
-        assert sum(each is not None for each in watched) == witnesses
+        assert sum(each is not None for each in watched) == guarded
 
 
 def test_a_guard_knows_what_the_bound_mod_read_not_what_is_there_by_now():
@@ -246,9 +246,9 @@ def test_a_guard_knows_what_the_bound_mod_read_not_what_is_there_by_now():
         return s * scale + table[h]
 
     bound, identity = look(mod, "score")
-    assert watch(mod, "score", bound, identity).holds(mod)
+    assert watch(mod, "score", bound, identity).hold(mod)
     scale = 3.0
-    assert not watch(mod, "score", bound, identity).holds(mod)
+    assert not watch(mod, "score", bound, identity).hold(mod)
     again = bind(mod, "score")
     assert watch(mod, "score", again, identity) is None  # of another value of scale
 
@@ -266,8 +266,8 @@ def test_a_look_at_a_usual_mod_notes_no_more_than_before():
     """Guards are for what a mod reads: a plain one has neither bearers nor sources."""
     table = torch.ones(8)
     found = identify(lambda s, b, h, q, k: s + table[h] * 2, "score")
-    assert (found.bearers, found.sources, found.grad) == ([], [], True)
-    assert found.reads is not None and found.trusted
+    assert (found.bearers, found.generators, found.clocks, found.grad) == ([], [], [], True)
+    assert found.held is not None and found.reason is None
 
 
 def test_a_generator_may_have_attributes():

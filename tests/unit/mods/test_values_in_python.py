@@ -74,7 +74,7 @@ def test_questions_are_asked_again(text):
     seen = None
     for swap in (lambda t: None, *SWAPS.values()):
         swap(t)
-        if seen is None or not seen.holds(mod):
+        if seen is None or not seen.hold(mod):
             bound = bind(mod, "score")
             seen = watch(mod, "score", bound)
         got = evaluate(bound.mod, env, bound.tensors, bound.scalars)

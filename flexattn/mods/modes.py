@@ -19,11 +19,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from flexattn.errors import UnsupportedError
-from flexattn.mods.asked import READS, WORDS, Asked, asked, read_in_python
 from flexattn.mods.expr import MAX_NODES
 from flexattn.mods.functional import mark, nodes_of, writes, written
 from flexattn.mods.host_numbers import given, meets
-from flexattn.mods.refusal import Refusal, line_of_frame, too_long, unknown
+from flexattn.mods.refusal import (
+    READS,
+    WORDS,
+    Asked,
+    Refusal,
+    asked,
+    line_of_frame,
+    read_in_python,
+    too_long,
+    unknown,
+)
 from flexattn.mods.registered import meaning_of
 from flexattn.mods.stops import DETACH, OWN_GRADIENT
 
@@ -67,11 +76,11 @@ def op_name(op: Any) -> str:
     return str(op)
 
 
-class Indexing(TorchFunctionMode):
+class FunctionMode(TorchFunctionMode):
     """Indexes by 0-d tensors without reading them, and notes what the code asks about tensors.
 
     `asked`: attributes of captured tensors for whose present values alone the trace holds.
-    `volatile`: the trace depends on something that cannot be remembered. `hooked`: the code gives
+    `volatile`: what the trace depends on that cannot be remembered. `hooked`: the code gives
     a tensor a hook, which may change its gradient.
     """
 
@@ -79,7 +88,7 @@ class Indexing(TorchFunctionMode):
         super().__init__()
         self.hooked = False
         self.asked: set[str] = set()
-        self.volatile = False
+        self.volatile = ""
 
     def __torch_function__(
         self,
@@ -108,11 +117,11 @@ class Indexing(TorchFunctionMode):
         elif func == _REQUIRES_GRAD.__get__:
             self.asked.add("requires_grad")
         elif func == _GRAD.__get__ or (not _kept(func) and _tells(args, result)):
-            self.volatile = True
+            self.volatile = f"it asks {getattr(func, '__name__', func)} of a tensor"
         return result
 
 
-class Guard(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):
     """Lets pass what `known` holds; leaves the user's line on every node of the graph.
 
     A registered operator is replaced by what it is known to compute. A write passes where a mod

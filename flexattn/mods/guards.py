@@ -1,4 +1,4 @@
-"""Witness: whether a callable still reads what it read, told without walking through it again."""
+"""Guards: whether a callable still reads what it read, told without walking through it again."""
 
 from __future__ import annotations
 
@@ -7,28 +7,20 @@ from typing import Any
 
 import torch
 
-from flexattn.mods.identity import Identity
-from flexattn.mods.objects import MISSING
-from flexattn.mods.reads import Reads
+from flexattn.mods.identity import MISSING, Identity
 
 
-class Witness:
+class Guards:
     """Every name that a function looks up with what it held, and what its tensors were like.
 
-    `holds` is true only if nothing that the function reads has changed but tensors' contents, so
-    that its Mod, its numbers and its tensors are those of before. It is false where it cannot
-    know. The function itself is not kept alive.
+    They hold only if nothing that the function reads has changed but tensors' contents, so that
+    its Mod, its numbers and its tensors are those of before. The function itself is not kept
+    alive.
     """
 
     __slots__ = (
-        "_attributes",
-        "_cells",
-        "_default",
-        "_functions",
-        "_itself",
-        "_names",
-        "_tensors",
-    )
+        "_attributes", "_cells", "_default", "_functions", "_itself", "_names", "_tensors",
+    )  # fmt: skip
 
     def __init__(self, fn: FunctionType, identity: Identity) -> None:
         self._itself = fn.__code__, fn.__defaults__
@@ -36,7 +28,7 @@ class Witness:
         self._cells: list[tuple[Any, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._functions: list[tuple[FunctionType, CodeType, Any]] = []
-        for owner, name, value in identity.reads or ():
+        for owner, name, value in identity.held or ():
             if isinstance(owner, FunctionType):
                 if owner is not fn:
                     self._functions.append((owner, *value))
@@ -45,11 +37,11 @@ class Witness:
             else:
                 self._cells.append((owner, value))
         self._tensors = [(t, t.shape, t.stride(), t.dtype, t.device) for t in identity.tensors]
-        # Those that the code names would have left no reads: others may come to hide a method.
+        # Those that the code names would have left nothing held: others may hide a method.
         self._attributes = [(vars(t), frozenset(vars(t))) for t in identity.tensors]
 
-    def holds(self, fn: FunctionType) -> bool:
-        """Whether `fn`, the function it was made for, reads now what it read then."""
+    def hold(self, fn: FunctionType) -> bool:
+        """Whether `fn`, the function they were made for, reads now what it read then."""
         code, defaults = self._itself
         if fn.__code__ is not code or fn.__defaults__ is not defaults:
             return False
@@ -82,10 +74,8 @@ class Witness:
         return any([each[0].requires_grad for each in self._tensors])
 
 
-def witness(fn: FunctionType, identity: Identity) -> Witness | None:
-    """A witness of what an identity found, None where it met what may change unseen."""
-    if identity.reads is None or not identity.trusted:
+def guards(fn: FunctionType, identity: Identity) -> Guards | None:
+    """The guards of what a walk found, None where it met what may change unseen."""
+    if identity.held is None or identity.reason:
         return None
-    if any(type(each) is Reads and each.forgiving for each in identity.key):
-        return None
-    return Witness(fn, identity)
+    return None if any(each.forgiving for each in identity.codes()) else Guards(fn, identity)
