@@ -276,7 +276,7 @@ DAMAGE = {
     "too large": lambda p: p.write_bytes(b" " * 2**22),
     "a link": lambda p: (p.rename(p.with_suffix(".real")), p.symlink_to(p.with_suffix(".real"))),
     "a folder": lambda p: (p.unlink(), p.mkdir()),
-    "another schema": lambda p: resealed(p, lambda d: d.update(schema=2)),
+    "another schema": lambda p: resealed(p, lambda d: d.update(schema=1)),
     "an index past the captures": lambda p: resealed(p, lambda d: d.update(arguments=[99])),
     "other scalars": lambda p: resealed(p, lambda d: d["first"].append(1)),
     "a slot of another kind": lambda p: resealed(
