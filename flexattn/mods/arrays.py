@@ -14,7 +14,7 @@ from flexattn.errors import NoKernelError
 from flexattn.mods.analysis.intervals import interval_of
 from flexattn.mods.expr import VARS, Expr, const
 from flexattn.mods.refusal import Refusal
-from flexattn.mods.simplify import make
+from flexattn.mods.simplify import applied, make
 
 UNROLL_LIMIT = 128
 
@@ -114,7 +114,7 @@ def literal_array(values: Sequence[int | float | bool], shape: Sequence[int], dt
             return nodes[int(flat.value or 0)]
         chosen = nodes[0]
         for i, node in enumerate(nodes[1:], start=1):
-            chosen = make("where", dtype, (make("eq", "bool", (flat, _int(i))), node, chosen))
+            chosen = make("where", dtype, (applied("eq", flat, _int(i)), node, chosen))
         return chosen
 
     return Array(shape, dtype, at)
@@ -182,8 +182,8 @@ def index_put(
         for here in joint:
             inside = const(True, "bool")
             for dim, place in where.at(here, array, wraps=True).items():
-                same = make("eq", "bool", (index[dim], place))
-                inside = make("and", "bool", (inside, same))
+                same = applied("eq", index[dim], place)
+                inside = applied("and", inside, same)
             given = new.at(where.arranged(index, here))
             if accumulate:
                 given = make("add", array.dtype, (found, given))
@@ -261,14 +261,14 @@ def _wrapped(index: Expr, size: int) -> Expr:
     known = interval_of(index, _POSITIONS)
     if known is not None and known[0] >= 0:
         return index
-    wrapped = make("add", "int64", (index, _int(size)))
-    return make("where", "int64", (make("lt", "bool", (index, _int(0))), wrapped, index))
+    wrapped = applied("add", index, _int(size))
+    return applied("where", applied("lt", index, _int(0)), wrapped, index)
 
 
 def _flatten(index: Index, shape: Sequence[int]) -> Expr:
     flat = _int(0)
     for i, size in zip(index, shape, strict=True):
-        flat = make("add", "int64", (make("mul", "int64", (flat, _int(size))), i))
+        flat = applied("add", applied("mul", flat, _int(size)), i)
     return flat
 
 
@@ -277,6 +277,6 @@ def _unflatten(flat: Expr, shape: Sequence[int]) -> Index:
     for dim in reversed(range(len(shape))):
         size = _int(max(shape[dim], 1))
         last = dim == 0 or math.prod(shape[:dim]) == 1
-        index.append(flat if last else make("floor_mod", "int64", (flat, size)))
-        flat = _int(0) if last else make("floor_div", "int64", (flat, size))
+        index.append(flat if last else applied("floor_mod", flat, size))
+        flat = _int(0) if last else applied("floor_div", flat, size)
     return tuple(reversed(index))

@@ -114,10 +114,6 @@ def _sub(x: Operand, y: Operand, alpha: Operand = 1) -> Array:
     return pointwise("sub", x, _scaled(y, alpha))
 
 
-def _rsub(x: Operand, y: Operand, alpha: Operand = 1) -> Array:
-    return pointwise("sub", y, _scaled(x, alpha))
-
-
 def _div(x: Operand, y: Operand, rounding_mode: str | None = None) -> Array:
     if rounding_mode is None:
         return pointwise("div", x, y)
@@ -221,7 +217,6 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     "detach": stopped,
     "add": _add,
     "sub": _sub,
-    "rsub": _rsub,
     "div": _div,
     "pow": _pow,
     "clamp": _clamp,
@@ -234,7 +229,6 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     "angle": _angle,
     "fmax": partial(_number_of, "maximum"),
     "fmin": partial(_number_of, "minimum"),
-    "masked_fill": lambda x, mask, value: _where(mask, cast(value, x.dtype), x),
     "copy": lambda x, y, *_: broadcast(cast(y, x.dtype), x.shape),
     "fill": lambda x, value: broadcast(cast(value, x.dtype), x.shape),
     "_to_copy": _convert,

@@ -40,6 +40,11 @@ def make(op: str, dtype: str, args: Iterable[Expr] = (), value: Value = None) ->
     return node if rewritten is None else rewritten
 
 
+def applied(op: str, *args: Expr) -> Expr:
+    """The canonical Expr for an operation whose dtype is its last operand's, or bool."""
+    return make(op, "bool" if OPS[op].predicate else args[-1].dtype, args)
+
+
 def _fold(node: Expr) -> Expr | None:
     """The constant that torch computes for an operation on constants, or None where it refuses."""
     shift = node.op in ("shl", "shr")

@@ -19,8 +19,9 @@ from flexattn.mods.arrays import (
     reshape,
 )
 from flexattn.mods.expr import Expr, const
+from flexattn.mods.ops import dtype_of
 from flexattn.mods.pointwise import Operand, cast
-from flexattn.mods.simplify import make
+from flexattn.mods.simplify import applied, make
 
 _END = 2**62
 
@@ -114,10 +115,6 @@ def _broadcast_in_dim(x: Array, shape: Sequence[int], dims: Sequence[int]) -> Ar
     return broadcast(_rearranged(x, list(map(source.get, range(len(shape))))), shape)
 
 
-def _unbind(x: Array, dim: int = 0) -> list[Array]:
-    return [_select(x, dim, i) for i in range(x.shape[dim])]
-
-
 def _split(x: Array, size: int | Sequence[int], dim: int = 0) -> list[Array]:
     total = x.shape[dim]
     sizes = [size] * math.ceil(total / size) if isinstance(size, int) else size
@@ -136,8 +133,8 @@ def _cat(arrays: Sequence[Array], dim: int = 0) -> Array:
         here: Expr | None = None
         for array, end in reversed(list(zip(arrays, ends, strict=True))):
             start = _int(end - array.shape[dim])
-            local = make("sub", "int64", (i[dim], start))
-            inside = make("lt", "bool", (i[dim], _int(end)))
+            local = applied("sub", i[dim], start)
+            inside = applied("lt", i[dim], _int(end))
             if inside.op == "const" and not inside.value:
                 continue
             value = cast(array, dtype).at((*i[:dim], local, *i[dim + 1 :]))
@@ -156,18 +153,10 @@ def _common(arrays: Sequence[Array]) -> str:
     return _name(common)
 
 
-def _stack(arrays: Sequence[Array], dim: int = 0) -> Array:
-    return _cat([unsqueeze(x, dim) for x in arrays], dim)
-
-
 def _flip(x: Array, dims: Sequence[int]) -> Array:
     for dim in dims_of(x, dims):
         x = index(x, [*[None] * dim, _arange(x.shape[dim] - 1, -1, -1)])
     return x
-
-
-def _index_select(x: Array, dim: int, position: Array) -> Array:
-    return index(x, [*[None] * (dim % len(x.shape)), reshape(position, [-1])])
 
 
 def _diagonal(x: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
@@ -180,8 +169,8 @@ def _diagonal(x: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
 
     def at(i: Index) -> Expr:
         full = dict(zip(rest, i, strict=False))
-        full[one] = make("add", "int64", (i[-1], _int(down)))
-        full[other] = make("add", "int64", (i[-1], _int(along)))
+        full[one] = applied("add", i[-1], _int(down))
+        full[other] = applied("add", i[-1], _int(along))
         return x.at(tuple(full[dim] for dim in range(rank)))
 
     return Array((*(x.shape[dim] for dim in rest), length), x.dtype, at)
@@ -193,9 +182,9 @@ def _diagonal_scatter(x: Array, y: Array, *which: int) -> Array:
     one, other = dim1 % len(x.shape), dim2 % len(x.shape)
 
     def at(i: Index) -> Expr:
-        inside = make("eq", "bool", (make("sub", "int64", (i[other], i[one])), _int(offset)))
+        inside = applied("eq", applied("sub", i[other], i[one]), _int(offset))
         rest = [each for dim, each in enumerate(i) if dim not in (one, other)]
-        last = make("add", "int64", (i[one], _int(min(offset, 0))))
+        last = applied("add", i[one], _int(min(offset, 0)))
         return make("where", x.dtype, (inside, y.at((*rest, last)), x.at(i)))
 
     return Array(x.shape, x.dtype, at)
@@ -225,22 +214,8 @@ def _filled(
     return _full(size, value, dtype or torch.get_default_dtype())
 
 
-def _filled_like(value: int, x: Array, dtype: torch.dtype | None = None, **_: Any) -> Array:
-    return _full_like(x, value, dtype)
-
-
-def _full_like(x: Array, value: Operand, dtype: torch.dtype | None = None, **_: Any) -> Array:
+def _filled_like(value: Operand, x: Array, dtype: torch.dtype | None = None, **_: Any) -> Array:
     return broadcast(cast(value, _name(dtype) if dtype else x.dtype), x.shape)
-
-
-def _new_full(
-    x: Array, size: Sequence[int], value: Operand, dtype: torch.dtype | None = None, **_: Any
-) -> Array:
-    return broadcast(cast(value, _name(dtype) if dtype else x.dtype), size)
-
-
-def _new_filled(value: int, x: Array, size: Sequence[int], **options: Any) -> Array:
-    return _new_full(x, size, value, options.get("dtype"))
 
 
 def _arange(*ends: int | float, dtype: torch.dtype | None = None, **_: Any) -> Array:
@@ -263,27 +238,19 @@ TENSORWISE: dict[str, Callable[..., Any]] = {
     "slice": _slice,
     "expand": _expand,
     "broadcast_in_dim": _broadcast_in_dim,
-    "unbind": _unbind,
     "cat": _cat,
-    "stack": _stack,
     "flip": _flip,
     "diagonal": _diagonal,
     "diagonal_scatter": _diagonal_scatter,
     "index": index,
     **dict.fromkeys(("index_put", "_unsafe_index_put"), index_put),
-    "index_select": _index_select,
-    "embedding": lambda table, position, *_: index(table, [position]),
     "gather": _gather,
     "take": lambda x, position: index(reshape(x, [-1]), [position]),
-    **dict.fromkeys(("empty", "zeros"), partial(_filled, 0)),
-    **dict.fromkeys(("empty_like", "zeros_like"), partial(_filled_like, 0)),
-    **dict.fromkeys(("new_empty", "new_zeros"), partial(_new_filled, 0)),
+    "empty": partial(_filled, 0),
+    "empty_like": partial(_filled_like, 0),
+    "new_empty": lambda x, size, dtype=None, **_: _filled(0, size, dtype or dtype_of(x.dtype)),
     "full": _full,
-    "ones": partial(_filled, 1),
-    "full_like": _full_like,
-    "ones_like": partial(_filled_like, 1),
-    "new_full": _new_full,
-    "new_ones": partial(_new_filled, 1),
+    "full_like": lambda x, value, **options: _filled_like(value, x, **options),
     "scalar_tensor": lambda value, **options: _filled(value, [], **options),
     "arange": _arange,
 }

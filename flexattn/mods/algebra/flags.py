@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flexattn.mods.algebra.forms import LARGEST, both, integer, truth
 from flexattn.mods.algebra.whole import Whole
 from flexattn.mods.expr import Expr
-from flexattn.mods.simplify import make
+from flexattn.mods.simplify import applied
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def compare(op: str, operands: Sequence[Whole | None]) -> Flag:
         return OPEN
     must, may = _COMPARISONS[op](difference.low, difference.high)
     sure = both(x.sure, y.sure)
-    return Flag(both(must, sure), _either(may, _not(sure)))
+    return Flag(both(must, sure), applied("or", may, applied("not", sure)))
 
 
 def combine(op: str, operands: Sequence[Flag]) -> Flag:
@@ -58,11 +58,11 @@ def _equal(low: Expr, high: Expr) -> tuple[Expr, Expr]:
 
 def _differ(low: Expr, high: Expr) -> tuple[Expr, Expr]:
     must, may = _equal(low, high)
-    return _not(may), _not(must)
+    return applied("not", may), applied("not", must)
 
 
 def _is(op: str, x: Expr) -> Expr:
-    return make(op, "bool", (x, integer(0)))
+    return applied(op, x, integer(0))
 
 
 _COMPARISONS: dict[str, Callable[[Expr, Expr], tuple[Expr, Expr]]] = {
@@ -75,16 +75,8 @@ _COMPARISONS: dict[str, Callable[[Expr, Expr], tuple[Expr, Expr]]] = {
 }
 
 
-def _not(x: Expr) -> Expr:
-    return make("not", "bool", (x,))
-
-
-def _either(x: Expr, y: Expr) -> Expr:
-    return make("or", "bool", (x, y))
-
-
 def _opposite(x: Flag) -> Flag:
-    return Flag(_not(x.may), _not(x.must))
+    return Flag(applied("not", x.may), applied("not", x.must))
 
 
 def _and(x: Flag, y: Flag) -> Flag:
@@ -92,7 +84,7 @@ def _and(x: Flag, y: Flag) -> Flag:
 
 
 def _or(x: Flag, y: Flag) -> Flag:
-    return Flag(_either(x.must, y.must), _either(x.may, y.may))
+    return Flag(applied("or", x.must, y.must), applied("or", x.may, y.may))
 
 
 def _xor(x: Flag, y: Flag) -> Flag:
@@ -102,7 +94,7 @@ def _xor(x: Flag, y: Flag) -> Flag:
 def _where(condition: Flag, x: Flag, y: Flag) -> Flag:
     chosen = _or(_and(condition, x), _and(_opposite(condition), y))
     # Kept either way, whatever the condition is.
-    return Flag(_either(chosen.must, both(x.must, y.must)), chosen.may)
+    return Flag(applied("or", chosen.must, both(x.must, y.must)), chosen.may)
 
 
 _LOGIC: dict[str, Callable[..., Flag]] = {

@@ -7,10 +7,10 @@ over a tile as q alone: the difference of two ranges is not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 from flexattn.mods.expr import Expr, const
-from flexattn.mods.simplify import make
+from flexattn.mods.simplify import applied
 
 # Sums of numbers below this do not wrap in 64 bits.
 LARGEST = 2**61
@@ -75,14 +75,14 @@ class Form:
         for atom, factor in self.terms.items():
             end = atom.low if (factor > 0) == lowest else atom.high
             if abs(factor) != 1:
-                end = make("mul", "int64", (end, integer(abs(factor))))
+                end = applied("mul", end, integer(abs(factor)))
             if total is None:
-                total = end if factor > 0 else make("neg", "int64", (end,))
+                total = end if factor > 0 else applied("neg", end)
             else:
-                total = make("add" if factor > 0 else "sub", "int64", (total, end))
+                total = applied("add" if factor > 0 else "sub", total, end)
         if total is None:
             return integer(self.offset)
-        return make("add", "int64", (total, integer(self.offset)))
+        return applied("add", total, integer(self.offset))
 
 
 def constant(value: int) -> Form:
@@ -109,4 +109,4 @@ def truth(value: bool) -> Expr:
 
 def both(*terms: Expr) -> Expr:
     """The conjunction of conditions."""
-    return reduce(lambda x, y: make("and", "bool", (x, y)), terms, truth(True))
+    return reduce(partial(applied, "and"), terms, truth(True))

@@ -19,7 +19,7 @@ from flexattn.mods.algebra.whole import Whole, settled
 from flexattn.mods.analysis.intervals import dtype_range
 from flexattn.mods.expr import Expr, Mod, walk
 from flexattn.mods.ops import is_float, is_int
-from flexattn.mods.simplify import make
+from flexattn.mods.simplify import applied, make
 from flexattn.util.lru import Lru
 
 # What a tile is told by; each with the numbers that it never leaves.
@@ -169,11 +169,11 @@ class _Lowering:
         sure = [index.sure for index in known]
         places: list[Expr] = []
         for dim, ((low, high), size) in enumerate(zip(ends, sizes, strict=True)):
-            sure.append(make("lt", "bool", (high, size)))
+            sure.append(applied("lt", high, size))
             if known[dim].form.range[0] < 0:
-                sure.append(make("le", "bool", (integer(0), low)))
+                sure.append(applied("le", integer(0), low))
             if dim in wide and dim != searched:
-                sure.append(make("eq", "bool", (low, high)))
+                sure.append(applied("eq", low, high))
             places.append(_inside(low, size))
         if searched >= 0:
             places.append(_inside(ends[searched][1], sizes[searched]))
@@ -194,7 +194,7 @@ def _ends(index: Whole, size: Expr) -> tuple[Expr, Expr]:
     """The ends of an index; a number below 0 counts from the tensor's end."""
     low, high = index.form.low, index.form.high
     if index.number is not None and index.number < 0:
-        low = high = make("add", "int64", (size, low))
+        low = high = applied("add", size, low)
     return low, high
 
 
@@ -204,8 +204,8 @@ def _limited(low: Expr, high: Expr, dtype: str, sure: Expr) -> Whole:
     if dtype in ("int64", "uint64"):
         sure = both(
             sure,
-            make("le", "bool", (integer(-_REMEMBERED), low)),
-            make("le", "bool", (high, integer(_REMEMBERED))),
+            applied("le", integer(-_REMEMBERED), low),
+            applied("le", high, integer(_REMEMBERED)),
         )
         least, most = -_REMEMBERED, _REMEMBERED
         point = low is high
@@ -215,10 +215,10 @@ def _limited(low: Expr, high: Expr, dtype: str, sure: Expr) -> Whole:
 
 
 def _clamped(x: Expr, least: int, most: int) -> Expr:
-    return make("minimum", "int64", (make("maximum", "int64", (x, integer(least))), integer(most)))
+    return applied("minimum", applied("maximum", x, integer(least)), integer(most))
 
 
 def _inside(position: Expr, size: Expr) -> Expr:
     """A place that exists, whatever the index says: a wrong one is not sure anyway."""
-    clamped = make("minimum", "int64", (position, make("add", "int64", (size, integer(-1)))))
-    return make("maximum", "int64", (clamped, integer(0)))
+    clamped = applied("minimum", position, applied("add", size, integer(-1)))
+    return applied("maximum", clamped, integer(0))

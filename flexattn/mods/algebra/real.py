@@ -16,7 +16,7 @@ from flexattn.mods.algebra.whole import Whole
 from flexattn.mods.expr import Expr, const
 from flexattn.mods.ir.op import EVERYWHERE
 from flexattn.mods.ops import OPS
-from flexattn.mods.simplify import make
+from flexattn.mods.simplify import applied, make
 
 # Of each dtype: the relative and the absolute error that is allowed for, and the largest number.
 _ROUNDING = {
@@ -64,7 +64,7 @@ def to_whole(x: Real | None) -> Whole | None:
         return None
     sure = both(x.sure, _limits(x.low, x.high, float(_WHOLE)))
     ends = [
-        make("cast", "int64", (_clamped(make(op, "float64", (end,))),))
+        make("cast", "int64", (_clamped(applied(op, end)),))
         for op, end in (("floor", x.low), ("ceil", x.high))
     ]
     return Whole(single(ends[0], ends[1], -_WHOLE, _WHOLE), sure)
@@ -86,9 +86,9 @@ def choose(condition: Flag, x: Real | None, y: Real | None) -> Real | None:
         return None
 
     def end(op: str, first: Expr, second: Expr) -> Expr:
-        either = make(op, "float64", (first, second))
-        inner = make("where", "float64", (condition.must, first, either))
-        return make("where", "float64", (condition.may, inner, second))
+        either = applied(op, first, second)
+        inner = applied("where", condition.must, first, either)
+        return applied("where", condition.may, inner, second)
 
     low, high = end("minimum", x.low, y.low), end("maximum", x.high, y.high)
     return Real(low, high, both(x.sure, y.sure))
@@ -102,15 +102,15 @@ def compare(op: str, operands: Sequence[Real | None]) -> Flag:
     if op in ("gt", "ge"):
         op, x, y = {"gt": "lt", "ge": "le"}[op], y, x
     if op in ("lt", "le"):
-        must, may = make(op, "bool", (x.high, y.low)), make(op, "bool", (x.low, y.high))
+        must, may = applied(op, x.high, y.low), applied(op, x.low, y.high)
     elif op in ("eq", "ne"):
-        meet = both(make("le", "bool", (x.low, y.high)), make("le", "bool", (y.low, x.high)))
-        apart = make("not", "bool", (meet,))
+        meet = both(applied("le", x.low, y.high), applied("le", y.low, x.high))
+        apart = applied("not", meet)
         must, may = (truth(False), meet) if op == "eq" else (apart, truth(True))
     else:
         return OPEN
     sure = both(x.sure, y.sure)
-    return Flag(both(must, sure), make("or", "bool", (may, make("not", "bool", (sure,)))))
+    return Flag(both(must, sure), applied("or", may, applied("not", sure)))
 
 
 def _number(value: float) -> Expr:
@@ -119,9 +119,7 @@ def _number(value: float) -> Expr:
 
 def _limits(low: Expr, high: Expr, most: float) -> Expr:
     """False of NaN too."""
-    return both(
-        make("le", "bool", (_number(-most), low)), make("le", "bool", (high, _number(most)))
-    )
+    return both(applied("le", _number(-most), low), applied("le", high, _number(most)))
 
 
 def _rounded(x: Real, dtype: str) -> Real | None:
@@ -130,8 +128,8 @@ def _rounded(x: Real, dtype: str) -> Real | None:
     relative, absolute, most = _ROUNDING[dtype]
 
     def moved(op: str, end: Expr) -> Expr:
-        size = make("mul", "float64", (make("abs", "float64", (end,)), _number(relative)))
-        return make(op, "float64", (end, make("add", "float64", (size, _number(absolute)))))
+        size = applied("mul", applied("abs", end), _number(relative))
+        return applied(op, end, applied("add", size, _number(absolute)))
 
     return Real(
         moved("sub", x.low), moved("add", x.high), both(x.sure, _limits(x.low, x.high, most))
@@ -139,8 +137,8 @@ def _rounded(x: Real, dtype: str) -> Real | None:
 
 
 def _clamped(x: Expr) -> Expr:
-    least = make("maximum", "float64", (x, _number(-float(_WHOLE))))
-    return make("minimum", "float64", (least, _number(float(_WHOLE))))
+    least = applied("maximum", x, _number(-float(_WHOLE)))
+    return applied("minimum", least, _number(float(_WHOLE)))
 
 
 def _real(low: Expr, high: Expr, sure: Expr | None = None) -> Real:
@@ -148,47 +146,47 @@ def _real(low: Expr, high: Expr, sure: Expr | None = None) -> Real:
 
 
 def _add(x: Real, y: Real) -> Real:
-    return _real(*(make("add", "float64", ends) for ends in ((x.low, y.low), (x.high, y.high))))
+    return _real(*(applied("add", *ends) for ends in ((x.low, y.low), (x.high, y.high))))
 
 
 def _neg(x: Real) -> Real:
-    return _real(*(make("neg", "float64", (end,)) for end in (x.high, x.low)))
+    return _real(*(applied("neg", end) for end in (x.high, x.low)))
 
 
 def _corners(op: str, x: Real, y: Real, sure: Expr) -> Real:
-    low = high = make(op, "float64", (x.low, y.low))
+    low = high = applied(op, x.low, y.low)
     for corner in ((x.low, y.high), (x.high, y.low), (x.high, y.high)):
-        value = make(op, "float64", corner)
-        low = make("minimum", "float64", (low, value))
-        high = make("maximum", "float64", (high, value))
+        value = applied(op, *corner)
+        low = applied("minimum", low, value)
+        high = applied("maximum", high, value)
     return _real(low, high, sure)
 
 
 def _div(x: Real, y: Real) -> Real:
     zero = _number(0.0)
-    sure = make("or", "bool", tuple(
-        make("lt", "bool", pair) for pair in ((zero, y.low), (y.high, zero))
+    sure = applied("or", *(
+        applied("lt", *pair) for pair in ((zero, y.low), (y.high, zero))
     ))  # fmt: skip
     return _corners("div", x, y, sure)
 
 
 def _abs(x: Real) -> Real:
     zero = _number(0.0)
-    sizes = [make("abs", "float64", (end,)) for end in (x.low, x.high)]
-    around = both(make("le", "bool", (x.low, zero)), make("le", "bool", (zero, x.high)))
-    low = make("where", "float64", (around, zero, make("minimum", "float64", tuple(sizes))))
-    return _real(low, make("maximum", "float64", tuple(sizes)))
+    sizes = [applied("abs", end) for end in (x.low, x.high)]
+    around = both(applied("le", x.low, zero), applied("le", zero, x.high))
+    low = applied("where", around, zero, applied("minimum", *(sizes)))
+    return _real(low, applied("maximum", *(sizes)))
 
 
 def _rising(op: str, least: float) -> Callable[..., Real]:
     """An operation that never falls in any operand, defined above `least`."""
 
     def rule(*operands: Real) -> Real:
-        low = make(op, "float64", tuple(x.low for x in operands))
-        high = make(op, "float64", tuple(x.high for x in operands))
+        low = applied(op, *(x.low for x in operands))
+        high = applied(op, *(x.high for x in operands))
         sure = truth(True)
         if least != EVERYWHERE:
-            sure = make("lt", "bool", (_number(least), operands[0].low))
+            sure = applied("lt", _number(least), operands[0].low)
         return _real(low, high, sure)
 
     return rule

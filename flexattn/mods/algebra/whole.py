@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flexattn.mods.algebra.forms import (
@@ -17,7 +18,7 @@ from flexattn.mods.algebra.forms import (
 )
 from flexattn.mods.analysis.intervals import dtype_range
 from flexattn.mods.expr import Expr
-from flexattn.mods.simplify import make
+from flexattn.mods.simplify import applied, make
 
 if TYPE_CHECKING:
     from flexattn.mods.algebra.flags import Flag
@@ -52,9 +53,9 @@ def settled(x: Whole, dtype: str) -> Whole | None:
     low, high = dtype_range(dtype)
     sure = x.sure
     if least < low:
-        sure = both(sure, _compare("le", integer(low), x.form.low))
+        sure = both(sure, applied("le", integer(low), x.form.low))
     if most > high:
-        sure = both(sure, _compare("le", x.form.high, integer(high)))
+        sure = both(sure, applied("le", x.form.high, integer(high)))
     return Whole(x.form, sure)
 
 
@@ -82,22 +83,14 @@ def choose(condition: Flag, x: Whole | None, y: Whole | None) -> Whole | None:
         return None
 
     def end(op: str, first: Expr, second: Expr) -> Expr:
-        open_or_first = _where(condition.must, first, make(op, "int64", (first, second)))
-        return _where(condition.may, open_or_first, second)
+        open_or_first = applied("where", condition.must, first, applied(op, first, second))
+        return applied("where", condition.may, open_or_first, second)
 
     low = end("minimum", x.form.low, y.form.low)
     high = end("maximum", x.form.high, y.form.high)
     ranges = (x.form.range, y.form.range)
     form = single(low, high, min(r[0] for r in ranges), max(r[1] for r in ranges))
     return Whole(form, both(x.sure, y.sure))
-
-
-def _compare(op: str, x: Expr, y: Expr) -> Expr:
-    return make(op, "bool", (x, y))
-
-
-def _where(condition: Expr, x: Expr, y: Expr) -> Expr:
-    return make("where", "int64", (condition, x, y))
 
 
 def _ends(low: Expr, high: Expr, least: int, most: int) -> Whole:
@@ -119,7 +112,7 @@ def _mul(x: Whole, y: Whole) -> Whole | None:
     corners = [i * j for i in x.form.range for j in y.form.range]
     if max(map(abs, corners)) > LARGEST:
         return None
-    return _hull(x, y, lambda i, j: make("mul", "int64", (i, j)), min(corners), max(corners))
+    return _hull(x, y, partial(applied, "mul"), min(corners), max(corners))
 
 
 def _hull(x: Whole, y: Whole, op: Callable[[Expr, Expr], Expr], least: int, most: int) -> Whole:
@@ -127,8 +120,8 @@ def _hull(x: Whole, y: Whole, op: Callable[[Expr, Expr], Expr], least: int, most
     corners = [op(i, j) for i in (x.form.low, x.form.high) for j in (y.form.low, y.form.high)]
     low, high = corners[0], corners[0]
     for corner in corners[1:]:
-        low = make("minimum", "int64", (low, corner))
-        high = make("maximum", "int64", (high, corner))
+        low = applied("minimum", low, corner)
+        high = applied("maximum", high, corner)
     return _ends(low, high, least, most)
 
 
@@ -137,12 +130,12 @@ def _abs(x: Whole) -> Whole:
     if least >= 0:
         return x
     low, high = x.form.low, x.form.high
-    size_low, size_high = (make("abs", "int64", (end,)) for end in (low, high))
-    around = both(_compare("le", low, integer(0)), _compare("le", integer(0), high))
-    smaller = make("minimum", "int64", (size_low, size_high))
+    size_low, size_high = (applied("abs", end) for end in (low, high))
+    around = both(applied("le", low, integer(0)), applied("le", integer(0), high))
+    smaller = applied("minimum", size_low, size_high)
     return _ends(
-        _where(around, integer(0), smaller),
-        make("maximum", "int64", (size_low, size_high)),
+        applied("where", around, integer(0), smaller),
+        applied("maximum", size_low, size_high),
         0,
         max(abs(least), abs(most)),
     )
@@ -153,8 +146,8 @@ def _extreme(op: str) -> Callable[[Whole, Whole], Whole]:
 
     def rule(x: Whole, y: Whole) -> Whole:
         (a, b), (c, d) = x.form.range, y.form.range
-        low = make(op, "int64", (x.form.low, y.form.low))
-        high = make(op, "int64", (x.form.high, y.form.high))
+        low = applied(op, x.form.low, y.form.low)
+        high = applied(op, x.form.high, y.form.high)
         return _ends(low, high, pick(a, c), pick(b, d))
 
     return rule
@@ -167,17 +160,16 @@ def _floor_div(x: Whole, y: Whole) -> Whole | None:
     size = max(map(abs, x.form.range))
     if y.number is not None and y.number > 0:
         low, high = (
-            make("floor_div", "int64", (end, integer(y.number)))
-            for end in (x.form.low, x.form.high)
+            applied("floor_div", end, integer(y.number)) for end in (x.form.low, x.form.high)
         )
         return _ends(low, high, x.form.range[0] // y.number, x.form.range[1] // y.number)
     # A divisor that is not above zero is made 1, and the result is not sure.
-    sure = truth(True) if least > 0 else _compare("lt", integer(0), y.form.low)
-    low, high = (make("maximum", "int64", (end, integer(1))) for end in (y.form.low, y.form.high))
+    sure = truth(True) if least > 0 else applied("lt", integer(0), y.form.low)
+    low, high = (applied("maximum", end, integer(1)) for end in (y.form.low, y.form.high))
     found = _hull(
         x,
         _ends(low, high, max(least, 1), max(most, 1)),
-        lambda i, j: make("floor_div", "int64", (i, j)),
+        partial(applied, "floor_div"),
         -size,
         size,
     )
@@ -195,14 +187,14 @@ def _floor_mod(x: Whole, y: Whole) -> Whole | None:
         return x
     if y.form.low is not y.form.high or y.form.range[1] < 1:
         return None
-    sure = truth(True) if y.form.range[0] > 0 else _compare("lt", integer(0), y.form.low)
-    size = make("maximum", "int64", (y.form.low, integer(1)))
+    sure = truth(True) if y.form.range[0] > 0 else applied("lt", integer(0), y.form.low)
+    size = applied("maximum", y.form.low, integer(1))
     low, high = x.form.low, x.form.high
-    periods = [make("floor_div", "int64", (end, size)) for end in (low, high)]
-    same = _compare("eq", *periods)
-    rests = [make("floor_mod", "int64", (end, size)) for end in (low, high)]
-    last = make("add", "int64", (size, integer(-1)))
-    ends = _where(same, rests[0], integer(0)), _where(same, rests[1], last)
+    periods = [applied("floor_div", end, size) for end in (low, high)]
+    same = applied("eq", *periods)
+    rests = [applied("floor_mod", end, size) for end in (low, high)]
+    last = applied("add", size, integer(-1))
+    ends = applied("where", same, rests[0], integer(0)), applied("where", same, rests[1], last)
     return Whole(single(*ends, 0, y.form.range[1] - 1), sure)
 
 
@@ -227,7 +219,7 @@ def _and(x: Whole, y: Whole) -> Whole | None:
             return _floor_mod(one, Whole.of(other.number + 1))
     if min(x.form.range[0], y.form.range[0]) < 0:
         return None
-    top = make("minimum", "int64", (x.form.high, y.form.high))
+    top = applied("minimum", x.form.high, y.form.high)
     return _ends(integer(0), top, 0, min(x.form.range[1], y.form.range[1]))
 
 

@@ -9,7 +9,7 @@ from flexattn.mods.analysis.intervals import Intervals, dtype_range, interval_of
 from flexattn.mods.expr import Expr, const, depending, reads, terms_of, walk
 from flexattn.mods.ir.intervals import Range
 from flexattn.mods.ops import is_int
-from flexattn.mods.simplify import make
+from flexattn.mods.simplify import applied, make
 
 # Past every key, and so far from the ends of 64 bits that positions can be added.
 LARGE = 2**40
@@ -33,14 +33,14 @@ class Affine:
         """self + other."""
         rest = self.rest or other.rest
         if self.rest is not None and other.rest is not None:
-            rest = make("add", "int64", (self.rest, other.rest))
+            rest = applied("add", self.rest, other.rest)
         return Affine(self.q + other.q, self.kv + other.kv, self.number + other.number, rest)
 
     def times(self, factor: int) -> Affine:
         """factor * self."""
         rest = self.rest
         if rest is not None and factor != 1:
-            rest = make("mul", "int64", (rest, const(factor, "int64")))
+            rest = applied("mul", rest, const(factor, "int64"))
         return Affine(self.q * factor, self.kv * factor, self.number * factor, rest)
 
 
@@ -170,5 +170,5 @@ def _bounded(rest: Expr | None) -> Expr | None:
     found = None if rest is None else interval_of(rest, {})
     if rest is None or (found is not None and -LARGE <= found[0] and found[1] <= LARGE):
         return rest
-    high = make("minimum", "int64", (rest, const(LARGE, "int64")))
-    return make("maximum", "int64", (high, const(-LARGE, "int64")))
+    high = applied("minimum", rest, const(LARGE, "int64"))
+    return applied("maximum", high, const(-LARGE, "int64"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 from flexattn.mods.analysis.affine import LARGE
 from flexattn.mods.analysis.intervals import Intervals, dtype_range
@@ -12,7 +12,7 @@ from flexattn.mods.expr import Expr, const, reads, terms_of, walk
 from flexattn.mods.ir.intervals import Range
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
-from flexattn.mods.simplify import make
+from flexattn.mods.simplify import applied, make
 
 KEY = Expr("var", "int64", (), "kv_idx")
 # Where whole tiles may still be added to a bound in 32 bits.
@@ -91,8 +91,8 @@ def key_span(expr: Expr, ranges: Mapping[str, Range]) -> KeySpan:
         elif span.low is None:
             above.append(term)
         else:
-            below.append(make("le", "bool", (span.low, KEY)))
-            above.append(make("lt", "bool", (KEY, span.high)))
+            below.append(applied("le", span.low, KEY))
+            above.append(applied("lt", KEY, span.high))
     low, high = (
         None if bound is None else _clamped(bound, (-_SMALL, _SMALL), found.interval)
         for bound in (both.low, both.high)
@@ -109,7 +109,7 @@ def key_bound(term: Expr, interval: Intervals) -> KeyBound | None:
 
 def conjunction(terms: list[Expr]) -> Expr | None:
     """The terms joined by "and"; None where there are none."""
-    return reduce(lambda x, y: make("and", "bool", (x, y)), terms) if terms else None
+    return reduce(partial(applied, "and"), terms) if terms else None
 
 
 class _Spans:
@@ -161,7 +161,7 @@ class _Spans:
             return _OPAQUE
         bound = found.value
         if found.op in ("le", "gt"):
-            bound = make("add", "int64", (bound, const(1, "int64")))
+            bound = applied("add", bound, const(1, "int64"))
         upper = found.op in ("lt", "le")
         return _Span(high=bound, exact=True) if upper else _Span(low=bound, exact=True)
 
@@ -203,7 +203,7 @@ def _either(spans: list[_Span]) -> _Span:
 
 def _folded(op: str, bounds: list[Expr | None]) -> Expr | None:
     known = [bound for bound in bounds if bound is not None]
-    return reduce(lambda x, y: make(op, "int64", (x, y)), known) if known else None
+    return reduce(partial(applied, op), known) if known else None
 
 
 def _solved(op: str, x: Expr, y: Expr, interval: Intervals) -> KeyBound | None:
@@ -245,8 +245,8 @@ def _sum(terms: Mapping[Expr, int]) -> Expr:
     total = const(0, "int64")
     for term, factor in sorted(terms.items(), key=lambda each: (-each[1], each[0].order)):
         if factor not in (1, -1):
-            term = make("mul", "int64", (term, const(abs(factor), "int64")))
-        total = make("add" if factor > 0 else "sub", "int64", (total, term))
+            term = applied("mul", term, const(abs(factor), "int64"))
+        total = applied("add" if factor > 0 else "sub", total, term)
     return total
 
 
@@ -285,7 +285,7 @@ def _clamped(expr: Expr, limits: Range, interval: Intervals) -> Expr:
     if found is not None and limits[0] <= found[0] and found[1] <= limits[1]:
         return expr
     low, high = (const(limit, "int64") for limit in limits)
-    return make("minimum", "int64", (make("maximum", "int64", (expr, low)), high))
+    return applied("minimum", applied("maximum", expr, low), high)
 
 
 def _wide(expr: Expr) -> Expr:
