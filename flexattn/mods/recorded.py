@@ -4,18 +4,34 @@
 
 They are read from an explicitly named directory alone. A file is data: it cannot run code, but it
 says what a callable means, so a directory deserves the trust that the program itself gets.
+
+A digest is an Identity as a name that is equal in every process where a trace would be equal. Each
+object of this process is replaced by what it is made of: code by its instructions, constants and
+names, of nested code too; a value by its value; a thing of torch or of Python by its name, with
+their versions over all. What has no such form (an enum's member, a C function of another package,
+a class with a metaclass of its own) gives no digest.
 """
 
 from __future__ import annotations
 
+import hashlib
+import platform
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flexattn.errors import CacheError
 from flexattn.mods.codec import from_data, to_data
-from flexattn.mods.digest import digest
 from flexattn.mods.expr import Buffer, Mod
 from flexattn.mods.identity import Identity
+from flexattn.mods.reads import LIBRARIES, Reads
+from flexattn.mods.registered import taught
 from flexattn.mods.site import Site, SiteLayout, Variant, interned
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
@@ -25,6 +41,15 @@ _MAX_BYTES = 2**21
 MAX_VARIANTS = 64
 _FIELDS = {"schema", "first", "sized", "variants"}
 _VARIANT = {"constants", "shapes", "mod", "tensors"}
+# Code that names one of these may give another expression on another kind of device.
+_OF_DEVICES = frozenset(
+    ("device", "get_device", "is_cuda", "is_cpu", "is_meta", "is_xpu", "is_mps", "cpu")
+)
+_PLAIN = (int, float, complex, bool, str, bytes, range, type(None), type(Ellipsis))
+_TORCH = (torch.dtype, torch.device, torch.layout, torch.Size)
+# Classes whose instances are values of their own kind: a name and a repr do not say it all.
+_VALUES = (int, float, complex, str, bytes)
+_OPERATORS = ("aten.", "prims.")
 
 
 def read_site(root: Path, kind: str, identity: Identity) -> Site | None:
@@ -141,3 +166,142 @@ def _list(data: Any, what: str) -> list[Any]:
 def _need(holds: bool, rule: str) -> None:
     if not holds:
         raise CacheError("no record of a mod", rule)
+
+
+class _Unknown(Exception):
+    """Something that cannot be told to another process."""
+
+
+def digest(identity: Identity) -> str | None:
+    """64 hexadecimal digits; None where nothing can vouch for the same trace elsewhere.
+
+    Covers all but the captured ints and floats, tensors' contents and sizes, and the device that
+    tensors are on, unless the code asks for it: a mod recorded on the CPU is known on a GPU.
+    """
+    if identity.reason:
+        return None
+    parts: list[str] = [_here()]
+    devices: list[str] = []
+    names: set[str] = set()
+    items = iter(identity.key)
+    try:
+        for item in items:
+            if item is torch.Tensor:  # how Identity announces a captured tensor
+                parts += ("tensor", str(next(items)), str(next(items)))
+                devices.append(next(items))
+            elif isinstance(item, Reads):
+                parts.append(_code(item.code, names))
+            elif isinstance(item, types.FunctionType):
+                parts += (_library(item), _code(item.__code__, names))
+            else:
+                parts.append(_text(item))
+    except _Unknown:
+        return None
+    if "cuda" in names:  # torch.cuda: whether there is a GPU, and which
+        return None
+    if "ops" in names and taught():  # torch.ops: what an operator computes is not in its name
+        return None
+    if names & _OF_DEVICES:
+        parts += devices
+    return _hash(parts)
+
+
+def _hash(parts: Iterable[str]) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(b"%d:" % len(part))
+        found.update(part.encode(errors="surrogatepass"))
+    return found.hexdigest()
+
+
+def _code(code: types.CodeType, names: set[str]) -> str:
+    """All of a code object but where it stands; adds the names that it mentions."""
+    names.update(code.co_names)
+    shape = (
+        code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags,
+        code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars,
+    )  # fmt: skip
+    consts = [
+        _code(each, names) if isinstance(each, types.CodeType) else _text(each)
+        for each in code.co_consts
+    ]
+    table = getattr(code, "co_exceptiontable", b"")  # from Python 3.11 on
+    return _hash((repr(shape), code.co_code.hex(), table.hex(), *consts))
+
+
+def _text(item: Any) -> str:
+    kind = type(item)
+    if kind in _PLAIN or kind in _TORCH:
+        return f"{kind.__name__} {item!r}"
+    handler = _HANDLERS.get(kind)
+    if handler is not None:
+        return handler(item)
+    if kind is object:  # what stands for a name that is not there
+        return "missing"
+    if isinstance(item, type):
+        return f"type {_library(item)}"
+    if kind.__module__.startswith("torch._ops") and str(item).startswith(_OPERATORS):
+        return f"operator {item}"
+    raise _Unknown
+
+
+def _class(reference: weakref.ref[type]) -> str:
+    """A class by the names of its ancestors; what a user's class holds follows it in the key."""
+    cls = reference()
+    if cls is None:
+        raise _Unknown
+    if _root(cls.__module__) in LIBRARIES:
+        return f"class {_library(cls)}"
+    ancestors = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
+    if issubclass(cls, _VALUES) or _root(type(cls).__module__) not in ("builtins", "abc"):
+        raise _Unknown
+    return f"class {ancestors}"
+
+
+def _library(thing: Any) -> str:
+    """The name of something that torch or Python brings."""
+    module, name = thing.__module__, thing.__qualname__
+    if module is None or _root(module) not in LIBRARIES:
+        raise _Unknown
+    return f"{module}.{name} {_version(_root(module))}"
+
+
+def _module(module: types.ModuleType) -> str:
+    return f"module {module.__name__} {_version(_root(module.__name__))}"
+
+
+def _builtin(fn: Any) -> str:
+    owner = fn.__self__
+    return f"builtin {_library(owner if isinstance(owner, type) else fn)} {fn.__name__}"
+
+
+def _root(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _version(root: str) -> str:
+    """The version of a library that is neither Python's nor torch."""
+    return str(sys.modules["numpy"].__version__) if root == "numpy" else ""
+
+
+@lru_cache(maxsize=1)
+def _here() -> str:
+    """What reads callables here: this package's mods, torch and Python, by minor release."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    mods = _hash(path.read_text(encoding="utf-8") for path in sources)
+    python = f"{platform.python_implementation()} {sys.version_info[:2]}"
+    # 2.11.0+cpu records what 2.11.0+cu130 will serve.
+    return f"{mods} {python} torch {torch.__version__.partition('+')[0]}"
+
+
+_HANDLERS: dict[type, Callable[[Any], str]] = {
+    tuple: lambda item: f"tuple {[_text(each) for each in item]}",
+    frozenset: lambda item: f"frozenset {sorted(_text(each) for each in item)}",
+    weakref.ref: _class,
+    types.ModuleType: _module,
+    types.BuiltinFunctionType: _builtin,
+    **dict.fromkeys(
+        (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType),
+        lambda item: f"descriptor {_library(item.__objclass__)} {item.__name__}",
+    ),
+}

@@ -25,7 +25,7 @@ FIRST = """
 import torch
 from flexattn.mods import bind
 from flexattn.mods.bind import stats
-from flexattn.mods.digest import digest
+from flexattn.mods.recorded import digest
 from flexattn.mods.identity import identify
 
 def mod(score, b, h, q_idx, kv_idx):

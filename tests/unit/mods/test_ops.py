@@ -10,8 +10,8 @@ import torch
 
 from flexattn.errors import UnsupportedError
 from flexattn.mods import bind
+from flexattn.mods.derivative import gradient
 from flexattn.mods.expr import Expr, const, walk
-from flexattn.mods.gradient import gradient
 from flexattn.mods.ir.op import Op
 from flexattn.mods.ops import OPS, is_float
 from flexattn.mods.outside import evaluated

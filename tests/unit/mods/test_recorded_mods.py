@@ -13,8 +13,8 @@ import torch
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind, registered
 from flexattn.mods.bind import clear, record, stats
-from flexattn.mods.digest import digest
 from flexattn.mods.identity import identify
+from flexattn.mods.recorded import digest
 from flexattn.settings import override, say_once
 
 ROOT = Path(__file__).parents[3]
