@@ -199,7 +199,8 @@ def _chosen(
         now = {slot: value for slot, (text, value) in found if scalars_of(text) <= divisors}
         result, arguments = replace(result, expr=plug(result.expr, now)), arguments - divisors
     site.arguments |= arguments
-    return site.layout(arguments, result.asked, result.guards), result
+    general = not divisors.isdisjoint(arguments)
+    return site.layout(arguments, result.asked, result.guards, general), result
 
 
 def _lifted(
@@ -274,8 +275,8 @@ def _steady(fn: Callable[..., Any], kind: str, identity: Identity) -> Trace:
     if drawn:
         got = f"draws random numbers ({drawn[0].__module__}.{drawn[0].__name__})"
     elif identity.clocks:
-        again = traced()
-        if again.expr is not found.expr or again.code != found.code:
+        one, other = ((each.expr, each.graph and each.graph.code) for each in (found, traced()))
+        if one != other:
             got = f"asks for another number each time ({', '.join(identity.clocks)})"
     if got:
         rule = "a mod gives the same score for the same position each time"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -124,38 +124,36 @@ class Site:
 
     layouts: from the oldest on. The variants of each hold for the values that they were traced
     with, and the oldest is found first: a call that comes back gets the Mod it had, whose kernels
-    are compiled.
+    are compiled. general: those in which a divisor is an argument, which are found last. asked,
+    guards: what its traces asked of tensors and of the arguments.
     """
 
     first: tuple[int | float, ...]
     layouts: list[SiteLayout] = field(default_factory=list)
+    general: list[SiteLayout] = field(default_factory=list)
+    asked: set[str] = field(default_factory=set)
+    guards: set[str] = field(default_factory=set)
     arguments: set[int] = field(default_factory=set)
     fixed: set[int] = field(default_factory=set)
     divisors: set[tuple[int | float, ...]] = field(default_factory=set)
     exported: int = 1
 
-    @property
-    def guards(self) -> tuple[str, ...]:
-        """What its traces asked of the arguments."""
-        return self.layouts[-1].guards if self.layouts else ()
-
-    @property
-    def asked(self) -> tuple[str, ...]:
-        """What its traces asked of tensors."""
-        return self.layouts[-1].asked if self.layouts else ()
-
     def layout(
-        self, arguments: frozenset[int], asked: Sequence[str], guards: Sequence[str]
+        self,
+        arguments: frozenset[int],
+        asked: Iterable[str],
+        guards: Iterable[str],
+        general: bool = False,
     ) -> SiteLayout:
         """The layout in which these scalars are arguments; it asks what earlier ones do, too."""
-        found = SiteLayout(
-            tuple(i for i in range(len(self.first)) if i not in arguments),
-            tuple(sorted({*self.asked, *asked})),
-            tuple(sorted({*self.guards, *guards})),
-        )
-        if found in self.layouts:
-            return self.layouts[self.layouts.index(found)]
-        self.layouts.append(found)
+        self.asked.update(asked)
+        self.guards.update(guards)
+        constants = tuple(i for i in range(len(self.first)) if i not in arguments)
+        found = SiteLayout(constants, tuple(sorted(self.asked)), tuple(sorted(self.guards)))
+        known = self.general if general else self.layouts
+        if found in known:
+            return known[known.index(found)]
+        known.append(found)
         return found
 
     def specialises(self, values: tuple[int | float, ...]) -> bool:
@@ -165,7 +163,7 @@ class Site:
 
     def find(self, identity: Identity) -> Bound | None:
         """This call's variant with what it captures now; the earliest, where several hold."""
-        for layout in self.layouts:
+        for layout in (*self.layouts, *self.general):
             for variant in layout.alike(identity):
                 found = variant.bound(identity.tensors, identity.scalars)
                 if found is not None:

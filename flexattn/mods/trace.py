@@ -60,8 +60,8 @@ class Trace:
     trace found. `asked`: attributes of tensors for whose present values alone it holds, in
     order. `volatile`: why it holds for this call alone; empty where it holds for others. `texts`:
     what the host computes for each slot of its scalars, which are the callable's own where there
-    are none. `guards`: what the host computes the same of where it holds. `code`: of its graph,
-    with numbers at the precision that Python gave them.
+    are none. `guards`: what the host computes the same of where it holds. `graph`: what
+    it was read from, with numbers at the precision that Python gave them.
     """
 
     expr: Expr
@@ -70,7 +70,7 @@ class Trace:
     volatile: str
     texts: tuple[str, ...] = ()
     guards: tuple[str, ...] = ()
-    code: str = ""
+    graph: GraphModule | None = None
 
 
 def trace(
@@ -137,7 +137,7 @@ def trace(
         volatile = volatile or "it reads tensors that no walk through it finds"
     asked = mode.asked | ({"shape"} if reader.sized else set())
     tensors = tuple(reader.tensors)
-    return Trace(expr, tensors, tuple(sorted(asked)), volatile, code=graph.code)
+    return Trace(expr, tensors, tuple(sorted(asked)), volatile, graph=graph)
 
 
 def _failed(
