@@ -149,9 +149,12 @@ def polynomial(steps):
 
 
 def functions(steps):
+    """No two steps are alike: where they end in one number, each derivative is rounded the same
+    way, and what all of them multiply to is off by hundreds of roundings."""
+
     def score_mod(score, b, h, q_idx, kv_idx):
-        for _ in range(steps):
-            score = torch.sin(score) + 0.1
+        for step in range(steps):
+            score = score + 0.125 * torch.sin(score + step)
         return score
 
     return score_mod
