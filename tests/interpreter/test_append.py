@@ -11,6 +11,7 @@ from flexattn.runtime.build import Builder
 from flexattn.serving import AppendPlan, Rope, append_paged_kv_cache, flex_decode
 from flexattn.settings import override
 from tests.appending import empty_cache, empty_scales, expected, new_tokens
+from tests.covering import pairwise
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -70,9 +71,7 @@ def assert_stored(**about):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("scaled", [False, *SCALED])
-@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)
+@pairwise(kv_dtype=[E4M3, E5M2], scaled=[False, *SCALED], layout=["NHD", "HND"])
 def test_eight_bits(kv_dtype, scaled, layout):
     assert_stored(kv_dtype=kv_dtype, scaled=scaled, layout=layout)
 
@@ -96,9 +95,11 @@ def test_dtypes_and_sizes(dtype, kv_dtype, D, Dv, page):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("scaled", [False, "head", "token", "token_head"])
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("angles", ["base", "tables", "one table of bfloat16"])
+@pairwise(
+    angles=["base", "tables", "one table of bfloat16"],
+    interleaved=[pytest.param(False, id="halves"), pytest.param(True, id="interleaved")],
+    scaled=[False, "head", "token", "token_head"],
+)
 def test_keys_are_rotated_first(angles, interleaved, scaled):
     """In float32, and of some columns alone."""
     dim, tables, about = 24, None, {}

@@ -7,7 +7,7 @@ import flexattn
 from flexattn.catalogue import causal, document, padding, sliding_window
 from flexattn.errors import ConfigError
 from tests.cases import case
-from tests.covering import each_choice
+from tests.covering import each_choice, pairwise
 from tests.support import DECODE, KINDS, PREFILL, assert_accurate, block_mask, inputs
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
@@ -18,10 +18,10 @@ def nothing(b, h, q_idx, kv_idx):
     return q_idx < 0
 
 
-@each_kind
-@pytest.mark.parametrize("length", [384, 127])
-@pytest.mark.parametrize(
-    "block", [(128, 64), (64, 128), (256, 256), (48, 80), (17, 31), (1, 16), (512, 512)], ids=str
+@pairwise(
+    block=[(128, 64), (64, 128), (256, 256), (48, 80), (17, 31), (1, 16), (512, 512)],
+    length=[384, 127],
+    kind=KINDS,
 )
 def test_block_sizes(block, length, kind):
     """A sparse block of 256 over a length of 384 made others read past the end of K and V, and

@@ -15,11 +15,14 @@ pytestmark = [
 OLDEST = {"causal", "natten_2d", "relative_bias", "softcap_50", "alibi_causal_document"}
 
 
-def cases(entries):
-    return [
-        pytest.param(entry, id=entry.name, marks=[pytest.mark.oldest] * (entry.name in OLDEST))
-        for entry in entries
-    ]
+def cases(rows, often=lambda place, row: True):
+    """Each case in rows of a kind and a dtype; often: whether `make test` runs one, by numbers."""
+    for place, entry in enumerate(CASES):
+        for row, (kind, dtype) in enumerate(rows):
+            marks = [pytest.mark.oldest] * (entry.name in OLDEST)
+            marks += [pytest.mark.long] * (not often(place, row))
+            name = f"{entry.name}-{kind}-{dtype}"
+            yield pytest.param(entry, kind, dtype, id=name, marks=marks)
 
 
 def check(entry, B, Hq, Hkv, L, S, block, tile, kind, dtype):
@@ -33,23 +36,19 @@ def check(entry, B, Hq, Hkv, L, S, block, tile, kind, dtype):
     )  # fmt: skip
 
 
+ODD = [("prefill", "fp32"), ("decode", "fp16")]
+SEVERAL = [("prefill", "fp16"), ("decode", "fp32")]
+
+
+# Of each case one, in turns: of both kinds several tiles follow.
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        ("prefill", "fp32"),
-        ("decode", "fp16"),
-        # Those two kinds with these dtypes have several tiles below.
-        pytest.param("prefill", "fp16", marks=pytest.mark.long),
-        pytest.param("decode", "fp32", marks=pytest.mark.long),
-    ],
+    ("entry", "kind", "dtype"), cases(ODD + SEVERAL, lambda place, row: row == place % 2)
 )
-@pytest.mark.parametrize("entry", cases(CASES))
 def test_short_odd_lengths(entry, kind, dtype):
     check(entry, 2, 3, 1, 37, 53, 16, {}, kind, dtype)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("prefill", "fp16"), ("decode", "fp32")])
-@pytest.mark.parametrize("entry", cases(CASES))
+@pytest.mark.parametrize(("entry", "kind", "dtype"), cases(SEVERAL))
 def test_several_tiles_and_full_blocks(entry, kind, dtype):
     # Random blocks of 16 seldom fill one of 32.
     lengths = (141, 173) if entry.name == "random_blocks" else (77, 109)

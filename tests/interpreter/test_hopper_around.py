@@ -3,7 +3,6 @@
 from dataclasses import replace
 from math import inf, log2
 
-import pytest
 import torch
 
 from flexattn.device import detect
@@ -11,6 +10,7 @@ from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper_backward.arguments import flags_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.runtime.build import builder
+from tests.covering import each_choice
 from tests.problems import problem
 
 CPU = torch.device("cpu")
@@ -31,9 +31,10 @@ def drawn(*shape, dtype=torch.float32):
     return torch.randn(B, shape[1], HEADS, *shape[2:]).to(dtype).transpose(1, 2)
 
 
-@pytest.mark.parametrize(("length", "D", "rows"), [(1, 64, 64), (130, 96, 64), (200, 64, 128)])
-@pytest.mark.parametrize("form", FORMS)
-def test_delta_is_made_and_sums_are_cleared(form, length, D, rows):
+@each_choice(form=FORMS, sizes=[(1, 64, 64), (130, 96, 64), (200, 64, 128)])
+def test_delta_is_made_and_sums_are_cleared(form, sizes):
+    """sizes: the length, the head dimension, rows of a tile."""
+    length, D, rows = sizes
     fields = dict(FORMS[form])
     through_lse, dropout = (fields.pop(name, False) for name in ("through_lse", "dropout"))
     wanted = problem("backward", D, dtype="float16", kv_len=length, q_len=length, group=1)

@@ -6,6 +6,7 @@ import torch
 import flexattn
 from flexattn.catalogue import alibi, causal, head_windows, sliding_window, softcap
 from flexattn.errors import UnsupportedError
+from tests.covering import pairwise
 from tests.support import (
     DTYPES,
     KINDS,
@@ -49,10 +50,8 @@ def test_head_dimensions_below_a_tile(D):
     assert_accurate(q, k, v)
 
 
-@each_kind
-@pytest.mark.parametrize("L", [0, 1, 63, 130])
-@pytest.mark.parametrize("S", [0, 1, 127, 130])
-def test_lengths(L, S, kind):
+@pairwise(S=[0, 1, 127, 130], L=[0, 1, 63, 130], kind=KINDS)
+def test_lengths(S, L, kind):
     q, k, v = inputs(1, 2, 1, L, S)
     got = assert_accurate(q, k, v, score_mod=softcap(50.0), kernel_options=KINDS[kind])
     assert got.out.shape == (1, 2, L, 16) and got.lse.shape == (1, 2, L)
