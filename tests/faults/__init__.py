@@ -1,0 +1,10 @@
+"""Faults that somebody could make in this library, each with the test that must fail with it."""
+
+from tests.faults.forward import FORWARD
+from tests.faults.gradients import GRADIENTS
+from tests.faults.hopper import HOPPER
+from tests.faults.host import HOST
+from tests.faults.mods import MODS
+from tests.faults.serving import SERVING
+
+FAULTS = (*FORWARD, *GRADIENTS, *HOPPER, *SERVING, *MODS, *HOST)

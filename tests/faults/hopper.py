@@ -1,0 +1,148 @@
+"""Faults of Hopper's kernels, which are run in plain Python: barriers, stages, work tiles."""
+
+from tests.faults.fault import Fault
+
+PREFILL = "templates/hopper/prefill.py.jinja"
+PRODUCER = "templates/hopper/producer.jinja"
+SCORES = "templates/hopper/scores.jinja"
+SHARED = "templates/hopper/shared.jinja"
+EPILOGUE = "templates/hopper/epilogue.jinja"
+CONSUMER = "templates/hopper/consumer.jinja"
+SCORES_PY = "templates/hopper_backward/scores.jinja"
+WALKED = "templates/hopper_backward/walked.jinja"
+IN_WIDE = "tests/unit/kernels/hopper/test_wide.py"
+IN_EMULATED = "tests/unit/kernels/hopper_backward/test_emulated.py"
+
+HOPPER = (
+    Fault(
+        "Hopper: the phase of a ring turns early",
+        PREFILL,
+        "return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)",
+        "return gl.where(last, 0, stage + 1), phase",
+        IN_WIDE + "::test_numbers[two stages-full-dims9]",
+    ),
+    Fault(
+        "Hopper: V arrives in the stage of the next K",
+        PRODUCER,
+        "v_stage = stage\n"
+        "    stage, phase = advance(stage, phase)\n"
+        "{% endmacro %}\n"
+        "\n"
+        "{# Wait at every",
+        "stage, phase = advance(stage, phase)\n"
+        "    v_stage = stage\n"
+        "{% endmacro %}\n"
+        "\n"
+        "{# Wait at every",
+        IN_WIDE + "::test_numbers[two stages-full-dims9]",
+    ),
+    Fault(
+        "Hopper: keys past the end count",
+        SCORES,
+        "inside = gl.expand_dims(start_n + gl.arange(0, BLOCK_N, BY_KEY) < kv_len, 0)",
+        "inside = gl.expand_dims(start_n + gl.arange(0, BLOCK_N, BY_KEY) <= kv_len, 0)",
+        IN_WIDE + "::test_numbers[default-full-dims0]",
+    ),
+    Fault(
+        "Hopper: rows of the second consumer",
+        SHARED,
+        '" + consumer * ROWS"',
+        '" + consumer * 0"',
+        IN_WIDE + "::test_numbers[default-full-dims0]",
+    ),
+    Fault(
+        "Hopper: the head of a packed group",
+        PREFILL,
+        'return m_block, h{{ " * CONSUMERS" if pack_gqa }}, b',
+        "return m_block, h, b",
+        IN_WIDE + "::test_numbers[packed-full-dims15]",
+    ),
+    Fault(
+        "Hopper: keys of another head",
+        PRODUCER,
+        "off_hkv = h // group",
+        "off_hkv = h % (group + 1)",
+        IN_WIDE + "::test_numbers[default-full-dims0]",
+    ),
+    Fault(
+        "Hopper: tiles that need the mask are one less",
+        SCORES,
+        "if {{ i }} < num_masked:",
+        "if {{ i }} < num_masked - 1:",
+        IN_WIDE + "::test_numbers[default-causal-dims1]",
+    ),
+    Fault(
+        "Hopper: lse in base 2",
+        EPILOGUE,
+        '"(%s + gl.log2(l_safe))" % ("m_all" if sinks else "m_row")',
+        '"(%s + gl.log2(l_safe) * 1.01)" % ("m_all" if sinks else "m_row")',
+        IN_WIDE + "::test_numbers[default-full-dims0]",
+    ),
+    Fault(
+        "Hopper: K is released before it is read",
+        CONSUMER,
+        "qk = warpgroup_mma_wait(1, deps=[qk])\n"
+        "consumer_release({{ shared.k_empty(k_parts - 1) }})",
+        "consumer_release({{ shared.k_empty(k_parts - 1) }})\n"
+        "qk = warpgroup_mma_wait(1, deps=[qk])",
+        IN_WIDE + "::test_numbers[default-full-dims0]",
+    ),
+    Fault(
+        "Hopper backward: delta is added",
+        SCORES_PY,
+        "ds = p * (dp - gl.expand_dims(delta, 0))",
+        "ds = p * (dp + gl.expand_dims(delta, 0))",
+        IN_EMULATED + "::test_gradients[plain-full-(64, 128, 2)-(4, 2)]",
+    ),
+    Fault(
+        "Hopper backward: a tile that is added is stored",
+        WALKED,
+        'if found == 0:\n    {{ copy("store") | block(4) }}',
+        'if found != 0:\n    {{ copy("store") | block(4) }}',
+        IN_EMULATED + "::test_gradients[dq_tma-full-(64, 128, 2)-(4, 2)]",
+    ),
+    Fault(
+        "Hopper backward: a band of keys is one wider",
+        WALKED,
+        "return ((rows & ~6) >= apart + {{ band.low }}) & ((rows & ~6) <= apart + {{ "
+        "band.high }})",
+        "return ((rows & ~6) >= apart + {{ band.low }}) & ((rows & ~6) <= apart + {{ "
+        "band.high }} + 1)",
+        IN_EMULATED + "::test_gradients[dk-window-(64, 128, 2)-(2, 2)]",
+    ),
+    Fault(
+        "Hopper backward: the semaphore of another tile",
+        WALKED,
+        "release_semaphore(DQ_SEMAPHORES + unit + m, order + 1)",
+        "release_semaphore(DQ_SEMAPHORES + unit + m, order)",
+        IN_EMULATED + "::test_gradients[deterministic-documents-(64, 128, 2)-(2, 2)]",
+    ),
+    Fault(
+        "Hopper backward: the turn of a tile",
+        WALKED,
+        "return found * TILES_PER_KV + tile - block * TILES_PER_KV",
+        "return found * TILES_PER_KV",
+        IN_EMULATED + "::test_gradients[deterministic dk-documents-(64, 64, 2)-(4, 2)]",
+    ),
+    Fault(
+        "Hopper backward: stages of Q",
+        WALKED,
+        "slot = gl.where(slot == STAGES - 1, 0, slot + 1)",
+        "slot = gl.where(slot == STAGES, 0, slot + 1)",
+        IN_EMULATED + "::test_gradients[plain-full-(64, 128, 2)-(4, 2)]",
+    ),
+    Fault(
+        "Hopper: the last row of a window is taken for the first",
+        SCORES,
+        "if start_n < {{ mask.last_low.result }}:",
+        "if start_n > {{ mask.last_low.result }}:",
+        IN_WIDE + "::test_numbers[default-window-dims2]",
+    ),
+    Fault(
+        "Hopper backward: a run goes on in the next head",
+        WALKED,
+        "end = gl.minimum(gl.load(run + 3) * TILES_PER_Q, num_queries)",
+        "end = gl.load(run + 3) * TILES_PER_Q",
+        IN_EMULATED + "::test_rows_that_end_early_in_their_block",
+    ),
+)

@@ -1,0 +1,207 @@
+"""Faults of serving: pages, lengths, shares and their merges, scales, appends."""
+
+from tests.faults.fault import Fault
+
+PROGRAM = "templates/paged_decode/program.py.jinja"
+RESULTS = "templates/paged_decode/results.jinja"
+PAGES = "templates/paged_decode/pages.jinja"
+SPAN = "flexattn/kernels/printers/span.py"
+SCALES = "templates/paged_decode/scales.jinja"
+MERGE = "templates/paged_decode/merge.jinja"
+MAINLOOP = "templates/paged_decode/mainloop.jinja"
+SPLIT = "templates/paged_decode/split.jinja"
+STATES = "templates/paged_decode/states.jinja"
+MERGE_TREE = "templates/paged_decode/merge_tree.py.jinja"
+CACHE_APPEND = "templates/cache_append/cache_append.py.jinja"
+IN_SERVING_FAULTS = "tests/interpreter/test_serving_faults.py"
+IN_SERVING = "tests/interpreter/test_serving.py"
+IN_SERVING_SCALES = "tests/interpreter/test_serving_scales.py"
+IN_SERVING_WARPS = "tests/interpreter/test_serving_warps.py"
+IN_BATCH_INVARIANCE = "tests/interpreter/test_batch_invariance.py"
+IN_SERVING_CALLS = "tests/interpreter/test_serving_calls.py"
+IN_SERVING_TREES = "tests/interpreter/test_serving_trees.py"
+IN_APPEND = "tests/interpreter/test_append.py"
+
+SERVING = (
+    Fault(
+        "a page id past the cache is read",
+        PROGRAM,
+        "page = tl.minimum(page_next.to(tl.uint32), num_pages - 1).to(tl.uint64)",
+        "page = page_next.to(tl.uint64)",
+        IN_SERVING_FAULTS + "::test_lengths_and_pages_that_change_under_a_launch[last]",
+    ),
+    Fault(
+        "pages: `there` includes the key behind the last",
+        PROGRAM,
+        "(first_key + keys < high)",
+        "(first_key + keys <= high)",
+        IN_SERVING + "::test_caches[0-NHD-apart]",
+    ),
+    Fault(
+        "a merge begins in the wrong slot",
+        RESULTS,
+        "    part = part0 + tl.arange(0, MERGE_PARTS)\n"
+        "    # A work tile's first part ends its program's range, all others begin theirs.\n"
+        "    slot = 2 * (first_program + part) + (part == 0).to(tl.int32)\n"
+        "    at = (slot * BLOCK_M)[None, :, None] + lane[:, None, None]\n"
+        "    inside = (part < parts)[None, :, None] & kept_rows[:, None, None]\n"
+        "    m_part",
+        "    part = part0 + tl.arange(0, MERGE_PARTS)\n"
+        "    slot = 2 * (first_program + part)\n"
+        "    at = (slot * BLOCK_M)[None, :, None] + lane[:, None, None]\n"
+        "    inside = (part < parts)[None, :, None] & kept_rows[:, None, None]\n"
+        "    m_part",
+        IN_SERVING + "::test_pieces_of_any_size_merge[1-1-last]",
+    ),
+    Fault(
+        "lengths are not clamped to the plan's",
+        PAGES,
+        "kv_len = tl.minimum(tl.maximum(kv_len, first_key), first_key + max_keys)",
+        "kv_len = kv_len",
+        IN_SERVING_FAULTS + "::test_lengths_and_pages_that_change_under_a_launch[last]",
+    ),
+    Fault(
+        "a window of pages begins one late",
+        PAGES,
+        "begin = (low - first_key) // {{ unit }}",
+        "begin = (low - first_key + {{ unit }} - 1) // {{ unit }}",
+        IN_SERVING + "::test_every_mod_of_the_catalogue[sliding_window]",
+    ),
+    Fault(
+        "an edge is taken at the wrong end",
+        SPAN,
+        'return "q_first" if self.lowest == (self.slope > 0) else "q_last"',
+        'return "q_last" if self.lowest == (self.slope > 0) else "q_first"',
+        IN_SERVING + "::test_every_mod_of_the_catalogue[causal]",
+    ),
+    Fault(
+        "free keys are taken at the loose end",
+        SPAN,
+        'return "q_last" if self.query == "q_first" else "q_first"',
+        "return self.query",
+        IN_SERVING + "::test_a_mixed_batch_of_chunks_and_single_tokens",
+    ),
+    Fault(
+        "shares: the last tile of the batch is nobody's",
+        PAGES,
+        "tiles_per_program = tl.maximum((total + ({{ programs }} - 1)) // {{ programs }}, LEAST)",
+        "tiles_per_program = tl.maximum(total // {{ programs }}, LEAST)",
+        IN_SERVING + "::test_pieces_of_any_size_merge[2-1-launch]",
+    ),
+    Fault(
+        "a decode's queries are the first positions",
+        PROGRAM,
+        "offs_q = past + offs_m\n",
+        "offs_q = offs_m\n",
+        IN_SERVING + "::test_a_mixed_batch_of_chunks_and_single_tokens",
+    ),
+    Fault(
+        "a page's scales are those of its first token",
+        SCALES,
+        'page_next.to(tl.uint32), num_pages - 1).to(tl.uint64) * stride_sp + {{ "keys % PAGE '
+        '* stride_sn"',
+        'page_next.to(tl.uint32), num_pages - 1).to(tl.uint64) * stride_sp + {{ "keys // PAGE '
+        '* stride_sn"',
+        IN_SERVING_SCALES + "::test_scales_of_pages_and_tokens[tile-token-NHD]",
+    ),
+    Fault(
+        "a value's scale is its key's",
+        SCALES,
+        "p = p * v_scales[None, :]",
+        "p = p * k_scales[None, :]",
+        IN_SERVING_SCALES + "::test_scales_of_pages_and_tokens[tile-page-NHD]",
+    ),
+    Fault(
+        "K's scale of a tensor is applied to values",
+        RESULTS,
+        '{{ "v_scale" if scaled else "1.0" }} / {{ tag }}_l',
+        "1.0 / {{ tag }}_l",
+        IN_SERVING + "::test_a_cache_of_eight_bits[torch.float8_e4m3fn-per_tensor]",
+    ),
+    Fault(
+        "warps: the words that a merge reads stay",
+        MERGE,
+        "tl.store(words + WEIGHTS + workspace_row_o, no_weight, mask=row_o < num_rows)",
+        "tl.store(words + WEIGHTS + workspace_row_o, no_weight, mask=row_o < 0)",
+        IN_SERVING_WARPS + "::test_who_awaits_a_part_leaves_its_words_empty[(1, 4)-heads]",
+    ),
+    Fault(
+        "warps: a page of NaN behind the last key",
+        MAINLOOP,
+        "(start_n + v_in < high), 2), v, 0)",
+        "(start_n + v_in < high + BLOCK_N), 2), v, 0)",
+        IN_SERVING_WARPS + "::test_caches[0-NHD]",
+    ),
+    Fault(
+        "batch invariance: splits are folded in the order of programs",
+        SPLIT,
+        "split_begin = tl.maximum(split * TILES_PER_SPLIT, begin)",
+        "split_begin = tl.maximum(split * TILES_PER_SPLIT - 1, begin)",
+        IN_BATCH_INVARIANCE
+        + "::test_rows_of_any_batch_have_the_bits_of_a_prefill_of_their_own[causal]",
+    ),
+    Fault(
+        "states: a state without keys adds NaN",
+        STATES,
+        "a = tl.where((weight_a > 0)[:, None], a * (weight_a / total)[:, None], 0.0)",
+        "a = a * (weight_a / total)[:, None]",
+        IN_SERVING_CALLS + "::test_a_state_without_keys_adds_nothing",
+    ),
+    Fault(
+        "states: the joint lse is in base 2",
+        STATES,
+        "tl.store(LSE + at, top + tl.log2(total) * LN2, mask=rows)",
+        "tl.store(LSE + at, top + tl.log2(total), mask=rows)",
+        IN_SERVING_CALLS + "::test_states_merge[16-dtype0]",
+    ),
+    Fault(
+        "trees: a level that a row has not is taken",
+        MERGE_TREE,
+        'mask=slot_{{ level }} >= 0, other=float("-inf"))',
+        'mask=rows, other=float("-inf"))',
+        IN_SERVING_TREES
+        + "::test_a_tree_is_attention_over_each_path_and_own_keys[program-shared0]",
+    ),
+    Fault(
+        "append: a slot behind the cache is written",
+        CACHE_APPEND,
+        "there = there & (slot >= 0) & (slot < num_pages.to(tl.int64) * PAGE)",
+        "there = there & (slot >= 0) & (slot <= num_pages.to(tl.int64) * PAGE)",
+        IN_APPEND + "::test_nothing_is_written_outside_the_cache[torch.int32-numbers0]",
+    ),
+    Fault(
+        "append: rounding is towards zero",
+        CACHE_APPEND,
+        "normal = ((kept + HALF_UNIT + ((kept >> SHIFT) & 1)) >> SHIFT) - REBIAS",
+        "normal = (kept >> SHIFT) - REBIAS",
+        IN_APPEND + "::test_every_number_is_rounded_as_torch_does[0-torch.float8_e4m3fn]",
+    ),
+    Fault(
+        "append: ties go up",
+        CACHE_APPEND,
+        "normal = ((kept + HALF_UNIT + ((kept >> SHIFT) & 1)) >> SHIFT) - REBIAS",
+        "normal = ((kept + HALF_UNIT + 1) >> SHIFT) - REBIAS",
+        IN_APPEND + "::test_every_number_is_rounded_as_torch_does[0-torch.float8_e4m3fn]",
+    ),
+    Fault(
+        "append: the rotation turns the other way",
+        CACHE_APPEND,
+        "k = k * cosine + tl.where(is_first[None, :], -other, other) * sine",
+        "k = k * cosine + tl.where(is_first[None, :], other, -other) * sine",
+        IN_APPEND + "::test_keys_are_rotated_first[base-halves-False]",
+    ),
+    Fault(
+        "append: a token's page is the next one's",
+        CACHE_APPEND,
+        "position = tl.load(SEQ_LENS + request) - (row_end - token)",
+        "position = tl.load(SEQ_LENS + request) - (row_end - token) + 1",
+        IN_APPEND + "::test_tokens_that_a_page_table_places[False-ragged]",
+    ),
+    Fault(
+        "append: a scale that another row computed",
+        CACHE_APPEND,
+        "{{ x }}_scale = tl.maximum(tl.div_rn({{ x }}_most, MOST * one), LEAST_SCALE)",
+        "{{ x }}_scale = tl.maximum({{ x }}_most / (MOST * 1.01), LEAST_SCALE)",
+        IN_APPEND + "::test_eight_bits[torch.float8_e4m3fn-token-NHD]",
+    ),
+)
