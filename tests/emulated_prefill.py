@@ -87,6 +87,8 @@ _CONSTANTS = {kind: type("Constant", (kind,), _VALUE) for kind in (int, str)}
 
 
 def _load(place, mask=True, other=0):
+    if mask is False:  # of an address that may be 0
+        return Number(other)
     at, kept = np.asarray(place.offset), np.asarray(mask)
     found = np.where(kept, place.array[np.where(kept, at, 0)], other)
     if found.ndim:

@@ -121,6 +121,12 @@ def test_far_values_are_not_read(mask, dtype):
         assert_accurate(q, k, v, kernel_options=SMALL, **call)
 
 
+def test_the_keys_of_each_head_are_as_long_as_they_are():
+    q, k, v = inputs(1, 4, 2, 69, 97)
+    k[:, 1, :16] *= 60
+    both(q, k, v, score_mod=alibi(2.0, 2.0, 2.0, 2.0))
+
+
 @pytest.mark.parametrize(
     ("value", "where"),
     [(math.nan, "q"), (math.nan, "k"), (math.inf, "k"), (-math.inf, "both"), (3e38, "q")],

@@ -17,6 +17,7 @@ from flexattn.errors import InputError
 from flexattn.frontend import attention
 from flexattn.frontend.call import Call
 from flexattn.frontend.launch_cache import launch_cache
+from flexattn.records.store import renew
 from flexattn.settings import override
 from tests.support import KINDS, PREFILL, assert_accurate, block_mask, inputs
 
@@ -67,6 +68,15 @@ def test_the_second_call_makes_no_plan(long_ways):
             again = call(*(x.clone() for x in (q, k, v)), **more)
         assert len(long_ways) == 1, more
         torch.testing.assert_close(again.out, first.out, rtol=0, atol=0)
+
+
+def test_a_record_that_was_written_since_is_looked_for(long_ways):
+    q, k, v = inputs()
+    for _ in range(2):
+        call(q, k, v)
+    renew()
+    call(q, k, v)
+    assert len(long_ways) == 2
 
 
 def test_the_long_way_looks_at_everything_once(monkeypatch):

@@ -172,6 +172,10 @@ def test_what_decides_a_backward_anew(long_ways):
     finally:
         torch.use_deterministic_algorithms(False)
     assert long_ways.count("plan_backward") == 3
+    out = flex_attention(*given)
+    with override(mode="off"):  # after the forward, which had another plan
+        torch.autograd.grad(out.square().sum(), given)
+    assert long_ways.count("plan_backward") == 4
     grads(given, TABLE, score_mod=flexible)
     torch.use_deterministic_algorithms(True)
     try:

@@ -52,6 +52,8 @@ IDS = {
     "long": torch.arange(2).repeat_interleave(torch.tensor([45, 52])),
     "alternating": torch.arange(97) // 5 % 2,
     "one": torch.zeros(97, dtype=torch.int64),
+    # One document goes on behind another, within a block and in the next ones.
+    "resumed": (torch.arange(97) // 10 == 4).int(),
     "back": torch.arange(97) // 29 * -(2**40),
 }
 DOCUMENTS = {f"documents_{name}": document(ids) for name, ids in IDS.items()}

@@ -57,6 +57,13 @@ def test_few_parts_are_merged_by_columns(D):
     check(batch([1], [300], 1, 1, D, dtype=torch.float16), config=config)
 
 
+@pytest.mark.parametrize("combine", ["last", "launch"])
+def test_more_parts_than_a_program_holds_at_a_time(combine):
+    """Rows of 512 columns leave room for four of each row: sums of those before are rescaled."""
+    config = ServingConfig(16, 16, 4, 2, 7, 1, combine)
+    check(batch([1], [300], 8, 1, 320, dtype=torch.float16), config=config)
+
+
 @each_choice(group=[1, 3, 8, 40], dtype=DTYPES)
 def test_any_number_of_query_heads_per_key_head(group, dtype):
     check(

@@ -89,6 +89,9 @@ MODS = {
     "one table twice": lambda s, b, h, q, k: s * table[q] + table[q + 1] ** 2,
     "half": lambda s, b, h, q, k: (s.half() * table.half()[h]).float() + s,
     "extremes": lambda s, b, h, q, k: torch.maximum(s, table[q]) + torch.minimum(s, table[k]),
+    "equal extremes": lambda s, b, h, q, k: (
+        s + torch.maximum(table[h], table[b]) * torch.minimum(table[q], table[q % 32])
+    ),
     "a number": lambda s, b, h, q, k: torch.sqrt(s * s + table[0] * table[0]),
     "rounded index": lambda s, b, h, q, k: s * table[(s.abs() * 3).int().clamp(max=150)],
 }

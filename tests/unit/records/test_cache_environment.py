@@ -24,6 +24,7 @@ def test_the_fields_are_this_processs():
         SCHEMA, str(torch.__version__), triton.__version__
     )  # fmt: skip
     assert (found.device, found.arch, found.num_sms) == ("nvidia-h200", "sm_90", 132)
+    assert environment("decode", replace(H200, num_sms=78)).num_sms == 78
     assert (found.graph, found.cold_l2) == serving_policy("decode", H200) == (True, True)
     assert all(type(getattr(found, name)) in (str, int, bool) for name in found.__slots__)
 

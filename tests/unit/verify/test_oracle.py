@@ -140,6 +140,13 @@ def test_a_batch_of_queries_with_stride_0_is_not_aligned():
     assert not laid(q, k[:, :1].expand(-1, 2, -1, -1), k).aligned
 
 
+def test_strides_and_addresses_of_whole_16_bytes_are_aligned():
+    wide, odd = torch.zeros(2, 2, 8, 72), torch.zeros(2, 2, 8, 67)
+    q = wide[..., :64]
+    assert laid(q, q, q).aligned
+    assert not laid(q, q, odd[..., :64]).aligned and not laid(q, wide[..., 1:65], q).aligned
+
+
 def test_inputs_are_equal_each_time_and_differ_from_one_another():
     first, second = (make_inputs(problem(q_len=9, kv_len=9), torch.device("cpu")) for _ in "ab")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

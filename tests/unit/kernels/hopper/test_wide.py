@@ -15,6 +15,7 @@ from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper.merge_consumers import REGISTERS
 from flexattn.mods import bind
+from flexattn.problem.mask_class import mask_class
 from flexattn.reference import Precision, attention
 from flexattn.runtime.launch import Lists, prepare_launch
 from tests.emulated_prefill import Emulated
@@ -37,12 +38,16 @@ def holes(b, h, q_idx, kv_idx):
 def emulated(config, q, k, v, score_mod=None, mask_mod=None):
     """(out, lse) of a kernel in bfloat16 that computes exactly, and of float64."""
     q_len, kv_len = q.shape[2], k.shape[2]
-    mask = mask_mod and create_block_mask(mask_mod, None, None, q_len, kv_len, "cpu")
+    # Small enough for full blocks, but for lists.
+    block = 128 if mask_mod is holes else 64
+    mask = mask_mod and create_block_mask(mask_mod, None, None, q_len, kv_len, "cpu", block)
+    if mask is not None:
+        mask_class(mask)  # finds the runs that its lists may have
     lists = mask and Lists.of(mask)
     wanted = replace(
         problem(
             D=q.shape[3], Dv=v.shape[3], score_mod=score_mod, mask_mod=mask_mod,
-            runs=lists is not None and lists.runs is not None,
+            block=(block, block), runs=lists is not None and lists.runs is not None,
         ),
         B=q.shape[0], Hq=q.shape[1], Hkv=k.shape[1], q_len=q_len, kv_len=kv_len,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A band beside documents, in the blocks that a default takes, run in plain Python."""
+"""A band beside documents, and rows that end early in a block, run in plain Python."""
 
 import pytest
 import torch
@@ -7,7 +7,12 @@ from torch.nn.attention.flex_attention import and_masks
 from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.reference import attention
-from tests.unit.kernels.hopper_backward.test_emulated import PIPELINES, documents, gradients
+from tests.unit.kernels.hopper_backward.test_emulated import (
+    PIPELINES,
+    assert_gradients,
+    documents,
+    gradients,
+)
 
 BESIDE_DOCUMENTS = {
     "past": causal,
@@ -35,3 +40,12 @@ def test_a_band_beside_documents(beside, capped, meets, monkeypatch):
     out, _, _ = attention(*leaves, score_mod=score, block_mask=lists, scale=0.1)
     for ours, wanted in zip(found, torch.autograd.grad(out, leaves, dout), strict=True):
         torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_end_early_in_their_block(monkeypatch):
+    """A run of blocks reaches past them, to what would be tiles of the next head."""
+    config = HopperBackwardConfig(64, 128, 2, **PIPELINES["persistent"])
+    torch.manual_seed(0)
+    q, dout = (torch.randn(1, 2, 150, 40, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(1, 2, 200, 40, dtype=torch.float64) for _ in range(2))
+    assert_gradients(config, (q, k, v), dout, causal, monkeypatch)
