@@ -134,7 +134,7 @@ def at_other_sizes(problem: Problem, device: Device) -> Iterator[Options]:
 
     for family in leading(problem.structure, device):
         for config in family.at_other_sizes(problem, device):
-            if not family.feasibility.violated(config, problem.structure, device):
+            if not family.limits.violated(config, problem.structure, device):
                 yield Options(exact=config)
 
 

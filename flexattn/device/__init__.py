@@ -3,9 +3,10 @@
 from flexattn.device.device import (
     INTERPRETER,
     KNOWN,
-    LIMITS,
     NEURON,
+    PEAKS,
     Device,
+    Peaks,
     detect,
     is_neuron,
     is_rdna,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from flexattn.device.limits import Limits
 from flexattn.device.neuroncore import CORES, KIB
 from flexattn.errors import InputError, PlaceError, UnsupportedError
 
@@ -53,48 +52,76 @@ class Device:
         return self.capability >= 75
 
 
-# A row a device, with its limits. Shared memory is the opt-in maximum of one block, as vendors
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What a device can do at best, as its vendor states it.
+
+    Dense peak rates in TFLOP/s by the type of the inputs, and memory bandwidth in TB/s.
+
+    half: float16 and bfloat16 with fp32 sums. tf32: float32 inputs on matrix units. single:
+    float32 without them. e4m3 is multiplied twice as fast as half, where it is at all.
+    """
+
+    half: float
+    tf32: float
+    single: float
+    bandwidth: float
+
+    def peak(self, dtype: str, products: str = "ieee") -> float:
+        """TFLOP/s for inputs of a dtype; products: how those of float32 are multiplied."""
+        if dtype == "float8_e4m3fn":
+            return 2 * self.half
+        if dtype != "float32":
+            return self.half
+        return {"tf32x3": self.tf32 / 3, "bf16x6": self.half / 6}.get(products, self.single)
+
+    def ridge(self, dtype: str, products: str = "ieee") -> float:
+        """FLOP per byte above which arithmetic is the limit."""
+        return self.peak(dtype, products) / self.bandwidth
+
+
+# A row a device, with its peaks. Shared memory is the opt-in maximum of one block, as vendors
 # state it. Rates are without sparsity; where a data sheet has them with sparsity alone, half.
-_ROWS: tuple[tuple[Device, Limits], ...] = (
+_ROWS: tuple[tuple[Device, Peaks], ...] = (
     # NVIDIA A100 data sheet: 80 GB SXM.
-    (Device("nvidia-a100", "cuda", "sm_80", 108, 163 * KIB), Limits(312.0, 156.0, 19.5, 2.039)),
+    (Device("nvidia-a100", "cuda", "sm_80", 108, 163 * KIB), Peaks(312.0, 156.0, 19.5, 2.039)),
     # NVIDIA Ampere GA102, Ada and RTX Blackwell architecture papers, appendix A: sums in fp32.
-    (Device("nvidia-rtx-3090", "cuda", "sm_86", 82, 99 * KIB), Limits(71.0, 35.6, 35.6, 0.936)),
-    (Device("nvidia-rtx-4090", "cuda", "sm_89", 128, 99 * KIB), Limits(165.2, 82.6, 82.6, 1.008)),
+    (Device("nvidia-rtx-3090", "cuda", "sm_86", 82, 99 * KIB), Peaks(71.0, 35.6, 35.6, 0.936)),
+    (Device("nvidia-rtx-4090", "cuda", "sm_89", 128, 99 * KIB), Peaks(165.2, 82.6, 82.6, 1.008)),
     # NVIDIA H100 and H200 data sheets: SXM.
-    (Device("nvidia-h100", "cuda", "sm_90", 132, 227 * KIB), Limits(989.5, 494.5, 67.0, 3.35)),
-    (Device("nvidia-h200", "cuda", "sm_90", 132, 227 * KIB), Limits(989.5, 494.5, 67.0, 4.8)),
+    (Device("nvidia-h100", "cuda", "sm_90", 132, 227 * KIB), Peaks(989.5, 494.5, 67.0, 3.35)),
+    (Device("nvidia-h200", "cuda", "sm_90", 132, 227 * KIB), Peaks(989.5, 494.5, 67.0, 4.8)),
     # NVIDIA HGX B200 data sheet, an eighth of eight GPUs.
-    (Device("nvidia-b200", "cuda", "sm_100", 148, 227 * KIB), Limits(2250.0, 1125.0, 75.0, 8.0)),
+    (Device("nvidia-b200", "cuda", "sm_100", 148, 227 * KIB), Peaks(2250.0, 1125.0, 75.0, 8.0)),
     (
         Device("nvidia-rtx-5090", "cuda", "sm_120", 170, 99 * KIB),
-        Limits(209.5, 104.8, 104.8, 1.792),
+        Peaks(209.5, 104.8, 104.8, 1.792),
     ),
     # AMD Instinct MI300X data sheet; MI355X data sheet, which has no tf32.
     (
         Device("amd-mi300x", "hip", "gfx942", 304, 64 * KIB, 131072, 512, 64),
-        Limits(1307.4, 653.7, 163.4, 5.3),
+        Peaks(1307.4, 653.7, 163.4, 5.3),
     ),
     (
         Device("amd-mi355x", "hip", "gfx950", 256, 160 * KIB, 131072, 512, 64),
-        Limits(2516.6, 157.3, 157.3, 8.0),
+        Peaks(2516.6, 157.3, 157.3, 8.0),
     ),
     # AMD's pages of the products; RDNA has no tf32. Strix Halo: 40 CUs at 2.9 GHz, LPDDR5X-8000.
     (
         Device("amd-radeon-rx-7900-xtx", "hip", "gfx1100", 48, 64 * KIB, 196608, 256, 32),
-        Limits(122.8, 61.4, 61.4, 0.96),
+        Peaks(122.8, 61.4, 61.4, 0.96),
     ),
     (
         Device("amd-radeon-8060s-graphics", "hip", "gfx1151", 20, 64 * KIB, 196608, 256, 32),
-        Limits(59.4, 29.7, 29.7, 0.256),
+        Peaks(59.4, 29.7, 29.7, 0.256),
     ),
     (
         Device("amd-radeon-rx-9070-xt", "hip", "gfx1201", 32, 64 * KIB, 196608, 256, 32),
-        Limits(195.0, 48.7, 48.7, 0.64),
+        Peaks(195.0, 48.7, 48.7, 0.64),
     ),
 )
 KNOWN: dict[str, Device] = {device.name: device for device, _ in _ROWS}
-LIMITS: dict[str, Limits] = {device.name: limits for device, limits in _ROWS}
+PEAKS: dict[str, Peaks] = {device.name: peaks for device, peaks in _ROWS}
 # Offline targets of another kind, whose kernels are NKI: shared_memory is SBUF, num_sms the
 # NeuronCores of a chip; registers mean nothing there. What they can do: neuroncore.py.
 NEURON: dict[str, Device] = {

@@ -20,6 +20,7 @@ from flexattn.frontend.gradients import check_gradients, choice_of, repeats_bits
 from flexattn.frontend.plan import plan
 from flexattn.kernels.base.config import Config, Language, describe
 from flexattn.kernels.base.estimate import Estimate
+from flexattn.kernels.base.room import Room, rooms
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.choose import options
 from flexattn.kernels.choose.defaults import refused
@@ -77,6 +78,7 @@ class Explanation:
     kernel computes, gradients that an autograd Function of the score_mod decides, and devices that
     torch alone serves) or "empty" (no query, or no key).
     expected: what the family's model says of the config at these sizes; None where it has none.
+    room: how far its stages and its tile of keys may go alone, by the family's limits.
     language: "triton" or "gluon", of the template. language_why: why not the other; both are None
     where there is no other. breaks: why the call breaks a graph of torch.compile, "" where it is a
     node of it. source, combine_source: paths of the rendered files. candidates: the
@@ -94,6 +96,7 @@ class Explanation:
     config: Config | None = None
     config_origin: str | None = None
     expected: Estimate | None = None
+    room: tuple[Room, ...] = ()
     grid: Geometry | None = None
     source: Path | None = None
     combine_source: Path | None = None
@@ -113,6 +116,7 @@ class Explanation:
             ("config", self.config and f"{describe(self.config)}\n{self.config_origin}"),
             ("tried", "\n".join(map(str, self.candidates)) if len(self.candidates) > 1 else None),
             ("expected", self.expected),
+            ("room", "\n".join(map(str, self.room))),
             ("grid", self.grid and _grid(self.grid)),
             ("verified", self.verified),
             ("score_mod", self.score_mod),
@@ -185,6 +189,7 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
         told = kind_for(problem, device.num_sms, structure.fp8, device.has_wgmma)
         template_why = told[1]
     language_why = _why_this_language(choice, asked)
+    family = family_of(choice.config)
     return Explanation(
         route=route,
         why=why,
@@ -195,7 +200,8 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
         language_why=language_why,
         config=choice.config,
         config_origin=choice.origin,
-        expected=family_of(choice.config).expected(problem, choice.config, choice.device),
+        expected=family.expected(problem, choice.config, choice.device),
+        room=rooms(family.limits, choice.config, structure, choice.device),
         grid=launch.geometry,
         source=path_of(choice.source),
         combine_source=path_of(choice.combine) if choice.combine is not None else None,

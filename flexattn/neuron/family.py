@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
 
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.base.rule import Rule, able, worded
-from flexattn.kernels.nki.printed import RULES, RuleCase
+from flexattn.kernels.base.limits import Rule, able
 from flexattn.neuron.config import (
     CHUNK,
     MaskSelect,
@@ -20,9 +19,8 @@ from flexattn.neuron.config import (
     NkiDecodeConfig,
     NkiForm,
     NkiPrefillConfig,
-    memory_of,
-    shape_of,
 )
+from flexattn.neuron.limits import NKI_LIMITS, Needs, NkiCase
 from flexattn.neuron.source import print_mods
 from flexattn.problem import Problem
 
@@ -50,19 +48,6 @@ NKI = _Nki()
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """What a problem's mods ask of a kernel, with masks and scores in one form.
-
-    tiles: of each pool. range_select: whether the mask uses it. refused: why they cannot be
-    expressed, "" if they can.
-    """
-
-    tiles: tuple[tuple[str, int], ...] = ()
-    range_select: bool = False
-    refused: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class NkiSurvey:
     """A space, the default first, and how many other configs broke each rule first."""
 
@@ -85,46 +70,22 @@ def _plain(problem: Problem, mask: MaskSelect, form: NkiForm = "s") -> NkiConfig
     return of_kind(128, 128, mask=mask, form=form)
 
 
-def broken_rules(
-    config: NkiConfig, problem: Problem, target: str
-) -> tuple[list[Rule[RuleCase]], RuleCase]:
-    """The rules that a config breaks on a target such as "trn2", and the numbers that do.
+def _case(config: NkiConfig, problem: Problem, target: str) -> NkiCase:
+    needs = _needs(problem, target, config.mask, config.form)
+    return NkiCase(config, problem, CORES[target], needs)
+
+
+def broken_rules(config: NkiConfig, problem: Problem, target: str) -> list[Rule[NkiCase]]:
+    """The rules that a config breaks on a target such as "trn2".
 
     Where the config's own numbers mean nothing, the rules of what it takes are not asked.
     """
-    core, needs = CORES[target], _needs(problem, target, config.mask, config.form)
-    case = RuleCase(
-        config.BLOCK_M,
-        config.BLOCK_N,
-        config.num_splits,
-        config.section,
-        config.score_buffers,
-        config.value_buffers,
-        config.buffers,
-        config.kv_buffers,
-        config.transpose == "dma",
-        config.form == "st",
-        bool(needs.refused),
-        needs.range_select,
-        core.sbuf_bytes,
-        core.has_dma_transpose,
-        core.has_range_select,
-        core.has_bf16_psum,
-    )
-    return RULES.broken(case, partial(_estimate, config, problem, needs)), case
-
-
-def _estimate(config: NkiConfig, problem: Problem, needs: Needs, case: RuleCase) -> None:
-    shape = shape_of(problem, config)
-    case.itemsize, case.lanes = shape.itemsize, shape.lanes
-    case.sbuf, case.banks = memory_of(problem, config, dict(needs.tiles), shape)
+    return NKI_LIMITS.broken(_case(config, problem, target))
 
 
 def target_reasons(config: NkiConfig, problem: Problem, target: str) -> list[str]:
     """Why a config cannot run for a problem on a target; an empty list when it can."""
-    rules, case = broken_rules(config, problem, target)
-    refusal = _needs(problem, target, config.mask, config.form).refused
-    return worded(rules, case, {"core": CORES[target].name, "refusal": refusal})
+    return NKI_LIMITS.said(_case(config, problem, target))
 
 
 def default_config(problem: Problem, target: str) -> NkiConfig:
@@ -153,7 +114,7 @@ def target_survey(problem: Problem, target: str, effort: NkiEffort = "full") -> 
     for config in dict.fromkeys(_grid(problem, effort)):
         if config == first:
             continue
-        broken, _ = broken_rules(config, problem, target)
+        broken = broken_rules(config, problem, target)
         if broken:
             rejected[broken[0].name] += 1
         else:

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from flexattn.device import KNOWN, LIMITS, Device
-from flexattn.device.limits import Limits
+from flexattn.device import KNOWN, PEAKS, Device, Peaks
 from flexattn.device.neuroncore import KIB
 from flexattn.kernels.paged_decode.config import SERVING_ITEMSIZE as SERVED
 from flexattn.problem import ITEMSIZE
@@ -17,15 +16,15 @@ from flexattn.serving.tuned import batch_lengths
 
 Density = Literal["exact", "class", "unknown"]
 # Cards that share a name with one of the table and do less: part of the name, as data sheets say.
-_CARDS: tuple[tuple[str, Limits], ...] = (
+_CARDS: tuple[tuple[str, Peaks], ...] = (
     # NVIDIA H200 data sheet: the NVL card has the SXM's memory and a lower power limit.
-    ("h200-nvl", Limits(835.5, 417.5, 60.0, 4.8)),
+    ("h200-nvl", Peaks(835.5, 417.5, 60.0, 4.8)),
     # NVIDIA H100 data sheet: NVL, PCIe.
-    ("h100-nvl", Limits(835.5, 417.5, 60.0, 3.9)),
-    ("h100-pcie", Limits(756.5, 378.0, 51.0, 2.0)),
+    ("h100-nvl", Peaks(835.5, 417.5, 60.0, 3.9)),
+    ("h100-pcie", Peaks(756.5, 378.0, 51.0, 2.0)),
     # NVIDIA A100 data sheet: 40 GB.
-    ("a100-sxm4-40gb", Limits(312.0, 156.0, 19.5, 1.555)),
-    ("a100-pcie-40gb", Limits(312.0, 156.0, 19.5, 1.555)),
+    ("a100-sxm4-40gb", Peaks(312.0, 156.0, 19.5, 1.555)),
+    ("a100-pcie-40gb", Peaks(312.0, 156.0, 19.5, 1.555)),
 )
 # CUDA programming guide, technical specifications per compute capability: most threads of an SM,
 # its shared memory in KiB, and the most blocks.
@@ -153,12 +152,12 @@ def _kept(mask_class: str) -> tuple[float, Density]:
     return (1 / int(found.group(1) or 1), "class") if found else (1.0, "unknown")
 
 
-def limits_of(device: str) -> Limits | None:
+def limits_of(device: str) -> Peaks | None:
     """The limits of a device by its name ("nvidia-h200", "nvidia-h100-80gb-hbm3"), if known."""
     name = device.lower().replace(" ", "-")
     # Drivers leave the maker out; the longer name comes before one that is a part of it.
-    models = ((each.partition("-")[2].removesuffix("-graphics"), each) for each in LIMITS)
-    known = ((model, LIMITS[each]) for model, each in sorted(models, key=lambda m: -len(m[0])))
+    models = ((each.partition("-")[2].removesuffix("-graphics"), each) for each in PEAKS)
+    known = ((model, PEAKS[each]) for model, each in sorted(models, key=lambda m: -len(m[0])))
     return next((limits for part, limits in (*_CARDS, *known) if part in name), None)
 
 

@@ -12,12 +12,13 @@ from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, InputError, UnsupportedError
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.limits import serving_reasons
 from flexattn.kernels.paged_decode.merge_shape import merge_shape
 from flexattn.kernels.paged_decode.source import (
     render_serving,
     render_serving_combine,
 )
-from flexattn.kernels.paged_decode.space import serving_candidates, serving_reasons
+from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.runtime.build import Kernel, builder
 from flexattn.runtime.fallback.chain import Attempt, serve
 from flexattn.runtime.fallback.environment import COMPILER_FIELDS

@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple, get_args
 from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.kernels.paged_decode.config import TILE_ROWS, ServingConfig, ServingForm
-from flexattn.kernels.paged_decode.space import serving_candidates, serving_reasons
+from flexattn.kernels.paged_decode.limits import serving_reasons
+from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.records.environment import environment
 from flexattn.records.key import Key, Sizes, mod_name, rounded
 from flexattn.records.layers import Stored, layers, origin, passed_over, ranked

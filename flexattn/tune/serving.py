@@ -13,7 +13,8 @@ from flexattn.kernels.base.family import Effort
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
 from flexattn.kernels.paged_decode.family import PAGED_DECODE
-from flexattn.kernels.paged_decode.space import serving_candidates, serving_reasons, serving_space
+from flexattn.kernels.paged_decode.limits import serving_reasons
+from flexattn.kernels.paged_decode.space import serving_candidates, serving_space
 from flexattn.measure.task import ServingTask
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, Shape

@@ -70,7 +70,7 @@ def kept(wanted):
     wide = (config.BLOCK_M, config.BLOCK_N) == (64, 128) and not config.deterministic
     draws = wanted.structure.dropout and wide
     assert {232 if draws else 240, 24} <= set(taken.register_split), taken
-    used = family_of(choice.config).feasibility.resources(choice.config, wanted.structure, H200)
+    used = family_of(choice.config).limits.resources(choice.config, wanted.structure, H200)
     assert abs(used[0] - taken.shared) <= 512
     return compiled, [words for _, words in product_loops(compiled.asm["cubin"])]
 

@@ -7,8 +7,9 @@ import torch
 
 from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.kernels.paged_decode.limits import serving_reasons
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
-from flexattn.kernels.paged_decode.space import serving_candidates, serving_reasons
+from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.runtime.binary import binary_of
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources, spills_too_much

@@ -26,10 +26,9 @@ PROTOCOLS = (
     Protocol(
         "kernels/*/*.py",
         "PREFILL BACKWARD render arguments axes defaults fit_to_mask backward_grid "
-        "sizes_of_launch invariant_config case_of RULES RuleCase estimate shared_memory registers "
-        "expected COSTS",
-        "what families are made of, by the words of KernelFamily and Feasibility: none imports "
-        "another. printed.py of each is printed by kernels/stated/printer.py",
+        "sizes_of_launch invariant_config case_of LIMITS ConfigCase SHARED_SLACK REGISTER_SLACK "
+        "GATHER_REGISTERS expected COSTS",
+        "what families are made of, by the words of KernelFamily and Limits: none imports another",
     ),
     Protocol(
         "kernels/*/*.py", "announcement merged block_warps", "passes over PTX: ptx/stages.py"
@@ -38,25 +37,16 @@ PROTOCOLS = (
         "mods/algebra/*.py", "apply choose compare of_flag", "values of a kind: algebra/lower.py"
     ),
     Protocol("**/*.py", "main", "what a program starts with"),
-    Protocol("kernels/stated/*.py", "let", "each names the steps of its own formulas"),
     Protocol("integrations/*.py", "FlexattnBackend", "servers name a backend's class so"),
 )
 # Gluon's names, which a rendered kernel imports, and what stands for them in the interpreter.
 HANDED_ON = {"gluon_api.py"}
-# Makers of sympy's symbols, which have the names of what they stand for in every statement:
-# `SIZES = (rows, keys) = symbols("rows keys")`, `q_tile = let("q_tile", rows * columns)`.
-SYMBOLS = {"symbols", "let"}
 
 
 def targets(statement: ast.Assign) -> Iterator[str]:
-    """Names that an assignment binds, without those of symbols."""
-    named = set()
-    if isinstance(statement.value, ast.Call):
-        called = statement.value.func
-        if getattr(called, "id", getattr(called, "attr", "")) in SYMBOLS:
-            named = set(ast.literal_eval(statement.value.args[0]).replace(",", " ").split())
+    """Names that an assignment binds."""
     for name in (part for each in statement.targets for part in ast.walk(each)):
-        if isinstance(name, ast.Name) and name.id not in named:
+        if isinstance(name, ast.Name):
             yield name.id
 
 
@@ -111,8 +101,7 @@ def test_every_protocol_has_modules_that_give_its_names():
         ("def f(): pass\nclass C:\n    x = 1\n_g = 1", ["f", "C"]),
         ("A, B = 1, 2\nc: int = 3", ["A", "B", "c"]),
         ("if x:\n    y = 1\nelse:\n    z = 2", ["y", "z"]),
-        ("SIZES = (rows, keys) = symbols('rows keys')", ["SIZES"]),
-        ("scores = let('scores', 2)\nother = floor(2)", ["other"]),
+        ("SIZES = (rows, keys) = 1, 2", ["SIZES", "rows", "keys"]),
     ],
 )
 def test_the_reader_of_names_sees(text, names):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil, gcd
 from typing import Literal, TypeVar
 
-from flexattn.device import LIMITS, Device
+from flexattn.device import PEAKS, Device
 from flexattn.problem import Problem
 from flexattn.problem.mask_class import kept
 
@@ -42,8 +42,8 @@ class Estimate:
 
 def bandwidth(device: Device) -> float:
     """Of a device's memory, in bytes a microsecond."""
-    limits = LIMITS.get(device.name)
-    return limits.bandwidth * 1e6 if limits else _BANDWIDTH
+    peaks = PEAKS.get(device.name)
+    return peaks.bandwidth * 1e6 if peaks else _BANDWIDTH
 
 
 def memory_time(problem: Problem, device: Device) -> float:

@@ -10,8 +10,8 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from flexattn.device import Device
 from flexattn.kernels.base.config import Config, Language
 from flexattn.kernels.base.estimate import Estimate
-from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.knobs import at_rest, words
+from flexattn.kernels.base.limits import Limits
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry, check_power
 from flexattn.problem import Kind, Problem, Structure
@@ -42,7 +42,7 @@ class KernelFamily(ABC, Generic[_C]):
     """The kernels of one template for calls of one kind.
 
     name: its folder's; two families may share one. kind: of the calls that it serves. language:
-    what its template is written in. feasibility: which configs can run, and why others cannot.
+    what its template is written in. limits: which configs can run, and why others cannot.
     A family says these four, its defaults, axes and grid, and what it renders. All else is
     answered here for a template of one kernel, which every device can compile.
     """
@@ -50,7 +50,7 @@ class KernelFamily(ABC, Generic[_C]):
     name: str
     kind: Kind
     language: Language
-    feasibility: Feasibility
+    limits: Limits[Any]
 
     def offered(self, device: Device) -> bool:
         """Whether the installed Triton, and the device, have what the template is written in."""
@@ -69,7 +69,7 @@ class KernelFamily(ABC, Generic[_C]):
 
     def able(self, problem: Problem, device: Device) -> Iterator[_C]:
         """Those of its defaults that can run, in their order."""
-        violated, structure = self.feasibility.violated, problem.structure
+        violated, structure = self.limits.violated, problem.structure
         yield from (
             c for c in self.defaults(problem, device) if not violated(c, structure, device)
         )

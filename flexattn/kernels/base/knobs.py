@@ -1,6 +1,6 @@
 """Knobs: fields of a config that a search turns and a template reads, with nothing said elsewhere.
 
-A knob changes neither a config's tiles nor the memory and registers that feasibility counts.
+A knob changes neither a config's tiles nor the memory and registers that limits count.
 """
 
 from __future__ import annotations

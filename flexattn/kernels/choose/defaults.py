@@ -9,14 +9,14 @@ from flexattn.device import Device
 from flexattn.kernels.base.config import Config, Language
 from flexattn.kernels.base.estimate import Estimate, best_first
 from flexattn.kernels.base.family import KernelFamily
-from flexattn.kernels.base.rule import able
+from flexattn.kernels.base.limits import able
 from flexattn.kernels.choose.registry import by_language, family_of, leading
 from flexattn.problem import Problem, Structure
 
 
 def reasons(config: Config, structure: Structure, device: Device) -> list[str]:
     """Why a config cannot run for a structure on a device; an empty list when it can."""
-    return family_of(config).feasibility.reasons(config, structure, device)
+    return family_of(config).limits.reasons(config, structure, device)
 
 
 def candidates(
@@ -67,7 +67,7 @@ def _expected_faster(
     """The first config of a family that models expect to gain over that of the first family."""
     firsts = []
     for family, configs in every.items():
-        violated = family.feasibility.violated
+        violated = family.limits.violated
         able = (each for each in configs if not violated(each, problem.structure, device))
         firsts.append((family, next(able, None)))
 

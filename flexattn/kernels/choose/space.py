@@ -55,10 +55,10 @@ def survey(problem: Problem, device: Device, effort: Effort = "full") -> Survey:
     for config in dict.fromkeys(every):
         if config == first:
             continue
-        feasibility = family_of(config).feasibility
-        broken = feasibility.violated(config, structure, device)
+        limits = family_of(config).limits
+        broken = limits.violated(config, structure, device)
         if not broken and effort != "exhaustive" and _tile(config) not in starts:
-            broken = feasibility.unpromising(config, structure, device)
+            broken = limits.unpromising(config, structure, device)
         if broken:
             rejected[broken[0].name] += 1
         else:
@@ -77,7 +77,7 @@ def _starts(problem: Problem, device: Device) -> Iterator[Config]:
     """The first config of each family that can run."""
     structure = problem.structure
     for family in families(structure.kind, device):
-        violated = family.feasibility.violated
+        violated = family.limits.violated
         known = family.defaults(problem, device)
         yield from islice((c for c in known if not violated(c, structure, device)), 1)
 

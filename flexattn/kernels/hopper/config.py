@@ -109,6 +109,11 @@ class HopperPrefillConfig:
         return self.merge_consumers and self.consumers > 1
 
     @property
+    def persistent(self) -> bool:
+        """Whether a block stays, and takes one tile of rows after another."""
+        return self.tile_scheduler != "grid"
+
+    @property
     def BLOCK_M(self) -> int:
         """Query rows of one tile, of each of its heads."""
         return CONSUMER_ROWS * self.consumers // self.heads

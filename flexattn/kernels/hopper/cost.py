@@ -14,8 +14,8 @@ from math import ceil
 
 from flexattn.device import Device
 from flexattn.kernels.base.estimate import L2_BYTES, Estimate, bandwidth, key_tiles, memory_time
-from flexattn.kernels.hopper.case import WIDEST
 from flexattn.kernels.hopper.config import HopperPrefillConfig
+from flexattn.kernels.hopper.tiles import WIDEST
 from flexattn.problem import Problem
 from flexattn.problem.mask_class import kept
 

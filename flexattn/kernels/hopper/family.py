@@ -12,17 +12,17 @@ from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.estimate import Estimate
 from flexattn.kernels.base.family import Effort, KernelFamily
-from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.features import FEW_BY_KEY, values_by_key
 from flexattn.kernels.base.knobs import at_rest, words
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
-from flexattn.kernels.hopper import cost, printed, space
-from flexattn.kernels.hopper.case import WIDEST, case_of
+from flexattn.kernels.hopper import cost, space
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.kernels.hopper.grid import fit_to_mask, grid, with_consumers
+from flexattn.kernels.hopper.limits import LIMITS
 from flexattn.kernels.hopper.sized import alternatives, sized
 from flexattn.kernels.hopper.source import render
+from flexattn.kernels.hopper.tiles import WIDEST
 from flexattn.kernels.hopper.transpose_v import render_transpose_v
 from flexattn.kernels.ptx.assembler import preferred
 from flexattn.problem import Kind, Problem, Structure
@@ -50,7 +50,7 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
     name = "hopper"
     kind: Kind = "prefill"
     language: Language = "gluon"
-    feasibility = Feasibility(printed.RULES, case_of, printed.estimate)
+    limits = LIMITS
 
     def offered(self, device: Device) -> bool:
         return space.offered() and device.has_wgmma
@@ -65,12 +65,12 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         return LEADS and self.offered(device) and values_by_key(structure) <= FEW_BY_KEY
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
-        return sized(problem, device, self.feasibility)
+        return sized(problem, device)
 
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
         structure = problem.structure
         every = space.preferences(structure)
-        rules = [each for each in every if not self.feasibility.violated(each, structure, device)]
+        rules = [each for each in every if not self.limits.violated(each, structure, device)]
         yield from rules[:1]
         yield from alternatives(replace(problem, q_len=1), rules)
 

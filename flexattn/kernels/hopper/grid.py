@@ -29,8 +29,7 @@ def grid(problem: Problem, config: HopperPrefillConfig, device: Device) -> Geome
         )
     tiles = -(-problem.q_len // config.BLOCK_M)
     units = problem.B * (problem.Hq // config.heads) * tiles * config.v_parts
-    stays = config.tile_scheduler != "grid"
-    return Geometry(min(units, device.num_sms) if stays else units, tiles, units)
+    return Geometry(min(units, device.num_sms) if config.persistent else units, tiles, units)
 
 
 def fit_to_mask(config: HopperPrefillConfig, structure: Structure) -> HopperPrefillConfig:

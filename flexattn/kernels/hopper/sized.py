@@ -8,21 +8,19 @@ from itertools import islice
 
 from flexattn.device import Device
 from flexattn.kernels.base.estimate import best_first
-from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.cost import expected
 from flexattn.kernels.hopper.grid import shares_keys
+from flexattn.kernels.hopper.limits import LIMITS
 from flexattn.kernels.hopper.space import preferences
 from flexattn.problem import Problem
 
 
-def sized(
-    problem: Problem, device: Device, feasibility: Feasibility
-) -> Iterator[HopperPrefillConfig]:
+def sized(problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
     """The preferences of a structure, and before them what the sizes are expected to want more."""
 
     def can_run(config: HopperPrefillConfig) -> bool:
-        return not feasibility.violated(config, problem.structure, device)
+        return not LIMITS.violated(config, problem.structure, device)
 
     rules = list(preferences(problem.structure))
     return best_first(
@@ -64,5 +62,4 @@ def alternatives(
 
 def _drained(config: HopperPrefillConfig) -> HopperPrefillConfig:
     """The config with tiles that end before the next one begins, if its blocks stay."""
-    stays = config.tile_scheduler != "grid"
-    return replace(config, cross_tile_pipeline=False) if stays else config
+    return replace(config, cross_tile_pipeline=False) if config.persistent else config

@@ -22,17 +22,11 @@ from flexattn.kernels.hopper.arguments import (
     consumer_arguments,
     producer_arguments,
 )
-from flexattn.kernels.hopper.case import WIDEST
 from flexattn.kernels.hopper.config import CONSUMER_ROWS, CONSUMER_WARPS, HopperPrefillConfig
+from flexattn.kernels.hopper.limits import case_of
 from flexattn.kernels.hopper.printer import HOPPER, MaskPieces, print_consumer_score, print_mask
 from flexattn.kernels.hopper.tanh import COEFFICIENTS, LIMIT, float_bits
-from flexattn.kernels.hopper.tiles import (
-    Tiles,
-    output_and_stages,
-    runs_of,
-    tiles_of,
-    value_bytes,
-)
+from flexattn.kernels.hopper.tiles import WIDEST, Tiles, runs_of, tiles_of, value_bytes
 from flexattn.kernels.printers.printed_score import PrintedScore
 from flexattn.kernels.ptx.assembler import effective, for_split_tiles
 from flexattn.kernels.ptx.stages import Stages
@@ -92,8 +86,9 @@ def render(
     mods = mod_context([each.lines for each in used], device, HOPPER)
     sparsity = structure.sparsity
     runs = runs_of(structure, config)
-    persistent = config.tile_scheduler != "grid"
-    separate_o_smem, q_stages = output_and_stages(structure, config, device)
+    persistent = config.persistent
+    case = case_of(config, structure, device)
+    separate_o_smem, q_stages = case.own_output, case.q_slots
     decay_skip = skips_far(structure, config)
     work_tile_in_smem = persistent or sparsity is not None or decay_skip
     fold_scale = structure.positive_scale if score is None else score.folded

@@ -12,7 +12,6 @@ from pathlib import Path
 from flexattn.kernels.base.estimate import L2_BYTES
 from flexattn.kernels.base.features import loads_by_key, loads_early, loads_tiles
 from flexattn.kernels.base.knobs import turned
-from flexattn.kernels.hopper.case import BOX, WIDEST, whole_boxes
 from flexattn.kernels.hopper.config import (
     BOXED_REGISTERS,
     CONSUMER_REGISTERS,
@@ -22,12 +21,11 @@ from flexattn.kernels.hopper.config import (
     TileScheduler,
 )
 from flexattn.kernels.hopper.grid import fit_to_mask, shares_keys
+from flexattn.kernels.hopper.limits import QK_DIMS, V_DIMS
+from flexattn.kernels.hopper.tiles import BOX, WIDEST, whole_boxes
 from flexattn.kernels.ptx.assembler import assemblers, preferred
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Problem, Structure
-
-# Head dimensions that tiles of a power of two were made for, and measured: see stated/gluon.py.
-QK_DIMS, V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
 
 # Heads of a section where tiles of all heads are to lie side by side.
 EVERY_HEAD = 64

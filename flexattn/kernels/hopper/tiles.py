@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexattn.device import Device
+from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.tiles import walks_runs
-from flexattn.kernels.hopper.case import (
-    BOX,
-    WIDEST,
-    case_of,
-    multiplied,
-    padded_columns,
-    part_columns,
-    whole_boxes,
-)
 from flexattn.kernels.hopper.config import HopperPrefillConfig
-from flexattn.kernels.hopper.printed import shared_memory
 from flexattn.problem import ITEMSIZE, Structure
 
+# Columns of Q, K and the output in one TMA copy where head dimensions are any: 128 bytes, which is
+# the widest swizzle.
+BOX = 64
+# Columns of the widest accumulator that two consumers have registers for. Above them Q and K, too,
+# are copied in parts.
+WIDEST = 256
 # Columns of Q and K that one wgmma of 16 bits multiplies.
 MMA_K = 16
 
@@ -78,7 +74,7 @@ def tiles_of(structure: Structure, config: HopperPrefillConfig) -> Tiles:
     if qk_dim % 64 == 0 and qk != qk_dim:
         chunks, outputs = qk_dim // 64, 2 if v == 128 else 1
         return Tiles(64, chunks, v, outputs, v // outputs, (((0, 64),),) * chunks, v, v)
-    outputs = 2 if qk == v == 256 and config.tile_scheduler != "grid" else 1
+    outputs = 2 if qk == v == 256 and config.persistent else 1
     return Tiles(qk, 1, v, outputs, v // outputs, (((0, qk),),), v, v)
 
 
@@ -104,12 +100,29 @@ def runs_of(structure: Structure, config: HopperPrefillConfig) -> int:
     return 1 if sparsity.q_block % config.BLOCK_M == 0 else config.consumers
 
 
-def output_and_stages(
-    structure: Structure, config: HopperPrefillConfig, device: Device
-) -> tuple[bool, int]:
-    """Whether the output has tiles of its own, and how many tiles of Q are held.
+def padded_columns(head_dim: int) -> int:
+    """Columns of a tile in shared memory: a power of two of at least 64."""
+    return max(64, power_above(head_dim))
 
-    kernels/stated/gluon.py says so, and counts what all of it takes.
+
+def copied_columns(head_dim: int) -> int:
+    """Columns of a tile of Q or K, in parts where they are no power of two."""
+    return head_dim if head_dim % BOX == 0 else padded_columns(head_dim)
+
+
+def part_columns(head_dim: int, k_parts: int) -> int:
+    """Columns of one copy of Q, K and the output, of head dimensions above WIDEST."""
+    return 2 * BOX if head_dim % (2 * BOX * k_parts) == 0 else BOX
+
+
+def whole_boxes(head_dim: int, box: int) -> int:
+    """Columns of as many boxes as cover a head dimension."""
+    return -(-head_dim // box) * box
+
+
+def multiplied(head_dim: int, v_box: int) -> int:
+    """Columns of V that wgmma multiplies: N of one is a multiple of 8.
+
+    Boxes narrower than 64 are whole: the manual tells of no N that ends within a swizzle's width.
     """
-    _, own_output, slots = shared_memory(case_of(config, structure, device))
-    return own_output, slots
+    return whole_boxes(head_dim, 8 if v_box == BOX else v_box)

@@ -11,15 +11,14 @@ from typing import Any
 from flexattn.device import Device
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.family import Around, Effort, KernelFamily
-from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.knobs import words
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.base.vanishing import skips_vanished
-from flexattn.kernels.hopper_backward import printed, space
+from flexattn.kernels.hopper_backward import space
 from flexattn.kernels.hopper_backward.arguments import SUMS_OF_A_ROW, flags_of
-from flexattn.kernels.hopper_backward.case import case_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
+from flexattn.kernels.hopper_backward.limits import LIMITS
 from flexattn.kernels.hopper_backward.source import (
     render,
     render_after,
@@ -41,7 +40,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
     name = "hopper_backward"
     kind: Kind = "backward"
     language: Language = "gluon"
-    feasibility = Feasibility(printed.RULES, case_of, printed.estimate)
+    limits = LIMITS
 
     def offered(self, device: Device) -> bool:
         found = find_spec("triton")

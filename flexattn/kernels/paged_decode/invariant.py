@@ -39,20 +39,6 @@ def invariant_config(form: ServingForm) -> ServingConfig:
     return ServingConfig(height, keys * _WARPS, _WARPS, 1, per_sm, 1, "await", "heads")
 
 
-def invariant_reasons(config: ServingConfig, form: ServingForm) -> list[str]:
-    """Why a config would give a form other bits than its family has; empty where it would not."""
-    fixed = invariant_config(form)
-    names = ("BLOCK_N", "num_warps", "combine", "split_policy")
-    found = [
-        f"{name} is {getattr(fixed, name)!r} where results are batch-invariant"
-        for name in names
-        if getattr(config, name) != getattr(fixed, name)
-    ]
-    if form.prefix or form.offset:
-        found.append("a prefix that is read apart splits the keys elsewhere")
-    return found
-
-
 def part_slots(
     form: ServingForm, config: ServingConfig, device: Device, row_tiles: int, kv_len: int
 ) -> int:

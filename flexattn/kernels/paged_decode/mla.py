@@ -1,4 +1,4 @@
-"""MLA decode on Hopper's wgmma: what can run, where to start, and what its template knows.
+"""MLA decode on Hopper's wgmma: where to start, and what its template knows.
 
 A warp loads latent keys by TMA; two warpgroups share the columns of the output, each 64 rows x 256
 columns in fp32 registers. Method: FlashMLA's, but for the order of the products
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.dialect import TRITON, Dialect, TensorForm
 from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
@@ -29,7 +28,8 @@ MLA_SWAP_AB = Dialect(
     key=TensorForm("[KEYS, 1]", "MMA"),
 )
 LATENT, ROPE = 512, 64
-_ROWS, _KEYS = 64, 64
+# Of tiles whose keys a warp loads by TMA.
+TMA_ROWS, TMA_KEYS = 64, 64
 # Tiles of keys that an SM holds beside so many rows of Q.
 MOST_STAGES = {16: 3, 32: 2}
 # Fewer keys of a page are more copies a tile than one warp can ask for.
@@ -40,7 +40,7 @@ _SLACK = 8
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 
 
-def mla_space(rows: int = _ROWS) -> Iterator[ServingConfig]:
+def mla_space(rows: int = TMA_ROWS) -> Iterator[ServingConfig]:
     """Every config for so many packed rows (0: unknown), the default first.
 
     Shares of few tiles cost more to merge. Few rows are a side of wgmma that may be short.
@@ -48,9 +48,9 @@ def mla_space(rows: int = _ROWS) -> Iterator[ServingConfig]:
     for height in (16, 32):
         if 0 < rows <= height:
             for least, stages in product((1, 2), range(2, MOST_STAGES[height] + 1)):
-                yield ServingConfig(height, _KEYS, 4, stages, 1, least, "launch", "whole")
+                yield ServingConfig(height, TMA_KEYS, 4, stages, 1, least, "launch", "whole")
     for least in (1, 2, 4, 8):
-        yield ServingConfig(_ROWS, 2 * _KEYS, 4, 1, 1, least, "launch", "whole")
+        yield ServingConfig(TMA_ROWS, 2 * TMA_KEYS, 4, 1, 1, least, "launch", "whole")
 
 
 def mla_defaults(form: ServingForm) -> Iterator[ServingConfig]:
@@ -84,7 +84,7 @@ def described(form: ServingForm, name: str) -> Argument:
 
 def box(form: ServingForm) -> int:
     """Keys of one copy."""
-    return min(form.page, _KEYS) if form.page else _KEYS
+    return min(form.page, TMA_KEYS) if form.page else TMA_KEYS
 
 
 def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
@@ -93,7 +93,7 @@ def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
         "jit": "gluon.jit",
         "by_request": ", ONE_WARP",
         "per_lane": max(1, form.requests // 32),
-        "boxes": _KEYS // box(form),
+        "boxes": TMA_KEYS // box(form),
         "box_keys": box(form),
         "consumer_registers": _CONSUMER_REGISTERS,
         "producer_registers": _PRODUCER_REGISTERS,
@@ -121,7 +121,7 @@ def mla_sizes(form: ServingForm, config: ServingConfig) -> dict[str, int]:
 def work_tile_sizes(form: ServingForm) -> dict[str, int]:
     """Constants of all kernels whose loading warp tells the others of work tiles."""
     return {
-        "KEYS": _KEYS,
+        "KEYS": TMA_KEYS,
         "BOX": box(form),
         # Of a work tile, in shared memory; what its part is, if not its first or a later one.
         "SLOT_WORDS": 16,
@@ -129,47 +129,3 @@ def work_tile_sizes(form: ServingForm) -> dict[str, int]:
         "WHOLE": 2,
         "NO_PORTION": 3,
     }
-
-
-def mla_reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
-    """Why a config of this kind cannot run for a form on a device; empty where it can."""
-    widths = form.head_dim_qk, form.head_dim_v
-    numbers = config.BLOCK_M, config.BLOCK_N, config.num_warps, config.num_stages, config.per_sm
-    rules = (
-        *by_tma_rules(form, device, "MLA"),
-        (
-            form.shared_kv and widths == (LATENT + ROPE, LATENT),
-            f"the MLA template is for shared_kv with head dimensions {LATENT + ROPE} and {LATENT}",
-        ),
-        (
-            (numbers == (_ROWS, 2 * _KEYS, 4, 1, 1) or _swaps(config)) and config.least >= 1,
-            f"the MLA template has BLOCK_M={_ROWS}, BLOCK_N={2 * _KEYS}, num_warps=4, "
-            f"num_stages=1 and per_sm=1, or with 2 or 3 stages BLOCK_M=16, with 2 BLOCK_M=32, and "
-            f"BLOCK_N={_KEYS}",
-        ),
-        (config.combine == "launch", "the MLA template leaves merges to a second kernel"),
-    )
-    return [said for holds, said in rules if not holds]
-
-
-def by_tma_rules(form: ServingForm, device: Device, name: str) -> tuple[tuple[bool, str], ...]:
-    """What a template whose loading warp copies boxes of 16 bits asks for, and its words."""
-    page = form.page
-    whole_boxes = page == 0 or (page >= LEAST_PAGE and page & (page - 1) == 0)
-    return (
-        (device.capability == 90, f"the {name} template is for sm_90"),
-        (form.dtype == form.kv_dtype != "float32", f"the {name} template multiplies 16 bits"),
-        (not form.scales, f"the {name} template takes one scale of a cache, or one for each head"),
-        (whole_boxes, f"a page of the {name} template has {LEAST_PAGE}, 32, 64, 128 or 256 keys"),
-        (not form.prefix, f"the {name} template takes no prefix that requests share"),
-        (form.aligned, "the copy engine reads what lies at multiples of 16 bytes"),
-    )
-
-
-def _swaps(config: ServingConfig) -> bool:
-    """Whether it is one whose operands are swapped."""
-    most = MOST_STAGES.get(config.BLOCK_M, 0)
-    return (
-        2 <= config.num_stages <= most
-        and (config.BLOCK_N, config.num_warps, config.per_sm) == (_KEYS, 4, 1)
-    )  # fmt: skip

@@ -1,31 +1,17 @@
-"""What serving kernels can run, what is worth trying, and where to start."""
+"""What is worth trying of serving kernels, and where to start."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import get_args
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import padded
-from flexattn.kernels.base.rule import able, worded
-from flexattn.kernels.paged_decode import (
-    mla,
-    printed as printed_serving,
-    warp_specialized,
-    warps as serving_warps,
-)
-from flexattn.kernels.paged_decode.config import (
-    SHORT_ROWS,
-    Combine,
-    ServingConfig,
-    ServingForm,
-    serving_shared_memory,
-)
-from flexattn.kernels.paged_decode.invariant import invariant_config, invariant_reasons
-
-COMBINES: tuple[Combine, ...] = get_args(Combine)
+from flexattn.kernels.base.limits import able
+from flexattn.kernels.paged_decode import mla, warp_specialized, warps as serving_warps
+from flexattn.kernels.paged_decode.config import SHORT_ROWS, Combine, ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.invariant import invariant_config
+from flexattn.kernels.paged_decode.limits import overlaps, serving_reasons
 
 
 def workspace(
@@ -42,50 +28,6 @@ def workspace(
         rows = min(config.BLOCK_M, form.rows or config.BLOCK_M)
         return config.programs(device) * (2 + part_slots) * rows * (form.head_dim_v + 1)
     return config.programs(device) * config.left * config.BLOCK_M * (form.head_dim_v + 1)
-
-
-def serving_reasons(config: object, form: ServingForm, device: Device) -> list[str]:
-    """Why a config cannot run for a form on a device; empty where it can."""
-    if not isinstance(config, ServingConfig):
-        return [f"{config!r:.80} is no ServingConfig"]
-    if config.warp_private:
-        broken = serving_warps.warps_reasons(config, form, device)
-        return broken + (invariant_reasons(config, form) if form.split_keys else [])
-    if form.split_keys:
-        return invariant_reasons(config, form)
-    if config.for_mla:
-        return mla.mla_reasons(config, form, device)
-    if config.warp_specialized:
-        return warp_specialized.specialized_reasons(config, form, device)
-    case = printed_serving.RuleCase(
-        config.BLOCK_M,
-        config.BLOCK_N,
-        config.num_warps,
-        config.num_stages,
-        config.per_sm,
-        config.least,
-        config.combine == "await",
-        config.combine in COMBINES,
-        padded(form.head_dim_v),
-        serving_shared_memory(config, form),
-        device.shared_memory,
-        device.max_registers,
-    )
-    found = printed_serving.RULES.broken(case, printed_serving.estimate)
-    broken = worded(found, case, {"combine": config.combine}) if found else []
-    if config.dependent:
-        broken += _dependent_reasons(form, device)
-    return broken
-
-
-def _dependent_reasons(form: ServingForm, device: Device) -> list[str]:
-    """Why the kernel that merges cannot begin while the one before it runs."""
-    able = device.backend == "interpreter" or device.capability >= 90
-    rules = (
-        (able, "a kernel begins while the one before it runs on sm_90 and newer"),
-        (not form.prefix, "a cascade merges the parts of its prefix itself"),
-    )
-    return [said for holds, said in rules if not holds]
 
 
 def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
@@ -188,4 +130,5 @@ def _combine(form: ServingForm, height: int, widest: int, device: Device) -> Com
     """
     if not form.prefix and height < 64 and widest <= 256:
         return "last"
-    return "launch" if form.ragged or _dependent_reasons(form, device) else "dependent"
+    apart = form.ragged or form.prefix or not overlaps(device)
+    return "launch" if apart else "dependent"

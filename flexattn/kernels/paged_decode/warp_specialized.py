@@ -1,4 +1,4 @@
-"""Decode of many query heads a KV head on Hopper: what can run, and what its template knows.
+"""Decode of many query heads a KV head on Hopper: where to start, and what its template knows.
 
 A warp loads tiles of K and V by TMA; of all tiles of a program each of one or two warpgroups
 multiplies its own. Rows are those of FlashAttention-3's PackGQA (Dao-AILab/flash-attention, 2024).
@@ -16,22 +16,15 @@ from flexattn.kernels.paged_decode.config import (
     SHORT_ROWS,
     ServingConfig,
     ServingForm,
-    serving_shared_memory,
 )
 
-_ROWS, _KEYS = 64, 64
-_HEAD_DIMS = (64, 128, 256)
 # Work tiles whose numbers are held: more than tiles of keys are.
 _SLOTS = 8
-_MOST_STAGES = _SLOTS - 2
+SPECIALIZED_STAGES = _SLOTS - 2
 # Of a thread of the loading warp; the first warpgroup has what this and the second one leave.
 _PRODUCER_REGISTERS = 40
 # With more lengths, where there is no second one: with 40 it spills 50 words of 256 requests.
 _MANY_REQUESTS, _THEIR_REGISTERS = 64, 88
-# Bytes of numbers and barriers, and what an SM keeps of each program.
-_NUMBERS = 2048
-# Requests whose lengths the loading warp's registers hold, but for a few words.
-_MOST_REQUESTS = 512
 # Parts of a work tile of several, beside which two programs of an SM gain more than merging costs.
 _MOST_PARTS = 16
 
@@ -48,16 +41,16 @@ def specialized_defaults(form: ServingForm, device: Device) -> Iterator[ServingC
     leaves no more parts and hides ends of work tiles; fewer rows of 64 columns; and beside a
     cascade's prefix, where an SM's registers do not hold both.
     """
-    several = form.rows > _ROWS
+    several = form.rows > mla.TMA_ROWS
     if form.ragged or form.offset or form.head_dim_v > 128:
         return
     if form.head_dim_v <= 64 and (form.keys_in_l2 or not several):
         return
-    work_tiles = form.requests * form.kv_heads * -(-form.rows // _ROWS)
+    work_tiles = form.requests * form.kv_heads * -(-form.rows // mla.TMA_ROWS)
     if 2 * device.num_sms <= (_MOST_PARTS if several else 1) * work_tiles:
-        yield ServingConfig(_ROWS, _KEYS, 4, 2, 2, 1, "launch", "whole")
+        yield ServingConfig(mla.TMA_ROWS, mla.TMA_KEYS, 4, 2, 2, 1, "launch", "whole")
     elif form.head_dim_v > 64:
-        yield ServingConfig(_ROWS, _KEYS, 4, 3, 1, 1, "launch", "whole")
+        yield ServingConfig(mla.TMA_ROWS, mla.TMA_KEYS, 4, 3, 1, 1, "launch", "whole")
 
 
 def specialized_space(form: ServingForm) -> Iterator[ServingConfig]:
@@ -65,10 +58,10 @@ def specialized_space(form: ServingForm) -> Iterator[ServingConfig]:
     if 0 < form.rows <= SHORT_ROWS:
         return
     for groups, per_sm, stages, least in product(
-        (2, 1), (1, 2), range(2, _MOST_STAGES + 1), (1, 2)
+        (2, 1), (1, 2), range(2, SPECIALIZED_STAGES + 1), (1, 2)
     ):
         yield ServingConfig(
-            _ROWS, _KEYS, 4 * groups, stages, per_sm, least, "launch", "whole"
+            mla.TMA_ROWS, mla.TMA_KEYS, 4 * groups, stages, per_sm, least, "launch", "whole"
         )  # fmt: skip
 
 
@@ -109,42 +102,3 @@ def specialized_sizes(form: ServingForm, config: ServingConfig) -> dict[str, int
         # Of the warpgroup that starts the others.
         "LANES": 128,
     }
-
-
-def specialized_reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
-    """Why a config of this kind cannot run for a form on a device; empty where it can."""
-    groups = config.num_warps // 4
-    held = serving_shared_memory(config, form) + _NUMBERS
-    # An SM has 1 KB more than a program may take.
-    fits = held <= device.shared_memory and config.per_sm * held <= device.shared_memory + 1024
-    threads = 128 * (groups + 1)
-    rules = (
-        *mla.by_tma_rules(form, device, "warp-specialised"),
-        (
-            form.head_dim_qk == form.head_dim_v and form.head_dim_v in _HEAD_DIMS,
-            "the warp-specialised template is for head dimensions of 64, 128 or 256 of K and V",
-        ),
-        (not form.shared_kv, "the warp-specialised template loads K and V apart"),
-        (
-            config.num_warps in (4, 8) and 2 <= config.num_stages <= _MOST_STAGES,
-            f"the warp-specialised template has BLOCK_M={_ROWS}, BLOCK_N={_KEYS}, num_warps=4 or "
-            f"8, and num_stages of 2 to {_MOST_STAGES}",
-        ),
-        (
-            # It would take a tile that the other one waits for in the same slot for its own.
-            config.num_stages % max(1, groups) == 0,
-            "each of two warpgroups has slots of its own, so num_stages is even",
-        ),
-        (config.least >= 1 and config.per_sm >= 1, "per_sm and least are at least 1"),
-        (fits, f"tiles need about {held} of {device.shared_memory} bytes of shared memory"),
-        (
-            config.per_sm * threads * specialized_registers(form, config) <= device.registers,
-            f"{config.per_sm} programs of {threads} threads are more than an SM's registers hold",
-        ),
-        (config.combine == "launch", "its merges are left to a second kernel"),
-        (
-            form.requests <= _MOST_REQUESTS,
-            f"the loading warp has registers for the lengths of {_MOST_REQUESTS} requests",
-        ),
-    )
-    return [said for holds, said in rules if not holds]

@@ -1,4 +1,4 @@
-"""Warp-private serving kernels: what can run, what is worth trying, where to start."""
+"""Warp-private serving kernels: what is worth trying, where to start."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import replace
 from itertools import product
 
 from flexattn.device import Device
-from flexattn.kernels.base.rule import worded
-from flexattn.kernels.paged_decode import printed_warps as printed_serving_warps
 from flexattn.kernels.paged_decode.config import (
     SERVING_ITEMSIZE,
     SHORT_ROWS,
@@ -119,39 +117,3 @@ def warps_space(form: ServingForm) -> Iterator[ServingConfig]:
         if policy == "round" and least > 1:
             continue  # it shares tiles out without looking at how many there are
         yield ServingConfig(height, warps * keys, warps, 1, per_sm, least, "await", policy)
-
-
-def warps_reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
-    """Why a config of this kind cannot run for a form on a device; empty where it can."""
-    case = printed_serving_warps.RuleCase(
-        config.BLOCK_M,
-        config.BLOCK_N,
-        config.num_warps,
-        config.keys_per_warp,
-        config.num_stages,
-        config.per_sm,
-        config.least,
-        config.split_policy == "round",
-        config.split_policy in ("heads", "round"),
-        config.combine == "await",
-        SERVING_ITEMSIZE[form.dtype],
-        SERVING_ITEMSIZE[form.kv_dtype],
-        form.head_dim_qk,
-        form.head_dim_v,
-        form.chunks,
-        form.kv_heads,
-        form.requests,
-        form.rows,
-        form.kv_dtype == form.dtype,
-        form.mask is not None,
-        form.aligned,
-        form.shared_kv,
-        form.prefix,
-        form.offset,
-        device.backend == "interpreter",
-        device.capability,
-        config.programs(device),
-        config.registers(form, device),
-    )
-    found = printed_serving_warps.RULES.broken(case, printed_serving_warps.estimate)
-    return worded(found, case, {"split_policy": config.split_policy}) if found else []

@@ -11,23 +11,21 @@ from flexattn.device import Device
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.estimate import Estimate
 from flexattn.kernels.base.family import Effort, KernelFamily
-from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.knobs import at_rest, words
+from flexattn.kernels.base.limits import Limits
 from flexattn.kernels.base.source import UNFUSED, Source, hinted
 from flexattn.kernels.base.tiles import Geometry
-from flexattn.kernels.triton import cost, prefill_cost, printed
+from flexattn.kernels.triton import cost, prefill_cost
 from flexattn.kernels.triton.amd import hints
 from flexattn.kernels.triton.axes import decode_axes, prefill_axes
-from flexattn.kernels.triton.case import case_of
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig, TritonConfigT
 from flexattn.kernels.triton.defaults import decode_defaults, prefill_defaults, prefill_rules
 from flexattn.kernels.triton.invariant import invariant_config
+from flexattn.kernels.triton.limits import LIMITS, ConfigCase
 from flexattn.kernels.triton.source import render, render_combine
 from flexattn.kernels.triton.tiles import decode_grid, fit_to_mask, prefill_grid
 from flexattn.problem import Kind, Problem, Structure
 from flexattn.settings import log
-
-TRITON_FEASIBILITY = Feasibility(printed.RULES, case_of, printed.estimate)
 
 
 class _Family(KernelFamily[TritonConfigT]):
@@ -35,11 +33,11 @@ class _Family(KernelFamily[TritonConfigT]):
 
     name = "triton"
     language: Language = "triton"
-    feasibility: Feasibility = TRITON_FEASIBILITY
+    limits: Limits[ConfigCase] = LIMITS
 
     def can_run(self, problem: Problem, device: Device) -> Callable[[TritonConfigT], bool]:
         """Whether a config breaks no rule for a problem on a device, as a function of it."""
-        violated = self.feasibility.violated
+        violated = self.limits.violated
         return lambda config: not violated(config, problem.structure, device)
 
     def fit_to_mask(self, config: TritonConfigT, structure: Structure) -> TritonConfigT:
@@ -78,7 +76,7 @@ class _Prefill(_Family[PrefillConfig]):
         return prefill_axes(problem, device, effort == "exhaustive")
 
     def invariant(self, problem: Problem, device: Device) -> PrefillConfig:
-        return invariant_config(problem, device, TRITON_FEASIBILITY)
+        return invariant_config(problem, device)
 
     def tile(self, config: PrefillConfig) -> PrefillConfig:
         return replace(at_rest(config), order="last")
@@ -87,12 +85,12 @@ class _Prefill(_Family[PrefillConfig]):
         self, config: PrefillConfig, structure: Structure, device: Device
     ) -> PrefillConfig:
         """The copy engine, as for torch, is a hint."""
-        found = TRITON_FEASIBILITY.violated(config, structure, device) if config.use_tma else []
+        found = LIMITS.violated(config, structure, device) if config.use_tma else []
         if all(rule.name != "tma" for rule in found):
             return config
         plain = replace(config, use_tma=False)
-        kept = set(TRITON_FEASIBILITY.reasons(plain, structure, device))
-        lost = set(TRITON_FEASIBILITY.reasons(config, structure, device)) - kept
+        kept = set(LIMITS.reasons(plain, structure, device))
+        lost = set(LIMITS.reasons(config, structure, device)) - kept
         log.debug("kernel_options['USE_TMA'] has no effect: %s", "; ".join(sorted(lost)))
         return plain
 

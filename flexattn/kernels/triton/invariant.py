@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from flexattn.device import Device, is_rdna
 from flexattn.errors import ConfigError
-from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.features import fp32_products
 from flexattn.kernels.triton.amd import for_device
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.kernels.triton.defaults import of_parts
+from flexattn.kernels.triton.limits import LIMITS
 from flexattn.kernels.triton.tiles import fit_to_mask
 from flexattn.problem import DENSE, Problem, Structure
 
 
-def invariant_config(problem: Problem, device: Device, rules: Feasibility) -> PrefillConfig:
+def invariant_config(problem: Problem, device: Device) -> PrefillConfig:
     """The config of every call of these dtypes and head dimensions, cut to the mask's blocks.
 
     Without splits each row walks its keys in their order, from tiles that begin at fixed
@@ -30,9 +30,9 @@ def invariant_config(problem: Problem, device: Device, rules: Feasibility) -> Pr
     )  # fmt: skip
     for each in _tiles(wanted, device):
         config = for_device(each, device)
-        if not rules.violated(config, plain, device):
+        if not LIMITS.violated(config, plain, device):
             config = fit_to_mask(config, wanted)
-            broken = rules.reasons(config, wanted, device)
+            broken = LIMITS.reasons(config, wanted, device)
             if not broken:
                 return config
             raise _none(problem, "; ".join(broken))

@@ -8,12 +8,12 @@ from typing import Any
 from flexattn.device import Device
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.family import Around, Effort, KernelFamily
-from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.knobs import turned, words
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
-from flexattn.kernels.triton_backward.config import RULES, BackwardConfig, case_of, estimate
+from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.kernels.triton_backward.defaults import axes, defaults
+from flexattn.kernels.triton_backward.limits import LIMITS
 from flexattn.kernels.triton_backward.source import render, render_delta, rows_of_delta
 from flexattn.kernels.triton_backward.tiles import (
     backward_grid,
@@ -28,7 +28,7 @@ class _Backward(KernelFamily[BackwardConfig]):
     name = "triton_backward"
     kind: Kind = "backward"
     language: Language = "triton"
-    feasibility = Feasibility(RULES, case_of, estimate)
+    limits = LIMITS
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[BackwardConfig]:
         return (fit_to_mask(each, problem.structure) for each in defaults(problem, device))

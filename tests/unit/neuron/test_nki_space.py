@@ -52,7 +52,7 @@ def broken(name):
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_reason_is_confirmed_by_force(name):
     config, target, problem, mods = broken(name)
-    found, _ = broken_rules(config, problem, target)
+    found = broken_rules(config, problem, target)
     assert [rule.name for rule in found] == [name.split(" of ")[0]]
     (said,) = target_reasons(config, problem, target)
     with pytest.raises(ConfigError, match=r"(?s)" + said[:12].replace("(", r"\(")):

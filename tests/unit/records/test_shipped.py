@@ -9,10 +9,8 @@ import torch
 
 from flexattn.device import KNOWN, named
 from flexattn.kernels.choose.defaults import default, reasons
-from flexattn.kernels.paged_decode.space import (
-    serving_candidates,
-    serving_reasons as plan_reasons,
-)
+from flexattn.kernels.paged_decode.limits import serving_reasons as plan_reasons
+from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.presets import files
 from flexattn.records import layers
 from flexattn.records.codec import decode_record

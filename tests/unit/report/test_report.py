@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexattn.device import KNOWN, LIMITS
+from flexattn.device import KNOWN, PEAKS
 from flexattn.errors import InputError
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records.record import Decision, Failed, Trial
@@ -231,7 +231,7 @@ def test_limits_tell_cards_of_one_name_apart():
     ],
 )
 def test_limits_are_found_by_the_name_that_a_driver_gives(driver, known):
-    assert limits_of(driver) == LIMITS[known]
+    assert limits_of(driver) == PEAKS[known]
 
 
 @pytest.mark.parametrize(

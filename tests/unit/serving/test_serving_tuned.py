@@ -9,7 +9,8 @@ from flexattn.catalogue import sliding_window
 from flexattn.device import INTERPRETER, named
 from flexattn.errors import CacheError, InputError
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.kernels.paged_decode.space import serving_candidates, serving_reasons
+from flexattn.kernels.paged_decode.limits import serving_reasons
+from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.mods import bind
 from flexattn.problem import Shape
 from flexattn.records.codec import decode_record, encode_record

@@ -12,7 +12,6 @@ from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper import space as gluon
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.tiles import tiles_of
-from flexattn.kernels.stated import gluon as stated
 from tests.families import gluon_refused, render
 from tests.problems import problem
 
@@ -25,10 +24,6 @@ NEW = [pair for pair in PAIRS if not (pair[0] in gluon.QK_DIMS and pair[1] in gl
 @pytest.fixture(autouse=True)
 def a_triton_with_gluon(monkeypatch):
     monkeypatch.setattr(gluon, "offered", lambda: True)
-
-
-def test_the_space_and_the_statement_know_the_same_dimensions():
-    assert (gluon.QK_DIMS, gluon.V_DIMS) == (stated.STATED_QK_DIMS, stated.STATED_V_DIMS)
 
 
 @pytest.mark.parametrize("v_box", [16, 32, 64])

@@ -112,7 +112,7 @@ def test_gradients_of_what_is_learned(score, name, mask, tile, heads, monkeypatc
 
 def test_what_is_not_read_along_diagonals_is_not_served():
     """A bias of each key, and one of each score, are another family's."""
-    reasons = family_of(HopperBackwardConfig(64, 128, 2)).feasibility.reasons
+    reasons = family_of(HopperBackwardConfig(64, 128, 2)).limits.reasons
     for make in (
         lambda x: lambda score, b, h, q_idx, kv_idx: score + x[h, kv_idx],
         lambda x: lambda score, b, h, q_idx, kv_idx: score + x[h, q_idx + kv_idx],

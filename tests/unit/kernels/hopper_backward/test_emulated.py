@@ -152,7 +152,7 @@ def gradients(
     config, width = at_sizes(config, problem), columns(problem.structure)
     # Fewer than there are tiles of keys.
     device = replace(H200, num_sms=3) if config.persistent else H200
-    assert not family_of(config).feasibility.reasons(config, problem.structure, H200)
+    assert not family_of(config).limits.reasons(config, problem.structure, H200)
 
     def kernels(problem, target, index, options):
         choice = Candidate(problem, device, config, "forced", "test").choice()

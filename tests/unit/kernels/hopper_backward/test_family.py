@@ -50,7 +50,7 @@ def test_it_serves_on_hopper_and_triton_behind_it(D, dtype):
     assert isinstance(found[0], HopperBackwardConfig) and isinstance(found[-1], BackwardConfig)
     assert isinstance(default(wanted, A100), BackwardConfig)
     assert isinstance(default(wanted, H200, "triton"), BackwardConfig)
-    resources = family_of(found[0]).feasibility.resources(found[0], wanted.structure, H200)
+    resources = family_of(found[0]).limits.resources(found[0], wanted.structure, H200)
     assert resources[0] <= H200.shared_memory and resources[1] <= 240
 
 
@@ -91,7 +91,7 @@ def test_dropout_takes_a_bit_of_each_weight(D):
     dropped = replace(wanted, structure=replace(wanted.structure, dropout=True))
     found = next(defaults(dropped))
     assert isinstance(default(dropped, H200), HopperBackwardConfig)
-    stated = family_of(found).feasibility
+    stated = family_of(found).limits
     (more, _), (less, _) = (
         stated.resources(found, each.structure, H200) for each in (dropped, wanted)
     )
@@ -126,7 +126,7 @@ SLOPES = torch.zeros(32)
 )
 def test_configs_that_cannot_run(changes, words):
     structure = problem("backward").structure
-    found = family_of(CONFIG).feasibility.reasons(replace(CONFIG, **changes), structure, H200)
+    found = family_of(CONFIG).limits.reasons(replace(CONFIG, **changes), structure, H200)
     assert words in "; ".join(found)
 
 
@@ -139,7 +139,7 @@ def test_products_of_their_own_neither_drop_weights_nor_add_to_captured_gradient
     assert not other.by_product
     for change in ({"dropout": True}, {"grads": (0,)}):
         structure = replace(wanted.structure, **change)
-        reasons = family_of(first).feasibility.reasons(first, structure, H200)
+        reasons = family_of(first).limits.reasons(first, structure, H200)
         assert "by_product neither drops weights" in "; ".join(reasons)
 
 

@@ -9,8 +9,9 @@ from flexattn.catalogue import causal
 from flexattn.device import KNOWN, named
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.layouts import serving_layouts
+from flexattn.kernels.paged_decode.limits import serving_reasons
 from flexattn.kernels.paged_decode.source import render_serving
-from flexattn.kernels.paged_decode.space import serving_candidates, serving_reasons, serving_space
+from flexattn.kernels.paged_decode.space import serving_candidates, serving_space
 from flexattn.mods import bind
 from flexattn.serving.request import Maxima, form_of
 

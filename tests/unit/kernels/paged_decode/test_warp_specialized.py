@@ -7,12 +7,9 @@ import torch
 
 from flexattn.device import named
 from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.kernels.paged_decode.limits import serving_reasons
 from flexattn.kernels.paged_decode.merge_shape import merge_shape
-from flexattn.kernels.paged_decode.space import (
-    serving_candidates,
-    serving_reasons,
-    serving_space,
-)
+from flexattn.kernels.paged_decode.space import serving_candidates, serving_space
 from flexattn.serving.request import Maxima, form_of
 
 H200 = named("nvidia-h200")

@@ -64,7 +64,7 @@ def test_what_cannot_run_is_refused_in_words():
 
     def words(config, **changes):
         wanted = problem("backward", **changes)
-        return "; ".join(family.feasibility.reasons(config, wanted.structure, H200))
+        return "; ".join(family.limits.reasons(config, wanted.structure, H200))
 
     assert not words(CONFIG)
     assert "powers of two" in words(replace(CONFIG, BLOCK_N2=48))

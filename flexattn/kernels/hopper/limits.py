@@ -1,0 +1,500 @@
+"""Limits of Hopper's prefill: what its tiles take of shared memory and registers, and rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import floor
+
+from flexattn.device import Device
+from flexattn.kernels.base.features import loads_by_key, loads_diagonals, loads_tiles, tma_layout
+from flexattn.kernels.base.limits import Limits, Rule
+from flexattn.kernels.hopper.config import (
+    CONSUMER_ROWS,
+    HOPPER_ORDERS,
+    TILE_SCHEDULERS,
+    HopperPrefillConfig,
+)
+from flexattn.kernels.hopper.tiles import (
+    BOX,
+    WIDEST,
+    copied_columns,
+    multiplied,
+    padded_columns,
+    whole_boxes,
+)
+from flexattn.problem import Structure
+
+# Head dimensions that tiles of a power of two were made for, and measured.
+QK_DIMS, V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
+# The narrowest V that leaves through parts of Q, and the widest heads in parts.
+LEAST_V, PARTS_END = 128, 576
+# Bytes of the output's elements, and of V's where a config does not keep its eight bits.
+ITEMSIZE_OUT = 2
+
+# Bytes: the barriers, and what the compiler keeps for starting the warps.
+SHARED_SLACK = 1024
+# Registers of an SM for one thread of every warpgroup, and those that three warpgroups start with.
+SM_THREAD_REGISTERS, STARTED_WITH_TWO = 512, 3 * 168
+LEAST_REGISTERS, MOST_REGISTERS = 24, 240
+# Of the 16 of a block, less the one at which all warps meet and one that the compiler may take.
+# The rule counts the one at which each consumer meets its own.
+NAMED_BARRIERS = 14
+
+# Registers of a consumer's thread beside scores, accumulator and weights. Addresses, loop state
+# and row statistics:
+REGISTER_SLACK = 28
+# what a score_mod holds; what is read by key or diagonal, beside parts of Q or not, and beside
+# lists of blocks, which cost more than runs:
+SCORE_REGISTERS, WIDE_GATHER_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 8, 16, 40, 16
+# beside a value for each score:
+GATHER_SLACK = 8
+# parts of 64 columns; lazy_rescale beside those, or beside a Q that is held:
+PARTS_REGISTERS, LAZY_REGISTERS = 16, 8
+# and the main loop beside products of weights of 8 bits, or beside lazy_rescale and a Q that is
+# held by a block that stays.
+MAINLOOP_REGISTERS = 8
+# Of 16 columns of Q in registers: four hold them, one of which gives way to the slack.
+HELD_OF_16_COLUMNS = 3
+
+
+@dataclass(eq=False)
+class ConfigCase:
+    """A config for a structure on a device.
+
+    loads_keys, loads_tile: whether a mod reads a value for each key or diagonal, and for each
+    score.
+    """
+
+    config: HopperPrefillConfig
+    structure: Structure
+    device: Device
+    loads_keys: bool
+    loads_tile: bool
+
+    # Columns of a tile in shared memory, and of V those that are multiplied.
+
+    @property
+    def boxed(self) -> bool:
+        """Whether copies of Q, K and the output have 64 columns, of any head dimensions."""
+        return self.config.v_box > 0
+
+    @cached_property
+    def qk_padded(self) -> int:
+        """Columns of Q and K, copied in parts of 64 where their width is no power of two."""
+        dim = self.structure.head_dim_qk
+        return whole_boxes(dim, BOX) if self.boxed else copied_columns(dim)
+
+    @cached_property
+    def v_padded(self) -> int:
+        """Columns of V: of one of the blocks that share them."""
+        parts = 1 if self.boxed else self.config.v_parts
+        return padded_columns(-(-self.structure.head_dim_v // parts))
+
+    @property
+    def out_padded(self) -> int:
+        """Columns of the output."""
+        return whole_boxes(self.structure.head_dim_v, BOX) if self.boxed else self.v_padded
+
+    @property
+    def v_columns(self) -> int:
+        """Columns of V that are multiplied."""
+        if self.boxed:
+            return multiplied(self.structure.head_dim_v, self.config.v_box)
+        return self.v_padded
+
+    @cached_property
+    def three(self) -> bool:
+        """Whether tiles of 192 columns are three parts of 64, each at an address of its own."""
+        return not self.boxed and self.qk_padded == 192
+
+    @property
+    def wide(self) -> bool:
+        """Whether Q and K are in parts, above 256 columns."""
+        return self.qk_padded > WIDEST
+
+    # Shared memory, in bytes: Q, the stages of K and V, the output where it does not leave through
+    # Q's place, and the barriers.
+
+    @property
+    def q_tile(self) -> int:
+        """A tile of Q."""
+        return self.config.all_rows * self.qk_padded * self.structure.itemsize
+
+    @cached_property
+    def loaded(self) -> int:
+        """All but the output: Q, K, V, and what a mod exchanges for keys or diagonals, at most two
+        words for each.
+        """
+        c = self.config
+        keys = c.num_stages * c.BLOCK_N * self.qk_padded * self.structure.itemsize
+        values = c.num_stages * c.BLOCK_N * self.v_padded * (1 if c.fp8_pv else ITEMSIZE_OUT)
+        exchanged = 8 * c.consumers * max(c.BLOCK_N, CONSUMER_ROWS) if self.loads_keys else 0
+        return self.q_tile + keys + values + exchanged + SHARED_SLACK
+
+    @property
+    def halved(self) -> bool:
+        """Whether an output of 256 columns leaves a block that stays in two halves."""
+        return self.config.persistent and not self.boxed and self.qk_padded == self.v_padded == 256
+
+    @cached_property
+    def output(self) -> int:
+        """The output's tile."""
+        rows = self.config.all_rows // (2 if self.halved else 1)
+        return ITEMSIZE_OUT * rows * self.out_padded
+
+    @property
+    def through_q(self) -> bool:
+        """Whether the output can leave through Q's place: through one or two parts of it, through
+        all of it, or through boxes.
+        """
+        if self.structure.itemsize != ITEMSIZE_OUT:
+            return False
+        if self.wide:
+            return True
+        if self.boxed:
+            return self.out_padded <= self.qk_padded
+        if self.three:
+            return self.v_padded <= 128
+        return self.qk_padded == self.v_padded and not self.halved
+
+    @cached_property
+    def own_output(self) -> bool:
+        """Whether the output has tiles of its own.
+
+        A block that stays loads its next Q while an output leaves, if there is room.
+        """
+        in_two_parts = self.wide or (self.three and self.v_padded == 128)
+        room = self.loaded + self.output <= self.device.shared_memory
+        return not self.through_q or (self.config.persistent and not in_two_parts and room)
+
+    @cached_property
+    def q_slots(self) -> int:
+        """Tiles of Q: a block that stays loads the next while this one is multiplied, if there is
+        room for both.
+        """
+        room = self.loaded + self.output + self.q_tile <= self.device.shared_memory
+        return 2 if self.own_output and self.config.persistent and room else 1
+
+    @cached_property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory."""
+        output = self.output if self.own_output else 0
+        return self.loaded + output + (self.q_slots - 1) * self.q_tile
+
+    # Registers of a consumer's thread: accumulator and scores in fp32, P, and what mods hold.
+    # Loops of what passes do not spill.
+
+    @property
+    def gathered(self) -> int:
+        """What mods read, fitted to compiled kernels."""
+        sparsity = self.structure.sparsity
+        if self.loads_tile:
+            return self.config.BLOCK_N // 2 + GATHER_SLACK
+        if not self.loads_keys:
+            return 0
+        if self.wide:
+            return WIDE_GATHER_REGISTERS
+        lists = LISTS_REGISTERS if sparsity is not None and not sparsity.runs else 0
+        return GATHER_REGISTERS + max(0, self.qk_padded - self.v_padded) // 4 + lists
+
+    @cached_property
+    def registers(self) -> int:
+        """Registers of a consumer's thread."""
+        c = self.config
+        accumulator, scores = self.v_columns / 2, c.BLOCK_N / 2
+        # P in 16 bits. Weights of 8 take half the place, and the product that is added to the sum
+        # its own.
+        weights = scores / 4 + accumulator if c.fp8_pv else scores / 2
+        held = c.q_in_regs > 0
+        beside = HELD_OF_16_COLUMNS * c.q_in_regs // 16
+        beside += PARTS_REGISTERS if self.three else 0
+        beside += LAZY_REGISTERS if c.lazy_rescale and (self.three or held) else 0
+        masked_fp8 = c.fp8_pv and self.structure.sparsity is not None
+        lazy_loop = c.lazy_rescale and held and self.config.persistent
+        beside += MAINLOOP_REGISTERS if masked_fp8 or lazy_loop else 0
+        beside += SCORE_REGISTERS if self.structure.score is not None else 0
+        tiles = floor(scores + accumulator + weights)
+        return tiles + beside + self.gathered + REGISTER_SLACK
+
+
+def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -> ConfigCase:
+    """A config for a structure on a device."""
+    unit = CONSUMER_ROWS, config.BLOCK_N
+    by_key = loads_by_key(structure, unit) or loads_diagonals(structure)
+    return ConfigCase(config, structure, device, by_key, loads_tiles(structure, unit))
+
+
+def _known_dim(c: ConfigCase, dim: int, among: tuple[int, ...]) -> bool:
+    """Whether tiles are made for a head dimension, or boxes or parts of any."""
+    in_parts = (
+        c.structure.head_dim_qk > WIDEST
+        and c.structure.itemsize == 2
+        and LEAST_V <= dim <= PARTS_END
+        and dim % BOX == 0
+    )
+    return c.boxed or dim in among or in_parts
+
+
+def _in_boxes(c: ConfigCase, dim: int) -> bool:
+    return not c.boxed or (16 <= dim <= WIDEST and dim % 8 == 0)
+
+
+def _holds_q(c: ConfigCase) -> bool:
+    """Whether so many columns of Q can be in registers.
+
+    Parts of Q are cut where a tile's width is a power of two, at whole rows of its swizzle. The
+    pass that narrows products of V tells them by an operand in registers, and by their width.
+    """
+    held = c.config.q_in_regs
+    if held == 0:
+        return True
+    if c.boxed:
+        within = held % 32 == 0 and held <= c.structure.head_dim_qk
+        return within and c.v_padded != c.config.BLOCK_N
+    if c.qk_padded == 192 or c.wide:
+        return False
+    return held == c.qk_padded or (held >= 64 and 2 * held == c.qk_padded)
+
+
+def _divides_block(c: ConfigCase) -> bool:
+    """Whether no tile has rows of two blocks; along runs each consumer may have its own block."""
+    sparsity = c.structure.sparsity
+    if sparsity is None or (sparsity.runs and sparsity.q_block % CONSUMER_ROWS == 0):
+        return True
+    return sparsity.q_block % c.config.BLOCK_M == 0
+
+
+_OTHERS = (
+    "multiples of 8 from 16 to 256 are in 16 bits, and of 64 from 320 to 576 with V of 128 and "
+    "more"
+)
+
+LIMITS: Limits[ConfigCase] = Limits(
+    case_of,
+    shape=(
+        Rule(
+            "consumers",
+            "consumers={c.config.consumers} is not between 1 and 3",
+            lambda c: 1 <= c.config.consumers <= 3,
+        ),
+        Rule(
+            "power of two",
+            "BLOCK_N={c.config.BLOCK_N} is not a power of two from 16 to 256",
+            lambda c: 16 <= c.config.BLOCK_N <= 256 and 256 % c.config.BLOCK_N == 0,
+        ),
+        Rule(
+            "stages",
+            "num_stages={c.config.num_stages} is not between 1 and 8",
+            lambda c: 1 <= c.config.num_stages <= 8,
+        ),
+        Rule(
+            "register split",
+            "consumer_regs={c.config.consumer_regs} is no multiple of 8 from 24 to 240 that leaves"
+            " {c.config.producer_regs} of 512 for the producer warps of {c.config.consumers} "
+            "consumers",
+            lambda c: (
+                LEAST_REGISTERS <= c.config.consumer_regs <= MOST_REGISTERS
+                and c.config.consumer_regs % 8 == 0
+                and c.config.consumers * c.config.consumer_regs + c.config.producer_regs
+                <= SM_THREAD_REGISTERS
+            ),
+        ),
+        # Each thread starts with as many, a multiple of 8: for what the producer warps do not give
+        # consumers wait for ever.
+        Rule(
+            "register split",
+            "consumer_regs={c.config.consumer_regs}: two consumers and {c.config.producer_regs} of"
+            " the producer warps are more than the 504 that a block starts with",
+            lambda c: (
+                c.config.consumers != 2
+                or 2 * c.config.consumer_regs + c.config.producer_regs <= STARTED_WITH_TWO
+            ),
+        ),
+        Rule(
+            "ping pong",
+            "ping_pong: it needs two consumers or more",
+            lambda c: not c.config.ping_pong or c.config.consumers >= 2,
+        ),
+        Rule(
+            "barriers",
+            "barriers: a block has 16, {c.config.num_stages} stages of {c.config.consumers} "
+            "consumers need more",
+            lambda c: (
+                c.config.num_stages * (1 + c.config.k_parts)
+                + 2
+                + c.config.consumers * (2 if c.config.ping_pong else 1)
+                <= NAMED_BARRIERS
+            ),
+        ),
+        Rule(
+            "v_box",
+            "v_box={c.config.v_box} is not one of 0, 16, 32, 64",
+            lambda c: c.config.v_box in (0, 16, 32, 64),
+        ),
+        Rule(
+            "order",
+            "the order, the tile_scheduler or the l2_swizzle of {config} is none of those "
+            "there are",
+            lambda c: (
+                c.config.order in HOPPER_ORDERS
+                and c.config.tile_scheduler in TILE_SCHEDULERS
+                and c.config.l2_swizzle >= 1
+            ),
+        ),
+    ),
+    fit=(
+        Rule(
+            "arch",
+            "{c.device.arch} has no wgmma: the Gluon template is Hopper's",
+            lambda c: c.device.has_wgmma,
+        ),
+        Rule(
+            "prefill",
+            "the Gluon template is for prefill",
+            lambda c: c.structure.kind != "decode",
+        ),
+        Rule(
+            "dtype",
+            "the Gluon template multiplies float16, bfloat16 and float8_e4m3fn",
+            lambda c: c.structure.itemsize <= 2,
+        ),
+        # What the copy engine brings is multiplied where it lies.
+        Rule(
+            "dtype",
+            "the Gluon template takes k and v in the dtype of q",
+            lambda c: c.structure.kv_dtype == "",
+        ),
+        # What nobody has run in eight bits: Q in parts, or in registers.
+        Rule(
+            "fp8",
+            "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v, and "
+            "q_in_regs is 0",
+            lambda c: (
+                c.structure.itemsize > 1
+                or (
+                    c.structure.head_dim_qk == c.structure.head_dim_v != 192
+                    and c.config.q_in_regs == 0
+                )
+            ),
+        ),
+        Rule(
+            "fp8_pv",
+            "fp8_pv: V and weights of 8 bits are of fp8, in tiles of at least 32 keys",
+            lambda c: (
+                not c.config.fp8_pv or (c.structure.itemsize == 1 and c.config.BLOCK_N >= 32)
+            ),
+        ),
+        Rule(
+            "head dimension",
+            "head dimension {c.structure.head_dim_qk} is not one of 64, 96, 128, 192, 256; "
+            + _OTHERS,
+            lambda c: _known_dim(c, c.structure.head_dim_qk, QK_DIMS),
+        ),
+        Rule(
+            "head dimension",
+            "head dimension {c.structure.head_dim_v} is not one of 64, 96, 128, 256; " + _OTHERS,
+            lambda c: _known_dim(c, c.structure.head_dim_v, V_DIMS),
+        ),
+        # The output leaves through Q's parts, of which a narrower one is none.
+        Rule(
+            "head dimension",
+            "head dimension {c.structure.head_dim_v} of V is below 128 beside "
+            "{c.structure.head_dim_qk} of Q and K",
+            lambda c: c.structure.head_dim_qk <= WIDEST or c.v_padded >= LEAST_V,
+        ),
+        Rule(
+            "v_parts",
+            "v_parts={c.config.v_parts}: it is 2 above 256 columns of V, and 1 up to them",
+            lambda c: (
+                c.config.v_parts == 1
+                if c.structure.head_dim_v <= WIDEST
+                else c.config.v_parts == 2 and c.structure.head_dim_qk > WIDEST
+            ),
+        ),
+        Rule(
+            "k_parts",
+            "k_parts={c.config.k_parts} is not 1, nor do as many whole 64 columns make "
+            "{c.structure.head_dim_qk} of K",
+            lambda c: (
+                c.config.k_parts == 1
+                or (
+                    c.config.k_parts > 1
+                    and c.structure.head_dim_qk > WIDEST
+                    and c.structure.head_dim_qk % (BOX * c.config.k_parts) == 0
+                )
+            ),
+        ),
+        Rule(
+            "head dimension",
+            "head dimension {c.structure.head_dim_qk} is no multiple of 8 from 16 to 256",
+            lambda c: _in_boxes(c, c.structure.head_dim_qk),
+        ),
+        Rule(
+            "head dimension",
+            "head dimension {c.structure.head_dim_v} is no multiple of 8 from 16 to 256",
+            lambda c: _in_boxes(c, c.structure.head_dim_v),
+        ),
+        Rule(
+            "v_box",
+            "v_box={c.config.v_box}: any head dimensions are served in 16 bits alone",
+            lambda c: not c.boxed or c.structure.itemsize == 2,
+        ),
+        Rule(
+            "tma",
+            "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
+            lambda c: tma_layout(c.structure),
+        ),
+        Rule(
+            "q_in_regs",
+            "q_in_regs={c.config.q_in_regs} is not 0, all {c.qk_padded} columns of Q, or half of "
+            "them; with a v_box no multiple of 32 of them, or products of scores are as wide as "
+            "those of values",
+            _holds_q,
+        ),
+        Rule(
+            "mask block",
+            "a tile of {c.config.consumers} times 64 rows, of {c.config.heads} heads, does not "
+            "divide the mask's block of {c.structure.sparsity.q_block}",
+            _divides_block,
+        ),
+        Rule(
+            "mask block",
+            "BLOCK_N={c.config.BLOCK_N} does not divide the mask's block of "
+            "{c.structure.sparsity.kv_block}",
+            lambda c: (
+                c.structure.sparsity is None
+                or c.structure.sparsity.kv_block % c.config.BLOCK_N == 0
+            ),
+        ),
+        # That they share a KV head too is a matter of a problem's heads: the grid asks.
+        Rule(
+            "pack_gqa",
+            "pack_gqa: the {c.config.heads} heads of a tile have lists of blocks of their own",
+            lambda c: (
+                c.config.heads == 1
+                or c.structure.sparsity is None
+                or not c.structure.sparsity.per_head
+            ),
+        ),
+        Rule(
+            "shared memory",
+            "shared memory: about {c.shared_memory} bytes, {c.device.name} has "
+            "{c.device.shared_memory}",
+            lambda c: c.shared_memory <= c.device.shared_memory,
+        ),
+        Rule(
+            "registers",
+            "registers: about {c.registers} a thread, a consumer has {c.config.consumer_regs}",
+            lambda c: c.registers <= c.config.consumer_regs,
+        ),
+    ),
+    worth=(
+        # Nothing is loaded while the one tile of keys is in use.
+        Rule(
+            "no overlap",
+            "no overlap: {c.config.num_stages} stage of K and V",
+            lambda c: c.config.num_stages >= 2 or c.config.k_parts > 1,
+        ),
+    ),
+)

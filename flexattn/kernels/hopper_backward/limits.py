@@ -1,0 +1,286 @@
+"""Limits of Hopper's backward: what its tiles take of shared memory and registers, and rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from flexattn.device import Device
+from flexattn.kernels.base.features import tma_layout
+from flexattn.kernels.base.limits import Limits, Rule
+from flexattn.kernels.hopper_backward.config import (
+    BACKWARD_REGISTERS,
+    EARLY,
+    PIPELINED,
+    HopperBackwardConfig,
+    columns,
+)
+from flexattn.kernels.hopper_backward.masks import loads_pairs, sums_diagonals
+from flexattn.problem import Structure
+
+# Threads of the two consumers, which share a tile.
+CONSUMER_THREADS = 256
+# Bytes of barriers beside the tiles; registers of addresses and of what is known of rows and keys.
+BARRIERS, BESIDE_TILES = 512, 32
+# The most registers of a thread that hold a tile of dQ.
+DQ_REGISTERS = 64
+# The most rows of a box of the copy engine, each of 32 numbers of a tile of dQ.
+BOX_ROWS, BOX_COLUMNS = 256, 32
+
+
+@dataclass(eq=False)
+class ConfigCase:
+    """A config for a structure on a device."""
+
+    config: HopperBackwardConfig
+    structure: Structure
+    device: Device
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether a product goes on when the next tile begins."""
+        return self.config.pipelined != ""
+
+    @property
+    def dq_later(self) -> bool:
+        """Whether dQ's product does."""
+        return self.config.pipelined == "dq"
+
+    @cached_property
+    def columns(self) -> int:
+        """Columns of every tile."""
+        return columns(self.structure)
+
+    @property
+    def mask_blocks(self) -> tuple[int, int]:
+        """Rows and keys of a mask's blocks; 0 without a mask."""
+        sparsity = self.structure.sparsity
+        return (0, 0) if sparsity is None else (sparsity.q_block, sparsity.kv_block)
+
+    @cached_property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory."""
+        c, itemsize = self.config, self.structure.itemsize
+        # Q, dO, lse and delta of each stage; K and V.
+        walked = c.num_stages * c.BLOCK_M * (2 * self.columns * itemsize + 8)
+        held = 2 * c.BLOCK_N * self.columns * itemsize
+        # dS, and a P a stage where the warpgroups share a tile's columns; two of each by products.
+        score_tiles = c.ds_stages
+        score_tiles += c.num_stages if c.split else 0
+        score_tiles += 3 if c.by_product else 0
+        scores = score_tiles * c.BLOCK_M * c.BLOCK_N * itemsize
+        # A bit of each weight, and a tile of dQ in float32.
+        kept = c.BLOCK_M * c.BLOCK_N // 8 if self.structure.dropout else 0
+        dq_tile = 4 * c.BLOCK_M * self.columns if c.dq_tma else 0
+        return walked + held + scores + kept + dq_tile + BARRIERS
+
+    @cached_property
+    def registers(self) -> int:
+        """Registers of a consumer's thread."""
+        c = self.config
+        dk_and_dv = 2 * c.BLOCK_N * self.columns // CONSUMER_THREADS
+        # Of one tile; dP has as many.
+        scores = c.BLOCK_M * c.BLOCK_N // CONSUMER_THREADS * (2 if c.by_product else 1)
+        dq_tile = c.BLOCK_M * self.columns // CONSUMER_THREADS
+        return dk_and_dv + max(2 * scores, scores // 2 + dq_tile) + BESIDE_TILES
+
+
+LIMITS: Limits[ConfigCase] = Limits(
+    ConfigCase,
+    shape=(
+        Rule(
+            "tile",
+            "tiles of {c.config.BLOCK_M} rows and {c.config.BLOCK_N} keys: both are 64 or 128",
+            lambda c: c.config.BLOCK_M in (64, 128) and c.config.BLOCK_N in (64, 128),
+        ),
+        Rule(
+            "stages",
+            "num_stages={c.config.num_stages} is not between 1 and 4",
+            lambda c: 1 <= c.config.num_stages <= 4,
+        ),
+        Rule(
+            "ds_stages",
+            "ds_stages={c.config.ds_stages} is not 1, or 2 where pipelined is not dq: that "
+            "multiplies the last tile's dS in the next turn",
+            lambda c: c.config.ds_stages == 1 or (c.config.ds_stages == 2 and not c.dq_later),
+        ),
+        Rule(
+            "pipelined",
+            "pipelined takes two stages or more: the next Q is awaited before this one is "
+            "released",
+            lambda c: not c.pipelined or c.config.num_stages >= 2,
+        ),
+        Rule(
+            "deterministic",
+            "deterministic takes dq_tma: a warp adds what the consumers have left, in its turn",
+            lambda c: not c.config.deterministic or c.config.dq_tma,
+        ),
+        Rule(
+            "dq_tma",
+            "dq_tma hands on a tile's dQ before the next tile begins, pipelined=dq after",
+            lambda c: not (c.config.dq_tma and c.dq_later),
+        ),
+        Rule(
+            "dq_tma stages",
+            "num_stages={c.config.num_stages}: dq_tma takes a hardware barrier of the fourth "
+            "stage",
+            lambda c: not c.config.dq_tma or c.config.num_stages <= 3,
+        ),
+        Rule(
+            "by_product",
+            "by_product takes tiles of 64x64, three stages at most, and nothing that orders the "
+            "products of warpgroups that share them",
+            lambda c: (
+                not c.config.by_product
+                or (
+                    c.config.BLOCK_M == c.config.BLOCK_N == 64
+                    and c.config.num_stages <= 3
+                    and c.config.ds_stages == 1
+                    and not (c.pipelined or c.config.ping_pong or c.config.dq_tma)
+                )
+            ),
+        ),
+        Rule(
+            "words",
+            "pipelined is dk, dq or empty, early_lse half, all or empty, and ex2_emulated of 8 "
+            "at most 8",
+            lambda c: (
+                c.config.pipelined in PIPELINED
+                and c.config.early_lse in EARLY
+                and 0 <= c.config.ex2_emulated <= 8
+            ),
+        ),
+    ),
+    fit=(
+        Rule("arch", "{c.device.arch} has no wgmma", lambda c: c.device.has_wgmma),
+        Rule(
+            "dtype",
+            "Hopper's backward multiplies 16 bits, of one dtype",
+            lambda c: c.structure.itemsize == 2 and c.structure.kv_dtype == "",
+        ),
+        Rule(
+            "head dimension",
+            "head dimensions ({c.structure.head_dim_qk}, {c.structure.head_dim_v}) are multiples "
+            "of 8, and the wider one is from 40 to 256, in Hopper's backward",
+            lambda c: (
+                32 < max(c.structure.head_dim_qk, c.structure.head_dim_v)
+                and c.columns <= 256
+                and c.structure.head_dim_qk % 8 == c.structure.head_dim_v % 8 == 0
+            ),
+        ),
+        Rule(
+            "dq_tma tile",
+            "dq_tma copies a tile of dQ at once: one of {c.config.BLOCK_M}x{c.columns} has more "
+            "than 32 KB",
+            lambda c: (
+                not c.config.dq_tma or c.config.BLOCK_M * c.columns <= BOX_ROWS * BOX_COLUMNS
+            ),
+        ),
+        Rule(
+            "dq_halves",
+            "dq_halves takes dq_tma and a second warp, which in order adds every other tile, and"
+            " for which dropout leaves registers beside tiles of 64x128 alone",
+            lambda c: (
+                not c.config.dq_halves
+                or (
+                    c.config.dq_tma
+                    and not c.config.deterministic
+                    and (
+                        not c.structure.dropout
+                        or (c.config.BLOCK_M == 64 and c.config.BLOCK_N == 128)
+                    )
+                )
+            ),
+        ),
+        Rule(
+            "persistent",
+            "persistent takes dq_tma as a whole, and none of deterministic, pipelined, "
+            "ping_pong, by_product and dropout",
+            lambda c: (
+                not c.config.persistent
+                or (
+                    c.config.dq_tma
+                    and not c.config.dq_halves
+                    and not c.config.deterministic
+                    and not c.pipelined
+                    and not c.config.ping_pong
+                    and not c.config.by_product
+                    and not c.structure.dropout
+                )
+            ),
+        ),
+        Rule(
+            "persistent tiles",
+            "persistent stores dK by way of {c.config.ds_stages} tiles of dS of "
+            "{c.config.BLOCK_N}x{c.config.BLOCK_M}, which have to hold one of "
+            "{c.config.BLOCK_N}x{c.columns}, and dV by one of dQ of {c.config.BLOCK_M} rows",
+            lambda c: (
+                not c.config.persistent
+                or (
+                    c.config.ds_stages * c.config.BLOCK_M >= c.columns
+                    and 2 * c.config.BLOCK_M >= c.config.BLOCK_N
+                )
+            ),
+        ),
+        Rule(
+            "dropout stages",
+            "num_stages={c.config.num_stages}: dropout takes a hardware barrier of the fourth "
+            "stage, and beside dq_tma of the third",
+            lambda c: (
+                not c.structure.dropout or c.config.num_stages <= (2 if c.config.dq_tma else 3)
+            ),
+        ),
+        Rule(
+            "layout",
+            "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
+            lambda c: tma_layout(c.structure),
+        ),
+        Rule(
+            "mask block",
+            "the mask's blocks of {c.mask_blocks[0]}x{c.mask_blocks[1]} are no whole tiles of "
+            "{c.config.BLOCK_M}x{c.config.BLOCK_N}",
+            lambda c: (
+                c.mask_blocks[0] % c.config.BLOCK_M == 0
+                and c.mask_blocks[1] % c.config.BLOCK_N == 0
+            ),
+        ),
+        Rule(
+            "captured gradients",
+            "gradients of what score_mod does not read along q_idx - kv_idx are added up by "
+            "Triton's backward",
+            lambda c: sums_diagonals(c.structure),
+        ),
+        Rule(
+            "order of captured gradients",
+            "gradients of what score_mod captures are added up in any order",
+            lambda c: not (c.structure.grads and c.config.deterministic),
+        ),
+        Rule(
+            "by_product gradients",
+            "by_product neither drops weights nor adds to gradients of what score_mod captures",
+            lambda c: not (c.config.by_product and (c.structure.dropout or c.structure.grads)),
+        ),
+        Rule(
+            "mods",
+            "a mod reads memory for each query and key, which Hopper's backward has no tile for,"
+            " or not along q_idx - kv_idx",
+            lambda c: not loads_pairs(c.structure),
+        ),
+        Rule(
+            "shared memory",
+            "shared memory: about {c.shared_memory} bytes, {c.device.name} has "
+            "{c.device.shared_memory}",
+            lambda c: c.shared_memory <= c.device.shared_memory,
+        ),
+        Rule(
+            "dq",
+            "a tile of dQ of {c.config.BLOCK_M}x{c.columns} has more than 64 registers a thread",
+            lambda c: c.config.BLOCK_M * c.columns <= DQ_REGISTERS * CONSUMER_THREADS,
+        ),
+        Rule(
+            "registers",
+            f"about {{c.registers}} registers a thread, consumers have {BACKWARD_REGISTERS}",
+            lambda c: c.registers <= BACKWARD_REGISTERS,
+        ),
+    ),
+)

@@ -1,0 +1,373 @@
+"""Limits of the Triton templates for prefill and decode: shared memory, registers, and rules.
+
+What a config takes is fitted to compiled kernels of every arch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import floor
+
+from flexattn.device import Device, is_rdna
+from flexattn.kernels.base import features
+from flexattn.kernels.base.config import padded, pieces, power_above
+from flexattn.kernels.base.limits import Limits, Rule
+from flexattn.kernels.triton.amd import AmdDecodeConfig, AmdPrefillConfig, limited
+from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig
+from flexattn.problem import Structure
+
+# The widest head dimension of one tile that the copy engine reads.
+TMA_WIDEST = 256
+# Tiles are powers of two, of which this is more than any.
+POWER = 2**16
+# More waves of a SIMD than this leave no kernel of ours its registers.
+MOST_WAVES = 8
+
+# Bytes of barriers, and of scratch of reductions and layout changes, beside the tiles.
+SHARED_SLACK = 2048
+# Bytes of a float32 number as three of bfloat16, and of a key in a product that adds a ramp: 16
+# numbers of bfloat16.
+SPLIT_BYTES, RAMP_BYTES = 6, 32
+
+# Registers of addresses, loop state, row statistics and what the mods hold, beside the tiles, by
+# the instruction that multiplies.
+WGMMA_SLACK, MMA_SLACK, KEYS_SLACK, MFMA_SLACK, FMA_SLACK = 26, 40, 100, 120, 24
+WMMA_SLACK, SPLIT_SLACK = 24, 24
+# The most that rows take of RDNA's: of wide heads they are read again from shared memory.
+WMMA_ROWS = 128
+# What a mod reads for each key of a tile, before it is used.
+GATHER_REGISTERS = 8
+
+
+@dataclass(eq=False)
+class ConfigCase:
+    """A config for a structure on a device, whose threads have the registers that hints leave."""
+
+    config: PrefillConfig | DecodeConfig
+    structure: Structure
+    device: Device
+
+    @property
+    def use_tma(self) -> bool:
+        """Whether tiles are read by the copy engine."""
+        return isinstance(self.config, PrefillConfig) and self.config.use_tma
+
+    @property
+    def mask_rows(self) -> int:
+        """Rows of a mask's block, of heads that share them; 0 without a mask."""
+        sparsity = self.structure.sparsity
+        return 0 if sparsity is None else sparsity.q_block * self.structure.packed_heads
+
+    @property
+    def is_hip(self) -> bool:
+        """Whether AMD's compiler makes the kernel."""
+        return self.device.backend == "hip"
+
+    @cached_property
+    def qk_padded(self) -> int:
+        """Columns of Q and K as tiles hold them."""
+        return padded(self.structure.head_dim_qk)
+
+    @cached_property
+    def v_padded(self) -> int:
+        """Columns of V as tiles hold them."""
+        return padded(self.structure.head_dim_v)
+
+    # How products are made.
+
+    @cached_property
+    def fp32_products(self) -> str:
+        """How float32 is multiplied: "ieee" without matrix instructions, "bf16x6" as parts."""
+        return features.fp32_products(self.structure)
+
+    @property
+    def splits(self) -> bool:
+        """Whether each product is six of bfloat16."""
+        return self.fp32_products == "bf16x6"
+
+    @property
+    def warpgroups(self) -> bool:
+        """Whether warpgroups can multiply the tile: 64 rows each, K and V in shared memory."""
+        return self.device.has_wgmma and self.config.BLOCK_M >= 64 and self.config.num_warps >= 4
+
+    @cached_property
+    def wgmma(self) -> bool:
+        """Whether they do, in 16 bits."""
+        return self.warpgroups and self.structure.itemsize == 2
+
+    @cached_property
+    def split_wgmma(self) -> bool:
+        """Whether they do in three parts of bfloat16, of which Q's lie in shared memory too."""
+        return self.warpgroups and self.splits
+
+    @property
+    def rows_per_warp(self) -> bool:
+        """Whether each warp has 16 rows or more of its own."""
+        return self.config.BLOCK_M >= 16 * self.config.num_warps
+
+    @cached_property
+    def loads_tile(self) -> bool:
+        """Whether a mod reads a value for each score."""
+        return features.loads_tiles(self.structure)
+
+    @property
+    def loads_keys(self) -> bool:
+        """Whether a mod reads a value for each key, beside documents' numbers."""
+        structure = self.structure
+        return features.loads_by_key(structure) and not features.compares_numbers(structure)
+
+    # Shared memory, in bytes: Q, P on its way to a product, K and V ahead of it; exact but for the
+    # slack where nothing is loaded by a mod.
+
+    @property
+    def p_tile(self) -> int:
+        """P, which stays with the warps that made it where wgmma reads it from registers."""
+        tile, itemsize = self.config.BLOCK_M * self.config.BLOCK_N, self.structure.itemsize
+        if self.loads_tile:
+            return tile * max(itemsize, 4)
+        if (self.wgmma or self.split_wgmma) and self.rows_per_warp:
+            return 0
+        return tile * (SPLIT_BYTES if self.split_wgmma else itemsize)
+
+    @property
+    def kv_tiles(self) -> int:
+        """K and V."""
+        c, itemsize = self.config, self.structure.itemsize
+        wider = max(self.qk_padded, self.v_padded)
+        if c.num_stages > 1:
+            # wgmma reads K and V in place, so the tiles in use count too.
+            ahead = c.num_stages if self.wgmma else c.num_stages - 1
+            held = ahead * (self.qk_padded + self.v_padded)
+        else:
+            # One stage holds either of K and V.
+            held = 0 if self.splits else wider
+        # What is split lies there a second time, as three parts of bfloat16; without wgmma
+        # fragments of rows and keys do, of which this is enough.
+        parts = SPLIT_BYTES * wider if self.splits else 0
+        ramp = RAMP_BYTES if features.multiplies_ramp(self.structure, self.device) else 0
+        return c.BLOCK_N * (held * itemsize + parts + ramp)
+
+    @cached_property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory."""
+        itemsize = SPLIT_BYTES if self.split_wgmma else self.structure.itemsize
+        q_tile = self.config.BLOCK_M * self.qk_padded * itemsize
+        if self.is_hip:
+            return max(q_tile, self.kv_tiles + self.p_tile)
+        return q_tile + self.kv_tiles + self.p_tile + SHARED_SLACK
+
+    @cached_property
+    def registers(self) -> int:
+        """Registers of one thread, roughly.
+
+        No config passes that spills in a loop, and few others are refused.
+        """
+        c = self.config
+        threads = self.device.warp_size * c.num_warps
+        words = self.structure.itemsize / 4
+        accumulator, scores = c.BLOCK_M * self.v_padded / threads, c.BLOCK_M * c.BLOCK_N / threads
+        # Accumulator and scores in fp32, and P.
+        made = accumulator + scores + scores * words
+        keys = c.BLOCK_N * self.qk_padded / threads
+        if self.fp32_products == "ieee":
+            # Without matrix instructions a thread holds operands of several steps at once.
+            operands = keys * (3 / 2 if c.num_stages > 1 else 1)
+            return floor(3 * (made + operands)) + FMA_SLACK
+        gathered = 0
+        if self.loads_tile:
+            gathered = floor(scores) + GATHER_REGISTERS
+        elif self.loads_keys:
+            gathered = GATHER_REGISTERS
+        if self.wgmma:
+            return floor(made) + WGMMA_SLACK + 2 * c.num_stages + gathered
+        if self.split_wgmma:
+            # A tile's product has sums of its own, and P lies there as three parts.
+            return floor(2 * accumulator + 4 * scores) + SPLIT_SLACK
+        if is_rdna(self.device):
+            # Each half of a wave holds whole operands. Warps beyond the rows share out the keys.
+            rows = max(c.BLOCK_M, 16 * c.num_warps)
+            shared_keys = c.num_stages * c.BLOCK_N * c.BLOCK_M / rows
+            columns = self.qk_padded + self.v_padded
+            held_keys = 2 * words * shared_keys * columns / self.device.warp_size
+            held_rows = min(2 * words * rows * self.qk_padded / threads, WMMA_ROWS)
+            # Divided once, after the sum: a sum of thirds that is whole may end below.
+            return floor((4 * made + 2 * held_rows + 2 * held_keys) / 3) + WMMA_SLACK + gathered
+        q, keys = c.BLOCK_M * self.qk_padded * words / threads, keys * words
+        if self.is_hip:
+            return floor(3 / 2 * (made + q + 2 * keys)) + MFMA_SLACK
+        if not self.rows_per_warp:
+            # Warps beyond the rows share out the keys: fragments of K and V, and their addresses.
+            return floor(made + 3 / 2 * keys) + KEYS_SLACK
+        return floor(made + q + c.BLOCK_N * words / 2) + MMA_SLACK
+
+
+def case_of(
+    config: PrefillConfig | DecodeConfig, structure: Structure, device: Device
+) -> ConfigCase:
+    """A config for a structure on a device."""
+    return ConfigCase(config, structure, limited(device, config))
+
+
+def _is_tile(size: int) -> bool:
+    return size >= 16 and POWER % size == 0
+
+
+def _known_hints(c: ConfigCase) -> bool:
+    """Whether the compiler knows a config's hints.
+
+    Of rows of a matrix instruction RDNA has 16, CDNA 16 or 32. Compilers drop other hints without
+    a word, or multiply tiles without matrix instructions.
+    """
+    if not isinstance(c.config, AmdPrefillConfig | AmdDecodeConfig):
+        return True
+    waves, rows = c.config.waves_per_eu, c.config.matrix_instr_nonkdim
+    if waves == rows == 0:
+        return True
+    known = (0, 16) if c.device.warp_size == 32 else (0, 16, 32)
+    return c.is_hip and waves <= MOST_WAVES and rows in known
+
+
+def _one_tile(head_dim: int) -> bool:
+    return len(pieces(head_dim)) == 1 and padded(head_dim) <= TMA_WIDEST
+
+
+LIMITS: Limits[ConfigCase] = Limits(
+    case_of,
+    shape=(
+        Rule(
+            "hints",
+            "the compiler for {c.device.arch} does not know the hints of {config}",
+            _known_hints,
+        ),
+        Rule(
+            "power of two",
+            "BLOCK_M={c.config.BLOCK_M} is not a power of two of at least 16",
+            lambda c: _is_tile(c.config.BLOCK_M),
+        ),
+        Rule(
+            "power of two",
+            "BLOCK_N={c.config.BLOCK_N} is not a power of two of at least 16",
+            lambda c: _is_tile(c.config.BLOCK_N),
+        ),
+        Rule(
+            "warps",
+            "num_warps={c.config.num_warps} is not one of 1, 2, 4, 8, 16",
+            lambda c: c.config.num_warps in (1, 2, 4, 8, 16),
+        ),
+        Rule(
+            "stages",
+            "num_stages={c.config.num_stages} is not between 1 and 8",
+            lambda c: 1 <= c.config.num_stages <= 8,
+        ),
+        Rule(
+            "splits",
+            "num_splits={c.config.num_splits} is below 0",
+            lambda c: not isinstance(c.config, DecodeConfig) or c.config.num_splits >= 0,
+        ),
+        Rule(
+            "order",
+            "the order of {config} is none of those there are",
+            lambda c: not isinstance(c.config, PrefillConfig) or c.config.order in ORDERS,
+        ),
+    ),
+    # A tile never spans two blocks of a mask; it may cover one that no tile divides.
+    fit=(
+        Rule(
+            "dtype",
+            "float8 is multiplied by the Gluon template alone, on Hopper",
+            lambda c: c.structure.itemsize >= 2,
+        ),
+        Rule(
+            "mask block",
+            "BLOCK_M={c.config.BLOCK_M} is wider than the mask's block of {c.mask_rows}",
+            lambda c: c.structure.sparsity is None or c.config.BLOCK_M <= power_above(c.mask_rows),
+        ),
+        Rule(
+            "mask block",
+            "BLOCK_N={c.config.BLOCK_N} is wider than the mask's block of "
+            "{c.structure.sparsity.kv_block}",
+            lambda c: (
+                c.structure.sparsity is None
+                or c.config.BLOCK_N <= power_above(c.structure.sparsity.kv_block)
+            ),
+        ),
+        # Of parts of tf32 such took twice the time at D 64, and at D 256 one read beyond its
+        # tensors (Triton 3.6).
+        Rule(
+            "warps",
+            "num_warps={c.config.num_warps} share {c.config.BLOCK_M} rows of float32, which "
+            "warpgroups split by 64",
+            lambda c: not c.split_wgmma or c.rows_per_warp,
+        ),
+        Rule(
+            "tma",
+            "use_tma: {c.device.arch} has no TMA",
+            lambda c: not c.use_tma or c.device.has_tma,
+        ),
+        Rule(
+            "tma",
+            "use_tma: q, k, v must have inner stride 1, the rest multiples of 16 bytes",
+            lambda c: not c.use_tma or features.tma_layout(c.structure),
+        ),
+        Rule(
+            "tma",
+            "use_tma: head dimension {c.structure.head_dim_qk} is not one tile of at most 256",
+            lambda c: not c.use_tma or _one_tile(c.structure.head_dim_qk),
+        ),
+        Rule(
+            "tma",
+            "use_tma: head dimension {c.structure.head_dim_v} is not one tile of at most 256",
+            lambda c: not c.use_tma or _one_tile(c.structure.head_dim_v),
+        ),
+        Rule(
+            "shared memory",
+            "shared memory: about {c.shared_memory} bytes, {c.device.name} has "
+            "{c.device.shared_memory}",
+            lambda c: c.shared_memory <= c.device.shared_memory,
+        ),
+        Rule(
+            "registers",
+            "registers: about {c.registers} a thread, {c.device.arch} has "
+            "{c.device.max_registers}",
+            lambda c: c.registers <= c.device.max_registers,
+        ),
+        # One block must be able to live on an SM.
+        Rule(
+            "occupancy",
+            "occupancy: about {c.registers} registers a thread in {c.config.num_warps} warps, an "
+            "SM of {c.device.arch} has {c.device.registers}",
+            lambda c: c.registers * c.device.warp_size * c.config.num_warps <= c.device.registers,
+        ),
+    ),
+    worth=(
+        # The estimate is of mods as heavy as those measured: heavier ones need room. Where it is
+        # steep, what passes has room for the mods that were measured.
+        Rule(
+            "headroom",
+            "headroom: about {c.registers} registers a thread leave few of "
+            "{c.device.max_registers}",
+            lambda c: (
+                is_rdna(c.device) or c.split_wgmma or 4 * c.registers <= 3 * c.device.max_registers
+            ),
+        ),
+        # Two warps on the same 16 rows pay where the accumulator needs them, and only there.
+        Rule(
+            "idle warps",
+            "idle warps: {c.config.num_warps} on {c.config.BLOCK_M} rows",
+            lambda c: c.structure.kind == "decode" or c.v_padded > 128 or c.rows_per_warp,
+        ),
+        Rule(
+            "slower loads",
+            "slower loads: TMA could read the tiles",
+            lambda c: (
+                c.structure.kind == "decode"
+                or c.use_tma
+                or not c.device.has_tma
+                or not features.tma_layout(c.structure)
+                or not _one_tile(c.structure.head_dim_qk)
+                or not _one_tile(c.structure.head_dim_v)
+            ),
+        ),
+    ),
+)
