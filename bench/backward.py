@@ -97,7 +97,7 @@ def table(report: Report) -> str:
 
 
 def variant(text: str) -> Trainer:
-    """Ours with kernel options, or with fields of a template's config: "dk_rs=0", "guarded=1"."""
+    """Ours with kernel options, or with fields of a template's config: "dp_rs=1", "guarded=1"."""
     given = parse_config(text)
     if all(map(_is_option, given)):
         return ours_trained(given)

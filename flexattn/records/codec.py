@@ -101,7 +101,8 @@ def decode_record(raw: bytes) -> Record:
 def decode(kind: Any, data: Any, where: str) -> Any:
     """JSON data as a value of a type: no field but its own, exactly their types, sane sizes.
 
-    A field that has a default may be missing, so a config that gained a knob still reads.
+    A field that has a default may be missing, so a config that gained a knob still reads; so does
+    one that lost a knob (`retired` of its class), where it was not turned.
 
     kind: a dataclass, int, float, bool, str, a Literal, a tuple or a union of these. where: what
     an error calls it. Raises CacheError.
@@ -312,7 +313,13 @@ def _config(data: Any) -> Any:
     given = {k: v for k, v in data.items() if k != "type"} if type(name) is str else {}
     if name not in config_names():
         raise CacheError(" is no config", f"its type is one of {', '.join(config_names())}")
-    config = _fields(config_class(name))(given)
+    kind = config_class(name)
+    # Fields of earlier versions that say what every kernel is now.
+    retired: dict[str, object] = getattr(kind, "retired", {})
+    for each, only in retired.items():
+        if given.pop(each, only) != only:
+            raise CacheError(f".{each} is not {only!r}", "no kernel has another value any more")
+    config = _fields(kind)(given)
     for each in fields(config):
         _check_range(each.name, getattr(config, each.name))
     return config

@@ -195,7 +195,7 @@ def test_forms_that_a_search_tries_fit(D, pytestconfig):
     """What spills loses a race, and what does not build ends one."""
     wanted = problem("backward", D, group=1, **MODS["causal"])
     found = [c for c in space(wanted, H200) if isinstance(c, HopperBackwardConfig)]
-    forms = dict.fromkeys(replace(c, lpt=True) for c in found)
+    forms = dict.fromkeys(found)
     assert len(forms) >= 20
     for config in part(pytestconfig, forms, 4):
         compiled = compile_source(render(wanted.structure, config, H200, "matrix"), H200)
@@ -226,7 +226,7 @@ def test_sums_in_order_overlap_their_products(D, dropout):
 
 TURNS = {
     "full": {"mha": True, "even_n": True, "pipelined": "dk"},
-    "dq": {"pipelined": "dq", "dk_rs": False},
+    "dk": {"pipelined": "dk"},
     "early": {"early_lse": "all"},
 }
 
@@ -235,8 +235,8 @@ TURNS = {
 @pytest.mark.parametrize(
     ("form", "dropout"),
     share(
-        [("full", False), ("dq", True), ("dq", False), ("early", True)],
-        lambda case: case in (("full", False), ("dq", True)),
+        [("full", False), ("dk", True), ("dk", False), ("early", True)],
+        lambda case: case in (("full", False), ("dk", True)),
     ),
 )
 def test_nobody_waits_for_a_warpgroup_that_waits_for_its_turn(form, dropout):

@@ -77,19 +77,16 @@ def test_shapes(heads, mask_mod, D):
 
 FORMS = {
     "ping_pong": {"ping_pong": True},
-    "dk": {"pipelined": "dk", "remat": True, "dk_rs": False},
-    "dq": {"pipelined": "dq", "remat": True, "dk_rs": False},
-    "dq shifted": {"pipelined": "dq", "remat": True, "ping_pong": True, "shift_rows": True},
-    "ex2": {"ex2_emulated": 2, "lpt": False},
+    "dk": {"pipelined": "dk", "remat": True},
+    "shifted": {"remat": True, "ping_pong": True, "shift_rows": True},
     "dq_tma": {"dq_tma": True},
-    "dq_tma dk": {"dq_tma": True, "remat": True, "pipelined": "dk", "dk_rs": False},
+    "dq_tma dk": {"dq_tma": True, "remat": True, "pipelined": "dk"},
     "deterministic": {"dq_tma": True, "deterministic": True, "remat": True},
     "deterministic dk": {
         "dq_tma": True,
         "deterministic": True,
         "remat": True,
         "pipelined": "dk",
-        "dk_rs": False,
     },
     "early": {"early_lse": "all", "ping_pong": True},
     "half early": {"early_lse": "half"},
@@ -109,11 +106,10 @@ FORMS = {
         "dq_halves": True,
         "ds_stages": 2,
         "pipelined": "dk",
-        "dk_rs": False,
     },
     "waves": {"dq_tma": True, "ds_stages": 2, "waves": 4},
     "trimmed": {"dq_tma": True, "ds_stages": 2, "early_lse": "half", "trimmed": True},
-    "trimmed dk": {"pipelined": "dk", "remat": True, "dk_rs": False, "trimmed": True},
+    "trimmed dk": {"pipelined": "dk", "remat": True, "trimmed": True},
     "persistent": {"dq_tma": True, "ds_stages": 2, "persistent": True, "remat": True},
     "persistent ds first": {
         "dq_tma": True,
@@ -132,7 +128,7 @@ FORMS = {
         "early_lse": "half",
     },
     "by product": {"by_product": True},
-    "by product early": {"by_product": True, "early_lse": "half", "dk_rs": False, "lpt": False},
+    "by product early": {"by_product": True, "early_lse": "half"},
 }
 TILES = {64: ((128, 128, 2), (64, 128, 3)), 128: ((64, 128, 2),), 256: ((64, 64, 2),)}
 # Shared memory has no room for a tile of dq of 256 columns; others' tiles are none of one product.
@@ -193,9 +189,9 @@ def test_dropout_and_sums_in_order_have_the_same_bits_in_every_run(D):
         assert all(map(torch.equal, again, first))
 
 
-@pytest.mark.parametrize("name", ["ping_pong", "ex2"])
+@pytest.mark.parametrize("name", ["ping_pong", "shifted"])
 def test_scores_that_are_no_number_give_none(name, forced):
-    """Powers by multiply-adds made a number of them, by a maximum that takes the other operand."""
+    """A maximum that takes the other operand made a number of them."""
     forced(HopperBackwardConfig(64, 128, 2, **FORMS[name]))
     q, k, v = (x.requires_grad_() for x in on_gpu(1, 2, 2, 200, 256, 128))
     with torch.no_grad():

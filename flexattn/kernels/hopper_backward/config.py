@@ -13,7 +13,7 @@ from flexattn.problem import Structure
 # warp's.
 BLOCK_WARPS = 8
 BACKWARD_REGISTERS = 240
-PIPELINED = ("", "dk", "dq")
+PIPELINED = ("", "dk")
 EARLY = ("", "half", "all")
 
 
@@ -27,10 +27,6 @@ def _joined(structure: Structure) -> bool:
 
 def _dense(structure: Structure) -> bool:
     return structure.sparsity is None
-
-
-def _bfloat16(structure: Structure) -> bool:
-    return structure.dtype == "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +49,10 @@ class HopperBackwardConfig:
     128 on an H100, nothing at 256.
     pipelined: whose product goes on when the next tile begins; default "", nobody's. "dk": dK's,
     beside the next scores: 7 to 10 % faster at D 256 with a causal mask on an H200, slower at 64
-    and 128. "dq": dQ's, which is then multiplied and added beside the next scores: as fast as the
-    default at D 64 on an H100, 7 to 12 % slower at 256. Either takes two stages.
+    and 128. It takes two stages.
     ping_pong: whether the second warpgroup's scores wait for the first one's; default False. One
     then exponentiates beside the other's products (FlashAttention-3): 6 to 9 % slower at D 128 on
     an H100, 2 % faster in the best forms of 64 and 256.
-    dk_rs: whether dK's product reads dS from registers (wgmma's RS form); default True. From
-    shared memory it costs bandwidth, and spares the registers that the pipelined forms lack.
     dp_rs: whether dP's product reads 64 columns of V from registers, which hold them for all
     tiles; default False: from shared memory. They take 16 registers of each thread. At 64 columns
     such a product reads half as much of shared memory, at 128 three quarters: of all of V ptxas
@@ -67,18 +60,13 @@ class HopperBackwardConfig:
     faster at 64 columns without a mask; with a causal one ptxas spills. At 128 columns 3 to 5 %
     faster beside ds_first and half of an early lse, and slower where what a mask asks for besides
     a band takes the registers.
-    ex2_emulated: powers of 2, of every 8, that are made by multiply-adds beside the unit for
-    them, which makes 16 a clock (FlashAttention-4); default 0. Their relative error is 9e-5:
-    P is rounded to 16 bits, with one of 2e-3 in bfloat16. Within 2 % of the default on an H100.
     shift_rows: whether the blocks of a head begin at different rows where no mask is; default
     False. Those that run together then do not add to one tile of dQ at once: 2 % faster at 128
     columns on an H200.
-    lpt: whether the longest tiles of as many heads as fill the device start first (longest
-    processing time first); default True. Else those of one head: the last wave of a causal mask
-    then is longer by 2 to 3 %, by simulation.
     waves: how many tiles of keys, over the device's SMs, the heads of a section have; default 1.
-    With lpt a section of more heads ends with more short tiles: 2 to 3 % faster where a mask has
-    short ones throughout, as of documents and windows, on an H200. 16: documents that see both
+    Its longest tiles start first (longest processing time first). A section of more heads ends
+    with more short tiles: 2 to 3 % faster where a mask has short ones throughout, as of documents
+    and windows, on an H200. 16: documents that see both
     ways were 6 to 15 % faster than with 4 at 8k tokens, and slower at 4k.
     trimmed: whether a kernel before this one trims the ends of a mask's runs, which are blocks, to
     the tiles of which the mask keeps something; default False. It takes runs, and no order. Of
@@ -125,11 +113,8 @@ class HopperBackwardConfig:
     ds_stages: int = 1
     pipelined: str = knob(*PIPELINED, word="pipelined")
     ping_pong: bool = knob(False, True, word="pingpong")
-    dk_rs: bool = knob(True, False, word="dk-ss")
     dp_rs: bool = knob(False, True, word="dp-rs")
-    ex2_emulated: int = knob(0, 2, word="ex2", moves=_bfloat16)
     shift_rows: bool = knob(False, True, word="shifted", moves=_dense)
-    lpt: bool = knob(True, False, word="by-head", moves=_masked)
     waves: int = knob(1, 4, 16, word="waves", moves=_masked)
     trimmed: bool = knob(False, True, word="trimmed", moves=_joined)
     persistent: bool = knob(False, True, word="persistent")
@@ -140,6 +125,9 @@ class HopperBackwardConfig:
     deterministic: bool = knob(False, True, word="deterministic")
     remat: bool = knob(False, True, word="remat")
     by_product: bool = knob(False, True, word="by-product")
+
+    # Fields of earlier versions, with the value that every kernel has now.
+    retired: ClassVar[dict[str, object]] = {"dk_rs": True, "ex2_emulated": 0, "lpt": True}
 
     heads: ClassVar[int] = 1
     num_warps: ClassVar[int] = BLOCK_WARPS

@@ -112,13 +112,11 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         """At up to 128 columns: shared memory has no room for a tile of dQ of 256."""
         if columns(structure) > 128:
             return None
-        pipelined = "" if config.pipelined == "dq" else config.pipelined
         stages = min(config.num_stages, 3)
         return replace(
             config,
             BLOCK_M=64,
             num_stages=stages,
-            pipelined=pipelined,
             dq_halves=False,
             ds_first=False,
             dq_tma=True,
@@ -132,7 +130,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         )
 
     def launch_key(self, config: HopperBackwardConfig) -> tuple[object, ...]:
-        return config.BLOCK_M, config.BLOCK_N, config.lpt, config.waves, config.deterministic
+        return config.BLOCK_M, config.BLOCK_N, config.waves, config.deterministic
 
     def short(self, config: HopperBackwardConfig) -> str:
         """64x128 s2, then the form that sizes allow, and the words of what is turned."""

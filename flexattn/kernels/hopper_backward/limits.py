@@ -38,13 +38,8 @@ class ConfigCase:
 
     @property
     def pipelined(self) -> bool:
-        """Whether a product goes on when the next tile begins."""
+        """Whether dK's product goes on when the next tile begins."""
         return self.config.pipelined != ""
-
-    @property
-    def dq_later(self) -> bool:
-        """Whether dQ's product does."""
-        return self.config.pipelined == "dq"
 
     @cached_property
     def columns(self) -> int:
@@ -100,9 +95,8 @@ LIMITS: Limits[ConfigCase] = Limits(
         ),
         Rule(
             "ds_stages",
-            "ds_stages={c.config.ds_stages} is not 1, or 2 where pipelined is not dq: that "
-            "multiplies the last tile's dS in the next turn",
-            lambda c: c.config.ds_stages == 1 or (c.config.ds_stages == 2 and not c.dq_later),
+            "ds_stages={c.config.ds_stages} is not 1 or 2",
+            lambda c: c.config.ds_stages in (1, 2),
         ),
         Rule(
             "pipelined",
@@ -114,11 +108,6 @@ LIMITS: Limits[ConfigCase] = Limits(
             "deterministic",
             "deterministic takes dq_tma: a warp adds what the consumers have left, in its turn",
             lambda c: not c.config.deterministic or c.config.dq_tma,
-        ),
-        Rule(
-            "dq_tma",
-            "dq_tma hands on a tile's dQ before the next tile begins, pipelined=dq after",
-            lambda c: not (c.config.dq_tma and c.dq_later),
         ),
         Rule(
             "dq_tma stages",
@@ -142,13 +131,8 @@ LIMITS: Limits[ConfigCase] = Limits(
         ),
         Rule(
             "words",
-            "pipelined is dk, dq or empty, early_lse half, all or empty, and ex2_emulated of 8 "
-            "at most 8",
-            lambda c: (
-                c.config.pipelined in PIPELINED
-                and c.config.early_lse in EARLY
-                and 0 <= c.config.ex2_emulated <= 8
-            ),
+            "pipelined is dk or empty, and early_lse half, all or empty",
+            lambda c: c.config.pipelined in PIPELINED and c.config.early_lse in EARLY,
         ),
     ),
     fit=(

@@ -62,8 +62,6 @@ KEYS_READ = 6
 # The flag of a tile of dQ that has sums. Before, it is 0, and 1 while the first block stores its
 # part.
 SUMMED = 2
-# So many powers of 2 of a thread are made by one piece of assembly.
-POWERS_AT_ONCE = 8
 # A row of a tile is a key, and what is walked are queries: see OVER_ROWS of the gradient printer.
 TRANSPOSED = Dialect(
     "gl",
@@ -124,11 +122,8 @@ def render(
         "pipelined": config.pipelined,
         "ping_pong": config.ping_pong,
         "waits_meet": waits_meet(),
-        "dk_rs": config.dk_rs and not config.split,
         "dp_rs": config.dp_rs and config.BLOCK_N == 128,
         "v_half": config.dp_rs and config.BLOCK_N == 128 and columns(structure) == 128,
-        "ex2_emulated": config.ex2_emulated,
-        "of": POWERS_AT_ONCE,
         "shift_rows": config.shift_rows and sparsity is None and not config.deterministic,
         **_flagged(config),
         "ds_stages": config.ds_stages,

@@ -131,13 +131,11 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperBackwardConfig]:
 
 def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[HopperBackwardConfig]:
     """The pipelines with what leaves registers for them, each with the rest turned or not."""
-    # At 128 columns dS would take the registers of the products that are under way.
-    beside = replace(config, dk_rs=columns(structure) != 128)
     pipelines = [
         config,
         replace(config, remat=True),
-        replace(beside, pipelined="dk"),
-        replace(beside, pipelined="dk", remat=True),
+        replace(config, pipelined="dk"),
+        replace(config, pipelined="dk", remat=True),
     ]
     if columns(structure) <= 128:
         added = replace(config, dq_tma=True, ds_stages=2)
@@ -150,9 +148,6 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
             # Beside 64 columns of V there are seldom registers for all of lse.
             held = replace(added, ds_first=True, dp_rs=True)
             pipelines += [held, replace(held, early_lse="half"), replace(held, dq_halves=True)]
-    # Beside the scores of tall tiles dQ's product has no registers: ptxas waits for each.
-    if config.BLOCK_M == 64:
-        pipelines.append(replace(beside, pipelined="dq", remat=True))
     early = "half" if config.BLOCK_M == 128 else "all"
     pipelines += [replace(each, early_lse=early) for each in pipelines]
     dense = structure.sparsity is None
@@ -161,9 +156,8 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
         forms.append(_by_product(config))
     for each in forms:
         yield each
-        if structure.dtype == "bfloat16":
-            yield replace(each, ex2_emulated=2)
-        yield replace(each, shift_rows=True) if dense else replace(each, lpt=False)
+        if dense:
+            yield replace(each, shift_rows=True)
         # Where a block walks few rows, its ends and the last wave count.
         if structure.sparsity is not None and not _walks_far(structure):
             yield replace(each, waves=4)

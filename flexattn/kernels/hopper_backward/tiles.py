@@ -69,7 +69,7 @@ def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str,
         "num_tiles": num_tiles,
         "num_queries": -(-problem.q_len // rows) * (rows // config.BLOCK_M),
         "kv_units": problem.Hkv * _batches(problem),
-        "section_heads": max(1, BLOCKS_AT_ONCE * config.waves // at_once) if config.lpt else 1,
+        "section_heads": max(1, BLOCKS_AT_ONCE * config.waves // at_once),
         "shared_heads": _shared_heads(problem),
     }
 

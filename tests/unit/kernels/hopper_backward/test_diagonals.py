@@ -87,7 +87,7 @@ CASES = [
     ("capped", "dq_tma", "holes", (64, 128, 2), GQA),
     ("scaled", "halves", "window", (64, 128, 3), MHA),
     ("wrapped", "dk", "causal", (64, 64, 3), MHA),
-    ("wrapped", "dq", "full", (64, 128, 2), GQA),
+    ("wrapped", "dk", "full", (64, 128, 2), GQA),
     ("buckets", "two buffers", "documents", (64, 128, 2), GQA),
     ("distance", "plain", "causal", (128, 128, 1), MHA),
 ]

@@ -109,12 +109,11 @@ SLOPES = torch.zeros(32)
         ({"BLOCK_M": 32}, "64 or 128"),
         ({"num_stages": 5}, "between 1 and 4"),
         ({"num_stages": 1, "pipelined": "dk"}, "two stages"),
-        ({"pipelined": "dv"}, "dk, dq or empty"),
-        ({"ex2_emulated": 9}, "of 8 at most 8"),
+        ({"pipelined": "dv"}, "dk or empty"),
+        ({"ds_stages": 3}, "is not 1 or 2"),
         ({"BLOCK_M": 128, "num_stages": 3}, "shared memory"),
         ({"BLOCK_M": 128, "dq_tma": True}, "more than 32 KB"),
         ({"dq_tma": True, "num_stages": 4}, "dq_tma takes a hardware barrier"),
-        ({"dq_tma": True, "pipelined": "dq"}, "before the next tile begins"),
         ({"deterministic": True}, "deterministic takes dq_tma"),
         ({"BLOCK_M": 128, "num_stages": 1}, "registers"),
         ({"persistent": True}, "persistent takes dq_tma"),
@@ -223,9 +222,8 @@ def test_a_search_has_both_families(D, mask):
     every = space(wanted, H200, "full")
     assert len({family_of(each).short(each) for each in every}) == len(every)
     ours = [each for each in every if isinstance(each, HopperBackwardConfig)]
-    assert {each.pipelined for each in ours} == {"", "dk", "dq"}
+    assert {each.pipelined for each in ours} == {"", "dk"}
     assert {each.shift_rows for each in ours} == {False, mask is None}
-    assert {each.lpt for each in ours} == {True, mask is None}
 
 
 @pytest.mark.parametrize(("units", "tiles", "section"), [(6, 3, 4), (5, 1, 128), (7, 4, 1)])
@@ -244,12 +242,11 @@ def test_sections_fill_the_device():
     for kv_len, heads in ((4096, 4), (16384, 1), (128, 128), (100_000, 1)):
         wanted = problem("backward", kv_len=kv_len)
         assert sizes_of_launch(wanted, CONFIG)["section_heads"] == heads
-        assert sizes_of_launch(wanted, replace(CONFIG, lpt=False))["section_heads"] == 1
         waves = sizes_of_launch(wanted, replace(CONFIG, waves=4))["section_heads"]
         assert heads <= waves <= 4 * heads + 3
     # The same machine code in another order: to a search it is no twin.
-    by_head = replace(CONFIG, lpt=False)
-    assert family_of(CONFIG).launch_key(CONFIG) != family_of(CONFIG).launch_key(by_head)
+    more = replace(CONFIG, waves=4)
+    assert family_of(CONFIG).launch_key(CONFIG) != family_of(CONFIG).launch_key(more)
 
 
 @pytest.mark.parametrize("group", [1, 4])
