@@ -121,11 +121,8 @@ class _Writer:
         rendered: tuple[Source, ...] = (choice.source,)
         if choice.combine is not None:
             rendered += (choice.combine,)
-        config, family = choice.config, family_of(choice.config)
+        config = choice.config
         self._sources.write(problem.structure, config, self._device, rendered)
-        lays_out = family.values_kernel(problem.structure, config, self._device)
-        if lays_out is not None:
-            rendered += (lays_out,)
         for source in (*rendered, *sources(problem.structure, config, self._device)):
             self._write(source)
 

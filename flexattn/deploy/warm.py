@@ -56,7 +56,6 @@ def warm(
     from flexattn.device import detect, usable
     from flexattn.errors import BuildError, InputTypeError
     from flexattn.kernels.choose.options import NONE
-    from flexattn.kernels.choose.registry import family_of
     from flexattn.mods import bind
     from flexattn.runtime.build import builder
     from flexattn.runtime.decay_skip import sources
@@ -93,9 +92,6 @@ def warm(
             for source in () if row.kind == "backward" else sources(structure, config, target):
                 with suppress(BuildError):  # a call goes on without it, and says so
                     builder().kernel(source, target, index)
-            values = family_of(config).values_kernel(structure, config, target)
-            if values is not None:
-                builder().kernel(values, target, index)
         found.append(mods)
     for score_mod, mask_mod in found:
         bind(score_mod, "score")

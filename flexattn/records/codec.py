@@ -316,9 +316,9 @@ def _config(data: Any) -> Any:
     kind = config_class(name)
     # Fields of earlier versions that say what every kernel is now.
     retired: dict[str, object] = getattr(kind, "retired", {})
-    for each, only in retired.items():
-        if given.pop(each, only) != only:
-            raise CacheError(f".{each} is not {only!r}", "no kernel has another value any more")
+    for field, only in retired.items():
+        if given.pop(field, only) != only:
+            raise CacheError(f".{field} is not {only!r}", "no kernel has another value now")
     config = _fields(kind)(given)
     for each in fields(config):
         _check_range(each.name, getattr(config, each.name))

@@ -63,8 +63,8 @@ RENDERERS: dict[str, Renderer] = {
     ),
     # Beside those of prefill, on devices that have the instructions.
     "hopper": Renderer(
-        ("kernels.hopper.source", "kernels.hopper.transpose_v"),
-        ("hopper/prefill.py.jinja", "hopper/transpose_v.py.jinja"),
+        ("kernels.hopper.source",),
+        ("hopper/prefill.py.jinja",),
     ),
     # Beside those of prefill and decode, on devices whose compiler takes hints.
     "amd": Renderer(("kernels.triton.amd",), ()),

@@ -38,7 +38,6 @@ from flexattn.runtime.layout import (
     key_strides,
     strides_like,
 )
-from flexattn.runtime.transpose_v import TransposeV
 
 # What a call passes to its launches, by the names that kernels have for it; the mask's lists and
 # what the mods capture follow. None stands for what no kernel of this call takes.
@@ -115,9 +114,8 @@ class Launch:
     combine: decode's second kernel, where there are splits to merge. workspace: floats that the
     splits leave for it. runs: the kernel reads a mask's runs, not its lists. rest: the names of
     the arguments that `rest_of` gives. counts: its blocks take their tiles from a counter.
-    transpose_v: the kernel that V of fp8 passes first. decay_skip: the kernels that find which
-    keys are too far to count, where the call is long enough for that. kv_arguments: values of
-    _KV_ARGUMENTS, of a decode.
+    decay_skip: the kernels that find which keys are too far to count, where the call is long
+    enough for that. kv_arguments: values of _KV_ARGUMENTS, of a decode.
     """
 
     choice: Choice
@@ -133,7 +131,6 @@ class Launch:
     runs: bool
     rest: tuple[str, ...]
     counts: bool = False
-    transpose_v: TransposeV | None = None
     decay_skip: DecaySkip | None = None
     kv_arguments: tuple[int, ...] = ()
 
@@ -154,8 +151,8 @@ class Launch:
         grid = family_of(choice.config).grid(problem, choice.config, choice.device)
         if grid != self.geometry:
             return None
-        # What else depends on kv_len, both of which are prefill's alone.
-        assert self.decay_skip is None and self.transpose_v is None
+        # What else depends on kv_len is prefill's alone.
+        assert self.decay_skip is None
         values = _kv_arguments_of(problem, key_strides(problem, k, v))
         return replace(self, choice=replace(choice, problem=problem), kv_arguments=values)
 
@@ -197,9 +194,7 @@ class Launch:
             lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
         if structure.max_scores:
             maxima = torch.empty(shape[:3], dtype=torch.float32, device=device)
-        if self.transpose_v is not None:
-            v = self.transpose_v.run(v, stream)
-        elif structure.fp8:
+        if structure.fp8:
             v = v.to(self.dtype, memory_format=torch.contiguous_format)
         if self.workspace:
             workspace = torch.empty(self.workspace, dtype=torch.float32, device=device)
@@ -305,14 +300,10 @@ def prepare_launch(
         decay_skip = decay_skip if pays(problem) else None
         if decay_skip is None:
             fixed["DECAY_WINDOW"] = 0
-    transpose_v = None
-    if (lays_out := family.values_kernel(structure, config, target)) is not None:
-        transpose_v = TransposeV.of(lays_out, v, target, index)
-    laid_out = v.shape if transpose_v is None else transpose_v.shape
     described: dict[str, Callable[[], DescriptorBox]] = {
         "Q": lambda: box_of(q),
         "K": lambda: box_of(k),
-        "V": lambda: dense_box(laid_out) if structure.fp8 else box_of(v),
+        "V": lambda: dense_box(v.shape) if structure.fp8 else box_of(v),
         "OUT": lambda: DescriptorBox(out_shape, out_strides),
     }
     boxes = {name: make() for name, make in described.items() if names[name].described}
@@ -334,7 +325,6 @@ def prepare_launch(
         runs,
         rest,
         "COUNTER" in names,
-        transpose_v,
         decay_skip,
         kv_arguments,
     )

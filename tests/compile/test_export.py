@@ -1,20 +1,15 @@
 """A directory for a GPU that is not here: all its kernels, its block masks, and its mods."""
 
-from dataclasses import replace
-
 import pytest
 
 from flexattn.catalogue import alibi, causal, softcap
-from flexattn.deploy import binaries
 from flexattn.deploy.binaries import export
 from flexattn.device import named
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.block_mask.source import render_block_mask
-from flexattn.kernels.choose.options import NONE, Options
+from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.decay_skip.source import render_norms, render_window
-from flexattn.kernels.hopper import space as gluon
 from flexattn.kernels.hopper.config import HopperPrefillConfig
-from flexattn.kernels.hopper.transpose_v import render_transpose_v
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.kernels.triton.source import render_combine
 from flexattn.measure.task import Task
@@ -25,7 +20,6 @@ from flexattn.records.record import Policy
 from flexattn.runtime.binary import binary_of
 from flexattn.runtime.binary_store import Binaries
 from flexattn.runtime.build import compile_source
-from flexattn.runtime.dispatch import chosen
 from flexattn.settings import override
 from tests.problems import choices, problem
 
@@ -85,19 +79,6 @@ def test_both_kinds_of_calls_by_default_and_nothing_twice(quiet):
     found = export([task(device)] * 2, device, quiet)
     assert (found.kernels, found.block_masks, found.mods) == (2, 0, 0)
     assert len(list((quiet / "kernels").iterdir())) == 2
-
-
-def test_what_values_of_eight_bits_pass_first_is_there_too(quiet, monkeypatch):
-    device = named("nvidia-h200")
-    wanted = task(device, dtype="float8_e4m3fn")
-    narrow = replace(gluon.config(2, 128, 2), fp8_pv=True)
-    monkeypatch.setattr(
-        binaries,
-        "chosen",
-        lambda asked, at, none, build: chosen(asked, at, Options(exact=narrow), build),
-    )
-    assert export([wanted], device, quiet, outputs=[(False, False)]).kernels == 2
-    assert Binaries(quiet).find(render_transpose_v(64, device), device) is not None
 
 
 def test_what_finds_keys_too_far_to_count_is_there_too(quiet):

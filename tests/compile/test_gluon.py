@@ -118,53 +118,6 @@ def test_fp8_multiplies_scores_in_eight_bits_and_values_in_sixteen():
     assert scores and scores * 2 == values
 
 
-NARROWED = ("noop", "causal", "lists", "window_softcap")
-NARROW = [(D, mods) for D in (64, 96, 128) for mods in NARROWED]
-
-
-def narrow(wanted, **numbers):
-    start = replace(default(wanted, H200, "gluon"), fp8_pv=True, BLOCK_N=64, consumers=2)
-    return replace(start, consumer_regs=240, **numbers)
-
-
-@pytest.mark.parametrize("lazy_rescale", [True, False])
-@pytest.mark.parametrize(("D", "mods"), share(NARROW, lambda case: case == (128, "causal")))
-def test_fp8_with_values_of_eight_bits(D, mods, lazy_rescale):
-    wanted = problem("prefill", D, dtype="float8_e4m3fn", **MODS[mods])
-    assert not (fault := wrong(wanted, narrow(wanted, lazy_rescale=lazy_rescale))), fault
-
-
-def test_weights_of_eight_bits_are_an_operand_as_they_are():
-    """Nothing is shuffled between threads, and the words of four weights are made as such."""
-    wanted = problem("prefill", 128, dtype="float8_e4m3fn")
-    config = narrow(wanted, lazy_rescale=True, tile_scheduler="grid", BLOCK_N=128)
-    found = compile_source(render(wanted.structure, config, H200, "test"), H200)
-    text, code = found.asm["ptx"], disassembled(found)
-    tile = "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"
-    # Scores twice, of the first tile and in the loop, and values twice, in it and behind it.
-    assert text.count(tile) == 4 * 4 and "bf16.bf16" not in text
-    # Elements of one word are side by side in the operand; in the layout of scores two are of
-    # another row.
-    words = re.findall(
-        r"packed_element = 4 .* -> tensor<64x128xf8E4M3FN, (.*?)>", found.asm["ttgir"]
-    )
-    assert words and all("dot_op" in layout for layout in words)
-    # Words of weights are packed where they are converted.
-    assert code.count("PRMT") <= 16
-
-
-@pytest.mark.full_matrix
-@pytest.mark.parametrize("mods", ["noop", "window_softcap"])
-@pytest.mark.parametrize("D", [64, 96, 128])
-def test_every_fp8_pv_config_offered(D, mods):
-    wanted = problem("prefill", D, dtype="float8_e4m3fn", **MODS[mods])
-    offered = [each for each in space(wanted, H200) if isinstance(each, HopperPrefillConfig)]
-    found = [each for each in offered if each.fp8_pv]
-    assert found
-    faults = list(filter(None, (wrong(wanted, config) for config in found)))
-    assert not faults, "\n".join(faults)
-
-
 def test_the_other_dtype():
     wanted = problem("prefill", 128, dtype="float16")
     assert not (fault := wrong(wanted, default(wanted, H200, "gluon"))), fault
@@ -291,9 +244,8 @@ def test_pack_gqa(mods, tile_scheduler):
     [
         (128, {"lazy_rescale": False}, MODS["window_softcap"]),
         (256, {"q_in_regs": 256, "BLOCK_N": 32}, {}),
-        (128, {"fp8_pv": True, "BLOCK_N": 64}, {"dtype": "float8_e4m3fn"}),
     ],
-    ids=["maxima looked for", "Q in registers", "eight bits"],
+    ids=["maxima looked for", "Q in registers"],
 )
 def test_other_forms_have_no_place_of_the_compilers_either(D, numbers, about):
     wanted = problem("prefill", D, **about)

@@ -166,17 +166,6 @@ def configs():
     yield replace(gluon.config(3, 64, 2), tile_scheduler="dynamic", ping_pong=True)
 
 
-def narrow_configs():
-    """V and weights of eight bits, rescaled lazily and at each tile."""
-    for config in (gluon.config(2, 128, 2), gluon.config(2, 64, 3)):
-        for lazy_rescale in (True, False):
-            for tile_scheduler in ("grid", "static", "dynamic"):
-                yield replace(
-                    config, fp8_pv=True, lazy_rescale=lazy_rescale, tile_scheduler=tile_scheduler
-                )
-    yield replace(gluon.config(2, 64, 2), fp8_pv=True, ping_pong=True, tile_scheduler="static")
-
-
 def brief(config):
     words = [f"{config.consumers}x{config.BLOCK_N}x{config.num_stages}", config.tile_scheduler]
     return "-".join([*words, *["lazy"] * config.lazy_rescale, *["pingpong"] * config.ping_pong])
@@ -208,84 +197,6 @@ def test_configs_give_the_same_bits_at_every_run(config):
         assert_judged(first, *(x.bfloat16() for x in (q, k, v)), block_mask=mask, **given)
         for _ in range(20):
             assert all(map(torch.equal, made.run(), first))
-
-
-@pytest.mark.parametrize("config", list(narrow_configs()), ids=brief)
-def test_values_of_eight_bits(config):
-    q, k, v = tensors(2, 16, 4, 1611, 1347, 128)
-    given = factors(q, k)
-    made = planned(q, k, v, config, given, max_scores=False)
-    first = Reference(*made.run())
-    assert_judged(first, q, k, v, **given)
-    for _ in range(20):
-        again = made.run()
-        assert torch.equal(again.out, first.out) and torch.equal(again.lse, first.lse)
-
-
-# What reads for each key takes registers that the products of 128 columns need.
-NARROW_CASES = [case for case in CASES if case[0] < 256 and case[1] not in READING]
-NARROW_CASES += [(64, mod) for mod in READING]
-
-
-@pytest.mark.parametrize("lazy_rescale", [True, False])
-@pytest.mark.parametrize(("D", "mod"), NARROW_CASES)
-def test_values_of_eight_bits_with_mods(D, mod, lazy_rescale):
-    B, Hq, Hkv, L, S = 2, 6, 2, 301, 419
-    q, k, v = tensors(B, Hq, Hkv, L, S, D)
-    score_mod, mask_mod = MODS[mod](Hq, L, S)
-    config = replace(gluon.config(2, 64, 2), fp8_pv=True, lazy_rescale=lazy_rescale)
-    call = {"score_mod": score_mod, "block_mask": block_mask(mask_mod, q, k)}
-    for max_scores in (True, False):
-        made = planned(q, k, v, config, factors(q, k), max_scores, **call)
-        assert_judged(Reference(*made.run()), q, k, v, **call, **factors(q, k))
-
-
-@pytest.mark.parametrize("lazy_rescale", [True, False])
-def test_values_of_eight_bits_of_any_length_and_layout(lazy_rescale):
-    config = replace(
-        gluon.config(2, 64, 2), fp8_pv=True, lazy_rescale=lazy_rescale, tile_scheduler="static"
-    )
-    for lengths in ((1, 1), (17, 4099), (129, 128), (64, 1), (5, 300), (131, 16411)):
-        q, k, v = tensors(2, 6, 3, *lengths, 128)
-        v = (v.float() + 1).to(E4M3)  # sums of many values of one sign
-        made = planned(q, k, v, config, factors(q, k), max_scores=False)
-        assert_judged(Reference(*made.run()), q, k, v, **factors(q, k))
-    q, k, v = map(heads_inside, tensors(2, 4, 2, 205, 345, 64))
-    logits = sinks(4, device="cuda")
-    made = planned(q, k, v, config, factors(q, k), sinks=logits)
-    assert_judged(Reference(*made.run()), q, k, v, sinks=logits, **factors(q, k))
-    q, k, v = tensors(3, 8, 2, 211, 345, 128, Bkv=1)
-    made = planned(q, k, v, config, factors(q, k))
-    assert_judged(Reference(*made.run()), q, k, v, **factors(q, k))
-
-
-@pytest.mark.parametrize("lazy_rescale", [True, False])
-def test_weights_of_eight_bits_that_rise_and_that_are_all_one(lazy_rescale):
-    """Scores that rise from tile to tile, by more than e4m3 holds; and rows of equal scores."""
-    config = replace(gluon.config(2, 64, 2), fp8_pv=True, lazy_rescale=lazy_rescale)
-    q, k, v = tensors(1, 2, 1, 131, 1999, 128)
-    given = factors(q, k)
-    # The last keys come first.
-    falls = planned(q, k, v, config, given, False, score_mod=lambda s, b, h, i, j: s - 0.01 * j)
-    assert_judged(
-        Reference(*falls.run()), q, k, v, score_mod=lambda s, b, h, i, j: s - 0.01 * j, **given
-    )
-    equal = planned(torch.zeros_like(q), k, v, config, given, False)
-    assert_judged(Reference(*equal.run()), torch.zeros_like(q), k, v, **given)
-    mask = block_mask(first_keys_masked, q, k)
-    empty = planned(q, k, v, config, given, False, block_mask=mask)
-    assert_judged(Reference(*empty.run()), q, k, v, block_mask=mask, **given)
-
-
-@pytest.mark.parametrize("factor", [1.0, 1.25, 1.5])
-@pytest.mark.parametrize("lazy_rescale", [True, False])
-def test_weights_of_eight_bits_beside_one_that_is_as_heavy_as_all_others(factor, lazy_rescale):
-    """Raised by 2^6 only, the others lost so many bits that rows missed the gate by half."""
-    q, k, v = tensors(1, 2, 2, 64, 16384, 64)
-    k[:, :, :64] = (factor * q.float()).to(E4M3)  # each row has a key of its own
-    v = (v.float() + 1.9).to(E4M3)
-    config = replace(gluon.config(2, 64, 2), fp8_pv=True, lazy_rescale=lazy_rescale)
-    assert_judged(Reference(*planned(q, k, v, config, {}).run()), q, k, v)
 
 
 def test_calls_again_with_other_factors():

@@ -149,10 +149,6 @@ class KernelFamily(ABC, Generic[_C]):
         """The kernel that merges the splits of this family's kernels."""
         return None
 
-    def values_kernel(self, structure: Structure, config: _C, device: Device) -> Source | None:
-        """The kernel that lays V out anew before a launch; None where it is read as it lies."""
-        return None
-
     def around(self, problem: Problem, config: _C, device: Device) -> Around | None:
         """The kernels around a backward's own; None of other kinds."""
         return None

@@ -20,13 +20,12 @@ def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argume
     """
     tiles = tiles_of(structure, config)
     given, out = structure.dtype, structure.out_dtype
-    # Of fp8, V comes in the output's dtype, or with its keys innermost.
-    keys, width = config.BLOCK_N, tiles.v_box
-    values = (given, width, keys) if config.fp8_pv else (out, keys, width)
+    keys = config.BLOCK_N
     described = (
         descriptor("Q", given, CONSUMER_ROWS, tiles.qk_width),
         descriptor("K", given, keys, tiles.qk_width),
-        descriptor("V", *values),
+        # Of fp8, V comes in the output's dtype.
+        descriptor("V", out, keys, tiles.v_box),
         descriptor("OUT", out, CONSUMER_ROWS, tiles.out_width),
     )
     counts = config.tile_scheduler == "dynamic"

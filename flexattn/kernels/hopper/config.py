@@ -57,9 +57,6 @@ class HopperPrefillConfig:
     cross_tile_pipeline: whether the first scores of a tile of rows are multiplied beside the last
     values of the tile before, in one loop over both; default True. Else the pipeline drains
     between them. Only a block that stays and has room for a second Q can do either.
-    fp8_pv: whether P and V of e4m3 are multiplied in e4m3, each tile's product added in fp32;
-    default False: V becomes bfloat16 before the kernel. Twice the products a cycle, P rounded
-    more.
     pack_gqa: whether the consumers hold the same query rows of as many heads of one KV group;
     default False: 64 rows each of one head. Fills a tile where query positions are few.
     v_box: columns of V of one TMA copy, 16, 32 or 64, where head dimensions are multiples of 8: Q,
@@ -87,7 +84,6 @@ class HopperPrefillConfig:
     q_in_regs: int = 0
     lazy_rescale: bool = False
     cross_tile_pipeline: bool = True
-    fp8_pv: bool = False
     ping_pong_softmax: bool = False
     pack_gqa: bool = False
     v_box: int = 0
@@ -95,6 +91,9 @@ class HopperPrefillConfig:
     k_parts: int = 1
     merge_consumers: bool = True
     ptxas: Ptxas = ""
+
+    # Fields of earlier versions, with the value that every kernel has now.
+    retired: ClassVar[dict[str, object]] = {"fp8_pv": False}
 
     language: ClassVar[Language] = "gluon"
 

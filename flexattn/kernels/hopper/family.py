@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from flexattn.device import Device
@@ -23,7 +22,6 @@ from flexattn.kernels.hopper.limits import LIMITS
 from flexattn.kernels.hopper.sized import alternatives, sized
 from flexattn.kernels.hopper.source import render
 from flexattn.kernels.hopper.tiles import WIDEST
-from flexattn.kernels.hopper.transpose_v import render_transpose_v
 from flexattn.kernels.ptx.assembler import preferred
 from flexattn.problem import Kind, Problem, Structure
 
@@ -35,8 +33,6 @@ LEADS = True
 WIDE_DEFAULTS = ((512, 512),)
 # Rows of the tiles with which they were raced, of two consumers.
 _RACED_ROWS = 2 * CONSUMER_ROWS
-# Each length of a call prepares a launch, and asks for it.
-_transpose_v = lru_cache(maxsize=64)(render_transpose_v)
 
 
 def _raced(structure: Structure) -> bool:
@@ -139,12 +135,6 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
     ) -> Source:
         return render(structure, config, device, title)
 
-    def values_kernel(
-        self, structure: Structure, config: HopperPrefillConfig, device: Device
-    ) -> Source | None:
-        """The kernel that transposes V of fp8, where it stays in 8 bits."""
-        return _transpose_v(structure.head_dim_v, device) if config.fp8_pv else None
-
     def bind(
         self, problem: Problem, config: HopperPrefillConfig, grid: Geometry
     ) -> dict[str, Any]:
@@ -154,7 +144,7 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         """128x128 c2 s2 pingpong static heads has two consumers that alternate.
 
         r, q, v: consumer_regs, q_in_regs and v_box, where they are no default; parts: v_parts and
-        k_parts. lazy: lazy_rescale; gqa: pack_gqa; fp8pv: fp8_pv; drains: no cross_tile_pipeline;
+        k_parts. lazy: lazy_rescale; gqa: pack_gqa; drains: no cross_tile_pipeline;
         pingpong-softmax: ping_pong with ping_pong_softmax; then tile_scheduler and order. late: no
         early_loads.
         """
@@ -165,7 +155,7 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         parts += [f"{letter}{number}" for letter, number in numbers.items() if number]
         if config.v_parts * config.k_parts > 1:
             parts.append(f"parts{config.v_parts}-{config.k_parts}")
-        flags = {"lazy": config.lazy_rescale, "gqa": config.pack_gqa, "fp8pv": config.fp8_pv}
+        flags = {"lazy": config.lazy_rescale, "gqa": config.pack_gqa}
         parts += [word for word, holds in flags.items() if holds]
         parts += ["drains"] * (not config.cross_tile_pipeline)
         if config.ping_pong:

@@ -29,7 +29,7 @@ from flexattn.problem import Structure
 QK_DIMS, V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
 # The narrowest V that leaves through parts of Q, and the widest heads in parts.
 LEAST_V, PARTS_END = 128, 576
-# Bytes of the output's elements, and of V's where a config does not keep its eight bits.
+# Bytes of an element of the output, and of V as the kernel reads it.
 ITEMSIZE_OUT = 2
 
 # Bytes: the barriers, and what the compiler keeps for starting the warps.
@@ -51,8 +51,7 @@ SCORE_REGISTERS, WIDE_GATHER_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 8, 1
 GATHER_SLACK = 8
 # parts of 64 columns; lazy_rescale beside those, or beside a Q that is held:
 PARTS_REGISTERS, LAZY_REGISTERS = 16, 8
-# and the main loop beside products of weights of 8 bits, or beside lazy_rescale and a Q that is
-# held by a block that stays.
+# and the main loop beside lazy_rescale and a Q that is held by a block that stays.
 MAINLOOP_REGISTERS = 8
 # Of 16 columns of Q in registers: four hold them, one of which gives way to the slack.
 HELD_OF_16_COLUMNS = 3
@@ -128,7 +127,7 @@ class ConfigCase:
         """
         c = self.config
         keys = c.num_stages * c.BLOCK_N * self.qk_padded * self.structure.itemsize
-        values = c.num_stages * c.BLOCK_N * self.v_padded * (1 if c.fp8_pv else ITEMSIZE_OUT)
+        values = c.num_stages * c.BLOCK_N * self.v_padded * ITEMSIZE_OUT
         exchanged = 8 * c.consumers * max(c.BLOCK_N, CONSUMER_ROWS) if self.loads_keys else 0
         return self.q_tile + keys + values + exchanged + SHARED_SLACK
 
@@ -203,18 +202,15 @@ class ConfigCase:
         """Registers of a consumer's thread."""
         c = self.config
         accumulator, scores = self.v_columns / 2, c.BLOCK_N / 2
-        # P in 16 bits. Weights of 8 take half the place, and the product that is added to the sum
-        # its own.
-        weights = scores / 4 + accumulator if c.fp8_pv else scores / 2
         held = c.q_in_regs > 0
         beside = HELD_OF_16_COLUMNS * c.q_in_regs // 16
         beside += PARTS_REGISTERS if self.three else 0
         beside += LAZY_REGISTERS if c.lazy_rescale and (self.three or held) else 0
-        masked_fp8 = c.fp8_pv and self.structure.sparsity is not None
         lazy_loop = c.lazy_rescale and held and self.config.persistent
-        beside += MAINLOOP_REGISTERS if masked_fp8 or lazy_loop else 0
+        beside += MAINLOOP_REGISTERS if lazy_loop else 0
         beside += SCORE_REGISTERS if self.structure.score is not None else 0
-        tiles = floor(scores + accumulator + weights)
+        # P in 16 bits.
+        tiles = floor(scores + accumulator + scores / 2)
         return tiles + beside + self.gathered + REGISTER_SLACK
 
 
@@ -376,13 +372,6 @@ LIMITS: Limits[ConfigCase] = Limits(
                     c.structure.head_dim_qk == c.structure.head_dim_v != 192
                     and c.config.q_in_regs == 0
                 )
-            ),
-        ),
-        Rule(
-            "fp8_pv",
-            "fp8_pv: V and weights of 8 bits are of fp8, in tiles of at least 32 keys",
-            lambda c: (
-                not c.config.fp8_pv or (c.structure.itemsize == 1 and c.config.BLOCK_N >= 32)
             ),
         ),
         Rule(

@@ -26,11 +26,11 @@ from flexattn.kernels.hopper.config import CONSUMER_ROWS, CONSUMER_WARPS, Hopper
 from flexattn.kernels.hopper.limits import case_of
 from flexattn.kernels.hopper.printer import HOPPER, MaskPieces, print_consumer_score, print_mask
 from flexattn.kernels.hopper.tanh import COEFFICIENTS, LIMIT, float_bits
-from flexattn.kernels.hopper.tiles import WIDEST, Tiles, runs_of, tiles_of, value_bytes
+from flexattn.kernels.hopper.tiles import WIDEST, Tiles, runs_of, tiles_of
 from flexattn.kernels.printers.printed_score import PrintedScore
 from flexattn.kernels.ptx.assembler import effective, for_split_tiles
 from flexattn.kernels.ptx.stages import Stages
-from flexattn.problem import Structure
+from flexattn.problem import ITEMSIZE, Structure
 
 _TEMPLATE = "hopper/prefill.py.jinja"
 # By its module: see kernels/ptx/stages.py.
@@ -43,10 +43,6 @@ MOST_RESCALED = 64
 _THREADS = 32 * CONSUMER_WARPS
 # Weights of a thread's tile whose exp2 is taken before the wait for the P V of the tile before.
 EARLY_EXP2 = 32
-# Weights of e4m3 are 2^MAX_OFFSET larger than those of a maximum of 1: what is below 2^-17 of it
-# is lost, not 2^-10, and a maximum may rise 3.5 times before a row is rescaled. With an offset of
-# 6, rows of which one key weighs as much as all others missed the gate.
-MAX_OFFSET = 7.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +112,6 @@ def render(
         settings["STRIP"] = 1 << (CONSUMER_ROWS + config.BLOCK_N - 1).bit_length()
     if config.q_in_regs:
         settings["Q_IN_REGS"] = config.q_in_regs
-    if config.fp8_pv:
-        settings["MAX_OFFSET"] = MAX_OFFSET
     if tiles.out_chunks > 1:
         settings["OUT_WIDTH"] = tiles.out_width
     if config.v_box:
@@ -136,7 +130,7 @@ def render(
     # the Q of one work tile. Across work tiles the first V is waited for before the first K is
     # released: with one stage it would not come.
     pipelined = config.cross_tile_pipeline and q_stages > 1 and runs < 2 and config.num_stages > 1
-    pipelined = pipelined and tiles.v_width <= 128 and not config.q_in_regs and not config.fp8_pv
+    pipelined = pipelined and tiles.v_width <= 128 and not config.q_in_regs
     hoisted = [line for each in used for line in each.hoisted]
     # What a mod reads for each row of a work tile costs 14 % where it is loaded during the one
     # before (8 documents, 8k, H200).
@@ -213,9 +207,8 @@ def render(
         "half": half,
         "fold_scale": fold_scale,
         "itemsize": structure.itemsize,
-        "v_itemsize": value_bytes(structure, config),
+        "v_itemsize": ITEMSIZE[structure.out_dtype],
         "fp8": structure.fp8,
-        "max_offset": MAX_OFFSET,
         "lse": structure.lse,
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",

@@ -266,12 +266,6 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     yield from (each for each in shared if each.heads > 1 and shares_keys(problem, each))
     box, *others = boxes(structure)
     yield from (_in_boxes(each, other) for other in others for each in preferences(structure))
-    if structure.fp8:
-        yield from (
-            replace(each, fp8_pv=True, lazy_rescale=lazy)
-            for each in preferences(structure)
-            for lazy in (True, False)
-        )
     for each in preferences(structure):
         yield from forms(each)
         yield from (

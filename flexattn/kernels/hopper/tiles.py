@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.tiles import walks_runs
 from flexattn.kernels.hopper.config import HopperPrefillConfig
-from flexattn.problem import ITEMSIZE, Structure
+from flexattn.problem import Structure
 
 # Columns of Q, K and the output in one TMA copy where head dimensions are any: 128 bytes, which is
 # the widest swizzle.
@@ -82,11 +82,6 @@ def _powers(width: int) -> tuple[tuple[int, int], ...]:
     """A width as falling powers of two, each with where it starts: 48 is 32 and 16."""
     bits = [1 << bit for bit in reversed(range(width.bit_length())) if width >> bit & 1]
     return tuple((sum(bits[:i]), size) for i, size in enumerate(bits))
-
-
-def value_bytes(structure: Structure, config: HopperPrefillConfig) -> int:
-    """Bytes of an element of V as the kernel reads it."""
-    return structure.itemsize if config.fp8_pv else ITEMSIZE[structure.out_dtype]
 
 
 def runs_of(structure: Structure, config: HopperPrefillConfig) -> int:

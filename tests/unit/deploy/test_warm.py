@@ -11,9 +11,6 @@ from flexattn.deploy.warm import at_other_sizes, rows_like, warm
 from flexattn.device import named
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.choose.options import NONE
-from flexattn.kernels.hopper import space as gluon
-from flexattn.kernels.hopper.family import PREFILL
-from flexattn.kernels.hopper.transpose_v import render_transpose_v
 from flexattn.runtime import dispatch
 from flexattn.runtime.decay_skip import sources
 from flexattn.runtime.dispatch import Dispatcher
@@ -115,21 +112,6 @@ def test_another_number_of_splits_fills_no_template(monkeypatch):
         other = dispatcher.kernels(replace(problem, B=1, kv_len=8192), H200, 0, NONE)[0]
     assert other.config.num_splits != first.config.num_splits
     assert other.source == first.source and not filled
-
-
-def test_what_transposes_values_of_eight_bits_is_compiled_too(monkeypatch):
-    built = Builder()
-    built.compiled = 0
-    narrow = replace(gluon.config(2, 64, 2), fp8_pv=True)
-    monkeypatch.setattr(PREFILL, "defaults", lambda problem, device: iter([narrow]))
-    monkeypatch.setattr("flexattn.device.detect", lambda device: H200)
-    monkeypatch.setattr("flexattn.runtime.build.builder", lambda: built)
-    monkeypatch.setattr(dispatch, "dispatcher", lambda: Dispatcher(built))
-    calls = [{"name": "prefill", "q_len": 64}]
-    layer = {"heads": [8, 2], "head_dim": 128, "calls": calls}
-    with override(mode="off"):
-        warm({"layers": [layer], "dtype": "float8_e4m3fn"}, "cpu")
-    assert render_transpose_v(128, H200).hash in {source.hash for source in built.built}
 
 
 def test_a_masks_blocks_are_listed_on_the_device(monkeypatch):

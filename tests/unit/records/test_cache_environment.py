@@ -199,7 +199,7 @@ def test_a_change_makes_hints_of_the_records_that_it_concerns_alone(name, kinds,
         ("mods/simplify.py", EVERY),
         ("problem/problem.py", EVERY),
         ("gluon_api.py", {"hopper", "serving"}),
-        ("kernels/hopper/transpose_v.py", {"hopper"}),
+        ("kernels/hopper/tiles.py", {"hopper"}),
     ],
 )
 def test_what_a_renderer_imports_counts(name, kinds, monkeypatch):

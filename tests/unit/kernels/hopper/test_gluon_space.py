@@ -60,8 +60,6 @@ BREAKS = [
     ("fp8", PLAIN, {"dtype": "float8_e4m3fn", "D": 64, "Dv": 128}, H200),
     ("fp8", PLAIN, {"dtype": "float8_e4m3fn", "D": 192, "Dv": 128}, H200),
     ("fp8", replace(PLAIN, q_in_regs=64), {"dtype": "float8_e4m3fn"}, H200),
-    ("fp8_pv", replace(PLAIN, fp8_pv=True, BLOCK_N=64), {}, H200),
-    ("fp8_pv", replace(PLAIN, fp8_pv=True, BLOCK_N=16), {"dtype": "float8_e4m3fn"}, H200),
     ("head dimension", replace(PLAIN, BLOCK_N=32), {"D": 80, "Dv": 128}, H200),
     ("head dimension", replace(WIDE, k_parts=1), {"D": 488, "Dv": 512}, H200),
     ("head dimension", replace(WIDE, v_parts=1), {"D": 512, "Dv": 64}, H200),
