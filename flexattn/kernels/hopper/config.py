@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, get_args
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.ptx.assembler import Ptxas
 
-HopperOrder = Literal["last", "first", "group", "heads", "sections", "alternate"]
+HopperOrder = Literal["last", "group", "heads", "sections"]
 TileScheduler = Literal["grid", "static", "dynamic"]
 HOPPER_ORDERS: tuple[HopperOrder, ...] = get_args(HopperOrder)
 TILE_SCHEDULERS: tuple[TileScheduler, ...] = get_args(TileScheduler)
@@ -42,9 +42,9 @@ class HopperPrefillConfig:
     tile_scheduler: who takes which tile of rows; default "grid", a block a tile. "static": one
     block an SM, with every num_sms-th tile; "dynamic": one block an SM, which takes the next tile
     of a counter. A block that stays loads its next Q early; a counter evens out masks.
-    order: which tiles start first; default "last", a head's last rows, head after head. "first",
-    "group" and "heads": as in PrefillConfig. "sections": `l2_swizzle` heads at a time, their last
-    rows first; "alternate": as "last", every other head the other way round.
+    order: which tiles start first; default "last", a head's last rows, head after head. "group"
+    and "heads": as in PrefillConfig. "sections": `l2_swizzle` heads at a time, their last rows
+    first.
     l2_swizzle: query heads of a section where order is "sections"; default 8. As many as have
     their K and V in L2 together (`section_of` in space.py).
     early_loads: whether what a score_mod reads by key is asked for before the products of the

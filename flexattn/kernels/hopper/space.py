@@ -323,7 +323,6 @@ def _orders(problem: Problem, tile: HopperPrefillConfig, every: bool) -> tuple[H
         "group": problem.Hq > problem.Hkv,
         "heads": every or masked,
         "sections": masked and section_of(problem) < problem.B * problem.Hq,
-        "alternate": every and masked,
     }
     return tuple(order for order, tried in worth.items() if tried)
 

@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from flexattn.errors import CacheError
+from flexattn.kernels.base.config import Config
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
-from flexattn.records.codec import MAX_BYTES, decode_answer, decode_record, encode_record
+from flexattn.records.codec import (
+    MAX_BYTES,
+    decode,
+    decode_answer,
+    decode_record,
+    encode,
+    encode_record,
+)
 from flexattn.records.key import rounded
 from flexattn.records.record import SCHEMA, Failed, Gated, Trial
 from flexattn.records.trials import whole_trials
@@ -218,9 +227,9 @@ def test_deep_nesting_and_long_numbers_are_refused():
     deep = b'{\n "schema": ' + b"[" * 100000 + b"]" * 100000 + b',\n "rejected": []'
     long = b'{\n "schema": ' + b"9" * 10000 + b',\n "rejected": []'
     for body in (deep, long):
-        for decode in (decode_record, decode_answer):
+        for read in (decode_record, decode_answer):
             with pytest.raises(CacheError):
-                decode(signed(body))
+                read(signed(body))
 
 
 def test_a_knob_that_a_record_does_not_know_has_its_default():
@@ -232,12 +241,20 @@ def test_a_knob_that_a_record_does_not_know_has_its_default():
     assert not found.config.use_tma
 
 
+def test_a_knob_that_is_gone_is_read_where_it_was_not_turned():
+    config = HopperPrefillConfig(2, 128, 2, 240)
+    known = encode(config) | {"fp8_pv": False}
+    assert decode(Config, known, "config") == config
+    with pytest.raises(CacheError, match="fp8_pv is not False"):
+        decode(Config, known | {"fp8_pv": True}, "config")
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_noise_is_refused(raw):
-    for decode in (decode_record, decode_answer):
+    for read in (decode_record, decode_answer):
         with pytest.raises(CacheError):
-            decode(raw)
+            read(raw)
 
 
 def test_configs_of_both_kinds_have_their_own_class():
