@@ -79,6 +79,7 @@ def skips_far(structure: Structure, config: Config) -> bool:
     return walks and decays(structure)
 
 
+@lru_cache(maxsize=1024)
 def loads_tiles(structure: Structure, unit: Unit | None = None) -> bool:
     """Whether a mod reads a value of its own for every score, which takes a tile to rearrange.
 
@@ -87,6 +88,7 @@ def loads_tiles(structure: Structure, unit: Unit | None = None) -> bool:
     return any(_loads(expr, by_row=True) for expr in _tiles(structure, unit))
 
 
+@lru_cache(maxsize=1024)
 def loads_by_key(structure: Structure, unit: Unit | None = None) -> bool:
     """Whether a mod reads a value for every key, the same for all rows of a tile."""
     terms = structure.terms
