@@ -4,8 +4,7 @@
 
 The config comes from a record; its kernel is compiled, taken from Triton's cache or loaded as a
 binary. Each sample is a process of its own. Imports and the CUDA context are timed apart, and so
-is what only a trace or a compile imports; the first call is everything else. A process with an
-empty cache then makes the first calls of mods that it has never seen, with the default config.
+is what only a trace or a compile imports; the first call is everything else.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 from bench.cold_child import LENGTHS
 from bench.time_limit import SECONDS
 
-__all__ = ["MODES", "main", "new_mods", "table"]
+__all__ = ["MODES", "main", "table"]
 
 # Whether Triton's cache is kept between processes, and whether the exported directory is named.
 MODES = {
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", choices=LENGTHS, default=list(LENGTHS))
     parser.add_argument(
         "--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE",
-        help=f"out of {', '.join(map(repr, MODES))}; the first alone for new mods",
+        help=f"out of {', '.join(map(repr, MODES))}",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write every sample")
     args = parser.parse_args(argv)
@@ -70,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out:
         report = {"schema": 1, "bench": "cold", "environment": describe(), "samples": found}
         write(report, args.out)
-    print(table(found), new_mods(found), sep="\n\n")
+    print(table(found))
     loaded = (each for modes in found.values() for each in modes.get("binaries", ()))
     return int(any(map(_worked, loaded)))
 
@@ -87,19 +86,6 @@ def table(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> str
             ]
             worked = [max(s[name] for s in samples) for name in ("compiled", "traces")]
             lines.append([kind, mode, *(f"{ms:.1f}" for ms in medians), *map(str, worked)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def new_mods(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> str:
-    """Milliseconds of the first call of each new mod: the median, and all of them."""
-    lines = [["first call of a new mod", "median ms", "each"], ["---"] * 3]
-    for kind, modes in found.items():
-        samples = [each["new mods"] for several in modes.values() for each in several]
-        samples = [each for each in samples if each]
-        for name in samples[0] if samples else ():
-            took = [1e3 * each[name] for each in samples]
-            each = " ".join(f"{ms:.0f}" for ms in took)
-            lines.append([f"{kind}, {name}", f"{statistics.median(took):.0f}", each])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -125,8 +111,7 @@ def _samples(kind: str, modes: Sequence[str], rounds: int, folder: Path) -> dict
                 }
                 if binaries:
                     environment["FLEXATTN_BINARIES"] = str(exported)
-                # Only an empty cache holds none of the new mods' kernels.
-                compiler = "none" if binaries else "compiler" if warm else "new mods"
+                compiler = "none" if binaries else "compiler"
                 found[mode].append(_child(environment, "run", kind, compiler))
     if {each["how"] for samples in found.values() for each in samples} != {"hit"}:
         raise RuntimeError(f"{kind}: a process was not served by the record")

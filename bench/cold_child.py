@@ -57,7 +57,6 @@ def run(kind: str, compiler: str) -> dict[str, Any]:
         import triton.experimental.gluon.language  # noqa: F401
 
     at = step(times, "import tracer and compiler", at)
-    from bench.cold_mods import first_calls
     from flexattn.catalogue import causal, softcap
     from flexattn.frontend.admission import make_call
     from flexattn.frontend.plan import plan
@@ -80,12 +79,9 @@ def run(kind: str, compiler: str) -> dict[str, Any]:
         torch.cuda.synchronize()
         step(times, "second call", at)
         worked = builder().compiled, stats().traces
-        # By now only the mod is new to the process.
-        new = first_calls(kind, q, k, v) if compiler == "new mods" else {}
         again = plan(make_call(q, k, v, cap, mask, None, True, False, None, None))
     return {
         "seconds": times,
-        "new mods": new,
         "how": again.launch.choice.how,
         "compiled": worked[0],
         "loaded": builder().loaded,

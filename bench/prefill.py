@@ -7,7 +7,7 @@ import sys
 from bench.command import main
 from bench.matmul import MATMUL, matmul
 from bench.peers import TEMPLATES
-from bench.rows import prefill_rows
+from bench.rows import mods_rows, prefill_rows
 from bench.runner import Method
 from bench.shape_rows import shape_rows
 
@@ -15,4 +15,4 @@ METHOD = Method(rounds=20, min_ms=10.0, flush_l2=False, graph=False)
 
 if __name__ == "__main__":
     named = {**TEMPLATES, MATMUL: matmul}
-    sys.exit(main("prefill", [*prefill_rows(), *shape_rows()], METHOD, named=named))
+    sys.exit(main("prefill", [*prefill_rows(), *mods_rows(), *shape_rows()], METHOD, named=named))

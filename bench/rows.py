@@ -33,7 +33,9 @@ class Row:
     """
 
     name: str
-    group: Literal["grid", "mods", "models", "fp8", "short", "8k", "forward", "dims", "public"]
+    group: Literal[
+        "grid", "mods", "models", "fp8", "short", "8k", "forward", "dims", "public", "cost"
+    ]
     shape: Shape
     mask: Mask = "full"
     score: Score = "none"
@@ -133,17 +135,17 @@ def mods_rows() -> list[Row]:
     heads, rows = HEADS[128], []
     for length in (8192, 16384):
         shape = Shape(TOKENS // length, heads, heads, length, length, 128)
-        rows.append(Row(f"mods-{length // 1024}k-causal", "grid", shape, "causal"))
+        rows.append(Row(f"mods-{length // 1024}k-causal", "cost", shape, "causal"))
         if length == 8192:
             rows += [
-                Row("mods-8k-alibi", "mods", shape, "causal", "alibi"),
-                Row("mods-8k-softcap", "mods", shape, "causal", "softcap", cap=30.0),
-                Row("mods-8k-relative", "mods", shape, "causal", "relative"),
+                Row("mods-8k-alibi", "cost", shape, "causal", "alibi"),
+                Row("mods-8k-softcap", "cost", shape, "causal", "softcap", cap=30.0),
+                Row("mods-8k-relative", "cost", shape, "causal", "relative"),
             ]
         else:
             rows += [
-                Row("mods-16k-window", "mods", shape, "window", window=1024),
-                Row("mods-16k-documents", "mods", shape, "documents"),
+                Row("mods-16k-window", "cost", shape, "window", window=1024),
+                Row("mods-16k-documents", "cost", shape, "documents"),
             ]
     return rows
 

@@ -9,18 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import command, mods, results, table, tuned_results
+from bench import command, results, table
 from bench.inputs import make
-from bench.lookup import first_lookups
 from bench.oracle import judge_slices
 from bench.peers import OURS, PEERS, Refusal
 from bench.rows import Row, decode_rows, mods_rows, prefill_rows
 from bench.runner import Method, run
 from bench.shape_rows import shape_rows
 from bench.shapes import Shape
-from bench.tuned import tuned_rows
-from bench.tuned_results import Result, summary
-from flexattn.device import named
 from flexattn.errors import InputError
 from flexattn.measure.timing import Samples
 from flexattn.reference import attention
@@ -258,97 +254,6 @@ def test_sdpa_refuses_mods_and_equals_the_oracle():
     assert not isinstance(call, Refusal)
     assert judge_slices(call(), inputs).passed
     assert math.isfinite(float(call().sum()))
-
-
-def mods_report(ours, base):
-    samples = {mods.TRITON: ours, mods.GLUON: 0.9 * ours, "torch-flex": 2 * ours}
-    samples |= {f"causal-{mods.TRITON}": base, f"causal-{mods.GLUON}": 0.9 * base}
-    samples |= {"causal-torch-flex": 2 * base}
-    return [
-        results.RowResult(
-            row.name, row.group, row.flops, row.kv_bytes, {mods.TRITON: results.Gate(True, "")},
-            {name: Samples((us,) * 6) for name, us in samples.items()}, {},
-        )
-        for row in mods_rows() if row.group == "mods"
-    ]  # fmt: skip
-
-
-def test_a_mods_share_is_its_rate_per_useful_element_over_plain_causal():
-    rows = {row.name: row for row in mods_rows()}
-    found = {}
-    for result in mods_report(110.0, 100.0):
-        base = mods.base_of(mods.TRITON)
-        found[result.name] = mods.share(result, rows[result.name], mods.TRITON, base).value
-    assert found["mods-8k-alibi"] == pytest.approx(100 / 110)
-    window = rows["mods-16k-window"]
-    work = window.pairs / (window.shape.q_len**2 / 2)
-    assert found["mods-16k-window"] == pytest.approx(100 / 110 * work) and work < 0.13
-
-
-def test_the_table_of_mods_says_which_bars_are_met():
-    report = results.Report("mods", {}, ({"device": "a chip"},), tuple(mods_report(104.0, 100.0)))
-    lines = {line.split(" |")[0][2:]: line for line in mods.table(report).splitlines()}
-    # 0.962 of plain causal's rate is within 2 % of both bars, 0.971 and 0.970.
-    both = "flexattn-triton meets 0.971, flexattn-gluon meets 0.970"
-    assert lines["mods-8k-alibi"].endswith(f"| {both} |")
-    # An eighth of the work in as much time.
-    assert lines["mods-16k-window"].endswith("| flexattn-triton misses 0.750 |")
-    slow = results.Report("mods", {}, ({"device": "a chip"},), tuple(mods_report(106.0, 100.0)))
-    assert "flexattn-gluon misses 0.970" in mods.table(slow)
-
-
-def test_variants_are_compared_with_their_own_template():
-    assert mods.base_of("flexattn consumers=2,BLOCK_N=128") == f"causal-{mods.GLUON}"
-    assert mods.base_of("flexattn BLOCK_M=128,BACKEND=TRITON") == f"causal-{mods.TRITON}"
-
-
-def test_the_plain_call_of_a_row_has_its_tensors_and_no_mod():
-    seen = []
-
-    def peer(inputs):
-        seen.append(inputs)
-        return inputs.q.clone
-
-    mods._plain(peer)(make(ROWS[2], "cpu", torch.float32))
-    assert seen[0].score_mod is None and seen[0].row.mask == "causal" and seen[0].row.plain
-    assert isinstance(mods._plain(peer)(make(ROWS[1], "cpu", torch.float32)), Refusal)
-
-
-def test_a_lookup_is_timed_where_a_record_may_be():
-    found = first_lookups(named("nvidia-h200"), rounds=1)
-    assert [(each.name, each.how) for each in found] == [
-        ("a hit", "hit"),
-        ("a hint", "hint"),
-        ("a neighbour", "nearest"),
-        ("no record", "default"),
-    ]
-    assert all(each.us and min(each.us) > 1 for each in found)
-
-
-def tuned_row(name, kind="decode", gain=1.0, ratio=0.0, slower=False, flip=0.0):
-    us = (10.0 * gain, 10.0, 10.0 * ratio)
-    return Result(name, kind, "", *us, gain, ratio, slower, flip, (0.7, 0.9), "", {}, {})
-
-
-def test_the_promises_of_tuning_are_counted_by_kind():
-    rows = [
-        tuned_row("a", gain=1.21, ratio=2.0),
-        tuned_row("b", ratio=4.5, flip=0.2),
-        tuned_row("c", "prefill", gain=0.9, slower=True),
-        tuned_row("d", "prefill", gain=1.0, flip=None),
-    ]
-    found = summary(rows)
-    assert found["decode: rows"] == found["prefill: rows"] == found["rows with torch"] == 2
-    assert found["decode: gain over the default"] == pytest.approx(1.1)
-    assert found["over torch's tuned flex"] == pytest.approx(3.0), "decode's alone"
-    assert (found["decode: slower beyond noise"], found["prefill: slower beyond noise"]) == (0, 1)
-    assert found["flip rate"] == 0.5 and found["longest tuning in s"] == 0.9
-    assert "| c | 9.0 | 10.0 | 0.900 | - | - |" in tuned_results.table(rows)
-
-
-def test_twelve_problems_of_decode_are_tuned():
-    rows = tuned_rows()
-    assert sum(row.shape.q_len == 1 for row in rows) == 12 and len({r.name for r in rows}) == 16
 
 
 def test_rows_with_values_of_another_width_and_dtypes_of_their_own():

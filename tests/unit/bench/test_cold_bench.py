@@ -17,12 +17,6 @@ def test_table_has_medians_and_what_was_done():
     assert lines[3] == "| prefill | binaries | 1000.0 | 60.4 | 0 | 0 |"
 
 
-def test_new_mods_are_those_of_processes_that_made_them():
-    new = [sample(1.0) | {"new mods": {"a slope": took}} for took in (1.25, 0.75, 1.0)]
-    found = {"prefill": {"empty": new, "binaries": [sample(0.06) | {"new mods": {}}]}}
-    assert cold.new_mods(found).splitlines()[2:] == ["| prefill, a slope | 1000 | 1250 750 1000 |"]
-
-
 def test_a_process_with_binaries_that_worked_is_a_failure():
     assert not cold._worked(sample(0.1))
     assert cold._worked(sample(0.1, compiled=1)) and cold._worked(sample(0.1, traces=1))

@@ -1,9 +1,8 @@
 """The gate of bench.generation, on a small model on the CPU."""
 
 import torch
-from torch.profiler import ProfilerActivity
 
-from bench import generation, generation_profile
+from bench import generation
 from bench.generation import GenerationRow, judge
 
 SMALL = {
@@ -53,16 +52,3 @@ def test_a_model_without_attention_answers_with_its_queries(monkeypatch):
     other = ids.clone()
     other[:, :-1] = 1 + other[:, :-1] % 7
     assert torch.equal(generation._generated(model, row, (other, mask), 4)[:, 20:], free[:, 20:])
-
-
-def test_a_profile_has_kernels_a_token_and_the_host_s_functions(monkeypatch):
-    monkeypatch.setitem(generation.MODELS, "Llama", SMALL)
-    for name, value in (("SHORT", 2), ("LONG", 4), ("DEVICE", "cpu")):
-        monkeypatch.setattr(generation, name, value)
-    monkeypatch.setattr(generation_profile, "TRACED", ProfilerActivity.CPU)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    row = GenerationRow("Llama", "eager", batch=2, prompt=20)
-    first, *lines = generation_profile.report(row, "eager", 400).splitlines()
-    assert first.startswith("llama-dynamic, eager: ") and "kernels" in first
-    assert any("aten::linear" in line and "x " in line for line in lines)
-    assert any("eager_attention_forward" in line for line in lines)
