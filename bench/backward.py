@@ -10,11 +10,8 @@ compiled flex_attention runs where it is named.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
-
-import torch
 
 from bench.backward_peers import (
     BACKWARD_PEERS,
@@ -23,21 +20,16 @@ from bench.backward_peers import (
     exactly_trained,
     ours_trained,
 )
-from bench.backward_runner import BAR, orders, run_backward
+from bench.backward_runner import BACKWARD, BAR
 from bench.command import main, parse_config
-from bench.results import Report, RowResult
-from bench.rows import Row, backward_rows
+from bench.results import Report
+from bench.rows import backward_rows
 from bench.runner import Method
 from bench.table import markdown
-from flexattn.device import detect
-from flexattn.errors import FlexAttnError
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.triton_backward.config import BackwardConfig
-from flexattn.tune.builds import compilers
-from flexattn.tune.compile_queue import CompileQueue
-from flexattn.tune.pool import default_jobs
 
-__all__ = ["METHOD", "Ahead", "table"]
+__all__ = ["METHOD", "run", "table", "variant"]
 
 # What serves where a field is of both.
 _CONFIGS: dict[str, type[HopperBackwardConfig] | type[BackwardConfig]] = {
@@ -45,42 +37,6 @@ _CONFIGS: dict[str, type[HopperBackwardConfig] | type[BackwardConfig]] = {
 }  # fmt: skip
 
 METHOD = Method(rounds=15, min_ms=10.0, flush_l2=False, graph=False)
-
-
-class Ahead:
-    """Compiles the kernels of rows in other processes, and runs each row when it has its own."""
-
-    def __init__(self) -> None:
-        # What launches kernels and times them has a core of its own.
-        self._compile_queue = CompileQueue(compilers(max(1, default_jobs() - 1)))
-
-    def close(self) -> None:
-        """End the processes that compile."""
-        self._compile_queue.close()
-
-    def runs(self, rows: Sequence[Row]) -> Callable[..., RowResult]:
-        """What runs each of these rows, as run_backward does; the first call orders them all."""
-        ordered: dict[str, list[Any]] = {}
-
-        def one(row: Row, peers: Mapping[str, Trainer], method: Method) -> RowResult:
-            if not ordered:
-                device = detect(torch.device(method.device))
-                for each in rows:
-                    ordered[each.name] = _ordered(each, device, method)
-                    self._compile_queue.ahead(ordered[each.name])
-            for _ in self._compile_queue.run(ordered[row.name]):
-                pass
-            return run_backward(row, peers, method)
-
-        return one
-
-
-def _ordered(row: Row, device: Any, method: Method) -> list[Any]:
-    """Nothing where a row has no kernel: it is refused, in words, when it runs."""
-    try:
-        return list(orders(row, device, method))
-    except FlexAttnError:
-        return []
 
 
 def table(report: Report) -> str:
@@ -115,15 +71,10 @@ def _is_option(name: str) -> bool:
 
 def run(argv: Sequence[str] | None = None) -> int:
     """The bench's command; the status as bench.command.main's."""
-    ahead = Ahead()
-    try:
-        return main(
-            "backward", backward_rows(), METHOD, argv, known=BACKWARD_PEERS, table=table,
-            named=TORCH_PEERS, variant=variant,
-            runs=ahead.runs,
-        )  # fmt: skip
-    finally:
-        ahead.close()
+    return main(
+        "backward", backward_rows(), METHOD, argv, known=BACKWARD_PEERS, table=table,
+        named=TORCH_PEERS, variant=variant, kind=BACKWARD,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,48 +1,52 @@
-"""The command line that both benches share."""
+"""The command line of the benches of rows: prefill, decode, backward, serving."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from bench.choosing import matching
 from bench.peers import OURS, PEERS, TEMPLATES, Peer, ours_exactly, ours_with
 from bench.results import Report, RowResult, load, merge, save
-from bench.rows import Row
-from bench.runner import Method, run, run_row
+from bench.runner import FORWARD, Kind, Method, prepare, run
 from bench.table import markdown
 from flexattn.errors import FlexAttnError, InputError
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConfig
 
 __all__ = ["chosen_rows", "main", "parse_config"]
 
+T = TypeVar("T")
+
 
 def main(
     bench: str,
-    rows: Sequence[Row],
+    rows: Sequence[Any],
     method: Method,
     argv: Sequence[str] | None = None,
-    host: Callable[[Method], Report] | None = None,
     known: Mapping[str, Any] = PEERS,
     table: Callable[[Report], str] = markdown,
     named: Mapping[str, Any] = TEMPLATES,
     variant: Callable[[str], Any] | None = None,
-    runs: Callable[[Sequence[Row]], Callable[..., RowResult]] = lambda rows: run_row,
+    kind: Kind = FORWARD,
 ) -> int:
     """Run a bench; the status is 0, 1 if ours has no time in some row, 2 for a bad request.
 
     known: the peers there are; named: those that run where they are asked for. table: a report as
-    text. variant: ours with the text of --config. runs: of the chosen rows, what runs each.
+    text. variant: ours with the text of --config. kind: how rows are made, called and judged.
     """
-    args = _parser(bench, method, host is not None, known, named).parse_args(argv)
+    args = _parser(bench, method, known, named).parse_args(argv)
     method = replace(method, rounds=args.rounds, min_ms=args.min_ms)
+    if args.host:
+        bench, method = "host", replace(method, clock="host", graph=False, flush_l2=False)
     try:
         chosen = chosen_rows(rows, args.rows)
         peers = _peers(args.peers, args.config, known, named, variant)
@@ -55,11 +59,14 @@ def main(
             raise InputError(
                 "no GPU is visible to torch", "a bench times a GPU", "run `make demo` without one"
             )
-        elif host is not None and args.host:
-            report = host(method)
+        elif args.part:
+            index, count = map(int, args.part.split("/"))
+            prepare(chosen[index::count], peers, method, kind)
+            return 0
         else:
+            _compile_ahead(min(args.jobs, len(chosen) // 2))
             progress = _progress(len(chosen), args.out)
-            report = run(bench, chosen, peers, method, progress, runs(chosen), args.seconds)
+            report = run(bench, chosen, peers, method, progress, kind, args.seconds)
     except FlexAttnError as e:
         print(e, file=sys.stderr)
         return 2
@@ -69,14 +76,26 @@ def main(
     return 1 if any(_ours_missing(row) for row in report.rows) else 0
 
 
+def _compile_ahead(jobs: int) -> None:
+    """Call ours once in so many processes, each on a share of the rows.
+
+    That leaves their kernels in the caches on disk. What fails there is told when its row is run.
+    """
+    command = [sys.executable, *sys.orig_argv[1:]]
+    with ExitStack() as stack:
+        for index in range(jobs if jobs > 1 else 0):
+            part = [*command, "--part", f"{index}/{jobs}"]
+            stack.enter_context(subprocess.Popen(part, stdout=subprocess.DEVNULL))
+
+
 def _ours_missing(row: RowResult) -> bool:
     red = any(not gate.passed for gate in row.gates.values())
     return red or OURS in row.refused or (OURS in row.samples and not row.samples[OURS].us)
 
 
-def chosen_rows(rows: Sequence[Row], pattern: str) -> list[Row]:
+def chosen_rows(rows: Sequence[T], pattern: str) -> list[T]:
     """Rows whose name, or group, matches the pattern somewhere. Raises InputError if none does."""
-    return matching(rows, pattern, "--rows", "row", lambda row: f"{row.group}/{row.name}")
+    return matching(rows, pattern, "--rows", "row", lambda row: f"{row.group}/{row.name}")  # type: ignore[attr-defined]
 
 
 def parse_config(text: str) -> dict[str, int | str]:
@@ -135,7 +154,7 @@ def _progress(total: int, out: Path | None) -> Callable[[Report, float], None]:
 
 
 def _parser(
-    bench: str, method: Method, host: bool, known: Mapping[str, Any], named: Mapping[str, Any]
+    bench: str, method: Method, known: Mapping[str, Any], named: Mapping[str, Any]
 ) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m bench.{bench}",
@@ -155,6 +174,7 @@ def _parser(
     add("--out", type=Path, metavar="FILE.json", help="write the results, after each row")
     add("--merge", type=Path, nargs="+", metavar="FILE.json",
         help="run nothing; make one table, and --out, of these")  # fmt: skip
-    if host:
-        add("--host", action="store_true", help="time the host's part of a call instead")
+    add("--host", action="store_true", help="time the host's part of a call instead")
+    add("--jobs", type=int, default=8, help="processes that compile ours before the first row")
+    add("--part", default="", help=argparse.SUPPRESS)
     return parser

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from bench.environment import describe
-from bench.host import forget_lengths
 from bench.peers import OURS
 from bench.results import Gate, Report, RowResult, save
 from bench.runner import Method
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.integrations.transformers import register
 from flexattn.measure.timing import Samples, paired_ratio
 
@@ -152,7 +152,7 @@ def judge(ours: Tensor, rivals: Tensor, exact: Tensor, rival: str) -> Gate:
 
 def _ms_a_token(model: Any, row: GenerationRow, given: tuple[Tensor, Tensor]) -> float:
     """Of the tokens after the first SHORT; lengths are as new to ours as those of other texts."""
-    forget_lengths()
+    launch_cache.forget_lengths()
     prompt, at = given[0].shape[1], []
 
     def stamp(ids: Tensor, scores: Tensor) -> Tensor:

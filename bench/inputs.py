@@ -15,7 +15,7 @@ from flexattn.catalogue.masks import MaskMod, causal, document, sliding_window
 from flexattn.catalogue.scores import ScoreMod, alibi, relative_bias, softcap
 from flexattn.problem.descales import NO_DESCALES, Descales, descaled
 
-__all__ = ["Inputs", "make", "mods_of", "random_blocks"]
+__all__ = ["Inputs", "make", "random_blocks"]
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -72,18 +72,7 @@ def make(row: Row, device: str, dtype: torch.dtype) -> Inputs:
             for x, factor in zip((q, k, v), descales, strict=True)
             if factor is not None
         )
-    return Inputs(row, q, k, v, *_mods(row, normal, device), descales)
-
-
-def mods_of(row: Row, device: str, dtype: torch.dtype) -> tuple[ScoreMod | None, MaskMod | None]:
-    """Mods as those of `make`, of other numbers."""
-    return _mods(row, lambda *shape: torch.randn(shape, device=device, dtype=dtype), device)
-
-
-def _mods(
-    row: Row, normal: Callable[..., Tensor], device: str
-) -> tuple[ScoreMod | None, MaskMod | None]:
-    return _score_mod(row, normal, device), _mask_mod(row, device)
+    return Inputs(row, q, k, v, _score_mod(row, normal, device), _mask_mod(row, device), descales)
 
 
 def _score_mod(row: Row, normal: Callable[..., Tensor], device: str) -> ScoreMod | None:

@@ -160,4 +160,5 @@ PEERS: dict[str, Peer] = {
 TEMPLATES: dict[str, Peer] = {
     f"{OURS}-triton": ours_by("TRITON"),
     f"{OURS}-gluon": ours_by("GLUON"),
+    f"{OURS}-split": ours_with({"BACKEND": "TRITON_DECODE"}),
 }

@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-import flexattn
 from bench.inputs import make
+from bench.peers import Refusal, ours
 from bench.rows import mods_rows, prefill_rows
-from flexattn.frontend.admission import make_call
-from flexattn.frontend.plan import plan
 
 __all__ = ["main"]
 
@@ -34,24 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     marks: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     for name in args.rows:
-        x = make(rows[name], "cuda", torch.bfloat16)
-        shape, mask = rows[name].shape, None
-        if x.mask_mod is not None:
-            mask = flexattn.create_block_mask(
-                x.mask_mod, None, None, shape.q_len, shape.kv_len, "cuda"
-            )
-        made = plan(
-            make_call(
-                x.q, x.k, x.v, x.score_mod, mask, None, x.gqa, False, None, None, None, *x.descales
-            )
-        )
-        made.run()
+        call = ours(make(rows[name], "cuda", torch.bfloat16))
+        assert not isinstance(call, Refusal)
+        call()
         torch.cuda.synchronize()
         marks.cudaProfilerStart()
-        made.run()
+        call()
         torch.cuda.synchronize()
         marks.cudaProfilerStop()
-        print(f"{name}: {made.launch.choice.config}")
     return 0
 
 

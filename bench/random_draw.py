@@ -11,7 +11,7 @@ from bench.rows import Mask, Row
 from bench.serving_rows import ServingRow
 from bench.shapes import Shape
 
-__all__ = ["MODELS", "SEEDS", "Case", "Draw", "drawn"]
+__all__ = ["MODELS", "SEEDS", "Case", "Draw", "drawn", "random_rows"]
 
 SEEDS = (101, 202, 303)
 Draw: TypeAlias = Literal["prefill", "cross", "chunk", "decode", "paged"]
@@ -77,9 +77,9 @@ def _case(random: Random, seed: int, number: int, kind: Draw) -> Case:
     lengths = f"{shape.q_len}x{shape.kv_len}"
     name = f"{seed}-{number}-{kind}-{found.model}-{dtype}-b{shape.batch}-{lengths}-{found.mask}"
     if kind != "paged":
-        return Case(seed, kind, dtype, Row(name, "models", shape, found.mask))
+        return Case(seed, kind, dtype, Row(name, "random", shape, found.mask, dtype=dtype))
     row = ServingRow(
-        f"{name}-page{found.page}", "paged", (shape.kv_len,) * shape.batch, q_len=shape.q_len,
+        f"{name}-page{found.page}", "random", (shape.kv_len,) * shape.batch, q_len=shape.q_len,
         page=found.page, hq=shape.hq, hkv=shape.hkv, d=shape.d, dv=shape.d, dtype=dtype,
     )  # fmt: skip
     return Case(seed, kind, dtype, row)
@@ -120,3 +120,8 @@ def _length(random: Random, least: int, most: int) -> int:
     if random.random() < 0.5:
         return min(most, max(least, -(-found // 64) * 64))
     return min(most, max(least, found))
+
+
+def random_rows(*kinds: Draw) -> list[Row | ServingRow]:
+    """The rows of all seeds that are of these kinds."""
+    return [case.row for seed in SEEDS for case in drawn(seed) if case.kind in kinds]

@@ -33,9 +33,7 @@ class Row:
     """
 
     name: str
-    group: Literal[
-        "grid", "mods", "models", "fp8", "short", "8k", "forward", "dims", "public", "cost"
-    ]
+    group: str
     shape: Shape
     mask: Mask = "full"
     score: Score = "none"

@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -15,24 +16,39 @@ from torch import Tensor
 from bench.environment import clocks, describe
 from bench.inputs import Inputs, make
 from bench.oracle import judge_slices
-from bench.peers import OURS, Peer, Refusal
+from bench.peers import OURS, Refusal
 from bench.results import Gate, Report, RowResult
-from bench.rows import Row
 from bench.time_limit import time_limit
 from flexattn.measure.timing import Samples, time_interleaved
+from flexattn.verify.gate import Verdict
 
-__all__ = ["Method", "forget", "run", "run_row"]
+__all__ = [
+    "FORWARD",
+    "Kind",
+    "Method",
+    "forget",
+    "host_bursts",
+    "poison",
+    "prepare",
+    "run",
+    "run_row",
+]
+
+HOST_CALLS = 200  # below the launches that a driver queues, so that a call never waits for the GPU
 
 
 @dataclass(frozen=True)
 class Method:
-    """How rows are timed; part of the report, and equal for all rows of one table."""
+    """How rows are timed; part of the report, and equal for all rows of one table.
+
+    clock: "host" times the host's part of a call, in bursts that never wait for the GPU.
+    """
 
     rounds: int = 20
     min_ms: float = 10.0
     flush_l2: bool = False
     graph: bool = False
-    clock: Literal["cuda", "cpu"] = "cuda"
+    clock: Literal["cuda", "cpu", "host"] = "cuda"
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
 
@@ -41,19 +57,50 @@ class Method:
         return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
 
 
+def no_memory(call: Any, inputs: Any) -> int:
+    """Bytes at a call's peak: not measured."""
+    return 0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What rows of one kind have in common.
+
+    make: inputs of a row. prepare: the call that is timed, of a peer and inputs. judge: the gate's
+    verdict on a call of ours. work: operations of a row. grad: whether calls are differentiated.
+    memory: bytes at the peak of a call that passed, 0 where nobody measures them; bar: the most
+    that they may be, under the name "bar".
+    """
+
+    make: Callable[[Any, Method], Any]
+    judge: Callable[[Callable[[], Any], Any], Verdict]
+    prepare: Callable[[Any, Any], Callable[[], Any] | Refusal] = lambda peer, inputs: peer(inputs)
+    work: Callable[[Any], float] = lambda row: row.flops
+    grad: bool = False
+    memory: Callable[[Any, Any], int] = no_memory
+    bar: Callable[[Any], int] = lambda inputs: 0
+
+
+def _judged(call: Callable[[], Tensor], x: Inputs) -> Verdict:
+    poison(x.q)
+    return judge_slices(call(), x)
+
+
+FORWARD = Kind(lambda row, method: make(row, method.device, method.dtype), _judged)
+
+
 def run(
     bench: str,
-    rows: Iterable[Row],
+    rows: Iterable[Any],
     peers: Mapping[str, Any],
     method: Method,
     each: Callable[[Report, float], None] = lambda report, seconds: None,
-    one: Callable[..., RowResult] = lambda *given: run_row(*given),
+    kind: Kind = FORWARD,
     seconds: float = math.inf,
 ) -> Report:
     """Run all rows. `each` sees the report so far, and the last row's seconds, after each row.
 
-    one: what runs a row; one that takes ten minutes ends the process. seconds: after which no row
-    begins.
+    A row that takes ten minutes ends the process. seconds: after which no row begins.
     """
     report = Report(bench, method.facts(), (describe(),), ())
     until = time.perf_counter() + seconds
@@ -62,76 +109,103 @@ def run(
         if begin > until:
             break
         with time_limit():
-            result = one(row, peers, method)
+            result = run_row(row, peers, method, kind)
         report = Report(bench, report.method, report.environments, (*report.rows, result))
         each(report, time.perf_counter() - begin)
     return report
 
 
-def run_row(row: Row, peers: Mapping[str, Peer], method: Method) -> RowResult:
+def run_row(row: Any, peers: Mapping[str, Any], method: Method, kind: Kind = FORWARD) -> RowResult:
     """Gate ours, and time nobody if the plain call is red; a red variant alone is left out."""
-    inputs = make(row, method.device, method.dtype)
-    calls: dict[str, Callable[[], Tensor]] = {}
+    inputs = kind.make(row, method)
+    calls: dict[str, Callable[[], Any]] = {}
     gates: dict[str, Gate] = {}
     refused: dict[str, str] = {}
-    with torch.no_grad():
+    memory: dict[str, int] = {}
+    samples: dict[str, Samples] = {}
+    with torch.set_grad_enabled(kind.grad):
         for name, peer in peers.items():
-            call = _prepared(peer, inputs)
+            call = _prepared(kind, peer, inputs)
             if isinstance(call, Refusal):
                 refused[name] = call.reason
                 continue
-            if _is_ours(name):
-                _poison(inputs.q)
-                gates[name] = Gate.of(judge_slices(call(), inputs))
+            if name.startswith(OURS):
+                gates[name] = Gate.of(kind.judge(call, inputs))
                 if not gates[name].passed:
                     refused[name] = "the accuracy gate is red"
                     continue
             calls[name] = call
-        samples: dict[str, Samples] = {}
+            if peak := kind.memory(call, inputs):
+                memory[name] = peak
         if OURS in gates and not gates[OURS].passed:
             refused |= dict.fromkeys(calls, f"{OURS} is red in this row")
+        elif method.clock == "host":
+            samples = host_bursts(calls, method.rounds)
         else:
             samples = time_interleaved(
-                calls,
-                rounds=method.rounds,
-                min_ms=method.min_ms,
-                flush_l2=method.flush_l2,
-                graph=method.graph,
-                clock=method.clock,
-            )
-    now = clocks()
+                calls, rounds=method.rounds, min_ms=method.min_ms, flush_l2=method.flush_l2,
+                graph=method.graph, clock=method.clock,
+            )  # fmt: skip
+    if memory:
+        memory["bar"] = kind.bar(inputs)
+    now, work = clocks(), kind.work(row)
     del calls, inputs
     forget(method)
     return RowResult(
-        row.name, row.group, row.flops, row.kv_bytes, gates, samples, refused, clocks=now
-    )
+        row.name, row.group, work, row.kv_bytes, gates, samples, refused, clocks=now,
+        memory=memory,
+    )  # fmt: skip
 
 
-def _is_ours(name: str) -> bool:
-    return name.startswith(OURS)
+def prepare(rows: Iterable[Any], peers: Mapping[str, Any], method: Method, kind: Kind) -> None:
+    """Call ours once on each row, which compiles its kernels; what raises is left to the run."""
+    for row in rows:
+        with time_limit(), suppress(Exception), torch.set_grad_enabled(kind.grad):
+            inputs = kind.make(row, method)
+            for name, peer in peers.items():
+                if name.startswith(OURS):
+                    _prepared(kind, peer, inputs)
+        inputs = None
+        forget(method)
 
 
-def _prepared(peer: Peer, inputs: Inputs) -> Callable[[], Tensor] | Refusal:
+def host_bursts(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Samples]:
+    """Mean host time of a call in microseconds, for each of `rounds` bursts of all in turns."""
+    us: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            begin = time.perf_counter_ns()
+            for _ in range(HOST_CALLS):
+                call()
+            spent = (time.perf_counter_ns() - begin) / HOST_CALLS / 1e3
+            us[name] += [spent] * (turn > 0)  # the first burst fills every cache
+    return {name: Samples(tuple(found), calls=HOST_CALLS) for name, found in us.items()}
+
+
+def _prepared(kind: Kind, peer: Any, inputs: Any) -> Callable[[], Any] | Refusal:
     """The peer's callable after a first call, which compiles; a peer that raises has refused."""
     try:
-        call = peer(inputs)
+        call = kind.prepare(peer, inputs)
         if not isinstance(call, Refusal):
             call()
-            if inputs.q.is_cuda:
+            if torch.cuda.is_available():
                 torch.cuda.synchronize()
         return call
     except Exception as error:
         return Refusal.of(error)
 
 
-def _poison(like: Tensor) -> None:
-    """Leave NaN in the block that the allocator hands out next: unwritten output then shows."""
-    torch.full_like(like, float("nan"))
+def poison(*like: Tensor) -> None:
+    """Leave NaN in the blocks that the allocator hands out next: unwritten output then shows."""
+    blocks = [torch.full_like(each, float("nan")) for each in like]
+    del blocks
 
 
 def forget(method: Method) -> None:
     """Without this, torch's compiled functions and the row's tensors outlive the row."""
-    if method.clock == "cuda":
+    if method.clock != "cpu":
         torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from bench.serving_rows import WINDOWED, ServingRow
+from bench.trees_calls import draft_tree
+from bench.trees_plans import block_table
 from flexattn.catalogue.masks import MaskMod, causal, sliding_window
 from flexattn.catalogue.scores import ScoreMod, alibi, softcap
 from flexattn.reference import Precision, Reference, attention
@@ -72,21 +74,8 @@ def make_served(row: ServingRow, device: str = "cuda") -> Served:
     batch, table = len(row.lens), None
     sizes = (batch, max(row.lens))
     if row.page:
-        own = [-(-(n - row.shared) // row.page) for n in row.lens]
-        levels = [(nodes, keys // row.page) for nodes, keys in row.nodes]
-        common = sum(pages for _, pages in levels)
-        sizes = (sum(nodes * pages for nodes, pages in levels) + sum(own), row.page)
-        order = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(1)).int()
-        table = torch.zeros(batch, common + max(own), dtype=torch.int32)
-        place = column = 0
-        for level, (nodes, pages) in enumerate(levels):
-            for b in range(batch):
-                start = place + row.node_of(b, level) * pages
-                table[b, column : column + pages] = order[start : start + pages]
-            place, column = place + nodes * pages, column + pages
-        for b, count in enumerate(own):
-            table[b, common : common + count] = order[place : place + count]
-            place += count
+        table, pages = block_table(row.lens, row.nodes, row.page)
+        sizes = (pages, row.page)
         table = table.to(device)
     k = normal(*sizes, row.hkv, row.d)
     v = k[..., : row.dv] if row.variant == "mla" else normal(*sizes, row.hkv, row.dv)
@@ -154,14 +143,4 @@ def mods_of(row: ServingRow, lens: Tensor, device: str) -> tuple[ScoreMod | None
         return None, causal
     if row.variant != "tree":
         return None, None
-    past = lens - row.q_len
-    parents = [0, 0, 0, 1, 1, 2, 3, 3]
-    above = torch.eye(row.q_len, dtype=torch.bool)
-    for node in range(1, row.q_len):
-        above[node] |= above[parents[node]]
-    above = above.to(device)
-
-    def tree(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (kv_idx < past[b]) | above[q_idx - past[b], (kv_idx - past[b]).clamp(min=0)]
-
-    return None, tree
+    return None, draft_tree(row.q_len, lens - row.q_len, device)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -15,17 +14,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.peers import OURS, Refusal
 from bench.serving_inputs import Served
 from bench.streaming import STREAMING, streaming
-from flexattn.device import detect
-from flexattn.kernels.paged_decode.space import serving_space
-from flexattn.serving import CascadePlan, DecodePlan, PrefixTree, TreePlan
+from bench.trees_plans import prefix_tree
+from flexattn.serving import CascadePlan, DecodePlan, TreePlan
 
 __all__ = [
     "EMPTY",
     "INVARIANT",
     "SERVING_PEERS",
     "ServingPeer",
-    "invariant_with",
-    "searched",
     "served_with",
 ]
 
@@ -36,11 +32,18 @@ OWN = "own."
 ServingPeer: TypeAlias = Callable[[Served], "Callable[[], Tensor] | Refusal"]
 
 
-def served_with(changes: Mapping[str, Any]) -> ServingPeer:
-    """Ours, with these fields of the config changed from the default."""
+def served_with(changes: Mapping[str, Any], invariant: bool = False) -> ServingPeer:
+    """Ours, with these fields of the config changed from the default.
 
-    def build(x: Served) -> Callable[[], Tensor]:
+    invariant: with batch_invariant, so that each row's bits are its own.
+    """
+
+    def build(x: Served) -> Callable[[], Tensor] | Refusal:
         row = x.row
+        if invariant:
+            if row.variant in ("cascade", "mla", "prefix-tree"):
+                return Refusal("batch invariance is for one pass over heads of 64 or 128")
+            return _run(_changed(x, changes, batch_invariant=True), x)
         if row.variant == "cascade":
             return _cascade(x, changes)
         if row.variant == "prefix-tree":
@@ -48,32 +51,6 @@ def served_with(changes: Mapping[str, Any]) -> ServingPeer:
         return _run(_changed(x, changes), x)
 
     return build
-
-
-def invariant_with(changes: Mapping[str, Any]) -> ServingPeer:
-    """Ours, each row's bits its own, with these fields of the config changed from the default."""
-
-    def build(x: Served) -> Callable[[], Tensor] | Refusal:
-        if x.row.variant in ("cascade", "mla", "prefix-tree"):
-            return Refusal("batch invariance is for one pass over heads of 64 or 128")
-        return _run(_changed(x, changes, batch_invariant=True), x)
-
-    return build
-
-
-def searched(x: Served, count: int) -> dict[str, ServingPeer]:
-    """So many configs of the space, chosen at random, each as one more variant of ours."""
-    if x.row.variant in ("cascade", "prefix-tree"):
-        return {}
-    plan = _plan(x)
-    configs = serving_space(plan.form, detect(x.q.device))[1:]
-    chosen = random.Random(0).sample(configs, min(count, len(configs)))
-    return {
-        f"{OURS} " + ",".join(f"{k}={v}" for k, v in asdict(each).items()): served_with(
-            asdict(each)
-        )
-        for each in chosen
-    }
 
 
 def _common(x: Served) -> dict[str, Any]:
@@ -109,6 +86,12 @@ def _run(plan: DecodePlan, x: Served) -> Callable[[], Tensor]:
     return lambda: plan.run(x.q, cache, **call)  # type: ignore[arg-type, return-value]
 
 
+def _split(changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Changes of the shared pass, and of the own one."""
+    own = {key.removeprefix(OWN): value for key, value in changes.items() if OWN in key}
+    return {key: value for key, value in changes.items() if OWN not in key}, own
+
+
 def _cascade(x: Served, changes: Mapping[str, Any]) -> Callable[[], Tensor]:
     row = x.row
     assert x.table is not None
@@ -120,8 +103,7 @@ def _cascade(x: Served, changes: Mapping[str, Any]) -> Callable[[], Tensor]:
 
     found = plan()
     if changes:
-        own = {key.removeprefix(OWN): value for key, value in changes.items() if OWN in key}
-        rest = {key: value for key, value in changes.items() if OWN not in key}
+        rest, own = _split(changes)
         found = plan(
             prefix_config=replace(found.prefix.config, **rest),
             config=replace(found.own.config, **own),
@@ -138,30 +120,18 @@ def _cascade(x: Served, changes: Mapping[str, Any]) -> Callable[[], Tensor]:
 def _tree(x: Served, changes: Mapping[str, Any]) -> Callable[[], Tensor]:
     row = x.row
     assert x.table is not None
-    parents: list[int] = []
-    begins = [0]
-    for level, (nodes, _) in enumerate(row.nodes):
-        above = [-1] * nodes
-        for b in range(len(row.lens)) if level else ():
-            above[row.node_of(b, level)] = begins[-2] + row.node_of(b, level - 1)
-        parents += above
-        begins.append(begins[-1] + nodes)
-    keys = tuple(each for nodes, each in row.nodes for _ in range(nodes))
-    last = len(row.nodes) - 1
-    leaves = tuple(begins[last] + row.node_of(b, last) for b in range(len(row.lens)))
 
     def plan(**more: Any) -> TreePlan:
         return TreePlan(kv_len=max(row.lens), **_common(x), **more)
 
     found = plan()
     if changes:
-        own = {key.removeprefix(OWN): value for key, value in changes.items() if OWN in key}
-        rest = {key: value for key, value in changes.items() if OWN not in key}
+        rest, own = _split(changes)
         found = plan(
             shared_config=replace(found.shared.config, **rest),
             config=replace(found.own.config, **own),
         )
-    found.update(PrefixTree(tuple(parents), keys, leaves), x.table)
+    found.update(prefix_tree(len(row.lens), row.nodes), x.table)
     call = {"seq_lens": x.lens, "block_table": x.table}
     return lambda: found.run(x.q, (x.k, x.v), **call)[0]
 
@@ -250,7 +220,7 @@ def flashinfer_cascade(x: Served) -> Callable[[], Tensor] | Refusal:
 
 SERVING_PEERS: dict[str, ServingPeer] = {
     OURS: served_with({}),
-    INVARIANT: invariant_with({}),
+    INVARIANT: served_with({}, invariant=True),
     EMPTY: empty,
     STREAMING: streaming,
     "sdpa-cudnn": cudnn,

@@ -71,10 +71,6 @@ class ServingRow:
         """Of each level of what requests share the number of nodes, and keys of each."""
         return self.levels or (((1, self.shared),) if self.shared else ())
 
-    def node_of(self, request: int, level: int) -> int:
-        """The node of a level that a request is below."""
-        return request * self.nodes[level][0] // len(self.lens)
-
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that must be read once, at the cache's width, with their scales."""

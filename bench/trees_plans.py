@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.trees_calls import CHECKED, E4M3, Case, attention, mods_of, wrong
 
-__all__ = ["append_case", "plan_case"]
+__all__ = ["append_case", "block_table", "plan_case", "prefix_tree"]
 
 
 def plan_case(x: Any, device: str) -> Case:
@@ -19,7 +19,7 @@ def plan_case(x: Any, device: str) -> Case:
     from flexattn import serving
 
     batch, rows, dtype = len(x.lens), sum(x.new), getattr(torch, x.dtype)
-    table, pages = block_table(x) if x.page else (None, batch)
+    table, pages = block_table(x.lens, x.levels, x.page) if x.page else (None, batch)
     keys = x.page or max(x.lens)
     k = torch.randn(pages, keys, x.hkv, x.d, device=device, dtype=dtype)
     v = k[..., : x.dv]
@@ -100,29 +100,52 @@ def plan_case(x: Any, device: str) -> Case:
     return Case(lambda: plan.run(q, cache, **call), check)
 
 
-def node_of(x: Any, request: int, level: int) -> int:
-    """The node of a level that a request is below."""
-    return int(request * x.levels[level][0] // len(x.lens))
+Levels = Sequence[tuple[int, int]]
 
 
-def block_table(x: Any) -> tuple[Tensor, int]:
-    """Pages of each request int32 [B, most pages], in random order; and how many there are."""
-    levels = [(nodes, keys // x.page) for nodes, keys in x.levels]
-    common = sum(pages for _, pages in levels)
-    own = [-(-n // x.page) - common for n in x.lens]
-    total = sum(nodes * pages for nodes, pages in levels) + sum(own)
+def node_of(request: int, nodes: int, requests: int) -> int:
+    """The node of a level of so many nodes that a request is below."""
+    return request * nodes // requests
+
+
+def block_table(lens: Sequence[int], levels: Levels, page: int) -> tuple[Tensor, int]:
+    """Pages of each request int32 [B, most pages], in random order; and how many there are.
+
+    levels: of what requests share the number of nodes, and keys of each.
+    """
+    shared = [(nodes, keys // page) for nodes, keys in levels]
+    common = sum(pages for _, pages in shared)
+    own = [-(-n // page) - common for n in lens]
+    total = sum(nodes * pages for nodes, pages in shared) + sum(own)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(1)).int()
-    table = torch.zeros(len(x.lens), common + max(own), dtype=torch.int32)
+    table = torch.zeros(len(lens), common + max(own), dtype=torch.int32)
     place = column = 0
-    for level, (nodes, pages) in enumerate(levels):
-        for b in range(len(x.lens)):
-            start = place + node_of(x, b, level) * pages
+    for nodes, pages in shared:
+        for b in range(len(lens)):
+            start = place + node_of(b, nodes, len(lens)) * pages
             table[b, column : column + pages] = order[start : start + pages]
         place, column = place + nodes * pages, column + pages
     for b, count in enumerate(own):
         table[b, common : common + count] = order[place : place + count]
         place += count
     return table, total
+
+
+def prefix_tree(requests: int, levels: Levels) -> Any:
+    """The PrefixTree of such levels."""
+    from flexattn import serving
+
+    parents: list[int] = []
+    begins = [0]
+    for level, (nodes, _) in enumerate(levels):
+        above = [-1] * nodes
+        for b in range(requests) if level else ():
+            parent = node_of(b, levels[level - 1][0], requests)
+            above[node_of(b, nodes, requests)] = begins[-2] + parent
+        parents, begins = parents + above, [*begins, begins[-1] + nodes]
+    keys = tuple(each for nodes, each in levels for _ in range(nodes))
+    leaves = (begins[-2] + node_of(b, levels[-1][0], requests) for b in range(requests))
+    return serving.PrefixTree(tuple(parents), keys, tuple(leaves))
 
 
 def sharing_case(
@@ -132,10 +155,10 @@ def sharing_case(
     """A checkout's CascadePlan for one level where it has one, else its TreePlan."""
     from flexattn import serving
 
-    table, last = call["block_table"], len(x.levels) - 1
+    table = call["block_table"]
     call = {name: call[name] for name in ("seq_lens", "block_table")}
     cascade = getattr(serving, "CascadePlan", None)
-    if last == 0 and cascade is not None:
+    if len(x.levels) == 1 and cascade is not None:
         about.pop("kv_len")
         plan = cascade(prefix_len=x.shared, own_len=max(x.lens) - x.shared, **about)
         start, pages = torch.full_like(call["seq_lens"], x.shared), x.shared // x.page
@@ -143,17 +166,8 @@ def sharing_case(
         call["prefix_table"] = table[:1, :pages].contiguous()
         call["block_table"] = table[:, pages:].contiguous()
     else:
-        parents: list[int] = []
-        begins = [0]
-        for level, (nodes, _) in enumerate(x.levels):
-            above = [-1] * nodes
-            for b in range(len(x.lens)) if level else ():
-                above[node_of(x, b, level)] = begins[-2] + node_of(x, b, level - 1)
-            parents, begins = parents + above, [*begins, begins[-1] + nodes]
-        keys = tuple(each for nodes, each in x.levels for _ in range(nodes))
-        leaves = tuple(begins[last] + node_of(x, b, last) for b in range(len(x.lens)))
         plan = serving.TreePlan(**about)
-        plan.update(serving.PrefixTree(tuple(parents), keys, leaves), table)
+        plan.update(prefix_tree(len(x.lens), x.levels), table)
     return Case(
         lambda: plan.run(q, cache, **call), lambda: check_with(plan.run(q, cache, **call)[0])
     )

@@ -14,14 +14,13 @@ from bench.backward_peers import (
     ours_trained,
     sdpa_trained,
 )
-from bench.backward_runner import BAR, allowed, differentiated, orders, run_backward
+from bench.backward_runner import BACKWARD, BAR, allowed, differentiated
 from bench.inputs import make
 from bench.peers import OURS, Refusal
 from bench.rows import Row, backward_rows
 from bench.runner import Method, run
 from bench.shapes import Shape
 from bench.tasks import call_of
-from flexattn.device import named
 from flexattn.measure.timing import Samples
 from flexattn.tune.workload import read
 
@@ -73,7 +72,7 @@ def test_a_dry_run_gates_gradients_races_and_prints(tmp_path):
         "fa4": BACKWARD_PEERS["fa4"],
         "flexattn-without-lse": BACKWARD_PEERS["flexattn-without-lse"],
     }
-    report = run("backward", [PLAIN, LEARNED, FORWARD], peers, METHOD, one=run_backward)
+    report = run("backward", [PLAIN, LEARNED, FORWARD], peers, METHOD, kind=BACKWARD)
     plain, learned, forward = report.rows
     assert plain.gates[OURS].passed and not plain.gates[f"{OURS} wrong"].passed
     assert set(plain.samples) == {OURS, "sdpa"} and plain.flops == 2.5 * PLAIN.flops
@@ -92,13 +91,13 @@ def test_a_dry_run_gates_gradients_races_and_prints(tmp_path):
 
 def test_a_red_row_shows_no_time():
     peers = {OURS: wrongly, "sdpa": sdpa_trained(None)}
-    (row,) = run("backward", [PLAIN], peers, METHOD, one=run_backward).rows
+    (row,) = run("backward", [PLAIN], peers, METHOD, kind=BACKWARD).rows
     assert row.samples == {} and not row.gates[OURS].passed
     assert row.refused["sdpa"] == f"{OURS} is red in this row"
 
 
 def test_no_row_begins_after_the_seconds_that_were_given():
-    report = run("backward", [PLAIN], {}, METHOD, one=run_backward, seconds=-1.0)
+    report = run("backward", [PLAIN], {}, METHOD, kind=BACKWARD, seconds=-1.0)
     assert report.rows == ()
 
 
@@ -114,13 +113,6 @@ def test_what_a_peer_has_no_form_for_is_refused_in_words(monkeypatch):
 
 
 PARAMETERS = {"parameters": {"query": None}}
-
-
-def test_the_kernels_of_a_row_are_ordered_as_they_will_be_asked_for():
-    row = Row("row", "grid", Shape(1, 4, 2, 300, 300, 64), "causal", "relative", learned=True)
-    forward, other = orders(row, named("nvidia-h200"), Method(device="cpu"))
-    assert "prefill bfloat16" in forward.source.text and "backward bfloat16" in other.source.text
-    assert "LSE" in {each.name for each in forward.source.arguments}
 
 
 def test_memory_is_told_beside_what_a_training_may_allocate():

@@ -215,6 +215,15 @@ def test_rates_of_the_table():
     assert "| 10.0 ±0.0% (0.40) |" in table.markdown(fake("a", 10, 20, bench="decode"))
 
 
+def test_ours_beside_the_best_rival_of_each_row():
+    report = fake("a", 10, 12)
+    samples = report.rows[0].samples | {"streaming read": Samples((1.0,) * 6)}
+    samples |= {"fast": Samples((9.5,) * 6)}
+    rows = (replace(report.rows[0], samples=samples), fake("b", 10, 11).rows[0])
+    text = table.markdown(replace(report, rows=rows))
+    assert "each row: 1.022 (0.950) of 2, 1 below 0.97, 0 below 0.92" in text
+
+
 def test_another_schema_is_refused(tmp_path):
     path = tmp_path / "old.json"
     path.write_text(json.dumps({"schema": 0}))

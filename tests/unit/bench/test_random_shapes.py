@@ -1,28 +1,24 @@
 """Random shapes: drawn the same in every run, in range, each served; what the table shows."""
 
-import math
 from dataclasses import replace
 
 import pytest
 
 from bench.figures import RESULTS
-from bench.peers import OURS
 from bench.random_draw import ENCODERS, KINDS, MODELS, MOST_BYTES, MOST_FLOPS, PAGES, SEEDS, drawn
 from bench.random_shapes import (
     BENCH,
     DEFAULT,
     TUNED,
     cases,
+    gains,
     main,
-    summary,
     table,
     task_of_case,
-    told,
     tuned_row,
 )
-from bench.results import Gate, Report, RowResult, load, merge, save
+from bench.results import Report, RowResult, load
 from bench.serving_rows import ServingRow
-from bench.streaming import STREAMING
 from flexattn.device import named
 from flexattn.errors import InputError
 from flexattn.kernels.choose.defaults import default
@@ -97,41 +93,16 @@ def test_every_shape_is_served_by_a_kernel_that_renders(name):
     assert name in source.text and found.title == name
 
 
-def row(name, red=False, **us):
-    samples = {who.replace("_", "-"): Samples((float(time),) * 7) for who, time in us.items()}
-    gates = {OURS: Gate(not red, "said")}
-    return RowResult(name, "models", 0.0, 0, gates, samples, {})
-
-
-def with_aside(found, name, us):
-    return replace(found, samples={**found.samples, name: Samples((us,) * 7)})
-
-
 def tuned_of(name, best, default):
     samples = {"best": Samples((best,) * 7), DEFAULT: Samples((default,) * 7)}
     return RowResult(f"{name} {TUNED}", TUNED, 0.0, 0, {}, samples, {})
 
 
-ROWS = (
-    with_aside(row("one", flexattn=10.0, sdpa_cudnn=12.0, fa4=11.0), STREAMING, 5.0),
-    tuned_of("one", 9.0, 10.0),
-    row("two", flexattn=10.0, sdpa_cudnn=9.5),
-    row("three", red=True, flexattn=10.0, fa4=20.0),
-    tuned_of("four", 10.0, 10.0),
-)
-
-
-def test_the_best_rival_counts_and_a_red_gate_has_no_time():
-    one, two, three, four = told(ROWS)
-    assert (one.who, one.rival, one.default) == ("fa4", pytest.approx(1.1), pytest.approx(0.9))
-    assert two.rival == pytest.approx(0.95) and math.isnan(two.default)
-    assert three.red and math.isnan(three.rival) and math.isnan(three.us)
-    assert four.default == 1.0 and four.who == ""
-    text = table(Report(BENCH, {}, (), ROWS))
-    assert "| three | gate red | - | - | - |" in text
-    assert "rival / ours: geometric mean 1.022 of 2, least 0.950, 1 below 0.97" in text
-    assert "least 0.900, 1 below 0.97, 1 below 0.92" in text
-    assert summary("nothing", [math.nan]) == "nothing: none"
+def test_the_table_has_the_mean_the_least_and_how_many_are_below_the_bars():
+    rows = tuned_of("one", 9.0, 10.0), tuned_of("four", 10.0, 10.0)
+    assert gains(rows) == {"one": pytest.approx(0.9), "four": 1.0}
+    text = table(Report(BENCH, {}, (), rows))
+    assert "of 2, least 0.900, 1 below 0.97, 1 below 0.92" in text
 
 
 def test_a_tuning_is_the_default_beside_the_fastest_of_its_rounds():
@@ -148,14 +119,7 @@ def test_a_tuning_is_the_default_beside_the_fastest_of_its_rounds():
     decision = Decision(0, 0, 1.0, 1.0, 1.02, 0.95, "")
     found = tuned_row(case, replace(made, trials=trials, decision=decision))
     assert found.samples["best"].us == (5.0, 5.5) and found.samples[DEFAULT].us == (11.0, 10.0)
-    assert told([found])[0].default == pytest.approx((5 / 11 + 5.5 / 10) / 2)
-
-
-def test_reports_merge_and_go_on(tmp_path):
-    path = tmp_path / "found.json"
-    save(Report(BENCH, {"budget": 4.0}, ({"gpu": "one"},), ROWS[:2]), path)
-    both = merge([load(path), Report(BENCH, {"budget": 4.0}, ({"gpu": "one"},), ROWS[2:])])
-    assert both.rows == ROWS and load(path).rows == ROWS[:2]
+    assert gains([found])[case.name] == pytest.approx((5 / 11 + 5.5 / 10) / 2)
 
 
 def test_the_command_lists_and_refuses(capsys):
@@ -176,5 +140,5 @@ def test_defaults_of_prompts_are_those_that_were_raced(name, monkeypatch):
 
 def test_each_of_the_thirty_is_nearly_as_fast_as_what_tuning_finds():
     """Short prompts had 0.89 of it; where a default changes, the file is to be made anew."""
-    found = {each.name: each.default for each in told(load(MEASURED).rows)}
+    found = gains(load(MEASURED).rows)
     assert len(found) == 30 and min(found.values()) >= 0.92, found

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.serving_ahead import compiled
+from bench import serving
 from bench.serving_inputs import judge_requests, make_served
-from bench.serving_rows import ServingRow, serving_rows
-from flexattn.device import named
+from bench.serving_rows import serving_rows
 from flexattn.reference import attention
 
 ROWS = {row.name: row for row in serving_rows()}
@@ -67,8 +66,12 @@ def test_a_tree_of_three_levels_shares_its_pages():
             assert same == [True] * 2 + [tool] + [conversation] * 3 + [False]
 
 
-def test_a_row_that_does_not_compile_ahead_is_told():
-    """One such row ended the bench before the first was timed."""
-    row = ServingRow("wide", "paged", (64, 64), d=4096, dv=4096)
-    said = compiled(row, named("nvidia-h200"))
-    assert said.startswith("wide is not compiled ahead: ConfigError")
+def test_a_variant_is_of_fields_and_may_be_batch_invariant(monkeypatch):
+    monkeypatch.setattr(serving, "served_with", lambda *given: given)
+    assert serving.variant("BLOCK_N=64,own.per_sm=1") == ({"BLOCK_N": 64, "own.per_sm": 1}, False)
+    assert serving.variant("batch_invariant=1,per_sm=2") == ({"per_sm": 2}, True)
+
+
+def test_the_command_lists_rows_of_all_groups(capsys):
+    assert serving.run(["--list", "--rows", "^(paged/b1-1k|random/)"]) == 0
+    assert capsys.readouterr().out.split()[0] == "b1-1k"
