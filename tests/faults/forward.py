@@ -20,6 +20,8 @@ IN_SCORE_TERMS = "tests/interpreter/test_score_terms.py"
 IN_DECAY_SKIP = "tests/interpreter/test_decay_skip.py"
 IN_MODS = "tests/interpreter/test_mods.py"
 IN_DIVISORS = "tests/interpreter/test_divisors.py"
+WINDOW = "templates/decay_skip/window.py.jinja"
+IN_CATALOGUE = "tests/interpreter/test_catalogue.py"
 
 FORWARD = (
     Fault(
@@ -277,5 +279,47 @@ FORWARD = (
         "return sign ^ fast_div(sign ^ a, multiplier, shift)",
         "return fast_div(a, multiplier, shift)",
         IN_DIVISORS + "::test_scores_that_divide_by_a_number_of_the_call[prefill]",
+    ),
+    Fault(
+        "heads that share a tile read the keys of another head",
+        DECODE,
+        "off_hkv = head * PACKED // group",
+        "off_hkv = head // group",
+        IN_SHAPES + "::test_strides[heads_inside-decode]",
+    ),
+    Fault(
+        "the last tile of the last listed block is left out",
+        MAINLOOP,
+        "num_kv = blocks * TILES_PER_KV\n",
+        "num_kv = blocks * TILES_PER_KV - (TILES_PER_KV > 1)\n",
+        IN_CATALOGUE + "::test_several_tiles_and_full_blocks[random_blocks-prefill-fp16]",
+    ),
+    Fault(
+        "documents: keys of the last block are taken for its first ones",
+        SEGMENTS,
+        "tail_first = 2 * (tail_sum % 1048576) == tail_count * (tail_count - 1)",
+        "tail_first = tail_sum >= 0",
+        IN_RUNS + "::test_blocks_listed_against_what_the_mask_says[documents_resumed-prefill]",
+    ),
+    Fault(
+        "documents: keys of the first block are taken for its last ones",
+        SEGMENTS,
+        "head_last = 2 * (head_sum % 1048576) == head_count * (2 * head_held - head_count - 1)",
+        "head_last = head_sum >= 0",
+        IN_RUNS + "::test_tiles_narrower_than_the_blocks[documents_sorted-prefill]",
+    ),
+    Fault(
+        "far keys: one key head's norms serve all",
+        WINDOW,
+        "k_head = (b * stride_kb + h // group).to(tl.int64)",
+        "k_head = (b * stride_kb + h * 0).to(tl.int64)",
+        IN_DECAY_SKIP + "::test_the_keys_of_each_head_are_as_long_as_they_are",
+    ),
+    Fault(
+        "what a row adds is in no statistic",
+        SHARED,
+        'm_i = tl.where(empty, float("-inf"), m_i + shift)',
+        'm_i = tl.where(empty, float("-inf"), m_i)',
+        IN_SCORE_TERMS + "::test_what_a_row_adds_returns_in_its_statistics[0.25-fp32-prefill]",
     ),
 )

@@ -146,4 +146,18 @@ HOPPER = (
         "end = gl.load(run + 3) * TILES_PER_Q",
         IN_BANDS + "::test_rows_that_end_early_in_their_block",
     ),
+    Fault(
+        "Hopper: the tile behind a run's full ones counts as one",
+        SCORES,
+        "(end - 1 - {{ i }} >= full_end)",
+        "(end - 1 - {{ i }} > full_end)",
+        IN_WIDE + "::test_numbers[default-causal-dims1]",
+    ),
+    Fault(
+        "Hopper: a consumer's run begins where another's does",
+        SHARED,
+        "before = gl.where(run_begin < run_end, end - run_end, {{ count }})",
+        "before = 0",
+        IN_WIDE + "::test_numbers[default-causal-dims1]",
+    ),
 )

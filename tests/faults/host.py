@@ -31,6 +31,13 @@ IN_LAUNCH = "tests/unit/runtime/test_launch.py"
 IN_CUDA_LAUNCH = "tests/unit/runtime/test_cuda_launch.py"
 IN_BLOCK_KINDS = "tests/unit/block_mask/test_block_kinds.py"
 IN_KIND = "tests/unit/problem/test_kind.py"
+SOURCE = "flexattn/kernels/triton/source.py"
+TILES = "flexattn/kernels/triton/tiles.py"
+FACTS = "flexattn/problem/facts.py"
+IN_CATALOGUE = "tests/interpreter/test_catalogue.py"
+IN_REPEAT = "tests/interpreter/test_repeat.py"
+IN_BINDING = "tests/unit/kernels/base/test_binding.py"
+IN_ORACLE = "tests/unit/verify/test_oracle.py"
 
 HOST = (
     Fault(
@@ -257,5 +264,61 @@ HOST = (
         "if q_len <= FEW_ROWS:",
         "if q_len < FEW_ROWS:",
         IN_KIND + "::test_a_handful_of_rows_decodes[heads0]",
+    ),
+    Fault(
+        "a negated view of keys is taken for its memory",
+        CALL,
+        "k.dtype, k.get_device(), k.data_ptr() % 16, k.is_neg())",
+        "k.dtype, k.get_device(), k.data_ptr() % 16, False)",
+        IN_CALL + "::test_a_fact_of_a_tensor_that_differs[negated]",
+    ),
+    Fault(
+        "two calls with options are one",
+        CALL,
+        "repr(options) if options else None, return_aux,",
+        "bool(options), return_aux,",
+        IN_CALL + "::test_other_options_are_another_call",
+    ),
+    Fault(
+        "a stride of 0 counts as one that descriptors know",
+        FACTS,
+        "return all(size == 1 or stride > 0 for size, stride in pairs[1:])",
+        "return True",
+        IN_ORACLE + "::test_a_batch_of_queries_with_stride_0_is_not_aligned",
+    ),
+    Fault(
+        "blocks that a list has as full are masked, the others not",
+        SOURCE,
+        "i < num_kv",
+        "i >= num_kv",
+        IN_CATALOGUE + "::test_several_tiles_and_full_blocks[random_blocks-prefill-fp16]",
+    ),
+    Fault(
+        "strides of any number of bytes count as aligned",
+        FACTS,
+        "if self.offset or any(size > 1 and stride % divisor for size, stride in pairs):",
+        "if self.offset:",
+        IN_ORACLE + "::test_strides_and_addresses_of_whole_16_bytes_are_aligned",
+    ),
+    Fault(
+        "a call that is known ignores a record that was written since",
+        LAUNCH_CACHE,
+        "self.settings is not current() or self.generation != generation()",
+        "self.settings is not current()",
+        IN_REPEAT + "::test_a_record_that_was_written_since_is_looked_for",
+    ),
+    Fault(
+        "a grid has no tile for the last rows",
+        TILES,
+        "tiles = -(-problem.q_len * structure.packed_heads // config.BLOCK_M)",
+        "tiles = max(1, problem.q_len * structure.packed_heads // config.BLOCK_M)",
+        IN_SHAPES + "::test_lengths[1-130-prefill]",
+    ),
+    Fault(
+        "a descriptor is made for a call's first keys alone",
+        BINDING,
+        "tuple((i, places[name]) for i, name in enumerate(names) if name not in fixed)",
+        "tuple((i, i) for i, name in enumerate(names) if name not in fixed)",
+        IN_BINDING + "::test_values_are_found_by_name",
     ),
 )

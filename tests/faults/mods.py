@@ -10,6 +10,8 @@ IN_RUNS = "tests/interpreter/test_runs.py"
 IN_MASK_FORM = "tests/unit/mods/analysis/test_mask_form.py"
 IN_PRINTER = "tests/unit/kernels/printers/test_printer.py"
 IN_MODS_EXPR = "tests/unit/mods/test_mods_expr.py"
+BASE_2 = "flexattn/kernels/base/base_2.py"
+IN_FAR_SCORES = "tests/interpreter/test_far_scores.py"
 
 MODS = (
     Fault(
@@ -60,5 +62,19 @@ MODS = (
         "if _is(y, -0.0 if is_float(node.dtype) else 0):",
         "if _is(y, 0.0 if is_float(node.dtype) else 0):",
         IN_MODS_EXPR + "::test_what_differs_keeps_its_own_fingerprint",
+    ),
+    Fault(
+        "a read at a tensor's length, one behind its end",
+        TRITON_PRINTER,
+        'inside = f"({index.text} < {size})"',
+        'inside = f"({index.text} <= {size})"',
+        IN_PRINTER + "::test_an_index_that_cannot_be_negative_is_checked_above_alone",
+    ),
+    Fault(
+        "far scores go to base 2 as near ones",
+        BASE_2,
+        'if not far:\n        return f"{text} * LOG2E"',
+        'if True:\n        return f"{text} * LOG2E"',
+        IN_FAR_SCORES + "::test_scores_near_the_end_of_float32[where-prefill]",
     ),
 )

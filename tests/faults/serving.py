@@ -21,6 +21,8 @@ IN_BATCH_INVARIANCE = "tests/interpreter/test_batch_invariance.py"
 IN_SERVING_CALLS = "tests/interpreter/test_serving_calls.py"
 IN_SERVING_TREES = "tests/interpreter/test_serving_trees.py"
 IN_APPEND = "tests/interpreter/test_append.py"
+CACHE = "flexattn/serving/cache.py"
+IN_SERVING_MLA = "tests/interpreter/test_serving_mla.py"
 
 SERVING = (
     Fault(
@@ -203,5 +205,38 @@ SERVING = (
         "{{ x }}_scale = tl.maximum(tl.div_rn({{ x }}_most, MOST * one), LEAST_SCALE)",
         "{{ x }}_scale = tl.maximum({{ x }}_most / (MOST * 1.01), LEAST_SCALE)",
         IN_APPEND + "::test_eight_bits[torch.float8_e4m3fn-token-NHD]",
+    ),
+    Fault(
+        "parts of programs are merged with the first ones' weights",
+        RESULTS,
+        "    l_m = l_m * rescale + tl.sum(weight, 1)\n"
+        "    m_m = m_next\n"
+        "{% for piece in v_pieces %}\n"
+        "    acc_m_{{ piece.name }} = acc_m_{{ piece.name }} * rescale + tl.sum(values_{{ "
+        "piece.name }} * weight, 1)\n"
+        "{% endfor %}\n"
+        "m_rows",
+        "    l_m = l_m + tl.sum(weight, 1)\n"
+        "    m_m = m_next\n"
+        "{% for piece in v_pieces %}\n"
+        "    acc_m_{{ piece.name }} = acc_m_{{ piece.name }} + tl.sum(values_{{ piece.name "
+        "}} * weight, 1)\n"
+        "{% endfor %}\n"
+        "m_rows",
+        IN_SERVING + "::test_more_parts_than_a_program_holds_at_a_time[last]",
+    ),
+    Fault(
+        "a page of a cache that shares keys is described with its stride of 0",
+        CACHE,
+        "tensor = tensor[:1]",
+        "tensor = tensor",
+        IN_SERVING_MLA + "::test_requests_that_share_keys_by_a_stride_of_0[64x1]",
+    ),
+    Fault(
+        "a ragged batch's last row is nobody's",
+        PAGES,
+        "row_end = tl.load(CU_SEQLENS + b + 1, mask=here, other=0)",
+        "row_end = tl.load(CU_SEQLENS + b + 1, mask=here, other=0) - 1",
+        IN_SERVING + "::test_a_mixed_batch_of_chunks_and_single_tokens",
     ),
 )
