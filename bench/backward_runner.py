@@ -21,7 +21,7 @@ from flexattn.problem.learned import slots_of
 from flexattn.runtime.backward import Gradients
 from flexattn.verify.gate import Verdict
 from flexattn.verify.gradients import Differentiated, judge_of, judged_heads
-from flexattn.verify.inputs import gradient_like
+from flexattn.verify.oracle import gradient_like
 
 __all__ = ["BACKWARD", "BAR", "allowed", "differentiated"]
 

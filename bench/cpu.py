@@ -24,7 +24,7 @@ import flexattn
 from bench.environment import describe
 from flexattn.catalogue import alibi, causal
 from flexattn.frontend import on_cpu
-from flexattn.frontend.torch_own import torch_own
+from flexattn.frontend.install import torch_own
 
 __all__ = ["BARS", "main", "race"]
 

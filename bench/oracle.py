@@ -6,7 +6,7 @@ from torch import Tensor
 
 from bench.inputs import Inputs
 from flexattn.verify.gate import Verdict
-from flexattn.verify.slices import Slices
+from flexattn.verify.oracle import Slices
 
 __all__ = ["judge_slices"]
 

@@ -39,9 +39,9 @@ from flexattn.kernels.ptx.assembler import PTXAS
 from flexattn.mods import bind
 from flexattn.problem import Layout, Problem, Shape, make_problem
 from flexattn.problem.mask_class import mask_class
-from flexattn.runtime.binary_store import Binaries
 from flexattn.runtime.build import Kernel, builder, unloaded
 from flexattn.runtime.dispatch import Dispatcher, chosen
+from flexattn.runtime.kernel_store import KernelStore
 from flexattn.runtime.launch import Lists, prepare_launch
 
 H200 = named("nvidia-h200")
@@ -74,7 +74,7 @@ def problem_of(row: Row) -> Problem:
 
 def compiled(root: Path) -> None:
     """Write what dispatch takes for each row with this process's Triton."""
-    store, build = Binaries(root), partial(unloaded, device=H200)
+    store, build = KernelStore(root), partial(unloaded, device=H200)
     for row in rows():
         choice, kernel, _ = chosen(problem_of(row), H200, NONE, build)
         if kernel.binary is not None:
@@ -86,7 +86,7 @@ class _Stored:
     """A builder that loads a directory's kernels; small ones beside them are compiled here."""
 
     def __init__(self, root: Path) -> None:
-        self._store = Binaries(root)
+        self._store = KernelStore(root)
 
     def kernel(self, source: Source, device: Device, index: int) -> Kernel:
         found = self._store.find(source, device) if source.language == "gluon" else None
@@ -122,7 +122,7 @@ def _config_of(root: Path, problem: Problem, device: Device) -> HopperPrefillCon
     """Which config a directory has for a problem: any that dispatch may have taken."""
     from flexattn.kernels.choose.registry import family_of
 
-    store = Binaries(root)
+    store = KernelStore(root)
     for start in preferences(problem.structure):
         for ptxas in PTXAS:
             for merge in (True, False):

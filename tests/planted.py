@@ -3,8 +3,8 @@
 from contextlib import contextmanager
 
 from flexattn.frontend.launch_cache import launch_cache
-from flexattn.runtime import build, dispatch, verified
-from flexattn.runtime.fallback.memory import memory
+from flexattn.runtime import build, dispatch
+from flexattn.runtime.outcomes import memory
 from flexattn.serving import append, decode
 
 _MEMOS = (launch_cache, build._functions)
@@ -36,5 +36,4 @@ def _forget():
     build.builder.cache_clear()
     for memo in (*_MEMOS, decode._plans, append._plans):
         memo.clear()
-    verified.forget_verified()
     memory.cache_clear()

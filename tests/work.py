@@ -4,8 +4,8 @@ import dataclasses
 
 import torch
 
-from flexattn.block_mask import classify as block_kinds, create, kernels as block_kernels
-from flexattn.block_mask.kernels import BlockClassifier
+from flexattn.block_mask import classify, create
+from flexattn.block_mask.classify import BlockClassifier
 from flexattn.device import named
 from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.base import source
@@ -49,7 +49,7 @@ def counting(monkeypatch):
     Masks are classified by the kernel that a GPU has for it, beside the host's answer.
     """
     found = Work([])
-    build, on_host = Builder._build, block_kinds.kinds_by_rows
+    build, on_host = Builder._build, classify.kinds_by_rows
 
     def built(self, source, device, index):
         found.built.append(source.hash)
@@ -73,8 +73,8 @@ def counting(monkeypatch):
     kinds = (families(kind, named("nvidia-h200")) for kind in ("prefill", "decode"))
     for family in (family for kind in kinds for family in kind):
         monkeypatch.setattr(family, "render", counted(family.render))
-    made = counted(block_kernels.render_block_mask)
-    monkeypatch.setattr(block_kernels, "render_block_mask", made)
+    made = counted(classify.render_block_mask)
+    monkeypatch.setattr(classify, "render_block_mask", made)
     forget()
     return found
 
@@ -86,4 +86,4 @@ def forget():
     dispatch.dispatcher.cache_clear()
     dispatch._texts.clear()
     launch_cache.clear()
-    block_kernels._sources.clear()
+    classify._sources.clear()

@@ -15,8 +15,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 from flexattn.block_mask.classify import kinds_by_rows
-from flexattn.block_mask.lazy import lazy_mask
-from flexattn.block_mask.lists import lists_of
+from flexattn.block_mask.lists import lazy_mask, lists_of
 from flexattn.device import usable
 from flexattn.errors import InputError, InputTypeError, NoKernelError, UnsupportedError
 from flexattn.mods import bind

@@ -29,8 +29,7 @@ from flexattn.mods import bind
 from flexattn.runtime.launch import Lists, Outputs
 from flexattn.tune.tasks import mods_of, task_from
 from flexattn.tune.workload import Row
-from flexattn.verify.inputs import make_inputs, make_sinks
-from flexattn.verify.oracle import oracle
+from flexattn.verify.oracle import make_inputs, make_sinks, oracle
 
 OURS, DEFAULT, TORCH = "flexattn", "default", "torch"
 # How torch's kernel is compiled, where it is timed at all.

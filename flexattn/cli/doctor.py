@@ -31,9 +31,7 @@ from flexattn.records.layers import RecordLayer
 from flexattn.records.renderers import RecordKind
 from flexattn.records.untuned import COMMAND, read_untuned, untuned_path
 from flexattn.records.why import why
-from flexattn.runtime.fallback.environment import compiler_of
-from flexattn.runtime.fallback.memory import memory
-from flexattn.runtime.fallback.outcome import Outcome
+from flexattn.runtime.outcomes import Outcome, compiler_of, memory
 from flexattn.settings import current
 from flexattn.tune.plugin import plugin_of
 

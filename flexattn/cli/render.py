@@ -23,10 +23,10 @@ from flexattn.mods.expr import pretty
 from flexattn.mods.rules import ONE, REWRITES
 from flexattn.problem import Captures, Problem, Structure
 from flexattn.runtime import build
-from flexattn.runtime.codecache.files import text_file
+from flexattn.runtime.codecache import text_file
 from flexattn.runtime.dispatch import Choice, candidates_of
-from flexattn.runtime.fallback.chain import told
-from flexattn.runtime.fallback.memory import memory
+from flexattn.runtime.fallback import told
+from flexattn.runtime.outcomes import memory
 from flexattn.runtime.resources import resources
 from flexattn.tune.plugin import Plugin, plugin_of
 

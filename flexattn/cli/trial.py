@@ -16,7 +16,7 @@ from flexattn.frontend.admission import make_call
 from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.registry import family_of, short
-from flexattn.verify.slices import Slices
+from flexattn.verify.oracle import Slices
 
 
 @dataclass(frozen=True)

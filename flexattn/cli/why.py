@@ -30,8 +30,8 @@ from flexattn.records.layers import origin
 from flexattn.records.record import Answer
 from flexattn.records.why import Closest, ConfigExplanation, Difference, why as explained
 from flexattn.runtime.dispatch import candidates_of
-from flexattn.runtime.fallback.chain import Attempt, told
-from flexattn.runtime.fallback.memory import memory
+from flexattn.runtime.fallback import Attempt, told
+from flexattn.runtime.outcomes import memory
 from flexattn.tune.tasks import mods_of, task_from, tasks
 from flexattn.tune.workload import Row, read
 

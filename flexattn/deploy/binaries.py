@@ -1,8 +1,8 @@
 """export(): a directory from which a fresh process serves tuned problems without compiling.
 
 It works on any machine: kernels are compiled for a named device, which need not be here. What it
-writes is read by `binary_store` and `source_store` of `flexattn.runtime` and by
-`flexattn.mods.recorded`, where FLEXATTN_BINARIES names the directory.
+writes is read by `flexattn.runtime.kernel_store` and by `flexattn.mods.recorded`, where
+FLEXATTN_BINARIES names the directory.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from flexattn.measure.task import Task
 from flexattn.mods.bind import record
 from flexattn.problem import Captures, Problem
 from flexattn.records.store import Store
-from flexattn.runtime.binary_store import Binaries
 from flexattn.runtime.build import Kernel, path_of, unloaded
 from flexattn.runtime.decay_skip import sources
 from flexattn.runtime.dispatch import Choice, chosen
-from flexattn.runtime.source_store import Sources
-from flexattn.runtime.verified import is_verified
+from flexattn.runtime.kernel_store import KernelStore
+from flexattn.runtime.outcomes import is_verified
 from flexattn.settings import current, override
 from flexattn.tune.progress import SILENT, Progress
 
@@ -96,7 +95,7 @@ class _Writer:
     """Compiles each source once."""
 
     def __init__(self, root: Path, device: Device) -> None:
-        self._binaries, self._sources = Binaries(root), Sources(root)
+        self._store = KernelStore(root)
         self._device = device
         self._kernels: dict[str, Kernel] = {}
         self._written: set[str] = set()
@@ -122,7 +121,7 @@ class _Writer:
         if choice.combine is not None:
             rendered += (choice.combine,)
         config = choice.config
-        self._sources.write(problem.structure, config, self._device, rendered)
+        self._store.write_sources(problem.structure, config, self._device, rendered)
         for source in (*rendered, *sources(problem.structure, config, self._device)):
             self._write(source)
 
@@ -152,5 +151,5 @@ class _Writer:
                 f"{path_of(source)} as a binary", "it needs what only Triton's own launcher does"
             )
         binary = replace(kernel.binary, verified=is_verified(source, self._device))
-        self._binaries.write(source, binary, kernel.compiled.metadata.triton_version)
+        self._store.write_binary(source, binary, kernel.compiled.metadata.triton_version)
         self._written.add(source.hash)

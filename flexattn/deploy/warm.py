@@ -106,8 +106,8 @@ def verified(task: Task, problem: Problem, options: Options, where: torch.device
     """The first choice for a task's problem whose kernels are right on a made-up call."""
     from flexattn.runtime.dispatch import dispatcher
     from flexattn.verify.first_use import LaunchedKernels, accepted, due
-    from flexattn.verify.inputs import moved
     from flexattn.verify.made_up import ChosenKernels, judge_backward, judge_forward
+    from flexattn.verify.oracle import moved
 
     index = -1 if where.type == "cpu" else where.index
     judged = judge_backward if task.kind == "backward" else judge_forward

@@ -12,13 +12,11 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flexattn.errors import UnsupportedError, WrongKernelError
 from flexattn.frontend import on_cpu
-from flexattn.frontend.admission import admit
+from flexattn.frontend.admission import admit, check_memory, check_transforms, functionals, tangent
 from flexattn.frontend.autograd import prepared
 from flexattn.frontend.call import TENSORS, Call
-from flexattn.frontend.dropout import check_kernels_drop, drawn, without_torch
 from flexattn.frontend.launch_cache import CallKey, as_given, call_key, launch_cache, remember
 from flexattn.frontend.plan import plan
-from flexattn.frontend.transforms import check_memory, check_transforms, functionals, tangent
 from flexattn.frontend.verified import verified_plan
 from flexattn.kernels.choose import options
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
@@ -343,7 +341,7 @@ def _torch(call: Call) -> Outputs:
     """
     from torch._dynamo.exc import TorchDynamoException
 
-    from flexattn.frontend.torch_own import torch_flex_attention
+    from flexattn.frontend.install import torch_flex_attention
 
     asked = call.statistics
     try:
@@ -362,3 +360,31 @@ def _torch(call: Call) -> Outputs:
         # torch knows no sinks: what they take from a row follows from its lse alone.
         out, lse = add_sinks(out, lse, call.sinks)
     return Outputs(out, lse if asked.lse else None, aux.max_scores)
+
+
+def check_kernels_drop(call: Call) -> None:
+    """That kernels can drop weights of a call; raises UnsupportedError where none can."""
+    got = f"dropout_p={call.dropout_p} on {call.q.device}"
+    why = ""
+    if call.q.dtype in FP8:
+        why = "dropout is for training, and float8 has no backward"
+    elif call.options.kind == "decode":
+        why = "kernel_options ask for split-KV decode, and prefill alone drops weights"
+    if why:
+        raise UnsupportedError(got, why, "leave one of them out")
+
+
+def without_torch(call: Call, why: str) -> UnsupportedError:
+    """The error of a call that only torch's flex_attention could differentiate."""
+    return UnsupportedError(
+        f"dropout_p={call.dropout_p}, and {why}",
+        "torch's flex_attention, which would differentiate the call, has no dropout",
+        "pass dropout_p=0.0, or write the score_mod without it",
+    )
+
+
+def drawn(call: Call) -> Call:
+    """The call with a seed, where it drops weights: once, when it is run."""
+    if call.dropout is None:
+        return call
+    return call._replace(dropout=call.dropout.drawn(call.q.device))

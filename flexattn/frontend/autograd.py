@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from flexattn.block_mask.lazy import lazy_mask
+from flexattn.block_mask.lists import lazy_mask
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.call import Call
 from flexattn.frontend.gradients import (

@@ -33,7 +33,7 @@ from flexattn.mods.signatures import ScoreMod
 from flexattn.problem import Captures, kind_for
 from flexattn.runtime.build import path_of
 from flexattn.runtime.dispatch import Choice
-from flexattn.runtime.fallback.chain import Attempt
+from flexattn.runtime.fallback import Attempt
 from flexattn.verify.first_use import LaunchedKernels, verification
 
 

@@ -1,19 +1,20 @@
-"""install(): torch's own flex_attention, served by this library where it can."""
+"""install(): torch's own flex_attention, which this library serves where it can."""
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
-from types import CodeType, TracebackType
+from collections.abc import Callable
+from functools import lru_cache
+from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import flex_attention as theirs
+from torch.nn.attention.flex_attention import flex_attention, flex_attention as theirs
 
 from flexattn.errors import CaptureError, FlexAttnError, UnsupportedError
 from flexattn.frontend.attention import flex_attention as ours
 from flexattn.frontend.call import Call
-from flexattn.frontend.torch_own import served, torch_own
 
 _TAKES = (
     "query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse",
@@ -125,3 +126,20 @@ def _traced(given: tuple[Any, ...]) -> Any:
     make: Any = Call
     found = node_of(make(*given, options=None), True)
     return torch_own(*given[:-1], return_aux=given[-1]) if found is None else found
+
+
+_own = FunctionType(
+    flex_attention.__code__, flex_attention.__globals__, "flex_attention",
+    flex_attention.__defaults__, flex_attention.__closure__,
+)  # fmt: skip
+_own.__kwdefaults__ = flex_attention.__kwdefaults__
+# Its type is torch's, but for keys of kernel_options that are others'.
+torch_own: Any = _own
+# Who served calls of torch's function, and nodes of graphs as they were compiled.
+served: Counter[str] = Counter()
+
+
+@lru_cache(maxsize=1)
+def torch_flex_attention() -> Callable[..., Any]:
+    """torch's flex_attention, compiled, for calls that it differentiates; shapes may change."""
+    return torch.compile(torch_own)

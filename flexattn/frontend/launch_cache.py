@@ -19,9 +19,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn.frontend.admission import bind_on
+from flexattn.frontend.admission import bind_on, in_forward_mode
 from flexattn.frontend.call import PLAIN, Call
-from flexattn.frontend.transforms import in_forward_mode
 from flexattn.kernels.choose.options import Options
 from flexattn.mods import Bound, Guards, watch
 from flexattn.problem import checks

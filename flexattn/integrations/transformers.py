@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,14 +14,19 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn import catalogue
 from flexattn.block_mask.create import create_block_mask
-from flexattn.block_mask.few_rows import MOST_ROWS, few_rows
+from flexattn.block_mask.lists import MOST_ROWS, few_rows
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.attention import flex_attention
-from flexattn.integrations.mask_kinds import mask_kind
-from flexattn.integrations.padded_step import check_again, is_few, padded_mask, shared_mask
-from flexattn.integrations.padding import decoding_mask
+from flexattn.integrations.decode_masks import (
+    MaskFunction,
+    check_again,
+    decoding_mask,
+    is_few,
+    padded_mask,
+    shared_mask,
+    static_mask,
+)
 from flexattn.integrations.paged import accept, attend_paged
-from flexattn.integrations.static_step import MaskFunction, static_mask
 
 _NAME = "flexattn"
 # Continuous batching takes no name without "flash" in it.
@@ -368,3 +374,40 @@ def _score_mod(cap: float | None, biases: list[Tensor]) -> Callable[..., Tensor]
         return score
 
     return biased
+
+
+MaskKind = Literal["block", "sdpa", "eager"]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def mask_kind(config_class: type) -> MaskKind:
+    """The kind of mask for models whose configs are of a class.
+
+    "block", a BlockMask, where the model declares that it supports flex_attention, has its
+    attention replaced, and handles no BlockMask in its own code. Else a tensor: "sdpa", bool, or
+    "eager", added to scores, where the model has no sdpa, or always runs its own attention.
+    Where no loaded model has such configs: "block".
+    """
+    return _kind(config_class)
+
+
+@lru_cache(maxsize=256)
+def _kind(config_class: Any) -> MaskKind:
+    models: list[Any] = next(filter(None, map(_models_of, config_class.__mro__)), [])
+    replaced = all(each._can_set_attn_implementation() for each in models)
+    own = any(hasattr(sys.modules.get(each.__module__), "BlockMask") for each in models)
+    if replaced and not own and all(each._supports_flex_attn for each in models):
+        return "block"
+    return "sdpa" if replaced and all(each._supports_sdpa for each in models) else "eager"
+
+
+def _models_of(config_class: type) -> list[Any]:
+    from transformers import PreTrainedModel
+
+    return [each for each in _below(PreTrainedModel) if each.config_class is config_class]
+
+
+def _below(base: Any) -> Iterator[Any]:
+    for each in base.__subclasses__():
+        yield each
+        yield from _below(each)

@@ -19,8 +19,7 @@ from flexattn.runtime.backward import Gradients, prepare_backward
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.key_lists import BothLists
 from flexattn.verify.gradients import Differentiated, judged_heads
-from flexattn.verify.inputs import gradient_like, make_inputs, moved
-from flexattn.verify.oracle import block_mask_of, kept_lanes
+from flexattn.verify.oracle import block_mask_of, gradient_like, kept_lanes, make_inputs, moved
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from flexattn.serving.batch import make_batch, serving_judge
 from flexattn.settings import current
 from flexattn.verify.gate import Verdict
 from flexattn.verify.gradients import judge_of as judge_gradients
-from flexattn.verify.inputs import make_inputs, make_sinks, moved
-from flexattn.verify.oracle import oracle
+from flexattn.verify.oracle import make_inputs, make_sinks, moved, oracle
 
 
 class Runner(Protocol):

@@ -11,7 +11,7 @@ from flexattn.measure.task import ServingTask
 from flexattn.runtime.launch import Outputs
 from flexattn.serving.batch import Batch
 from flexattn.serving.plan import DecodePlan
-from flexattn.verify.inputs import moved
+from flexattn.verify.oracle import moved
 
 
 def plan_call(

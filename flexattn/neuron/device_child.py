@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flexattn.runtime.codecache.module import module_of
+from flexattn.runtime.codecache import module_of
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ from flexattn.tune.progress import SILENT, Progress
 from flexattn.tune.subject import Subject
 from flexattn.tune.tuner import tune_subject
 from flexattn.util.closing import Closing
-from flexattn.verify.inputs import make_inputs
-from flexattn.verify.oracle import Judge, oracle
+from flexattn.verify.oracle import Judge, make_inputs, oracle
 
 # Seconds that a kernel may be compiled and run once for, and that one race may take.
 BUILD_SECONDS, RACE_SECONDS = 1800.0, 1800.0

@@ -22,8 +22,7 @@ from flexattn.neuron.schedule import decode_schedule, prefill_schedule
 from flexattn.neuron.source import NkiSource, render_nki, render_nki_combine
 from flexattn.neuron.tables import TABLE_LIMIT, make_table
 from flexattn.problem import Problem
-from flexattn.runtime.codecache.files import text_file
-from flexattn.runtime.codecache.module import module_of
+from flexattn.runtime.codecache import module_of, text_file
 from flexattn.runtime.launch import Lists
 
 

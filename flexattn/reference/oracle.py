@@ -25,8 +25,7 @@ from flexattn.problem.dropout import Dropout
 from flexattn.problem.sinks import add_sinks
 from flexattn.reference.dropout import kept_weights
 from flexattn.reference.mapped import modded, over_lanes, refuse, watched
-from flexattn.reference.rounding import Precision, Rounding
-from flexattn.reference.saved import saved_softmax
+from flexattn.reference.rounding import Precision, Rounding, saved_softmax
 from flexattn.util.locks import awaited
 
 _SLICE_SCORES = 2**26

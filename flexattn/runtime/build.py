@@ -21,11 +21,7 @@ from flexattn.kernels.ptx.assembler import ptx_version
 from flexattn.kernels.ptx.hook import compiled_by
 from flexattn.kernels.ptx.negated_extremes import guarded, merged
 from flexattn.kernels.ptx.stages import OWN_STAGES, block_warps
-from flexattn.runtime.binary import Binary, binary_of
-from flexattn.runtime.binary_store import Binaries
-from flexattn.runtime.codecache.files import text_file
-from flexattn.runtime.codecache.module import module_of
-from flexattn.runtime.codecache.triton_cache import with_triton_cache
+from flexattn.runtime.codecache import module_of, text_file, with_triton_cache
 from flexattn.runtime.compiler_context import (
     anew,
     source_lines,
@@ -33,7 +29,8 @@ from flexattn.runtime.compiler_context import (
     without_dumps,
 )
 from flexattn.runtime.cuda_launch import CudaLaunch, loaded
-from flexattn.runtime.verified import trust
+from flexattn.runtime.kernel_store import Binary, KernelStore, binary_of
+from flexattn.runtime.outcomes import memory
 from flexattn.settings import current, log, say_once
 from flexattn.util.locks import renewed
 from flexattn.util.lru import Lru
@@ -335,7 +332,7 @@ class Builder:
     def _load(self, source: Source, device: Device, index: int) -> Kernel | None:
         """The kernel from the directory that the settings name, if it is there and sound."""
         root = current().binaries
-        binary = None if root is None else Binaries(root).find(source, device)
+        binary = None if root is None else KernelStore(root).binary(source, device)
         if binary is None:
             return None
         try:
@@ -344,7 +341,7 @@ class Builder:
             say_once(f"{root}: a binary is not used, the kernel is compiled: {error.got}")
             return None
         if binary.verified:
-            trust(source, device)
+            memory().trust(source, device)
         with self._guard:
             self.loaded += 1
         return Kernel(source, None, index, binary)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from flexattn.device import cuda_driver
 from flexattn.errors import BuildError, InputError
 from flexattn.kernels.base.binding import Binding
-from flexattn.runtime.binary import Binary
+from flexattn.runtime.kernel_store import Binary
 
 MAP_BYTES = 128
 RANK = 4

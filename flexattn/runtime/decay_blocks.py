@@ -15,8 +15,7 @@ from flexattn.kernels.decay_skip.blocks import render_blocks
 from flexattn.problem import Problem
 from flexattn.runtime.build import Launcher, builder
 from flexattn.runtime.decay_skip import DecaySkip, pays
-from flexattn.runtime.fallback.memory import memory
-from flexattn.runtime.fallback.outcome import concerns_the_device, outcome_of
+from flexattn.runtime.outcomes import concerns_the_device, memory, outcome_of
 from flexattn.settings import current, say_once
 
 # What the kernels are given, and what is there in place of it where nothing is left out.

@@ -19,8 +19,7 @@ from flexattn.kernels.base.source import Source
 from flexattn.kernels.decay_skip.source import render_norms, render_window, rows_of_part
 from flexattn.problem import Problem, Structure
 from flexattn.runtime.build import Launcher, builder
-from flexattn.runtime.fallback.memory import memory
-from flexattn.runtime.fallback.outcome import concerns_the_device, outcome_of
+from flexattn.runtime.outcomes import concerns_the_device, memory, outcome_of
 from flexattn.settings import current, say_once
 
 # Where few keys, or few rows for each of them, are walked, two more kernels would cost what they

@@ -21,10 +21,9 @@ from flexattn.problem import Problem, Structure
 from flexattn.records.layers import Found, find
 from flexattn.records.store import generation
 from flexattn.runtime.build import Builder, Kernel, RenderAnew, builder
-from flexattn.runtime.fallback.chain import Attempt, serve
-from flexattn.runtime.fallback.environment import COMPILER_FIELDS
-from flexattn.runtime.fallback.memory import Memory, memory
-from flexattn.runtime.source_store import Sources
+from flexattn.runtime.fallback import Attempt, serve
+from flexattn.runtime.kernel_store import KernelStore
+from flexattn.runtime.outcomes import COMPILER_FIELDS, Memory, memory
 from flexattn.settings import current, log
 from flexattn.util.lru import Lru
 
@@ -54,7 +53,7 @@ class Choice:
 class Candidate:
     """A config that may serve a problem; nothing of it is rendered before it is asked for.
 
-    measured: see flexattn.runtime.fallback.chain. stored: sources may come from the directory of
+    measured: see flexattn.runtime.fallback. stored: sources may come from the directory of
     binaries.
     """
 
@@ -217,7 +216,7 @@ def chosen(
     """The choice that serves, its kernel, and decode's combine kernel, built by `build`.
 
     known: outcomes of earlier builds; None compiles whatever was refused before. Raises as
-    flexattn.runtime.fallback.chain.serve, and ConfigError as `candidates_of`.
+    flexattn.runtime.fallback.serve, and ConfigError as `candidates_of`.
     """
     candidates = candidates_of(problem, device, options, stored)
     return _first_served(candidates, problem, device, build, known)
@@ -269,7 +268,7 @@ def _forced(problem: Problem, device: Device, options: Options) -> Config:
 def _stored(
     root: Path, structure: Structure, config: Config, device: Device
 ) -> tuple[Source, Source | None] | None:
-    found = Sources(root).find(structure, config, device)
+    found = KernelStore(root).sources(structure, config, device)
     return None if found is None else (found[0], found[1] if len(found) > 1 else None)
 
 

@@ -16,8 +16,7 @@ from flexattn.serving.cache import scales_shape, spread_scale
 from flexattn.serving.request import LAYOUTS, Maxima
 from flexattn.serving.tuned import ServingProblem
 from flexattn.verify.gate import judge
-from flexattn.verify.inputs import moved
-from flexattn.verify.oracle import Judge
+from flexattn.verify.oracle import Judge, moved
 
 # Requests that the oracle sees, the first and the last among them.
 JUDGED = 4

@@ -20,9 +20,8 @@ from flexattn.kernels.paged_decode.source import (
 )
 from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.runtime.build import Kernel, builder
-from flexattn.runtime.fallback.chain import Attempt, serve
-from flexattn.runtime.fallback.environment import COMPILER_FIELDS
-from flexattn.runtime.fallback.memory import memory
+from flexattn.runtime.fallback import Attempt, serve
+from flexattn.runtime.outcomes import COMPILER_FIELDS, memory
 from flexattn.serving.request import Maxima
 from flexattn.serving.tuned import tuned
 from flexattn.settings import current
@@ -53,7 +52,7 @@ class Kernels(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A config that may serve a form; see flexattn.runtime.fallback.chain."""
+    """A config that may serve a form; see flexattn.runtime.fallback."""
 
     problem: ServingForm
     target: Device

@@ -13,8 +13,8 @@ from flexattn.errors import WrongKernelError
 from flexattn.kernels.base.source import Source
 from flexattn.mods import Bound
 from flexattn.reference.cache_append import MAX_FINITE, appended
-from flexattn.runtime.fallback.outcome import Outcome
 from flexattn.runtime.launch import Outputs
+from flexattn.runtime.outcomes import Outcome
 from flexattn.serving.append_checks import Rope
 from flexattn.serving.batch import make_batch, serving_judge
 from flexattn.serving.cache import scales_shape

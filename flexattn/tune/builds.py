@@ -18,9 +18,8 @@ from flexattn.measure.task import AnyTask
 from flexattn.problem import Problem, Structure
 from flexattn.records.record import Failed, Stage
 from flexattn.runtime.build import compile_source
-from flexattn.runtime.fallback.memory import memory
-from flexattn.runtime.fallback.outcome import outcome_of
 from flexattn.runtime.machine_code import code_hash
+from flexattn.runtime.outcomes import memory, outcome_of
 from flexattn.runtime.resources import Resources, resources, spills_too_much
 from flexattn.serving.tuned import ServingProblem
 from flexattn.settings import current, override

@@ -26,7 +26,7 @@ from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Lists
 from flexattn.tune.serving import serving_task
 from flexattn.tune.workload import ModPath, Row, policy_for
-from flexattn.verify.inputs import moved
+from flexattn.verify.oracle import moved
 
 _T = TypeVar("_T", bound=AnyTask)
 

@@ -15,10 +15,7 @@ from flexattn.device import Device
 from flexattn.kernels.base.source import Source
 from flexattn.records.store import renew
 from flexattn.runtime.dispatch import Choice, dispatcher
-from flexattn.runtime.fallback.environment import compiler_of
-from flexattn.runtime.fallback.memory import memory
-from flexattn.runtime.fallback.outcome import Outcome
-from flexattn.runtime.verified import is_verified, trust
+from flexattn.runtime.outcomes import Outcome, compiler_of, is_verified, memory
 from flexattn.settings import current, log, say_once
 from flexattn.verify.gate import ErrorRow, Verdict
 from flexattn.verify.samples import Unjudged, beyond
@@ -107,7 +104,7 @@ def accepted(subject: LaunchedKernels, *ways: Callable[[], Verdict]) -> bool:
     right = verdict is None or not beyond(verdict)
     if right:
         for source in subject.sources:
-            trust(source, subject.device)
+            memory().trust(source, subject.device)
             if verdict is not None:
                 outcome = replace(subject.outcome, verified=True)
                 memory().note(source, subject.device, outcome, subject.title)

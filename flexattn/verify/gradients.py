@@ -16,8 +16,7 @@ from flexattn.mods.signatures import MaskMod
 from flexattn.reference import Precision, attention
 from flexattn.runtime.backward import Gradients
 from flexattn.verify.gate import Verdict, badness, judge_named
-from flexattn.verify.oracle import WHOLE_SCORES
-from flexattn.verify.slices import Place
+from flexattn.verify.oracle import WHOLE_SCORES, Place
 
 # Of the oracle: scores that are made at a time, each in some twenty tensors of float64.
 SLICE_SCORES = 2**25

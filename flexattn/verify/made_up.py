@@ -27,8 +27,13 @@ from flexattn.runtime.key_lists import BothLists, made_by_key
 from flexattn.runtime.launch import Lists, prepare_launch
 from flexattn.verify.gate import Verdict
 from flexattn.verify.gradients import Differentiated, judge_of
-from flexattn.verify.inputs import gradient_like, make_inputs, make_sinks
-from flexattn.verify.oracle import block_mask_of, kept_lanes
+from flexattn.verify.oracle import (
+    block_mask_of,
+    gradient_like,
+    kept_lanes,
+    make_inputs,
+    make_sinks,
+)
 from flexattn.verify.samples import Attended, Unjudged, judge_rows
 
 # Of the oracle of gradients, which computes all of them.

@@ -17,9 +17,8 @@ from flexattn.mods import bind
 from flexattn.mods.bind import clear, stats
 from flexattn.problem import Captures
 from flexattn.records.record import Policy
-from flexattn.runtime.binary import binary_of
-from flexattn.runtime.binary_store import Binaries
 from flexattn.runtime.build import compile_source
+from flexattn.runtime.kernel_store import KernelStore, binary_of
 from flexattn.settings import override
 from tests.problems import choices, problem
 
@@ -53,7 +52,7 @@ def test_everything_that_dispatch_will_ask_for_is_there(name, quiet):
     )
     # Prefill, decode, and what merges decode's splits.
     assert (found.kernels, found.block_masks, found.mods, found.traced) == (3, 1, 2, ())
-    store = Binaries(quiet)
+    store = KernelStore(quiet)
     for each in tasks:
         structure = each.problem.structure
         asked = problem(
@@ -61,13 +60,13 @@ def test_everything_that_dispatch_will_ask_for_is_there(name, quiet):
         )
         choice = next(choices(asked, device, NONE))
         for source in filter(None, (choice.source, choice.combine)):
-            binary = store.find(source, device)
+            binary = store.binary(source, device)
             assert binary is not None and binary.name == source.entry
             described = [a for a in source.arguments if a.type[0] == "t"]
             assert binary.parameters == len(source.arguments) + 8 * len(described) + 2
             assert len(binary.maps) == len(described)
     captures = Captures(bind(causal, "mask").mod, ())
-    assert store.find(render_block_mask(captures, 128, 128, device), device) is not None
+    assert store.binary(render_block_mask(captures, 128, 128, device), device) is not None
     clear()
     with override(binaries=quiet):
         assert bind(softcap(30.0), "score").mod == tasks[0].score.mod
@@ -86,7 +85,9 @@ def test_what_finds_keys_too_far_to_count_is_there_too(quiet):
     wanted = task(device, score_mod=alibi(32, "cpu"))
     assert export([wanted], device, quiet, outputs=[(False, False)]).kernels == 3
     for render in (render_norms, render_window):
-        assert Binaries(quiet).find(render(wanted.problem.structure, device), device) is not None
+        assert (
+            KernelStore(quiet).binary(render(wanted.problem.structure, device), device) is not None
+        )
 
 
 def test_what_a_short_prompt_is_served_by_takes_no_long_ones_place(quiet):

@@ -14,8 +14,7 @@ from flexattn.kernels.base.source import digest_of
 from flexattn.kernels.choose.options import NONE, parse
 from flexattn.runtime.build import unloaded
 from flexattn.runtime.dispatch import candidates_of, chosen
-from flexattn.runtime.fallback.memory import Memory
-from flexattn.runtime.fallback.outcome import outcome_of
+from flexattn.runtime.outcomes import Memory, outcome_of
 from flexattn.runtime.resources import loop_spills, resources
 from flexattn.settings import override, say_once
 from flexattn.tune.builds import compile_one, orders_for

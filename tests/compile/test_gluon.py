@@ -20,9 +20,9 @@ from flexattn.kernels.choose.defaults import candidates, default, reasons
 from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.merge_consumers import ALONE
-from flexattn.runtime.binary import binary_of
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.cuda_launch import RANK
+from flexattn.runtime.kernel_store import binary_of
 from flexattn.runtime.resources import resources
 from tests.cases import CASES as WHOLE
 from tests.compile.shares import LONG, part, share

@@ -9,8 +9,8 @@ from flexattn.kernels.paged_decode.source import render_serving, render_serving_
 from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.kernels.paged_decode.tree import render_merge_tree
 from flexattn.mods import bind
-from flexattn.runtime.binary import binary_of
 from flexattn.runtime.build import compile_source
+from flexattn.runtime.kernel_store import binary_of
 from flexattn.runtime.resources import loop_spills, resources, spills_too_much
 from flexattn.serving import KeptKeys
 from flexattn.serving.request import Maxima, form_of

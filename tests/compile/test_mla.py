@@ -9,8 +9,8 @@ from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.kernels.paged_decode import mla
 from flexattn.kernels.paged_decode.limits import serving_reasons
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
-from flexattn.runtime.binary import binary_of
 from flexattn.runtime.build import compile_source
+from flexattn.runtime.kernel_store import binary_of
 from flexattn.runtime.resources import resources, spills_too_much
 from tests.compile.shares import share
 from tests.compile.test_serving import DEVICE, form

@@ -22,8 +22,8 @@ from flexattn.kernels.paged_decode.source import (
 )
 from flexattn.kernels.paged_decode.space import serving_candidates, serving_space, workspace
 from flexattn.mods import bind
-from flexattn.runtime.binary import binary_of
 from flexattn.runtime.build import compile_source
+from flexattn.runtime.kernel_store import binary_of
 from flexattn.runtime.resources import resources
 from flexattn.serving.request import Maxima, form_of
 from tests.compile.shares import LONG, share

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention as torc
 
 import flexattn
 from bench import training_step
-from flexattn.block_mask.lazy import lists_pending
+from flexattn.block_mask.lists import lists_pending
 from flexattn.catalogue import causal
 from flexattn.frontend.compiled import op_backward
 from flexattn.reference import Precision, attention

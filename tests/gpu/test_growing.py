@@ -5,7 +5,7 @@ import torch
 
 import flexattn
 from flexattn.catalogue import softcap
-from flexattn.integrations.padded_step import padded_mask, shared_mask
+from flexattn.integrations.decode_masks import padded_mask, shared_mask
 from tests.growing import numbers_admitted
 from tests.support import assert_accurate
 

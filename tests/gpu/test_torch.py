@@ -7,7 +7,7 @@ import torch
 
 import flexattn
 from flexattn.catalogue import causal, softcap
-from flexattn.frontend.torch_own import torch_flex_attention
+from flexattn.frontend.install import torch_flex_attention
 from flexattn.reference import Precision, attention
 from flexattn.settings import say_once
 from tests.support import block_mask, inputs, sinks

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from flexattn.block_mask import kernels as block_kernels
+from flexattn.block_mask import classify as block_kernels
 from flexattn.catalogue import alibi, causal
 from flexattn.device import named
 from flexattn.frontend.launch_cache import launch_cache

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from flexattn.block_mask.classify import block_kinds
-from flexattn.block_mask.kernels import BlockClassifier
+from flexattn.block_mask.classify import BlockClassifier, block_kinds
 from flexattn.catalogue import causal, document, natten_2d, sliding_window
 from flexattn.mods import bind
 from tests.cases import CASES, case

@@ -28,9 +28,9 @@ from flexattn.kernels.decay_skip.blocks import PLACES, render_blocks
 from flexattn.mods import bind
 from flexattn.problem.mask_class import mask_class
 from flexattn.runtime.build import builder
-from flexattn.runtime.fallback.outcome import Outcome
 from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Lists
+from flexattn.runtime.outcomes import Outcome
 from flexattn.settings import override
 from tests.gradients import cotangents
 from tests.support import DTYPES, block_mask, inputs, random_runs

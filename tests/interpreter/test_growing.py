@@ -9,12 +9,12 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexattn
-from flexattn.block_mask.few_rows import few_rows, relisted
+from flexattn.block_mask.lists import few_rows, relisted
 from flexattn.errors import InputError, LayoutError, UnsupportedError
 from flexattn.frontend import attention, launch_cache as cache
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
-from flexattn.integrations.padded_step import padded_mask, shared_mask
+from flexattn.integrations.decode_masks import padded_mask, shared_mask
 from tests.growing import numbers_admitted
 from tests.support import assert_accurate
 

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from flexattn import create_block_mask, flex_attention
-from flexattn.block_mask.lazy import lazy_mask
+from flexattn.block_mask.lists import lazy_mask
 from tests.support import inputs
 
 pytestmark = [

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import flexattn
 from flexattn.frontend import attention
-from flexattn.integrations import static_step
+from flexattn.integrations import decode_masks
 from flexattn.integrations.transformers import attend_transformers, make_mask, register
 from flexattn.mods.bind import clear, stats
 from tests.models import MODELS, WITH_SDPA, greedy, logits, padded, prompts, tiny
@@ -111,7 +111,7 @@ def test_a_step_of_a_static_cache_reads_blocks_up_to_its_row(monkeypatch, kernel
 
     Splits of the keys may find nothing but padding.
     """
-    monkeypatch.setattr(static_step, "FEW_KEYS", few)
+    monkeypatch.setattr(decode_masks, "FEW_KEYS", few)
     q, k, v = inputs(3, 4, 2, 1, 400)
     seen = torch.arange(at + 1) >= torch.tensor([0, 130, 290])[:, None]
     seen[:, at] = True  # a row sees itself

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import flexattn
-from flexattn.block_mask.kernels import BlockClassifier
+from flexattn.block_mask.classify import BlockClassifier
 from flexattn.mods import bind
 from flexattn.settings import current
 from tests.random_mods.mods import everywhere, random_mask

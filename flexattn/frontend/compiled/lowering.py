@@ -15,16 +15,14 @@ from torch._inductor.virtualized import V
 from flexattn.device import detect
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.compiled.joint import Examples, joint_agrees, with_gradients
-from flexattn.frontend.compiled.mark import BARE
-from flexattn.frontend.compiled.op import OP_NAME
+from flexattn.frontend.compiled.op import OP_NAME, widened_sources
 from flexattn.frontend.compiled.op_backward import (
     BACKWARD_OP_NAME as BACKWARD_NAME,
     BY_KEY_OP_NAME as BY_KEY_NAME,
     PACKED_OP_NAME as PACKED_NAME,
 )
 from flexattn.frontend.compiled.packed import SideBySide, packed_gradients
-from flexattn.frontend.compiled.spec import Spec, parsed, printed
-from flexattn.frontend.compiled.widened import widened_sources
+from flexattn.frontend.compiled.spec import BARE, Spec, parsed, printed
 from flexattn.frontend.gradients import AskedGradients, check_backward, check_order
 from flexattn.frontend.on_cpu import CPU_DTYPES
 from flexattn.kernels.choose.options import Options, parse

@@ -7,22 +7,22 @@ change, and the old kernel would go on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
-from flexattn.block_mask.lazy import lists_pending
+from flexattn.block_mask.lists import lists_pending
 from flexattn.frontend.admission import autocast
 from flexattn.frontend.attention import answer
 from flexattn.frontend.call import Call
-from flexattn.frontend.compiled.mark import BARE, INSTALLED, MARK, VERSION, own
+from flexattn.frontend.compiled.op import widened
 from flexattn.frontend.compiled.rules import LARGEST_SIZE, asked_statistics, breaks
 from flexattn.frontend.compiled.seam import keep_out, open_seam
-from flexattn.frontend.compiled.widened import widened
-from flexattn.frontend.graph_break import outside
-from flexattn.frontend.torch_own import torch_own
+from flexattn.frontend.compiled.spec import BARE, INSTALLED, MARK, VERSION, own
+from flexattn.frontend.install import torch_own
 from flexattn.kernels.choose import options
 from flexattn.mods.signatures import ScoreMod
 from flexattn.problem import out_dtype
@@ -129,3 +129,13 @@ def _with_lists_by_key(mask: BlockMask) -> BlockMask:
     make: Any = BlockMask
     made: BlockMask = make(mask.seq_lengths, *lists, *by_key, mask.BLOCK_SIZE, mask.mask_mod)
     return made
+
+
+# torch.export and fullgraph=True, which take no break, print the reason.
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="torch's node of flex_attention has no place for all of this call: "
+    "flexattn.explain of the same arguments says for what"
+)
+def outside(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call fn with the arguments, as if nothing were compiled; breaks a graph being traced."""
+    return fn(*args, **kwargs)

@@ -13,8 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexattn.block_mask.lists import transposed
 from flexattn.frontend.attention import route_of
 from flexattn.frontend.call import Call
-from flexattn.frontend.compiled.looks import remember_by_key
-from flexattn.frontend.compiled.op import library, mask_of, score_of, transforming
+from flexattn.frontend.compiled.op import library, mask_of, remember_by_key, score_of, transforming
 from flexattn.frontend.compiled.spec import Spec, parsed
 from flexattn.frontend.gradients import (
     AskedGradients,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from flexattn.errors import FlexAttnError
-from flexattn.frontend.compiled.mark import INSTALLED, MARK, split_options
-from flexattn.frontend.torch_own import served
+from flexattn.frontend.compiled.spec import INSTALLED, MARK, split_options
+from flexattn.frontend.install import served
 from flexattn.settings import say_once
 
 NODE, BACKWARD_NODE = "flex_attention", "flex_attention_backward"
@@ -38,7 +38,7 @@ def open_seam() -> str:
             lower_backward,
             with_lists_by_key,
         )
-        from flexattn.frontend.compiled.widened import lower_widened
+        from flexattn.frontend.compiled.op import lower_widened
 
         node, backward = (getattr(torch.ops.higher_order, name) for name in (NODE, BACKWARD_NODE))
         stock, stock_backward = lowerings[node], lowerings[backward]

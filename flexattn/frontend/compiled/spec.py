@@ -1,10 +1,17 @@
-"""Spec: all of a call in a compiled graph that is no tensor and no size, as one string."""
+"""What a node of ours says beside its tensors: keys in its kernel_options, and a Spec as text.
+
+The keys say that torch's node is a call of ours, and what it asked. A Spec is all of a call in a
+compiled graph that is no tensor and no size, as the one string that our op takes.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -82,3 +89,42 @@ def _mod(data: Any) -> GraphMod | None:
         return None
     mod, numbers = data
     return GraphMod(from_data(mod), tuple((str(kind), int(i)) for kind, i in numbers))
+
+
+MARK = "FLEXATTN"
+# Set where a call has no mask: torch makes one of a single block for it.
+BARE = f"{MARK}_WITHOUT_MASK"
+# Set where the call is one of torch's function, which `flexattn.install` serves: torch keeps it
+# where ours refuses it.
+INSTALLED = f"{MARK}_INSTALLED"
+_OWN = f"{MARK}_OPTION_"
+
+
+def _version() -> str:
+    """A hash of what reads graphs: Inductor's cache keeps what a lowering of ours made of one."""
+    package = Path(__file__).parents[2]
+    folders = package / "mods", package / "frontend" / "compiled"
+    sources = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    found = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    # Where torch's kernel serves a node depends on them.
+    settings = current()
+    names = ("batch_invariant", "check", "interpret")
+    return "-".join([found, *(name for name in names if getattr(settings, name))])
+
+
+# The mark's value, by which it is a part of that cache's key.
+VERSION = _version()
+
+
+def own(name: str) -> str:
+    """The key under which an option of the call stands."""
+    return _OWN + name
+
+
+def split_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A node's options without our keys, and the call's own."""
+    theirs = {name: value for name, value in given.items() if not name.startswith(MARK)}
+    ours = {
+        name.removeprefix(_OWN): value for name, value in given.items() if name.startswith(_OWN)
+    }
+    return theirs, ours

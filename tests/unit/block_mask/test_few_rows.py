@@ -6,8 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.block_mask.create import create_block_mask
-from flexattn.block_mask.few_rows import few_rows, positions
-from flexattn.block_mask.lazy import lists_pending
+from flexattn.block_mask.lists import few_rows, lists_pending, positions
 from flexattn.catalogue import causal, sliding_window
 from flexattn.problem.mask_class import known_class
 

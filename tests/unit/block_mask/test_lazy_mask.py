@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import (
 from torch.utils import _pytree as pytree
 
 import flexattn
-from flexattn.block_mask import lazy as lazy_mask
+from flexattn.block_mask import lists as lists_module
 from flexattn.catalogue import causal, head_windows, sliding_window
 from flexattn.mods.bind import clear
 
@@ -27,8 +27,8 @@ BY_KEY = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 def built(monkeypatch):
     """A list that grows with each pair of lists that is built."""
     seen = []
-    plain = lazy_mask.transposed
-    monkeypatch.setattr(lazy_mask, "transposed", lambda *a: seen.append(1) or plain(*a))
+    plain = lists_module.transposed
+    monkeypatch.setattr(lists_module, "transposed", lambda *a: seen.append(1) or plain(*a))
     return seen
 
 

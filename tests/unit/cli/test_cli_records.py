@@ -21,8 +21,7 @@ from flexattn.records.key import key_of
 from flexattn.records.record import Failed
 from flexattn.records.store import Store
 from flexattn.runtime.dispatch import candidates_of
-from flexattn.runtime.fallback.memory import memory
-from flexattn.runtime.fallback.outcome import Outcome
+from flexattn.runtime.outcomes import Outcome, memory
 from flexattn.settings import override
 from flexattn.tune.decide import replay_study
 from flexattn.tune.tasks import task_of

@@ -12,7 +12,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from flexattn import create_block_mask, explain, flex_attention
 from flexattn.errors import NoKernelError
-from flexattn.frontend import attention, torch_own
+from flexattn.frontend import attention, install
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
 from flexattn.mods import bind
@@ -110,7 +110,7 @@ def test_a_mod_that_torch_does_not_compile_is_refused_in_our_words(monkeypatch):
     def fails(*tensors, **more):
         raise TorchDynamoException("LoweringException of FakeTensor(...)")
 
-    monkeypatch.setattr(torch_own, "torch_flex_attention", lambda: fails)
+    monkeypatch.setattr(install, "torch_flex_attention", lambda: fails)
     call = make_call(*inputs(), SCORES["sort"])
     with pytest.raises(NoKernelError, match=r"(?s)^score_mod.*uses aten.sort.*rule: .*do: "):
         attention._torch(call)

@@ -12,14 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import AuxRequest
 
 import flexattn
-from flexattn.block_mask.lazy import lists_pending
+from flexattn.block_mask.lists import lists_pending
 from flexattn.catalogue import causal
 from flexattn.errors import ConfigError
 from flexattn.frontend.call import Call
 from flexattn.frontend.compiled import (
-    looks,
     lowering,
-    mark,
     node,
     op,
     op_backward,
@@ -27,7 +25,7 @@ from flexattn.frontend.compiled import (
     seam,
     spec,
 )  # fmt: skip
-from flexattn.frontend.torch_own import served
+from flexattn.frontend.install import served
 from flexattn.mods import bind
 from flexattn.mods.graph import GraphMod
 from flexattn.mods.refusal import Refusal
@@ -82,17 +80,17 @@ def test_torchs_lowering_serves_what_ours_leaves_and_sees_no_key_of_ours(monkeyp
         seen.append(given)
         return "torch's"
 
-    options = {mark.MARK: mark.VERSION, mark.own("SPLIT_KV"): 2, "BACKEND": "AUTO"}
+    options = {spec.MARK: spec.VERSION, spec.own("SPLIT_KV"): 2, "BACKEND": "AUTO"}
     given = [*"qkv", "graph", (), 1.0, options, (), ()]
     assert seam._ours(stock, lambda *_, options: None, 6)(*given) == "torch's"
     assert seam._ours(stock, lambda *_, options: options, 6)(*given) == {"SPLIT_KV": 2}
     assert [x[6] for x in seen] == [{"BACKEND": "AUTO"}]
     assert served == {"torch: a node it was left": 1, "flexattn: a node": 1}
     # A call of torch's function is torch's where we refuse it; one of ours is refused.
-    refused = {**options, mark.own("NOPE"): 1}
+    refused = {**options, spec.own("NOPE"): 1}
     with pytest.raises(ConfigError, match="NOPE"):
         seam._ours(stock, lowering.lower, 6)(*given[:6], refused, (), ())
-    refused[mark.INSTALLED] = True
+    refused[spec.INSTALLED] = True
     assert seam._ours(stock, lowering.lower, 6)(*given[:6], refused, (), ()) == "torch's"
     assert seen[-1][6] == {"BACKEND": "AUTO"} and any("NOPE" in who for who in served)
     # Another's node passes as it is.
@@ -138,9 +136,9 @@ def test_lists_are_looked_at_once_until_somebody_writes_to_them(monkeypatch):
     assert not torch.equal(mask.call(), whole[0])
     # As with an eager call's mask: it is read as lists from now on.
     assert len(seen) == 1 and mask.found[3] == (mask.found[0][0], None)
-    known = len(looks._looks)
+    known = len(op._looks)
     del mask.lists, seen[:]
-    assert len(looks._looks) == known - 1
+    assert len(op._looks) == known - 1
 
 
 def test_lists_of_inference_mode_have_a_class_and_no_runs(monkeypatch):
@@ -307,16 +305,16 @@ def test_a_table_on_another_device_is_left_to_torch():
 
 def test_a_graph_that_other_code_of_ours_read_is_not_taken_from_a_cache(monkeypatch, tmp_path):
     """The mark is a part of Inductor's key, and a hash of what reads graphs."""
-    assert mark.VERSION == mark._version()
+    assert spec.VERSION == spec._version()
     with override(check=False, batch_invariant=True):
-        assert mark._version() == mark.VERSION.replace("-check", "-batch_invariant")
+        assert spec._version() == spec.VERSION.replace("-check", "-batch_invariant")
     folder = tmp_path / "frontend" / "compiled"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(mark, "__file__", str(folder / "mark.py"))
+    monkeypatch.setattr(spec, "__file__", str(folder / "spec.py"))
     (tmp_path / "mods").mkdir()
-    before = mark._version()
+    before = spec._version()
     (tmp_path / "mods" / "graph.py").write_text("changed = True")
-    assert mark._version() != before
+    assert spec._version() != before
 
 
 def test_a_node_prints_as_one_string_and_back():

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexattn
 from bench import training_step
-from flexattn.block_mask.lazy import lists_pending
+from flexattn.block_mask.lists import lists_pending
 from flexattn.frontend.compiled import op_backward, spec
 from flexattn.frontend.compiled.packed import packed_gradients
 from tests.compiled import as_on_a_gpu, compiling

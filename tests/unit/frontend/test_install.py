@@ -9,7 +9,7 @@ import flexattn
 from flexattn.errors import CaptureError, UnsupportedError
 from flexattn.frontend import install
 from flexattn.frontend.compiled import node
-from flexattn.frontend.compiled.mark import MARK
+from flexattn.frontend.compiled.spec import MARK
 from flexattn.settings import override
 from tests.compiled import compiling
 from tests.support import inputs

@@ -20,7 +20,7 @@ from flexattn.records.untuned import note, read_untuned, untuned_path
 from flexattn.reference import Precision, attention
 from flexattn.reference.rounding import Rounding
 from flexattn.settings import override
-from flexattn.verify.inputs import make_inputs
+from flexattn.verify.oracle import make_inputs
 from tests.families import gluon_refused
 from tests.problems import choices, problem
 from tests.support import block_mask, inputs, run, sinks

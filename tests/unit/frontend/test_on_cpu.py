@@ -9,7 +9,7 @@ import torch
 import flexattn
 from flexattn.catalogue import causal
 from flexattn.errors import UnsupportedError
-from flexattn.frontend import attention, on_cpu, torch_own
+from flexattn.frontend import attention, install, on_cpu
 from flexattn.frontend.compiled import lowering, seam
 from flexattn.settings import override
 from tests.compiled import compiling
@@ -207,7 +207,7 @@ def test_other_devices_are_torchs(monkeypatch, where):
         asked.append(more)
         return torch.zeros_like(q), more["return_aux"]
 
-    monkeypatch.setattr(torch_own, "torch_flex_attention", lambda: theirs)
+    monkeypatch.setattr(install, "torch_flex_attention", lambda: theirs)
     given = [x.as_subclass(Elsewhere) for x in inputs(1, 2, 2, 9, 9, 16)]
     assert flexattn.flex_attention(*given, scale=0.5).shape == (1, 2, 9, 16)
     assert [each["scale"] for each in asked] == [0.5]

@@ -9,8 +9,8 @@ from torch.nn.functional import pad
 
 from flexattn import create_block_mask
 from flexattn.catalogue import sliding_window
-from flexattn.integrations import padded_step, padding
-from flexattn.integrations.padded_step import FEW_KEYS, shared_mask
+from flexattn.integrations import decode_masks
+from flexattn.integrations.decode_masks import FEW_KEYS, shared_mask
 from flexattn.integrations.transformers import attend_transformers, make_mask
 from flexattn.problem.mask_class import known_class
 from tests.support import Operations, inputs
@@ -20,8 +20,8 @@ LAYER = SimpleNamespace(is_causal=True, training=False)
 
 @pytest.fixture(autouse=True)
 def as_generate_runs():
-    padded_step._batches.clear()
-    padding._paddings.clear()
+    decode_masks._batches.clear()
+    decode_masks._paddings.clear()
     with torch.no_grad():
         yield
 
@@ -172,7 +172,7 @@ def test_two_kinds_of_masks_of_a_forward():
 def test_other_masks_are_made_for_their_step(more):
     given = {"batch_size": 2, "q_length": 1, "kv_length": 200, "q_offset": 199}
     mask = make_mask(**{**given, "attention_mask": left(0, 150), **more})
-    assert mask is not None and shared_mask(mask) is mask and not padded_step._batches.items()
+    assert mask is not None and shared_mask(mask) is mask and not decode_masks._batches.items()
 
 
 def test_many_keys_are_compared_and_those_before_the_first_are_not_listed():

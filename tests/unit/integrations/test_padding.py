@@ -5,8 +5,8 @@ import torch
 
 from flexattn import create_block_mask
 from flexattn.catalogue import sliding_window
-from flexattn.integrations import padding
-from flexattn.integrations.padding import decoding_mask
+from flexattn.integrations import decode_masks
+from flexattn.integrations.decode_masks import decoding_mask
 from flexattn.integrations.transformers import make_mask
 from flexattn.problem.mask_class import known_class
 from tests.support import Operations
@@ -14,7 +14,7 @@ from tests.support import Operations
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    padding._paddings.clear()
+    decode_masks._paddings.clear()
 
 
 def left(*starts, keys=200):
@@ -82,7 +82,7 @@ def test_a_newest_key_that_is_removed_and_a_row_without_keys():
 
 
 def test_there_is_room_for_more_keys_than_were_foreseen(monkeypatch):
-    monkeypatch.setattr(padding, "_ROOM", 100)
+    monkeypatch.setattr(decode_masks, "_ROOM", 100)
     seen = left(0, 40, keys=120)
     for keys in (120, 256, 257, 500):
         seen = left(0, 40, keys=keys)
@@ -122,7 +122,7 @@ def test_the_mask_of_a_step_of_a_padded_batch(more):
 def test_other_masks_are_made_for_their_step(more):
     given = {**STEP, "attention_mask": left(0, 150), "mask_function": sliding_window(99), **more}
     assert make_mask(**given) is not make_mask(**given)
-    assert not padding._paddings.items()
+    assert not decode_masks._paddings.items()
 
 
 def test_a_padding_that_left_the_window_is_no_mask():

@@ -8,8 +8,8 @@ from hypothesis import given, settings, strategies as st
 
 from flexattn import create_block_mask
 from flexattn.catalogue import causal, sliding_window
-from flexattn.integrations import static_step
-from flexattn.integrations.static_step import not_after
+from flexattn.integrations import decode_masks
+from flexattn.integrations.decode_masks import not_after
 from flexattn.integrations.transformers import attend_transformers, make_mask
 from flexattn.problem.mask_class import known_class
 from tests.support import Operations
@@ -17,7 +17,7 @@ from tests.support import Operations
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    static_step._tables.clear()
+    decode_masks._tables.clear()
 
 
 def made(keys, at, seen=None, batch=2, **more):
@@ -61,7 +61,7 @@ def test_a_row_sees_the_keys_up_to_its_own_but_for_padding(few, data):
     seen[0, data.draw(st.integers(0, width - 1))] ^= True
     place = torch.tensor(at)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(static_step, "FEW_KEYS", few)
+        patch.setattr(decode_masks, "FEW_KEYS", few)
         masks = made(keys, place, seen), made(keys, place)
     place += 1  # as a static cache does before the kernel runs
     before = (torch.arange(keys) <= at).expand(2, keys)

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa_of_torch
 
-from flexattn.integrations.mask_kinds import mask_kind
-from flexattn.integrations.transformers import attend_transformers, register
+from flexattn.integrations.transformers import attend_transformers, mask_kind, register
 from tests.support import inputs
 from tests.transformers_sweep import tiny, verdict
 

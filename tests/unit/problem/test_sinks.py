@@ -17,7 +17,7 @@ from flexattn.problem.sinks import add_sinks
 from flexattn.records.key import key_of
 from flexattn.reference import Precision
 from flexattn.verify.gate import judge
-from flexattn.verify.inputs import make_sinks
+from flexattn.verify.oracle import make_sinks
 from tests.cases import CASES, case
 from tests.problems import problem
 from tests.support import assert_judged, block_mask, inputs, sinks
@@ -107,7 +107,7 @@ def test_training_is_torchs_rescaled(monkeypatch, return_lse):
         out, lse, _ = math_attention(q, k, v, mod, mask.as_tuple(), scale, {})
         return out, torchs.AuxOutput(lse=lse * math.log(2), max_scores=None)
 
-    monkeypatch.setattr("flexattn.frontend.torch_own.torch_flex_attention", lambda: eager)
+    monkeypatch.setattr("flexattn.frontend.install.torch_flex_attention", lambda: eager)
     q, k, v = (x.requires_grad_() for x in inputs(1, 4, 2, 37, 53))
     logits = sinks(4).requires_grad_()
     call = admission.make_call(q, k, v, None, None, None, True, return_lse, None, None, logits)

@@ -13,9 +13,8 @@ from flexattn.errors import BuildError
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.source import Source
 from flexattn.runtime import build
-from flexattn.runtime.binary import Binary, TensorMap, binary_of
-from flexattn.runtime.binary_store import Binaries
 from flexattn.runtime.build import Builder
+from flexattn.runtime.kernel_store import Binary, KernelStore, TensorMap, binary_of
 from flexattn.settings import override, say_once
 from flexattn.util.files import sealed, unsealed
 from tests.stored_kernels import belongs_to_another
@@ -35,7 +34,7 @@ def fresh():
 
 @pytest.fixture
 def root(tmp_path):
-    Binaries(tmp_path).write(SOURCE, BINARY, "3.9.0")
+    KernelStore(tmp_path).write_binary(SOURCE, BINARY, "3.9.0")
     return tmp_path
 
 
@@ -44,17 +43,17 @@ def told(binary):
 
 
 def test_what_was_written_is_found(root):
-    assert told(Binaries(root).find(SOURCE, H200)) == told(BINARY)
+    assert told(KernelStore(root).binary(SOURCE, H200)) == told(BINARY)
     assert sorted(p.parent.name for p in root.rglob("*.*")) == ["binaries", "kernels"]
 
 
 @pytest.mark.parametrize("why", ["another template", "another arch", "an empty folder"])
 def test_what_is_not_there_is_said_once(root, why, caplog):
     other = dataclasses.replace(SOURCE, hash=hashlib.sha256(b"changed").hexdigest())
-    store = Binaries(root / "nothing" if why == "an empty folder" else root)
+    store = KernelStore(root / "nothing" if why == "an empty folder" else root)
     source, device = (other, H200) if why == "another template" else (SOURCE, A100)
     for _ in range(2):
-        assert store.find(source, device) is None
+        assert store.binary(source, device) is None
     assert len(caplog.records) == 1 and "it is compiled" in caplog.text
 
 
@@ -139,7 +138,7 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_what_is_not_sound_is_a_miss_and_said(root, damage, caplog):
     DAMAGE[damage](root)
-    assert Binaries(root).find(SOURCE, H200) is None
+    assert KernelStore(root).binary(SOURCE, H200) is None
     assert len(caplog.records) == 1 and "compiled" in caplog.text
 
 
@@ -242,5 +241,5 @@ def writable(path, monkeypatch):
 def test_code_that_others_could_have_changed_is_not_loaded(root, of, change, monkeypatch, caplog):
     """Its sha256 stands in a file beside it, which the same people could have changed."""
     change(of(root), monkeypatch)
-    assert Binaries(root).find(SOURCE, H200) is None
+    assert KernelStore(root).binary(SOURCE, H200) is None
     assert "nobody else may write" in caplog.text and "kernel is compiled" in caplog.text

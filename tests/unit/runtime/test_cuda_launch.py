@@ -12,8 +12,8 @@ from flexattn.device import cuda_driver
 from flexattn.errors import BuildError, InputError
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.binding import bind_arguments
-from flexattn.runtime.binary import Binary, TensorMap
 from flexattn.runtime.cuda_launch import CudaLaunch, loaded
+from flexattn.runtime.kernel_store import Binary, TensorMap
 from flexattn.runtime.layout import DescriptorBox, box_of
 
 BOX = DescriptorBox((2, 3, 40, 64), (7680, 2560, 64, 1))

@@ -7,10 +7,10 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 import flexattn
-from flexattn.block_mask.lazy import lazy_mask
+from flexattn.block_mask.lists import lazy_mask
 from flexattn.catalogue import causal
-from flexattn.frontend.compiled import looks
-from flexattn.frontend.compiled.looks import remember_by_key, remember_look
+from flexattn.frontend.compiled import op
+from flexattn.frontend.compiled.op import remember_by_key, remember_look
 from flexattn.problem.dense_blocks import dense_blocks
 from flexattn.problem.mask_class import mask_class
 from flexattn.runtime import key_lists
@@ -142,9 +142,7 @@ def test_lists_of_inference_mode_are_never_kept():
         remember_by_key(mask, lists, [])
         with torch.inference_mode():
             lists[2].zero_()
-    assert (
-        looks._looks[id(lists[0])].by_key is None and not BothLists.of(mask).by_key.full_num.any()
-    )
+    assert op._looks[id(lists[0])].by_key is None and not BothLists.of(mask).by_key.full_num.any()
 
 
 def test_what_is_kept_has_been_waited_for(monkeypatch):

@@ -13,11 +13,9 @@ from flexattn.kernels.choose.registry import families
 from flexattn.records import closure
 from flexattn.records.renderers import source_hash
 from flexattn.runtime import build, dispatch
-from flexattn.runtime.binary import Binary
-from flexattn.runtime.binary_store import Binaries
 from flexattn.runtime.build import Builder, Kernel
 from flexattn.runtime.dispatch import Dispatcher
-from flexattn.runtime.source_store import Sources
+from flexattn.runtime.kernel_store import Binary, KernelStore
 from flexattn.settings import override, say_once
 from flexattn.util.files import sealed, unsealed
 from tests.problems import choices, problem
@@ -47,15 +45,15 @@ def best(wanted, device=H200):
 
 def export(root, wanted, device=H200):
     choice, sources = best(wanted, device)
-    Sources(root).write(wanted.structure, choice.config, device, sources)
+    KernelStore(root).write_sources(wanted.structure, choice.config, device, sources)
     for each in sources:
         binary = Binary(b"\x7fELF", "kernel", device.arch, 0, 4, 1, ())
-        Binaries(root).write(each, binary, "3.9.0")
+        KernelStore(root).write_binary(each, binary, "3.9.0")
     return choice, sources
 
 
 def found(root, wanted, config, device=H200):
-    return Sources(root).find(wanted.structure, config, device)
+    return KernelStore(root).sources(wanted.structure, config, device)
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
@@ -118,7 +116,7 @@ def test_another_config_device_or_renderer_is_rendered(tmp_path, monkeypatch):
     assert found(tmp_path, wanted, other) is None
     assert found(tmp_path, wanted, choice.config, A100) is None
     with monkeypatch.context() as here:
-        here.setattr("flexattn.runtime.source_store.source_hash", lambda kind, hopper: "changed")
+        here.setattr("flexattn.runtime.kernel_store.source_hash", lambda kind, hopper: "changed")
         assert found(tmp_path, wanted, choice.config) is None
     assert found(tmp_path, wanted, choice.config) is not None
     # Which arguments a kernel has is decided in a family's config too.
@@ -145,7 +143,7 @@ def test_a_source_whose_binary_is_refused_is_rendered(tmp_path, fault, monkeypat
     """It would have to be compiled, and what is compiled is what this process rendered."""
     wanted = problem(**CAPPED)
     _, (source,) = export(tmp_path, wanted)
-    path = Binaries(tmp_path).path(source, H200.arch)
+    path = KernelStore(tmp_path).path(source, H200.arch)
     compiled = []
 
     def loaded(binary, index):

@@ -14,10 +14,9 @@ from triton import knobs
 
 from flexattn.device import named
 from flexattn.errors import CacheError
-from flexattn.runtime import build
+from flexattn.runtime import build, codecache
 from flexattn.runtime.build import compile_source
-from flexattn.runtime.codecache import private
-from flexattn.runtime.codecache.files import text_file
+from flexattn.runtime.codecache import text_file
 from flexattn.settings import override, say_once
 from tests.stored_kernels import belongs_to_another, stored, tiny, wrong
 
@@ -36,10 +35,10 @@ def caches(tmp_path, monkeypatch):
     # Triton writes what is set to the environment too.
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     say_once.cache_clear()
-    private._made.cache_clear()
+    codecache._made.cache_clear()
     with knobs.cache.scope(), override(cache_dir=tmp_path / "cache"):
         yield tmp_path
-    private._made.cache_clear()
+    codecache._made.cache_clear()
 
 
 def compares(source):
@@ -200,7 +199,7 @@ def test_without_any_directory_the_error_says_what_to_do(caches, monkeypatch):
 
 def test_the_private_folder_ends_with_its_process(caches):
     code = (
-        "from flexattn.runtime.codecache.files import text_file\n"
+        "from flexattn.runtime.codecache import text_file\n"
         "path = text_file('kernel.py', 'text')\n"
         "print(path, oct(path.parents[1].stat().st_mode & 0o777))\n"
     )
@@ -227,7 +226,7 @@ def test_private_folders_of_killed_processes_are_removed_by_the_next(caches):
         os.utime(temporary / name, (time.time() - 1e5,) * 2)
     handle = os.open(temporary / names[1], os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    own = private.private_folder()
+    own = codecache.private_folder()
     os.close(handle)
     assert sorted(temporary.iterdir()) == sorted([own, *(temporary / name for name in names[1:])])
 

@@ -16,8 +16,7 @@ from flexattn.problem.facts import TensorFacts, facts_of, layout_of
 from flexattn.reference import Precision, attention
 from flexattn.runtime.launch import Lists
 from flexattn.verify import oracle as oracles
-from flexattn.verify.inputs import make_inputs
-from flexattn.verify.oracle import kept_lanes, oracle
+from flexattn.verify.oracle import kept_lanes, make_inputs, oracle
 from tests.cases import CASES
 from tests.problems import problem
 from tests.support import block_mask, inputs

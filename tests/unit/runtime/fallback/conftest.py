@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from flexattn.runtime.fallback import chain
-from flexattn.runtime.fallback.memory import memory
+from flexattn.runtime import fallback
+from flexattn.runtime.outcomes import memory
 from flexattn.settings import override, say_once
 
 
@@ -29,4 +29,4 @@ def said(caplog):
 @pytest.fixture(autouse=True)
 def spills_are_told(monkeypatch):
     """A stand-in's machine code is what its loops spill."""
-    monkeypatch.setattr(chain, "loop_spills", lambda code: (code[0], 0, code[1]))
+    monkeypatch.setattr(fallback, "loop_spills", lambda code: (code[0], 0, code[1]))

@@ -7,12 +7,11 @@ import pytest
 from flexattn.errors import BuildError, ConfigError, DriverError, RenderError
 from flexattn.frontend.explain import Explanation
 from flexattn.kernels.choose.options import NONE, Options, parse
+from flexattn.runtime import fallback
 from flexattn.runtime.dispatch import _stored, candidates_of
-from flexattn.runtime.fallback import chain
-from flexattn.runtime.fallback.chain import MAX_SPILLED
-from flexattn.runtime.fallback.memory import memory
-from flexattn.runtime.fallback.outcome import outcome_of
-from flexattn.runtime.source_store import Sources
+from flexattn.runtime.fallback import MAX_SPILLED, serve
+from flexattn.runtime.kernel_store import KernelStore
+from flexattn.runtime.outcomes import memory, outcome_of
 from flexattn.settings import override
 from tests.failing_builds import H200, LASTING, PASSING, WANTED, Builder, gluon, served, spills
 from tests.problems import problem
@@ -78,10 +77,10 @@ def test_no_candidate_is_listed_behind_one_that_serves():
             yield each
 
     built = Builder()
-    found = chain.serve(candidates(), lambda source: built.kernel(source, H200, 0), H200, "a test")
+    found = serve(candidates(), lambda source: built.kernel(source, H200, 0), H200, "a test")
     assert listed == [found.candidate]
     failing = Builder(gluon(LASTING["the compiler"][0]))
-    found = chain.serve(candidates(), lambda each: failing.kernel(each, H200, 0), H200, "a test")
+    found = serve(candidates(), lambda each: failing.kernel(each, H200, 0), H200, "a test")
     assert found.candidate in listed and len(listed) > 2
 
 
@@ -199,7 +198,7 @@ def test_of_those_that_spill_the_least_serves():
 def test_a_loop_may_spill_one_instruction_in_sixteen(monkeypatch, words, language):
     """A Hopper kernel that spills a few beats the Triton template, which spills none."""
     code = {"gluon": (words, 1600, 512), "triton": (0, 1600, 0)}
-    monkeypatch.setattr(chain, "loop_spills", lambda cubin: code[cubin])
+    monkeypatch.setattr(fallback, "loop_spills", lambda cubin: code[cubin])
     builder = Builder(spills=lambda source: source.language)
     assert served(builder).config.language == language
 
@@ -243,7 +242,7 @@ def test_a_kernel_that_nobody_can_disassemble_serves(monkeypatch, said):
     def missing(code):
         raise BuildError("nvdisasm failed: no such file")
 
-    monkeypatch.setattr(chain, "loop_spills", missing)
+    monkeypatch.setattr(fallback, "loop_spills", missing)
     assert served(Builder()).config.language == "gluon" and "nvdisasm" in said()[0]
 
 
@@ -264,7 +263,7 @@ def test_what_an_exporter_took_is_looked_for_first(tmp_path):
     """A server of exported kernels would compile the candidates that its exporter passed over."""
     *_, last = candidates_of(WANTED, H200, NONE)
     choice = last.choice()
-    Sources(tmp_path).write(WANTED.structure, choice.config, H200, (choice.source,))
+    KernelStore(tmp_path).write_sources(WANTED.structure, choice.config, H200, (choice.source,))
     with override(binaries=tmp_path):
         assert next(candidates_of(WANTED, H200, NONE, stored=True)).config == choice.config
         assert next(candidates_of(WANTED, H200, NONE)).config != choice.config

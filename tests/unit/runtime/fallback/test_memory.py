@@ -10,11 +10,10 @@ import pytest
 
 from flexattn.device import INTERPRETER, named
 from flexattn.kernels.choose.options import NONE
+from flexattn.runtime import outcomes
 from flexattn.runtime.dispatch import candidates_of
-from flexattn.runtime.fallback import environment, memory as memory_module
-from flexattn.runtime.fallback.chain import told
-from flexattn.runtime.fallback.memory import Memory, memory
-from flexattn.runtime.fallback.outcome import Outcome
+from flexattn.runtime.fallback import told
+from flexattn.runtime.outcomes import Memory, Outcome, memory
 from flexattn.settings import override
 from tests.failing_builds import H200, LASTING, WANTED, Builder, gluon, served
 from tests.problems import problem
@@ -38,7 +37,7 @@ def test_a_memory_is_one_of_its_environment(monkeypatch, place):
         ("_code", lambda: "changed"),
     ):
         with monkeypatch.context() as here:
-            here.setattr(environment, name, other)
+            here.setattr(outcomes, name, other)
             assert Memory().find(SOURCE, H200) is None, name
             assert known.find(SOURCE, H200) is None, name
     (noted,) = Memory().entries(H200)
@@ -76,7 +75,7 @@ def test_all_passes_are_of_its_environment():
     texts = {each: each.read_text() for each in package.glob("kernels/*/*.py")}
     passes = {each for each, text in texts.items() if "\ndef merged(ptx: str)" in text}
     assert len(passes) >= 4
-    assert passes <= {package / name for name in environment._COMPILING}
+    assert passes <= {package / name for name in outcomes._COMPILING}
 
 
 @pytest.mark.parametrize("fault", ["bytes", "schema", "kind", "another source", "a link"])
@@ -112,7 +111,7 @@ def test_a_directory_that_cannot_be_written_stops_no_call(place, said):
 
 
 def test_a_memory_has_an_end(monkeypatch, place):
-    monkeypatch.setattr(memory_module, "MAX_FILES", 3)
+    monkeypatch.setattr(outcomes, "MAX_FILES", 3)
     known = Memory()
     for number in range(5):
         source = replace(SOURCE, hash=f"{number:064}"[::-1])
@@ -127,7 +126,7 @@ def test_without_a_compiler_that_can_be_named_nothing_is_remembered(monkeypatch,
     def missing(device):
         raise RuntimeError("Cannot find ptxas")
 
-    monkeypatch.setattr(environment, "compiler_of", missing)
+    monkeypatch.setattr(outcomes, "compiler_of", missing)
     known = Memory()
     known.note(SOURCE, H200, REFUSED, "a problem")
     assert known.find(SOURCE, H200) is None and not list(place.iterdir())
@@ -135,10 +134,10 @@ def test_without_a_compiler_that_can_be_named_nothing_is_remembered(monkeypatch,
 
 
 CHILD = """
-from flexattn.runtime.fallback import chain
+from flexattn.runtime import fallback
 from tests import failing_builds as here
 
-chain.loop_spills = lambda code: (code[0], 0, code[1])
+fallback.loop_spills = lambda code: (code[0], 0, code[1])
 builder = here.Builder(here.gluon(here.LASTING["the compiler"][0]))
 choice = here.served(builder)
 print(" ".join(builder.languages), choice.config.language, choice.attempts[0].remembered)

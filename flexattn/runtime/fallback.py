@@ -17,8 +17,7 @@ from flexattn.errors import (
 )
 from flexattn.kernels.base.source import Source
 from flexattn.runtime.build import Kernel
-from flexattn.runtime.fallback.memory import Memory
-from flexattn.runtime.fallback.outcome import Outcome, concerns_the_device, outcome_of, too_large
+from flexattn.runtime.outcomes import Memory, Outcome, concerns_the_device, outcome_of, too_large
 from flexattn.runtime.resources import loop_spills, loop_spills_amd
 from flexattn.settings import current, log, say_once
 

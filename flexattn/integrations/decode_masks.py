@@ -1,0 +1,412 @@
+"""Masks of one new row, as a step of `generate` needs them: in few operations, without a wait.
+
+Of a static cache (`static_mask`) all that changes from step to step is in tensors of the same
+sizes: a Python number would be an input of the compiled graph, of which torch records another CUDA
+graph for each value.
+
+Of a padded batch with few keys (`padded_mask`) each step copies its padding into a table that
+stays, which the masks of all steps read: masks and launches are reused whatever the padding is.
+transformers makes a new padding mask in each step, and comparing it with the last one makes the
+host wait for the device.
+
+Of a padded batch with more keys (`decoding_mask`) what was made of a padding is kept with room for
+keys to come, and a step compares: one operation and one wait, as asking whether the mask removes
+anything takes. Each step's mask is the last one and a True for the new key.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad
+
+from flexattn import catalogue
+from flexattn.block_mask.lists import KEY_BLOCK, few_rows, queue_of, relisted, with_lists
+from flexattn.frontend.launch_cache import parts_of
+from flexattn.runtime.launch import raw_stream
+from flexattn.util.locks import renewed
+from flexattn.util.lru import Lru
+
+MaskFunction = Callable[..., Tensor]
+# Keys of all batches that a GPU reads in the time that it takes to find where padding ends.
+FEW_KEYS = 8192
+
+
+class _Tables(NamedTuple):
+    """What the steps of a cache of so many keys have in common; nobody writes to it.
+
+    places int32 [keys, 5]: a position, and in the last column, which is aligned as tensors of
+    torch's are, how many blocks reach up to it. counts int32 [blocks + 1, 4]: the number of each
+    row in its first column. blocks int32 [keys]: the block of a key. order int32
+    [1, 1, 1, blocks]: all blocks; orders int32 [blocks, blocks]: the same from each of them on.
+    unseen bool [B, keys]: False.
+    """
+
+    places: Tensor
+    counts: Tensor
+    blocks: Tensor
+    order: Tensor
+    orders: Tensor
+    unseen: Tensor
+
+    @classmethod
+    def of(cls, B: int, keys: int, device: torch.device) -> _Tables:
+        last = -(-keys // KEY_BLOCK)
+        with torch.inference_mode(False):
+            key = torch.arange(keys, dtype=torch.int32, device=device)
+            blocks = key // KEY_BLOCK
+            twice = torch.arange(last, dtype=torch.int32, device=device).repeat(2)
+            found = cls(
+                torch.stack([key, key, key, key, blocks + 1], 1),
+                torch.arange(last + 1, dtype=torch.int32, device=device)[:, None].repeat(1, 4),
+                blocks,
+                twice[:last].view(1, 1, 1, -1),
+                twice.as_strided((last, last), (1, 1)),
+                torch.zeros(B, keys, dtype=torch.bool, device=device),
+            )
+        # A CUDA graph reads it where it lies, in place of copying it in every step. A static cache
+        # of transformers has imported what makes graphs; nobody else waits for that here.
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.mark_static_address(found.order)
+        return found
+
+
+# Memory that another stream writes is not read.
+_tables: Lru[tuple[int, int, torch.device, int], _Tables] = Lru(16)
+
+
+def static_mask(
+    mask_function: MaskFunction,
+    B: int,
+    keys: int,
+    at: int | Tensor,
+    offset: int,
+    seen: Tensor | None,
+    near: bool,
+    device: torch.device,
+) -> BlockMask:
+    """The mask of one row over a cache of `keys` keys.
+
+    mask_function(b, h, q_idx, kv_idx) takes positions in the sequence. at: the row's, an int64
+    tensor of one element that may be written to afterwards, or a number; offset: the first key's.
+    seen [B, positions], bool: False where a key is removed, as are those behind its end. near:
+    whether no key of the cache is too far back for the function.
+
+    Blocks are listed that the row may see something of. Of a function that is known to see no key
+    after the row, and has all keys near, these are the blocks up to the row, of more than FEW_KEYS
+    keys from the first one on that is seen, and no element is evaluated for them.
+    """
+    here = None if seen is None else seen[:, offset : offset + keys].to(torch.bool)
+    if not (not_after(mask_function) and near):
+        # Of a cache that grows as well, to whose next length no tables would be of use.
+        kept = None if here is None else pad(here, (0, keys - here.shape[1]))
+        mask_mod = _moved(mask_function, _own(at, device), _number(offset, device))
+        return few_rows(_padded(mask_mod, kept), B, 1, keys, device)
+    tables = _known(B, keys, device)
+    kept = None
+    if here is not None:
+        kept = torch.cat((here, tables.unseen[:, here.shape[1] :]), 1)
+    if isinstance(at, Tensor) and not offset:
+        place = tables.places.index_select(0, at.view(1))
+        mask_mod = _padded(_placed(mask_function, place[0, 0]), kept)
+        lists = _lists(tables, place[:, 4:], kept if B * keys > FEW_KEYS else None)
+        return with_lists((1, keys), lists, mask_mod)
+    mask_mod = _moved(mask_function, _own(at, device), _number(offset, device))
+    mask_mod = _padded(mask_mod, kept)
+    if isinstance(at, Tensor):
+        return few_rows(mask_mod, B, 1, keys, device)
+    blocks = min(max((at - offset) // KEY_BLOCK + 1, 0), tables.order.shape[3])
+    lists = _lists(tables, tables.counts[blocks, :1], None)
+    return with_lists((1, keys), lists, mask_mod)
+
+
+def not_after(mask_function: Any) -> bool:
+    """Whether a function is known to see no key after its row: False where nothing tells.
+
+    It is `catalogue.causal`, transformers' causal function, or transformers' intersection of one
+    of these with others, as its windows are.
+    """
+    if mask_function is catalogue.causal:
+        return True
+    module = sys.modules.get("transformers.masking_utils")
+    plain, both = (getattr(module, name, None) for name in ("causal_mask_function", "and_masks"))
+    if plain is None or both is None:
+        return False
+    if mask_function is plain:
+        return True
+    parts = getattr(mask_function, "__closure__", None)
+    if not parts or mask_function.__code__ is not both().__code__:
+        return False
+    return any(map(not_after, parts[0].cell_contents))
+
+
+def _known(B: int, keys: int, device: torch.device) -> _Tables:
+    device, stream, capturing = queue_of(device)
+    key = B, keys, device, stream
+    found = None if capturing else _tables.get(key)
+    if found is None:
+        found = _Tables.of(B, keys, device)
+        # A tensor of another class, as of a trace, is of no use to others.
+        if not capturing and type(found.order) is Tensor:
+            _tables.put(key, found)
+    return found
+
+
+def _own(at: int | Tensor, device: torch.device) -> Tensor:
+    """A position that nobody else writes to.
+
+    A static cache counts on in the very tensor that it gives, before the kernel runs.
+    """
+    return at.clone() if isinstance(at, Tensor) else _number(at, device)
+
+
+def _number(value: int, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=torch.int64, device=device)
+
+
+def _placed(mask_function: MaskFunction, first: Tensor) -> MaskFunction:
+    def placed(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask_function(b, h, q_idx + first, kv_idx)
+
+    return placed
+
+
+def _moved(mask_function: MaskFunction, first: Tensor, offset: Tensor) -> MaskFunction:
+    def moved(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask_function(b, h, q_idx + first, kv_idx + offset)
+
+    return moved
+
+
+def _padded(whole: MaskFunction, kept: Tensor | None) -> MaskFunction:
+    if kept is None:
+        return whole
+
+    def padded(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return whole(b, h, q_idx, kv_idx) & kept[b, kv_idx]
+
+    return padded
+
+
+def _lists(tables: _Tables, counts: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The lists of the first blocks, as many as counts, of one element, says.
+
+    kept: the blocks before the first key that it keeps are left out.
+    """
+    if kept is None:
+        return counts.view(1, 1, 1), tables.order
+    start = tables.blocks.index_select(0, kept.view(torch.uint8).argmax(1))
+    # The first key may stand behind the row, which then sees nothing.
+    counts = (counts.view(1) - start).clamp_(min=0)
+    return counts.view(-1, 1, 1), tables.orders.index_select(0, start)[:, None, None]
+
+
+# Masks of one table that are kept, one a length.
+_TABLE_MASKS = 1024
+# Tables of a batch size. A forward may need two, for full layers and for windows; others are for
+# masks that somebody still holds.
+_TABLES = 4
+_CHECK = -2  # In place of a position: the next step checks whether anything is padded.
+_SHARED = "_flexattn_shared"
+
+
+class _Table:
+    """Which keys a step sees, bool [B, keys], and for each length a part of it with its mask."""
+
+    def __init__(self, B: int, device: torch.device) -> None:
+        keys = -(-FEW_KEYS // (B * KEY_BLOCK)) * KEY_BLOCK
+        # Of tensors made in inference mode autograd can save none.
+        with torch.inference_mode(False):
+            self._seen = torch.ones(B, keys, dtype=torch.bool, device=device)
+        self._mask_mod = _reads(self._seen)
+        self._masks: Lru[int, tuple[Tensor, BlockMask]] = Lru(_TABLE_MASKS)
+        self._listed: dict[int, BlockMask] = {}
+        self._last_mask_mod: Callable[[], object] = lambda: None
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody holds the mask that was given last, or its mask_mod."""
+        return self._last_mask_mod() is None
+
+    def write(self, seen: Tensor) -> BlockMask:
+        """The mask of these keys, with a mask_mod of its own, which lives while it is held."""
+        keys = seen.shape[1]
+        found = self._masks.get(keys)
+        if found is None:
+            found = self._seen[:, :keys], self._made(keys)
+            self._masks.put(keys, found)
+        part, shared = found
+        part.copy_(seen)
+        mask_mod = _reads(self._seen)
+        self._last_mask_mod = weakref.ref(mask_mod)
+        mask: BlockMask = object.__new__(BlockMask)
+        mask.__dict__.update(shared.__dict__, mask_mod=mask_mod, **{_SHARED: (shared, mask_mod)})
+        return mask
+
+    def _made(self, keys: int) -> BlockMask:
+        """All blocks are listed: few keys are read in less time than it takes to find which."""
+        device, blocks = self._seen.device, -(-keys // KEY_BLOCK)
+        found = self._listed.get(blocks)
+        if found is not None:
+            return relisted(found, keys)
+        with torch.inference_mode(False):
+            order = torch.arange(blocks, dtype=torch.int32, device=device).view(1, 1, 1, -1)
+            count = torch.full((1, 1, 1), blocks, dtype=torch.int32, device=device)
+        found = self._listed[blocks] = with_lists((1, keys), (count, order), self._mask_mod)
+        return found
+
+
+class _Batch:
+    """The tables of a batch size. last_row: the position of the last row, or _CHECK."""
+
+    def __init__(self) -> None:
+        self.last_row, self._tables = _CHECK, list[_Table]()
+        self._lock = renewed(threading.Lock())
+
+    def mask(self, seen: Tensor) -> BlockMask:
+        """That of a table whose last mask nobody holds: one that is held keeps its padding."""
+        with self._lock:
+            found = next((each for each in self._tables if each.free), None)
+            if found is None:
+                found = _Table(len(seen), seen.device)
+                self._tables = [*self._tables[1 - _TABLES :], found]
+            return found.write(seen)
+
+
+# One a stream: a kernel on another stream may still be reading the table.
+_batches: Lru[tuple[int, torch.device, int], _Batch] = Lru(16)
+
+
+def is_few(seen: Tensor) -> bool:
+    """Whether `padded_mask` takes this padding: a plain tensor of few keys, and no gradients."""
+    return 0 < seen.numel() <= FEW_KEYS and type(seen) is Tensor and not torch.is_grad_enabled()
+
+
+def padded_mask(seen: Tensor, at: int) -> BlockMask | None:
+    """The mask of one new row that sees every key but those where `seen` is False.
+
+    seen: as `is_few` has it, bool [B, keys]. at: the row's position. None where `seen` is checked
+    and removes nothing: a row that does not follow the last one is checked, which waits for the
+    device. The lists are those of other masks, too, and not to be written to.
+    """
+    stream = raw_stream(seen.get_device()) if seen.is_cuda else 0
+    key = len(seen), seen.device, stream
+    batch = _batches.get(key)
+    if batch is None:
+        batch = _Batch()
+        _batches.put(key, batch)
+    if not 0 <= at - batch.last_row <= 1 and bool(seen.all()):
+        batch.last_row = _CHECK
+        return None
+    batch.last_row = at
+    return batch.mask(seen)
+
+
+def check_again() -> None:
+    """Let the next step of each batch check, as after a prompt: what follows may not be padded."""
+    for _, batch in _batches.items():
+        batch.last_row = _CHECK
+
+
+def shared_mask(mask: BlockMask) -> BlockMask:
+    """The mask to look launches up by: its table's own, of one that `padded_mask` made.
+
+    The caller holds the mask until its launch. The mask itself where a backward, which reads it
+    later, may have to hold it, and where somebody gave it another mask_mod, lists or lengths.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
+        return mask
+    shared: BlockMask
+    shared, mask_mod = mask.__dict__.get(_SHARED, (mask, None))
+    same = all(map(is_, parts_of(mask)[1:], parts_of(shared)[1:]))
+    return shared if same and mask_mod is mask.mask_mod else mask
+
+
+def _reads(table: Tensor) -> Callable[..., Tensor]:
+    def kept(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return table[b, kv_idx]
+
+    return kept
+
+
+# Keys that a padding has room for beside those of its first step.
+_ROOM = 1024
+# Masks of one padding that are kept, for prompts that are answered again.
+_MASKS = 256
+
+
+class _Padding(NamedTuple):
+    """A padding and its masks, which nobody writes to.
+
+    table: bool [B, room], True behind the keys of the step that it was made in; mask_mod reads it.
+    listed: a mask for each number of blocks. masks: the mask for each number of keys.
+    """
+
+    table: Tensor
+    mask_mod: Callable[..., Tensor]
+    listed: Lru[int, BlockMask]
+    masks: Lru[int, BlockMask]
+
+    def is_of(self, seen: Tensor) -> bool:
+        """Whether `seen` removes these keys and no others; waits for the device."""
+        length = seen.shape[1]
+        return length <= self.table.shape[1] and torch.equal(seen, self.table[:, :length])
+
+    def mask(self, length: int) -> BlockMask:
+        found = self.masks.get(length)
+        if found is None:
+            found = relisted(self._listed(-(-length // KEY_BLOCK)), length)
+            self.masks.put(length, found)
+        return found
+
+    def _listed(self, blocks: int) -> BlockMask:
+        """Its lists serve each length that ends in the last block, whose other keys are kept."""
+        found = self.listed.get(blocks)
+        if found is None:
+            device = self.table.device
+            with torch.inference_mode(False):
+                found = few_rows(self.mask_mod, len(self.table), 1, blocks * KEY_BLOCK, device)
+            self.listed.put(blocks, found)
+        return found
+
+
+# The last padding of a batch size on a stream: memory that another stream writes is not read.
+_paddings: Lru[tuple[int, torch.device, int], _Padding] = Lru(16)
+
+
+def decoding_mask(seen: Tensor) -> BlockMask | None:
+    """The mask of one new row that sees every key but those where `seen` is False.
+
+    seen [B, keys], bool. None where it removes nothing. Who asks again on the same stream gets the
+    same object, not to be written to. It waits for the device once, and twice for a new padding.
+    """
+    key = len(seen), seen.device, _stream(seen)
+    known = _paddings.get(key)
+    if known is not None and known.is_of(seen):
+        return known.mask(seen.shape[1])
+    if bool(seen.all()):
+        return None
+    # Of tensors made in inference mode autograd can save none.
+    with torch.inference_mode(False):
+        room = -(-(seen.shape[1] + _ROOM) // KEY_BLOCK) * KEY_BLOCK
+        table = seen.new_ones((len(seen), room))
+        table[:, : seen.shape[1]] = seen
+
+    def kept(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return table[b, kv_idx]
+
+    known = _Padding(table, kept, Lru(_MASKS), Lru(_MASKS))
+    _paddings.put(key, known)
+    return known.mask(seen.shape[1])
+
+
+def _stream(tensor: Tensor) -> int:
+    return raw_stream(tensor.get_device()) if tensor.is_cuda else 0

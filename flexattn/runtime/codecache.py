@@ -1,0 +1,205 @@
+"""Texts of kernels: files that people and profilers open, and modules that are executed.
+
+    <cache_dir>/kernels/<name>
+
+What is executed is the text that this process rendered (`module_of`), whatever a file holds.
+Where the folder takes no file, or Triton's own cache takes none, a private folder of the process
+serves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import fcntl
+import linecache
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import ParamSpec, TypeVar
+
+from flexattn.errors import CacheError
+from flexattn.settings import current, say_once
+from flexattn.util.files import publish, read_regular, refuse_others
+
+_MAX_TEXT = 2**24
+# Seconds after which an unfinished file is one of a writer that died.
+_AGE = 3600.0
+# A carriage return ends a comment too: what stands behind it is code.
+_HEADER = re.compile(rb"(?:#[^\r\n]*\n|\n)*")
+
+
+def text_file(name: str, text: str) -> Path:
+    """The file of this name in the cache directory, which holds this text but for its header.
+
+    A file that is not there, or holds anything else, is written anew. Where the folder takes no
+    file, or is not this user's alone, the process's private folder serves and a warning says so
+    once. Raises CacheError where that takes none either.
+    """
+    folder = current().cache_dir / "kernels"
+    try:
+        return _kept(folder / name, text)
+    except (CacheError, OSError) as error:
+        why = error.line if isinstance(error, CacheError) else f"{folder}: {error.strerror}"
+        do = isinstance(error, CacheError) and error.do
+    try:
+        path = _kept(private_folder() / "kernels" / name, text)
+    except OSError as error:
+        raise CacheError(
+            f"{why}; no temporary folder either: {error.strerror}",
+            "a rendered kernel lies in a file",
+            "set FLEXATTN_CACHE_DIR or TMPDIR to a directory that can be written",
+        ) from error
+    say_once(
+        f"sources of kernels lie in {path.parent} until this process ends: {why}; "
+        f"{do or 'FLEXATTN_CACHE_DIR names another directory'}"
+    )
+    return path
+
+
+def _kept(path: Path, text: str) -> Path:
+    """A path, once a file there holds the text."""
+    folder = path.parent
+    # Not what the umask gives: one that lets a group write would make a folder that is refused.
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o755, parents=True)
+    refuse_others(folder, os.stat(folder))
+    if not _holds(path, text.encode()):
+        publish(path, text, durable=False)
+        _remove_unfinished(folder)
+    return path
+
+
+def _holds(path: Path, text: bytes) -> bool:
+    """Whether a file of this user or of root holds a text, whatever the comments at its head."""
+    try:
+        found = read_regular(path, _MAX_TEXT, trusted=True)
+    except CacheError:
+        return False
+    return found is not None and _without_header(found) == _without_header(text)
+
+
+def _without_header(text: bytes) -> bytes:
+    """A kernel's header names the problem that it was first rendered for: others share it."""
+    head = _HEADER.match(text)
+    return text if head is None else text[head.end() :]
+
+
+@lru_cache(maxsize=64)
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what writers that died left in a folder, once a process."""
+    for each in folder.glob("*.tmp"):
+        with suppress(OSError):
+            if time.time() - each.lstat().st_mtime > _AGE:
+                each.unlink()
+
+
+def module_of(path: Path, text: str) -> ModuleType:
+    """Execute a text as the module of a path.
+
+    Triton takes a function's source from `inspect.getsourcelines`, when it is decorated or, in the
+    interpreter, when it is first launched. Both read Python's table of lines, which gets the same
+    text here: what lies at the path by then does not count.
+    """
+    name = str(path)
+    lines = [f"{line}\n" for line in text.removesuffix("\n").split("\n")]
+    # Without a time of change, `linecache.checkcache` never asks the disk.
+    linecache.cache[name] = (len(text), None, lines, name)
+    module = ModuleType(path.stem)
+    module.__file__ = name
+    # The __future__ imports of this file are not the kernel's.
+    exec(compile(text, name, "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
+# As mkdtemp completes it; nobody names a directory of their own like this.
+_PREFIX, _NAME = "flexattn-process-", re.compile(r"flexattn-process-[a-z0-9_]{8}")
+# Seconds after which a folder without a lock has no process: making one takes no time.
+_ABANDONED_AGE = 60.0
+
+
+def private_folder() -> Path:
+    """The folder, made on first use, for this user alone, and removed when the process ends.
+
+    Raises OSError where there is no directory for temporary files.
+    """
+    return _made(os.getpid())
+
+
+@lru_cache(maxsize=8)
+def _made(process: int) -> Path:
+    """process: its number, because a fork has a folder of its own."""
+    _remove_abandoned()
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    # Held as long as the process lives: who finds it free knows that nobody uses the folder.
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    atexit.register(_remove, folder, process)
+    return folder
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned() -> None:
+    """Remove this user's folders whose processes were killed."""
+    for each in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            state = each.lstat()
+            ours = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
+            if not (
+                ours
+                and _NAME.fullmatch(each.name)
+                and time.time() - state.st_mtime > _ABANDONED_AGE
+            ):
+                continue
+            handle = os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(each, ignore_errors=True)
+            finally:
+                os.close(handle)
+
+
+P = ParamSpec("P")
+_T = TypeVar("_T")
+
+# What a directory says that is read-only, full, somebody else's, or no directory.
+_REFUSALS = frozenset({
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR,
+    errno.EIO, errno.ESTALE,
+})  # fmt: skip
+
+
+def with_triton_cache(compile: Callable[P, _T], *args: P.args, **kwargs: P.kwargs) -> _T:
+    """What `compile` returns, a second time in this process's private folder if it must.
+
+    Triton writes each step of a compile to TRITON_CACHE_DIR, and raises OSError where it cannot.
+    """
+    try:
+        return compile(*args, **kwargs)
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        why = error.strerror
+    from triton import knobs
+
+    given, own = knobs.cache.dir, str(private_folder() / "triton")
+    if given != own:
+        knobs.cache.dir = own
+        say_once(
+            f"compiled kernels lie in {own} until this process ends: Triton's cache {given}: "
+            f"{why}; TRITON_CACHE_DIR names another directory"
+        )
+    return compile(*args, **kwargs)

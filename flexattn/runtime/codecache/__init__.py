@@ -1,1 +1,0 @@
-"""codecache: the texts of kernels as files that people open, and as modules that are executed."""

@@ -1,1 +1,0 @@
-"""Which of several configs serves: the first that builds, loads, and whose loops spill little."""
