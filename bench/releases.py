@@ -78,7 +78,7 @@ def compiled(root: Path) -> None:
     for row in rows():
         choice, kernel, _ = chosen(problem_of(row), H200, NONE, build)
         if kernel.binary is not None:
-            store.write(choice.source, kernel.binary, triton.__version__)
+            store.write_binary(choice.source, kernel.binary, triton.__version__)
         print(f"{row.name:20} {choice.config.language} {describe(choice.config)}", flush=True)
 
 
@@ -89,7 +89,7 @@ class _Stored:
         self._store = KernelStore(root)
 
     def kernel(self, source: Source, device: Device, index: int) -> Kernel:
-        found = self._store.find(source, device) if source.language == "gluon" else None
+        found = self._store.binary(source, device) if source.language == "gluon" else None
         if found is not None:
             return Kernel(source, None, index, found)
         return builder().kernel(source, device, index)
