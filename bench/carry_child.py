@@ -18,7 +18,6 @@ from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
-from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.presets import files
 from flexattn.records.codec import decode_answer, encode
 from flexattn.records.environment import environment
@@ -69,8 +68,10 @@ def _task(row: Any, device: Any) -> Any:
 
 def _default(problem: Any, record: Any, device: Any) -> Any:
     """What runs first where nothing is tuned."""
-    if record.key.kind == "serving":
-        return next(serving_candidates(problem.form, device))
+    if hasattr(problem, "form"):  # a plan's, of older trees
+        from flexattn.kernels.paged_decode import space
+
+        return next(space.serving_candidates(problem.form, device))
     return default(problem, device)
 
 
@@ -78,10 +79,11 @@ def _kernels(problem: Any, record: Any, device: Any) -> dict[str, Any]:
     """All that is compiled, without headers, and the modules that it is compiled by."""
     config = record.config
     if record.key.kind == "serving":
-        sources = [render_serving(problem.form, config, device, "")]
         # As older trees can say it, too.
-        if config.combine in ("launch", "dependent") and not problem.form.prefix:
-            sources.append(render_serving_combine(problem.form, config, device))
+        form = problem.form if hasattr(problem, "form") else problem.structure
+        sources = [render_serving(form, config, device, "")]
+        if config.combine in ("launch", "dependent") and not form.prefix:
+            sources.append(render_serving_combine(form, config, device))
     else:
         structure = problem.structure
         sources = _rendered(structure, config, device)

@@ -20,7 +20,6 @@ from flexattn.records.former_default import TOOLCHAIN_FIELDS
 from flexattn.records.key import Key, key_of
 from flexattn.records.record import Trial
 from flexattn.records.store import Store
-from flexattn.serving.tuned import ServingProblem
 from flexattn.tune.studies import load_study, stored
 from flexattn.tune.tasks import plan_task, task_of
 from flexattn.tune.workload import Row, read
@@ -40,7 +39,7 @@ class Measured:
 
     title: str
     triton: str
-    problem: Problem | ServingProblem
+    problem: Problem
     device: Device
     times: dict[Any, float]
     path: Path
@@ -49,7 +48,7 @@ class Measured:
     def kind(self) -> str:
         """Of the problem: prefill, decode, backward, or serving."""
         problem = self.problem
-        return problem.structure.kind if isinstance(problem, Problem) else "serving"
+        return problem.structure.kind
 
     def time(self, config: Any) -> float | None:
         """Of a config, or of one that is it but for how it is compiled; None without either."""
@@ -112,7 +111,7 @@ def paired(trials: Sequence[Trial], beside: int) -> dict[Any, list[tuple[float, 
     return found
 
 
-def _problem(title: str, key: Key, device: Device) -> Problem | ServingProblem | None:
+def _problem(title: str, key: Key, device: Device) -> Problem | None:
     """Of the preset's row that a record was made for; None where no row has its key any more."""
     problems = (_of_row(row, device) for row in _rows().get(title, ()))
     return next((each for each in problems if key_of(each) == key), None)
@@ -128,8 +127,7 @@ def _rows() -> dict[str, list[Row]]:
 
 
 @lru_cache(maxsize=1024)
-def _of_row(row: Row, device: Device) -> Problem | ServingProblem:
+def _of_row(row: Row, device: Device) -> Problem:
     if row.served:
-        served: ServingProblem = plan_task(row, device).problem
-        return served
+        return plan_task(row, device).problem
     return task_of(row, device, torch.device("cpu")).problem

@@ -17,8 +17,6 @@ from pathlib import Path
 from bench.measured import Measured, measured
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import short
-from flexattn.kernels.paged_decode.space import serving_candidates
-from flexattn.problem import Problem
 
 __all__ = ["BAR", "Standing", "main", "standing", "table"]
 
@@ -42,10 +40,7 @@ class Standing:
 def standing(found: Measured) -> Standing:
     """Where today's default is among the times of a record."""
     problem, device = found.problem, found.device
-    if isinstance(problem, Problem):
-        config = default(problem, device)
-    else:
-        config = next(serving_candidates(problem.form, device))
+    config = default(problem, device)
     own, best = found.time(config), min(found.times, key=lambda each: found.times[each])
     us = found.times[best]
     ratio = None if own is None else round(us / own, 4)

@@ -7,9 +7,12 @@ import numpy as np
 import torch
 
 from flexattn.device import detect, named
+from flexattn.kernels.paged_decode import family
 from flexattn.kernels.paged_decode.source import render_serving_combine
+from flexattn.runtime import dispatch
 from flexattn.runtime.build import DESCRIPTOR, builder
 from flexattn.serving import kernels
+from flexattn.util.lru import Lru
 from tests.emulated_memory import Pointer
 from tests.emulated_mla import described, run as run_source
 from tests.launches import Recorded
@@ -77,4 +80,6 @@ def emulate(monkeypatch, number):
 
     monkeypatch.setattr(kernels, "detect", lambda device: few)
     monkeypatch.setattr(kernels, "builder", Builder)
-    monkeypatch.setattr(kernels, "render_serving_combine", combine)
+    monkeypatch.setattr(family, "render_serving_combine", combine)
+    # Texts that were rendered for a device whose merges are not interpreted, and those of here.
+    monkeypatch.setattr(dispatch, "_texts", Lru(64))

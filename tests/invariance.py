@@ -84,7 +84,7 @@ class Bench:
     """
 
     def __init__(self, plan, pieces, *, requests=0, keys=0, **call):
-        m = plan.maxima
+        m = plan.problem
         device, dtype = plan.device, pieces[0].story.q.dtype
         numbers = {"dtype": torch.int32, "device": device}
         count = requests or len(pieces)
@@ -112,7 +112,7 @@ class Bench:
 
     def fill(self, pieces):
         """A batch in the tensors: pages in random order, NaN where no key is."""
-        m = self.plan.maxima
+        m = self.plan.problem
         rows = [each.last - each.first for each in pieces]
         draw = torch.Generator().manual_seed(sum(rows))
         order = torch.randperm(len(self.cache[0]), generator=draw)
@@ -139,7 +139,7 @@ class Bench:
 
     def launch(self):
         """One run on what the tensors hold."""
-        q = self.q if self.plan.maxima.total_q else self.q.unflatten(0, (len(self.lens), -1))
+        q = self.q if self.plan.problem.total_q else self.q.unflatten(0, (len(self.lens), -1))
         self.out, self.lse = self.plan.run(q, self.cache, seq_lens=self.lens, **self.call)
 
     def capture(self):

@@ -1,8 +1,12 @@
 """Problems without tensors, for tests that render and compile with no device."""
 
+from flexattn.kernels.choose.defaults import candidates
+from flexattn.kernels.choose.space import space
 from flexattn.mods import bind
 from flexattn.problem import Layout, Problem, Sparsity, Structure, captures_of
+from flexattn.problem.serving import ServingProblem
 from flexattn.runtime.dispatch import candidates_of
+from flexattn.serving.request import plan_problem
 
 DENSE = Layout(True, True, True, True)
 
@@ -56,3 +60,35 @@ def problem(
 def choices(*given, **more):
     """What may serve a problem, best first, each with its sources; as candidates_of."""
     return (each.choice() for each in candidates_of(*given, **more))
+
+
+def served(
+    B, q_len, total_q, kv_len, Hq, Hkv, D, Dv, dtype, kv_dtype, page, layout="NHD", score=None,
+    mask=None, **options,
+):  # fmt: skip
+    """A plan's problem; score, mask: bound mods."""
+    options["scaled"] = options.pop("scales", "") or options.pop("scaled", False)
+    return plan_problem(
+        batch=B, q_len=q_len, total_q=total_q, kv_len=kv_len, heads=(Hq, Hkv), head_dim=(D, Dv),
+        dtype=dtype, kv_dtype=kv_dtype, page=page, layout=layout, score=score, mask=mask,
+        **options,
+    )  # fmt: skip
+
+
+def of_form(form):
+    """A plan's problem of a form, with more keys than any cache holds."""
+    rows = max(1, form.rows // form.group)
+    return ServingProblem(
+        structure=form, B=form.requests, Hq=form.group * form.kv_heads, Hkv=form.kv_heads,
+        q_len=rows, kv_len=2**26,
+    )  # fmt: skip
+
+
+def serving_candidates(work, device):
+    """The static defaults of a plan's problem, or of a form."""
+    return candidates(work if isinstance(work, Problem) else of_form(work), device)
+
+
+def serving_space(work, device):
+    """All that a full search may try of a plan's problem, or of a form."""
+    return space(work if isinstance(work, Problem) else of_form(work), device)

@@ -139,13 +139,13 @@ def assert_right_of_shared_keys(plan, each, shared):
 
 def run(plan, each, *, layout="NHD", together=False, **call):
     """(out, lse) of a plan as [rows, Hq, Dv] and [rows, Hq]."""
-    page = plan.maxima.page
+    page = plan.problem.page
     if page:
         cache, call["block_table"] = poisoned_pages(each, page, layout, together)
     else:
-        cache = poisoned_cache(each, plan.maxima.kv_len, layout, together)
+        cache = poisoned_cache(each, plan.problem.kv_len, layout, together)
     q = each.q
-    if plan.maxima.total_q:
+    if plan.problem.total_q:
         ends = torch.tensor([0, *each.q_lens]).cumsum(0).tolist()
         call["cu_seqlens_q"] = each.numbers(ends)
     else:
@@ -238,11 +238,11 @@ def finely_quantized(each, dtype, scales, page):
 
 def scale_tensors(steps, plan, scales, layout="NHD"):
     """k_scale and v_scale of a plan's run, where `run` has the tokens; NaN where no key is."""
-    page = plan.maxima.page
+    page = plan.problem.page
     if page:
         laid, _ = poisoned_pages(steps, page, layout)
     else:
-        laid = poisoned_cache(steps, plan.maxima.kv_len, layout)
+        laid = poisoned_cache(steps, plan.problem.kv_len, layout)
     keys_at = 1 if layout == "NHD" else 2
     found = []
     for x in laid:

@@ -16,12 +16,11 @@ from flexattn.kernels.base.config import Fields
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose.registry import short
 from flexattn.kernels.choose.space import survey
-from flexattn.measure.task import AnyTask, ServingTask
+from flexattn.measure.task import AnyTask
 from flexattn.records.key import key_of
 from flexattn.records.store import Store
 from flexattn.tune.campaign import Where, environment_of, pending
 from flexattn.tune.plugin import plugin_of
-from flexattn.tune.serving import serving_configs
 
 
 def plan_of(
@@ -74,9 +73,6 @@ def _space(task: AnyTask, effort: Effort) -> tuple[Sequence[Fields], dict[str, i
     if plugin is not None:
         fits = plugin.survey_of(task, effort)
         return fits.configs, dict(fits.rejected)
-    if isinstance(task, ServingTask):
-        of_plans, rejected = serving_configs(task.problem, task.device, effort)
-        return of_plans, dict(rejected)
     found = survey(task.problem, task.device, effort)
     return found.configs, dict(found.rejected)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexattn.errors import UnsupportedError
 from flexattn.integrations.plans import Layer, Plans
-from flexattn.records.key import rounded
+from flexattn.problem import rounded
 from flexattn.serving import DecodePlan
 
 # Requests, and keys of one, that plans are first made for: a step of more has plans of its own.
@@ -145,7 +145,7 @@ def _outputs(state: _State, plan: DecodePlan) -> Tensor:
     """The rows that a plan writes."""
     found = state.outs.get(plan)
     if found is None:
-        m = plan.maxima
+        m = plan.problem
         # Rows of nobody are never written: what stands there goes through the model's layers.
         found = torch.zeros(m.rows, m.Hq, m.head_dim_v, dtype=m.dtype, device=plan.device)
         state.outs[plan] = found

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexattn.errors import UnsupportedError
 from flexattn.integrations.plans import Layer, Plans, user_mods
-from flexattn.records.key import rounded
+from flexattn.problem import rounded
 from flexattn.serving import DecodePlan
 
 
@@ -172,7 +172,7 @@ class FlexattnBackend(AttentionBackend):
         """The layer's plans, for single tokens and for chunks; both are made in its first forward,
         which SGLang runs before it captures or serves."""
         found = self._ready.get(layer.layer_id)
-        if found is None or len(q) > found[1].maxima.total_q:
+        if found is None or len(q) > found[1].problem.total_q:
             rows = self._rows if len(q) <= self._rows else rounded(len(q))
             kind = Layer(
                 (layer.tp_q_head_num, layer.tp_k_head_num), (layer.qk_head_dim, layer.v_head_dim),

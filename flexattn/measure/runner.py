@@ -109,8 +109,8 @@ class DeviceRunner:
         self._clock = _clock(task.policy, self._where)
 
     def _open_serving(self, task: ServingTask) -> None:
-        batch = make_batch(task, self._where)
-        self._judge = serving_judge(task, batch)
+        batch = make_batch(task.problem, task.q_lens, task.kv_lens, self._where)
+        self._judge = serving_judge(batch, task.scale, task.score, task.mask)
 
         def build(config: Any) -> Callable[[], Outputs]:
             return plan_call(task, batch, config, self._where)

@@ -21,23 +21,23 @@ def plan_call(
 
     The outputs hold NaN before the first run.
     """
-    m, form = task.problem.maxima, task.problem.form
+    m, form = task.problem, task.problem.structure
     plan = DecodePlan(
-        batch=m.batch,
+        batch=m.B,
         kv_len=m.kv_len,
         heads=(m.Hq, m.Hkv),
         head_dim=(m.head_dim_qk, m.head_dim_v),
-        q_len=m.q_len,
+        q_len=1 if m.total_q else m.q_len,
         total_q=m.total_q,
         dtype=m.dtype,
         device=where,
         page_size=m.page,
-        layout=m.layout,
+        layout=m.cache_layout,
         kv_dtype=m.kv_dtype,
         score_mod=moved(task.score, where),
         mask_mod=moved(task.mask, where),
         scale=task.scale,
-        sinks=form.sinks,
+        sinks=form.sinks != "",
         scaled=form.scales or form.scaled,
         shared_kv=form.shared_kv,
         lse=form.lse,

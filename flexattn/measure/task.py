@@ -8,11 +8,10 @@ from typing import TypeAlias
 from flexattn.device import Device
 from flexattn.errors import UnsupportedError
 from flexattn.mods import Bound
-from flexattn.problem import Problem
+from flexattn.problem import Kind, Problem
+from flexattn.problem.serving import ServingProblem
 from flexattn.records.record import Policy
-from flexattn.records.renderers import RecordKind
 from flexattn.runtime.launch import Lists
-from flexattn.serving.tuned import ServingProblem
 
 
 @dataclass(frozen=True)
@@ -35,41 +34,30 @@ class Task:
     by_key: Lists | None = None
 
     @property
-    def kind(self) -> RecordKind:
+    def kind(self) -> Kind:
         """Of its record."""
         return self.problem.structure.kind
 
 
-@dataclass(frozen=True)
-class ServingTask:
+@dataclass(frozen=True, kw_only=True)
+class ServingTask(Task):
     """A DecodePlan to tune, with a batch that stands for those it will run.
 
-    score, mask, scale, title: as a Task's. q_lens, kv_lens: query positions and keys of each
-    request; the queries are a request's last positions.
+    q_lens, kv_lens: query positions and keys of each request; the queries are a request's last
+    positions.
     """
 
-    title: str
     problem: ServingProblem
-    device: Device
-    policy: Policy
-    scale: float
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
-    score: Bound | None = None
-    mask: Bound | None = None
-
-    @property
-    def kind(self) -> RecordKind:
-        """Of its record."""
-        return "serving"
 
 
-AnyTask: TypeAlias = Task | ServingTask
+AnyTask: TypeAlias = Task
 
 
-def call_of(task: AnyTask) -> Task:
+def call_of(task: Task) -> Task:
     """The task, of a call's forward; raises UnsupportedError for others, which GPUs alone have."""
-    if isinstance(task, ServingTask) or task.kind == "backward":
+    if task.kind in ("serving", "backward"):
         raise UnsupportedError(
             f"{task.title} for {task.device.name}",
             "serving plans and gradients run on GPUs",

@@ -16,7 +16,6 @@ from flexattn.measure.timing import Left, Takes, Took
 from flexattn.measure.wire import Begun, Reply, Request, Trouble
 from flexattn.problem import Problem
 from flexattn.records.record import Failed, Gated
-from flexattn.serving.tuned import ServingProblem
 from flexattn.settings import log
 from flexattn.util.closing import Closing
 
@@ -60,7 +59,7 @@ class Worker(Closing):
         self._task: AnyTask | None = None
         self._child: ChildProcess | None = None
         self._is_open = False
-        self._fatal: dict[tuple[Problem | ServingProblem, Config], Failed] = {}
+        self._fatal: dict[tuple[Problem, Config], Failed] = {}
         self.starts = 0
 
     @property

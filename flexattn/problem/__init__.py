@@ -22,4 +22,5 @@ from flexattn.problem.problem import (
     captures_of,
     make_problem,
     out_dtype,
+    rounded,
 )

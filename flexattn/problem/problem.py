@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,7 +12,7 @@ from flexattn.mods import Bound, Mod
 from flexattn.mods.analysis.reach import reaches_end
 from flexattn.mods.terms import ALL, Terms, split
 
-Kind = Literal["prefill", "decode", "backward"]
+Kind = Literal["prefill", "decode", "backward", "serving"]
 Tanh = Literal["auto", "fast", "exact"]
 Fp32Products = Literal["ieee", "tf32x3", "bf16x6"]
 
@@ -41,6 +42,18 @@ INDEX_RANGES = {
 # then the width of all longer ones. Each is within a power of two, by which records are filed.
 KV_BUCKETS, LONG_KV_BUCKET = ((16, 1), (512, 16), (2048, 64)), 128
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
+
+
+# Words of a key for products of float32 that are not FMA.
+PRODUCT_WORDS = {"tf32x3": "tf32", "bf16x6": "bf16x6"}
+
+
+def rounded(size: int) -> int:
+    """A length or a batch as records and plans see it: up to the next power of two; 0 stays 0.
+
+    Tuning and dispatch both call this and nothing else. It is monotone and idempotent.
+    """
+    return 0 if size <= 0 else 1 << (size - 1).bit_length()
 
 
 def longest_of_bucket(kv_len: int) -> int:
@@ -220,6 +233,48 @@ class Problem:
             return self
         longest = longest_of_bucket(self.kv_len)
         return self if longest == self.kv_len else replace(self, kv_len=longest)
+
+    def at(self, B: int, q_len: int, kv_len: int) -> Problem:
+        """The problem of other sizes."""
+        return replace(self, B=B, q_len=q_len, kv_len=kv_len)
+
+    def classes(self) -> Iterator[Problem]:
+        """The problem in each of the ways in which records may know it."""
+        yield self
+
+    def blocks(self) -> str:
+        """The BlockMask's blocks, as a record's key has them: "128x128 full", "" without one."""
+        sparsity = self.structure.sparsity
+        if sparsity is None:
+            return ""
+        found = f"{sparsity.q_block}x{sparsity.kv_block}"
+        return found + " full" * sparsity.has_full + " per-head" * sparsity.per_head
+
+    def layout(self) -> str:
+        """How q, k and v lie, as a record's key has it."""
+        layout = self.structure.layout
+        inner = layout.q_contiguous, layout.k_contiguous, layout.v_contiguous
+        found = (x if each else "-" for x, each in zip("qkv", inner, strict=True))
+        return "".join(found) + " aligned" * layout.aligned
+
+    def precision(self) -> str:
+        """What else decides a config, as a record's key has it; statistics do not."""
+        s = self.structure
+        found = [word for each, word in PRODUCT_WORDS.items() if each == s.fp32_products]
+        found += ["signed-scale"] * (not s.positive_scale)
+        found += [f"tanh={s.tanh}"] * (s.tanh != "auto")
+        found += [f"without-{name}" for name in s.rules_off]
+        found += [f"kv={s.kv_dtype}"] * (s.kv_dtype != "")
+        found += [f"grads={','.join(map(str, s.grads))}"] * bool(s.grads)
+        found += ["one-kv"] * self.broadcast_kv
+        return " ".join(found + ["dropout"] * s.dropout)
+
+    def unserved(self) -> tuple[str, str]:
+        """Of what template there is no config where nothing can run, and what to do then."""
+        if self.structure.fp8:
+            do = "convert to bfloat16: of e4m3 queries Hopper has a prefill, "
+            return self.structure.kind, do + "and nothing has the rest"
+        return self.structure.kind, "use smaller head dimensions"
 
     def describe(self) -> str:
         """One line for headers, reports and errors."""

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from flexattn.problem import Captures, Problem
+from flexattn.problem import Captures, Problem, rounded as rounded
 
-# Words of a key for products of float32 that are not FMA.
-PRODUCT_WORDS = {"tf32x3": "tf32", "bf16x6": "bf16x6"}
 # The fields that are rounded: two keys that differ in these alone are neighbours.
 SIZES = ("B", "q_len", "kv_len")
 
@@ -96,57 +94,14 @@ def _digest(key: Key, names: tuple[str, ...], values: Callable[[Key], tuple[obje
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
-class Keyed(Protocol):
-    """A problem that says itself what it is filed under."""
-
-    @property
-    def key(self) -> Key: ...
-    @property
-    def sizes(self) -> Sizes: ...
-
-
-def sizes_of(problem: Problem | Keyed) -> Sizes:
+def sizes_of(problem: Problem) -> Sizes:
     """The sizes of a problem as they are."""
-    if not isinstance(problem, Problem):
-        return problem.sizes
     return Sizes(problem.B, problem.q_len, problem.kv_len)
 
 
-def rounded(size: int) -> int:
-    """A length or a batch as the cache sees it: up to the next power of two; 0 stays 0.
-
-    Tuning and dispatch both call this and nothing else. It is monotone and idempotent.
-    """
-    return 0 if size <= 0 else 1 << (size - 1).bit_length()
-
-
-def key_of(problem: Problem | Keyed) -> Key:
+def key_of(problem: Problem) -> Key:
     """The key of a problem. Statistics that are also written do not change it."""
-    if not isinstance(problem, Problem):
-        return problem.key
-    s = problem.structure
-    sparsity = s.sparsity
-    blocks = ""
-    if sparsity is not None:
-        blocks = f"{sparsity.q_block}x{sparsity.kv_block}"
-        blocks += " full" * sparsity.has_full + " per-head" * sparsity.per_head
-    layout = "".join(
-        letter if contiguous else "-"
-        for letter, contiguous in (
-            ("q", s.layout.q_contiguous),
-            ("k", s.layout.k_contiguous),
-            ("v", s.layout.v_contiguous),
-        )
-    )
-    precision = [word for each, word in PRODUCT_WORDS.items() if each == s.fp32_products]
-    precision += ["signed-scale"] * (not s.positive_scale)
-    precision += [f"tanh={s.tanh}"] * (s.tanh != "auto")
-    precision += [f"without-{name}" for name in s.rules_off]
-    precision += [f"kv={s.kv_dtype}"] * (s.kv_dtype != "")
-    precision += [f"grads={','.join(map(str, s.grads))}"] * bool(s.grads)
-    precision += ["one-kv"] * problem.broadcast_kv
-    precision += ["dropout"] * s.dropout
-    sizes = sizes_of(problem).rounded()
+    s, sizes = problem.structure, sizes_of(problem).rounded()
     return Key(
         kind=s.kind,
         dtype=s.dtype,
@@ -159,10 +114,10 @@ def key_of(problem: Problem | Keyed) -> Key:
         kv_len=sizes.kv_len,
         score=mod_name(s.score),
         mask=mod_name(s.mask),
-        blocks=blocks,
+        blocks=problem.blocks(),
         mask_class=problem.mask_class,
-        layout=layout + " aligned" * s.layout.aligned,
-        precision=" ".join(precision),
+        layout=problem.layout(),
+        precision=problem.precision(),
         sinks=s.sinks != "",
     )
 

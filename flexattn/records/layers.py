@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
@@ -33,6 +33,7 @@ from flexattn.settings import current, say_once
 from flexattn.util.lru import Lru
 
 _How = Literal["hit", "hint", "nearest"]
+_HOWS: tuple[_How, ...] = get_args(_How)
 
 # Steps of two, over batch and lengths together, beyond which a winner says little.
 MAX_DISTANCE = 4.0
@@ -147,7 +148,9 @@ def find(
     memo = (key, problem.structure, device, places, generation())
     known = _memory.get(memo)
     if known is None:
-        known = (_first(problem, key, device, places, first),)
+        each = (_first(way, device, places, first) for way in problem.classes())
+        able = (stored for stored in each if stored is not None)
+        known = (min(able, key=lambda x: (_HOWS.index(x.how), x.distance), default=None),)
         _memory.put(memo, known)
     stored = known[0]
     if stored is None:
@@ -158,16 +161,21 @@ def find(
 
 def _first(
     problem: Problem,
-    key: Key,
     device: Device,
     places: tuple[RecordLayer, ...],
     first: Callable[[], Config] | None,
 ) -> Stored | None:
     here = environment(problem.structure.kind, device)
-    for stored in ranked(key, here, places):
+    for stored in ranked(key_of(problem), here, places):
+        config, measured = stored.answer.config, problem.at(*stored.sizes)
+        if not family_of(config).serves(config, measured, problem, device):
+            continue
         found = infeasible(stored, problem.structure, device)
         if found:
-            say_once(f"{stored.path}: its config cannot run on {device.name}: {'; '.join(found)}")
+            # Of a plan's neighbour that is no wonder: it was measured for another structure.
+            if stored.how != "nearest" or measured.structure == problem.structure:
+                told = f"its config cannot run on {device.name}: {'; '.join(found)}"
+                say_once(f"{stored.path}: {told}")
         elif not former_default(stored, problem, device, first):
             return stored
     return None
@@ -185,7 +193,7 @@ def former_default(
     if stored.how == "hit":
         return ""
     here = sizes_of(problem) == stored.sizes
-    measured = problem if here else replace(problem, **stored.sizes._asdict())
+    measured = problem if here else problem.at(*stored.sizes)
     try:
         today = first() if here and first is not None else default(measured, device)
     except ConfigError:
@@ -274,7 +282,7 @@ def transferred(config: Config, sizes: Sizes, problem: Problem, device: Device) 
     """A config measured at some sizes as it serves a problem of other sizes."""
     if sizes == sizes_of(problem):
         return config
-    measured = replace(problem, **sizes._asdict())
+    measured = problem.at(*sizes)
     found: Config = family_of(config).at_sizes(config, measured, problem, device)
     return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from flexattn.device import Device
 from flexattn.kernels.base.environment import template_hash, template_text, templates_folder
@@ -19,7 +19,7 @@ from flexattn.problem import Kind
 from flexattn.records.closure import closure, home, imports_of
 
 # What there are records of: a call's kinds, and what a DecodePlan launches.
-RecordKind: TypeAlias = Kind | Literal["serving"]
+RecordKind: TypeAlias = Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,6 @@ def source_hash(kind: RecordKind, device: Device) -> str:
 
 def unlisted(kind: RecordKind, device: Device) -> list[str]:
     """The folders of a kind's families that RENDERERS does not list, on a device that has them."""
-    if kind == "serving":
-        return []
     found = (family.name for family in families(kind, device))
     return sorted(set(found) - _LISTED)
 

@@ -8,11 +8,12 @@ from typing import Literal
 
 from flexattn.device import KNOWN, PEAKS, Device, Peaks
 from flexattn.device.neuroncore import KIB
-from flexattn.kernels.paged_decode.config import SERVING_ITEMSIZE as SERVED
 from flexattn.problem import ITEMSIZE
-from flexattn.records.key import PRODUCT_WORDS, Key
+from flexattn.problem.problem import PRODUCT_WORDS
+from flexattn.problem.serving import SERVING_ITEMSIZE as SERVED
+from flexattn.records.key import Key
 from flexattn.records.record import Record, Trial
-from flexattn.serving.tuned import batch_lengths
+from flexattn.serving.batch import batch_lengths
 
 Density = Literal["exact", "class", "unknown"]
 # Cards that share a name with one of the table and do less: part of the name, as data sheets say.

@@ -14,7 +14,7 @@ from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Config, Language, describe
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.choose.defaults import candidates, default, reasons
-from flexattn.kernels.choose.options import Options
+from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.choose.registry import families, family_of
 from flexattn.mods.expr import pretty
 from flexattn.problem import Problem, Structure
@@ -68,7 +68,8 @@ class Candidate:
     @property
     def form(self) -> str:
         """Of the template; a record's config is unlike the static defaults."""
-        return self.config.language if self.how == "default" else self.how
+        how = self.how
+        return family_of(self.config).template(self.config) if how == "default" else how
 
     @property
     def tiles(self) -> Config:
@@ -126,7 +127,7 @@ def candidates_of(
         yield Candidate(problem, device, forced, "forced", "kernel_options", True, stored)
         return
     seen = set()
-    for each in _open_candidates(problem, device, options, stored):
+    for each in open_candidates(problem, device, options, stored):
         config = options.compiled(each.config)
         if options.deterministic:
             found = family_of(config).made_deterministic(config, problem.structure)
@@ -153,9 +154,10 @@ def _invariant(problem: Problem, device: Device) -> Config:
     )
 
 
-def _open_candidates(
-    problem: Problem, device: Device, options: Options, stored: bool
+def open_candidates(
+    problem: Problem, device: Device, options: Options = NONE, stored: bool = False
 ) -> Iterator[Candidate]:
+    """A record's config where there is one, then the static defaults."""
     wanted = options.language
     static = _Static(problem, device, wanted)
     found = _tuned(problem, device, static.first if wanted is None else None)
@@ -219,16 +221,17 @@ def chosen(
     flexattn.runtime.fallback.serve, and ConfigError as `candidates_of`.
     """
     candidates = candidates_of(problem, device, options, stored)
-    return _first_served(candidates, problem, device, build, known)
+    return first_served(candidates, problem, device, build, known)
 
 
-def _first_served(
+def first_served(
     candidates: Iterable[Candidate],
     problem: Problem,
     device: Device,
     build: Callable[[Source], Kernel],
     known: Memory | None,
 ) -> tuple[Choice, Kernel, Kernel | None]:
+    """Of candidates the choice that serves, its kernel, and the one that merges."""
     served = serve(candidates, build, device, problem.describe(), known)
     choice, attempts = served.candidate.choice(), served.attempts
     origin = choice.origin
@@ -284,8 +287,8 @@ def _rendered(problem: Problem, config: Config, device: Device) -> tuple[Source,
     found = _texts.get(key)
     if found is None:
         title = f"{problem.describe()} for {device.arch}"
-        source = family.render(problem.structure, config, device, title)
-        found = source, family.combine(problem.structure, device)
+        source, *merges = family.sources(problem.structure, config, device, title)
+        found = source, merges[0] if merges else None
         _texts.put(key, found)
     return found
 
@@ -338,7 +341,7 @@ class Dispatcher:
         others = candidates_of(problem, device, options, stored)
         first = next(others, None)
         if first is None:
-            return _first_served((), problem, device, build, memory())
+            return first_served((), problem, device, build, memory())
         key = first.kernel, index, current().binaries
         known = self._served.get(key)
         if known is not None:
@@ -349,7 +352,7 @@ class Dispatcher:
                 attempts=(attempt,),
             )  # fmt: skip
             return again, kernel, combine
-        found = _first_served(chain((first,), others), problem, device, build, memory())
+        found = first_served(chain((first,), others), problem, device, build, memory())
         if len(found[0].attempts) == 1:
             self._served.put(key, found)
         return found

@@ -12,12 +12,12 @@ from flexattn.device import detect, usable
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.cache_append.form import AppendForm
 from flexattn.kernels.cache_append.source import append_programs, render_append
+from flexattn.problem.serving import LAYOUTS
 from flexattn.runtime.build import Launcher, builder
 from flexattn.serving.append_checks import Append, Rope, admitted, append_form, inspect_append
 from flexattn.serving.cache import KVCache, Scaled, halves
 from flexattn.serving.checks import pair, whole
 from flexattn.serving.launching import facts, launch_here
-from flexattn.serving.request import LAYOUTS
 from flexattn.serving.verified import check_append
 from flexattn.settings import current
 from flexattn.util.ambient import without_modes

@@ -20,9 +20,9 @@ from flexattn.kernels.cache_append.form import (
 )
 from flexattn.problem import DTYPES, MAX_HEADS
 from flexattn.problem.checks import MAX_HEAD_DIM
+from flexattn.problem.serving import KV_DTYPES, LAYOUTS
 from flexattn.serving.cache import KVCache, Scaled, asked_scales, halves, steps_by_axis
 from flexattn.serving.checks import devices, gradients, numbers
-from flexattn.serving.request import KV_DTYPES, LAYOUTS
 
 
 @dataclass(frozen=True)

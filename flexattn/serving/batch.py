@@ -3,51 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexattn.kernels.paged_decode.config import Scales
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import Bound
+from flexattn.problem.serving import LAYOUTS, ServingProblem
 from flexattn.reference import Precision, Reference, attention
 from flexattn.serving.cache import scales_shape, spread_scale
-from flexattn.serving.request import LAYOUTS, Maxima
-from flexattn.serving.tuned import ServingProblem
 from flexattn.verify.gate import judge
 from flexattn.verify.oracle import Judge, moved
 
+# Of a mixed batch each so many-th request brings a chunk of prefill, the others one query.
+CHUNKED = 8
 # Requests that the oracle sees, the first and the last among them.
 JUDGED = 4
 # Of a cache of eight bits.
 K_SCALE, V_SCALE = 0.75, 1.25
 
 
-class PlanWork(Protocol):
-    """A plan's problem, and the query positions and keys of each request of a batch."""
-
-    @property
-    def problem(self) -> ServingProblem: ...
-    @property
-    def q_lens(self) -> tuple[int, ...]: ...
-    @property
-    def kv_lens(self) -> tuple[int, ...]: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def score(self) -> Bound | None: ...
-    @property
-    def mask(self) -> Bound | None: ...
-
-
 @dataclass(frozen=True)
 class Batch:
-    """q [rows, Hq, D]; K and V as the task's layout has them; lengths and table int32.
+    """q [rows, Hq, D]; K and V as the problem's layout has them; lengths and table int32.
 
-    V is a view of K for MLA. cu_seqlens only where requests differ in their queries.
+    q_lens, kv_lens: query positions and keys of each request; the queries are a request's last
+    positions. V is a view of K for MLA. cu_seqlens only where requests differ in their queries.
     """
 
+    problem: ServingProblem
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
     q: Tensor
     k: Tensor
     v: Tensor
@@ -57,30 +44,48 @@ class Batch:
     sinks: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
-    scales: Scales = ""
 
-    def keys(self, m: Maxima, b: int, count: int) -> tuple[Tensor, Tensor]:
-        """K and V of request b as they count: [Hkv, count, D] in q's dtype or wider."""
-        found = []
+    def keys(self, b: int) -> tuple[Tensor, Tensor]:
+        """K and V of request b as they count: [Hkv, keys, D] in q's dtype or wider."""
+        found, m, count = [], self.problem, self.kv_lens[b]
+        scales = m.structure.scales
         for cache, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
             where: Any = slice(b, b + 1)
             if self.table is not None:
                 where = self.table[b, : -(-count // m.page)].long()
             each = cache[where]
-            if self.scales and scale is not None:
-                each, scale = (
-                    each.float() * spread_scale(scale, self.scales, m.layout)[where],
-                    None,
-                )
-            each = each if m.layout == "HND" else each.transpose(1, 2)  # [pages, Hkv, page, D]
+            if scales and scale is not None:
+                spread = spread_scale(scale, scales, m.cache_layout)[where]
+                each, scale = each.float() * spread, None
+            if m.cache_layout == "NHD":
+                each = each.transpose(1, 2)  # [pages, Hkv, page, D]
             each = each.transpose(0, 1).flatten(1, 2)[:, :count]
             found.append(each if scale is None else each.float() * scale)
         return found[0], found[1]
 
 
-def make_batch(task: PlanWork, where: torch.device) -> Batch:
+def batch_lengths(
+    lengths: str, batch: int, q_len: int, kv_len: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Query positions and keys of each request of a class.
+
+    ragged: as lengths of live traffic, the i-th of kv_len / (i + 1)^0.8 keys, at least 128.
+    """
+    if lengths == "mixed":
+        q_lens = tuple(q_len if b % CHUNKED == 0 else 1 for b in range(batch))
+        return q_lens, (kv_len,) * batch
+    q_lens = (q_len,) * batch
+    if lengths == "uniform":
+        return q_lens, (kv_len,) * batch
+    least = min(kv_len, max(128, q_len))
+    return q_lens, tuple(max(least, int(kv_len / (b + 1) ** 0.8)) for b in range(batch))
+
+
+def make_batch(
+    m: ServingProblem, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], where: torch.device
+) -> Batch:
     """Normal random tensors, the same each time; the pages of the requests are in random order."""
-    m, form = task.problem.maxima, task.problem.form
+    form = m.structure
     draw = torch.Generator(where).manual_seed(0)
 
     def normal(*shape: int, dtype: torch.dtype = m.dtype) -> Tensor:
@@ -90,10 +95,10 @@ def make_batch(task: PlanWork, where: torch.device) -> Batch:
     def numbers(values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=where)
 
-    counts = [-(-n // m.page) if m.page else 1 for n in task.kv_lens]
-    pages, keys = (sum(counts), m.page) if m.page else (len(counts), max(task.kv_lens))
+    counts = [-(-n // m.page) if m.page else 1 for n in kv_lens]
+    pages, keys = (sum(counts), m.page) if m.page else (len(counts), max(kv_lens))
     shape = [pages, 0, 0]
-    keys_at, heads_at = LAYOUTS[m.layout]
+    keys_at, heads_at = LAYOUTS[m.cache_layout]
     shape[keys_at], shape[heads_at] = keys, m.Hkv
     table = None
     if m.page:
@@ -105,39 +110,41 @@ def make_batch(task: PlanWork, where: torch.device) -> Batch:
         table = numbers(rows)
     k = normal(*shape, m.head_dim_qk, dtype=m.kv_dtype)
     v = k[..., : m.head_dim_v] if form.shared_kv else None
-    ends = torch.tensor([0, *task.q_lens]).cumsum(0).tolist()
+    ends = torch.tensor([0, *q_lens]).cumsum(0).tolist()
     k_scale, v_scale = (
         torch.full((1,), size, device=where) if form.scaled else None
         for size in (K_SCALE, V_SCALE)
     )
     if form.scales:
-        sizes = scales_shape(form.scales, m.layout, (pages, keys, m.Hkv))
+        sizes = scales_shape(form.scales, m.cache_layout, (pages, keys, m.Hkv))
         k_scale, v_scale = (
             size + torch.rand(sizes, generator=draw, device=where) for size in (K_SCALE, V_SCALE)
         )
     return Batch(
-        q=normal(sum(task.q_lens), m.Hq, m.head_dim_qk),
+        problem=m,
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        q=normal(sum(q_lens), m.Hq, m.head_dim_qk),
         k=k,
         v=normal(*shape, m.head_dim_v, dtype=m.kv_dtype) if v is None else v,
-        lens=numbers(task.kv_lens),
+        lens=numbers(kv_lens),
         table=table,
         cu_seqlens=numbers(ends) if m.total_q else None,
         sinks=torch.randn(m.Hq, generator=draw, device=where) if form.sinks else None,
         k_scale=k_scale,
         v_scale=v_scale,
-        scales=form.scales,
     )
 
 
-def serving_judge(task: PlanWork, batch: Batch) -> Judge:
+def serving_judge(batch: Batch, scale: float, score: Bound | None, mask: Bound | None) -> Judge:
     """What holds the rows of some requests to the oracle, which is computed here, once."""
-    count = len(task.kv_lens)
+    count, mods = len(batch.kv_lens), (scale, score, mask)
     chosen = sorted({0, count - 1, *range(0, count, max(1, count // JUDGED))})
-    starts = torch.tensor([0, *task.q_lens]).cumsum(0).tolist()
+    starts = torch.tensor([0, *batch.q_lens]).cumsum(0).tolist()
     rows = [row for b in chosen for row in range(starts[b], starts[b + 1])]
     with torch.no_grad():
         exact, rounded = (
-            _joined([_request(task, batch, b, starts[b], each) for b in chosen])
+            _joined([_request(batch, b, starts[b], *mods, each) for b in chosen])
             for each in (Precision.ORACLE, Precision.ROUNDED)
         )
 
@@ -154,13 +161,21 @@ def _joined(found: list[Reference]) -> Reference:
     return Reference(*(torch.cat(parts, 2) for parts in zip(*found, strict=True)))
 
 
-def _request(task: PlanWork, batch: Batch, b: int, start: int, precision: Precision) -> Reference:
+def _request(
+    batch: Batch,
+    b: int,
+    start: int,
+    scale: float,
+    score: Bound | None,
+    mask: Bound | None,
+    precision: Precision,
+) -> Reference:
     """Attention of one request, whose mods see its number and its logical positions."""
-    q_len, kv_len = task.q_lens[b], task.kv_lens[b]
+    q_len, kv_len = batch.q_lens[b], batch.kv_lens[b]
     past = kv_len - q_len
     q = batch.q[start : start + q_len].transpose(0, 1)[None]
-    k, v = (each[None] for each in batch.keys(task.problem.maxima, b, kv_len))
-    score, mask = moved(task.score, q.device), moved(task.mask, q.device)
+    k, v = (each[None] for each in batch.keys(b))
+    score, mask = moved(score, q.device), moved(mask, q.device)
     score_mod, mask_mod = score_callable(score), mask_callable(mask)
 
     def scored(s: Tensor, i: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
@@ -172,6 +187,6 @@ def _request(task: PlanWork, batch: Batch, b: int, start: int, precision: Precis
 
     modded = score_mod is not None or mask_mod is not None
     return attention(
-        q, k, v, score_mod=scored if modded else None, scale=task.scale, sinks=batch.sinks,
+        q, k, v, score_mod=scored if modded else None, scale=scale, sinks=batch.sinks,
         precision=precision,
     )  # fmt: skip

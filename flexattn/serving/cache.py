@@ -10,9 +10,8 @@ from torch import Tensor
 
 from flexattn.errors import InputError, InputTypeError
 from flexattn.kernels.cache_append.form import AXES, CacheScales
-from flexattn.kernels.paged_decode.config import Scales, ServingForm
+from flexattn.problem.serving import LAYOUTS, Scales, ServingProblem
 from flexattn.runtime.layout import DescriptorBox, box_of
-from flexattn.serving.request import LAYOUTS, Maxima
 
 KVCache: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
@@ -28,15 +27,15 @@ class Cache(NamedTuple):
     keys: int
 
 
-def split_cache(kv_cache: KVCache, maxima: Maxima, shared: bool) -> tuple[Tensor, Tensor]:
+def split_cache(kv_cache: KVCache, m: ServingProblem) -> tuple[Tensor, Tensor]:
     """K and V of a cache: a pair, one tensor [pages, 2, ...], or MLA's one that is both."""
     if isinstance(kv_cache, tuple):
         return kv_cache
-    if not shared:
+    if not m.structure.shared_kv:
         return halves(kv_cache)
     if kv_cache.dim() != 4:
         raise InputError(f"a cache {list(kv_cache.shape)}", "MLA's has 4 dimensions")
-    return kv_cache, kv_cache[..., : maxima.head_dim_v]
+    return kv_cache, kv_cache[..., : m.head_dim_v]
 
 
 def halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,13 +49,12 @@ def halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     return kv_cache.select(1, 0), kv_cache.select(1, 1)
 
 
-def describe_cache(k: Tensor, v: Tensor, maxima: Maxima, aligned: bool, tile: int) -> Cache:
+def describe_cache(k: Tensor, v: Tensor, m: ServingProblem, tile: int) -> Cache:
     """The cache's steps; raises InputError for one that does not fit the plan.
 
     tile: keys of a tile of the plan's kernel.
     """
-    m = maxima
-    keys_at, heads_at = LAYOUTS[m.layout]
+    keys_at, heads_at = LAYOUTS[m.cache_layout]
     sizes = [0, 0, 0, 0]
     sizes[heads_at] = m.Hkv
     for name, tensor, dim in (("K", k, m.head_dim_qk), ("V", v, m.head_dim_v)):
@@ -71,7 +69,7 @@ def describe_cache(k: Tensor, v: Tensor, maxima: Maxima, aligned: bool, tile: in
             raise InputError(got, rule, do)
         if tensor.dtype != m.kv_dtype or (m.page and tensor.shape[keys_at] != m.page):
             raise InputError(got, rule, do)
-        _check_steps(name, tensor, aligned, heads_at, m.page or tile)
+        _check_steps(name, tensor, m.structure.aligned, heads_at, m.page or tile)
     empty = k.shape[0] == 0 or k.shape[keys_at] == 0
     if k.shape[:3] != v.shape[:3] or empty or k.device != v.device:
         raise InputError(
@@ -86,12 +84,12 @@ def describe_cache(k: Tensor, v: Tensor, maxima: Maxima, aligned: bool, tile: in
     return Cache(k, v, steps[0], steps[1], k.shape[0], k.shape[keys_at])
 
 
-def cache_box(name: str, tensor: Tensor, maxima: Maxima) -> DescriptorBox:
+def cache_box(name: str, tensor: Tensor, m: ServingProblem) -> DescriptorBox:
     """How a tensor descriptor sees K or V; raises InputError for strides of 0.
 
     Keys that all requests of a contiguous cache share are one request's, and kernels ask for that.
     """
-    if not maxima.page and tensor.stride(0) == 0:
+    if not m.page and tensor.stride(0) == 0:
         tensor = tensor[:1]
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     if any(size > 1 and step == 0 for size, step in pairs):
@@ -100,7 +98,7 @@ def cache_box(name: str, tensor: Tensor, maxima: Maxima) -> DescriptorBox:
             "the kernel reads through a tensor descriptor, which knows no stride of 0",
             "keep each page, and each head's keys, in memory of its own",
         )
-    return box_of(tensor if maxima.layout == "HND" else tensor.transpose(1, 2))
+    return box_of(tensor if m.cache_layout == "HND" else tensor.transpose(1, 2))
 
 
 def _check_steps(name: str, tensor: Tensor, aligned: bool, heads_at: int, tile: int) -> None:
@@ -173,7 +171,7 @@ def asked_scales(scaled: object, page: int) -> AskedScales:
 
 
 def steps(
-    m: Maxima, form: ServingForm, pages: int, keys: int, given: Mapping[str, Tensor | None]
+    m: ServingProblem, pages: int, keys: int, given: Mapping[str, Tensor | None]
 ) -> dict[str, Any]:
     """The steps between a run's scales, by the names that kernels have for them.
 
@@ -181,12 +179,14 @@ def steps(
     v_scale among others. Raises InputError for scales that are not as the plan takes them.
     """
     named = {name: each for name in ("k_scale", "v_scale") if (each := given[name]) is not None}
+    form = m.structure
     if form.scales:
-        found = steps_by_axis(named, form.scales, m.layout, (pages, keys, m.Hkv))
+        found = steps_by_axis(named, form.scales, m.cache_layout, (pages, keys, m.Hkv))
         return {f"stride_s{axis}": step for axis, step in found.items()}
     if not form.scaled:
         return {}
-    return {"stride_scale": steps_by_axis(named, "tensor", m.layout, (pages, keys, m.Hkv))["h"]}
+    step = steps_by_axis(named, "tensor", m.cache_layout, (pages, keys, m.Hkv))["h"]
+    return {"stride_scale": step}
 
 
 def axes_of(scales: CacheScales, layout: str) -> str:

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import InputError, InputTypeError, UnsupportedError
-from flexattn.kernels.paged_decode.config import ServingForm, check_config
+from flexattn.kernels.paged_decode.config import check_config
 from flexattn.mods import Bound
+from flexattn.problem.serving import ServingProblem
 from flexattn.serving.cache import Cache
-from flexattn.serving.request import Maxima
-
-_LENGTHS = ("", "uniform", "ragged")
 
 
 def whole(name: str, value: Any) -> int:
@@ -35,7 +33,7 @@ def pair(name: str, value: Any, meaning: str) -> tuple[int, int]:
     return whole(name, value[0]), whole(name, value[1])
 
 
-def check_choices(lengths: str, config: object, flags: Mapping[str, object]) -> None:
+def check_choices(config: object, flags: Mapping[str, object]) -> None:
     """That what a plan is asked for are choices and not tensors; raises InputError."""
     for name, flag in flags.items():
         if not isinstance(flag, (bool, int)):
@@ -46,10 +44,6 @@ def check_choices(lengths: str, config: object, flags: Mapping[str, object]) -> 
             )
     if config is not None:
         check_config(config)
-    if lengths not in _LENGTHS:
-        raise InputError(
-            f"lengths={lengths!r}", f"it is one of {_LENGTHS}", "leave it out for the best record"
-        )
 
 
 def refuse_types(q: object, kv_cache: object, **named: object) -> None:
@@ -74,18 +68,18 @@ def refuse_types(q: object, kv_cache: object, **named: object) -> None:
             )
 
 
-def requests(m: Maxima, seq_lens: Tensor, cu_seqlens: Tensor | None, prefix: bool) -> int:
+def requests(m: ServingProblem, seq_lens: Tensor, cu_seqlens: Tensor | None) -> int:
     """How many requests a run has; raises InputError for lengths that are not as they must be."""
     numbers("seq_lens", seq_lens, 1)
     found = seq_lens.shape[0]
-    if prefix:
+    if m.structure.prefix:
         if found != 1:
             raise InputError(
                 f"prefix length of shape {list(seq_lens.shape)}", "it has one element"
             )
-        return m.batch
-    if found > m.batch:
-        raise InputError(f"seq_lens of {found} requests", f"the plan serves {m.batch} at most")
+        return m.B
+    if found > m.B:
+        raise InputError(f"seq_lens of {found} requests", f"the plan serves {m.B} at most")
     if (cu_seqlens is None) != (m.total_q == 0):
         raise InputError(
             f"cu_seqlens_q is {'missing' if cu_seqlens is None else 'given'}",
@@ -101,7 +95,7 @@ def requests(m: Maxima, seq_lens: Tensor, cu_seqlens: Tensor | None, prefix: boo
     return found
 
 
-def rows(m: Maxima, q: Tensor, requests: int, form: ServingForm) -> tuple[int, tuple[int, int]]:
+def rows(m: ServingProblem, q: Tensor, requests: int) -> tuple[int, tuple[int, int]]:
     """Query positions of each request, and the steps between rows and heads of q."""
     shape = f"query {list(q.shape)} {q.dtype}"
     if q.dtype != m.dtype:
@@ -119,10 +113,10 @@ def rows(m: Maxima, q: Tensor, requests: int, form: ServingForm) -> tuple[int, t
                 f"it is [B, at most {m.q_len}, {m.Hq}, {m.head_dim_qk}]",
                 "pass query[:, None]" if flat else "",
             )
-        if q.shape[0] > m.batch or (q.shape[0] != requests and not form.prefix):
+        if q.shape[0] > m.B or (q.shape[0] != requests and not m.structure.prefix):
             raise InputError(
                 f"{shape} for {requests} requests",
-                f"it has a row for each request, at most {m.batch}",
+                f"it has a row for each request, at most {m.B}",
             )
         q_len, step = q.shape[1], q.stride(0) if q.shape[1] == 1 else q.stride(1)
         if q.shape[0] > 1 and q.stride(0) != q_len * step:
@@ -134,7 +128,7 @@ def rows(m: Maxima, q: Tensor, requests: int, form: ServingForm) -> tuple[int, t
     wide = 16 // q.element_size()
     misplaced = q.data_ptr() % 16 or step % wide or q.stride(-2) % wide
     far = max(q.stride()) >= 2**31 or (m.Hq - 1) * q.stride(-2) >= 2**32
-    if q.stride(-1) != 1 or (form.aligned and misplaced) or far:
+    if q.stride(-1) != 1 or (m.structure.aligned and misplaced) or far:
         raise InputError(
             f"query at {q.data_ptr():#x} with strides {q.stride()}",
             "the head dimension has stride 1, other strides are multiples of 16 bytes and below "
@@ -144,7 +138,7 @@ def rows(m: Maxima, q: Tensor, requests: int, form: ServingForm) -> tuple[int, t
     return q_len, (step, q.stride(-2))
 
 
-def keys(m: Maxima, table: Tensor | None, cache: Cache, requests: int) -> int:
+def keys(m: ServingProblem, table: Tensor | None, cache: Cache, requests: int) -> int:
     """How many keys of one request the cache has room for."""
     if (table is None) != (m.page == 0):
         raise InputError(
@@ -166,8 +160,7 @@ def keys(m: Maxima, table: Tensor | None, cache: Cache, requests: int) -> int:
 
 
 def extras(
-    m: Maxima,
-    form: ServingForm,
+    m: ServingProblem,
     given: Mapping[str, Tensor | None],
     device: torch.device,
     batch: int,
@@ -176,9 +169,10 @@ def extras(
 
     given: by the names that `run` has for it. batch: requests whose rows q has.
     """
+    form = m.structure
     scaled = form.scaled or form.scales != ""
     for name, wanted in (
-        ("sinks", form.sinks),
+        ("sinks", form.sinks != ""),
         ("k_scale", scaled),
         ("v_scale", scaled),
         ("kv_start", form.offset),
@@ -283,7 +277,7 @@ def output_misfit(name: str, got: object, wanted: Tensor) -> InputError:
 
 
 def inspect(
-    maxima: Maxima,
+    m: ServingProblem,
     keys: int,
     pages: int,
     seq_lens: Tensor,
@@ -310,15 +304,13 @@ def inspect(
     own = lengths - starts
     _within("seq_lens", lengths, 0, 2**31 - 1, "lengths are not negative")
     _within("kv_start", starts, 0, 2**31 - 1, "a prefix is not negative")
-    _within(
-        "seq_lens", own, 0, maxima.kv_len, f"a request has at most the plan's {maxima.kv_len} keys"
-    )
+    _within("seq_lens", own, 0, m.kv_len, f"a request has at most the plan's {m.kv_len} keys")
     if block_table is None:
         _within("seq_lens", own, 0, keys, f"the cache has {keys} keys for a request")
     else:
         width = block_table.shape[1]
-        _within("seq_lens", own, 0, keys, f"block_table lists {width} pages of {maxima.page} keys")
-        used = torch.arange(width, device="cpu") < -(-own[:, None] // maxima.page)
+        _within("seq_lens", own, 0, keys, f"block_table lists {width} pages of {m.page} keys")
+        used = torch.arange(width, device="cpu") < -(-own[:, None] // m.page)
         table = block_table.cpu()[: len(own)]
         wrong = ((table < 0) | (table >= pages)) & used
         if bool(wrong.any()):
@@ -329,15 +321,11 @@ def inspect(
             )
     if cu_seqlens is not None:
         ends = cu_seqlens.cpu()
-        _within("cu_seqlens_q", ends, 0, maxima.total_q, f"the plan has {maxima.total_q} rows")
+        _within("cu_seqlens_q", ends, 0, m.total_q, f"the plan has {m.total_q} rows")
         if bool((ends[1:] < ends[:-1]).any()) or int(ends[0]) != 0:
             raise InputError(f"cu_seqlens_q {ends.tolist()[:9]}", "it starts at 0 and never falls")
     if placed:
-        ends = (
-            torch.arange(len(lengths) + 1) * maxima.q_len
-            if cu_seqlens is None
-            else cu_seqlens.cpu()
-        )
+        ends = torch.arange(len(lengths) + 1) * m.q_len if cu_seqlens is None else cu_seqlens.cpu()
         rows = ends.diff()[: len(lengths)]
         early = (lengths > 0) & (lengths < rows)
         if bool(early.any()):

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from flexattn.errors import InputError
 from flexattn.mods import Bound, bind
-from flexattn.records.key import rounded
+from flexattn.problem import rounded
+from flexattn.problem.serving import LAYOUTS
 from flexattn.serving.cache import KVCache, Scaled, halves
 from flexattn.serving.checks import refuse_types
 from flexattn.serving.plan import DecodePlan
-from flexattn.serving.request import LAYOUTS
 from flexattn.settings import current
 from flexattn.util.locks import renewed
 from flexattn.util.lru import Lru
@@ -136,7 +136,7 @@ def flex_decode(
         if not captured:
             _plans.put(key, found)
     plan = found.plan
-    out = torch.empty((*q.shape[:-1], plan.maxima.head_dim_v), dtype=q.dtype, device=q.device)
+    out = torch.empty((*q.shape[:-1], plan.problem.head_dim_v), dtype=q.dtype, device=q.device)
     lse = None
     if return_lse:
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)

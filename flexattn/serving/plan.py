@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ from flexattn.kernels.paged_decode.invariant import part_slots
 from flexattn.kernels.paged_decode.source import stepped_axes, tied
 from flexattn.kernels.paged_decode.space import workspace
 from flexattn.mods import bind
+from flexattn.problem import captures_of
 from flexattn.problem.checks import check_scale
 from flexattn.runtime.build import Launcher
 from flexattn.serving import checks
 from flexattn.serving.cache import (
     KVCache,
     Scaled,
-    asked_scales,
     cache_box,
     describe_cache,
     split_cache,
@@ -32,7 +32,7 @@ from flexattn.serving.cache import (
 from flexattn.serving.checks import check_choices, inspect, pair, refuse_types, whole
 from flexattn.serving.kernels import Kernels, build
 from flexattn.serving.launching import NOTHING, GivenUp, Seen, Streams, facts, launch_here, see
-from flexattn.serving.request import Maxima, form_of
+from flexattn.serving.request import plan_problem
 from flexattn.serving.verified import is_right
 from flexattn.settings import current
 from flexattn.util.ambient import without_modes
@@ -65,7 +65,7 @@ class _Ready:
 
 
 class DecodePlan:
-    """Attention of a batch of requests over a key-value cache, for all batches up to its maxima.
+    """Attention of a batch of requests over a key-value cache, for all batches up to its m.
 
     batch, q_len, kv_len: the most requests, query positions of a request and keys of a request.
     total_q: instead of q_len, rows of all requests, which cu_seqlens_q then cuts: chunks of
@@ -130,18 +130,20 @@ class DecodePlan:
         Hq, Hkv = pair("heads", heads, "(query heads, KV heads)")
         both = head_dim if isinstance(head_dim, (tuple, list)) else (head_dim, head_dim)
         D, Dv = pair("head_dim", both, "D, or (D of queries and keys, D of values)")
-        self.maxima = Maxima(
-            whole("batch", batch), whole("q_len", q_len), whole("total_q", total_q),
-            whole("kv_len", kv_len), Hq, Hkv, D, Dv, dtype, kv_dtype or dtype,
-            whole("page_size", page_size), layout,
-        )  # fmt: skip
-        self.maxima.check()
-        check_choices(lengths, config, {
+        check_choices(config, {
             "sinks": sinks, "shared_kv": shared_kv, "lse": lse, "prefix": prefix,
             "offset": offset, "batch_invariant": batch_invariant or False,
         })  # fmt: skip
         if batch_invariant is None:
             batch_invariant = current().batch_invariant
+        self.scale = check_scale(scale, D)
+        problem = plan_problem(
+            batch=whole("batch", batch), kv_len=whole("kv_len", kv_len), heads=(Hq, Hkv),
+            head_dim=(D, Dv), q_len=whole("q_len", q_len), total_q=whole("total_q", total_q),
+            dtype=dtype, kv_dtype=kv_dtype, page=whole("page_size", page_size), layout=layout,
+            sinks=sinks, scaled=scaled, shared_kv=shared_kv, lse=lse, prefix=prefix, offset=offset,
+            positive_scale=self.scale > 0, batch_invariant=batch_invariant, lengths=lengths,
+        )  # fmt: skip
         self.device = usable(device)
         self._score, self._mask = (
             bind(mod, kind, self.device)
@@ -149,31 +151,27 @@ class DecodePlan:
         )
         for bound in (self._score, self._mask):
             checks.check_captured(bound, self.device)
-        self.scale = check_scale(scale, D)
-        self.form = form_of(
-            self.maxima, self._score, self._mask,
-            **asked_scales(scaled, self.maxima.page)._asdict(),
-            shared_kv=shared_kv, sinks=sinks, lse=lse, prefix=prefix, offset=offset,
-            positive_scale=self.scale > 0, batch_invariant=batch_invariant,
-        )  # fmt: skip
+        score, mask = captures_of(self._score), captures_of(self._mask)
+        self.form = replace(problem.structure, score=score, mask=mask)
+        self.problem = replace(problem, structure=self.form)
         # A TreePlan gives rows their places itself.
         mods = self.form.score is not None or self.form.mask is not None
         self.places_rows = mods and not prefix
         while True:
-            self._prepare(build(self.form, self.maxima, self.device, config, lengths))
-            if is_right(self, self._kernels, self._score, self._mask):
+            self._prepare(build(self.problem, self.device, config))
+            if is_right(self, self._kernels.choice):
                 break
         self._forget()
 
     def _prepare(self, kernels: Kernels) -> None:
         """Take kernels, and allocate what their runs share."""
-        m = self.maxima
+        m = self.problem
         self._kernels = kernels
-        self.config, self.origin, self._gpu = kernels.config, kernels.origin, kernels.gpu
-        where, rows = self.device, self.maxima.rows
+        self.config, self.origin, self._gpu = kernels.config, kernels.choice.origin, kernels.gpu
+        where, rows = self.device, m.rows
         self._slots = part_slots(
             self.form, self.config, self._kernels.target,
-            self.maxima.row_tiles(self.config), self.maxima.kv_len,
+            kernels.row_tiles, m.kv_len,
         )  # fmt: skip
         words = workspace(self.form, self.config, self._kernels.target, self._slots)
         # Nobody has left a part yet; who awaits one leaves its words so again.
@@ -244,11 +242,7 @@ class DecodePlan:
         if self._given_up is not None:
             self._given_up.check()
         try:
-            k, v = (
-                kv_cache
-                if isinstance(kv_cache, tuple)
-                else split_cache(kv_cache, self.maxima, self.form.shared_kv)
-            )
+            k, v = kv_cache if isinstance(kv_cache, tuple) else split_cache(kv_cache, self.problem)
             cache, batch = self._cache, self._batch
             if cache.first() is not k or cache.second() is not v:
                 cache = self._cache = see(self._caches, k, v)
@@ -289,7 +283,7 @@ class DecodePlan:
         if current().check:
             # What was looked at is what the launch reads, whatever others write meanwhile.
             seq_lens, table, cu_seqlens_q, kv_start = inspect(
-                self.maxima, ready.keys, ready.pages, seq_lens, table, cu_seqlens_q, kv_start,
+                self.problem, ready.keys, ready.pages, seq_lens, table, cu_seqlens_q, kv_start,
                 self.places_rows,
             )  # fmt: skip
         if out is None and lse is None:
@@ -314,7 +308,7 @@ class DecodePlan:
     def max_keys(self) -> int:
         """The most keys that the last run could read of a request."""
         ready = self._last[1]
-        return 0 if ready is None else min(self.maxima.kv_len, ready.keys)
+        return 0 if ready is None else min(self.problem.kv_len, ready.keys)
 
     def _outputs(
         self, ready: _Ready, out: Tensor | None, lse: Tensor | None
@@ -340,15 +334,15 @@ class DecodePlan:
         more: dict[str, Tensor | None],
     ) -> _Ready:
         """Check shapes, dtypes and strides, and compute what they decide; allocates nothing."""
-        m, form = self.maxima, self.form
+        m, form = self.problem, self.form
         cu_seqlens = more["cu_seqlens_q"]
         checks.gradients({"query": q, "K": k, "V": v, "sinks": more["sinks"]})
-        cache = describe_cache(k, v, m, form.aligned, self.config.BLOCK_N)
-        requests = checks.requests(m, seq_lens, cu_seqlens, form.prefix)
-        q_rows, spaced = checks.rows(m, q, requests, form)
+        cache = describe_cache(k, v, m, self.config.BLOCK_N)
+        requests = checks.requests(m, seq_lens, cu_seqlens)
+        q_rows, spaced = checks.rows(m, q, requests)
         keys = checks.keys(m, table, cache, 1 if form.prefix else requests)
         batch = q.shape[0] if form.prefix else requests
-        checks.extras(m, form, more, self.device, batch)
+        checks.extras(m, more, self.device, batch)
         given = {"query": q, "K": k, "V": v, "seq_lens": seq_lens}
         listed = {"block_table": table, "cu_seqlens_q": cu_seqlens}
         given |= {name: each for name, each in listed.items() if each is not None}
@@ -362,7 +356,7 @@ class DecodePlan:
             "stride_qm": spaced[0],
             "stride_qh": spaced[1],
             "softmax_scale": self.scale,
-            **steps(m, form, cache.pages, cache.keys, more),
+            **steps(m, cache.pages, cache.keys, more),
         }
         rows_of = rows if form.prefix or form.ragged else q_rows
         fixed["total_q" if form.ragged else "q_rows"] = rows_of

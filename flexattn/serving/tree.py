@@ -249,7 +249,7 @@ _ALIGNED = 4
 
 @dataclass(frozen=True, slots=True)
 class TreeTables:
-    """The tables of any tree that a plan serves, by the plan's maxima.
+    """The tables of any tree that a plan serves, by the plan's m.
 
     A shared read is a request of the first launch, whose rows are those of all requests below it,
     one request after the other. starts [batch]: the first key that a request reads itself. begins,

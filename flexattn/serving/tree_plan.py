@@ -126,7 +126,7 @@ class TreePlan:
             **common,
         )  # fmt: skip
         self.shared.places_rows = False
-        m, where = self.shared.maxima, self.own.device
+        m, where = self.shared.problem, self.own.device
         self.cost = cost or self._estimate()
         self.reads = TreeReads((), (), 0.0, 0.0)
         queries, pages = (tables.rows, m.Hq, m.head_dim_qk), -(-m.kv_len // m.page)
@@ -159,7 +159,7 @@ class TreePlan:
                 f"tree is a {type(tree).__name__}, block_table a {type(block_table).__name__}",
                 "they are a PrefixTree and a torch.Tensor",
             )
-        m, tables = self.own.maxima, self._tables
+        m, tables = self.own.problem, self._tables
         most, ends = min(tables.batch, self._captured), tree.ends()
         if len(tree.requests) > most:
             raise InputError(
@@ -260,13 +260,13 @@ class TreePlan:
 
     def _check(self, q: Tensor, seq_lens: Tensor, capturing: bool) -> int:
         """Rows of a run's queries; raises InputError where the gather would read past them."""
-        m, requests = self.own.maxima, len(self.reads.starts)
+        m, requests = self.own.problem, len(self.reads.starts)
         batch = q.shape[0]
         fits = q.shape[1:] == (m.q_len, m.Hq, m.head_dim_qk) and q.dtype == m.dtype
-        if not fits or not requests <= batch <= m.batch or q.device != self.own.device:
+        if not fits or not requests <= batch <= m.B or q.device != self.own.device:
             raise InputError(
                 f"query {list(q.shape)} {q.dtype} on {q.device}",
-                f"it is [{requests} to {m.batch}, {m.q_len}, {m.Hq}, {m.head_dim_qk}] {m.dtype} "
+                f"it is [{requests} to {m.B}, {m.q_len}, {m.Hq}, {m.head_dim_qk}] {m.dtype} "
                 f"on {self.own.device}, a row for each request of the tree",
             )
         if seq_lens.shape != (batch,):
@@ -285,12 +285,12 @@ class TreePlan:
 
     def _merger(self, rows: int) -> Launcher:
         """A launcher that holds what shapes decide."""
-        m = self.own.maxima
+        m = self.own.problem
         programs = -(-rows * m.Hq // merge_rows(m.head_dim_v))
         return self._merge.prepare(programs, {"num_rows": rows * m.Hq}, _GIVEN)
 
     def _estimate(self) -> ReadCost:
-        m, config = self.own.maxima, self.shared.config
+        m, config = self.own.problem, self.shared.config
         values = 0 if self.own.form.shared_kv else m.head_dim_v
         query, output = m.head_dim_qk * m.dtype.itemsize, m.head_dim_v * m.dtype.itemsize + 4
         return ReadCost(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,16 +11,14 @@ from torch import Tensor
 from flexattn.device import Device
 from flexattn.errors import WrongKernelError
 from flexattn.kernels.base.source import Source
-from flexattn.mods import Bound
+from flexattn.problem.serving import LAYOUTS
 from flexattn.reference.cache_append import MAX_FINITE, appended
+from flexattn.runtime.dispatch import Choice
 from flexattn.runtime.launch import Outputs
 from flexattn.runtime.outcomes import Outcome
 from flexattn.serving.append_checks import Rope
 from flexattn.serving.batch import make_batch, serving_judge
 from flexattn.serving.cache import scales_shape
-from flexattn.serving.kernels import Kernels
-from flexattn.serving.request import LAYOUTS
-from flexattn.serving.tuned import ServingProblem
 from flexattn.verify.first_use import LaunchedKernels, accepted, due
 from flexattn.verify.gate import ErrorRow, Verdict
 from flexattn.verify.made_up import apart
@@ -36,59 +34,29 @@ _KEYS = 389
 _REQUESTS = 3
 
 
-@dataclass(frozen=True)
-class _Work:
-    """A small batch for a plan; see flexattn.serving.batch.Work."""
-
-    problem: ServingProblem
-    q_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-    scale: float
-    score: Bound | None
-    mask: Bound | None
-
-
-def is_right(plan: DecodePlan, kernels: Kernels, score: Bound | None, mask: Bound | None) -> bool:
+def is_right(plan: DecodePlan, choice: Choice) -> bool:
     """Whether a new plan's kernels are verified, or agree with plain torch on a made-up batch.
 
     The first pass of a cascade leaves parts: `check_cascade` judges them when they are merged.
     """
     if plan.form.prefix:
         return True
-    subject = _subject(plan, kernels)
-    return not due(subject) or accepted(subject, lambda: _judge(plan, score, mask))
+    subject = LaunchedKernels.of(choice)
+    return not due(subject) or accepted(subject, lambda: _judge(plan))
 
 
-def _subject(plan: DecodePlan, kernels: Kernels) -> LaunchedKernels:
-    sources: tuple[Source, ...] = (kernels.attend.source,)
-    if kernels.combine is not None:
-        sources += (kernels.combine.source,)
-    problem = ServingProblem(plan.form, plan.maxima, "mixed" if plan.maxima.total_q else "ragged")
-    tried = kernels.attempts[-1]
-    assert tried.outcome is not None
-    return LaunchedKernels(
-        sources,
-        kernels.target,
-        lambda: (problem.describe(), tried.candidate),
-        tried.outcome,
-        kernels.tuned,
-    )
-
-
-def _judge(plan: DecodePlan, score: Bound | None, mask: Bound | None) -> Verdict:
-    m, where = plan.maxima, plan.device
+def _judge(plan: DecodePlan) -> Verdict:
+    m, where = plan.problem, plan.device
     kv = min(m.kv_len, _KEYS)
-    requests = min(m.batch, _REQUESTS)
+    requests = min(m.B, _REQUESTS)
     q_lens = (min(m.q_len, kv),) * requests
     if m.total_q:  # a chunk, then single queries as far as there is room
         chunk = max(1, min(m.total_q - requests + 1, kv, 37))
         requests = min(requests, m.total_q)
         q_lens = (chunk, *[1] * (requests - 1))
     lens = (kv, max(q_lens[-1], kv // 3), max(q_lens[-1], kv // 2 + 1))[:requests]
-    problem = ServingProblem(plan.form, m, "mixed" if m.total_q else "ragged")
-    work = _Work(problem, q_lens, lens, plan.scale, score, mask)
     with apart(where):
-        batch = make_batch(work, where)
+        batch = make_batch(m, q_lens, lens, where)
         q = batch.q if m.total_q else batch.q.unflatten(0, (requests, -1))
         start = (
             torch.zeros(requests, dtype=torch.int32, device=where) if plan.form.offset else None
@@ -100,8 +68,8 @@ def _judge(plan: DecodePlan, score: Bound | None, mask: Bound | None) -> Verdict
             cu_seqlens_q=batch.cu_seqlens, sinks=batch.sinks, k_scale=batch.k_scale,
             v_scale=batch.v_scale, kv_start=start, out=out, lse=lse,
         )  # fmt: skip
-        verdict: Verdict = serving_judge(work, batch)(Outputs(out, lse, None))
-    return verdict
+        judged = serving_judge(batch, plan.scale, plan._score, plan._mask)
+        return judged(Outputs(out, lse, None))
 
 
 def check_cascade(cascade: CascadePlan, merge: Source | None) -> None:
@@ -109,8 +77,9 @@ def check_cascade(cascade: CascadePlan, merge: Source | None) -> None:
 
     merge: the kernel that merges both passes.
     """
-    own = _subject(cascade.own, cascade.own._kernels)
-    first = _subject(cascade.prefix, cascade.prefix._kernels)
+    own, first = (
+        LaunchedKernels.of(each._kernels.choice) for each in (cascade.own, cascade.prefix)
+    )
     sources = first.sources if merge is None else (*first.sources, merge)
     subject = replace(first, sources=sources, tuned=own.tuned and first.tuned)
     if due(subject) and not accepted(subject, lambda: _judge_cascade(cascade)):
@@ -123,19 +92,16 @@ def check_cascade(cascade: CascadePlan, merge: Source | None) -> None:
 
 def _judge_cascade(cascade: CascadePlan) -> Verdict:
     own, where = cascade.own, cascade.own.device
-    step = own.maxima.page or 1
-    shared = min(cascade.prefix.maxima.kv_len, _KEYS) // step * step
-    if not shared or (own.form.scales and not own.maxima.page):
+    step = own.problem.page or 1
+    shared = min(cascade.prefix.problem.kv_len, _KEYS) // step * step
+    if not shared or (own.form.scales and not own.problem.page):
         raise Unjudged("a made-up batch has no whole page to share, or scales beside its keys")
-    kv = min(own.maxima.kv_len, _KEYS // 2)
-    requests, q_len = min(own.maxima.batch, _REQUESTS), min(own.maxima.q_len, kv)
+    kv = min(own.problem.kv_len, _KEYS // 2)
+    requests, q_len = min(own.problem.B, _REQUESTS), min(own.problem.q_len, kv)
     lens = tuple(shared + max(q_len, kv // (b + 1)) for b in range(requests))
-    m = replace(own.maxima, kv_len=shared + kv)
-    problem = ServingProblem(own.form, m, "ragged")
-    score, mask = own._score, own._mask
-    work = _Work(problem, (q_len,) * requests, lens, own.scale, score, mask)
+    m = replace(own.problem, kv_len=shared + kv)
     with apart(where):
-        batch = make_batch(work, where)
+        batch = make_batch(m, (q_len,) * requests, lens, where)
         caches: list[Any] = [(batch.k, batch.v), None]
         tables: list[Tensor | None] = [None, None]
         if batch.table is not None:
@@ -143,7 +109,7 @@ def _judge_cascade(cascade: CascadePlan) -> Verdict:
             tables = [batch.table[:, shared // step :].contiguous(), None]
             tables[1] = batch.table[:1, : shared // step].contiguous()
         else:
-            axis = LAYOUTS[m.layout][0]
+            axis = LAYOUTS[m.cache_layout][0]
             for x in (batch.k, batch.v):
                 x.narrow(axis, 0, shared).copy_(x[:1].narrow(axis, 0, shared).clone())
             behind = max(lens) - shared
@@ -158,7 +124,8 @@ def _judge_cascade(cascade: CascadePlan) -> Verdict:
             prefix_cache=caches[1], kv_start=first.expand(requests).contiguous(),
             sinks=batch.sinks, k_scale=batch.k_scale, v_scale=batch.v_scale,
         )  # fmt: skip
-        verdict: Verdict = serving_judge(work, batch)(Outputs(out, lse, None))
+        judged = serving_judge(batch, own.scale, own._score, own._mask)
+        verdict = judged(Outputs(out, lse, None))
     for each in (cascade.own, cascade.prefix):
         each._forget()
     return verdict

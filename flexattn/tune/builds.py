@@ -21,11 +21,9 @@ from flexattn.runtime.build import compile_source
 from flexattn.runtime.machine_code import code_hash
 from flexattn.runtime.outcomes import memory, outcome_of
 from flexattn.runtime.resources import Resources, resources, spills_too_much
-from flexattn.serving.tuned import ServingProblem
 from flexattn.settings import current, override
 from flexattn.tune.compile_queue import Runs
 from flexattn.tune.pool import Lost, Pool, default_jobs
-from flexattn.tune.serving import serving_sources
 
 # Seconds that one config may compile for: most need one or two.
 DEADLINE = 120.0
@@ -114,11 +112,7 @@ def build_task(
     pool: Runs | None = None,
 ) -> list[BuiltConfig]:
     """As build_all, of a task of any kind."""
-    problem = task.problem
-    if isinstance(problem, ServingProblem):
-        matrix = problem.form.dtype != "float32"
-    else:
-        matrix = _multiplies(problem.structure)
+    matrix = _multiplies(task.problem.structure)
     return _build(orders_of(task, configs), matrix, 0, DEADLINE, say, None, pool)
 
 
@@ -164,19 +158,14 @@ def orders_for(
     structure, title = problem.structure, f"{problem.describe()} for {device.arch}"
     for config in configs:
         family = family_of(config)
-        source = family.render(structure, config, device, title)
-        combine = family.combine(structure, device)
-        yield BuildOrder(config, source, combine, device, current().cache_dir)
+        source, *merges = family.sources(structure, config, device, title)
+        companion = merges[0] if merges else None
+        yield BuildOrder(config, source, companion, device, current().cache_dir)
 
 
 def orders_of(task: AnyTask, configs: Sequence[Config]) -> Iterator[BuildOrder]:
     """As orders_for, of a task of any kind."""
-    problem, device = task.problem, task.device
-    if not isinstance(problem, ServingProblem):
-        yield from orders_for(problem, configs, device)
-        return
-    for config, source, combine in serving_sources(problem.form, configs, device):
-        yield BuildOrder(config, source, combine, device, current().cache_dir)
+    yield from orders_for(task.problem, configs, task.device)
 
 
 def compilers(jobs: int = 0) -> Pool:

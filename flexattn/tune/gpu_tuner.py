@@ -16,7 +16,6 @@ from flexattn.measure.worker import Worker
 from flexattn.records.key import Sizes, key_of
 from flexattn.records.layers import layers, ranked, transferred
 from flexattn.records.record import Record
-from flexattn.serving.tuned import ServingProblem
 from flexattn.tune.builds import BuiltConfig, build_task, orders_of
 from flexattn.tune.campaign import environment_of
 from flexattn.tune.compile_queue import CompileQueue, Runs
@@ -35,9 +34,6 @@ def seeds(task: AnyTask) -> list[Config]:
     """Configs that did well nearby: records of other environments, then of near sizes."""
     problem, device = task.problem, task.device
     found = islice(ranked(key_of(problem), environment_of(task), layers(device)), SEEDS)
-    if isinstance(problem, ServingProblem):
-        # Its numbers are of an SM, whatever the sizes.
-        return list(dict.fromkeys(each.answer.config for each in found))
     configs = (
         transferred(each.answer.config, Sizes(*each.answer.sizes), problem, device)
         for each in found

@@ -9,10 +9,9 @@ from flexattn.kernels.base.config import Config
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.space import survey
-from flexattn.measure.task import AnyTask, ServingTask
+from flexattn.measure.task import AnyTask
 from flexattn.records.key import Key, key_of, sizes_of
 from flexattn.records.record import Environment, Policy
-from flexattn.tune.serving import serving_configs
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,6 @@ def _space(
     task: AnyTask, effort: Effort, seeds: Sequence[Config]
 ) -> tuple[tuple[Config, ...], tuple[tuple[str, int], ...]]:
     """The configs of a task, the default first, and how many others each rule rejected."""
-    if isinstance(task, ServingTask):
-        return serving_configs(task.problem, task.device, effort, seeds)
     problem, device = task.problem, task.device
     found = survey(problem, device, effort)
     fitting = [each for each in seeds if not reasons(each, problem.structure, device)]

@@ -47,10 +47,10 @@ from typing import Any
 from flexattn.device import Device
 from flexattn.errors import InputError, InputTypeError
 from flexattn.problem import FP8, ITEMSIZE, Kind, Shape
+from flexattn.problem.serving import LENGTHS, Lengths
 from flexattn.records.environment import serving_policy
 from flexattn.records.record import Policy
 from flexattn.records.renderers import RecordKind
-from flexattn.serving.tuned import LENGTHS, Lengths
 from flexattn.tune.allowed import check_allowed
 from flexattn.tune.tables import Table, check_values, read_file
 from flexattn.util.near import DTYPE_NAMES, did_you_mean

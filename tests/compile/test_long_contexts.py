@@ -6,16 +6,15 @@ import torch
 from flexattn.catalogue import alibi, sliding_window
 from flexattn.device import named
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
-from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.kernels.paged_decode.tree import render_merge_tree
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.kernel_store import binary_of
 from flexattn.runtime.resources import loop_spills, resources, spills_too_much
 from flexattn.serving import KeptKeys
-from flexattn.serving.request import Maxima, form_of
 from flexattn.serving.tree import Places, from_first, placed_mask, placed_score
 from tests.compile.shares import share
+from tests.problems import served, serving_candidates
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 DEVICE = named("nvidia-h200")
@@ -27,8 +26,8 @@ def numbers(*shape):
 
 
 def form(score=None, mask=None, *, B=64, kv_len=2**20, kv=BF16, total_q=0, **options):
-    maxima = Maxima(B, 1, total_q, kv_len, 32, 8, 128, 128, BF16, kv, 16, "NHD")
-    return form_of(maxima, bind(score, "score"), bind(mask, "mask"), lse=True, **options)
+    sizes = (B, 1, total_q, kv_len, 32, 8, 128, 128, BF16, kv, 16, "NHD")
+    return served(*sizes, bind(score, "score"), bind(mask, "mask"), lse=True, **options).structure
 
 
 PLACES = Places(numbers(256), numbers(63), numbers(64), 1)

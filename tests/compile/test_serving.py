@@ -20,13 +20,13 @@ from flexattn.kernels.paged_decode.source import (
     render_serving,
     render_serving_combine,
 )
-from flexattn.kernels.paged_decode.space import serving_candidates, serving_space, workspace
+from flexattn.kernels.paged_decode.space import workspace
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.kernel_store import binary_of
 from flexattn.runtime.resources import resources
-from flexattn.serving.request import Maxima, form_of
 from tests.compile.shares import LONG, share
+from tests.problems import served, serving_candidates, serving_space
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 DEVICE = named("nvidia-h200")
@@ -34,9 +34,9 @@ BF16 = torch.bfloat16
 
 
 def form(*, B=64, page=16, D=(128, 128), kv=BF16, heads=(32, 8), q_len=1, total_q=0, **options):
-    maxima = Maxima(B, q_len, total_q, 131072, *heads, *D, BF16, kv, page, "NHD")
+    sizes = (B, q_len, total_q, 131072, *heads, *D, BF16, kv, page, "NHD")
     mods = [bind(options.pop(name, None), name) for name in ("score", "mask")]
-    return form_of(maxima, *mods, **options)
+    return served(*sizes, *mods, **options).structure
 
 
 CASES = {

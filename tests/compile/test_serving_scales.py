@@ -10,12 +10,12 @@ from flexattn.device import named
 from flexattn.kernels.cache_append.form import AppendForm, RopeForm
 from flexattn.kernels.cache_append.source import render_append
 from flexattn.kernels.paged_decode.source import render_serving
-from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.kernel_store import binary_of
 from flexattn.runtime.resources import resources
 from tests.compile.shares import share
 from tests.compile.test_serving import DEVICE, form, spills_by_tile
+from tests.problems import serving_candidates
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 E4M3 = torch.float8_e4m3fn

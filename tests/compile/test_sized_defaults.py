@@ -13,12 +13,11 @@ from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.hopper import space
 from flexattn.kernels.hopper.sized import alternatives
 from flexattn.kernels.paged_decode.source import render_serving
-from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.kernels.triton.family import PREFILL
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from tests.families import render
-from tests.problems import problem
+from tests.problems import problem, serving_candidates
 
 pytestmark = pytest.mark.compile
 
@@ -63,8 +62,8 @@ def test_random_shapes_compile(name):
     case = CASES[name]
     problem_ = task_of_case(case, H200, "cpu").problem
     if isinstance(case.row, ServingRow):
-        config = next(serving_candidates(problem_.form, H200))
-        source = render_serving(problem_.form, config, H200, name)
+        config = next(serving_candidates(problem_, H200))
+        source = render_serving(problem_.structure, config, H200, name)
     else:
         config = default(problem_, H200)
         source = render(problem_.structure, config, H200, name)

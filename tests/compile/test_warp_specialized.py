@@ -9,12 +9,12 @@ from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.limits import serving_reasons
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
-from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.kernel_store import binary_of
 from flexattn.runtime.resources import resources, spills_too_much
 from tests.compile.shares import share
 from tests.compile.test_serving import DEVICE, form
+from tests.problems import serving_candidates
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 PAIR = ServingConfig(64, 64, 8, 4, 1, combine="launch", split_policy="whole")

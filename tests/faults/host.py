@@ -6,6 +6,7 @@ LAYOUT = "flexattn/runtime/layout.py"
 LAUNCH = "flexattn/runtime/launch.py"
 BINDING = "flexattn/kernels/base/binding.py"
 KEY = "flexattn/records/key.py"
+PROBLEM = "flexattn/problem/problem.py"
 LAYERS = "flexattn/records/layers.py"
 CLOSURE = "flexattn/records/closure.py"
 CALL = "flexattn/frontend/call.py"
@@ -63,9 +64,9 @@ HOST = (
     ),
     Fault(
         "a record's key misses whether k and v are narrower",
-        KEY,
-        'precision += [f"kv={s.kv_dtype}"] * (s.kv_dtype != "")',
-        "precision += []",
+        PROBLEM,
+        'found += [f"kv={s.kv_dtype}"] * (s.kv_dtype != "")',
+        "found += []",
         IN_MIXED_DTYPES + "::test_every_config_that_is_offered_is_tritons[bfloat16-prefill]",
     ),
     Fault(
@@ -77,29 +78,29 @@ HOST = (
     ),
     Fault(
         "a record's key misses dropout",
-        KEY,
-        'precision += ["dropout"] * s.dropout',
-        "precision += []",
+        PROBLEM,
+        'return " ".join(found + ["dropout"] * s.dropout)',
+        'return " ".join(found)',
         IN_DROPOUT + "::test_a_kernel_with_it_is_filed_apart_and_others_where_they_were",
     ),
     Fault(
         "a record's key misses which gradients are asked for",
-        KEY,
-        "precision += [f\"grads={','.join(map(str, s.grads))}\"] * bool(s.grads)",
-        "precision += []",
+        PROBLEM,
+        "found += [f\"grads={','.join(map(str, s.grads))}\"] * bool(s.grads)",
+        "found += []",
         IN_BACKWARD_KEY + "::test_keys_of_a_backward",
     ),
     Fault(
         "a record's key misses the alignment",
-        KEY,
-        'layout=layout + " aligned" * s.layout.aligned,',
-        "layout=layout,",
+        PROBLEM,
+        'return "".join(found) + " aligned" * layout.aligned',
+        'return "".join(found)',
         IN_CACHE_KEY
         + "::test_what_decides_the_config_is_in_the_key_and_statistics_are_not[layout]",
     ),
     Fault(
         "a key's sizes are rounded down",
-        KEY,
+        PROBLEM,
         "return 0 if size <= 0 else 1 << (size - 1).bit_length()",
         "return 0 if size <= 0 else 1 << (size.bit_length() - 1)",
         IN_CACHE_KEY + "::test_rounding_is_monotone_idempotent_and_never_down",

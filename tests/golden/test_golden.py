@@ -27,7 +27,7 @@ from flexattn.kernels.cache_append.source import render_append
 from flexattn.kernels.decay_skip.blocks import render_blocks
 from flexattn.kernels.decay_skip.source import render_norms, render_window
 from flexattn.kernels.hopper.config import HopperPrefillConfig
-from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.join import render_join
 from flexattn.kernels.paged_decode.source import render_serving
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
@@ -37,6 +37,7 @@ from flexattn.kernels.triton_backward.source import render_delta
 from flexattn.mods import bind
 from flexattn.mods.derivative import loaded_floats
 from flexattn.problem import Layout, captures_of
+from flexattn.problem.serving import ServingForm
 from tests.cases import causal_score
 from tests.families import render
 from tests.problems import problem
@@ -167,15 +168,15 @@ GOLDENS = {
     ),
     "serving_join_scaled_80": lambda: render_join(
         ServingForm(
-            "bfloat16",
-            "float8_e4m3fn",
-            80,
-            80,
-            4,
-            8,
-            16,
-            1,
-            128,
+            dtype="bfloat16",
+            kv_dtype="float8_e4m3fn",
+            head_dim_qk=80,
+            head_dim_v=80,
+            group=4,
+            kv_heads=8,
+            page=16,
+            requests=1,
+            rows=128,
             scaled=True,
             prefix=True,
             lse=True,
@@ -184,7 +185,18 @@ GOLDENS = {
         DEVICE,
     ),
     "serving_token_head_scales": lambda: render_serving(
-        ServingForm("bfloat16", "float8_e4m3fn", 128, 128, 4, 8, 16, 64, 4, scales="token_head"),
+        ServingForm(
+            dtype="bfloat16",
+            kv_dtype="float8_e4m3fn",
+            head_dim_qk=128,
+            head_dim_v=128,
+            group=4,
+            kv_heads=8,
+            page=16,
+            requests=64,
+            rows=4,
+            scales="token_head",
+        ),
         ServingConfig(16, 64, 4, 3, 2, combine="launch"),
         DEVICE,
         "golden",

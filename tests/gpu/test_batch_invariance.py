@@ -64,7 +64,7 @@ def plans(told, options, maxima, page):
 
 def batches(draw, told, plan, count):
     """Random batches that a plan serves."""
-    m = plan.maxima
+    m = plan.problem
     found = []
     while len(found) < count:
         if m.total_q:
@@ -90,7 +90,7 @@ def test_500_random_batches_have_the_bits_of_each_row_alone(name):
         for plan in plans(told, options, maxima, page):
             each = batches(draw, told, plan, 16)
             eager, graph = (
-                Bench(plan, each[0], requests=plan.maxima.batch, keys=KEYS, **call)
+                Bench(plan, each[0], requests=plan.problem.batch, keys=KEYS, **call)
                 for _ in range(2)
             )
             graph.fill(each[0])

@@ -55,7 +55,7 @@ def assert_untouched(whole):
 
 def run_disturbed(plan, cache, page):
     """200 runs, while another stream writes lengths and page ids, wild ones among them."""
-    m = plan.maxima
+    m = plan.problem
     wild = [0, 1, 17, 4096, KEYS, KEYS + 1, 10**6, -5, 2**31 - 1]
     q = torch.randn(m.batch, 1, m.Hq, m.head_dim_qk, **BF16)
     out = q.new_zeros(m.batch, 1, m.Hq, m.head_dim_v)  # whose rows a merge may not find

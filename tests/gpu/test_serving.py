@@ -12,16 +12,18 @@ import flexattn.serving.plan as plans
 from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
 from flexattn.errors import StalledError
 from flexattn.kernels.base.source import digest_of
+from flexattn.kernels.paged_decode import family
+from flexattn.runtime import dispatch
 from flexattn.runtime.build import builder
 from flexattn.serving import (
     CascadePlan,
     DecodePlan,
     ServingConfig,
     flex_decode,
-    kernels,
     merge_states,
 )
 from flexattn.settings import override
+from flexattn.util.lru import Lru
 from tests.serving import (
     EIGHT_BITS,
     assert_right,
@@ -317,7 +319,7 @@ def test_a_cascade(name):
 
 def test_who_waits_in_vain_gives_up_and_the_next_run_says_so(monkeypatch):
     """Parts that are never stored, as where lengths change under a launch."""
-    render = kernels.render_serving
+    render = family.render_serving
 
     def never_stored(*given):
         source = render(*given)
@@ -328,7 +330,8 @@ def test_who_waits_in_vain_gives_up_and_the_next_run_says_so(monkeypatch):
         source = replace(source, text=text)
         return replace(source, hash=digest_of(source))
 
-    monkeypatch.setattr(kernels, "render_serving", never_stored)
+    monkeypatch.setattr(family, "render_serving", never_stored)
+    monkeypatch.setattr(dispatch, "_texts", Lru(64))
     each = batch([1], [8192], 32, 8, 128, **BF16)
     config = ServingConfig(8, 128, 4, 1, 2, combine="await", split_policy="heads")
     plan = plan_for(each, config=config)

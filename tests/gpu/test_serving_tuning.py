@@ -37,7 +37,7 @@ def test_a_plan_is_served_by_what_was_tuned_for_it(lengths, tmp_path):
         assert isinstance(winner.gate, Gated) and winner.gate.passed
         assert record.environment == environment("serving", device)
         Store(tmp_path / "records").write(record)
-        maxima = task.problem.maxima
+        maxima = task.problem
         plan = DecodePlan(
             batch=5, kv_len=1200, heads=(8, 2), head_dim=64, page_size=16,
             total_q=maxima.total_q, lengths="" if lengths == "mixed" else lengths,

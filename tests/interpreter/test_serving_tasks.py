@@ -68,8 +68,10 @@ def test_two_configs_are_timed():
 def test_the_judge_sees(spoilt):
     """One wrong value of a request, and a row that nobody wrote."""
     made = task(lengths="ragged", kv_len=90)
-    batch = make_batch(made, torch.device("cpu"))
-    judged, call = serving_judge(made, batch), plan_call(made, batch, SMALL, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    batch = make_batch(made.problem, made.q_lens, made.kv_lens, cpu)
+    judged = serving_judge(batch, made.scale, made.score, made.mask)
+    call = plan_call(made, batch, SMALL, cpu)
     outputs = call()
     assert judged(outputs).passed
     outputs.out[4, 0, 3, 1] += torch.nan if spoilt == "unwritten" else 0.5

@@ -51,6 +51,8 @@ class KernelFamily(ABC, Generic[_C]):
     kind: Kind
     language: Language
     limits: Limits[Any]
+    # Configs of the quick effort.
+    quick = 12
 
     def offered(self, device: Device) -> bool:
         """Whether the installed Triton, and the device, have what the template is written in."""
@@ -97,6 +99,10 @@ class KernelFamily(ABC, Generic[_C]):
         """The config without what changes neither its tiles nor what they take."""
         return at_rest(config)
 
+    def template(self, config: _C) -> str:
+        """Of the family's templates the one that a config is of."""
+        return config.language
+
     def uncompiled(self, config: _C) -> _C:
         """The config without what says how it is compiled."""
         return config
@@ -137,6 +143,10 @@ class KernelFamily(ABC, Generic[_C]):
     def grid(self, problem: Problem, config: _C, device: Device) -> Geometry:
         """Programs of a launch; raises ConfigError where the sizes do not allow the config."""
 
+    def serves(self, config: _C, measured: Problem, problem: Problem, device: Device) -> bool:
+        """Whether a config that was measured at some sizes may serve a problem of other sizes."""
+        return True
+
     def at_sizes(self, config: _C, measured: Problem, problem: Problem, device: Device) -> _C:
         """A config measured at some sizes as it serves a problem of other sizes."""
         return config
@@ -148,6 +158,14 @@ class KernelFamily(ABC, Generic[_C]):
     def combine(self, structure: Structure, device: Device) -> Source | None:
         """The kernel that merges the splits of this family's kernels."""
         return None
+
+    def sources(
+        self, structure: Structure, config: _C, device: Device, title: str
+    ) -> tuple[Source, ...]:
+        """The kernel, and the one that merges what it leaves, if there is one."""
+        merges = self.combine(structure, device)
+        attend = self.render(structure, config, device, title)
+        return (attend,) if merges is None else (attend, merges)
 
     def around(self, problem: Problem, config: _C, device: Device) -> Around | None:
         """The kernels around a backward's own; None of other kinds."""

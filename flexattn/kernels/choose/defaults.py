@@ -30,12 +30,9 @@ def candidates(
     or the other one of decode's two tile heights by q_len. language: its configs alone.
     Raises ConfigError with the reasons when nothing can run.
     """
-    kind: str = problem.structure.kind
-    template, do = kind, "use smaller head dimensions"
-    if problem.structure.fp8:
-        do = "convert to bfloat16: of e4m3 queries Hopper has a prefill, and nothing has the rest"
+    template, do = problem.unserved()
     if language == "gluon":
-        template, do = f"Gluon {kind}", "leave the choice of the backend open"
+        template, do = f"Gluon {template}", "leave the choice of the backend open"
     return able(
         _wanted(problem.bucketed(), device, language),
         lambda config: reasons(config, problem.structure, device),

@@ -15,8 +15,8 @@ from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import families, family_of
 from flexattn.problem import Problem
 
-# Configs of the quick effort, and how many of them are the static default's own alternatives.
-QUICK, ALTERNATIVES = 12, 3
+# How many configs of the quick effort are the static default's own alternatives.
+ALTERNATIVES = 3
 LEFT_OUT = "left out by quick"
 
 
@@ -35,7 +35,7 @@ class Survey:
 def space(problem: Problem, device: Device, effort: Effort = "full") -> tuple[Config, ...]:
     """Every config worth trying that can run, each once, the static default first.
 
-    quick: at most 12 near the default. full: what seldom loses. exhaustive: all that can run,
+    quick: a few near the default. full: what seldom loses. exhaustive: all that can run,
     some of which spill. Raises ConfigError when nothing can run.
     """
     return survey(problem, device, effort).configs
@@ -95,8 +95,10 @@ def _nearest(problem: Problem, device: Device, offered: list[Config]) -> list[Co
     own = family_of(first)
     every = families(problem.structure.kind, device)
     for family in sorted(every, key=lambda each: each is not own):
-        known = (each for each in family.defaults(problem, device) if each in offered)
-        preferred += islice(known, 1 + ALTERNATIVES)
+        known = [each for each in family.defaults(problem, device) if each in offered]
+        preferred += known[: 1 + ALTERNATIVES]
+        # Another template is far on many axes: where it starts is tried too.
+        preferred += [x for x in known if family.template(x) != family.template(known[0])][:1]
 
     def distance(config: Config) -> tuple[int, float]:
         if family_of(config) is not own:
@@ -109,7 +111,7 @@ def _nearest(problem: Problem, device: Device, offered: list[Config]) -> list[Co
         return len(steps), sum(steps)
 
     near = (*preferred, *sorted(offered, key=distance))
-    return list(islice(dict.fromkeys(near), QUICK))
+    return list(islice(dict.fromkeys(near), own.quick))
 
 
 def _step(problem: Problem, device: Device, first: Config, config: Config, name: str) -> float:

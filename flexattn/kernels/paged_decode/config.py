@@ -7,18 +7,10 @@ from typing import Literal, TypeAlias
 
 from flexattn.device import Device
 from flexattn.errors import InputTypeError
-from flexattn.kernels.base.config import padded
+from flexattn.kernels.base.config import Language, padded
 from flexattn.kernels.base.estimate import L2_BYTES
-from flexattn.mods.analysis.reach import reaches_end
-from flexattn.problem import Captures
+from flexattn.problem.serving import SERVING_ITEMSIZE, ServingForm, ServingProblem
 
-SERVING_ITEMSIZE = {
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
 # Values that a warp holds of a merge at a time: 64 registers of each thread.
 MERGED = 2048
 # Of the kernel that merges.
@@ -27,87 +19,12 @@ COMBINE_WARPS = 4
 
 Combine: TypeAlias = Literal["last", "launch", "dependent", "await"]
 SplitPolicy: TypeAlias = Literal["even", "whole", "heads", "round"]
-# What has a scale of its own, where more than a tensor or a head has.
-Scales: TypeAlias = Literal["", "page", "page_head", "token", "token_head"]
 # Rows of a tile that a matrix instruction multiplies at least, where warps share it.
 TILE_ROWS = 16
-# The short side of the matrix instruction, and the most columns of a warp-private product.
+# The short side of the matrix instruction.
 SHORT_ROWS = 8
-WARP_COLUMNS = 128
 # Bytes of a line of the L2 cache.
 LINE = 128
-
-
-@dataclass(frozen=True, slots=True)
-class ServingForm:
-    """Everything that decides a serving kernel's source: no length, and of the batch its bound.
-
-    page: keys of a page, 0 for a contiguous cache. requests: a power of two that is at least the
-    largest batch. rows: packed rows (group x query positions) of the longest uniform request, 0
-    where cu_seqlens_q gives the lengths. shared_kv: V is the first columns of K (MLA). scaled: the
-    cache's scales are given, one or one for each head. scales: finer ones are. prefix: one cache
-    is shared by the rows of all requests (the first pass of a cascade). offset: a request's keys
-    begin behind a prefix (its second pass). aligned: addresses and strides are multiples of 16
-    bytes. split_keys: of a batch-invariant kernel, keys of a split; 0 where splits are cut for
-    balance. keys_in_l2: the keys of the largest batch, as often as tiles of 16 rows read them, fit
-    the L2 cache; it chooses a config, and decides no text.
-    """
-
-    dtype: str
-    kv_dtype: str
-    head_dim_qk: int
-    head_dim_v: int
-    group: int
-    kv_heads: int
-    page: int
-    requests: int
-    rows: int
-    score: Captures | None = None
-    mask: Captures | None = None
-    shared_kv: bool = False
-    scaled: bool = False
-    sinks: bool = False
-    lse: bool = False
-    prefix: bool = False
-    offset: bool = False
-    aligned: bool = True
-    positive_scale: bool = True
-    split_keys: int = 0
-    scales: Scales = ""
-    keys_in_l2: bool = False
-
-    @property
-    def ragged(self) -> bool:
-        """Whether cu_seqlens_q gives each request's number of queries."""
-        return self.rows == 0
-
-    @property
-    def far(self) -> bool:
-        """Whether scores or sinks can be so far from 0 that base 2 needs care: base/base_2.py."""
-        return self.sinks or (self.score is not None and reaches_end(self.score.mod.expr))
-
-    def fits_l2(self, keys: int, rows: int) -> bool:
-        """Whether so many keys of a batch, as often as tiles of 16 rows read them, fit L2.
-
-        rows: packed ones of a request.
-        """
-        columns = self.head_dim_qk + (0 if self.shared_kv else self.head_dim_v)
-        each = columns * SERVING_ITEMSIZE[self.kv_dtype] * self.kv_heads
-        return keys * each * -(-rows // TILE_ROWS) <= L2_BYTES
-
-    @property
-    def chunks(self) -> int:
-        """Parts of a head's columns that are rows and keys of their own of warp-private products.
-
-        A tile of rows of 256 columns has half as many rows then as its instruction has places, and
-        half as many keys are the least that a warp may take.
-        """
-        return 2 if max(self.head_dim_qk, self.head_dim_v) > WARP_COLUMNS else 1
-
-    @property
-    def product_dtype(self) -> str:
-        """The dtype that tiles are multiplied in: a cache of 8 bits is exact in float16."""
-        return "float16" if SERVING_ITEMSIZE[self.kv_dtype] == 1 else self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +60,16 @@ class ServingConfig:
     least: int = 1
     combine: Combine = "last"
     split_policy: SplitPolicy = "even"
+
+    @property
+    def language(self) -> Language:
+        """What its template is written in."""
+        return "gluon" if self.by_tma or self.warp_private else "triton"
+
+    @property
+    def heads(self) -> int:
+        """A tile's rows are those of all query heads of a KV head."""
+        return 1
 
     @property
     def warp_private(self) -> bool:
@@ -216,6 +143,18 @@ class ServingConfig:
         if found > device.max_registers and self.BLOCK_M >= 64:
             return 0
         return max(64, min(found, device.max_registers))
+
+
+def fits_l2(problem: ServingProblem) -> bool:
+    """Whether a batch's keys, as often as tiles of 16 rows read them, fit the L2 cache.
+
+    Of rows that cu_seqlens_q cuts nobody knows.
+    """
+    form, q_rows = problem.structure, problem.rows if problem.structure.prefix else problem.q_len
+    columns = form.head_dim_qk + (0 if form.shared_kv else form.head_dim_v)
+    each = columns * SERVING_ITEMSIZE[form.kv_dtype] * form.kv_heads
+    keys = problem.B * problem.kv_len * -(-q_rows * form.group // TILE_ROWS)
+    return not form.ragged and keys * each <= L2_BYTES
 
 
 def check_config(config: object) -> None:

@@ -9,12 +9,8 @@ tile, the programs, and which of them has a split are free.
 from __future__ import annotations
 
 from flexattn.device import Device
-from flexattn.kernels.paged_decode.config import (
-    SERVING_ITEMSIZE,
-    SHORT_ROWS,
-    ServingConfig,
-    ServingForm,
-)
+from flexattn.kernels.paged_decode.config import SHORT_ROWS, ServingConfig
+from flexattn.problem.serving import SERVING_ITEMSIZE, ServingForm
 
 # Of 8k keys and 8 KV heads 128 splits, one for each SM of a Hopper GPU; of short splits the parts
 # are as many bytes as the keys, and of long ones few programs have any.

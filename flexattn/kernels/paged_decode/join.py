@@ -7,9 +7,10 @@ from flexattn.kernels.base import source as rendering
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.config import padded
 from flexattn.kernels.base.source import BASE_2, Source
-from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.space import workspace
 from flexattn.kernels.printers.triton_ops import signature_type, triton_type
+from flexattn.problem.serving import ServingForm
 
 # Of a program. A row of up to 128 columns is one warp's, which asks for all of its parts at once
 # and waits for no other; of several rows Triton would deal out the parts' weights between warps.

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import get_args
+from typing import Any, get_args
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import padded
 from flexattn.kernels.base.limits import Limits, Rule, is_power_of_two
-from flexattn.kernels.paged_decode.config import (
-    SERVING_ITEMSIZE,
-    Combine,
-    ServingConfig,
-    ServingForm,
-    serving_shared_memory,
-)
+from flexattn.kernels.paged_decode.config import Combine, ServingConfig, serving_shared_memory
 from flexattn.kernels.paged_decode.invariant import invariant_config
 from flexattn.kernels.paged_decode.mla import (
     LATENT,
@@ -29,6 +23,7 @@ from flexattn.kernels.paged_decode.warp_specialized import (
     SPECIALIZED_STAGES,
     specialized_registers,
 )
+from flexattn.problem.serving import SERVING_ITEMSIZE, ServingForm
 
 COMBINES: tuple[Combine, ...] = get_args(Combine)
 # Of a thread's registers, what does not accumulate where warps share a tile; what addresses and
@@ -469,14 +464,29 @@ INVARIANT_LIMITS: Limits[ConfigCase] = Limits(
 )
 
 
-def serving_reasons(config: object, form: ServingForm, device: Device) -> list[str]:
-    """Why a config cannot run for a form on a device; empty where it can."""
-    if not isinstance(config, ServingConfig):
-        return [f"{config!r:.80} is no ServingConfig"]
-    asked: list[Limits[ConfigCase]] = [INVARIANT_LIMITS] if form.split_keys else []
+class _OfTemplates(Limits[ConfigCase]):
+    """The limits of each template, by the config."""
+
+    def violated(self, config: Any, structure: Any, device: Any) -> list[Rule[ConfigCase]]:
+        every = _asked(config, structure)
+        return [rule for each in every for rule in each.violated(config, structure, device)]
+
+    def reasons(self, config: Any, structure: Any, device: Any) -> list[str]:
+        every = _asked(config, structure)
+        return [said for each in every for said in each.reasons(config, structure, device)]
+
+
+def _asked(config: ServingConfig, form: ServingForm) -> list[Limits[ConfigCase]]:
+    found: list[Limits[ConfigCase]] = [INVARIANT_LIMITS] if form.split_keys else []
     if config.warp_private:
-        asked.insert(0, WARPS_LIMITS)
-    elif not form.split_keys:
-        mine = SPECIALIZED_LIMITS if config.warp_specialized else PROGRAMS_LIMITS
-        asked = [MLA_LIMITS if config.for_mla else mine]
-    return [said for limits in asked for said in limits.reasons(config, form, device)]
+        return [WARPS_LIMITS, *found]
+    mine = SPECIALIZED_LIMITS if config.warp_specialized else PROGRAMS_LIMITS
+    return found or [MLA_LIMITS if config.for_mla else mine]
+
+
+SERVING_LIMITS = _OfTemplates(ConfigCase, (), ())
+
+
+def serving_reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
+    """Why a config cannot run for a form on a device; empty where it can."""
+    return SERVING_LIMITS.reasons(config, form, device)

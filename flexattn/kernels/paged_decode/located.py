@@ -6,7 +6,7 @@ Lengths may change while a launch reads them, and threads that meet at barriers 
 from __future__ import annotations
 
 from flexattn.device import Device
-from flexattn.kernels.paged_decode.config import ServingForm
+from flexattn.problem.serving import ServingForm
 
 
 def request_sizes(

@@ -6,12 +6,8 @@ from dataclasses import dataclass
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import padded
-from flexattn.kernels.paged_decode.config import (
-    COMBINE_WARPS,
-    MERGED,
-    ServingConfig,
-    ServingForm,
-)
+from flexattn.kernels.paged_decode.config import COMBINE_WARPS, MERGED, ServingConfig
+from flexattn.problem.serving import ServingForm
 
 # A part's columns that one program merges at least.
 LEAST_COLUMNS = 128

@@ -7,7 +7,7 @@ output (`ServingForm.scaled`). Finer ones multiply scores and weights in the loo
 from __future__ import annotations
 
 from flexattn.kernels.base.arguments import Argument
-from flexattn.kernels.paged_decode.config import ServingForm
+from flexattn.problem.serving import ServingForm
 
 # A row's weights reach to twice ROOM: below 65504, and far above the smallest float16 numbers.
 ROOM = 2.0**14

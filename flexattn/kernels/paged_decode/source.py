@@ -13,13 +13,7 @@ from flexattn.kernels.base.config import padded, pieces
 from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.base.source import BASE_2, Source
 from flexattn.kernels.paged_decode import mla, warp_specialized
-from flexattn.kernels.paged_decode.config import (
-    COMBINE_WARPS,
-    LINE,
-    SERVING_ITEMSIZE,
-    ServingConfig,
-    ServingForm,
-)
+from flexattn.kernels.paged_decode.config import COMBINE_WARPS, LINE, ServingConfig
 from flexattn.kernels.paged_decode.layouts import WARPS_DIALECT, serving_layouts, warp_sizes
 from flexattn.kernels.paged_decode.located import located, request_sizes
 from flexattn.kernels.paged_decode.merge_shape import merge_shape
@@ -40,6 +34,7 @@ from flexattn.kernels.printers.triton_ops import signature_type, triton_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Captures
+from flexattn.problem.serving import SERVING_ITEMSIZE, ServingForm
 
 
 def tied(form: ServingForm) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import product, starmap
 
 from flexattn.device import Device
-from flexattn.kernels.base.limits import able
 from flexattn.kernels.paged_decode import mla, warp_specialized, warps as serving_warps
-from flexattn.kernels.paged_decode.config import SHORT_ROWS, Combine, ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.config import SHORT_ROWS, Combine, ServingConfig
 from flexattn.kernels.paged_decode.invariant import invariant_config
 from flexattn.kernels.paged_decode.limits import overlaps, serving_reasons
+from flexattn.problem.serving import ServingForm, ServingProblem
 
 
 def workspace(
@@ -30,62 +30,39 @@ def workspace(
     return config.programs(device) * config.left * config.BLOCK_M * (form.head_dim_v + 1)
 
 
-def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
-    """The static default, then what to fall back to if the compiler proves the estimates wrong.
+def serving_axes(problem: ServingProblem, device: Device) -> Iterator[ServingConfig]:
+    """Every combination that a search may try; some cannot run."""
+    form, starts = problem.structure, serving_defaults(problem, device)
+    first = [each for each in starts if not serving_reasons(each, form, device)]
+    if form.split_keys:
+        yield from (replace(first[0], per_sm=each) for each in (1, 2, 3, 4))
+        return
+    yield from serving_warps.warps_space(form)
+    yield from mla.mla_space(form.rows)
+    yield from warp_specialized.specialized_space(form)
+    height = next(each.BLOCK_M for each in first if each.split_policy == "even")
+    heights = {height, 16, 64} if form.rows > 16 or form.ragged else {height}
+    combines: tuple[Combine, ...] = ("last", "launch", "dependent")
+    axes = (sorted(heights), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (1, 2, 4), combines)
+    yield from starmap(ServingConfig, product(*axes))
+
+
+def serving_defaults(problem: ServingProblem, device: Device) -> Iterator[ServingConfig]:
+    """Where to start, best first; not all of them can run.
 
     One token of a group of at most 16 heads takes the 16-row matrix instruction, which needs no
-    padding of the rows to 64. Raises ConfigError when nothing can run.
+    padding of the rows to 64.
     """
-    of, do = "the serving template", "use smaller head dimensions"
-    if form.split_keys:
-        of, do = "batch-invariant serving", "use head dimensions of 64, 128 or 256"
-    return able(
-        _preferences(form, device),
-        lambda config: serving_reasons(config, form, device),
-        f"no config of {of} fits {form}",
-        do,
-    )
-
-
-def serving_space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
-    """Every config worth trying for a form on a device, the static default first."""
-    candidates = list(serving_candidates(form, device))
-    if form.split_keys:
-        counts = (replace(candidates[0], per_sm=each) for each in (1, 2, 3, 4))
-        fewer = [each for each in counts if not serving_reasons(each, form, device)]
-        return tuple(dict.fromkeys((candidates[0], *fewer)))
-    first, height = candidates[0], next(c.BLOCK_M for c in candidates if c.split_policy == "even")
-    heights = {height, 16, 64} if form.rows > 16 or form.ragged else {height}
-    axes = (sorted(heights), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (1, 2, 4))
-    combines: tuple[Combine, ...] = ("last", "launch", "dependent")
-    grid = (
-        ServingConfig(*numbers, combine=combine)
-        for numbers in product(*axes)
-        for combine in combines
-    )
-    able = (
-        config
-        for config in (
-            *serving_warps.warps_space(form),
-            *mla.mla_space(form.rows),
-            *warp_specialized.specialized_space(form),
-            *grid,
-        )
-        if not serving_reasons(config, form, device)
-    )
-    return tuple(dict.fromkeys((first, *able)))
-
-
-def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
+    form = problem.structure
     if form.split_keys:
         yield invariant_config(form)
         return
     if device.capability == 90 and form.rows > 0:
         short = form.rows <= SHORT_ROWS
         if not short:
-            yield from warp_specialized.specialized_defaults(form, device)
+            yield from warp_specialized.specialized_defaults(problem, device)
         found = serving_warps.warps_defaults if short else serving_warps.tall_defaults
-        yield from serving_warps.filling(found(form), form, device)
+        yield from serving_warps.filling(found(problem), form, device)
     widest = max(form.head_dim_qk, form.head_dim_v)
     height = 64 if form.ragged or form.rows > 32 else 32 if form.rows > 16 else 16
     warps = 8 if height * widest > 64 * 128 else 4

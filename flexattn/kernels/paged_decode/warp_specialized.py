@@ -15,8 +15,9 @@ from flexattn.kernels.paged_decode.config import (
     COMBINE_WARPS,
     SHORT_ROWS,
     ServingConfig,
-    ServingForm,
+    fits_l2,
 )
+from flexattn.problem.serving import ServingForm, ServingProblem
 
 # Work tiles whose numbers are held: more than tiles of keys are.
 _SLOTS = 8
@@ -29,7 +30,7 @@ _MANY_REQUESTS, _THEIR_REGISTERS = 64, 88
 _MOST_PARTS = 16
 
 
-def specialized_defaults(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
+def specialized_defaults(problem: ServingProblem, device: Device) -> Iterator[ServingConfig]:
     """The static default for more than 8 rows of a request, where there is one.
 
     Measured on an H200, beside the other templates. Of 128 columns one program an SM took 26.6 us
@@ -41,10 +42,11 @@ def specialized_defaults(form: ServingForm, device: Device) -> Iterator[ServingC
     leaves no more parts and hides ends of work tiles; fewer rows of 64 columns; and beside a
     cascade's prefix, where an SM's registers do not hold both.
     """
+    form = problem.structure
     several = form.rows > mla.TMA_ROWS
     if form.ragged or form.offset or form.head_dim_v > 128:
         return
-    if form.head_dim_v <= 64 and (form.keys_in_l2 or not several):
+    if form.head_dim_v <= 64 and (fits_l2(problem) or not several):
         return
     work_tiles = form.requests * form.kv_heads * -(-form.rows // mla.TMA_ROWS)
     if 2 * device.num_sms <= (_MOST_PARTS if several else 1) * work_tiles:

@@ -7,17 +7,13 @@ from dataclasses import replace
 from itertools import product
 
 from flexattn.device import Device
-from flexattn.kernels.paged_decode.config import (
-    SERVING_ITEMSIZE,
-    SHORT_ROWS,
-    ServingConfig,
-    ServingForm,
-    SplitPolicy,
-)
+from flexattn.kernels.paged_decode.config import SHORT_ROWS, ServingConfig, SplitPolicy, fits_l2
+from flexattn.problem.serving import SERVING_ITEMSIZE, ServingForm, ServingProblem
 
 
-def warps_defaults(form: ServingForm) -> Iterator[ServingConfig]:
+def warps_defaults(problem: ServingProblem) -> Iterator[ServingConfig]:
     """The static defaults for at most 8 rows, best first: measured on an H200."""
+    form = problem.structure
     if form.chunks > 1:
         yield from _wide_defaults(form)
         return
@@ -60,7 +56,7 @@ def _wide_defaults(form: ServingForm) -> Iterator[ServingConfig]:
     yield ServingConfig(4, 32, 4, 1, 2, 1, "await", "heads")
 
 
-def tall_defaults(form: ServingForm) -> Iterator[ServingConfig]:
+def tall_defaults(problem: ServingProblem) -> Iterator[ServingConfig]:
     """The static default for more than 8 rows, where there is one: measured on an H200.
 
     Tiles of 16 rows read the keys once each, and have no second launch that merges them. Where
@@ -68,11 +64,12 @@ def tall_defaults(form: ServingForm) -> Iterator[ServingConfig]:
     15.7 us of 20.0, 48 over 1 x 4160 of D 128 20.0 of 27.0. Of one tile they are 0 to 9 % faster
     over any keys. Few requests leave fewer parts to merge with half the programs.
     """
+    form = problem.structure
     widest = max(form.head_dim_qk, form.head_dim_v)
     one = 0 < form.rows <= 2 * SHORT_ROWS
     if widest > 128 or form.mask is not None or SERVING_ITEMSIZE[form.kv_dtype] != 2:
         return
-    if one or form.keys_in_l2:
+    if one or fits_l2(problem):
         few = form.requests == 1 or (widest > 64 and form.requests * form.kv_heads <= 8)
         keys, programs = 64 if widest > 64 else 128, 1 if few else 2
         yield ServingConfig(2 * SHORT_ROWS, keys, 4, 1, programs, 1, "await", "heads")

@@ -25,9 +25,9 @@ from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import family_of, short
 from flexattn.kernels.hopper import space
 from flexattn.kernels.paged_decode.source import render_serving
-from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.measure.timing import Samples
 from flexattn.records.record import Decision, Failed, Gated, Trial
+from tests.problems import serving_candidates
 from tests.records import decode_record
 
 H200 = named("nvidia-h200")
@@ -84,8 +84,8 @@ def test_every_seed_stays_in_the_ranges(seed):
 def test_every_shape_is_served_by_a_kernel_that_renders(name):
     found = task_of_case(CASES[name], H200, "cpu")
     if isinstance(CASES[name].row, ServingRow):
-        form = found.problem.form
-        source = render_serving(form, next(serving_candidates(form, H200)), H200, name)
+        form = found.problem.structure
+        source = render_serving(form, next(serving_candidates(found.problem, H200)), H200, name)
     else:
         config = default(found.problem, H200)
         source = family_of(config).render(found.problem.structure, config, H200, name)

@@ -9,8 +9,6 @@ import torch
 
 from flexattn.device import KNOWN, named
 from flexattn.kernels.choose.defaults import default, reasons
-from flexattn.kernels.paged_decode.limits import serving_reasons as plan_reasons
-from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.presets import files
 from flexattn.records import layers
 from flexattn.records.codec import decode_record
@@ -19,8 +17,6 @@ from flexattn.records.former_default import outdated
 from flexattn.records.key import Sizes, key_of
 from flexattn.records.record import SCHEMA, slug
 from flexattn.records.store import REAL, Store
-from flexattn.serving import tuned as serving_tuned
-from flexattn.serving.tuned import ServingProblem, tuned
 from flexattn.settings import override
 from flexattn.tune.decide import replay_study
 from flexattn.tune.tasks import plan_task, task_of
@@ -46,24 +42,9 @@ def made(row, target):
     return plan_task(row, target) if row.served else task_of(row, target, torch.device("cpu"))
 
 
-def why_not(config, problem, target):
-    if isinstance(problem, ServingProblem):
-        return plan_reasons(config, problem.form, target)
-    return reasons(config, problem.structure, target)
-
-
 def looked_up(problem, target):
-    if isinstance(problem, ServingProblem):
-        found = tuned(problem.form, problem.maxima, target, problem.lengths)
-        return found and found.stored
     found = layers.find(problem, target)
     return found and found.stored
-
-
-def default_of(problem, target):
-    if isinstance(problem, ServingProblem):
-        return next(serving_candidates(problem.form, target))
-    return default(problem, target)
 
 
 @lru_cache(maxsize=1024)
@@ -133,7 +114,7 @@ def test_a_preset_claims_it_and_it_can_run_there(device, path):
     problems = claimed(device, path)
     assert record.title in [title for title, _ in problems], "no preset has this problem: remake"
     for _, problem in problems:
-        assert why_not(record.config, problem, named(device)) == []
+        assert reasons(record.config, problem.structure, named(device)) == []
 
 
 @each
@@ -148,11 +129,10 @@ def test_its_own_problem_hits_it(device, path, elsewhere, only_shipped, monkeypa
     changed = FIELDS[SHIPPED.index((device, path)) % len(FIELDS)] if elsewhere else ""
     if changed:
         here = replace(here, **{changed: "another"})
-    for module in (layers, serving_tuned):
-        monkeypatch.setattr(module, "environment", lambda kind, device: here)
+    monkeypatch.setattr(layers, "environment", lambda kind, device: here)
     for _, problem in claimed(device, path):
         found = looked_up(problem, named(device))
-        if changed and outdated(record, default_of(problem, named(device))):
+        if changed and outdated(record, default(problem, named(device))):
             assert found is None or found.path != path
             continue
         # For a Triton that is neither's, records of two releases are as near.

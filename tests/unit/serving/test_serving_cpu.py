@@ -16,7 +16,7 @@ from flexattn.errors import (
 )
 from flexattn.serving import DecodePlan, checks, flex_decode, merge_states
 from flexattn.serving.cache import describe_cache
-from flexattn.serving.request import Maxima
+from tests.problems import served
 
 
 def test_a_plan_on_the_cpu_says_what_it_needs():
@@ -114,36 +114,32 @@ def test_states_that_do_not_match():
 
 def test_strides_are_counted_in_32_bits():
     """Cut to their low half they would lead into other pages."""
-    maxima = Maxima(
-        1, 1, 0, 16, 2, 1, 16, 16, torch.bfloat16, torch.bfloat16, 16, "NHD"
-    )  # fmt: skip
+    maxima = served(1, 1, 0, 16, 2, 1, 16, 16, torch.bfloat16, torch.bfloat16, 16)
     k = torch.empty(2, 16, 1, 16, dtype=torch.bfloat16)
     far = torch.empty_strided(
         (2, 16, 1, 16), (2**31, 16, 16, 1), dtype=torch.bfloat16, device="meta"
     )
-    assert describe_cache(k, k, maxima, True, 64).steps_k == (256, 16, 16)
+    assert describe_cache(k, k, maxima, 64).steps_k == (256, 16, 16)
     # Of one page there is no next one.
-    assert describe_cache(far[:1], far[:1], maxima, True, 64).steps_k == (0, 16, 16)
+    assert describe_cache(far[:1], far[:1], maxima, 64).steps_k == (0, 16, 16)
     with pytest.raises(InputError, match=r"below 2\*\*31"):
-        describe_cache(far, far, maxima, True, 64)
+        describe_cache(far, far, maxima, 64)
 
 
 @pytest.mark.parametrize("shape", [(0, 16, 1, 16), (2, 0, 1, 16)], ids=str)
 def test_a_cache_holds_a_key(shape):
     """Kernels read some key of it, even for requests that have none."""
-    maxima = Maxima(
-        2, 1, 0, 16, 2, 1, 16, 16, torch.bfloat16, torch.bfloat16, 0, "NHD"
-    )  # fmt: skip
+    maxima = served(2, 1, 0, 16, 2, 1, 16, 16, torch.bfloat16, torch.bfloat16, 0)
     k = torch.empty(shape, dtype=torch.bfloat16)
     with pytest.raises(InputError, match="at least one"):
-        describe_cache(k, k, maxima, True, 64)
+        describe_cache(k, k, maxima, 64)
 
 
 def test_what_other_libraries_pass_is_told_the_way():
     """FlashInfer's and vLLM's queries are [tokens, heads, D], and torch's lengths are int64."""
     bf16 = torch.bfloat16
-    plan = Maxima(2, 1, 0, 16, 2, 1, 16, 16, bf16, bf16, 0, "NHD")
+    plan = served(2, 1, 0, 16, 2, 1, 16, 16, bf16, bf16, 0)
     with pytest.raises(InputError, match=r"(?s)it is \[B, at most 1, 2, 16\].*query\[:, None\]"):
-        checks.rows(plan, torch.zeros(2, 2, 16, dtype=bf16), 2, None)
+        checks.rows(plan, torch.zeros(2, 2, 16, dtype=bf16), 2)
     with pytest.raises(InputError, match=r"(?s)it is int32.*seq_lens\.int\(\)"):
         checks.numbers("seq_lens", torch.tensor([3, 4]), 1)

@@ -3,25 +3,32 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
 from flexattn.catalogue import sliding_window
 from flexattn.device import INTERPRETER, named
 from flexattn.errors import CacheError, InputError
+from flexattn.kernels.choose.defaults import default
+from flexattn.kernels.choose.space import space
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.limits import serving_reasons
-from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.mods import bind
 from flexattn.problem import Shape
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.environment import environment
 from flexattn.records.key import key_of, sizes_of
+from flexattn.records.layers import find
 from flexattn.records.record import Decision, Gated, Policy, Record, Trial
 from flexattn.records.store import Store
-from flexattn.serving.kernels import _candidates
-from flexattn.serving.tuned import batch_lengths, tuned
-from flexattn.settings import override
-from flexattn.tune.serving import serving_configs, serving_sources, serving_task
+from flexattn.runtime import dispatch
+from flexattn.serving.batch import batch_lengths
+from flexattn.serving.kernels import plan_candidates
+from flexattn.settings import current, override
+from flexattn.tune.builds import orders_for
+from flexattn.tune.serving import serving_task
+from flexattn.tune.subject import subject_of
+from tests.problems import served, serving_candidates
 
 H200 = named("nvidia-h200")
 POLICY = Policy(True, True, 20, 5.0)
@@ -38,7 +45,7 @@ def task(B=8, q_len=1, kv_len=8192, heads=(32, 8), dims=(128, 128), mask=None, *
 
 def record(made, config, raced=None, **changes):
     """raced: the static default of its time; None for today's."""
-    raced = raced or next(serving_candidates(made.problem.form, H200))
+    raced = raced or default(made.problem, H200)
     gate = Gated("out max", 4e-4, 2e-3, 6e-4, True)
     trials = tuple(Trial(each, 90, 0, 4096, gate, (9.0, 9.1, 9.0)) for each in (config, raced))
     return Record(
@@ -65,7 +72,9 @@ def nothing_shipped(monkeypatch):
 
 
 def found(made, lengths="", device=H200):
-    return tuned(made.problem.form, made.problem.maxima, device, lengths)
+    if device.backend == "interpreter" or current().mode == "off":
+        return dispatch._tuned(made.problem, device, None)
+    return find(replace(made.problem, mask_class=lengths), device)
 
 
 def test_a_record_is_read_as_it_was_written_and_is_of_its_kind_alone():
@@ -80,7 +89,7 @@ def test_a_record_is_read_as_it_was_written_and_is_of_its_kind_alone():
 def test_each_config_that_is_tuned_can_be_kept(B):
     """Tiles of 8 rows were once raced, won, and refused by the record that should keep them."""
     made = task(B=B)
-    offered, _ = serving_configs(made.problem, H200, "full")
+    offered = space(made.problem, H200)
     assert {each.warp_private for each in offered} == {False, True}
     assert min(each.BLOCK_M for each in offered) == 8
     for config in offered:
@@ -111,9 +120,8 @@ def test_a_hint_that_raced_a_former_default_is_not_taken(store):
     triton = ServingConfig(64, 32, 8, 3, 1, 1, "launch")
     made = record(latent, replace(triton, num_stages=2), raced=triton, template="another")
     store.write(made)
-    form, maxima = latent.problem.form, latent.problem.maxima
-    first = next(_candidates(form, maxima, H200, None, ""))
-    assert first.origin == "static default" and first.config.for_mla
+    first = next(plan_candidates(latent.problem, H200, None))
+    assert first.origin.startswith("static default") and first.config.for_mla
     store.write(record(latent, replace(triton, num_stages=2), template="another"), replace=True)
     assert "hint" in found(latent).origin
 
@@ -156,8 +164,9 @@ def test_the_class_that_is_asked_for_or_the_one_there_is(store):
     assert found(mixed) is None
     store.write(record(mixed, TWO))
     assert found(mixed, "mixed").config == TWO
+    bf16 = torch.bfloat16
     with pytest.raises(InputError, match="uniform, ragged"):
-        found(task(), "mixed")
+        served(8, 1, 0, 8192, 32, 8, 128, 128, bf16, bf16, 16, lengths="mixed")
 
 
 def test_a_config_that_cannot_run_is_passed_over(store):
@@ -169,16 +178,15 @@ def test_a_config_that_cannot_run_is_passed_over(store):
 
 def test_a_plan_takes_the_record_first_and_falls_back_to_the_defaults(store):
     made = task()
-    form, maxima = made.problem.form, made.problem.maxima
-    defaults = list(serving_candidates(form, H200))
-    chosen = list(_candidates(form, maxima, H200, None, ""))
+    defaults = list(serving_candidates(made.problem, H200))
+    chosen = list(plan_candidates(made.problem, H200, None))
     assert [each.config for each in chosen] == defaults
-    assert (chosen[0].origin, chosen[0].measured) == ("static default", False)
+    assert chosen[0].origin.startswith("static default") and not chosen[0].measured
     store.write(record(made, TWO))
-    chosen = list(_candidates(form, maxima, H200, None, ""))
+    chosen = list(plan_candidates(made.problem, H200, None))
     assert [each.config for each in chosen] == [TWO, *defaults]
     assert chosen[0].origin.startswith("tuned") and chosen[0].measured
-    (forced,) = _candidates(form, maxima, H200, ONE, "")
+    (forced,) = plan_candidates(made.problem, H200, ONE)
     assert (forced.config, forced.origin, forced.measured) == (ONE, "config=", True)
 
 
@@ -199,7 +207,7 @@ def test_tuning_and_plans_round_alike(B, kv_len):
     made = task(B=B, kv_len=kv_len)
     assert key_of(made.problem).sizes == sizes_of(made.problem).rounded()
     assert key_of(made.problem) == key_of(
-        replace(made.problem, form=replace(made.problem.form, lse=True))
+        replace(made.problem, structure=replace(made.problem.structure, lse=True))
     )
 
 
@@ -214,11 +222,12 @@ def test_batches_are_of_their_class(lengths, B, q_len):
 
 def test_quick_varies_each_axis_of_the_default():
     made = task()
-    every, _ = serving_configs(made.problem, H200, "full")
-    near, left = serving_configs(made.problem, H200, "quick", [TWO, "no config of a plan"])
-    first = every[0]
-    assert near[0] == first and near[-1] == TWO and len(near) <= 33
-    assert dict(left)["left out by quick"] == len(every) - 32
+    every = space(made.problem, H200)
+    wide = replace(TWO, BLOCK_M=24)
+    found = subject_of(made, environment("serving", H200), "quick", [TWO, wide])
+    near, first = found.configs, every[0]
+    assert near[0] == first and near[-1] == TWO and len(near) <= 33 and wide not in near
+    assert dict(found.rejected)["left out by quick"] == len(every) - 32
     axes = "BLOCK_N", "num_warps", "num_stages", "per_sm", "least", "combine", "warp_private"
     for name in axes:
         assert {getattr(each, name) for each in near} > {getattr(first, name)}, name
@@ -226,20 +235,20 @@ def test_quick_varies_each_axis_of_the_default():
 
 def test_a_second_kernel_is_built_where_one_is_launched():
     made = task()
-    built = list(serving_sources(made.problem.form, [ONE, TWO], H200))
-    assert [combine is None for _, _, combine in built] == [True, False]
+    built = list(orders_for(made.problem, [ONE, TWO], H200))
+    assert [each.companion is None for each in built] == [True, False]
 
 
 def test_records_of_invariant_plans_are_their_own_and_change_no_bit(store):
     """They say how many programs run, and never another tile of keys."""
     plain, invariant = task(), task(batch_invariant=True)
     assert key_of(plain.problem).digest != key_of(invariant.problem).digest
-    (fixed,) = serving_candidates(invariant.problem.form, H200)
-    offered, _ = serving_configs(invariant.problem, H200, "full")
+    (fixed,) = serving_candidates(invariant.problem, H200)
+    offered = space(invariant.problem, H200)
     assert len(offered) > 1 and {replace(each, per_sm=2) for each in offered} == {fixed}
-    store.write(record(plain, next(serving_candidates(plain.problem.form, H200))))
+    store.write(record(plain, default(plain.problem, H200)))
     assert found(invariant) is None
-    assert serving_reasons(replace(fixed, BLOCK_N=128), invariant.problem.form, H200)
+    assert serving_reasons(replace(fixed, BLOCK_N=128), invariant.problem.structure, H200)
     store.write(record(invariant, replace(fixed, per_sm=1)))
     assert found(invariant).config == replace(fixed, per_sm=1)
     assert found(plain).config.split_policy == "heads"

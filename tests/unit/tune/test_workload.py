@@ -175,13 +175,13 @@ def test_pages_and_classes_make_plans_of_a_call():
     found = [plan_task(row, H200) for row in rows]
     assert len({key_of(task.problem) for task in found}) == 4
     assert found[1].kv_lens[0] == 300 > found[1].kv_lens[1]
-    assert found[0].policy.graph and found[0].problem.form.scaled
+    assert found[0].policy.graph and found[0].problem.structure.scaled
     (fine,) = plans(page_size=16, kv_dtype="float8_e4m3fn", scaled="token_head")
-    assert plan_task(fine, H200).problem.form.scales == "token_head"
+    assert plan_task(fine, H200).problem.structure.scales == "token_head"
     assert key_of(plan_task(fine, H200).problem) not in {key_of(task.problem) for task in found}
     assert list(tasks(rows, H200)) == [], "calls alone"
     (invariant,) = plans(page_size=16, batch_invariant=True)
-    assert plan_task(invariant, H200).problem.form.split_keys > 0
+    assert plan_task(invariant, H200).problem.structure.split_keys > 0
 
 
 @pytest.mark.parametrize(

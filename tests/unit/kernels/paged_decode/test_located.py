@@ -5,10 +5,20 @@ from dataclasses import replace
 import pytest
 
 from flexattn.device import INTERPRETER, named
-from flexattn.kernels.paged_decode.config import ServingForm
 from flexattn.kernels.paged_decode.located import located, request_sizes
+from flexattn.problem.serving import ServingForm
 
-FORM = ServingForm("bfloat16", "bfloat16", 128, 128, 4, 8, 16, requests=1, rows=4)
+FORM = ServingForm(
+    dtype="bfloat16",
+    kv_dtype="bfloat16",
+    head_dim_qk=128,
+    head_dim_v=128,
+    group=4,
+    kv_heads=8,
+    page=16,
+    requests=1,
+    rows=4,
+)
 
 
 @pytest.mark.parametrize(

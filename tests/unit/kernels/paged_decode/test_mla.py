@@ -9,8 +9,7 @@ from flexattn.device import named
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.limits import serving_reasons
 from flexattn.kernels.paged_decode.merge_shape import merge_shape
-from flexattn.kernels.paged_decode.space import serving_space
-from flexattn.serving.request import Maxima, form_of
+from tests.problems import served, serving_space
 
 H200 = named("nvidia-h200")
 # Operands swapped.
@@ -20,8 +19,8 @@ MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
 
 def form(heads=16, B=64, page=64, q_len=1, dims=(576, 512), total_q=0, **options):
     dtypes = (options.pop("dtype", torch.bfloat16), options.pop("kv", torch.bfloat16))
-    maxima = Maxima(B, q_len, total_q, 8192, heads, 1, *dims, *dtypes, page, "NHD")
-    return form_of(maxima, None, None, **{"shared_kv": True, **options})
+    sizes = (B, q_len, total_q, 8192, heads, 1, *dims, *dtypes, page, "NHD")
+    return served(*sizes, None, None, **{"shared_kv": True, **options}).structure
 
 
 @pytest.mark.parametrize(

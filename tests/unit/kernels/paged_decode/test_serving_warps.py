@@ -11,20 +11,23 @@ from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.layouts import serving_layouts
 from flexattn.kernels.paged_decode.limits import serving_reasons
 from flexattn.kernels.paged_decode.source import render_serving
-from flexattn.kernels.paged_decode.space import serving_candidates, serving_space
 from flexattn.mods import bind
-from flexattn.serving.request import Maxima, form_of
+from tests.problems import served, serving_candidates, serving_space
 
 H200, BF16 = named("nvidia-h200"), torch.bfloat16
 WARPS = ServingConfig(8, 128, 4, 1, combine="await", split_policy="heads")
 
 
-def form(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16, **options):
+def plan(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16, **options):
     dtype = torch.float32 if kv == torch.float32 else BF16
     keys = options.pop("keys", 8192)
-    maxima = Maxima(B, q_len, total_q, keys, *heads, *D, dtype, kv, page, "NHD")
+    sizes = (B, q_len, total_q, keys, *heads, *D, dtype, kv, page, "NHD")
     mask = bind(options.pop("mask", None), "mask")
-    return form_of(maxima, None, mask, **options)
+    return served(*sizes, None, mask, **options)
+
+
+def form(*about, **options):
+    return plan(*about, **options).structure
 
 
 @pytest.mark.parametrize(
@@ -111,11 +114,11 @@ def test_many_rows_take_short_tiles_while_l2_holds_their_keys(B, heads, D, keys,
     Of 128 columns that is so where pages are too small for copies of boxes.
     """
     page = 16 if D == 64 else 8
-    about = form(B=B, heads=heads, D=(D, D), keys=keys, page=page)
+    about = plan(B=B, heads=heads, D=(D, D), keys=keys, page=page)
     found = next(serving_candidates(about, H200))
     assert ((found.BLOCK_M, found.BLOCK_N), found.per_sm) == (tile, per_sm)
     assert found.warp_private is (tile[0] == 16)
-    masked = form(B=B, heads=heads, D=(D, D), keys=keys, page=page, mask=causal)
+    masked = plan(B=B, heads=heads, D=(D, D), keys=keys, page=page, mask=causal)
     assert not next(serving_candidates(masked, H200)).warp_private, "nobody timed it"
 
 

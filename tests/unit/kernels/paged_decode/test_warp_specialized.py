@@ -9,8 +9,7 @@ from flexattn.device import named
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.limits import serving_reasons
 from flexattn.kernels.paged_decode.merge_shape import merge_shape
-from flexattn.kernels.paged_decode.space import serving_candidates, serving_space
-from flexattn.serving.request import Maxima, form_of
+from tests.problems import of_form, served, serving_candidates, serving_space
 
 H200 = named("nvidia-h200")
 # Two warpgroups, and one.
@@ -21,8 +20,8 @@ DEPENDENT = ServingConfig(64, 64, 4, 3, combine="dependent")
 
 def form(heads=(48, 1), B=16, page=16, q_len=1, D=(128, 128), total_q=0, **options):
     dtypes = (options.pop("dtype", torch.bfloat16), options.pop("kv", torch.bfloat16))
-    maxima = Maxima(B, q_len, total_q, 8192, *heads, *D, *dtypes, page, "NHD")
-    return form_of(maxima, None, None, **options)
+    sizes = (B, q_len, total_q, 8192, *heads, *D, *dtypes, page, "NHD")
+    return served(*sizes, None, None, **options).structure
 
 
 @pytest.mark.parametrize(
@@ -118,8 +117,7 @@ def test_the_default_elsewhere():
 
 
 def test_few_keys_of_64_columns_stay_in_l2():
-    about = {"heads": (71, 1), "D": (64, 64), "B": 64}
-    few = replace(form(**about), keys_in_l2=True)
+    few = replace(of_form(form(heads=(71, 1), D=(64, 64), B=64)), kv_len=64)
     assert next(serving_candidates(few, H200)).warp_private
 
 

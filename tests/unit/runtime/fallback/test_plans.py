@@ -6,11 +6,11 @@ import torch
 import flexattn.serving.kernels as serving
 from flexattn.errors import BuildError
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.serving.request import Maxima, form_of
 from flexattn.settings import override
 from tests.failing_builds import H200, LASTING, Builder, gluon, spills
+from tests.problems import served
 
-MAXIMA = Maxima(8, 1, 0, 8192, 32, 8, 128, 128, torch.bfloat16, torch.bfloat16, 16, "NHD")
+PROBLEM = served(8, 1, 0, 8192, 32, 8, 128, 128, torch.bfloat16, torch.bfloat16, 16)
 
 
 @pytest.fixture
@@ -20,8 +20,7 @@ def planned(monkeypatch):
 
     def build(builder, config=None):
         monkeypatch.setattr(serving, "builder", lambda: builder)
-        form = form_of(MAXIMA, None, None)
-        return serving.build(form, MAXIMA, torch.device("cuda", 0), config)
+        return serving.build(PROBLEM, torch.device("cuda", 0), config)
 
     return build
 
@@ -30,7 +29,7 @@ def test_a_plan_takes_the_other_template_where_one_is_refused(planned, said):
     """A DecodePlan ended in BuildError where the warp-private kernel did not build."""
     error = LASTING["the compiler"][0]
     found = planned(Builder(gluon(error)))
-    assert not found.config.warp_private and "sigmoid" in str(found.attempts[0])
+    assert not found.config.warp_private and "sigmoid" in str(found.choice.attempts[0])
     assert "serves instead" in said()[0]
     again = Builder(gluon(error))
     assert planned(again).config == found.config and set(again.languages) == {"triton"}
@@ -41,7 +40,7 @@ def test_a_plan_takes_the_other_template_where_one_is_refused(planned, said):
 def test_a_plan_that_nothing_serves_says_why_of_each(planned):
     with pytest.raises(BuildError, match="sigmoid") as caught:
         planned(Builder(lambda source: LASTING["the compiler"][0]))
-    assert "BLOCK_M=8," in str(caught.value) and "BLOCK_N=16," in str(caught.value)
+    assert "BLOCK_M=8 " in str(caught.value) and "BLOCK_N=16 " in str(caught.value)
     error = LASTING["a check"][0]
     with pytest.raises(BuildError) as caught:
         planned(Builder(lambda source: error), ServingConfig(16, 64, 4, 3, 1))
