@@ -32,7 +32,7 @@ from typing import Any
 
 from bench.same_programs import canonical, used_by
 from flexattn.records.codec import decode_record, encode
-from flexattn.records.former_default import recorded_default, same_tiles
+from flexattn.records.layers import recorded_default, same_tiles
 from flexattn.records.store import Store
 
 __all__ = ["FORMER_ARGUMENTS", "carry", "main", "programs", "verdict"]

@@ -21,18 +21,16 @@ from bench.tasks import STUDIED, task
 from flexattn.device import Device, detect, named
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.base.family import Effort
-from flexattn.measure.protocol import Measurer
-from flexattn.measure.task import Task
+from flexattn.measure.task import Measurer, Task
 from flexattn.measure.worker import Worker
 from flexattn.records.environment import environment
 from flexattn.records.record import SCHEMA, slug
 from flexattn.tune.builds import BuiltConfig, build_all, compilers
 from flexattn.tune.evaluator import Evaluator
-from flexattn.tune.method import Method
+from flexattn.tune.method import SILENT, Method
 from flexattn.tune.pool import Pool
-from flexattn.tune.progress import SILENT
 from flexattn.tune.race import screen
-from flexattn.tune.studies import Study, load_study, save
+from flexattn.tune.replay import Study, load_study, save
 from flexattn.tune.subject import Subject, subject_of
 
 __all__ = ["Plan", "main", "measured"]

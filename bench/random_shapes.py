@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,19 +31,17 @@ from bench.time_limit import time_limit
 from flexattn.device import Device, detect
 from flexattn.errors import FlexAttnError, InputError
 from flexattn.kernels.choose.registry import short
-from flexattn.measure.protocol import Measurer
-from flexattn.measure.task import AnyTask
+from flexattn.measure.task import AnyTask, Measurer
 from flexattn.measure.timing import Samples, paired_ratio
 from flexattn.measure.worker import Worker
 from flexattn.problem import Shape as Sizes
 from flexattn.records.record import Record
 from flexattn.settings import override
-from flexattn.tune.builds import build_task, compilers
-from flexattn.tune.compile_queue import CompileQueue, Runs
-from flexattn.tune.gpu_tuner import build_ahead
+from flexattn.tune.builds import build_all, compilers
 from flexattn.tune.method import Method as Tuning, method_for
+from flexattn.tune.pool import Pool
 from flexattn.tune.tasks import plan_task
-from flexattn.tune.tuner import tune
+from flexattn.tune.tuner import build_ahead, tune
 from flexattn.tune.workload import Row as Call, ServedRow
 
 __all__ = ["BENCH", "cases", "gains", "main", "table", "task_of_case", "tuned_row"]
@@ -148,16 +147,16 @@ def _run(chosen: Sequence[Case], args: argparse.Namespace) -> tuple[Report, bool
     device, tuning = detect(torch.device("cuda")), method_for("quick", args.budget)
     have, failed = {row.name for row in report.rows}, False
     waiting = [each for each in chosen if f"{each.name} {TUNED}" not in have]
-    with CompileQueue(compilers(args.jobs)) as compile_queue, Worker() as worker:
+    with compilers(args.jobs) as pool, Worker() as worker:
         tasks = {each.name: task_of_case(each, device, "cuda") for each in waiting}
         with override(mode="off"):
-            build_ahead(list(tasks.values()), tuning, compile_queue)
+            build_ahead(list(tasks.values()), tuning, pool)
         for case in waiting:
             if time.monotonic() > until:
                 break
             try:
                 with time_limit():
-                    record = _tuned(tasks[case.name], worker, compile_queue, tuning)
+                    record = _tuned(tasks[case.name], worker, pool, tuning)
             except Exception:  # the others may still be run, whatever this one met
                 failed = True
                 print(f"{case.name}: failed\n{traceback.format_exc()}", flush=True)
@@ -170,10 +169,11 @@ def _run(chosen: Sequence[Case], args: argparse.Namespace) -> tuple[Report, bool
     return report, failed
 
 
-def _tuned(job: AnyTask, worker: Measurer, pool: Runs, tuning: Tuning) -> Record:
+def _tuned(job: AnyTask, worker: Measurer, pool: Pool, tuning: Tuning) -> Record:
     """A quick tuning whose default is the static one, whatever records there are."""
     with override(mode="off"):
-        found = tune(job, worker, lambda configs: build_task(job, configs, pool=pool), tuning)
+        build = partial(build_all, job.problem, device=job.device, pool=pool)
+        found = tune(job, worker, build, tuning)
     default = found.trials[found.decision.default].config
     print(f"  {short(default)} -> {short(found.config)}", flush=True)
     return found

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from flexattn.errors import InputError
-from flexattn.measure.timing import Failure, Samples
+from flexattn.measure.timing import Samples
+from flexattn.records.record import Failed
 from flexattn.verify.gate import Verdict
 
 __all__ = ["Gate", "Report", "RowResult", "laid_out", "load", "merge", "save", "write"]
@@ -160,5 +161,5 @@ def _row(data: dict[str, Any]) -> RowResult:
 
 
 def _samples(data: dict[str, Any]) -> Samples:
-    failure = Failure(**data["failure"]) if data.get("failure") else None
+    failure = Failed(**data["failure"]) if data.get("failure") else None
     return Samples(tuple(data["us"]), failure, data["calls"])

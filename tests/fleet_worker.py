@@ -9,24 +9,31 @@ import sys
 import time
 
 from flexattn.tune.evaluator import Evaluator
-from flexattn.tune.method import Method
-from flexattn.tune.progress import SILENT
-from flexattn.tune.replay import ReplayMeasurer
-from flexattn.tune.shared import HELD, Shared
-from flexattn.tune.shared_study import Pulse
-from flexattn.tune.studies import load_study
+from flexattn.tune.fleet import HELD, SharedTuning
+from flexattn.tune.method import SILENT, Method
+from flexattn.tune.replay import ReplayMeasurer, load_study
+from flexattn.tune.shared_study import Heartbeat
 
-PULSE = Pulse(beat_s=1, grace_s=8)
+HEARTBEAT = Heartbeat(beat_s=1, grace_s=8)
 METHOD = Method(provenance="replay", rounds=3)
 DELAY = 0.03
 
 
 def tune_shared_subject(
-    subject, measurer, url, method=METHOD, *, seeds=(), pulse=PULSE, held=HELD, again_since=None
+    subject,
+    measurer,
+    url,
+    method=METHOD,
+    *,
+    seeds=(),
+    heartbeat=HEARTBEAT,
+    held=HELD,
+    again_since=None,
 ):
-    """As `tune_shared`, for a subject whose task the measurer has open already."""
+    """As `tune` with a storage, for a subject whose task the measurer has open already."""
     bench = Evaluator(subject, measurer, measurer.build, method, SILENT)
-    return Shared(subject, bench, url, pulse, subject.index(seeds), again_since).run(held)
+    first = subject.index(seeds)
+    return SharedTuning(bench, url, heartbeat, first, again_since).run(held)
 
 
 class Slow(ReplayMeasurer):

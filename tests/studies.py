@@ -6,7 +6,7 @@ from itertools import product
 from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig
 from flexattn.records.key import Key
 from flexattn.records.record import SCHEMA, Environment, Failed, Gated, Policy, Trial
-from flexattn.tune.studies import Study
+from flexattn.tune.replay import Study
 
 ROUNDS = 12
 POLICY = Policy(graph=True, cold_l2=True, rounds=20, min_ms=1.0)

@@ -8,10 +8,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from flexattn.cli import parts, picture, verdicts
+from flexattn.cli import parts, picture
 from flexattn.cli.parts import CompiledWorkload, Parts
 from flexattn.cli.terminal import tell
-from flexattn.cli.workloads import FULL_WORKLOADS, SMALL_WORKLOADS
+from flexattn.cli.workloads import (
+    FULL_WORKLOADS,
+    SMALL_WORKLOADS,
+    print_notes,
+    verdict_cells,
+    verdict_table,
+)
 
 _MISSING = (
     "Torch sees no GPU here, so no kernel, ours or torch's, was timed; on a machine with one the "
@@ -23,12 +29,12 @@ def show_cpu(console: Console, out: Path) -> bool:
     """Run both parts, print their tables, a picture and what was shown; whether all went well."""
     with console.status("interpreting small shapes, compiling the full ones"):
         found = parts.run_both()
-    table = verdicts.table("Run by Triton's interpreter: float16, small shapes")
+    table = verdict_table("Run by Triton's interpreter: float16, small shapes")
     for trial in found.trials:
         seen = (trial.workload, trial.shape, trial.error, trial.budget, trial.passed)
-        table.add_row(*verdicts.cells(*seen))
+        table.add_row(*verdict_cells(*seen))
     console.print(table)
-    verdicts.print_notes(console, found.trials)
+    print_notes(console, found.trials)
     console.print(_built(found.compiled))
     for each in found.compiled:
         if each.note:

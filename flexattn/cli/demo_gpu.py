@@ -10,19 +10,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from flexattn.cli import picture, verdicts
+from flexattn.cli import picture
 from flexattn.cli.bench import DEFAULT, OURS, TORCH, Benched, RivalChoice, race_row
 from flexattn.cli.terminal import cell, tell
 from flexattn.cli.watch import Watch
-from flexattn.cli.workloads import FULL_WORKLOADS, DemoWorkload
+from flexattn.cli.workloads import FULL_WORKLOADS, DemoWorkload, verdict_cells, verdict_table
 from flexattn.device import detect
 from flexattn.records.store import Store
 from flexattn.settings import override
 from flexattn.tune.builds import compilers
-from flexattn.tune.campaign import campaign
-from flexattn.tune.gpu_tuner import GpuTuner
+from flexattn.tune.campaign import Campaign
 from flexattn.tune.method import Method, method_for
 from flexattn.tune.tasks import tasks
+from flexattn.tune.tuner import GpuTuner
 
 METHOD = method_for("quick", 3.0)
 _ROUNDS, MIN_MS = 10, 4.0
@@ -49,10 +49,10 @@ def show_gpu(
             status.update(f"{workload.name}: torch compiles its kernel, then the race")
             done.append(race_row(workload.row(), where, _ROUNDS, MIN_MS, rival))
     name = torch.cuda.get_device_name() if where.type == "cuda" else device
-    gates = verdicts.table(f"Run on {name} in bfloat16, against the float64 oracle")
+    gates = verdict_table(f"Run on {name} in bfloat16, against the float64 oracle")
     for workload, row in zip(workloads, done, strict=True):
         seen = (workload.name, workload.describe(), row.error, row.budget, row.passed)
-        gates.add_row(*verdicts.cells(*seen))
+        gates.add_row(*verdict_cells(*seen))
     console.print(gates)
     console.print(_raced(done))
     for row in done:
@@ -119,7 +119,7 @@ def _tune(
         GpuTuner(method, pool, None, watch.lane(), gpu=where.index or 0) as tuner,
     ):
         failed = 0
-        for outcome in campaign(todo, store, [tuner.tune]):
+        for outcome in Campaign(todo, store, [tuner.tune]):
             if outcome.status == "failed":
                 failed += 1
                 watch.finished(f"{outcome.title}: {outcome.message}")

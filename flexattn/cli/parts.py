@@ -13,8 +13,13 @@ from typing import Any, Literal
 import torch
 
 from flexattn.cli.offline import compiled, nearest
-from flexattn.cli.trial import DemoTrial, DemoVariant, run_trial
-from flexattn.cli.workloads import FULL_WORKLOADS, SMALL_WORKLOADS
+from flexattn.cli.workloads import (
+    FULL_WORKLOADS,
+    SMALL_WORKLOADS,
+    DemoTrial,
+    DemoVariant,
+    run_trial,
+)
 from flexattn.device import Device, named
 from flexattn.errors import BuildError, ConfigError
 from flexattn.kernels.base.config import Config

@@ -17,8 +17,7 @@ from flexattn.kernels.choose.registry import short
 from flexattn.records.codec import decode_record
 from flexattn.records.record import Decision, Record
 from flexattn.tune.decide import replay_study as decided
-from flexattn.tune.replay import ReplayMeasurer
-from flexattn.tune.studies import load_study
+from flexattn.tune.replay import ReplayMeasurer, load_study
 from flexattn.tune.tuner import tune_subject
 
 

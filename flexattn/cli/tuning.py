@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
 from flexattn.cli.selection import gpus_like, recorded_kind
 from flexattn.cli.watch import Watch
-from flexattn.device import Device
 from flexattn.errors import DeviceError
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose.registry import short
@@ -25,20 +24,17 @@ from flexattn.records.record import Record
 from flexattn.records.store import Store
 from flexattn.tune.builds import compilers
 from flexattn.tune.campaign import (
-    TuneTask,
+    Campaign,
+    TaskLocks,
     TuningOutcome,
-    Where,
-    campaign,
     environment_of,
     pending,
 )
-from flexattn.tune.compile_queue import CompileQueue
-from flexattn.tune.gpu_tuner import GpuTuner, build_ahead
 from flexattn.tune.journal import settle
 from flexattn.tune.method import Method
 from flexattn.tune.plugin import Plugin
 from flexattn.tune.pool import default_jobs
-from flexattn.tune.task_locks import TaskLocks
+from flexattn.tune.tuner import GpuTuner, build_ahead
 
 JOURNALS, LOCKS = "journals", "locks"
 
@@ -74,31 +70,43 @@ def run_tuning(
     device = chosen[0].device
     gpus = (gpus_like(device) or [0])[: max(1, len(todo))]
     journals = store.root / JOURNALS
-    if again:
-        _forget(chosen, store)
+    for task in chosen if again else ():
+        # A process died between writing a record and dropping its journal.
+        where, key = environment_of(task), key_of(task.problem)
+        if (old := store.read(where, key)) is not None:
+            settle(journals, old, store.path(where, key).stat().st_mtime)
+    served = {each.store.root.resolve() for each in layers(device)}
+
+    def landed(record: Record) -> None:
+        """Drop what is kept until a record is on the disk."""
+        settle(journals, record)
+        if prune:
+            store.drop_others(record.environment, record.key)
+        # Elsewhere, or measured in another way, it is none that dispatch will take for its own.
+        here = environment(recorded_kind(record.key.kind), device)
+        if store.root.resolve() in served and record.environment == here:
+            untuned.drop(record.key, device.name)
+
     # What launches kernels and times them has a core of its own.
     jobs = jobs or max(1, default_jobs() - len(gpus))
     with Watch(len(todo), Console(stderr=True)) as watch, ExitStack() as stack:
-        compile_queue = stack.enter_context(CompileQueue(compilers(jobs)))
+        pool = stack.enter_context(compilers(jobs))
         on_gpus = [
             stack.enter_context(
                 GpuTuner(
-                    method, compile_queue, journals, watch.lane(), gpu=gpu, storage=storage,
+                    method, pool, journals, watch.lane(), gpu=gpu, storage=storage,
                     again_since=time.time() if again else None,
                 )
             )
             for gpu in gpus
         ]  # fmt: skip
         if storage is None:
-            build_ahead(todo, method, compile_queue)
-        names = [f"GPU {gpu}" for gpu in gpus]
-        tuners = [each.tune for each in on_gpus]
-        landed = _landing(store, device, prune)
+            build_ahead(todo, method, pool)
         # Workers of one database share each problem; without it a problem is one tuner's.
         locks = TaskLocks(store.root / LOCKS) if storage is None else None
-        return _followed(
-            chosen, store, tuners, names, again, environment_of, watch, landed, until, locks
-        )
+        tuners = [each.tune for each in on_gpus]
+        run = Campaign(chosen, store, tuners, again, landed=landed, until=until, locks=locks)
+        return _followed(run, [f"GPU {gpu}" for gpu in gpus], watch)
 
 
 def run_plugin(
@@ -113,64 +121,28 @@ def run_plugin(
     where = plugin.tuning_environment
     todo = len(pending(chosen, store, again, where))
     with Watch(todo, Console(stderr=True)) as watch:
-        tuners = [plugin.tuner(watch.lane(), effort, method)]
-        return _followed(
-            chosen, store, tuners, ["the instance"], again, where, watch, lambda record: None
-        )
+        tuner = plugin.tuner(watch.lane(), effort, method)
+        run = Campaign(chosen, store, [tuner], again, where)
+        return _followed(run, ["the instance"], watch)
 
 
-def _forget(chosen: Sequence[AnyTask], store: Store) -> None:
-    """Journals of records that are there: a process died between writing one and dropping it."""
-    for task in chosen:
-        where, key = environment_of(task), key_of(task.problem)
-        if (old := store.read(where, key)) is not None:
-            settle(store.root / JOURNALS, old, store.path(where, key).stat().st_mtime)
-
-
-def _landing(store: Store, device: Device, prune: bool) -> Callable[[Record], None]:
-    """What is kept until a record is on the disk, and is dropped then."""
-    served = {each.store.root.resolve() for each in layers(device)}
-
-    def landed(record: Record) -> None:
-        settle(store.root / JOURNALS, record)
-        if prune:
-            store.drop_others(record.environment, record.key)
-        # Elsewhere, or measured in another way, it is none that dispatch will take for its own.
-        here = environment(recorded_kind(record.key.kind), device)
-        if store.root.resolve() in served and record.environment == here:
-            untuned.drop(record.key, device.name)
-
-    return landed
-
-
-def _followed(
-    chosen: Sequence[AnyTask],
-    store: Store,
-    tuners: Sequence[TuneTask],
-    names: Sequence[str],
-    again: bool,
-    where: Where,
-    watch: Watch,
-    landed: Callable[[Record], None],
-    until: float = math.inf,
-    locks: TaskLocks | None = None,
-) -> Ran:
+def _followed(run: Campaign, names: Sequence[str], watch: Watch) -> Ran:
+    """The campaign to its end, each problem a line; names: of its tuners."""
     found: list[TuningOutcome] = []
     gone: list[str] = []
+    interrupted = False
 
     def lost(number: int, error: DeviceError) -> None:
         gone.append(f"{names[number]} is lost and took no more problems: {error.got}")
         watch.say(gone[-1])
 
     try:
-        for outcome in campaign(
-            chosen, store, tuners, again, where, landed, lost, until, locks, watch.say
-        ):
+        for outcome in replace(run, lost=lost, say=watch.say):
             found.append(outcome)
             watch.finished(_line(outcome), outcome.status != "kept")
     except KeyboardInterrupt:
-        return Ran(tuple(found), True, tuple(gone))
-    return Ran(tuple(found), False, tuple(gone))
+        interrupted = True
+    return Ran(tuple(found), interrupted, tuple(gone))
 
 
 def _line(outcome: TuningOutcome) -> str:

@@ -58,7 +58,7 @@ class Watch(Closing):
 
 
 class Lane:
-    """A flexattn.tune.progress.Progress: one worker's problem, stage and best time."""
+    """A flexattn.tune.method.Progress: one worker's problem, stage and best time."""
 
     def __init__(self, bars: Progress, console: Console) -> None:
         self._bars, self._console = bars, console

@@ -99,7 +99,7 @@ def _told(task: Task, found: ConfigExplanation, tried: Sequence[Attempt]) -> dic
         "estimate": _estimate(task, found),
         "origin": None if found.found is None else found.found.origin,
         "expected": [{"layer": layer, "path": str(path)} for layer, path in found.expected],
-        "passed": [{"path": str(p.path), "reasons": [p.reason]} for p in found.passed],
+        "passed": [{"path": str(path), "reasons": [why]} for path, why in found.passed],
         "closest": [_compared(each) for each in found.closest],
         "broken": [{"path": str(path), "error": error} for path, error in found.broken],
         "candidates": [str(each) for each in tried],
@@ -137,8 +137,8 @@ def _print(answers: Sequence[tuple[Task, ConfigExplanation, Sequence[Attempt]]])
             say(f"  candidate {attempt}")
         looked = (f"{layer} ({path.parents[3]})" for layer, path in found.expected)
         say(f"  looked in {', '.join(looked)}")
-        for passed in found.passed:
-            say(f"  passed    {passed.path}: {passed.reason}")
+        for path, reason in found.passed:
+            say(f"  passed    {path}: {reason}")
         if not found.closest:
             say(f"  closest   none: no record of this kind was made on {found.environment.device}")
         for each in found.closest:

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import os
 import signal
 import sys
 from multiprocessing.connection import Connection
+from pkgutil import resolve_name
 from typing import Any
 
 from flexattn.errors import FlexAttnError
-from flexattn.measure.failures import failed, is_sticky
+from flexattn.measure.process import (
+    Begun,
+    ErrorReply,
+    Reply,
+    Request,
+    end_with_parent,
+    failed,
+    is_sticky,
+    receive,
+    send,
+)
 from flexattn.measure.runner import Runner
-from flexattn.measure.timing import Left
-from flexattn.measure.wire import Begun, Reply, Request, Trouble, end_with_parent, receive, send
+from flexattn.measure.timing import Dropped
 from flexattn.records.record import Failed
 
 
 def main(handle: int, where: str) -> None:
-    """Serve the pipe with this handle until it closes; `where` is "package.module:LabClass"."""
+    """Serve the pipe with this handle until it closes; `where` is "package.module:RunnerClass"."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     faulthandler.enable()
     end_with_parent(handle, lambda: os.kill(os.getpid(), signal.SIGKILL))
     pipe: Connection[Any, Any] = Connection(handle)
     try:
-        runner = _load(where)
+        runner: Runner = resolve_name(where)()
         send(pipe, Reply(runner.device))
     except Exception as error:
         send(pipe, _trouble(error))
@@ -38,12 +47,12 @@ def main(handle: int, where: str) -> None:
         send(pipe, Begun())
         answer = _served(runner, request, pipe)
         send(pipe, answer)
-        if isinstance(answer, Trouble) and answer.lost:
+        if isinstance(answer, ErrorReply) and answer.lost:
             # Not a normal exit: that would clean up in a CUDA context that is lost.
             os._exit(1)
 
 
-def _served(runner: Runner, request: Request, pipe: Connection[Any, Any]) -> Reply | Trouble:
+def _served(runner: Runner, request: Request, pipe: Connection[Any, Any]) -> Reply | ErrorReply:
     try:
         if request.method == "race":
             return _race(runner, request, pipe)
@@ -52,33 +61,27 @@ def _served(runner: Runner, request: Request, pipe: Connection[Any, Any]) -> Rep
         trouble = _trouble(error)
     # What holds the tensors of a failed run is the exception's traceback, which has ended here.
     lost = is_sticky(trouble.failed) or not runner.recover()
-    return Trouble(_crashed(trouble.failed) if lost else trouble.failed, lost, error=trouble.error)
+    return ErrorReply(
+        _crashed(trouble.failed) if lost else trouble.failed, lost, error=trouble.error
+    )
 
 
-def _race(runner: Runner, request: Request, pipe: Connection[Any, Any]) -> Reply | Trouble:
+def _race(runner: Runner, request: Request, pipe: Connection[Any, Any]) -> Reply | ErrorReply:
     for event in runner.race(*request.args):
-        if isinstance(event, Left) and event.failure is not None:
-            what = event.failure
-            found = failed(what.error, what.message, what.stage)
-            if is_sticky(found) or not runner.recover():
-                return Trouble(_crashed(found), lost=True, index=event.index)
+        found = event.failure if isinstance(event, Dropped) else None
+        if found is not None and (is_sticky(found) or not runner.recover()):
+            return ErrorReply(_crashed(found), lost=True, index=event.index)
         send(pipe, event)
     return Reply()
 
 
-def _trouble(error: Exception) -> Trouble:
+def _trouble(error: Exception) -> ErrorReply:
     told = error if isinstance(error, FlexAttnError) else None
-    return Trouble(failed(type(error).__name__, str(error), "run"), error=told)
+    return ErrorReply(failed(type(error).__name__, str(error), "run"), error=told)
 
 
 def _crashed(found: Failed) -> Failed:
     return Failed("crash", found.error, found.message)
-
-
-def _load(where: str) -> Runner:
-    module, _, name = where.partition(":")
-    runner: Runner = getattr(importlib.import_module(module), name)()
-    return runner
 
 
 if __name__ == "__main__":

@@ -1,26 +1,93 @@
-"""Spawned, a Python process with a pipe to it, and ChildProcess, one that measures on demand."""
+"""Processes of their own, with a pipe to each, and what is said over it: pickled frozen data."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
+import re
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import IO, Any
+from typing import Any
 
-from flexattn.errors import MeasureError
-from flexattn.measure.failures import clipped
-from flexattn.measure.wire import Reply, Request, Trouble, receive, send
-from flexattn.records.record import Failed
+from flexattn.errors import FlexAttnError, MeasureError
+from flexattn.records.record import Failed, Stage
 from flexattn.settings import log, worker_environment
 
 _KEPT_BYTES = 16 << 10
 # A process whose kernel spins is gone when the driver has stopped the kernel.
 _REAP_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A method of the child's Runner, with its arguments."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The child has a request: if it dies from now on, the request may be why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The end of a request that went well; before it, `race` sends its events."""
+
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """The end of a request that did not.
+
+    lost: the child cannot go on and exits. index: the config of a race that broke it.
+    error: what the caller is told where it is the request that is wrong, and no config.
+    begun: False where the child died before it had the request.
+    """
+
+    failed: Failed
+    lost: bool = False
+    index: int | None = None
+    error: FlexAttnError | None = None
+    begun: bool = True
+
+
+def send(pipe: Connection[Any, Any], message: object) -> None:
+    """Write one message. Raises OSError where the other side is gone.
+
+    Plain pickle: the pipe's own would put the parent's tensors into shared memory.
+    """
+    pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def receive(pipe: Connection[Any, Any]) -> Any:
+    """Read one message. Raises EOFError or OSError where the other side is gone."""
+    return pickle.loads(pipe.recv_bytes())
+
+
+def end_with_parent(handle: int, end: Callable[[], None]) -> None:
+    """Call `end`, from a thread, when the parent dies.
+
+    handle: of a pipe whose other end the parent alone holds, so that it closes then.
+    """
+    waiter = select.poll()
+    waiter.register(handle, 0)  # a hang-up is reported without being asked for
+
+    def wait() -> None:
+        waiter.poll()
+        end()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 class Died(Exception):
@@ -42,19 +109,19 @@ class Spawned:
         """start: the interpreter's arguments; its pipe's handle and `what` come behind them."""
         self.pipe: Connection[Any, Any]
         self.pipe, theirs = Pipe()
+        # A file, and not a pipe that somebody would have to read.
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, *start, str(theirs.fileno()), what],
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=self._printed,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 # A group of its own, with the compilers that it starts; Ctrl-C is for the parent.
                 start_new_session=True,
             )
-        assert self._process.stdout is not None
-        self._words = _Words(self._process.stdout)
 
     @property
     def pid(self) -> int:
@@ -90,8 +157,10 @@ class Spawned:
 
     def told(self, what: str) -> str:
         """What became of it, with its last words."""
-        words = self._words.last()
-        return f"{what}; its last words:\n{words}" if words else what
+        handle = self._printed.fileno()
+        begin = max(0, os.fstat(handle).st_size - _KEPT_BYTES)
+        words = os.pread(handle, _KEPT_BYTES, begin).decode(errors="replace")
+        return f"{what}; its last words:\n{clipped(words, 1500)}" if words.strip() else what
 
 
 class ChildProcess(Spawned):
@@ -107,7 +176,7 @@ class ChildProcess(Spawned):
         except BaseException:
             self.end()
             raise
-        if isinstance(hello, Trouble):
+        if isinstance(hello, ErrorReply):
             self.end()
             if hello.error is not None:
                 raise hello.error
@@ -115,7 +184,7 @@ class ChildProcess(Spawned):
         self.device: str = hello.value
 
     def exchange(self, request: Request, patience: float) -> Iterator[Any]:
-        """Its messages about a request, the first Begun, the last an Answer or a Trouble.
+        """Its messages about a request, the first Begun, the last an Answer or a ErrorReply.
 
         patience: seconds it may be silent. Raises Died. Whoever stops before the last message
         must end the child.
@@ -132,7 +201,7 @@ class ChildProcess(Spawned):
         while True:
             message = self._receive(patience)
             yield message
-            if isinstance(message, (Reply, Trouble)):
+            if isinstance(message, (Reply, ErrorReply)):
                 return
 
     def _receive(self, patience: float) -> Any:
@@ -149,21 +218,50 @@ class ChildProcess(Spawned):
         return Died(Failed("crash", name, self.told(f"the worker's child ended with {name}")))
 
 
-class _Words(threading.Thread):
-    """Reads what a child prints, so that it never blocks on it, and keeps the end."""
+# After one of these every later CUDA call of the process fails (CUDA runtime API, cudaError_t).
+_STICKY = re.compile(
+    r"illegal (memory access|address|instruction)|misaligned address|hardware stack error"
+    r"|invalid program counter|invalid address space|launch timed out|unspecified launch failure"
+    r"|device-side assert|uncorrectable (ECC|NVLink)|cudaError(Illegal|Misaligned|LaunchFailure)"
+    r"|operation not supported on global/shared address space"
+    r"|hip(ErrorIllegalAddress|ErrorLaunchFailure)|CUDA error:? 7(00|02|1[0-9]|2[01])\b",
+    re.IGNORECASE,
+)
+_MEMORY = re.compile(r"out of memory|CUDA error:? 2\b", re.IGNORECASE)
+_RESOURCES = re.compile(r"out of resource|(needs? more|too much) shared memory", re.IGNORECASE)
+_LAUNCH = re.compile(r"cuLaunchKernel|cuTensorMapEncodeTiled")
+_LENGTH = 2000
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        super().__init__(daemon=True)
-        self._stream = stream
-        self._kept = b""
-        self.start()
 
-    def run(self) -> None:
-        with self._stream:
-            while chunk := os.read(self._stream.fileno(), _KEPT_BYTES):
-                self._kept = (self._kept + chunk)[-_KEPT_BYTES:]
+def failed(error: str, message: str, stage: Stage) -> Failed:
+    """The typed failure of an exception's class name and text.
 
-    def last(self) -> str:
-        """The end of it; of a child that has ended, all that it still said."""
-        self.join(timeout=1.0)
-        return clipped(self._kept.decode(errors="replace"), 1500)
+    stage: where it was raised, for what its text does not say better.
+    """
+    return Failed(_stage(error, message) or stage, error, clipped(message))
+
+
+def is_sticky(failure: Failed) -> bool:
+    """Whether the CUDA context that raised this is lost, and with it the process."""
+    return failure.stage == "crash" or bool(_STICKY.search(failure.message))
+
+
+def clipped(text: str, length: int = _LENGTH) -> str:
+    """Text that a record can keep: its beginning and its end."""
+    text = text.strip()
+    if len(text) <= length:
+        return text
+    half = length // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+
+
+def _stage(error: str, message: str) -> Stage | None:
+    if _STICKY.search(message):
+        return "crash"
+    if error in ("OutOfMemoryError", "MemoryError") or _MEMORY.search(message):
+        return "memory"
+    if error == "OutOfResources" or _RESOURCES.search(message):
+        return "resources"
+    if error in ("BuildError", "DriverError") and not _LAUNCH.search(message):
+        return "build"
+    return "infeasible" if error == "ConfigError" else None

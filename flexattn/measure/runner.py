@@ -6,9 +6,7 @@ import contextlib
 import gc
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,21 +14,14 @@ import torch
 from flexattn.device import detect
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.base.config import Config
-from flexattn.kernels.choose.options import Options
-from flexattn.measure.backward import backward_call, make_saved
+from flexattn.measure.calls import Opened, opened
 from flexattn.measure.clock import Clock, CpuClock, CudaClock, TimedCall
-from flexattn.measure.failures import clipped
-from flexattn.measure.serving import plan_call
-from flexattn.measure.task import AnyTask, ServingTask, Task
+from flexattn.measure.process import clipped
+from flexattn.measure.task import AnyTask
 from flexattn.measure.timing import Event, race
 from flexattn.records.record import Failed, Gated, Policy, kept_error
-from flexattn.runtime.dispatch import dispatcher
-from flexattn.runtime.launch import Outputs, prepare_launch
-from flexattn.serving.batch import make_batch, serving_judge
 from flexattn.settings import current
 from flexattn.verify.gate import Verdict
-from flexattn.verify.gradients import judge_of as judge_gradients
-from flexattn.verify.oracle import make_inputs, make_sinks, moved, oracle
 
 
 class Runner(Protocol):
@@ -76,9 +67,7 @@ class DeviceRunner:
             )
         self._calls: dict[Config, Callable[[], Any]] = {}
         self._clock: Clock | None = None
-        self._judge: Callable[[Any], Verdict] | None = None
-        self._build: Callable[[Config], Callable[[], Any]] | None = None
-        self._while_judged: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._opened: Opened | None = None
 
     @property
     def device(self) -> str:
@@ -91,8 +80,7 @@ class DeviceRunner:
     def open(self, task: AnyTask) -> None:
         """As Runner.open."""
         self._calls.clear()
-        self._clock = self._judge = self._build = None
-        self._while_judged = nullcontext
+        self._clock = self._opened = None
         self._free()
         here = detect(self._where)
         if here.arch != task.device.arch:
@@ -100,70 +88,17 @@ class DeviceRunner:
                 f"{task.title} is for {task.device.name}, this is {here.name}",
                 "a task is measured on the device that it names",
             )
-        if isinstance(task, ServingTask):
-            self._open_serving(task)
-        elif task.kind == "backward":
-            self._open_backward(task)
-        else:
-            self._open_call(task)
+        self._opened = opened(task, self._where)
         self._clock = _clock(task.policy, self._where)
-
-    def _open_serving(self, task: ServingTask) -> None:
-        batch = make_batch(task.problem, task.q_lens, task.kv_lens, self._where)
-        self._judge = serving_judge(batch, task.scale, task.score, task.mask)
-
-        def build(config: Any) -> Callable[[], Outputs]:
-            return plan_call(task, batch, config, self._where)
-
-        self._build = build
-
-    def _open_backward(self, task: Task) -> None:
-        self._round_as(task)
-        saved = make_saved(task, self._where)
-        self._judge = judge_gradients(saved.call)
-        self._while_judged = saved.call.judged_alone
-        self._build = lambda config: backward_call(task, saved, config, self._where)
-
-    def _round_as(self, task: Task) -> None:
-        if self._where.type == "cuda":
-            # What the reference run of float32 inputs looks at.
-            allowed = task.problem.structure.fp32_products == "tf32x3"
-            torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "none"
-
-    def _open_call(self, task: Task) -> None:
-        self._round_as(task)
-        structure = task.problem.structure
-        q, k, v = make_inputs(task.problem, self._where)
-        sinks = make_sinks(task.problem, self._where)
-        score, mask = moved(task.score, self._where), moved(task.mask, self._where)
-        lists = None if task.lists is None else task.lists.to(self._where)
-        self._judge = oracle(q, k, v, task.scale, score, mask, lists, structure.sparsity, sinks)
-
-        def build(config: Config) -> Callable[[], Outputs]:
-            launch = prepare_launch(
-                task.problem,
-                task.device,
-                self._where,
-                dispatcher(),
-                Options(exact=config),
-                q,
-                k,
-                v,
-                lists,
-            )
-            rest = launch.rest_of(lists, score, mask)
-            return partial(launch.run, q, k, v, task.scale, rest, sinks)
-
-        self._build = build
 
     def gate(self, config: Config) -> Gated | Failed:
         """As Runner.gate."""
-        assert self._judge is not None
         call = self._call(config)
-        with _poisoned_memory(), self._while_judged():
+        assert self._opened is not None
+        with _poisoned_memory(), self._opened.while_judged():
             outputs = call()
         self._synchronize()
-        return gated(self._judge(outputs))
+        return gated(self._opened.judge(outputs))
 
     def race(
         self, configs: Sequence[Config], rounds: int, min_ms: float, limit_us: float
@@ -183,11 +118,10 @@ class DeviceRunner:
         return True
 
     def _call(self, config: Config) -> Callable[[], Any]:
-        assert self._build is not None
-        call = self._calls.get(config)
-        if call is None:
-            call = self._calls[config] = self._build(config)
-        return call
+        assert self._opened is not None
+        if config not in self._calls:
+            self._calls[config] = self._opened.build(config)
+        return self._calls[config]
 
     def _synchronize(self) -> None:
         if self._where.type == "cuda":

@@ -10,24 +10,13 @@ from typing import Literal
 
 from flexattn.errors import InputError, MeasureError
 from flexattn.measure.clock import WARMUP_CALLS, Clock, CpuClock, CudaClock, TimedCall
-from flexattn.records.record import is_time
+from flexattn.measure.process import failed
+from flexattn.records.record import Failed, is_time
 
 MAX_CALLS_PER_SAMPLE = 200  # fewer than the driver queues: the host runs ahead of the GPU
 _CONFIDENCE = 0.95
 # Events of a GPU whose clock was set back once give a sample of 0 or below; it is taken again.
 ATTEMPTS = 3
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a candidate has no time: the stage it broke in and the exception it raised."""
-
-    stage: Literal["prepare", "run"]
-    error: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.stage}: {self.error}: {self.message}"
 
 
 @dataclass(frozen=True)
@@ -39,7 +28,7 @@ class Samples:
     """
 
     us: tuple[float, ...] = ()
-    failure: Failure | None = None
+    failure: Failed | None = None
     calls: int = 0
 
     @property
@@ -97,14 +86,14 @@ def _ranks_outside(n: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Takes:
+class Started:
     """The candidate with this index is about to be prepared or timed."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
+class RoundTime:
     """A candidate's microseconds per call, in the mean of `calls` calls."""
 
     index: int
@@ -113,14 +102,14 @@ class Took:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Dropped:
     """A candidate is out of the race: it failed, or without a failure it was hopelessly slow."""
 
     index: int
-    failure: Failure | None
+    failure: Failed | None
 
 
-Event = Takes | Took | Left
+Event = Started | RoundTime | Dropped
 
 
 def race(
@@ -133,7 +122,7 @@ def race(
 ) -> Iterator[Event]:
     """Time every call once a round, in an order that rotates and reverses; says each step.
 
-    The k-th Took of a candidate is its round k. One whose first estimate is above `limit_us`
+    The k-th RoundTime of a candidate is its round k. One whose first estimate is above `limit_us`
     gives the estimate as its only value and leaves. A call that raises leaves too, and one whose
     samples are no times; the others go on. Nothing runs between a step and the request for the
     next one.
@@ -141,17 +130,17 @@ def race(
     running: dict[int, tuple[TimedCall, int]] = {}
     clock.warm()
     for index in range(len(calls)):
-        yield Takes(index)
+        yield Started(index)
         try:
             timed = clock.prepare(calls[index])
             clock.sample(timed, 1)
             estimate = _sample(clock, timed, WARMUP_CALLS)
         except Exception as error:
-            yield Left(index, Failure("prepare", type(error).__name__, str(error)))
+            yield Dropped(index, failed(type(error).__name__, str(error), "prepare"))
             continue
         if estimate > limit_us:
-            yield Took(index, estimate, WARMUP_CALLS)
-            yield Left(index, None)
+            yield RoundTime(index, estimate, WARMUP_CALLS)
+            yield Dropped(index, None)
         else:
             count = min(max(math.ceil(min_ms * 1e3 / estimate), 1), MAX_CALLS_PER_SAMPLE)
             running[index] = timed, count
@@ -159,15 +148,15 @@ def race(
         for index in order:
             if index not in running:
                 continue
-            yield Takes(index)
+            yield Started(index)
             timed, count = running[index]
             try:
                 us = _sample(clock, timed, count)
             except Exception as error:
                 del running[index]
-                yield Left(index, Failure("run", type(error).__name__, str(error)))
+                yield Dropped(index, failed(type(error).__name__, str(error), "run"))
             else:
-                yield Took(index, us, count)
+                yield RoundTime(index, us, count)
 
 
 def _sample(clock: Clock, call: TimedCall, calls: int) -> float:
@@ -198,7 +187,7 @@ def time_interleaved(
     A value is the mean time of as many calls as fill `min_ms`. `flush_l2` evicts the L2 cache
     before each call, outside the timed region. `graph` captures each candidate in a CUDA graph and
     times its replay: what the kernels cost, without the host. The "cpu" clock knows neither.
-    A candidate that raises keeps its Failure and leaves the race; the others go on.
+    A candidate that raises keeps its Failed and leaves the race; the others go on.
     Raises InputError for a combination that cannot be timed.
     """
     if rounds < 1 or min_ms < 0 or (clock == "cpu" and (flush_l2 or graph)):
@@ -211,10 +200,10 @@ def time_interleaved(
     found = dict.fromkeys(names, Samples())
     calls = list(candidates.values())
     for event in race(calls, rounds=rounds, min_ms=min_ms, clock=stopwatch):
-        if isinstance(event, Took):
+        if isinstance(event, RoundTime):
             us = found[names[event.index]].us
             found[names[event.index]] = Samples((*us, event.us), calls=event.calls)
-        elif isinstance(event, Left):
+        elif isinstance(event, Dropped):
             found[names[event.index]] = Samples(failure=event.failure)
     return found
 

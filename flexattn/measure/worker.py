@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
-from collections.abc import Callable, Sequence
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from flexattn.errors import DeviceError, FlexAttnError, MeasureError
 from flexattn.kernels.base.config import Config
-from flexattn.measure.failures import failed
-from flexattn.measure.lock import device_lock
-from flexattn.measure.process import ChildProcess, Died
+from flexattn.measure.process import Begun, ChildProcess, Died, ErrorReply, Reply, Request
 from flexattn.measure.task import AnyTask
-from flexattn.measure.timing import Left, Takes, Took
-from flexattn.measure.wire import Begun, Reply, Request, Trouble
+from flexattn.measure.timing import Dropped, RoundTime, Started
 from flexattn.problem import Problem
+from flexattn.records.files import open_lock
 from flexattn.records.record import Failed, Gated
-from flexattn.settings import log
+from flexattn.settings import current, log, say_once
 from flexattn.util.closing import Closing
 
 # Deaths of a child that no config can be blamed for, in one call.
@@ -83,7 +85,7 @@ class Worker(Closing):
         if known is not None:
             return known
         got = self._ask(self._ready, Request("gate", (config,)), self._deadlines.gate)
-        if isinstance(got, Trouble):
+        if isinstance(got, ErrorReply):
             return self._noted(config, got.failed)
         verdict: Gated | Failed = got.value
         return verdict
@@ -147,7 +149,7 @@ class Worker(Closing):
         if self._is_open:
             return child
         got = self._ask(self._started, Request("open", (self._task,)), self._deadlines.open)
-        if isinstance(got, Trouble):
+        if isinstance(got, ErrorReply):
             raise got.error or self._blamed(got.failed)
         self._is_open = True
         assert self._child is not None
@@ -172,7 +174,7 @@ class Worker(Closing):
 
     def _ask(
         self, where: Callable[[], ChildProcess], request: Request, patience: float
-    ) -> Reply | Trouble:
+    ) -> Reply | ErrorReply:
         """Once more, in another child, where one dies before it has the request."""
         attempts = 1 + _UNEXPLAINED
         while True:
@@ -185,33 +187,33 @@ class Worker(Closing):
             if not attempts:
                 raise self._blamed(got.failed)
 
-    def _race(self, request: Request, leg: _Leg) -> Trouble | None:
+    def _race(self, request: Request, leg: _Leg) -> ErrorReply | None:
         child = self._ready()
         with device_lock(child.device, alone=True, say=self._say):
             got = self._exchange(child, request, self._deadlines.step, leg)
-        return got if isinstance(got, Trouble) else None
+        return got if isinstance(got, ErrorReply) else None
 
     def _exchange(
         self, child: ChildProcess, request: Request, patience: float, leg: _Leg
-    ) -> Reply | Trouble:
-        last: Reply | Trouble | None = None
+    ) -> Reply | ErrorReply:
+        last: Reply | ErrorReply | None = None
         begun = False
         try:
             for message in child.exchange(request, patience):
-                if isinstance(message, (Reply, Trouble)):
+                if isinstance(message, (Reply, ErrorReply)):
                     last = message
                 elif isinstance(message, Begun):
                     begun = True
                 else:
                     leg.add(message)
         except Died as died:
-            last = Trouble(died.failed, lost=True, index=leg.current, begun=begun)
+            last = ErrorReply(died.failed, lost=True, index=leg.current, begun=begun)
         except BaseException:
             # Ctrl-C in the middle: an answer is still to come, which nobody would ask for.
             self._end()
             raise
         assert last is not None
-        if isinstance(last, Trouble) and last.lost:
+        if isinstance(last, ErrorReply) and last.lost:
             self._end()
         return last
 
@@ -237,16 +239,13 @@ class _Leg:
     def __post_init__(self) -> None:
         self.took = [[] for _ in range(self.size)]
 
-    def add(self, event: Takes | Took | Left) -> None:
-        if isinstance(event, Takes):
+    def add(self, event: Started | RoundTime | Dropped) -> None:
+        if isinstance(event, Started):
             self.current = event.index
-        elif isinstance(event, Took):
+        elif isinstance(event, RoundTime):
             self.took[event.index].append(event.us)
         else:
-            what = event.failure
-            self.out[event.index] = (
-                None if what is None else failed(what.error, what.message, what.stage)
-            )
+            self.out[event.index] = event.failure
 
     def complete(self) -> int:
         """Rounds that everyone who is left has finished."""
@@ -259,3 +258,36 @@ def _lost(failure: Failed) -> MeasureError:
         "a fresh child can open the task, and lives until a config runs",
         "look at the device (nvidia-smi, dmesg), then try again",
     )
+
+
+@contextmanager
+def device_lock(
+    device: str, *, alone: bool, say: Callable[[str], None] = log.warning
+) -> Iterator[None]:
+    """Hold a device for a block of code, alone for timing, or beside others that do not time.
+
+    Waits, and says so once, while somebody else holds it in the way. The lock is advisory, lies in
+    the user's cache directory, and ends with the process that holds it. Where that directory takes
+    no lock the block runs without, which is said once. "" locks nothing.
+    """
+    if not device:
+        yield
+        return
+    path = current().cache_dir / "locks" / (re.sub(r"[^A-Za-z0-9_.-]", "_", device) + ".lock")
+    handle = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = open_lock(path)
+        kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for {device}: another tuner of this host measures on it ({path})")
+            fcntl.flock(handle, kind)
+    except OSError as error:
+        say_once(f"{path}: {error.strerror}: other tuners of this host may time on {device} too")
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)

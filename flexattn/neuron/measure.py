@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import FlexAttnError, MeasureError
-from flexattn.measure.failures import clipped
+from flexattn.measure.process import clipped
 from flexattn.measure.runner import gated
 from flexattn.measure.task import AnyTask, Task, call_of
 from flexattn.neuron import nrt_bench
@@ -34,8 +34,7 @@ from flexattn.records.key import key_of
 from flexattn.records.record import Failed, Gated, Record, Stage
 from flexattn.settings import neuron_environment, nrtpy_python
 from flexattn.tune.builds import BuiltConfig
-from flexattn.tune.method import Method
-from flexattn.tune.progress import SILENT, Progress
+from flexattn.tune.method import SILENT, Method, Progress
 from flexattn.tune.subject import Subject
 from flexattn.tune.tuner import tune_subject
 from flexattn.util.closing import Closing

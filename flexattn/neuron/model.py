@@ -33,11 +33,10 @@ from flexattn.neuron.interpreter.interpret import Interpreted, interpret
 from flexattn.neuron.run import Prepared, prepare
 from flexattn.neuron.schedule import Schedule
 from flexattn.problem import DTYPES, Kind
-from flexattn.records.closure import bare, closure
 from flexattn.records.key import key_of
 from flexattn.records.record import SCHEMA, Decision, Environment, Failed, Record, Trial
-from flexattn.records.renderers import NO_TEXT
-from flexattn.tune.progress import SILENT, Progress
+from flexattn.records.renderers import NO_TEXT, bare, closure
+from flexattn.tune.method import SILENT, Progress
 
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 # Of a longer schedule a sample is walked, and scaled.

@@ -18,9 +18,9 @@ from flexattn.neuron.source import render_nki, render_nki_combine
 from flexattn.problem import Problem
 from flexattn.records.record import Environment, Record
 from flexattn.tune.campaign import TuneTask
-from flexattn.tune.gpu_tuner import ProblemProgress
 from flexattn.tune.method import Method
 from flexattn.tune.plugin import PluginKernel
+from flexattn.tune.tuner import ProblemProgress
 
 
 def check_tuning(

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
-from flexattn.kernels.base.config import Config
+from flexattn.kernels.base.config import Config, describe
 from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.registry import family_of
 from flexattn.problem import Problem, Structure
+from flexattn.records.codec import encode
 from flexattn.records.environment import environment
 from flexattn.records.files import is_closed
-from flexattn.records.former_default import outdated
 from flexattn.records.key import Key, Sizes, key_of, sizes_of
 from flexattn.records.record import Answer, Environment, Record, slug
 from flexattn.records.store import REAL, Store, generation
@@ -90,19 +90,9 @@ class Found:
     stored: Stored
 
     @property
-    def answer(self) -> Answer:
-        """The record without its trials."""
-        return self.stored.answer
-
-    @property
     def differing(self) -> tuple[str, ...]:
         """Fields of the record's environment that are not this process's."""
         return self.stored.differing
-
-    @property
-    def record(self) -> Record | None:
-        """The whole record, read now; None if the file is gone."""
-        return self.stored.record
 
 
 @lru_cache(maxsize=1)
@@ -307,3 +297,39 @@ def origin(stored: Stored, wanted: Sizes, named: str = "") -> str:
     measured = "regret not measured" if regret is None else f"measured regret {100 * regret:.1f} %"
     text = f"nearest, tuned for {Sizes(*answer.sizes)}"
     return f"{text}{' with ' * bool(elsewhere)}{elsewhere}: {measured}; {kept}"
+
+
+# Fields that say how a config is compiled, as a config is that is told nothing: which assembler a
+# default takes depends on what is installed.
+TOOLCHAIN_FIELDS = {"ptxas": "", "merge_consumers": True}
+
+
+def same_tiles(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two configs, as `encode` gives them, differ at most in how they are compiled."""
+    return all(
+        one.get(name) == other.get(name) for name in (one.keys() | other) - TOOLCHAIN_FIELDS.keys()
+    )
+
+
+def recorded_default(record: Record) -> Config:
+    """The static default of a record's time."""
+    return record.trials[record.decision.default].config
+
+
+def outdated(record: Record | None, today: Config) -> str:
+    """Why a record's winner may be slower than today's static default; "" where it was faster.
+
+    A record says that its winner beat the static default of its time, or that nothing did. Of
+    another config that has become the default since, it says nothing.
+
+    record: None where its trials cannot be read. today: the default of the record's own sizes.
+    """
+    if record is None:
+        return "its trials cannot be read, and so not which static default it was raced against"
+    was = encode(recorded_default(record))
+    now = encode(today)
+    if same_tiles(was, now):
+        return ""
+    words = was["type"], describe(recorded_default(record)), now["type"], describe(today)
+    told = "its default was {} {}, which is no longer the static default: that is {} {}"
+    return told.format(*words)

@@ -85,6 +85,9 @@ class Failed:
     error: str
     message: str
 
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.error}: {self.message}"
+
 
 def kept_us(us: float) -> float:
     """Microseconds as a record keeps them: five significant digits, and none below 0.1 ns."""

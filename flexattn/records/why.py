@@ -61,20 +61,13 @@ class Closest:
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
-    """A record that would have served, and why not: its config cannot run, or its default went."""
-
-    path: Path
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class ConfigExplanation:
     """What dispatch takes for a problem, and why nothing better.
 
     how: "hit", "hint", "nearest", "default", or "off" where FLEXATTN_MODE says so. expected: the
-    file of an exact hit, for each layer. found: None where the static default serves. broken:
-    files in the layers that are no records, with what is wrong.
+    file of an exact hit, for each layer. found: None where the static default serves. passed:
+    records that would have served, and why not: the config cannot run, or the default is another.
+    broken: files in the layers that are no records, with what is wrong.
     """
 
     problem: str
@@ -84,7 +77,7 @@ class ConfigExplanation:
     config: Config
     found: Found | None
     expected: tuple[tuple[str, Path], ...]
-    passed: tuple[Passed, ...]
+    passed: tuple[tuple[Path, str], ...]
     closest: tuple[Closest, ...]
     broken: tuple[tuple[Path, str], ...]
 
@@ -95,14 +88,14 @@ def why(problem: Problem, device: Device) -> ConfigExplanation:
     places = layers(device)
     off = current().mode == "off"
     found = None if off else find(problem, device)
-    passed = []
+    refused: dict[Path, str] = {}
     for stored in ranked(key, here, places):
         reasons = infeasible(stored, problem.structure, device)
         refusal = f"its config cannot run here: {'; '.join(reasons)}" if reasons else ""
         refusal = refusal or former_default(stored, problem, device)
         if not refusal:
             break
-        passed.append(Passed(stored.path, refusal))
+        refused[stored.path] = refusal
     closest, broken = [], []
     for layer, path, entry in islice(_entries(places), MAX_COMPARED):
         if isinstance(entry, CacheError):
@@ -111,7 +104,6 @@ def why(problem: Problem, device: Device) -> ConfigExplanation:
             others = _differences(here, entry.environment)
             closest.append(Closest(path, layer, entry, _differences(key, entry.key), others))
     served = None if found is None else found.stored
-    refused = {each.path: each.reason for each in passed}
     taken = None if served is None else served.path
     closest.sort(key=lambda each: (each.path != taken, *_weight(each, key), str(each.path)))
     told = [
@@ -126,7 +118,7 @@ def why(problem: Problem, device: Device) -> ConfigExplanation:
         config=found.config if found else default(problem, device),
         found=found,
         expected=tuple((layer.name, layer.store.path(here, key)) for layer in places),
-        passed=tuple(passed),
+        passed=tuple(refused.items()),
         closest=tuple(told),
         broken=tuple(broken),
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,7 +15,6 @@ from flexattn.kernels.base.config import Config
 from flexattn.kernels.base.features import fp32_products
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.choose.registry import family_of, launch_key
-from flexattn.measure.task import AnyTask
 from flexattn.problem import Problem, Structure
 from flexattn.records.record import Failed, Stage
 from flexattn.runtime.build import compile_source
@@ -22,7 +22,6 @@ from flexattn.runtime.machine_code import code_hash
 from flexattn.runtime.outcomes import memory, outcome_of
 from flexattn.runtime.resources import Resources, resources, spills_too_much
 from flexattn.settings import current, override
-from flexattn.tune.compile_queue import Runs
 from flexattn.tune.pool import Lost, Pool, default_jobs
 
 # Seconds that one config may compile for: most need one or two.
@@ -91,63 +90,30 @@ def build_all(
     deadline: float = DEADLINE,
     say: Callable[[BuiltConfig], None] = lambda built: None,
     work: Callable[[BuildOrder], _Compiled] | None = None,
-    pool: Runs | None = None,
+    pool: Pool | None = None,
 ) -> list[BuiltConfig]:
     """Compile configs in processes of their own; the results in the order of the configs.
 
     jobs: 0 for one process a core. say: called with each result as it comes. work: what a process
-    does. pool: one of `compilers`, or a CompileQueue over it, that lives on and has its own jobs,
-    deadline and work. Configs with one source are compiled once. Triton's cache then has every
-    kernel: another process of this Triton compiles none again.
+    does. pool: one of `compilers`, that lives on and has its own jobs, deadline and work. Configs
+    with one source are compiled once. Triton's cache then has every kernel: another process of
+    this Triton compiles none again.
     """
-    found = orders_for(problem, configs, device)
-    return _build(found, _multiplies(problem.structure), jobs, deadline, say, work, pool)
-
-
-def build_task(
-    task: AnyTask,
-    configs: Sequence[Config],
-    *,
-    say: Callable[[BuiltConfig], None] = lambda built: None,
-    pool: Runs | None = None,
-) -> list[BuiltConfig]:
-    """As build_all, of a task of any kind."""
-    matrix = _multiplies(task.problem.structure)
-    return _build(orders_of(task, configs), matrix, 0, DEADLINE, say, None, pool)
-
-
-def _build(
-    wanted: Iterable[BuildOrder],
-    matrix: bool,
-    jobs: int,
-    deadline: float,
-    say: Callable[[BuiltConfig], None],
-    work: Callable[[BuildOrder], _Compiled] | None,
-    pool: Runs | None,
-) -> list[BuiltConfig]:
-    """matrix: whether the kernels multiply by matrix instructions."""
-    orders: list[BuildOrder] = []
-    configs: list[Config] = []
+    orders: dict[Hashable, BuildOrder] = {}
     places: dict[Hashable, list[int]] = {}
-    for index, order in enumerate(wanted):
-        configs.append(order.config)
-        if order.name not in places:
-            orders.append(order)
+    for index, order in enumerate(orders_for(problem, configs, device)):
+        orders.setdefault(order.name, order)
         places.setdefault(order.name, []).append(index)
     found: list[BuiltConfig] = [BuiltConfig(config) for config in configs]
+    matrix = _multiplies(problem.structure)
     own = pool or Pool(work or compile_one, min(jobs or default_jobs(), len(orders)), deadline)
-    try:
-        for number, result in own.run(orders):
-            for position, index in enumerate(places[orders[number].name]):
-                built = _built(configs[index], result, matrix, orders[number].device)
+    with nullcontext(own) if pool else own:
+        wanted = list(orders.values())
+        for number, result in own.run(wanted):
+            for position, index in enumerate(places[wanted[number].name]):
+                built = _built(configs[index], result, matrix, device)
                 found[index] = replace(built, seconds=0.0) if position else built
                 say(found[index])
-    except BaseException:
-        if isinstance(own, Pool):
-            own.close()  # what still runs would answer the next call
-        raise
-    if pool is None:
-        own.close()
     return found
 
 
@@ -161,11 +127,6 @@ def orders_for(
         source, *merges = family.sources(structure, config, device, title)
         companion = merges[0] if merges else None
         yield BuildOrder(config, source, companion, device, current().cache_dir)
-
-
-def orders_of(task: AnyTask, configs: Sequence[Config]) -> Iterator[BuildOrder]:
-    """As orders_for, of a task of any kind."""
-    yield from orders_for(task.problem, configs, task.device)
 
 
 def compilers(jobs: int = 0) -> Pool:

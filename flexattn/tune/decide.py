@@ -1,4 +1,4 @@
-"""decide(): which config wins, as a pure function of the samples: records can be judged again."""
+"""decide(): which config wins, by a signed-rank test on samples: records can be judged again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 
 from flexattn.records.record import Decision, Record, Trial
-from flexattn.tune.signed_rank import signed_rank
 
 MARGIN = 1.02
 CONFIDENCE = 0.95
@@ -112,3 +111,54 @@ def _without_default(
     reason = "has no time" if failed is None else f"failed ({failed.stage}: {failed.error})"
     why = f"the static default {reason}; the fastest of {len(raced)} others"
     return Decision(winner, default, 0.0, 1.0, margin, confidence, why)
+
+
+# The table of rank sums has n(n + 1) entries; above this the normal approximation is as good.
+EXACT_UP_TO = 25
+
+
+def signed_rank(differences: Sequence[float]) -> float:
+    """The chance of rank sums this high, were the differences symmetric about zero or lower.
+
+    Zeros are left out and ties share their mean rank, as in Wilcoxon (1945); the distribution is
+    that of the ranks at hand, counted exactly for at most 25 differences, above that a normal one
+    with the ties' variance and a continuity correction (Hollander and Wolfe, 1999, section 3.1).
+    1.0 where nothing is left.
+    """
+    kept = [each for each in differences if each]
+    if not kept:
+        return 1.0
+    doubled = _doubled_ranks([abs(each) for each in kept])
+    positive = sum(rank for rank, each in zip(doubled, kept, strict=True) if each > 0)
+    if len(kept) <= EXACT_UP_TO:
+        return _exact(doubled, positive)
+    mean = sum(doubled) / 2
+    deviation = math.sqrt(sum(rank * rank for rank in doubled)) / 2
+    return 0.5 * math.erfc((positive - mean - 1) / (deviation * math.sqrt(2)))
+
+
+def _doubled_ranks(sizes: Sequence[float]) -> list[int]:
+    """Twice the rank of each size, ties sharing their mean: doubled, they are integers."""
+    order = sorted(range(len(sizes)), key=sizes.__getitem__)
+    ranks = [0] * len(sizes)
+    begin = 0
+    while begin < len(order):
+        end = begin
+        while end < len(order) and sizes[order[end]] == sizes[order[begin]]:
+            end += 1
+        for position in order[begin:end]:
+            ranks[position] = begin + 1 + end
+        begin = end
+    return ranks
+
+
+def _exact(doubled: Sequence[int], positive: int) -> float:
+    """The share of all 2**n choices of signs whose positive ranks sum to at least this."""
+    ways = [1] + [0] * sum(doubled)
+    reached = 0
+    for rank in doubled:
+        reached += rank
+        for total in range(reached, rank - 1, -1):
+            ways[total] += ways[total - rank]
+    share: float = sum(ways[positive:]) / 2 ** len(doubled)
+    return share

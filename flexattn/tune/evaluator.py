@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from importlib import metadata
 
+from flexattn.errors import MeasureError
 from flexattn.kernels.base.config import Config, describe
-from flexattn.measure.protocol import Measurer
-from flexattn.records.record import Decision, Failed, Trial
+from flexattn.measure.task import Measurer
+from flexattn.records.record import Decision, Failed, Record, Trial
 from flexattn.tune.builds import BuiltConfig
 from flexattn.tune.journal import Entry
-from flexattn.tune.method import FOR_SCREENING, SCREENING_MS, Method
-from flexattn.tune.progress import Progress
-from flexattn.tune.race import race_trials, screen
+from flexattn.tune.method import FOR_SCREENING, SCREENING_MS, Method, Progress
+from flexattn.tune.race import TrialTable, race_trials, screen
 from flexattn.tune.subject import Subject
-from flexattn.tune.trial_table import TrialTable
+
+NOT_TRIED = "not tried"
 
 BuildConfigs = Callable[[Sequence[Config]], Iterable[BuiltConfig]]
 
@@ -162,9 +166,9 @@ class Evaluator:
             restored.append(index)
         return restored
 
-    def finals(self) -> tuple[tuple[Trial, ...], Decision, int]:
-        """Race the finalists: the trials that were tried, the decision, how many were not."""
-        method, policy = self.method, self.subject.policy
+    def record(self) -> Record:
+        """Race the finalists; raises MeasureError where the winner has no time."""
+        subject, method, policy = self.subject, self.method, self.subject.policy
         self.progress.stage("race", policy.rounds)
         race_trials(
             self.measurer, self.table, policy.rounds, policy.min_ms,
@@ -173,9 +177,43 @@ class Evaluator:
             said=lambda text: self.progress.step(text, self.table.best_us()),
         )  # fmt: skip
         self._say_lost(range(len(self.table)))
-        return self.compacted()
+        trials, decision, untried = self.compacted()
+        winner = trials[decision.winner]
+        if winner.failed is not None or not (winner.screening or winner.finals):
+            stages = Counter(
+                f"{t.failed.stage}: {t.failed.error}" for t in trials if t.failed is not None
+            )
+            counted = ", ".join(f"{count} x {text}" for text, count in stages.most_common(5))
+            raise MeasureError(
+                f"no config of {subject.title or subject.key.kind} has a time",
+                f"{len(trials)} were tried: {counted or 'none was timed'}",
+                "see the first message: " + (winner.failed.message if winner.failed else ""),
+            )
+        return Record(
+            key=subject.key,
+            environment=subject.environment,
+            policy=policy,
+            provenance=method.provenance,
+            sizes=subject.sizes,
+            trials=trials,
+            decision=decision,
+            rejected=subject.rejected + ((NOT_TRIED, untried),) * (untried > 0),
+            seconds=round(time.monotonic() - self.begin, 3),
+            made=datetime.now(timezone.utc).date().isoformat(),
+            tool=_tool(),
+            title=subject.title,
+            note=method.note,
+        )
 
     def compacted(self) -> tuple[tuple[Trial, ...], Decision, int]:
-        """As `finals`, without a race."""
+        """The trials that were tried, the decision as they stand, and how many were not tried."""
         kept = [i for i in range(len(self.table)) if i == self.subject.default or self._touched(i)]
-        return self.table.compact(kept, self.method.margin, self.method.confidence)
+        found = self.table.compact(kept, self.method.margin, self.method.confidence)
+        return *found, len(self.table) - len(kept)
+
+
+def _tool() -> str:
+    try:
+        return f"flexattn {metadata.version('flexattn')}"
+    except metadata.PackageNotFoundError:
+        return "flexattn"

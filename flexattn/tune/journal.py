@@ -14,12 +14,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flexattn.errors import CacheError
 from flexattn.records.codec import decode, encode
-from flexattn.records.key import Key
-from flexattn.records.record import Environment, Policy, Provenance, Record, Trial
+from flexattn.records.record import Provenance, Record, Trial
+from flexattn.tune.subject import Subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +30,15 @@ class Entry:
     code: str
 
 
-class JournalKey(Protocol):
-    """What tells one journal from another: a Subject has it, and so has the Record of one."""
-
-    @property
-    def key(self) -> Key: ...
-    @property
-    def sizes(self) -> tuple[int, int, int]: ...
-    @property
-    def environment(self) -> Environment: ...
-    @property
-    def policy(self) -> Policy: ...
-
-
 class Journal:
     """One file a study: a line for each batch, the default first.
 
     provenance: of the record; a mask and captures that were made up are not the user's.
     """
 
-    def __init__(self, folder: Path, of: JournalKey, provenance: Provenance = "measured") -> None:
+    def __init__(
+        self, folder: Path, of: Subject | Record, provenance: Provenance = "measured"
+    ) -> None:
         # All that must be equal for samples to be of one study; which configs there are may grow.
         same = (of.key, tuple(of.sizes), of.environment, of.policy, provenance)
         self.path = folder / f"{hashlib.sha256(repr(same).encode()).hexdigest()[:32]}.jsonl"

@@ -1,9 +1,10 @@
-"""Method: how much work goes into a problem, and what its answer must show."""
+"""Method: how much work goes into a problem; Progress: who is told how far it is."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 from flexattn.kernels.base.family import Effort
 from flexattn.records.record import Provenance
@@ -39,6 +40,9 @@ class Method:
     note: str = ""
 
 
+USUAL = Method()
+
+
 def method_for(effort: Effort, budget_s: float | None = None) -> Method:
     """The usual method of an effort: quick ends within ten seconds, exhaustive leaves none out."""
     if effort == "quick":
@@ -47,3 +51,30 @@ def method_for(effort: Effort, budget_s: float | None = None) -> Method:
     if effort == "exhaustive":
         return Method(effort, limitless, all_up_to=2**31)
     return Method(effort, limitless)
+
+
+class Progress(Protocol):
+    """A listener; the command line draws it."""
+
+    def stage(self, name: str, total: int) -> None:
+        """A stage begins that takes `total` steps; 0 where nobody knows."""
+
+    def step(self, text: str, best_us: float | None = None) -> None:
+        """One step is done; best_us is the best time so far, in microseconds."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line of its own."""
+
+
+class _Silent:
+    def stage(self, name: str, total: int) -> None:
+        """Says nothing."""
+
+    def step(self, text: str, best_us: float | None = None) -> None:
+        """Says nothing."""
+
+    def note(self, text: str) -> None:
+        """Says nothing."""
+
+
+SILENT: Progress = _Silent()

@@ -14,8 +14,8 @@ from flexattn.measure.task import AnyTask
 from flexattn.problem import Problem
 from flexattn.records.record import Environment
 from flexattn.tune.campaign import TuneTask
-from flexattn.tune.gpu_tuner import ProblemProgress
 from flexattn.tune.method import Method
+from flexattn.tune.tuner import ProblemProgress
 
 
 class PluginKernel(NamedTuple):

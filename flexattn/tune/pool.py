@@ -1,24 +1,28 @@
-"""Processes that do one task each at a time: one that dies or hangs costs its own task alone."""
+"""Pool: processes that do one task each at a time; one that dies or hangs costs its task alone.
+
+Threads share a pool, and it works ahead of them: what somebody waits for comes first.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import math
+import contextvars
 import os
 import signal
-import time
+import threading
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pkgutil import resolve_name
 from typing import Any, Literal
 
-from flexattn.measure.process import Spawned
-from flexattn.measure.wire import end_with_parent, receive, send
+from flexattn.errors import MeasureError
+from flexattn.measure.process import Spawned, end_with_parent, receive, send
 from flexattn.settings import compiler_environment
 from flexattn.util.closing import Closing
+from flexattn.util.locks import renewed
 
 # Seconds that a new process may take to import what its work needs, beside the task's own.
 STARTUP = 120.0
@@ -39,20 +43,13 @@ class Lost:
     message: str
 
 
-@dataclass
-class _Worker:
-    process: Spawned
-    task: int | None = None
-    until: float = 0.0
-    ready: bool = field(default=False)
-
-
 class Pool(Closing):
     """At most `jobs` processes that call `work` on tasks, each within `deadline` seconds.
 
     work: a function of a module that a new process can import; tasks and results are pickled.
-    Processes start when there is a task for them, and stay for the next `run` until `close`.
-    environment: what makes theirs; without another they compile and see no GPU.
+    Tasks with an equal `name` have one result, which is kept for whoever asks again; a task whose
+    process died is tried anew then. Processes start when there is a task for them, and stay until
+    `close`. environment: what makes theirs; without another they compile and see no GPU.
     """
 
     def __init__(
@@ -63,97 +60,131 @@ class Pool(Closing):
         environment: Callable[[], dict[str, str]] = compiler_environment,
     ) -> None:
         self._work = f"{work.__module__}:{work.__qualname__}"
-        self._jobs, self._deadline = max(1, jobs), deadline
-        self._environment = environment
-        self._workers: list[_Worker] = []
+        self._deadline, self._environment = deadline, environment
+        # A thread for each process, which it alone talks to.
+        self._threads = ThreadPoolExecutor(max(1, jobs))
+        self._own = threading.local()
+        self._processes: set[Spawned] = set()
+        self._known: dict[Hashable, Future[Any]] = {}
+        self._urgent: dict[Hashable, Any] = {}
+        self._later: dict[Hashable, Any] = {}
+        self._lock = renewed(threading.Lock())
+        self._ended = ""
+        renewed(self)
+
+    def _at_fork_reinit(self) -> None:
+        """A forked child has neither the threads nor the processes: who asks is told."""
+        self._ended = "the compilers are those of the process that forked"
+
+    def ahead(self, tasks: Iterable[Any]) -> None:
+        """Do these when nothing is waited for, in order."""
+        for task in tasks:
+            with self._lock:
+                self._future(task, self._later)
 
     def run(self, tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """Index and result of each task as it ends; a task without a result gives a Lost.
 
-        Whoever stops before the last one must close the pool.
+        Any number of threads may wait at once. Raises MeasureError where the pool is closed.
         """
-        waiting = deque(range(len(tasks)))
-        while waiting or self.busy:
-            while waiting and self.free:
-                index = waiting.popleft()
-                self.start(index, tasks[index])
-            yield from self.ended()
-
-    @property
-    def busy(self) -> bool:
-        """Whether a task is under way."""
-        return any(worker.task is not None for worker in self._workers)
-
-    @property
-    def free(self) -> bool:
-        """Whether a process is there for one more task, or may be started."""
-        return len(self._workers) < self._jobs or any(w.task is None for w in self._workers)
-
-    def start(self, number: int, task: Any) -> None:
-        """Give a free process a task, whose end `ended` tells by this number."""
-        worker = self._free()
-        assert worker is not None
-        worker.task, worker.until = number, time.monotonic() + self._deadline
-        if not worker.ready:
-            worker.until += STARTUP
-        # A process that is already dead is found when its end of the pipe is read.
-        with contextlib.suppress(OSError):
-            send(worker.process.pipe, task)
+        places: dict[Future[Any], list[int]] = {}
+        with self._lock:
+            for index, task in enumerate(tasks):
+                places.setdefault(self._future(task, self._urgent), []).append(index)
+        for future in as_completed(places):
+            for index in places[future]:
+                yield index, future.result()
 
     def close(self) -> None:
         """End every process, whatever it is doing."""
-        for worker in list(self._workers):
-            self._end(worker)
+        with self._lock:
+            self._ended = self._ended or "the compilers are closed"
+            for name in (*self._urgent, *self._later):
+                self._known[name].set_exception(_over(self._ended))
+            self._urgent.clear()
+            self._later.clear()
+            for process in self._processes:
+                process.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.end()
 
-    def _free(self) -> _Worker | None:
-        for worker in self._workers:
-            if worker.task is None:
-                return worker
-        if len(self._workers) >= self._jobs:
-            return None
-        process = Spawned(("-c", _SERVE), self._work, self._environment())
-        self._workers.append(_Worker(process))
-        return self._workers[-1]
+    def _future(self, task: Any, queue: dict[Hashable, Any]) -> Future[Any]:
+        """The result of a task, to come or there already; `queue` says how soon it is wanted."""
+        name = getattr(task, "name", None) or object()
+        known = self._known.get(name)
+        if known is not None and known.done() and isinstance(known.result(), Lost):
+            known = None
+        if self._ended and (known is None or not known.done()):
+            raise _over(self._ended)
+        if known is None:
+            known = self._known[name] = Future()
+            queue[name] = task
+            # With the settings of whoever asks.
+            self._threads.submit(contextvars.copy_context().run, self._next)
+        elif queue is self._urgent and name in self._later:
+            queue[name] = self._later.pop(name)
+        return known
 
-    def ended(self, patience: float = math.inf) -> Iterator[tuple[int, Any]]:
-        """Wait until a process says something or is late, for `patience` seconds at most.
-
-        Yields number and result of each task that ended by then.
-        """
-        busy = {worker.process.pipe: worker for worker in self._workers if worker.task is not None}
-        nearest = min(worker.until for worker in busy.values())
-        for pipe in wait(list(busy), min(patience, max(0.0, nearest - time.monotonic()))):
-            assert isinstance(pipe, Connection)
-            worker = busy[pipe]
-            task = worker.task
-            assert task is not None
-            try:
-                ready, result = receive(pipe)
-            except (EOFError, OSError):
-                yield task, self._crashed(worker)
-                continue
-            if ready:
-                worker.ready, worker.until = True, time.monotonic() + self._deadline
+    def _next(self) -> None:
+        """Do what is wanted most."""
+        with self._lock:
+            waiting = self._urgent or self._later
+            if not waiting:  # closed since
+                return
+            name = next(iter(waiting))
+            task, future = waiting.pop(name), self._known[name]
+        try:
+            result = self._done(task)
+        except Exception as error:  # no process can be started
+            future.set_exception(_over(error))
+        else:
+            if self._ended:
+                future.set_exception(_over(self._ended))
             else:
-                worker.task = None
-                yield task, result
-        for worker in list(self._workers):
-            if worker.task is not None and time.monotonic() >= worker.until:
-                task = worker.task
-                self._end(worker)
-                message = f"no answer within {self._deadline:g} s, so its process was killed"
-                yield task, Lost("hang", "Deadline", message)
+                future.set_result(result)
 
-    def _crashed(self, worker: _Worker) -> Lost:
-        name = worker.process.ended(5.0)
-        self._workers.remove(worker)
-        return Lost(
-            "crash", name, worker.process.told(f"the compiler's process ended with {name}")
-        )
+    def _done(self, task: Any) -> Any:
+        """A task's result, from this thread's process."""
+        process, patience = getattr(self._own, "process", None), self._deadline
+        if process is None:
+            process, patience = self._begun(), patience + STARTUP
+        # A process that is already dead is found when its end of the pipe is read.
+        with contextlib.suppress(OSError):
+            send(process.pipe, task)
+        try:
+            while process.pipe.poll(patience):
+                ready, result = receive(process.pipe)
+                if not ready:
+                    return result
+                patience = self._deadline
+        except (EOFError, OSError):
+            name = process.ended(5.0)
+            lost = Lost("crash", name, process.told(f"the compiler's process ended with {name}"))
+        else:
+            process.end()
+            message = f"no answer within {self._deadline:g} s, so its process was killed"
+            lost = Lost("hang", "Deadline", message)
+        self._own.process = None
+        with self._lock:
+            self._processes.discard(process)
+        return lost
 
-    def _end(self, worker: _Worker) -> None:
-        self._workers.remove(worker)
-        worker.process.end()
+    def _begun(self) -> Spawned:
+        process = self._own.process = Spawned(("-c", _SERVE), self._work, self._environment())
+        with self._lock:
+            self._processes.add(process)
+            if self._ended:
+                process.kill()
+        return process
+
+
+def _over(why: object) -> MeasureError:
+    return MeasureError(
+        f"nothing compiles any more: {why}",
+        "compilers run until the last problem is done",
+        "start the same command again; what was finished is kept",
+    )
 
 
 def default_jobs() -> int:
@@ -170,8 +201,7 @@ def serve_tasks(handle: int, where: str) -> None:
     pipe: Connection[Any, Any] = Connection(handle)
     # Where times are taken meanwhile, the process that takes them comes first.
     os.nice(10)
-    module, _, name = where.partition(":")
-    work: _Work = getattr(importlib.import_module(module), name)
+    work: _Work = resolve_name(where)
     with contextlib.suppress(EOFError, OSError):
         send(pipe, (True, None))
         while True:

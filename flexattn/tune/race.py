@@ -1,16 +1,188 @@
-"""race: screening in batches beside the default, then the finalists in paired rounds."""
+"""A problem's trials while they grow: screened beside the default, then raced in paired rounds."""
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from flexattn.measure.protocol import Measurer
-from flexattn.records.record import Decision, Failed
-from flexattn.tune.decide import LOOKS, TIE, alpha, decide, speedups
-from flexattn.tune.signed_rank import signed_rank
-from flexattn.tune.trial_table import TrialTable
+from flexattn.kernels.base.config import Config
+from flexattn.measure.task import Measurer
+from flexattn.records.record import Decision, Failed, Gated, Trial, is_time, kept_us
+from flexattn.tune.decide import LOOKS, TIE, alpha, decide, signed_rank, speedups
+
+Sampled = tuple[float, ...] | Failed
+# Nobody asks for the spread of a trial that costs more than this times the best.
+FAR = 1.25
+# Characters of a failure's message that a record keeps.
+SAID = 400
+FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^/\s:]+/)+")
+
+
+def cost(trials: Sequence[Trial], index: int, default: int) -> float:
+    """Screened time over the default's in the same rounds, in the median; below 1 is faster.
+
+    Infinite for a failure, NaN for what was not screened. Without a default, microseconds.
+    """
+    trial = trials[index]
+    if trial.same_code_as is not None:
+        return cost(trials, trial.same_code_as, default)
+    if trial.failed is not None:
+        return math.inf
+    if not trial.screening:
+        return math.nan
+    base = trials[default]
+    if base.failed is not None:
+        return statistics.median(trial.screening)
+    if index == default:
+        return 1.0
+    paired = base.screening[trial.start : trial.start + len(trial.screening)]
+    return statistics.median(a / b for a, b in zip(trial.screening, paired, strict=False))
+
+
+def thinned(trials: Sequence[Trial], default: int) -> tuple[Trial, ...]:
+    """Trials as a record keeps them: of one far off, the round of its median cost alone."""
+    costs = [cost(trials, index, default) for index in range(len(trials))]
+    limit = FAR * min((each for each in costs if each > 0), default=math.inf)
+    return tuple(
+        trial if index == default or trial.finals or not costs[index] > limit
+        else _median_round(trial, trials[default])
+        for index, trial in enumerate(trials)
+    )  # fmt: skip
+
+
+def _median_round(trial: Trial, default: Trial) -> Trial:
+    paired = zip(trial.screening, default.screening[trial.start :], strict=False)
+    ratios = [a / b for a, b in paired]
+    if len(ratios) < 2:
+        return trial
+    at = ratios.index(statistics.median_low(ratios))
+    return replace(trial, screening=trial.screening[at : at + 1], start=trial.start + at)
+
+
+def _kept(got: Sampled) -> Sampled:
+    """Samples as a record keeps them, or the failure of a config whose samples are no times."""
+    if isinstance(got, Failed):
+        return got
+    wrong = [us for us in got if not is_time(us)]
+    if wrong:
+        text = f"{len(wrong)} of {len(got)} samples, the first {wrong[0]:g} us: a time is above 0"
+        return Failed("run", "NoTime", text)
+    return tuple(map(kept_us, got))
+
+
+class TrialTable:
+    """Trials by index, the only thing of a tuning that changes."""
+
+    def __init__(self, configs: Iterable[Config], default: int) -> None:
+        self._trials = [Trial(config) for config in configs]
+        self.default = default
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All trials, in the order of the configs."""
+        return tuple(self._trials)
+
+    def __getitem__(self, index: int) -> Trial:
+        return self._trials[index]
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    @property
+    def infeasible(self) -> int:
+        """How many the compiler or a check refused for good."""
+        failed = (trial.failed for trial in self._trials)
+        return sum(each is not None and each.stage == "infeasible" for each in failed)
+
+    def put(self, index: int, trial: Trial) -> None:
+        """Replace a trial by one that knows more."""
+        self._trials[index] = trial
+
+    def fail(self, index: int, failed: Failed) -> None:
+        """Say why this config has no time; files are named without this machine's folders."""
+        short = replace(failed, message=FOLDERS.sub("", failed.message)[:SAID])
+        self._trials[index] = replace(self._trials[index], failed=short)
+
+    def gate(self, index: int, gated: Gated | Failed) -> None:
+        """Note the accuracy gate's verdict; a red one is a failure."""
+        if isinstance(gated, Failed):
+            self.fail(index, gated)
+            return
+        self._trials[index] = replace(self._trials[index], gate=gated)
+        if not gated.passed:
+            text = f"{gated.name}: error {gated.error:.3g}, budget {gated.budget:.3g}"
+            self.fail(index, Failed("gate", "Inaccurate", text))
+
+    def healthy(self, index: int) -> bool:
+        """Whether the config may still be timed itself: no failure, no twin that was timed."""
+        trial = self._trials[index]
+        return trial.failed is None and trial.same_code_as is None
+
+    def screened(self, indices: Sequence[int], samples: Sequence[Sampled], start: int) -> None:
+        """Note a batch's samples; `start` is how many rounds of the default there were before."""
+        for index, taken in self._kept(indices, samples):
+            trial = self._trials[index]
+            if index == self.default:
+                taken, first = (*trial.screening, *taken), 0
+            else:
+                first = start
+            self._trials[index] = replace(trial, screening=taken, start=first)
+
+    def raced(self, indices: Sequence[int], samples: Sequence[Sampled]) -> None:
+        """Append one look's samples of the finals."""
+        for index, taken in self._kept(indices, samples):
+            trial = self._trials[index]
+            self._trials[index] = replace(trial, finals=(*trial.finals, *taken))
+
+    def _kept(
+        self, indices: Sequence[int], samples: Sequence[Sampled]
+    ) -> Iterator[tuple[int, tuple[float, ...]]]:
+        """The samples of each config; a config without usable ones is a failure."""
+        for index, got in zip(indices, samples, strict=True):
+            taken = _kept(got)
+            if isinstance(taken, Failed):
+                self.fail(index, taken)
+            else:
+                yield index, taken
+
+    def cost(self, index: int) -> float:
+        """As the function of this name, for the trials as they stand."""
+        return cost(self._trials, index, self.default)
+
+    def ranked(self) -> list[int]:
+        """Indices that were screened and did not fail, the cheapest first; no twins."""
+        costs = {i: self.cost(i) for i in range(len(self)) if self.healthy(i)}
+        known = [i for i, cost in costs.items() if not math.isnan(cost)]
+        return sorted(known, key=lambda i: (costs[i], i))
+
+    def us(self, index: int) -> float | None:
+        """Median microseconds of a screening; None without one."""
+        samples = self._trials[index].screening
+        return statistics.median(samples) if samples else None
+
+    def best_us(self) -> float | None:
+        """Microseconds of the cheapest so far; None before anything was screened."""
+        ranked = self.ranked()
+        return self.us(ranked[0]) if ranked else None
+
+    def compact(
+        self, kept: Sequence[int], margin: float, confidence: float
+    ) -> tuple[tuple[Trial, ...], Decision]:
+        """The trials worth keeping, renumbered, with their decision."""
+        place = {index: position for position, index in enumerate(kept)}
+        trials = tuple(self._renumbered(self._trials[index], place) for index in kept)
+        trials = thinned(trials, place[self.default])
+        return trials, decide(trials, place[self.default], margin, confidence)
+
+    @staticmethod
+    def _renumbered(trial: Trial, place: dict[int, int]) -> Trial:
+        if trial.same_code_as is None:
+            return trial
+        return replace(trial, same_code_as=place[trial.same_code_as])
+
 
 # A candidate this many times slower than the best is not timed again.
 HOPELESS = 3.0

@@ -117,46 +117,44 @@ class Axes:
         return min(among, key=lambda index: (steps(index), index))
 
 
-def distributions(axes: Axes) -> dict[str, Any]:
-    """The axes as Optuna's distributions."""
+def quiet_optuna() -> Any:
+    """Optuna, which says neither what it does nor that some of it is experimental."""
     import optuna
 
-    return {
-        name: optuna.distributions.CategoricalDistribution(values)
-        for name, values in axes.choices.items()
-    }
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    return optuna
+
+
+def distributions(axes: Axes) -> dict[str, Any]:
+    """The axes as Optuna's distributions."""
+    categorical = quiet_optuna().distributions.CategoricalDistribution
+    return {name: categorical(values) for name, values in axes.choices.items()}
 
 
 def sampler_of(name: Sampler, seed: int) -> Any:
     """Optuna's sampler, said aloud where its defaults matter; GP needs scipy."""
-    import optuna
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        if name == "tpe":
-            return optuna.samplers.TPESampler(
-                seed=seed, multivariate=True, constant_liar=True, n_startup_trials=STARTED
+    samplers = quiet_optuna().samplers
+    if name == "tpe":
+        return samplers.TPESampler(
+            seed=seed, multivariate=True, constant_liar=True, n_startup_trials=STARTED
+        )
+    if name == "gp":
+        if find_spec("scipy") is None:
+            # Optuna itself would say so only at the first proposal.
+            raise UnsupportedError(
+                "the gp sampler without scipy", "Optuna's GP needs it", "pip install scipy"
             )
-        if name == "gp":
-            if find_spec("scipy") is None:
-                # Optuna itself would say so only at the first proposal.
-                raise UnsupportedError(
-                    "the gp sampler without scipy", "Optuna's GP needs it", "pip install scipy"
-                )
-            return optuna.samplers.GPSampler(seed=seed, n_startup_trials=STARTED)
+        return samplers.GPSampler(seed=seed, n_startup_trials=STARTED)
     raise InputError(f"sampler {name!r}", "it is tpe or gp")
 
 
 def tell_cost(study: Any, trial: Any, cost: float, *, feasible: bool = True) -> None:
     """Tell Optuna a cost; what has none is infeasible by its own constraint, and dear."""
-    import optuna
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        fine = feasible and math.isfinite(cost)
-        trial.set_constraint("runs", 0.0 if fine else 1.0)
-        # The logarithm, so that halving a good time counts as much as halving a bad one.
-        study.tell(trial, math.log(min(max(cost, 1e-6), WORST)) if fine else math.log(WORST))
+    fine = feasible and math.isfinite(cost)
+    trial.set_constraint("runs", 0.0 if fine else 1.0)
+    # The logarithm, so that halving a good time counts as much as halving a bad one.
+    study.tell(trial, math.log(min(max(cost, 1e-6), WORST)) if fine else math.log(WORST))
 
 
 class Guided:
@@ -176,15 +174,12 @@ class Guided:
         sampler: Sampler = "tpe",
         seed: int = 0,
     ) -> None:
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._axes = Axes(configs)
         self._distributions = distributions(self._axes)
         self._unseen = dict.fromkeys(range(len(configs)))
         self._running: dict[int, Any] = {}
         self.total = min(len(configs), limit or max(1, int(SHARE * len(configs))))
-        self._study = optuna.create_study(sampler=sampler_of(sampler, seed))
+        self._study = quiet_optuna().create_study(sampler=sampler_of(sampler, seed))
         self._seeds = list(dict.fromkeys(seeds))
         self._costs: dict[int, float] = {}
         self._random = random.Random(seed)

@@ -40,7 +40,7 @@ def subject_of(
     task: AnyTask, environment: Environment, effort: Effort = "full", seeds: Sequence[Config] = ()
 ) -> Subject:
     """The space of a task at an effort, with the default and the seeds that can run in it."""
-    configs, rejected = _space(task, effort, seeds)
+    configs, rejected = space_of(task, effort, seeds)
     return Subject(
         key=key_of(task.problem),
         sizes=sizes_of(task.problem),
@@ -53,8 +53,8 @@ def subject_of(
     )
 
 
-def _space(
-    task: AnyTask, effort: Effort, seeds: Sequence[Config]
+def space_of(
+    task: AnyTask, effort: Effort, seeds: Sequence[Config] = ()
 ) -> tuple[tuple[Config, ...], tuple[tuple[str, int], ...]]:
     """The configs of a task, the default first, and how many others each rule rejected."""
     problem, device = task.problem, task.device

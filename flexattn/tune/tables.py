@@ -140,21 +140,22 @@ class Table:
             raise self.wrong(key, "it is a string")
         return value
 
+    def _list(self, key: str, good: Callable[[Any], bool], rule: str) -> tuple[Any, ...]:
+        """A list, or one value, each of them good; () where the key is missing."""
+        found = tuple(_listed(self._data.get(key, ())))
+        if not all(map(good, found)) or (key in self and not found):
+            raise self.wrong(key, rule)
+        return found
+
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of strings, or one of them."""
-        value = self._data.get(key, ())
-        found = (value,) if isinstance(value, str) else tuple(_listed(value))
-        if not all(isinstance(each, str) for each in found) or (key in self and not found):
-            raise self.wrong(key, "it is a string, or a list of strings")
-        return found
+        rule = "it is a string, or a list of strings"
+        return self._list(key, lambda each: isinstance(each, str), rule)
 
     def numbers(self, key: str, least: int = 1) -> tuple[int, ...]:
         """A list of integers, or one of them; () where the key is missing."""
-        value = self._data.get(key, ())
-        found = (value,) if isinstance(value, int) else tuple(_listed(value))
-        if not all(_integer(each, least) for each in found) or (key in self and not found):
-            raise self.wrong(key, f"it is an integer of at least {least}, or a list of them")
-        return found
+        rule = f"it is an integer of at least {least}, or a list of them"
+        return self._list(key, lambda each: _integer(each, least), rule)
 
     def number(self, key: str) -> float | None:
         """A number, or None where the key is missing."""
@@ -172,12 +173,12 @@ class Table:
 
     def rows(self, key: str, width: int) -> tuple[tuple[int, ...], ...]:
         """A list of lists of `width` integers."""
-        value = self._data.get(key, ())
-        found = tuple(tuple(_listed(row)) for row in _listed(value))
-        good = all(len(row) == width and all(_integer(n, 1) for n in row) for row in found)
-        if not good or (key in self and not found):
-            raise self.wrong(key, f"it is a list of lists of {width} integers above 0")
-        return found
+
+        def good(row: Any) -> bool:
+            return len(_listed(row)) == width and all(_integer(n, 1) for n in row)
+
+        rule = f"it is a list of lists of {width} integers above 0"
+        return tuple(map(tuple, self._list(key, good, rule)))
 
     def any(self, key: str, default: object = None) -> Any:
         """The value as it stands in the file."""

@@ -1,14 +1,18 @@
-"""A workload's rows as Tasks: mods traced, the real BlockMask made, the Problem as dispatch's."""
+"""Tasks: of a workload's rows, of plans, and of the problems that dispatch listed as untuned."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from flexattn.block_mask.classify import block_kinds
+from flexattn.block_mask.classify import EMPTY, FULL, PARTIAL, block_kinds
 from flexattn.block_mask.create import from_kinds
 from flexattn.device import Device
 from flexattn.errors import InputError
@@ -17,14 +21,18 @@ from flexattn.mods import Bound, bind, look
 from flexattn.mods.bind import clear
 from flexattn.mods.expr import walk
 from flexattn.mods.path import load_path, role_of
-from flexattn.problem import FP8, checks, kind_for, make_problem
+from flexattn.problem import DTYPES, FP8, Shape, Sparsity, checks, kind_for, make_problem
 from flexattn.problem.fp32_products import products_for, torch_setting
 from flexattn.problem.learned import slots_of
-from flexattn.problem.mask_class import mask_class
+from flexattn.problem.mask_class import mask_class, representative
+from flexattn.problem.serving import KV_DTYPES, Lengths
 from flexattn.records.key import Key, key_of
+from flexattn.records.record import Policy
+from flexattn.records.untuned import Untuned, bound_of, read_untuned
 from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Lists
-from flexattn.tune.serving import serving_task
+from flexattn.serving.batch import batch_lengths
+from flexattn.serving.request import plan_problem
 from flexattn.tune.workload import ModPath, Row, policy_for
 from flexattn.verify.oracle import moved
 
@@ -183,3 +191,113 @@ def _filled(args: Sequence[object], row: Row) -> list[object]:
         getattr(row.shape, arg[1:]) if isinstance(arg, str) and arg.startswith("$") else arg
         for arg in args
     ]
+
+
+def serving_task(
+    title: str,
+    shape: Shape,
+    dtype: str,
+    device: Device,
+    policy: Policy,
+    scale: float,
+    score: Bound | None,
+    mask: Bound | None,
+    *,
+    page: int,
+    lengths: Lengths = "uniform",
+    layout: str = "NHD",
+    kv_dtype: str = "",
+    scaled: str = "",
+    sinks: bool = False,
+    shared_kv: bool = False,
+    batch_invariant: bool = False,
+) -> ServingTask:
+    """A plan whose maxima are the sizes of a shape, with a batch of this class.
+
+    kv_dtype: "" for dtype; a cache of eight bits has scales, of what `scaled` says. Raises
+    InputError for what no plan is made for.
+    """
+    named = {name: each for each, name in KV_DTYPES.items()}
+    kv = named.get(kv_dtype or dtype)
+    if kv is None:
+        raise InputError(f"kv_dtype {kv_dtype!r}", f"it is one of {', '.join(named)}")
+    q_lens, kv_lens = batch_lengths(lengths, shape.B, shape.q_len, shape.kv_len)
+    widths = {name: each for each, name in DTYPES.items()}
+    if dtype not in widths:
+        rule = f"queries of a plan are {', '.join(widths)}"
+        raise InputError(f"dtype {dtype!r}", rule, "say float8_e4m3fn in kv_dtype, for the cache")
+    problem = plan_problem(
+        batch=shape.B, kv_len=shape.kv_len, heads=(shape.Hq, shape.Hkv),
+        head_dim=(shape.D, shape.Dv), q_len=shape.q_len,
+        total_q=sum(q_lens) if lengths == "mixed" else 0, dtype=widths[dtype], kv_dtype=kv,
+        page=page, layout=layout, score=score, mask=mask, sinks=sinks,
+        scaled=scaled or kv.itemsize == 1, shared_kv=shared_kv, positive_scale=scale > 0,
+        batch_invariant=batch_invariant, lengths=lengths,
+    )  # fmt: skip
+    return ServingTask(
+        title=title, problem=problem, device=device, policy=policy, scale=scale, q_lens=q_lens,
+        kv_lens=kv_lens, score=score, mask=mask,
+    )  # fmt: skip
+
+
+NOTE = "rebuilt from a list of untuned problems: made-up captures, a mask of the same class"
+
+
+def untuned_tasks(path: Path, device: Device) -> list[Task]:
+    """A task for each problem of the list that was met on this device.
+
+    The tensors that mods captured are made up in the shapes they had, and the mask's lists are
+    those of a typical mask of its class.
+    """
+    return [
+        _untuned_task(each, device) for each in read_untuned(path) if each.device == device.name
+    ]
+
+
+def _untuned_task(untuned: Untuned, device: Device) -> Task:
+    problem = untuned.problem
+    structure = problem.structure
+    sign = 1 if structure.positive_scale else -1
+    lists = by_key = None
+    if structure.sparsity is not None:
+        heads = problem.Hq if structure.sparsity.per_head else 1
+        lengths = problem.q_len, problem.kv_len
+        mask = _typical_mask(problem.mask_class, structure.sparsity, heads, lengths)
+        lists = Lists.of(mask)
+        if structure.kind == "backward":
+            lists, by_key = BothLists.of(mask)
+        runs = lists.runs is not None
+        structure = replace(structure, sparsity=replace(structure.sparsity, runs=runs))
+        problem = replace(problem, structure=structure)
+    return Task(
+        f"untuned {problem.describe()}",
+        problem,
+        device,
+        policy_for(structure.kind, device),
+        sign / math.sqrt(structure.head_dim_qk),
+        None if untuned.score is None else bound_of(untuned.score),
+        None if untuned.mask is None else bound_of(untuned.mask),
+        lists,
+        by_key,
+    )
+
+
+def _typical_mask(
+    name: str, sparsity: Sparsity, heads: int, lengths: tuple[int, int]
+) -> BlockMask:
+    block = sparsity.q_block, sparsity.kv_block
+    rows, columns = (-(-length // size) for length, size in zip(lengths, block, strict=True))
+    kinds = _kinds(representative(name, rows, columns), sparsity.has_full)
+    mask = from_kinds(
+        kinds.expand(1, heads, rows, columns), noop_mask, block, lengths, sparsity.has_full
+    )
+    mask_class(mask)  # finds the runs that its lists may have
+    return mask
+
+
+def _kinds(listed: Tensor, has_full: bool) -> Tensor:
+    """Where full blocks are listed apart, the last block of each row alone is partial."""
+    if not has_full:
+        return torch.where(listed, PARTIAL, EMPTY).to(torch.int8)
+    last = listed & (listed.flip(-1).cumsum(-1).flip(-1) == 1)
+    return torch.where(last, PARTIAL, torch.where(listed, FULL, EMPTY)).to(torch.int8)

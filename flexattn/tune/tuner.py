@@ -1,29 +1,127 @@
-"""tune(): survey, build, gate, screen, search, race, decide: one problem becomes one Record."""
+"""tune(): one problem becomes one Record; GpuTuner does so for problem after problem on a GPU."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter
+import contextvars
+import threading
 from collections.abc import Sequence
-from datetime import datetime, timezone
-from importlib import metadata
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
-from flexattn.errors import MeasureError
-from flexattn.kernels.base.config import Config
-from flexattn.measure.protocol import Measurer
-from flexattn.measure.task import AnyTask
-from flexattn.records.record import Decision, Record, Trial
+from flexattn.errors import FlexAttnError
+from flexattn.kernels.base.config import Config, describe
+from flexattn.measure.task import AnyTask, Measurer
+from flexattn.measure.worker import Worker
+from flexattn.records.key import Sizes, key_of
+from flexattn.records.layers import layers, ranked, transferred
+from flexattn.records.record import Record
+from flexattn.tune.builds import BuiltConfig, build_all, orders_for
 from flexattn.tune.campaign import environment_of
 from flexattn.tune.evaluator import BuildConfigs, Evaluator
+from flexattn.tune.fleet import SharedTuning
 from flexattn.tune.journal import Journal
-from flexattn.tune.method import FOR_SCREENING, Method
-from flexattn.tune.progress import SILENT, Progress
+from flexattn.tune.method import FOR_SCREENING, SILENT, USUAL, Method, Progress
+from flexattn.tune.pool import Pool
 from flexattn.tune.search import Everything, Guided, Search
 from flexattn.tune.subject import Subject, subject_of
+from flexattn.util.closing import Closing
 
-NOT_TRIED = "not tried"
-USUAL = Method()
+# Winners of other environments and of near sizes that are looked at first.
+SEEDS = 6
+
+
+def seeds(task: AnyTask) -> list[Config]:
+    """Configs that did well nearby: records of other environments, then of near sizes."""
+    problem, device = task.problem, task.device
+    found = islice(ranked(key_of(problem), environment_of(task), layers(device)), SEEDS)
+    configs = (
+        transferred(each.answer.config, Sizes(*each.answer.sizes), problem, device)
+        for each in found
+    )
+    return list(dict.fromkeys(configs))
+
+
+def build_ahead(tasks: Sequence[AnyTask], method: Method, pool: Pool) -> None:
+    """Order the kernels of tasks that will be measured whole, in the background.
+
+    What is searched is built as the search asks for it: most of such a space is never measured.
+    """
+
+    def order() -> None:
+        for task in tasks:
+            if task.device.backend == "interpreter":
+                continue
+            try:
+                subject = subject_of(task, environment_of(task), method.effort, seeds(task))
+                if len(subject.configs) <= method.all_up_to:
+                    pool.ahead(orders_for(task.problem, subject.configs, task.device))
+            except FlexAttnError:  # it is said when the task has its turn
+                continue
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(order,), daemon=True).start()
+
+
+class ProblemProgress(Progress, Protocol):
+    """Progress that is told which problem it is about."""
+
+    def problem(self, title: str) -> None:
+        """The next problem begins."""
+
+
+@dataclass
+class GpuTuner(Closing):
+    """Tunes tasks on one GPU, or in the interpreter; leaving it ends its worker.
+
+    compilers: processes that compile, for this tuner and maybe others. journals: a folder that
+    keeps what an interrupted problem had finished. gpu: of this host. storage: a database's URL;
+    workers that name it tune each problem together. again_since: what they had finished before
+    this moment, in seconds of the clock, is measured again.
+    """
+
+    method: Method
+    compilers: Pool
+    journals: Path | None
+    progress: ProblemProgress
+    gpu: int = 0
+    storage: str | None = None
+    again_since: float | None = None
+
+    def __post_init__(self) -> None:
+        self._measurer = Worker(gpu=self.gpu, say=self.progress.note)
+
+    def close(self) -> None:
+        """End the worker."""
+        self._measurer.close()
+
+    def tune(self, task: AnyTask) -> Record:
+        """One problem's record. Raises MeasureError where nothing can be timed."""
+        self.progress.problem(task.title)
+
+        def build(configs: Sequence[Config]) -> list[BuiltConfig]:
+            if task.device.backend == "interpreter":
+                return [BuiltConfig(config) for config in configs]
+            return build_all(
+                task.problem,
+                configs,
+                task.device,
+                say=lambda built: self.progress.step(describe(built.config)),
+                pool=self.compilers,
+            )
+
+        return tune(
+            task,
+            self._measurer,
+            build,
+            self.method,
+            seeds=seeds(task),
+            journals=self.journals,
+            storage=self.storage,
+            again_since=self.again_since,
+            progress=self.progress,
+        )
 
 
 def tune(
@@ -34,6 +132,8 @@ def tune(
     *,
     seeds: Sequence[Config] = (),
     journals: Path | None = None,
+    storage: str | None = None,
+    again_since: float | None = None,
     progress: Progress = SILENT,
 ) -> Record:
     """Tune one problem.
@@ -42,14 +142,23 @@ def tune(
     neighbours' winners and the shipped ones. journals: a folder that keeps finished batches, so
     that the same call goes on after an interrupt; whoever has written the record drops them with
     `flexattn.tune.journal.settle`.
-    Raises MeasureError where no config of the space runs.
+    storage: a database's URL. All workers that call this for the problem share it, by a study
+    there instead of a journal, and each gets the one record. The space is the effort's alone:
+    seeds do not widen it. again_since: a study that was finished before this moment (seconds of
+    the clock) is left as it is and a new round of it begins, which all who ask so share.
+    Raises MeasureError where no config of the space runs, InputError for a URL that is no
+    database's.
     """
-    subject = subject_of(task, environment_of(task), method.effort, seeds)
-    journal = None if journals is None else Journal(journals, subject, method.provenance)
+    shared = storage is not None
+    subject = subject_of(task, environment_of(task), method.effort, () if shared else seeds)
     measurer.start()
     # Its clock starts before the oracle is made, which the budget pays for.
     evaluator = Evaluator(subject, measurer, build, method, progress)
     measurer.open(task)
+    if storage is not None:
+        first = subject.index(seeds)
+        return SharedTuning(evaluator, storage, first=first, again_since=again_since).run()
+    journal = None if journals is None else Journal(journals, subject, method.provenance)
     return _tuned(evaluator, seeds, journal)
 
 
@@ -91,47 +200,7 @@ def _tuned(evaluator: Evaluator, seeds: Sequence[Config], journal: Journal | Non
         progress.note("the time budget ended the search")
     if refused := evaluator.table.infeasible:
         progress.note(f"{refused} of {len(subject.configs)} configs are infeasible: refused")
-    trials, decision, untried = evaluator.finals()
-    seconds = time.monotonic() - evaluator.begin
-    return record_of(subject, method, trials, decision, untried, seconds)
-
-
-def record_of(
-    subject: Subject,
-    method: Method,
-    trials: Sequence[Trial],
-    decision: Decision,
-    untried: int,
-    seconds: float,
-) -> Record:
-    """The record of a finished race; raises MeasureError where the winner has no time."""
-    winner = trials[decision.winner]
-    if winner.failed is not None or not (winner.screening or winner.finals):
-        stages = Counter(
-            f"{t.failed.stage}: {t.failed.error}" for t in trials if t.failed is not None
-        )
-        counted = ", ".join(f"{count} x {text}" for text, count in stages.most_common(5))
-        raise MeasureError(
-            f"no config of {subject.title or subject.key.kind} has a time",
-            f"{len(trials)} were tried: {counted or 'none was timed'}",
-            "see the first message: " + (winner.failed.message if winner.failed else ""),
-        )
-    rejected = subject.rejected + (((NOT_TRIED, untried),) if untried else ())
-    return Record(
-        key=subject.key,
-        environment=subject.environment,
-        policy=subject.policy,
-        provenance=method.provenance,
-        sizes=subject.sizes,
-        trials=tuple(trials),
-        decision=decision,
-        rejected=rejected,
-        seconds=round(seconds, 3),
-        made=datetime.now(timezone.utc).date().isoformat(),
-        tool=_tool(),
-        title=subject.title,
-        note=method.note,
-    )
+    return evaluator.record()
 
 
 def _search(subject: Subject, method: Method, seeds: Sequence[Config]) -> Search:
@@ -142,10 +211,3 @@ def _search(subject: Subject, method: Method, seeds: Sequence[Config]) -> Search
     return Guided(
         subject.configs, first, limit=method.limit, sampler=method.sampler, seed=method.seed
     )
-
-
-def _tool() -> str:
-    try:
-        return f"flexattn {metadata.version('flexattn')}"
-    except metadata.PackageNotFoundError:
-        return "flexattn"

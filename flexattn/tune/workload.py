@@ -46,12 +46,12 @@ from typing import Any
 
 from flexattn.device import Device
 from flexattn.errors import InputError, InputTypeError
+from flexattn.mods.path import load_path
 from flexattn.problem import FP8, ITEMSIZE, Kind, Shape
 from flexattn.problem.serving import LENGTHS, Lengths
 from flexattn.records.environment import serving_policy
 from flexattn.records.record import Policy
 from flexattn.records.renderers import RecordKind
-from flexattn.tune.allowed import check_allowed
 from flexattn.tune.tables import Table, check_values, read_file
 from flexattn.util.near import DTYPE_NAMES, did_you_mean
 
@@ -323,3 +323,33 @@ def _policy(table: Table) -> tuple[tuple[str, float], ...]:
         "min_ms": inner.number("min_ms"),
     }
     return tuple((key, value) for key, value in found.items() if value is not None)
+
+
+_OWN = ("flexattn.catalogue", "flexattn.presets.mods")
+
+
+def check_allowed(path: str, where: str, allow: Sequence[str]) -> None:
+    """Raise InputError for a function outside of our own modules and `allow`.
+
+    A file that could name any function of any module could run any program.
+    path: "module:function". allow: names of modules, which allow those inside them too. The
+    function is also defined there: a module that imports os allows nothing of os.
+    """
+    module = path.partition(":")[0]
+    if not _inside(module, allow):
+        raise InputError(
+            f"{where}: {path!r}",
+            f"a workload names functions of {' and '.join(_OWN)}, and of modules that are allowed",
+            f"if you trust {module}, add --allow-module {module}, in Python allow=[{module!r}]",
+        )
+    home = getattr(load_path(path), "__module__", None)
+    if not _inside(str(home), allow):
+        raise InputError(
+            f"{where}: {path!r} is from {home}",
+            "a function is defined in the module that allows it",
+            f"define a function in {module} that calls it",
+        )
+
+
+def _inside(module: str, allow: Sequence[str]) -> bool:
+    return any(module == each or module.startswith(f"{each}.") for each in (*_OWN, *allow))

@@ -11,7 +11,7 @@ from flexattn.records.environment import environment
 from flexattn.records.record import Gated
 from flexattn.records.store import Store
 from flexattn.settings import override
-from flexattn.tune.builds import build_task
+from flexattn.tune.builds import build_all
 from flexattn.tune.method import Method
 from flexattn.tune.tasks import task_from
 from flexattn.tune.tuner import tune
@@ -33,7 +33,7 @@ def test_a_call_with_gradients_is_served_by_what_was_tuned_for_it(learned, tmp_p
     task = task_from(row, score_mod, flexattn.catalogue.causal, device, where)
     with override(cache=(), cache_dir=tmp_path, mode="replay"), Worker() as worker:
         record = tune(
-            task, worker, lambda configs: build_task(task, configs),
+            task, worker, lambda configs: build_all(task.problem, configs, task.device),
             Method("quick", budget_s=5.0, rounds=2),
         )  # fmt: skip
         winner = record.trials[record.decision.winner]

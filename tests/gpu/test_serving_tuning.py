@@ -10,9 +10,9 @@ from flexattn.records.record import Gated, Policy
 from flexattn.records.store import Store
 from flexattn.serving import DecodePlan
 from flexattn.settings import override
-from flexattn.tune.builds import build_task
+from flexattn.tune.builds import build_all
 from flexattn.tune.method import Method
-from flexattn.tune.serving import serving_task
+from flexattn.tune.tasks import serving_task
 from flexattn.tune.tuner import tune
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -30,7 +30,7 @@ def test_a_plan_is_served_by_what_was_tuned_for_it(lengths, tmp_path):
     )  # fmt: skip
     with override(cache=(), cache_dir=tmp_path, mode="replay"), Worker() as worker:
         record = tune(
-            task, worker, lambda configs: build_task(task, configs),
+            task, worker, lambda configs: build_all(task.problem, configs, task.device),
             Method("quick", budget_s=5.0, rounds=2),
         )  # fmt: skip
         winner = record.trials[record.decision.winner]

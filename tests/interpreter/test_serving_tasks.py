@@ -8,13 +8,13 @@ import torch
 from flexattn.catalogue import alibi, sliding_window
 from flexattn.device import INTERPRETER
 from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.measure.calls import plan_call
 from flexattn.measure.runner import DeviceRunner
-from flexattn.measure.serving import plan_call
 from flexattn.mods import bind
 from flexattn.problem import Shape
 from flexattn.records.record import Gated, Policy
 from flexattn.serving.batch import make_batch, serving_judge
-from flexattn.tune.serving import serving_task
+from flexattn.tune.tasks import serving_task
 
 pytestmark = [
     pytest.mark.interpreter,

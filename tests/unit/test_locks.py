@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 import flexattn
+from flexattn.errors import MeasureError
 from flexattn.runtime.compiler_context import without_collections
-from flexattn.tune.compile_queue import CompileQueue
+from flexattn.tune.pool import Pool
 from flexattn.util.locks import awaited, renewed
 from flexattn.util.lru import Lru
 from flexattn.util.turns import Turns
+from tests.build_doubles import number
 
 PACKAGE = Path(flexattn.__file__).parent
 PRIMITIVES = {"Lock", "RLock", "Condition", "Event", "Semaphore", "Barrier"}
@@ -115,10 +117,15 @@ def test_garbage_is_collected_in_a_child_of_a_process_that_compiles():
         assert in_child(lambda: not gc.isenabled())
 
 
-def test_a_queue_of_compilers_says_that_it_is_another_process():
-    queue = CompileQueue(None)
-    with Held(queue._turn):
-        assert in_child(lambda: queue._stopped and queue._turn.acquire(timeout=5))
+def test_a_pool_of_compilers_says_that_it_is_another_process():
+    def asks():
+        with pytest.raises(MeasureError, match="the process that forked"):
+            list(pool.run([1]))
+        return True
+
+    pool = Pool(number, jobs=1, deadline=1.0)
+    with Held(pool._lock):
+        assert in_child(asks)
 
 
 def test_every_lock_is_renewed():
@@ -140,4 +147,4 @@ def test_every_lock_is_renewed():
             and ast.unparse(call.func).removeprefix("threading.") in PRIMITIVES
         ]
     # The owners of these renew themselves.
-    assert set(found) == {"runtime/compiler_context.py", "tune/compile_queue.py"}
+    assert set(found) == {"runtime/compiler_context.py"}

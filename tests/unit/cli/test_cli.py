@@ -14,8 +14,7 @@ from flexattn.cli import demo_cpu, demo_gpu, picture
 from flexattn.cli.app import app
 from flexattn.cli.bench import Benched
 from flexattn.cli.parts import CompiledWorkload, Parts
-from flexattn.cli.trial import DemoTrial, DemoVariant
-from flexattn.cli.workloads import FULL_WORKLOADS, SMALL_WORKLOADS
+from flexattn.cli.workloads import FULL_WORKLOADS, SMALL_WORKLOADS, DemoTrial, DemoVariant
 from flexattn.device import KNOWN
 from flexattn.mods.bind import clear
 from flexattn.settings import child_environment, override

@@ -149,7 +149,7 @@ CHILD = """
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     from flexattn.records.record import Gated
-    from flexattn.tune import gpu_tuner
+    from flexattn.tune import tuner
 
     PAUSE = float(sys.argv.pop(1))
 
@@ -180,7 +180,7 @@ CHILD = """
         def close(self):
             pass
 
-    gpu_tuner.Worker = Slow
+    tuner.Worker = Slow
     from flexattn.cli import main
     main()
 """
@@ -349,7 +349,7 @@ def test_a_real_tuning_in_the_interpreter(tiny, flexattn, tmp_path):
 def test_untuned_problems_become_tasks(flexattn, tmp_path):
     """What dispatch lists is rebuilt: the same keys, masks alike, mods from their expressions."""
     from flexattn.records.untuned import note
-    from flexattn.tune.untuned import untuned_tasks
+    from flexattn.tune.tasks import untuned_tasks
 
     device = named("nvidia-h200")
     rows = [row for row in read(files()["gemma2"]).rows if "local" in row.title]

@@ -21,7 +21,7 @@ from flexattn.problem.descales import Descales
 from flexattn.records.key import key_of
 from flexattn.reference import Precision, attention
 from flexattn.runtime.launch import prepare_launch
-from flexattn.tune.serving import serving_task
+from flexattn.tune.tasks import serving_task
 from flexattn.verify.gate import judge
 from tests.launches import Recorded
 from tests.problems import choices, problem

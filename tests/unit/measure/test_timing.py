@@ -14,16 +14,16 @@ from flexattn.errors import InputError
 from flexattn.measure import clock as clocks
 from flexattn.measure.clock import CpuClock, CudaClock
 from flexattn.measure.timing import (
-    Failure,
-    Left,
+    Dropped,
+    RoundTime,
     Samples,
-    Takes,
-    Took,
+    Started,
     _orders,
     paired_ratio,
     race,
     time_interleaved,
 )
+from flexattn.records.record import Failed
 
 
 def cpu(candidates, rounds=4, min_ms=0.0):
@@ -49,7 +49,7 @@ def test_a_failure_keeps_its_reason_and_the_others_go_on():
         raise ValueError("no such kernel")
 
     got = cpu({"a": dies_at_once, "b": dies_later, "c": lambda: None}, rounds=6)
-    assert got["a"].failure == Failure("prepare", "ValueError", "no such kernel")
+    assert got["a"].failure == Failed("prepare", "ValueError", "no such kernel")
     assert got["b"].failure is not None and got["b"].failure.stage == "run"
     assert got["b"].us == () and math.isnan(got["b"].median) and math.isnan(got["b"].spread)
     assert len(got["c"].us) == 6
@@ -105,7 +105,7 @@ def test_interval_is_the_textbook_one(rounds, cut):
 
 
 def test_ratio_of_a_failure_is_nan_and_of_unlike_runs_refused():
-    failed = Samples(failure=Failure("run", "E", "m"))
+    failed = Samples(failure=Failed("run", "E", "m"))
     assert math.isnan(paired_ratio(failed, Samples((1.0,))).value)
     with pytest.raises(InputError, match="cannot be paired"):
         paired_ratio(Samples((1.0, 2.0)), Samples((1.0,)))
@@ -196,9 +196,9 @@ def test_a_call_is_captured_once(monkeypatch):
 def test_the_hopeless_leave_a_race_with_one_value():
     calls = [lambda: None, lambda: time.sleep(0.003), lambda: None]
     steps = list(race(calls, rounds=4, min_ms=0, clock=CpuClock(), limit_us=2_000))
-    took = [step.index for step in steps if isinstance(step, Took)]
+    took = [step.index for step in steps if isinstance(step, RoundTime)]
     assert took.count(0) == took.count(2) == 4 and took.count(1) == 1
-    assert [step for step in steps if isinstance(step, Left)] == [Left(1, None)]
+    assert [step for step in steps if isinstance(step, Dropped)] == [Dropped(1, None)]
 
 
 class Faulty(CpuClock):
@@ -226,12 +226,12 @@ def test_a_sample_that_is_no_time_is_taken_again_and_then_fails_its_call(us):
     (*_, left) = [
         step
         for step in race([bad, good], rounds=4, min_ms=0, clock=Faulty(bad, [us] * 99))
-        if isinstance(step, Left)
+        if isinstance(step, Dropped)
     ]
     assert left.index == 0 and (left.failure.stage, left.failure.error) == ("run", "MeasureError")
     assert f"the clock gave {us:g}, {us:g}, {us:g} us" in left.failure.message
     steps = list(race([bad, good], rounds=4, min_ms=0, clock=Faulty(bad, [us, us])))
-    took = [step for step in steps if isinstance(step, Took)]
+    took = [step for step in steps if isinstance(step, RoundTime)]
     assert [step.index for step in took].count(0) == 4 and all(step.us > 0 for step in took)
 
 
@@ -242,13 +242,13 @@ def test_a_warm_up_that_is_no_time_fails_its_call(us):
         warm=lambda: None, prepare=lambda call: call,
         sample=lambda call, calls: us if call is len else 5.0,
     )))  # fmt: skip
-    (left,) = [step for step in got if isinstance(step, Left)]
+    (left,) = [step for step in got if isinstance(step, Dropped)]
     assert left.index == 0 and left.failure.stage == "prepare"
-    assert [(step.index, step.us) for step in got if isinstance(step, Took)] == [(1, 5.0)]
+    assert [(step.index, step.us) for step in got if isinstance(step, RoundTime)] == [(1, 5.0)]
 
 
 def test_a_race_says_who_runs_before_it_runs():
     said = []
     for step in race([lambda: said.append("run")], rounds=2, min_ms=0, clock=CpuClock()):
         said.append(type(step))
-    assert said[0] is Takes and said[-3:] == [Takes, "run", Took]
+    assert said[0] is Started and said[-3:] == [Started, "run", RoundTime]

@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from flexattn.errors import DeviceError, InputError, MeasureError, SettingsError
-from flexattn.measure.failures import clipped, failed, is_sticky
-from flexattn.measure.lock import device_lock
-from flexattn.measure.process import ChildProcess
-from flexattn.measure.worker import Deadlines, Worker
+from flexattn.measure.process import ChildProcess, clipped, failed, is_sticky
+from flexattn.measure.worker import Deadlines, Worker, device_lock
 from flexattn.records.record import Failed, Gated
 from flexattn.settings import override, say_once, worker_environment
 from tests.unit.measure.runners import RUNNER, config, task

@@ -7,7 +7,7 @@ import pytest
 
 from flexattn.device import cuda_driver, named
 from flexattn.kernels.base.environment import templates_folder
-from flexattn.records import closure, environment as module, renderers
+from flexattn.records import environment as module, renderers
 from flexattn.records.environment import environment, serving_policy
 from flexattn.records.record import SCHEMA, Policy, slug
 from flexattn.records.renderers import RENDERERS, renderer_of, source_hash, unlisted
@@ -144,8 +144,8 @@ def changed_by(monkeypatch, name):
 
     def hashes():
         source_hash.cache_clear()
-        closure._read.cache_clear()
-        closure.home.cache_clear()
+        renderers._read.cache_clear()
+        renderers.home.cache_clear()
         found = {kind: source_hash(kind, A100) for kind in ("prefill", "decode", "serving")}
         return found | {
             "hopper": source_hash("prefill", H200), "amd": source_hash("decode", MI300X)
@@ -154,9 +154,9 @@ def changed_by(monkeypatch, name):
     plain, read = hashes(), Path.read_text
 
     def changed(path, **how):
-        return read(path, **how) + ("\nx = 1\n" if path == closure._PACKAGE / name else "")
+        return read(path, **how) + ("\nx = 1\n" if path == renderers._PACKAGE / name else "")
 
-    assert (closure._PACKAGE / name).exists()
+    assert (renderers._PACKAGE / name).exists()
     with monkeypatch.context() as here:
         here.setattr(Path, "read_text", changed)
         now = hashes()
@@ -222,9 +222,9 @@ def test_what_is_left_out_is_reached(name):
     """A module that no renderer reaches any more needs no reason to be left out."""
     roots = [f"flexattn.{each}" for known in EACH for each in known.modules]
     texts = [renderers.template_text(each) for known in EACH for each in known.templates]
-    roots += [closure.home(*each) for text in texts for each in closure.imports_of(text)]
+    roots += [renderers.home(*each) for text in texts for each in renderers.imports_of(text)]
     others = {f"flexattn.{each}" for each in renderers.NO_TEXT if each != name}
-    assert f"flexattn.{name}" in closure.closure(roots, others)
+    assert f"flexattn.{name}" in renderers.closure(roots, others)
 
 
 # Templates that no record's kernels are rendered of.

@@ -81,7 +81,7 @@ def test_a_hit_in_any_layer(places, name):
     places[name].write(recorded(PREFILL, ONE, "mine"))
     found = find(PREFILL, H200)
     assert (found.how, found.config, found.differing) == ("hit", ONE, ())
-    assert found.record.title == "mine" and name in found.origin and "tuned" in found.origin
+    assert found.stored.record.title == "mine" and name in found.origin and "tuned" in found.origin
 
 
 def test_layers_are_asked_in_order(places):
@@ -158,7 +158,7 @@ def test_a_hint_that_raced_a_former_default_is_not_taken(places):
     told = why(PREFILL, H200)
     assert (told.how, told.config) == ("default", today)
     words = "its default was PrefillConfig"
-    assert words in told.passed[0].reason and words in told.closest[0].untaken
+    assert words in told.passed[0][1] and words in told.closest[0].untaken
     assert "which is no longer the static default" in told.closest[0].untaken
     assert find(replace(PREFILL, kv_len=16384), H200) is None, "nor does it serve other sizes"
     assembled = replace(today, ptxas="13.1" if today.ptxas == "" else "", merge_consumers=False)
@@ -364,7 +364,7 @@ def test_why_the_default(places):
     (places["user"].root / "v1" / "x" / "y" / "b1-q1-k1.json").write_text("")
     told = why(PREFILL, H200)
     assert told.how == "default" and told.found is None and "num_stages" in str(told.config)
-    assert "shared memory" in " ".join([told.passed[0].reason])
+    assert "shared memory" in " ".join([told.passed[0][1]])
     fields = {each.field for each in told.closest[1].key}
     assert fields == {"head_dim_qk", "head_dim_v"} and len(told.broken) == 1
 

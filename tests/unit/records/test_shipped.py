@@ -13,8 +13,8 @@ from flexattn.presets import files
 from flexattn.records import layers
 from flexattn.records.codec import decode_record
 from flexattn.records.environment import serving_policy
-from flexattn.records.former_default import outdated
 from flexattn.records.key import Sizes, key_of
+from flexattn.records.layers import outdated
 from flexattn.records.record import SCHEMA, slug
 from flexattn.records.store import REAL, Store
 from flexattn.settings import override

@@ -10,8 +10,7 @@ from flexattn.device import named
 from flexattn.errors import BuildError
 from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.choose.registry import families
-from flexattn.records import closure
-from flexattn.records.renderers import source_hash
+from flexattn.records.renderers import _read, source_hash
 from flexattn.runtime import build, dispatch
 from flexattn.runtime.build import Builder, Kernel
 from flexattn.runtime.dispatch import Dispatcher
@@ -135,7 +134,7 @@ def test_another_config_device_or_renderer_is_rendered(tmp_path, monkeypatch):
 
 def forget_sources():
     source_hash.cache_clear()
-    closure._read.cache_clear()
+    _read.cache_clear()
 
 
 @pytest.mark.parametrize("fault", ["no binary", "a changed one", "a newer driver's"])

@@ -26,8 +26,8 @@ from flexattn.serving.batch import batch_lengths
 from flexattn.serving.kernels import plan_candidates
 from flexattn.settings import current, override
 from flexattn.tune.builds import orders_for
-from flexattn.tune.serving import serving_task
 from flexattn.tune.subject import subject_of
+from flexattn.tune.tasks import serving_task
 from tests.problems import served, serving_candidates
 
 H200 = named("nvidia-h200")

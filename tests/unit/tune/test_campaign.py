@@ -11,10 +11,9 @@ from flexattn.device import named
 from flexattn.errors import DeviceError, MeasureError
 from flexattn.records.key import key_of, sizes_of
 from flexattn.records.store import Store
-from flexattn.tune.campaign import campaign, environment_of, pending
+from flexattn.tune.campaign import Campaign, TaskLocks, environment_of, pending
 from flexattn.tune.decide import replay_study
 from flexattn.tune.journal import Entry, Journal, settle
-from flexattn.tune.task_locks import TaskLocks
 from flexattn.tune.tasks import task_of
 from flexattn.tune.workload import parse_workload
 from tests import records
@@ -47,10 +46,10 @@ def test_what_is_there_is_kept_and_the_rest_is_tuned(tasks, tmp_path):
     store = Store(tmp_path)
     store.write(record_of(tasks[1]))
     assert pending(tasks, store, False) == [tasks[0], tasks[2], tasks[3]]
-    found = {each.title: each for each in campaign(tasks, store, [record_of])}
+    found = {each.title: each for each in Campaign(tasks, store, [record_of])}
     assert [found[task.title].status for task in tasks] == ["tuned", "kept", "tuned", "tuned"]
     assert len(list(store.paths())) == 4 and not pending(tasks, store, False)
-    again = list(campaign(tasks, store, [record_of], again=True))
+    again = list(Campaign(tasks, store, [record_of], again=True))
     assert [each.status for each in again] == ["tuned"] * 4
 
 
@@ -63,7 +62,7 @@ def test_what_was_made_up_never_replaces_what_was_measured(tasks, tmp_path):
         (record_of, "tuned"),
         (lambda t: made_up, "kept"),
     ):
-        (found,) = campaign([task], store, [tune], again=True)
+        (found,) = Campaign([task], store, [tune], again=True)
         assert found.status == status
     assert store.read(environment_of(task), key_of(task.problem)).provenance == "measured"
 
@@ -74,7 +73,7 @@ def test_a_problem_that_fails_does_not_end_the_others(tasks, tmp_path):
             raise MeasureError("nothing ran", "something runs")
         return record_of(task)
 
-    found = list(campaign(tasks, Store(tmp_path), [tune]))
+    found = list(Campaign(tasks, Store(tmp_path), [tune]))
     assert [each.status for each in found] == ["tuned", "failed", "tuned", "tuned"]
     assert "nothing ran" in found[1].message and found[1].answer is None
 
@@ -88,7 +87,7 @@ def test_an_interrupt_keeps_what_was_finished(tasks, tmp_path, workers):
 
     store, found = Store(tmp_path), []
     with pytest.raises(KeyboardInterrupt):
-        for each in campaign(tasks, store, [tune] * workers):
+        for each in Campaign(tasks, store, [tune] * workers):
             found.append(each)
     assert {each.status for each in found} == {"tuned"}
     for each in found:
@@ -109,7 +108,7 @@ def test_workers_take_the_next_problem_when_they_are_free(tasks, tmp_path):
 
         return tune
 
-    found = list(campaign(tasks, Store(tmp_path), [worker(0), worker(1)]))
+    found = list(Campaign(tasks, Store(tmp_path), [worker(0), worker(1)]))
     assert sorted(each.title for each in found) == sorted(task.title for task in tasks)
     assert seen == {0: 2, 1: 2}
 
@@ -139,7 +138,7 @@ def test_a_lost_device_takes_no_more_and_the_others_finish(tasks, tmp_path, afte
         return record_of(task)
 
     found = list(
-        campaign(
+        Campaign(
             tasks, Store(tmp_path), [broken(after), tune], lost=lambda *told: gone.append(told)
         )
     )
@@ -151,7 +150,7 @@ def test_a_lost_device_takes_no_more_and_the_others_finish(tasks, tmp_path, afte
 def test_when_every_device_is_lost_what_is_left_has_failed(tasks, tmp_path, workers):
     gone = []
     found = list(
-        campaign(
+        Campaign(
             tasks, Store(tmp_path), [broken() for _ in range(workers)],
             lost=lambda number, error: gone.append(number),
         )
@@ -169,13 +168,13 @@ def beside(tasks, folder, **more):
         if not others:
             locks = TaskLocks(folder / "locks")
             others.append(None)
-            others[:] = campaign(
+            others[:] = Campaign(
                 tasks, Store(folder), [record_of], locks=locks, until=soon, **more
             )
         return record_of(task)
 
     soon = time.monotonic() + 1.0
-    mine = campaign(tasks, Store(folder), [tune], locks=TaskLocks(folder / "locks"), **more)
+    mine = Campaign(tasks, Store(folder), [tune], locks=TaskLocks(folder / "locks"), **more)
     return list(mine), others
 
 
@@ -202,7 +201,7 @@ def test_a_folder_that_takes_no_locks_is_tuned_without(tasks, tmp_path):
 
 def test_a_lost_device_gives_its_lock_back(tasks, tmp_path):
     locks = TaskLocks(tmp_path / "locks")
-    found = list(campaign(tasks, Store(tmp_path), [broken(), record_of], locks=locks))
+    found = list(Campaign(tasks, Store(tmp_path), [broken(), record_of], locks=locks))
     assert [each.status for each in found] == ["tuned"] * 4
     assert all(TaskLocks(tmp_path / "locks").take(task.title) for task in tasks)
 
@@ -254,7 +253,7 @@ def test_what_a_record_came_from_is_kept_until_the_record_is_on_the_disk(tasks, 
         settle(tmp_path / "journals", record)
 
     for status in ("failed", "tuned", "kept"):
-        (found,) = campaign([task], store, [tune], landed=landed)
+        (found,) = Campaign([task], store, [tune], landed=landed)
         assert found.status == status and journal.path.exists() == (status == "failed")
     assert there == [False, True], "the second call goes on from what the first one kept"
 
@@ -282,8 +281,8 @@ def test_when_the_time_is_over_nothing_begins_and_what_ran_is_kept(tasks, tmp_pa
         return record_of(task)
 
     until = time.monotonic() + 0.6
-    found = list(campaign(tasks, store, [slow], until=until))
+    found = list(Campaign(tasks, store, [slow], until=until))
     assert [each.status for each in found] == ["tuned", "tuned"]
     assert began == [task.title for task in tasks[:2]]
     assert [each.title for each in pending(tasks, store, False)] == [t.title for t in tasks[2:]]
-    assert list(campaign(tasks[2:], store, [slow, slow], until=0.0)) == []
+    assert list(Campaign(tasks[2:], store, [slow, slow], until=0.0)) == []

@@ -10,18 +10,17 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import optuna
 import pytest
 
 from flexattn.errors import InputError
 from flexattn.tune.decide import replay_study
+from flexattn.tune.fleet import study_name
 from flexattn.tune.method import Method
-from flexattn.tune.replay import ReplayMeasurer
-from flexattn.tune.shared import study_name
-from flexattn.tune.shared_study import Heart, Pulse, SharedStudy, connect
-from flexattn.tune.studies import save
+from flexattn.tune.replay import ReplayMeasurer, save
+from flexattn.tune.search import Axes
+from flexattn.tune.shared_study import Heartbeat, SharedStudy, connect
 from tests import postgres
-from tests.fleet_worker import METHOD, PULSE, tune_shared_subject
+from tests.fleet_worker import HEARTBEAT, METHOD, tune_shared_subject
 from tests.studies import decode_configs, study
 
 pytestmark = pytest.mark.slow
@@ -129,31 +128,26 @@ def test_an_interrupted_worker_gives_its_points_back_at_once(url, tmp_path):
                 raise KeyboardInterrupt
             return super().sample(*args)
 
-    slow = Pulse(beat_s=30, grace_s=600)
+    slow = Heartbeat(beat_s=30, grace_s=600)
     first, second = Interrupted(stored, 1), ReplayMeasurer(stored, 2)
     with pytest.raises(KeyboardInterrupt):
-        tune_shared_subject(stored.subject, first, url, pulse=slow)
+        tune_shared_subject(stored.subject, first, url, heartbeat=slow)
     begun = time.monotonic()
-    record = tune_shared_subject(stored.subject, second, url, pulse=slow)
+    record = tune_shared_subject(stored.subject, second, url, heartbeat=slow)
     assert time.monotonic() - begun < 60 and len(record.trials) == len(stored.trials)
     default = stored.trials[stored.default].config
     again = {c for c in set(first.gated) & set(second.gated) if c != default}
     assert len(again) <= 4
 
 
-def study(url, name, pulse):
-    """A study of five points, with the heart that its worker keeps beating."""
-    numbers = {"n": optuna.distributions.CategoricalDistribution(list(range(5)))}
-    storage = connect(url, pulse)
-    heart = Heart(storage)
-    return heart, SharedStudy(
-        storage, heart, name, lambda p: {"n": p}, lambda got: got["n"], numbers
-    )
+def study(url, name, heartbeat):
+    """A study of five points."""
+    return SharedStudy(connect(url, heartbeat), name, Axes(decode_configs()[:5]))
 
 
 def test_a_point_has_one_owner_until_its_heart_stops(url, tmp_path):
-    (heart, one), (_, two) = (study(url, f"owner {tmp_path}", Pulse(0.5, 2)) for _ in range(2))
-    with heart:
+    one, two = (study(url, f"owner {tmp_path}", Heartbeat(0.5, 2)) for _ in range(2))
+    with one:
         held = one.take(3)
         assert held.point == 3 and two.take(3) is None
         time.sleep(3)
@@ -167,12 +161,22 @@ def test_a_point_has_one_owner_until_its_heart_stops(url, tmp_path):
     assert one.take(3) is None and one.known() == {3: "COMPLETE"}
 
 
+def test_a_worker_that_died_before_its_first_beat_is_found_dead(url, tmp_path, monkeypatch):
+    one, two = (study(url, f"early {tmp_path}", Heartbeat(0.5, 2)) for _ in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(one._storage, "record_heartbeat", lambda trial_id: None)
+        assert one.take(1)
+    assert two.known() == {1: "RUNNING"}
+    time.sleep(3)
+    assert two.known() == {1: "FAIL"} and two.take(1)
+
+
 def test_of_many_that_want_a_point_one_gets_it(url, tmp_path):
     """Optuna's own queue gives one trial to two workers on SQLite, which then both measure it."""
     name = f"many {tmp_path}"
 
     def all_five(_):
-        _, mine = study(url, name, Pulse(30, 600))
+        mine = study(url, name, Heartbeat(30, 600))
         return [held.point for point in range(5) if (held := mine.take(point))]
 
     with ThreadPoolExecutor(6) as pool:
@@ -202,7 +206,7 @@ def test_a_finished_study_is_measured_again_when_asked_to(url, tmp_path):
 @pytest.mark.parametrize("wrong", ["nothing", "oracle9://x", "sqlite:////no/such/folder/x.db"])
 def test_a_url_that_is_no_database_is_an_input_error(wrong):
     with pytest.raises(InputError, match="storage"):
-        connect(wrong, PULSE)
+        connect(wrong, HEARTBEAT)
 
 
 def test_studies_of_other_spaces_and_policies_are_apart():

@@ -16,7 +16,7 @@ from flexattn.presets import files
 from flexattn.presets.mods import DOCUMENTS, beside, last_keys, packed, ragged, sliding_tiles
 from flexattn.records.key import key_of
 from flexattn.settings import override
-from flexattn.tune.serving import serving_configs
+from flexattn.tune.subject import serving_configs
 from flexattn.tune.tasks import distinct, plan_task, task_of, tasks
 from flexattn.tune.workload import read
 

@@ -8,9 +8,8 @@ import pytest
 from bench.exhaustive import Plan, measured
 from flexattn.errors import CacheError
 from flexattn.records.trials import whole_trials
-from flexattn.tune.replay import ReplayMeasurer
-from flexattn.tune.studies import load_study, loads, save
-from flexattn.tune.trial_table import cost
+from flexattn.tune.race import cost
+from flexattn.tune.replay import ReplayMeasurer, load_study, loads, save
 from tests.studies import decode_configs, study
 
 SMALL = study(5, decode_configs()[:24], batch=7)

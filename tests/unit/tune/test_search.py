@@ -10,10 +10,9 @@ import pytest
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.tune.decide import replay_study
 from flexattn.tune.method import Method
-from flexattn.tune.replay import ReplayMeasurer
+from flexattn.tune.race import cost
+from flexattn.tune.replay import ReplayMeasurer, load_study, stored
 from flexattn.tune.search import Axes, Everything, Guided, sampler_of
-from flexattn.tune.studies import load_study, stored
-from flexattn.tune.trial_table import cost
 from flexattn.tune.tuner import tune_subject
 from tests.studies import decode_configs, prefill_configs, study
 

@@ -11,12 +11,12 @@ from flexattn.errors import MeasureError
 from flexattn.records.codec import decode, decode_record, encode_record
 from flexattn.records.record import Failed, Gated
 from flexattn.tune.decide import replay_study
+from flexattn.tune.evaluator import NOT_TRIED
 from flexattn.tune.journal import Entry, Journal
 from flexattn.tune.method import Method, method_for
-from flexattn.tune.race import HOPELESS, looks
+from flexattn.tune.race import HOPELESS, TrialTable, looks
 from flexattn.tune.replay import ReplayMeasurer
-from flexattn.tune.trial_table import TrialTable
-from flexattn.tune.tuner import NOT_TRIED, tune_subject
+from flexattn.tune.tuner import tune_subject
 from tests.studies import FINE, decode_configs, study
 
 REPLAY = Method(provenance="replay", rounds=3)

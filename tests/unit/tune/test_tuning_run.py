@@ -12,8 +12,9 @@ from flexattn.cli import tuning
 from flexattn.device import named
 from flexattn.records.record import Gated
 from flexattn.records.store import Store
-from flexattn.tune import builds, gpu_tuner
+from flexattn.tune import builds, tuner
 from flexattn.tune.method import method_for
+from flexattn.tune.pool import Pool
 from flexattn.tune.tasks import plan_task, task_of
 from flexattn.tune.workload import parse_workload
 
@@ -47,25 +48,17 @@ class Worker:
         pass
 
 
-class Compilers:
-    """A pool that compiles at once, in the thread that asks for what ended."""
+class Compilers(Pool):
+    """A pool whose threads compile themselves, at once."""
 
     compiled: Counter = Counter()
 
     def __init__(self, jobs):
-        self.left = []
-        self.free = True
+        super().__init__(builds.compile_one, jobs, deadline=1.0)
 
-    def start(self, number, order):
+    def _done(self, order):
         self.compiled[order.name] += 1
-        self.left.append((number, (TAKEN, f"{self.compiled.total():064}", 0.1)))
-
-    def ended(self, patience=math.inf):
-        found, self.left = self.left, []
-        yield from found
-
-    def close(self):
-        pass
+        return TAKEN, f"{self.compiled.total():064}", 0.1
 
 
 @pytest.fixture
@@ -73,7 +66,7 @@ def host(monkeypatch):
     """Two GPUs, and no process that measures or compiles."""
     monkeypatch.setattr(tuning, "gpus_like", lambda device: [0, 1])
     monkeypatch.setattr(tuning, "compilers", Compilers)
-    monkeypatch.setattr(gpu_tuner, "Worker", Worker)
+    monkeypatch.setattr(tuner, "Worker", Worker)
     monkeypatch.setattr(Worker, "measured", [])
     monkeypatch.setattr(Compilers, "compiled", Counter())
 

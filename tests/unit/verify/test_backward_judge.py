@@ -5,7 +5,7 @@ import torch
 
 from flexattn.catalogue import causal
 from flexattn.device import named
-from flexattn.measure.backward import make_saved
+from flexattn.measure.calls import make_saved
 from flexattn.runtime.backward import Gradients
 from flexattn.tune.tasks import task_from
 from flexattn.tune.workload import parse_workload

@@ -1,4 +1,4 @@
-"""A queue compiles ahead of those who measure: each source once, what is waited for first."""
+"""A pool compiles ahead of those who measure: each source once, what is waited for first."""
 
 import threading
 import time
@@ -6,7 +6,6 @@ import time
 import pytest
 
 from flexattn.errors import MeasureError
-from flexattn.tune.compile_queue import CompileQueue
 from flexattn.tune.pool import Lost, Pool
 from tests.build_doubles import Order, ordered
 
@@ -15,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
 @pytest.fixture
 def compiling(tmp_path):
-    with CompileQueue(Pool(ordered, jobs=1, deadline=20.0)) as made:
+    with Pool(ordered, jobs=1, deadline=20.0) as made:
         yield made
 
 
@@ -63,7 +62,7 @@ def test_a_process_that_dies_costs_its_order_and_the_next_who_asks_tries_again(
     assert dict(compiling.run(troubled)) == {0: 40}
 
 
-def test_who_waits_for_a_closed_queue_is_told(compiling, tmp_path):
+def test_who_waits_for_a_closed_pool_is_told(compiling, tmp_path):
     assert dict(compiling.run(orders(tmp_path, 50))) == {0: 500}
     compiling.ahead(orders(tmp_path, *range(20)))
     errors = []
