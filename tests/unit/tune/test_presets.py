@@ -16,7 +16,6 @@ from flexattn.presets import files
 from flexattn.presets.mods import DOCUMENTS, beside, last_keys, packed, ragged, sliding_tiles
 from flexattn.records.key import key_of
 from flexattn.settings import override
-from flexattn.tune.subject import serving_configs
 from flexattn.tune.tasks import distinct, plan_task, task_of, tasks
 from flexattn.tune.workload import read
 
@@ -36,10 +35,7 @@ def test_every_problem_can_run_and_has_a_key_of_its_own(name):
     found, others = distinct(made(workload.rows))
     assert len(found) == len(workload.rows) and not others
     for task in found:
-        if task.kind == "serving":
-            assert serving_configs(task.problem, H200, "quick")[0], task.title
-        else:
-            assert space(task.problem, H200, "quick"), task.title
+        assert space(task.problem, H200, "quick"), task.title
 
 
 def made(rows):
