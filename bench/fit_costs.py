@@ -20,7 +20,7 @@ from flexattn.device import Device
 from flexattn.kernels.base.estimate import ESTIMATE_MARGIN, Estimate, best_first
 from flexattn.kernels.choose.defaults import reasons
 from flexattn.kernels.choose.registry import short
-from flexattn.kernels.hopper import cost as hopper, sized, space
+from flexattn.kernels.hopper import cost as hopper, space
 from flexattn.kernels.triton import cost as triton, defaults, prefill_cost
 from flexattn.problem import Problem
 
@@ -53,7 +53,7 @@ MODELS = {
     "hopper": Model(
         "prefill", "HopperPrefillConfig", hopper.COSTS, hopper.expected,
         lambda problem, device: space.preferences(problem.structure),
-        lambda problem, first, device: sized.alternatives(
+        lambda problem, first, device: space.alternatives(
             problem, list(space.preferences(problem.structure))
         ), False,
     ),

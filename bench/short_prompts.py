@@ -27,8 +27,7 @@ from bench.shapes import Shape
 from bench.tasks import task
 from flexattn.device import Device, named
 from flexattn.kernels.choose.registry import short
-from flexattn.kernels.hopper.sized import alternatives
-from flexattn.kernels.hopper.space import preferences
+from flexattn.kernels.hopper.space import alternatives, preferences
 from flexattn.kernels.triton.family import PREFILL
 from flexattn.problem import Problem
 

@@ -11,7 +11,7 @@ from flexattn.catalogue import causal, softcap
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.hopper import space
-from flexattn.kernels.hopper.sized import alternatives
+from flexattn.kernels.hopper.space import alternatives
 from flexattn.kernels.paged_decode.source import render_serving
 from flexattn.kernels.triton.family import PREFILL
 from flexattn.runtime.build import compile_source

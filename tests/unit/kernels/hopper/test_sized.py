@@ -10,7 +10,7 @@ from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.hopper import space
 from flexattn.kernels.hopper.cost import expected
-from flexattn.kernels.hopper.sized import alternatives
+from flexattn.kernels.hopper.space import alternatives
 from tests.families import violated
 from tests.problems import problem
 
