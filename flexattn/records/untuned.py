@@ -206,7 +206,7 @@ def _line(
     known = {"schema": SCHEMA, "device": device.name, "how": how, "made": made}
     for name in (field.name for field in fields(_Line)):
         if name not in known:
-            source = problem if hasattr(problem, name) else s
+            source = s if hasattr(s, name) else problem
             known[name] = encode(getattr(source, name))
     mods = {"score": _captured(s.score, score), "mask": _captured(s.mask, mask)}
     return json.dumps({**known, **mods}, allow_nan=False).encode()

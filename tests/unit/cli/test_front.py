@@ -126,7 +126,7 @@ def test_choices_are_shown_in_help(flexattn, verb, shown):
 
 def test_choices_are_those_of_the_package():
     """They stand apart from it, for it imports torch."""
-    assert get_args(Kind) == choices.KIND_CHOICES
+    assert get_args(Kind) == choices.RECORDED_CHOICES
     assert get_args(Effort) == choices.EFFORTS
     assert set(choices.DTYPE_CHOICES) == set(ITEMSIZE)
     assert set(DTYPE_NAMES.values()) == set(ITEMSIZE)

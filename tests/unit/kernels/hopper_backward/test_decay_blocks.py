@@ -56,7 +56,7 @@ FORMS = [
     ("halves", "causal", (64, 128, 2), GQA),
     ("dk halves", "causal", (128, 128, 2), MHA),
     ("dk", "ahead", (64, 64, 3), MHA),
-    ("shifted dq", "full", (64, 128, 3), GQA),
+    ("shifted", "full", (64, 128, 3), GQA),
     ("ds first", "causal", (64, 128, 2), GQA),
     ("by product", "full", (64, 64, 2), GQA),
     ("by product", "causal", (64, 64, 2), MHA),
