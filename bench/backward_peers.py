@@ -95,7 +95,7 @@ def ours_trained(options: Mapping[str, Any], **more: Any) -> Trainer:
 
 
 class _Exactly:
-    """In place of the frontend's Trained: the plan of every backward has a config of one's own."""
+    """In place of the frontend's GradCall: plans of a backward have a config of one's own."""
 
     def __init__(self, asked: AskedGradients, given: Mapping[str, Any]) -> None:
         self._asked, self._given = asked, given
@@ -129,7 +129,7 @@ def exactly_trained(given: Mapping[str, Any], backend: str = "GLUON") -> Trainer
             out = made.forward()
             node: Any = out.grad_fn
             served = _Exactly(node.asked, given)
-            node.trained = lambda: served
+            node.grads = lambda: served
             return out
 
         return Trained(forward, made.leaves, dout)

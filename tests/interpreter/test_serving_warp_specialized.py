@@ -84,7 +84,7 @@ def test_the_default(heads, per_sm, about, programs):
     """Chosen, built and launched without a config."""
     programs(8)
     plan = check(requests([300, 1, 77, 450], heads, 128), page=16, config=None, **about)
-    assert plan.config.warp_specialized and plan.origin == "static default"
+    assert plan.config.warp_specialized and plan.origin.startswith("static default")
     assert plan.config.per_sm == per_sm
 
 
