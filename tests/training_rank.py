@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from examples.train_gpt import GPT, batches
-from flexattn.frontend import attention, autograd
+from flexattn.frontend.autograd import GradCall
 from tests.quick_interpreter import hurry
 
 BATCHES = [next(batches(seed, 1, 21, "cpu")) for seed in range(2)]
-_attend, ran = autograd.attend, []
+_attend, ran = GradCall.attend, []
 
 
 def counted(*arguments):
@@ -57,7 +57,7 @@ def main(rank, path):
     hurry()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    attention.attend = counted
+    GradCall.attend = counted
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     wanted, known = alone()
     for wrap, checkpointed in ((ddp, False), (fsdp, False), (fsdp, True)):
