@@ -42,7 +42,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """What is timed of a peer."""
+    """The forward and the backward of a peer, each timed."""
 
     trained: Trained
     call: Callable[[], Any]

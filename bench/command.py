@@ -79,7 +79,7 @@ def main(
 def _compile_ahead(jobs: int) -> None:
     """Call ours once in so many processes, each on a share of the rows.
 
-    That leaves their kernels in the caches on disk. What fails there is told when its row is run.
+    Their kernels stay in the caches on disk. The error of a row is printed when it runs.
     """
     command = [sys.executable, *sys.orig_argv[1:]]
     with ExitStack() as stack:

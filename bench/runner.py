@@ -39,7 +39,7 @@ HOST_CALLS = 200  # below the launches that a driver queues, so that a call neve
 
 @dataclass(frozen=True)
 class Method:
-    """How rows are timed; part of the report, and equal for all rows of one table.
+    """The timing of rows; a part of the report, the same for all rows of one table.
 
     clock: "host" times the host's part of a call, in bursts that never wait for the GPU.
     """
@@ -64,7 +64,7 @@ def no_memory(call: Any, inputs: Any) -> int:
 
 @dataclass(frozen=True)
 class Kind:
-    """What rows of one kind have in common.
+    """The properties that rows of one kind share.
 
     make: inputs of a row. prepare: the call that is timed, of a peer and inputs. judge: the gate's
     verdict on a call of ours. work: operations of a row. grad: whether calls are differentiated.

@@ -18,7 +18,7 @@ PIECE, CHECKED = 512, 512
 
 
 class Case(NamedTuple):
-    """What is timed, and a check that says in words what is wrong with its results."""
+    """A call to time, and a check that returns in words what is wrong with its results."""
 
     call: Callable[[], Any]
     check: Callable[[], str]
@@ -59,7 +59,7 @@ def attention(
 
 
 def wrong(name: str, got: Tensor, exact: Tensor, rounded: Tensor) -> str:
-    """What is wrong with `got`: beyond twice the error of the reference that rounds, and one ulp.
+    """The errors of `got` beyond twice those of the rounded reference, plus one ulp, in words.
 
     That of the largest number and of the root mean square, each.
     """

@@ -147,7 +147,7 @@ class Clock:
 
 
 def digest(root: Path) -> Iterator[bytes]:
-    """What a side's times follow from: its code, its templates and its records."""
+    """A hash of a side's code, templates and records, on which its times depend."""
     for folder in ("flexattn", "templates", "configs"):
         for path in sorted((root / folder).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
@@ -201,7 +201,7 @@ class Side:
         return {"wrong": found}
 
     def answer(self, line: dict[str, Any]) -> dict[str, Any]:
-        """What the parent is told."""
+        """The answer to the parent."""
         if "about" in line:
             return about(self.device)
         return {"us": self.sample(line["calls"])} if "calls" in line else self.build(line["row"])

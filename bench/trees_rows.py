@@ -101,7 +101,7 @@ def _invariant() -> Iterator[RaceRow]:
 
 
 def _host() -> Iterator[RaceRow]:
-    """What a call costs the host: sizes that the GPU is done with sooner."""
+    """Rows of the host's time per call: sizes that the GPU finishes sooner."""
     short, decode = Shape(1, 16, 16, 512, 512, 128), Shape(1, 32, 8, 1, 512, 128)
     yield _call("host", "plain", short, clock="host")
     yield _call("host", "causal", short, mask="causal", clock="host")

@@ -35,7 +35,7 @@ def troubled(order):
 
 @dataclass(frozen=True)
 class Order:
-    """What a pool is asked for: `kind` says what becomes of it, `tag` tells two apart."""
+    """A request to a pool: `kind` decides its outcome, `tag` tells two apart."""
 
     tag: int
     kind: str = "fine"

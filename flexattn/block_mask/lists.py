@@ -96,7 +96,7 @@ _NAMES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
 class _Beside(NamedTuple):
-    """What this library stores in a torch BlockMask. Unpickling it imports this module."""
+    """The data of this library in a torch BlockMask. To unpickle it imports this module."""
 
     decided: bool
 

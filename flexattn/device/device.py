@@ -54,7 +54,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What a device can do at best, as its vendor states it.
+    """The peak rates of a device, as its vendor states them.
 
     Dense peak rates in TFLOP/s by the type of the inputs, and memory bandwidth in TB/s.
 

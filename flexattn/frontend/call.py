@@ -65,7 +65,7 @@ class Call(NamedTuple):
     beyond: NoKernelError | None = None
 
     def facts(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What is the same for all calls that one launch can serve, in two parts.
+        """The facts that all calls of one launch share, in two parts.
 
         The second is what a cache that grows changes: the numbers of keys and values, and their
         strides. It is empty for more than FEW_ROWS query rows, whose first part has all. The mods,

@@ -61,7 +61,7 @@ class LaunchCache:
         self._launches: Lru[Any, Any] = Lru(8192)
 
     def find(self, key: CallKey | None, given: Call) -> tuple[CachedCall, Launch] | None:
-        """What serves a call; None where nothing is known to."""
+        """The entry and the launch of a call; None if none is known."""
         if key is None:
             return None
         call, length = key
@@ -104,7 +104,7 @@ class LaunchCache:
         return weakref.ref(used, lambda _: self._calls.discard(call))
 
     def prepared(self, key: tuple[Any, ...], make: Callable[[], _L]) -> _L:
-        """What is known of a key, else made. The settings and records that decide are added."""
+        """The value of a key, made if there is none. Settings and records are part of the key."""
         settings = current()
         places = settings.mode, settings.cache, settings.cache_dir, settings.batch_invariant
         key = (*key, places, generation())
@@ -247,7 +247,7 @@ class MaskGuard(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class CachedCall:
-    """How a call was served, and the guards that tell whether another is the same.
+    """The launches of a call, and the guards that decide whether another call is the same.
 
     launches: by the second part of keys; latest: the one that was prepared last. grows: it
     decodes, and its launch goes on with other numbers of keys. rest: the launch's arguments after
@@ -316,7 +316,7 @@ class CachedCall:
         return launch
 
     def run(self, launch: Launch, given: Call) -> Outputs:
-        """What a call gives by one of the launches."""
+        """The outputs of a call by one of the launches."""
         if self.checked is not None:
             score, mask = self.checked
             given._replace(scale=self.scale, score=score, mask=mask).check_reads()
@@ -334,7 +334,7 @@ class CachedCall:
 def _guard_of_mask(
     block_mask: BlockMask, call: Call, listed: Lists | None, key: CallKey
 ) -> MaskGuard | None:
-    """What tells that a mask still is what a plan was made for; None where nothing can."""
+    """The guards of a plan's mask; None if it cannot be guarded."""
     parts, bound, look = parts_of(block_mask), call.mask, call.looks[1]
     lists = [each for each in parts[1:5] if each is not None]
     if call.block_mask is None:

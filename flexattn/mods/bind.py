@@ -73,7 +73,7 @@ def bind(
 def look(
     fn: Callable[..., Any] | Bound, kind: str, device: torch.device | str | None = None
 ) -> tuple[Bound, Identity | None]:
-    """What bind() gives, and the identity that it was found by, which `watch` takes.
+    """The result of bind(), and the identity it was found by, for `watch`.
 
     None for the identity where the callable was bound before. The Mod of a score_mod still has
     its stops, which a backward goes by. Raises as `bind` does.
@@ -158,7 +158,7 @@ def _recorded(kind: str, identity: Identity, key: tuple[Any, ...]) -> Site | Non
 def _trace_once(
     fn: Callable[..., Any], kind: str, identity: Identity, plain: Trace | None = None
 ) -> Bound:
-    """What a trace gives that is right for this call alone; the reason is logged once."""
+    """The result of a trace that holds for this call alone; the reason is logged once."""
     plain = plain or _run(fn, kind, identity)
     if reason := identity.reason or plain.volatile:
         say_once(f"{named_mod(fn, kind)} is traced at every call: {reason}", logging.INFO)
@@ -305,7 +305,7 @@ def _generators(identity: Identity) -> list[Any]:
 
 
 def _state(generator: Any) -> Any:
-    """Where a generator of Python or numpy stands."""
+    """The state of Python's or numpy's generator."""
     if isinstance(generator, random.Random):
         return random.Random.getstate(generator)
     return pickle.dumps(generator)

@@ -35,7 +35,7 @@ _CLOCKS = frozenset(("time", "datetime", "secrets", "urandom"))
 
 
 class Identity:
-    """What one walk through a callable found.
+    """The values that one walk through a callable found.
 
     `key`: structure, torch's default dtype, dtypes, ranks, devices and every value that is no int
     or float.

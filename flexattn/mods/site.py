@@ -77,7 +77,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class SiteLayout:
-    """Which of a site's scalars are constants, and the variants by their values.
+    """The constants among a site's scalars, and the variants by their values.
 
     asked: attributes of the captured tensors that belong to the key, too, for a trace read them.
     guards: what Python asked of the other scalars, which are arguments; their values now belong

@@ -1,4 +1,4 @@
-"""What of AWS Neuron is on this machine, and what each rung of verification there proves."""
+"""AWS Neuron's tools on this machine, and the rungs of verification that they allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line asks of AWS Neuron's devices: flexattn.tune.plugin.Plugin as a module."""
+"""The plug-in of AWS Neuron's devices: flexattn.tune.plugin.Plugin as a module."""
 
 from __future__ import annotations
 

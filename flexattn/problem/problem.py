@@ -251,14 +251,14 @@ class Problem:
         return found + " full" * sparsity.has_full + " per-head" * sparsity.per_head
 
     def layout(self) -> str:
-        """How q, k and v lie, as a record's key has it."""
+        """The layout of q, k and v in a record's key."""
         layout = self.structure.layout
         inner = layout.q_contiguous, layout.k_contiguous, layout.v_contiguous
         found = (x if each else "-" for x, each in zip("qkv", inner, strict=True))
         return "".join(found) + " aligned" * layout.aligned
 
     def precision(self) -> str:
-        """What else decides a config, as a record's key has it; statistics do not."""
+        """The other numbers of a record's key that decide a config; statistics do not."""
         s = self.structure
         found = [word for each, word in PRODUCT_WORDS.items() if each == s.fp32_products]
         found += ["signed-scale"] * (not s.positive_scale)

@@ -109,7 +109,7 @@ class ServingForm(Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingProblem(Problem):
-    """What a plan is made for: its kernels' structure and the largest batch.
+    """The work of a plan: its kernels' structure and the largest batch.
 
     B: requests. q_len: query positions of one, or of all together where cu_seqlens_q cuts them.
     kv_len: keys of the longest. mask_class: how lengths are spread: "uniform", all requests are as
@@ -171,12 +171,12 @@ class ServingProblem(Problem):
         return f"page {self.page}"
 
     def layout(self) -> str:
-        """How the cache lies, as a record's key has it."""
+        """The layout of the cache in a record's key."""
         names = ("shared_kv", "prefix", "offset", "aligned")
         return " ".join([self.cache_layout, *(x for x in names if getattr(self.structure, x))])
 
     def precision(self) -> str:
-        """What else of numbers decides a config, as a record's key has it; lse does not."""
+        """The other numbers of a record's key that decide a config; lse does not."""
         s = self.structure
         found = [f"kv={s.kv_dtype}"] * (s.kv_dtype != s.dtype)
         found += [f"invariant {s.split_keys}"] * (s.split_keys > 0)

@@ -1,4 +1,4 @@
-"""What a device allows: its limits, how near a time comes to them, and how much of it is busy."""
+"""Limits of a device, how near a time comes to them, and how much of the device is busy."""
 
 from __future__ import annotations
 

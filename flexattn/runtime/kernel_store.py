@@ -266,7 +266,7 @@ class KernelStore:
 def read_sealed(
     path: Path, kind: type[_D], name: str, schema: int, most: int, trusted: bool = False
 ) -> _D | None:
-    """What a sealed file holds, a dataclass with a schema; None where there is no such file.
+    """The content of a sealed file, a dataclass with a schema; None if there is no such file.
 
     Raises CacheError for what is not sound, or of another schema, with its name for people. most:
     bytes. trusted: nobody else may write to it.

@@ -1,4 +1,4 @@
-"""What a plan is made of and what tensors of its runs must be; contents, in checked mode."""
+"""Checks of a plan's arguments and of its runs' tensors; in checked mode of their contents."""
 
 from __future__ import annotations
 

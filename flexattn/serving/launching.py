@@ -1,4 +1,4 @@
-"""What plans keep between launches: tensors that they know, streams, and what gave up."""
+"""State of a plan between launches: known tensors, streams, and kernels that gave up."""
 
 from __future__ import annotations
 

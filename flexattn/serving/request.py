@@ -1,4 +1,4 @@
-"""What a plan is asked for, as a Problem."""
+"""A plan's arguments as a Problem."""
 
 from __future__ import annotations
 

@@ -51,13 +51,13 @@ class Plugin(Protocol):
         """A tuner for `campaign`."""
 
     def tuning_environment(self, task: AnyTask) -> Environment:
-        """Where a record of `tuner` holds."""
+        """The environment in which a record of `tuner` holds."""
 
     def render_kernel(self, problem: Problem, device: Device) -> PluginKernel:
         """The kernel of the first config that fits."""
 
     def rungs(self) -> Sequence[Any]:
-        """What can be verified on this machine: rows with name, proves, available and why."""
+        """The verifications of this machine: rows with name, proves, available and why."""
 
 
 def plugin_of(backend: str) -> Plugin | None:

@@ -75,7 +75,7 @@ def due(subject: LaunchedKernels) -> bool:
 
 
 def verification(subject: LaunchedKernels) -> str:
-    """How these kernels were verified, for people; empty if kernels are not checked."""
+    """The verification of these kernels in words; empty if kernels are not checked."""
     if subject.tuned:
         return "by the tuner's gate, in this environment"
     if all([is_verified(each, subject.device) for each in subject.sources]):

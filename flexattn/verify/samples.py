@@ -152,7 +152,7 @@ def _some(count: int, draw: torch.Generator) -> Tensor:
 
 
 def _sound(found: Reference) -> Tensor:
-    """Which rows have a finite output, and an lse that is finite or -inf (a row without keys)."""
+    """The rows with a finite output, and an lse that is finite or -inf (a row without keys)."""
     return found.out.isfinite().all(-1) & ~found.lse.isnan() & (found.lse != torch.inf)
 
 

@@ -1,4 +1,4 @@
-"""What a node of ours says beside its tensors: keys in its kernel_options, and a Spec as text.
+"""The data of a node of ours beside its tensors: keys in kernel_options, and a Spec as text.
 
 The keys say that torch's node is a call of ours, and what it asked. A Spec is all of a call in a
 compiled graph that is no tensor and no size, as the one string that our op takes.

@@ -57,7 +57,7 @@ class Limits(Generic[CaseT]):
         return found or [rule for rule in self.fit if not rule.holds(case)]
 
     def said(self, case: CaseT) -> list[str]:
-        """What the rules that a case breaks say, each thing once."""
+        """The messages of the rules that a case breaks, each once."""
         found = self.broken(case)
         if not found:
             return []

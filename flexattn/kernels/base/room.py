@@ -26,7 +26,7 @@ ASKED: dict[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How far one number of a config may go while the others stay.
+    """The largest value of one number of a config while the others stay.
 
     largest: with which no rule is broken. formula: bytes of shared memory, of the number.
     """
@@ -90,7 +90,7 @@ for _name in ("lt", "le", "gt", "ge"):
 
 
 def _followed(ask: Callable[[_Unknown], _T], symbol: Any) -> Iterator[tuple[Any, _T]]:
-    """What a function answers of an unknown number, with the condition of each answer."""
+    """The results of a function of an unknown number, each with its condition."""
     import sympy
 
     waiting: list[tuple[bool, ...]] = [()]

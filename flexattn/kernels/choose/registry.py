@@ -74,7 +74,7 @@ def is_config(value: object) -> bool:
 
 
 def backend_of(config: object) -> str:
-    """Which devices a config's records are for: "gpu", or a plug-in's backend."""
+    """The backend of a config's records: "gpu", or a plug-in's."""
     row, _ = _PLACES[type(config).__name__]
     return row.folder if row.plugin else "gpu"
 

@@ -186,7 +186,7 @@ class ConfigCase:
 
     @property
     def gathered(self) -> int:
-        """What mods read, fitted to compiled kernels."""
+        """Registers for values that mods read, fitted to compiled kernels."""
         sparsity = self.structure.sparsity
         if self.loads_tile:
             return self.config.BLOCK_N // 2 + GATHER_SLACK

@@ -63,7 +63,7 @@ class ServingConfig:
 
     @property
     def language(self) -> Language:
-        """What its template is written in."""
+        """The language of its template."""
         return "gluon" if self.by_tma or self.warp_private else "triton"
 
     @property

@@ -306,7 +306,7 @@ WARPS_LIMITS: Limits[ConfigCase] = Limits(
 
 
 def _by_tma(name: str) -> tuple[Rule[ConfigCase], ...]:
-    """What a template asks for whose loading warp copies boxes of 16 bits."""
+    """The rules of a template whose loading warp copies boxes of 16 bits."""
     return (
         Rule("arch", f"the {name} template is for sm_90", lambda c: c.device.capability == 90),
         Rule(

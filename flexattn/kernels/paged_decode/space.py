@@ -1,4 +1,4 @@
-"""What is worth trying of serving kernels, and where to start."""
+"""The search space of serving kernels, and their static defaults."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def serving_axes(problem: ServingProblem, device: Device) -> Iterator[ServingCon
 
 
 def serving_defaults(problem: ServingProblem, device: Device) -> Iterator[ServingConfig]:
-    """Where to start, best first; not all of them can run.
+    """The static defaults, best first; some may not run.
 
     One token of a group of at most 16 heads takes the 16-row matrix instruction, which needs no
     padding of the rows to 64.

@@ -78,7 +78,7 @@ class ConfigCase:
 
     @cached_property
     def fp32_products(self) -> str:
-        """How float32 is multiplied: "ieee" without matrix instructions, "bf16x6" as parts."""
+        """The products of float32: "ieee" without matrix instructions, "bf16x6" as parts."""
         return features.fp32_products(self.structure)
 
     @property

@@ -1,4 +1,4 @@
-"""How far a number of a config may go: by symbols as by trying, and as explain tells it."""
+"""The largest numbers of a config: by symbols as by trying, and as explain prints them."""
 
 from dataclasses import replace
 
