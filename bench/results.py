@@ -86,7 +86,7 @@ def write(data: Any, path: Path) -> None:
 def laid_out(data: Any, indent: int = 0) -> str:
     """JSON in which whatever holds no object that holds one has a line.
 
-    Numbers of a list are samples and have six significant digits: no clock here has as many.
+    Numbers of a list are samples and have nine significant digits: nanoseconds up to a second.
     """
     edge, inner = "\n" + " " * indent, "\n" + " " * (indent + 1)
     if _depth(data) < 2:
@@ -108,7 +108,7 @@ def _rounded(data: Any) -> Any:
     if isinstance(data, dict):
         return {key: _rounded(each) for key, each in data.items()}
     if isinstance(data, list | tuple):
-        return [float(f"{x:.6g}") if type(x) is float else _rounded(x) for x in data]
+        return [float(f"{x:.9g}") if type(x) is float else _rounded(x) for x in data]
     return data
 
 

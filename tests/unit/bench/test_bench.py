@@ -182,6 +182,13 @@ def test_dry_run_gates_races_and_prints(tmp_path):
     assert 0.2 < table.ratios(report, "rival")["plain"] < 5
 
 
+def test_a_sample_of_milliseconds_keeps_its_nanoseconds(tmp_path):
+    """A call took over a millisecond on a loaded machine, and its seventh digit was not saved."""
+    report = results.Report("prefill", {}, ({},), (fake("plain", 1234.567, 999_999.999).rows[0],))
+    results.save(report, tmp_path / "r.json")
+    assert results.load(tmp_path / "r.json") == report
+
+
 def test_a_red_row_shows_no_time():
     report = run("prefill", ROWS[:1], {OURS: wrongly, "rival": rightly}, METHOD)
     assert report.rows[0].samples == {}
