@@ -28,7 +28,7 @@ from flexattn.frontend.nested import (
     pack as pack,
 )
 from flexattn.mods import register_op as register_op
-from flexattn.mods.signatures import (
+from flexattn.mods.expr import (
     MaskMod as MaskMod,
     ScoreMod as ScoreMod,
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn import catalogue
 from flexattn.catalogue import Built, Case, Setup
 from flexattn.catalogue.cases import BLOCK
-from flexattn.mods.signatures import ScoreMod
+from flexattn.mods.expr import ScoreMod
 from tests import odd_mods
 from tests.odd_mods import causal_score, checkerboard, half_precision_bias, nested
 

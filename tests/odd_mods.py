@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexattn.catalogue import softcap
-from flexattn.mods.signatures import MaskMod, ScoreMod
+from flexattn.mods.expr import MaskMod, ScoreMod
 
 
 def key_bias(bias: Tensor) -> ScoreMod:

@@ -19,7 +19,7 @@ from flexattn.block_mask.lists import lazy_mask, lists_of
 from flexattn.device import usable
 from flexattn.errors import InputError, InputTypeError, NoKernelError, UnsupportedError
 from flexattn.mods import bind
-from flexattn.mods.signatures import MaskMod
+from flexattn.mods.expr import MaskMod
 from flexattn.problem import MAX_HEADS, MAX_LENGTH
 from flexattn.problem.read_checks import check_mask_reads
 from flexattn.settings import current, say_once

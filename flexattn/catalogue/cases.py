@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import masks, scores
-from flexattn.mods.signatures import MaskMod, ScoreMod
+from flexattn.mods.expr import MaskMod, ScoreMod
 
 BLOCK = 16
 _WINDOW = 12

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask
 
-from flexattn.mods.signatures import MaskMod as MaskMod  # flexattn.cli.workloads imports it here
+from flexattn.mods.expr import MaskMod as MaskMod  # flexattn.cli.workloads imports it here
 
 noop: MaskMod = noop_mask
 

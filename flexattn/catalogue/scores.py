@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from flexattn.mods.signatures import ScoreMod as ScoreMod  # as MaskMod of masks
+from flexattn.mods.expr import ScoreMod as ScoreMod  # as MaskMod of masks
 
 
 def scaled(factor: float) -> ScoreMod:

@@ -20,8 +20,8 @@ from flexattn.frontend.plan import plan
 from flexattn.frontend.verified import verified_plan
 from flexattn.kernels.choose import options
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
-from flexattn.mods.signatures import ScoreMod
-from flexattn.mods.stops import has_own_gradient
+from flexattn.mods.derivative import has_own_gradient
+from flexattn.mods.expr import ScoreMod
 from flexattn.problem import FP8, checks, out_dtype
 from flexattn.problem.runs import query_lists
 from flexattn.problem.sinks import add_sinks

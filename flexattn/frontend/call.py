@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from flexattn.errors import NoKernelError
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound, Identity
-from flexattn.mods.signatures import ScoreMod
+from flexattn.mods.expr import ScoreMod
 from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.dropout import Dropout
 from flexattn.problem.facts import facts_of

@@ -28,8 +28,7 @@ from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.printers.gradient_printer import grad_name
 from flexattn.mods.derivative import derivatives
-from flexattn.mods.expr import pretty
-from flexattn.mods.signatures import ScoreMod
+from flexattn.mods.expr import ScoreMod, pretty
 from flexattn.problem import Captures, kind_for
 from flexattn.runtime.build import path_of
 from flexattn.runtime.dispatch import Choice

@@ -23,7 +23,7 @@ from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.printers.torch_printer import score_callable
 from flexattn.mods import Bound
 from flexattn.mods.derivative import derivatives
-from flexattn.mods.signatures import ScoreMod
+from flexattn.mods.expr import ScoreMod
 from flexattn.problem import Problem, Shape, checks, make_problem
 from flexattn.problem.dropout import Dropout
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of

@@ -10,7 +10,7 @@ from flexattn.frontend.call import Call, identity
 from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.choose import options
 from flexattn.kernels.choose.defaults import refused
-from flexattn.mods.stops import without_stops
+from flexattn.mods.derivative import without_stops
 from flexattn.problem import DTYPES, FP8, Problem, Shape, checks, kind_for, make_problem
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of
 from flexattn.problem.fp32_products import products_for, setting_of

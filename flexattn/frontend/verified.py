@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexattn.frontend.plan import Plan
 from flexattn.kernels.printers.torch_printer import score_callable
-from flexattn.mods.stops import without_stops
+from flexattn.mods.derivative import without_stops
 from flexattn.reference.parts import SavedForward
 from flexattn.runtime.backward import BackwardLaunch, Gradients
 from flexattn.runtime.dispatch import dispatcher

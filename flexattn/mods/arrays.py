@@ -12,7 +12,7 @@ import torch
 
 from flexattn.errors import NoKernelError
 from flexattn.mods.analysis.intervals import interval_of
-from flexattn.mods.expr import VARS, Expr, const
+from flexattn.mods.expr import VARS, Expr, const, integer
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import applied, make
 
@@ -73,7 +73,7 @@ class Array:
         """Every index into these dimensions, bounded by what may be unrolled."""
         sizes = [self.shape[dim] for dim in dims]
         check_unroll(math.prod(sizes))
-        return list(product(*([_int(i) for i in range(size)] for size in sizes)))
+        return list(product(*([integer(i) for i in range(size)] for size in sizes)))
 
     @staticmethod
     def scalar(expr: Expr, *, weak: bool = False) -> Array:
@@ -114,7 +114,7 @@ def literal_array(values: Sequence[int | float | bool], shape: Sequence[int], dt
             return nodes[int(flat.value or 0)]
         chosen = nodes[0]
         for i, node in enumerate(nodes[1:], start=1):
-            chosen = make("where", dtype, (applied("eq", flat, _int(i)), node, chosen))
+            chosen = make("where", dtype, (applied("eq", flat, integer(i)), node, chosen))
         return chosen
 
     return Array(shape, dtype, at)
@@ -129,7 +129,9 @@ def broadcast(array: Array, shape: Sequence[int]) -> Array:
 
     def at(index: Index) -> Expr:
         tail = index[lead:]
-        return array.at(tuple(i if keep else _int(0) for i, keep in zip(tail, kept, strict=True)))
+        return array.at(
+            tuple(i if keep else integer(0) for i, keep in zip(tail, kept, strict=True))
+        )
 
     return Array(shape, array.dtype, at, weak=array.weak)
 
@@ -175,7 +177,7 @@ def index_put(
     where = _Joint.of(array, positions)
     check_unroll(math.prod(where.shape))
     new = broadcast(value, where.arranged(array.shape, where.shape))
-    joint = list(product(*([_int(i) for i in range(size)] for size in where.shape)))
+    joint = list(product(*([integer(i) for i in range(size)] for size in where.shape)))
 
     def at(index: Index) -> Expr:
         found = array.at(index)
@@ -251,32 +253,28 @@ class _Joint:
         return (*kept[: self.first], *of_joint, *kept[self.first :])
 
 
-def _int(value: int) -> Expr:
-    return const(value, "int64")
-
-
 def _wrapped(index: Expr, size: int) -> Expr:
     if index.op == "const":
-        return _int(int(index.value or 0) % max(size, 1))
+        return integer(int(index.value or 0) % max(size, 1))
     known = interval_of(index, _POSITIONS)
     if known is not None and known[0] >= 0:
         return index
-    wrapped = applied("add", index, _int(size))
-    return applied("where", applied("lt", index, _int(0)), wrapped, index)
+    wrapped = applied("add", index, integer(size))
+    return applied("where", applied("lt", index, integer(0)), wrapped, index)
 
 
 def _flatten(index: Index, shape: Sequence[int]) -> Expr:
-    flat = _int(0)
+    flat = integer(0)
     for i, size in zip(index, shape, strict=True):
-        flat = applied("add", applied("mul", flat, _int(size)), i)
+        flat = applied("add", applied("mul", flat, integer(size)), i)
     return flat
 
 
 def _unflatten(flat: Expr, shape: Sequence[int]) -> Index:
     index: list[Expr] = []
     for dim in reversed(range(len(shape))):
-        size = _int(max(shape[dim], 1))
+        size = integer(max(shape[dim], 1))
         last = dim == 0 or math.prod(shape[:dim]) == 1
         index.append(flat if last else applied("floor_mod", flat, size))
-        flat = _int(0) if last else applied("floor_div", flat, size)
+        flat = integer(0) if last else applied("floor_div", flat, size)
     return tuple(reversed(index))

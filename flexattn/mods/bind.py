@@ -18,16 +18,25 @@ import torch
 
 from flexattn.errors import NoKernelError, UnsupportedError
 from flexattn.mods import recorded
+from flexattn.mods.derivative import without_stops
 from flexattn.mods.expr import Buffer, Expr
-from flexattn.mods.guards import Guards, guards
 from flexattn.mods.host_numbers import program, scalar_of, scalars_of
 from flexattn.mods.identity import Identity, identify
 from flexattn.mods.lift import lift, replaceable
 from flexattn.mods.numbers import derived, reaching_divisors
+from flexattn.mods.ops import name_of
 from flexattn.mods.refusal import Refusal, captured, named_mod
 from flexattn.mods.simplify import plug, rebuilt, renumber
-from flexattn.mods.site import SIZE_ATTRIBUTES, Bound, Site, SiteLayout, Variant, interned
-from flexattn.mods.stops import without_stops
+from flexattn.mods.site import (
+    SIZE_ATTRIBUTES,
+    Bound,
+    Guards,
+    Site,
+    SiteLayout,
+    Variant,
+    guards,
+    interned,
+)
 from flexattn.mods.trace import ARGUMENTS, Trace, check_arity, trace
 from flexattn.settings import current, say_once
 from flexattn.util.lru import Lru
@@ -341,8 +350,7 @@ def variant_of(
     expr, found = derived(expr, scalars, alike[-1].numbers if alike else ())
     expr, tensors, slots = renumber(expr)
     buffers = tuple(
-        Buffer(str(t.dtype).removeprefix("torch."), t.dim())
-        for t in (result.tensors[i] for i in tensors)
+        Buffer(name_of(t.dtype), t.dim()) for t in (result.tensors[i] for i in tensors)
     )
     numbers = tuple(found[slot] for slot in slots)
     names = tuple(number.dtype for number in numbers)

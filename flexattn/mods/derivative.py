@@ -1,4 +1,9 @@
-"""derivatives(): of a score_mod with respect to the score and to what it loads, as expressions."""
+"""derivatives(): of a score_mod with respect to the score and to what it loads, as expressions.
+
+Stops are where a score_mod keeps something from autograd. Both are the identity. Through "detach"
+no gradient goes; what goes through "own_gradient", where an autograd Function or a hook decided
+it, no expression says. Kernels of a forward have neither.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,9 @@ from typing import Any
 
 from flexattn.errors import UnsupportedError
 from flexattn.mods.expr import Expr, Mod, const, walk
-from flexattn.mods.ops import OPS, is_float
-from flexattn.mods.simplify import make
-from flexattn.mods.stops import DETACH
+from flexattn.mods.ops import DETACH, OPS, OWN_GRADIENT, is_float
+from flexattn.mods.simplify import make, renumber
+from flexattn.mods.site import Bound, interned
 
 _FLOAT = "float32"
 _POSITIONS = {"b", "h", "q_idx", "kv_idx"}
@@ -334,3 +339,74 @@ def _of(value: Any, like: _Number) -> Expr:
 def _made(op: str, x: _Number, *others: Any) -> _Number:
     dtype = "bool" if OPS[op].predicate else x.expr.dtype
     return _Number(make(op, dtype, (x.expr, *(_of(other, x) for other in others))))
+
+
+_STOPS = (DETACH, OWN_GRADIENT)
+
+
+def without_idle_stops(expr: Expr, kind: str) -> Expr:
+    """The canonical form without stops that stop no gradient: a mask has none at all.
+
+    Gradients go from the result, by floats alone, to the score and to what is loaded.
+    """
+    nodes = list(walk(expr))
+    stops = [node for node in nodes if node.op in _STOPS]
+    if kind != "score" or not stops:
+        return _without(expr, stops)
+    moving: set[Expr] = set()
+    asked = {expr}
+    for node in nodes:
+        first = node.op == "load" or (node.op == "var" and node.value == "score")
+        # What is behind a detached value needs no other stop.
+        if (
+            is_float(node.dtype)
+            and node.op != DETACH
+            and (first or not moving.isdisjoint(node.args))
+        ):
+            moving.add(node)
+    for node in reversed(nodes):
+        if node in asked and is_float(node.dtype):
+            asked.update(arg for arg in node.args if is_float(arg.dtype))
+    return _without(expr, [x for x in stops if x not in asked or x.args[0] not in moving])
+
+
+def without_stops(bound: Bound) -> Bound:
+    """A mod as a forward computes it."""
+    mod, tensors, scalars = _forward(bound.mod)
+    if mod is bound.mod:
+        return bound
+    return Bound(
+        mod, tuple(bound.tensors[i] for i in tensors), tuple(bound.scalars[i] for i in scalars)
+    )
+
+
+@lru_cache(maxsize=1024)
+def has_own_gradient(mod: Mod) -> bool:
+    """Whether a gradient of a score_mod is not that of its expression."""
+    return any(node.op == OWN_GRADIENT for node in walk(mod.expr))
+
+
+@lru_cache(maxsize=1024)
+def _forward(mod: Mod) -> tuple[Mod, tuple[int, ...], tuple[int, ...]]:
+    """The Mod without stops, and which slots of the other it has."""
+    stops = [node for node in walk(mod.expr) if node.op in _STOPS]
+    if not stops:
+        return mod, (), ()
+    expr, tensors, scalars = renumber(_without(mod.expr, stops))
+    buffers = tuple(mod.buffers[i] for i in tensors)
+    dtypes = tuple(mod.scalars[i] for i in scalars)
+    return interned(mod.kind, expr, buffers, dtypes), tensors, scalars
+
+
+def _without(expr: Expr, stops: Iterable[Expr]) -> Expr:
+    left_out = set(stops)
+    if not left_out:
+        return expr
+    done: dict[Expr, Expr] = {}
+    for node in walk(expr):
+        args = [done[arg] for arg in node.args]
+        if node in left_out:
+            done[node] = args[0]
+        else:
+            done[node] = make(node.op, node.dtype, args, node.value)
+    return done[expr]

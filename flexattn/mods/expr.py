@@ -9,7 +9,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from flexattn.mods.ops import OPS
 from flexattn.util.locks import renewed
@@ -18,6 +20,8 @@ Value = int | float | bool | str | None
 
 VARS = {"score": "float32", "b": "int64", "h": "int64", "q_idx": "int64", "kv_idx": "int64"}
 
+# The dtype of what a mod of each kind returns.
+RESULTS = {"score": "float32", "mask": "bool"}
 # Of one mod, numbers among them. torch's tracer takes a millisecond for each, compilers more.
 MAX_NODES = 4096
 _LONG_LINE = 1000
@@ -112,6 +116,11 @@ class Mod:
 def const(value: int | float | bool, dtype: str) -> Expr:
     """A number of the given dtype; the caller has rounded it to that dtype."""
     return Expr("const", dtype, (), value)
+
+
+def integer(value: int) -> Expr:
+    """An int64 number."""
+    return const(value, "int64")
 
 
 def walk(*roots: Expr, enter: Callable[[Expr], bool] | None = None) -> Iterator[Expr]:
@@ -243,3 +252,9 @@ def _of_rows(rows: list[tuple[str, str, list[int], Value]]) -> Expr:
 
 def _digest(head: bytes, parts: list[bytes]) -> bytes:
     return hashlib.blake2b(b"|".join([head, *parts]), digest_size=16).digest()
+
+
+# score, b, h, q_idx, kv_idx -> score
+ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# b, h, q_idx, kv_idx -> whether the query sees the key
+MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -14,15 +14,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexattn.mods.arrays import Array, buffer
 from flexattn.mods.bind import variant_of
-from flexattn.mods.expr import VARS, Buffer, Expr, Mod
-from flexattn.mods.functional import functional
-from flexattn.mods.modes import op_name
+from flexattn.mods.derivative import without_idle_stops
+from flexattn.mods.expr import RESULTS, VARS, Buffer, Expr, Mod
+from flexattn.mods.operators import meaning_of, op_name
 from flexattn.mods.pointwise import cast
-from flexattn.mods.reader import RESULTS, TABLE, Reader, check_size, decompositions, single_result
+from flexattn.mods.reader import (
+    TABLE,
+    Reader,
+    check_size,
+    decompositions,
+    functional,
+    single_result,
+)
 from flexattn.mods.refusal import Refusal
-from flexattn.mods.registered import meaning_of
 from flexattn.mods.site import Bound, Variant, interned
-from flexattn.mods.stops import without_idle_stops
 from flexattn.mods.trace import ARGUMENTS, Trace
 
 # What Dynamo computes of integers that it does not know yet.

@@ -20,8 +20,18 @@ from torch.utils.hooks import RemovableHandle
 
 from flexattn.errors import UnsupportedError
 from flexattn.mods.expr import MAX_NODES
-from flexattn.mods.functional import mark, nodes_of, writes, written
 from flexattn.mods.host_numbers import given, meets
+from flexattn.mods.operators import (
+    mark,
+    meaning_of,
+    nodes_of,
+    of_prim,
+    op_name,
+    views,
+    writes,
+    written,
+)
+from flexattn.mods.ops import DETACH, OWN_GRADIENT
 from flexattn.mods.refusal import (
     READS,
     WORDS,
@@ -33,8 +43,6 @@ from flexattn.mods.refusal import (
     too_long,
     unknown,
 )
-from flexattn.mods.registered import meaning_of
-from flexattn.mods.stops import DETACH, OWN_GRADIENT
 
 _SHAPE: Any = torch.Tensor.shape
 _SIZES: frozenset[Any] = frozenset(
@@ -67,13 +75,6 @@ _KEPT = frozenset(
 )  # fmt: skip
 _GRAD: Any = torch.Tensor.grad
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
-
-
-def op_name(op: Any) -> str:
-    """The key of an operator in the tables: aten's and prims' short name, else the full one."""
-    if op.namespace in ("aten", "prims"):
-        return str(op.overloadpacket.__name__)
-    return str(op)
 
 
 class FunctionMode(TorchFunctionMode):
@@ -166,7 +167,7 @@ class DispatchMode(TorchDispatchMode):
             if self.stops and not torch.is_grad_enabled():
                 marks["stop"] = OWN_GRADIENT if _applied(sys._getframe(1)) else DETACH
             mark(before, marks)
-        if _views(func) and not all(isinstance(x, FakeTensor) for x in _tensors(args)):
+        if views(func) and not all(isinstance(x, FakeTensor) for x in _tensors(args)):
             self.views += _tensors((result,))
         self.running = None
         return result
@@ -176,7 +177,7 @@ class DispatchMode(TorchDispatchMode):
         self.calls += 1
         if self.calls > MAX_NODES:  # here, for a loop may have no end
             raise too_long(f"more than {MAX_NODES:,}")
-        if _of_prim(func):
+        if of_prim(func):
             return
         if name == "_local_scalar_dense":
             if not isinstance(args[0], FakeTensor):
@@ -229,13 +230,6 @@ def _shares(x: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
     return any(alias(x, each) for each in others)
 
 
-def _views(func: Any) -> bool:
-    """Whether what an operator returns may lie in the memory of what it was given."""
-    return not op_name(func).startswith("lift_fresh") and any(
-        each.alias_info is not None for each in func._schema.returns
-    )
-
-
 def _applied(frame: FrameType | None) -> bool:
     """Whether the mod's code is inside of an autograd Function, whose forward has no grad mode.
 
@@ -250,12 +244,7 @@ def _applied(frame: FrameType | None) -> bool:
 
 def _kept(func: Any) -> bool:
     """Whether the answer stays the same for tensors of one dtype, rank and kind of device."""
-    return func in _KEPT or _of_prim(func)
-
-
-def _of_prim(func: Any) -> bool:
-    """Whether a function is torch's own question about metadata, such as x.device."""
-    return getattr(func, "namespace", "") == "prim"
+    return func in _KEPT or of_prim(func)
 
 
 def _tells(args: tuple[Any, ...], result: Any) -> bool:

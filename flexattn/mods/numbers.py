@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from flexattn.mods.expr import Expr, const, walk
-from flexattn.mods.ir.intervals import Range
-from flexattn.mods.ops import OPS
+from flexattn.mods.ops import OPS, Range
 from flexattn.mods.simplify import make, plug, rebuilt
 from flexattn.util.lru import Lru
 

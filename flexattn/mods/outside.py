@@ -10,8 +10,7 @@ from torch import Tensor
 
 from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, walk
-from flexattn.mods.ir.intervals import Range
-from flexattn.mods.ops import OPS, dtype_of
+from flexattn.mods.ops import OPS, Range, dtype_of
 
 
 def unproven(

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from flexattn.mods.arrays import Array, broadcast
+from flexattn.mods.arrays import Array, Index, broadcast
 from flexattn.mods.expr import Expr, const
-from flexattn.mods.ops import OPS, dtype_of, is_float
+from flexattn.mods.ops import DETACH, OPS, dtype_of, is_float, name_of
 from flexattn.mods.refusal import unread
 from flexattn.mods.simplify import make
-from flexattn.mods.stops import stopped
 
 Operand = Array | int | float | bool
 
@@ -62,7 +61,7 @@ def promoted(arrays: list[Array]) -> str:
             weak_float = weak and dtype.is_floating_point
             dtype = torch.get_default_dtype() if weak_float else dtype
             result = torch.promote_types(result, dtype)
-    return _name(result or torch.float32)
+    return name_of(result or torch.float32)
 
 
 def pointwise(op: str, *operands: Operand) -> Array:
@@ -71,7 +70,7 @@ def pointwise(op: str, *operands: Operand) -> Array:
     weak = all(array.weak for array in arrays)
     dtype = promoted(arrays)
     if OPS[op].result == "float" and not is_float(dtype):
-        dtype = "float64" if weak else _name(torch.get_default_dtype())
+        dtype = "float64" if weak else name_of(torch.get_default_dtype())
     op = OPS[op].on_bool or op if dtype == "bool" else op
     if not is_float(dtype) and OPS[op].result == "rounded":
         return arrays[0]
@@ -91,7 +90,7 @@ def _where(condition: Operand, x: Operand, y: Operand) -> Array:
     chosen = [as_array(x), as_array(y)]
     dtype = promoted(chosen)
     if all(a.weak for a in chosen) and is_float(dtype):  # torch.where(c, 1.0, 2.0) is no number
-        dtype = _name(torch.get_default_dtype())
+        dtype = name_of(torch.get_default_dtype())
     arrays = [cast(condition, "bool"), *(cast(a, dtype) for a in chosen)]
     shape = torch.broadcast_shapes(*(array.shape for array in arrays))
     parts = [broadcast(array, shape) for array in arrays]
@@ -182,7 +181,7 @@ def _signbit(x: Array) -> Array:
 
 def _angle(x: Array) -> Array:
     if not is_float(x.dtype):
-        x = cast(x, _name(torch.get_default_dtype()))
+        x = cast(x, name_of(torch.get_default_dtype()))
     turned = _where(pointwise("lt", x, 0), cast(math.pi, x.dtype), cast(0, x.dtype))
     return _where(pointwise("isnan", x), x, turned)
 
@@ -197,16 +196,27 @@ def _number_of(op: str, x: Operand, y: Operand) -> Array:
     return _where(pointwise("isnan", x), y, either)
 
 
+def stopped(found: Any, stop: str = DETACH) -> Any:
+    """What an operation of a mod gave, an array or several, behind a stop; integers have none."""
+    if isinstance(found, (list, tuple)):
+        return type(found)(stopped(each, stop) for each in found)
+    if not isinstance(found, Array) or not is_float(found.dtype):
+        return found
+
+    def at(index: Index) -> Expr:
+        return make(stop, found.dtype, (found.at(index),))
+
+    array = Array(found.shape, found.dtype, at, weak=found.weak, wraps=found.wraps)
+    array.captured = found.captured
+    return array
+
+
 def _convert(x: Array, dtype: torch.dtype | None = None, **_: Any) -> Array:
-    return x if dtype is None else cast(x, _name(dtype))
+    return x if dtype is None else cast(x, name_of(dtype))
 
 
 def _same(x: Array, **_: Any) -> Array:
     return x
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # The functions below take more than operands, or become more than one operation.

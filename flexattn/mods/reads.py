@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from types import CodeType, FunctionType
 
 Attributes = tuple[tuple[str, ...], ...]
@@ -63,7 +62,6 @@ class Reads:
 _known: dict[int, Reads] = {}
 
 
-@lru_cache(maxsize=1024)
 def is_library(name: str) -> bool:
     """Whether a module of this name is one of LIBRARIES, or inside one."""
     return name.partition(".")[0] in LIBRARIES

@@ -1,4 +1,4 @@
-"""Mods that another process traced, as files: a callable is recognised by its digest.
+"""Mods as data: a Mod as JSON and back, exactly, and files of mods that another process traced.
 
     <root>/mods/<digest>.json     a Site: its mods as data, each with the numbers of its callable
 
@@ -15,7 +15,9 @@ a class with a metaclass of its own) gives no digest.
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
+import struct
 import sys
 import types
 import weakref
@@ -27,18 +29,28 @@ from typing import Any
 import torch
 
 from flexattn.errors import CacheError
-from flexattn.mods.codec import from_data, to_data
-from flexattn.mods.expr import Buffer, Mod
+from flexattn.mods.expr import (
+    MAX_NODES,
+    RESULTS,
+    VARS,
+    Buffer,
+    Expr,
+    Mod,
+    Value,
+    fingerprint,
+    walk,
+)
 from flexattn.mods.identity import Identity
+from flexattn.mods.operators import taught
+from flexattn.mods.ops import OPS, is_float, is_int, name_of
 from flexattn.mods.reads import LIBRARIES, Reads
-from flexattn.mods.registered import taught
 from flexattn.mods.site import Site, SiteLayout, Variant, interned
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
 
 _SCHEMA = 2
 _MAX_BYTES = 2**21
-MAX_VARIANTS = 64
+MAX_VARIANTS, _SCALARS = 64, 4096
 _FIELDS = {"schema", "first", "sized", "variants"}
 _VARIANT = {"constants", "shapes", "mod", "tensors"}
 # Code that names one of these may give another expression on another kind of device.
@@ -114,11 +126,10 @@ def _site(data: Any, kind: str, identity: Identity) -> Site:
     _need(type(data) is dict and data.keys() == _FIELDS, f"an object of {sorted(_FIELDS)}")
     _need(data["schema"] == _SCHEMA, f"this version reads schema {_SCHEMA}")
     _need(type(data["sized"]) is bool, "sized is true or false")
-    first = tuple(_list(data["first"], "first"))
+    first = tuple(_list(data["first"], _SCALARS, "first"))
     kinds = [*map(type, identity.scalars)]
     _need([*map(type, first)] == kinds, "first has the callable's scalars")
-    variants = _list(data["variants"], "variants")
-    _need(len(variants) <= MAX_VARIANTS, f"at most {MAX_VARIANTS} variants")
+    variants = _list(data["variants"], MAX_VARIANTS, "variants")
     site = Site(first, exported=len(variants))
     layout = site.layout(frozenset(), ("shape",) if data["sized"] else (), ())
     for each in variants:
@@ -126,7 +137,7 @@ def _site(data: Any, kind: str, identity: Identity) -> Site:
         mod = _mod(each["mod"], kind)
         variant = Variant(mod, _indices(each["tensors"], len(identity.tensors)), ())
         tensors = [identity.tensors[i] for i in variant.tensors]
-        buffers = tuple(Buffer(str(t.dtype).removeprefix("torch."), t.dim()) for t in tensors)
+        buffers = tuple(Buffer(name_of(t.dtype), t.dim()) for t in tensors)
         _need((buffers, ()) == (mod.buffers, mod.scalars), "slots have its dtypes")
         layout.variants.put(_key(each, layout, identity), (variant,))
     return site
@@ -139,33 +150,25 @@ def _mod(data: Any, kind: str) -> Mod:
 
 
 def _key(data: dict[str, Any], layout: SiteLayout, identity: Identity) -> tuple[Any, ...]:
-    constants = _list(data["constants"], "constants")
+    constants = _list(data["constants"], _SCALARS, "constants")
     _need(len(constants) == len(layout.constants), "a value for each constant")
     for value, i in zip(constants, layout.constants, strict=True):
         here = type(identity.scalars[i])
         zero = value in ("0", "0.0", "-0.0") and type(value) is str
         _need(zero or (type(value) is here and bool(value)), "constants are the scalars' kind")
-    shapes = [tuple(_list(shape, "a shape")) for shape in _list(data["shapes"], "shapes")]
+    shapes = [
+        tuple(_list(shape, MAX_RANK, "a shape"))
+        for shape in _list(data["shapes"], _SCALARS, "shapes")
+    ]
     _need(len(shapes) == (len(identity.tensors) if layout.asked else 0), "a shape for each tensor")
     _need(all(type(n) is int for shape in shapes for n in shape), "sizes are integers")
     return (*constants, *shapes)
 
 
 def _indices(data: Any, count: int) -> tuple[int, ...]:
-    found = _list(data, "indices")
+    found = _list(data, MAX_BUFFERS, "indices")
     _need(all(type(i) is int and 0 <= i < count for i in found), f"indices are below {count}")
     return tuple(found)
-
-
-def _list(data: Any, what: str) -> list[Any]:
-    _need(type(data) is list, f"{what}: a list")
-    found: list[Any] = data
-    return found
-
-
-def _need(holds: bool, rule: str) -> None:
-    if not holds:
-        raise CacheError("no record of a mod", rule)
 
 
 class _Unknown(Exception):
@@ -305,3 +308,139 @@ _HANDLERS: dict[type, Callable[[Any], str]] = {
         lambda item: f"descriptor {_library(item.__objclass__)} {item.__name__}",
     ),
 }
+
+
+MAX_BUFFERS, MAX_RANK = 64, 16
+# A clamp follows each captured number, so a stored mod may have twice the rows.
+_ROWS = 2 * MAX_NODES
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_DTYPES = frozenset((*_FLOATS, *INTEGERS, "bool"))
+
+
+def to_data(mod: Mod) -> dict[str, Any]:
+    """A Mod as what JSON can hold: its nodes in order, each [op, dtype, operands, value]."""
+    number: dict[Expr, int] = {}
+    nodes: list[list[Any]] = []
+    for node in walk(mod.expr):
+        number[node] = len(nodes)
+        nodes.append(
+            [node.op, node.dtype, [number[arg] for arg in node.args], number_to_data(node.value)]
+        )
+    return {
+        "kind": mod.kind,
+        "nodes": nodes,
+        "buffers": [[buffer.dtype, buffer.rank] for buffer in mod.buffers],
+        "scalars": list(mod.scalars),
+        "fingerprint": mod.fingerprint,
+    }
+
+
+def from_data(data: Any) -> Mod:
+    """The Mod of such data.
+
+    Raises CacheError for anything else: an operation that is not known, operands that do not
+    come before it, sizes past the limits, or a fingerprint that is not the expression's.
+    """
+    names = {"kind", "nodes", "buffers", "scalars", "fingerprint"}
+    _need(type(data) is dict and data.keys() == names, f"it has {sorted(names)}", "a mod")
+    kind = data["kind"]
+    _need(type(kind) is str and kind in RESULTS, "it is score or mask", "kind")
+    buffers = tuple(_buffer(each) for each in _list(data["buffers"], MAX_BUFFERS, "buffers"))
+    scalars = tuple(_dtype(each) for each in _list(data["scalars"], MAX_BUFFERS, "scalars"))
+    nodes: list[Expr] = []
+    for each in _list(data["nodes"], _ROWS, "nodes"):
+        nodes.append(_node(each, nodes, kind, buffers, scalars))
+    _need(bool(nodes) and nodes[-1].dtype == RESULTS[kind], "it is the result", "the last node")
+    expr = nodes[-1]
+    digest = fingerprint(kind, expr, buffers, scalars)
+    _need(data["fingerprint"] == digest, "it is that of the expression", "fingerprint")
+    return Mod(kind, expr, buffers, scalars, digest)
+
+
+def _node(
+    data: Any, known: list[Expr], kind: str, buffers: tuple[Buffer, ...], scalars: tuple[str, ...]
+) -> Expr:
+    fields = _list(data, 4, "a node")
+    _need(len(fields) == 4, "it is [op, dtype, operands, value]", "a node")
+    op, dtype, value = fields[0], _dtype(fields[1]), number_from_data(fields[3])
+    _need(type(op) is str, "it is a name", "an operation")
+    operands = _list(fields[2], MAX_RANK, "operands")
+    for index in operands:
+        _need(type(index) is int and 0 <= index < len(known), "it stands before", "an operand")
+    args = tuple(known[index] for index in operands)
+    if op == "var":
+        allowed = type(value) is str and VARS.get(value) == dtype and not args
+        allowed = allowed and (value != "score" or kind == "score")
+    elif op == "const":
+        allowed = not args and _is_of(value, dtype)
+    elif op == "scalar":
+        allowed = not args and _slot(value, scalars) and scalars[int(value)] == dtype  # type: ignore[arg-type]
+    elif op == "load":
+        allowed = _slot(value, buffers) and len(args) == buffers[int(value)].rank  # type: ignore[arg-type]
+    else:
+        arity = 1 if op == "cast" else OPS[op].arity if op in OPS else -1
+        allowed = len(args) == arity and value is None
+    _need(allowed, "it is an operation that mods are made of", f"node {op[:20]} {dtype}")
+    return Expr(op, dtype, args, value)
+
+
+def number_to_data(value: Value) -> Any:
+    """A value as JSON can hold it, which has no infinity, and no NaN with its bits."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"bits": struct.pack(">d", value).hex()}
+    return value
+
+
+def number_from_data(data: Any) -> Value:
+    """The value of a node, or of a captured number; raises CacheError for what is neither."""
+    if type(data) is dict:
+        bits = data.get("bits")
+        _need(type(bits) is str and len(data) == 1, "it has bits alone", "a number")
+        try:
+            found: float = struct.unpack(">d", bytes.fromhex(str(bits)))[0]
+        except (ValueError, struct.error):
+            raise CacheError("a number", "its bits are 16 hexadecimal digits") from None
+        return found
+    _need(data is None or type(data) in (bool, int, float, str), "it is a plain one", "a value")
+    if type(data) is int:
+        _need(abs(data) < 2**64, "it has at most 64 bits", "a number")
+    if type(data) is str:
+        _need(len(data) <= 16, "it is a variable's", "a name")
+    found_value: Value = data
+    return found_value
+
+
+def _is_of(value: Value, dtype: str) -> bool:
+    if dtype == "bool":
+        return type(value) is bool
+    if is_int(dtype):
+        return type(value) is int
+    return is_float(dtype) and type(value) in (int, float)
+
+
+def _slot(value: Value, slots: tuple[Any, ...]) -> bool:
+    return type(value) is int and 0 <= value < len(slots)
+
+
+def _buffer(data: Any) -> Buffer:
+    fields = _list(data, 2, "a buffer")
+    _need(len(fields) == 2 and type(fields[1]) is int, "it is [dtype, rank]", "a buffer")
+    _need(0 <= fields[1] <= MAX_RANK, f"it is at most {MAX_RANK}", "a buffer's rank")
+    return Buffer(_dtype(fields[0]), fields[1])
+
+
+def _dtype(data: Any) -> str:
+    _need(type(data) is str and data in _DTYPES, f"it is one of {sorted(_DTYPES)}", "a dtype")
+    return str(data)
+
+
+def _list(data: Any, most: int, what: str) -> list[Any]:
+    _need(type(data) is list and len(data) <= most, f"a list of at most {most}", what)
+    found: list[Any] = data
+    return found
+
+
+def _need(holds: bool, rule: str, got: str = "a record of a mod") -> None:
+    if not holds:
+        raise CacheError(f"{got}: not as it should be", rule)

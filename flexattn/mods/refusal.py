@@ -10,7 +10,6 @@ import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import lru_cache
 from itertools import islice
 from types import FrameType, TracebackType
 from typing import Any
@@ -170,12 +169,11 @@ def _lines(trace: TracebackType | None) -> Iterator[SourceLine]:
         trace = trace.tb_next
 
 
-@lru_cache(maxsize=1024)
 def _is_user_file(name: str) -> bool:
     # A generated frame of torch.fx is no user code, a cell of a notebook or a REPL is.
     if name.startswith(("<eval_with_key>", "<frozen", "<__array_function__")):
         return False
-    path = os.path.abspath(name)
+    path = name if os.path.isabs(name) else os.path.abspath(name)
     if path.startswith(_FOREIGN):
         return False
     return "site-packages" in path or not path.startswith(_STDLIB)

@@ -1,4 +1,7 @@
-"""aten's views, indexing and factories on lazy arrays."""
+"""aten's views, indexing, factories, reductions, products and searches on lazy arrays.
+
+What looks at many elements is unrolled.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flexattn.errors import NoKernelError
 from flexattn.mods.arrays import (
     Array,
     Index,
@@ -18,9 +22,10 @@ from flexattn.mods.arrays import (
     literal_array,
     reshape,
 )
-from flexattn.mods.expr import Expr, const
-from flexattn.mods.ops import dtype_of
-from flexattn.mods.pointwise import Operand, cast
+from flexattn.mods.expr import Expr, const, integer
+from flexattn.mods.ops import dtype_of, is_float, name_of
+from flexattn.mods.pointwise import Operand, as_array, cast, pointwise
+from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import applied, make
 
 _END = 2**62
@@ -40,10 +45,6 @@ def reads_sizes(name: str, args: Sequence[Any]) -> bool:
     return True
 
 
-def _int(value: int) -> Expr:
-    return const(value, "int64")
-
-
 def _rearranged(x: Array, order: Sequence[int | None]) -> Array:
     """Dimension i of the result is dimension order[i] of x, or a new one of size 1."""
     shape = [1 if dim is None else x.shape[dim] for dim in order]
@@ -51,7 +52,7 @@ def _rearranged(x: Array, order: Sequence[int | None]) -> Array:
 
     def at(i: Index) -> Expr:
         source = dict(zip(order, i, strict=True))
-        return x.at(tuple(source.get(dim, _int(0)) for dim in range(len(x.shape))))
+        return x.at(tuple(source.get(dim, integer(0)) for dim in range(len(x.shape))))
 
     return Array(shape, x.dtype, at, weak=x.weak, wraps=wraps)
 
@@ -88,7 +89,7 @@ def _squeeze(x: Array, dims: int | Sequence[int] | None = None) -> Array:
 
 
 def _select(x: Array, dim: int, position: int) -> Array:
-    at = Array.scalar(_int(position))
+    at = Array.scalar(integer(position))
     return index(x, [*[None] * (dim % len(x.shape)), at])
 
 
@@ -132,9 +133,9 @@ def _cat(arrays: Sequence[Array], dim: int = 0) -> Array:
     def at(i: Index) -> Expr:
         here: Expr | None = None
         for array, end in reversed(list(zip(arrays, ends, strict=True))):
-            start = _int(end - array.shape[dim])
+            start = integer(end - array.shape[dim])
             local = applied("sub", i[dim], start)
-            inside = applied("lt", i[dim], _int(end))
+            inside = applied("lt", i[dim], integer(end))
             if inside.op == "const" and not inside.value:
                 continue
             value = cast(array, dtype).at((*i[:dim], local, *i[dim + 1 :]))
@@ -150,7 +151,7 @@ def _common(arrays: Sequence[Array]) -> str:
     common = dtypes[0]
     for dtype in dtypes:
         common = torch.promote_types(common, dtype)
-    return _name(common)
+    return name_of(common)
 
 
 def _flip(x: Array, dims: Sequence[int]) -> Array:
@@ -169,8 +170,8 @@ def _diagonal(x: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
 
     def at(i: Index) -> Expr:
         full = dict(zip(rest, i, strict=False))
-        full[one] = applied("add", i[-1], _int(down))
-        full[other] = applied("add", i[-1], _int(along))
+        full[one] = applied("add", i[-1], integer(down))
+        full[other] = applied("add", i[-1], integer(along))
         return x.at(tuple(full[dim] for dim in range(rank)))
 
     return Array((*(x.shape[dim] for dim in rest), length), x.dtype, at)
@@ -182,9 +183,9 @@ def _diagonal_scatter(x: Array, y: Array, *which: int) -> Array:
     one, other = dim1 % len(x.shape), dim2 % len(x.shape)
 
     def at(i: Index) -> Expr:
-        inside = applied("eq", applied("sub", i[other], i[one]), _int(offset))
+        inside = applied("eq", applied("sub", i[other], i[one]), integer(offset))
         rest = [each for dim, each in enumerate(i) if dim not in (one, other)]
-        last = applied("add", i[one], _int(min(offset, 0)))
+        last = applied("add", i[one], integer(min(offset, 0)))
         return make("where", x.dtype, (inside, y.at((*rest, last)), x.at(i)))
 
     return Array(x.shape, x.dtype, at)
@@ -205,7 +206,7 @@ def _full(
     if dtype is None and isinstance(value, float):
         dtype = torch.get_default_dtype()
     natural = "bool" if isinstance(value, bool) else "int64"
-    return broadcast(cast(value, _name(dtype) if dtype else natural), size)
+    return broadcast(cast(value, name_of(dtype) if dtype else natural), size)
 
 
 def _filled(
@@ -215,16 +216,12 @@ def _filled(
 
 
 def _filled_like(value: Operand, x: Array, dtype: torch.dtype | None = None, **_: Any) -> Array:
-    return broadcast(cast(value, _name(dtype) if dtype else x.dtype), x.shape)
+    return broadcast(cast(value, name_of(dtype) if dtype else x.dtype), x.shape)
 
 
 def _arange(*ends: int | float, dtype: torch.dtype | None = None, **_: Any) -> Array:
     values = torch.arange(*ends, dtype=dtype, device="cpu")
-    return literal_array(values.tolist(), values.shape, _name(values.dtype))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return literal_array(values.tolist(), values.shape, name_of(values.dtype))
 
 
 TENSORWISE: dict[str, Callable[..., Any]] = {
@@ -255,4 +252,169 @@ TENSORWISE: dict[str, Callable[..., Any]] = {
     "full_like": lambda x, value, **options: _filled_like(value, x, **options),
     "scalar_tensor": lambda value, **options: _filled(value, [], **options),
     "arange": _arange,
+}
+
+
+def _searched(x: Operand, bounds: Array, right: bool, int32: bool) -> Array:
+    """How many of the sorted bounds are before x, by comparing with each; NaN is after all."""
+    if len(bounds.shape) != 1:
+        raise Refusal(
+            f"searches in a tensor of shape {list(bounds.shape)}",
+            "sorted bounds have one dimension",
+            "index it down to one dimension before",
+            raises=NoKernelError,
+        )
+    last = unsqueeze(as_array(x), len(as_array(x).shape))
+    before = pointwise("not", pointwise("gt" if right else "ge", bounds, last))
+    return _reduced("add", before, len(before.shape) - 1, dtype="int32" if int32 else "int64")
+
+
+def _bucketize(
+    x: Operand, bounds: Array, *, out_int32: bool = False, right: bool = False
+) -> Array:
+    return _searched(x, bounds, right, out_int32)
+
+
+def _searchsorted(
+    bounds: Array,
+    x: Operand,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Array | None = None,
+) -> Array:
+    bounds = bounds if sorter is None else index(bounds, [sorter])
+    return _searched(x, bounds, right or side == "right", out_int32)
+
+
+def _accumulator(dtype: str) -> str:
+    """torch sums half precision in float32, and small integers in int64."""
+    if is_float(dtype):
+        return "float64" if dtype == "float64" else "float32"
+    return "int64"
+
+
+def _reduced(
+    op: str,
+    x: Array,
+    dims: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: str | None = None,
+    inner: str | None = None,
+) -> Array:
+    """Unroll a reduction over some dimensions, in `inner` if it accumulates wider than `dtype`."""
+    gone = dims_of(x, dims)
+    dtype = dtype or x.dtype
+    inner = inner or dtype
+    terms = x.elements(gone)
+    kept = [dim for dim in range(len(x.shape)) if dim not in gone]
+    shape = [1 if dim in gone else size for dim, size in enumerate(x.shape)]
+    wide = cast(x, inner)
+    neutral = {"add": 0, "mul": 1, "and": True, "or": False}
+
+    def at(i: Index) -> Expr:
+        others = dict(zip(kept, [i[dim] for dim in kept] if keepdim else i, strict=True))
+        total: Expr | None = None
+        for term in terms:
+            full = others | dict(zip(gone, term, strict=True))
+            value = wide.at(tuple(full[dim] for dim in range(len(full))))
+            total = value if total is None else make(op, inner, (total, value))
+        if total is None:
+            total = make("cast", inner, (const(neutral[op], "int64"),))
+        return make("cast", dtype, (total,))
+
+    return Array(shape if keepdim else [x.shape[dim] for dim in kept], dtype, at)
+
+
+def _sum(
+    x: Array, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Array:
+    result = name_of(dtype) if dtype else x.dtype if is_float(x.dtype) else "int64"
+    return _reduced("add", x, dims, keepdim, dtype=result, inner=_accumulator(result))
+
+
+def _prod(x: Array, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
+    result = name_of(dtype) if dtype else x.dtype if is_float(x.dtype) else "int64"
+    return _reduced("mul", x, dims, keepdim, dtype=result, inner=_accumulator(result))
+
+
+def _mean(
+    x: Array, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Array:
+    result = name_of(dtype) if dtype else x.dtype
+    inner = _accumulator(result)
+    total = _reduced("add", x, dims, keepdim, dtype=inner)
+    count = math.prod(x.shape[dim] for dim in dims_of(x, dims))
+    return cast(pointwise("div", total, float(count)), result)
+
+
+def _var(
+    x: Array,
+    dims: Any = None,
+    correction: float | None = 1,
+    keepdim: bool = False,
+) -> Array:
+    count = math.prod(x.shape[dim] for dim in dims_of(x, dims))
+    wide = cast(x, _accumulator(x.dtype))
+    away = pointwise("sub", wide, _mean(wide, dims, keepdim=True))
+    total = _reduced("add", pointwise("mul", away, away), dims, keepdim)
+    left = max(count - (1 if correction is None else correction), 0)
+    return cast(pointwise("div", total, float(left)), x.dtype)
+
+
+def _truth(op: str, x: Array, dims: Any = None, keepdim: bool = False) -> Array:
+    return _reduced(op, cast(x, "bool"), dims, keepdim)
+
+
+def _extreme(op: str, x: Array, dims: Any = None, keepdim: bool = False) -> Any:
+    """max and min: over everything, or (values, indices) over one dimension."""
+    best = _reduced(op, x, dims, keepdim)
+    return best if dims is None else (best, None)
+
+
+def _mm(x: Array, y: Array) -> Array:
+    """Contract x's last dimension with the one before the last of y, batched over the rest."""
+    batch = x.shape[:-2]
+    left = unsqueeze(x, len(x.shape))
+    right = unsqueeze(y, len(batch))
+    shape = (*batch, x.shape[-2], x.shape[-1], y.shape[-1])
+    wide = _accumulator(x.dtype)
+    factors = [cast(broadcast(side, shape), wide) for side in (left, right)]
+    product = pointwise("mul", *factors)
+    return _reduced("add", product, len(shape) - 2, dtype=x.dtype, inner=wide)
+
+
+def _dot(x: Array, y: Array) -> Array:
+    return reshape(_mm(unsqueeze(x, 0), unsqueeze(y, 1)), [])
+
+
+def _mv(x: Array, y: Array) -> Array:
+    return reshape(_mm(x, unsqueeze(y, 1)), [x.shape[0]])
+
+
+def _plus(product: Callable[..., Array], c: Array, x: Array, y: Array, **by: float) -> Array:
+    scaled = pointwise("mul", product(x, y), by.get("alpha", 1))
+    return pointwise("add", pointwise("mul", c, by.get("beta", 1)), scaled)
+
+
+REDUCTIONS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("dot", "vdot"), _dot),
+    **dict.fromkeys(("mm", "bmm"), _mm),
+    **dict.fromkeys(("addmm", "baddbmm"), partial(_plus, _mm)),
+    "addmv": partial(_plus, _mv),
+    "mv": _mv,
+    "bucketize": _bucketize,
+    "searchsorted": _searchsorted,
+    "sum": _sum,
+    "prod": _prod,
+    "mean": _mean,
+    "var": _var,
+    "any": partial(_truth, "or"),
+    "all": partial(_truth, "and"),
+    "amax": partial(_reduced, "maximum"),
+    "amin": partial(_reduced, "minimum"),
+    "max": partial(_extreme, "maximum"),
+    "min": partial(_extreme, "minimum"),
 }

@@ -17,21 +17,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexattn.errors import SignatureError, UnsupportedError
 from flexattn.mods.arrays import Array
-from flexattn.mods.expr import VARS, Expr
-from flexattn.mods.functional import functional
+from flexattn.mods.derivative import without_idle_stops
+from flexattn.mods.expr import RESULTS, VARS, Expr
 from flexattn.mods.host_numbers import Recording
 from flexattn.mods.modes import DispatchMode, FunctionMode
-from flexattn.mods.pointwise import cast
+from flexattn.mods.ops import OWN_GRADIENT
+from flexattn.mods.pointwise import cast, stopped
 from flexattn.mods.reader import (
-    RESULTS,
     Reader,
     check_size,
     decompositions,
+    functional,
     known_operations,
     single_result,
 )
 from flexattn.mods.refusal import Asked, Refusal, SourceLine, line_of, looked_up, unread
-from flexattn.mods.stops import OWN_GRADIENT, stopped, without_idle_stops
 from flexattn.util.locks import awaited
 
 ARGUMENTS = {"score": tuple(VARS), "mask": tuple(VARS)[1:]}

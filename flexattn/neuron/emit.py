@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flexattn.errors import UnsupportedError
-from flexattn.mods.ir.intervals import Range
+from flexattn.mods.ops import Range
 
 # How the engines compute the operations of an Expr. One instruction with two operands:
 BINARY = {

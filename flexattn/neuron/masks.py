@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from flexattn.mods import Mod
 from flexattn.mods.analysis.affine import Affine
-from flexattn.mods.analysis.key_span import conjunction
-from flexattn.mods.analysis.mask_form import mask_form
+from flexattn.mods.analysis.mask_form import conjunction, mask_form
 from flexattn.neuron.config import MaskSelect
 from flexattn.neuron.emit import BINARY
 from flexattn.neuron.printer import NkiPrinter, offset_of

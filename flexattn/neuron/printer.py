@@ -15,9 +15,8 @@ from flexattn.errors import UnsupportedError
 from flexattn.mods.analysis.affine import Affine
 from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, reads, walk
-from flexattn.mods.ir.intervals import Range
 from flexattn.mods.numbers import number_of
-from flexattn.mods.ops import OPS, is_int
+from flexattn.mods.ops import OPS, Range, is_int
 from flexattn.neuron.emit import ACTIVATIONS, BINARY, ON_CHIP, ZERO, NkiEmitter, NkiValue, Pools
 from flexattn.neuron.tables import TABLE_LIMIT, NkiTable, is_static, linear_forms
 

@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue.masks import causal, document
 from flexattn.catalogue.scores import t5_bias
-from flexattn.mods.signatures import MaskMod, ScoreMod
+from flexattn.mods.expr import MaskMod, ScoreMod
 
 # Of eight packed documents, in parts of 8192; real lengths do not end where blocks do.
 DOCUMENTS = (311, 1777, 640, 2048, 129, 1500, 1024, 763)

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 
 from flexattn.mods import Bound, Mod
-from flexattn.mods.analysis.reach import reaches_end
-from flexattn.mods.terms import ALL, Terms, split
+from flexattn.mods.analysis.intervals import reaches_end
+from flexattn.mods.rules import ALL, Terms, split
 
 Kind = Literal["prefill", "decode", "backward", "serving"]
 Tanh = Literal["auto", "fast", "exact"]

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from flexattn.mods.analysis.reach import reaches_end
+from flexattn.mods.analysis.intervals import reaches_end
 from flexattn.problem.problem import (
     DENSE,
     DTYPES,

@@ -20,8 +20,8 @@ import torch
 from flexattn.device import Device
 from flexattn.errors import CacheError
 from flexattn.mods import Bound, Mod
-from flexattn.mods.codec import from_data, number_from_data, number_to_data, to_data
 from flexattn.mods.derivative import loaded_floats
+from flexattn.mods.recorded import from_data, number_from_data, number_to_data, to_data
 from flexattn.problem import (
     DTYPES,
     FP8,

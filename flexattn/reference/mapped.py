@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flexattn.errors import CaptureError
-from flexattn.mods import registered
-from flexattn.mods.signatures import ScoreMod
+from flexattn.mods.expr import ScoreMod
+from flexattn.mods.operators import meaning_of
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -96,7 +96,7 @@ class _Gather(TorchFunctionMode):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if len(index) <= args[0].dim() and all(map(_is_position, index)):
                 return self._gather(args[0], index)
-        meaning = registered.meaning_of(func)
+        meaning = meaning_of(func)
         if meaning is not None:  # vmap would call the operator itself once for each element
             with self:
                 return meaning(*args, **(kwargs or {}))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from flexattn.errors import InputError
-from flexattn.mods.signatures import MaskMod, ScoreMod
+from flexattn.mods.expr import MaskMod, ScoreMod
 from flexattn.problem.dense_blocks import dense_blocks, spread
 from flexattn.problem.descales import NO_DESCALES, Descales, descaled
 from flexattn.problem.dropout import Dropout

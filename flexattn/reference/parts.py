@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn.mods.signatures import ScoreMod
+from flexattn.mods.expr import ScoreMod
 from flexattn.problem.dropout import Dropout
 from flexattn.reference.oracle import AttentionSlice, Blocks, SomeRows
 from flexattn.reference.rounding import Precision, Rounding

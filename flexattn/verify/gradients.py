@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexattn.kernels.printers.torch_printer import score_callable
 from flexattn.mods import Bound
-from flexattn.mods.signatures import MaskMod
+from flexattn.mods.expr import MaskMod
 from flexattn.reference import Precision, attention
 from flexattn.runtime.backward import Gradients
 from flexattn.verify.gate import Verdict, badness, judge_named

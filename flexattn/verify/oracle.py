@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop
 
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import Bound
-from flexattn.mods.signatures import MaskMod, ScoreMod
+from flexattn.mods.expr import MaskMod, ScoreMod
 from flexattn.problem import DTYPES, FP8, Problem, Sparsity, out_dtype
 from flexattn.problem.dense_blocks import dense_blocks
 from flexattn.problem.descales import NO_DESCALES, Descales

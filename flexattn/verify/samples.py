@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn.mods.signatures import ScoreMod
+from flexattn.mods.expr import ScoreMod
 from flexattn.problem import FP8, out_dtype
 from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.dropout import Dropout

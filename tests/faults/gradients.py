@@ -6,8 +6,7 @@ BACKWARD = "templates/triton_backward/backward.py.jinja"
 DELTA = "templates/base/delta.jinja"
 PARTS = "templates/triton_backward/parts.jinja"
 GRADIENT_PRINTER = "flexattn/kernels/printers/gradient_printer.py"
-FUNCTIONS = "flexattn/mods/ir/functions.py"
-ARITHMETIC = "flexattn/mods/ir/arithmetic.py"
+OPS = "flexattn/mods/ops.py"
 DERIVATIVE = "flexattn/mods/derivative.py"
 KEY_LISTS = "flexattn/runtime/key_lists.py"
 GRADIENTS_PY = "flexattn/frontend/gradients.py"
@@ -124,14 +123,14 @@ GRADIENTS = (
     ),
     Fault(
         "the derivative of tanh",
-        FUNCTIONS,
+        OPS,
         "g * (1.0 - x.tanh() * x.tanh())",
         "g * (1.0 - x.tanh())",
         IN_DERIVATIVE + "::test_derivatives_are_torchs[softcap]",
     ),
     Fault(
         "a quotient's derivative by its divisor",
-        ARITHMETIC,
+        OPS,
         "-g * ((x / y) / y)",
         "-g * (x / y)",
         IN_DERIVATIVE + "::test_derivatives_are_torchs[product of loads]",
@@ -187,7 +186,7 @@ GRADIENTS = (
     ),
     Fault(
         "both sides of equals have the whole derivative",
-        ARITHMETIC,
+        OPS,
         "lambda g, x, y: (g * 0.5).where(x == y, g).where(x >= y, 0.0),",
         "lambda g, x, y: g.where(x >= y, 0.0),",
         IN_DERIVATIVE + "::test_derivatives_are_torchs[equal extremes]",

@@ -3,7 +3,7 @@
 from tests.faults.fault import Fault
 
 MASK_PARTS = "flexattn/kernels/printers/mask_parts.py"
-KEY_SPAN = "flexattn/mods/analysis/key_span.py"
+MASK_FORM = "flexattn/mods/analysis/mask_form.py"
 TRITON_PRINTER = "flexattn/kernels/printers/triton_printer.py"
 SIMPLIFY = "flexattn/mods/simplify.py"
 IN_RUNS = "tests/interpreter/test_runs.py"
@@ -23,14 +23,14 @@ MODS = (
     ),
     Fault(
         "a bound <= is <",
-        KEY_SPAN,
+        MASK_FORM,
         'if found.op in ("le", "gt"):',
         'if found.op in ("gt",):',
         IN_MASK_FORM + "::test_the_catalogue[causal]",
     ),
     Fault(
         "a bound that falls counts as one that rises",
-        KEY_SPAN,
+        MASK_FORM,
         'return factor in (1, -1) and _rises(term) and not (factor < 0 and reads(term, "q_idx"))',
         "return factor in (1, -1) and _rises(term)",
         IN_MASK_FORM + "::test_what_gives_no_bound[<lambda>1]",

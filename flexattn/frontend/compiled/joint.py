@@ -1,8 +1,9 @@
 """What the joint graph of a node's backward says: who gets a gradient, and whether it is ours.
 
 torch's tracers drop from the graph of a forward what a mod kept from autograd, by detach, by
-torch.no_grad, by an autograd Function. An eager call's trace has it (mods/stops.py); here both are
-asked at some positions: at the ends, beside the numbers that the mod compares with, and at random.
+torch.no_grad, by an autograd Function. An eager call's trace has it (mods/derivative.py); here
+both are asked at some positions: at the ends, beside the numbers that the mod compares with, and
+at random.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from flexattn.frontend.compiled.seam import keep_out, open_seam
 from flexattn.frontend.compiled.spec import BARE, INSTALLED, MARK, VERSION, own
 from flexattn.frontend.install import torch_own
 from flexattn.kernels.choose import options
-from flexattn.mods.signatures import ScoreMod
+from flexattn.mods.expr import ScoreMod
 from flexattn.problem import out_dtype
 from flexattn.problem.sinks import add_sinks
 

@@ -27,8 +27,8 @@ from flexattn.frontend.call import Call
 from flexattn.frontend.compiled.spec import Spec, parsed
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import Bound
+from flexattn.mods.expr import ScoreMod
 from flexattn.mods.graph import GraphMod
-from flexattn.mods.signatures import ScoreMod
 from flexattn.problem import checks, out_dtype
 from flexattn.problem.mask_class import keep_class, known_class, mask_class
 from flexattn.problem.problem import NARROWER

@@ -19,8 +19,8 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 from flexattn.errors import CacheError
 from flexattn.kernels.choose.options import NONE, Options, parse
-from flexattn.mods.codec import from_data, to_data
 from flexattn.mods.graph import GraphMod
+from flexattn.mods.recorded import from_data, to_data
 from flexattn.settings import current
 
 _NAMES = {"score", "mask", "block", "lse", "max_scores", "options", "looks", "backward", "grads"}

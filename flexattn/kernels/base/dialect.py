@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexattn.kernels.printers.triton_ops import triton_type
-from flexattn.mods.ir.op import Op
-from flexattn.mods.ops import is_float
+from flexattn.mods.ops import Op, is_float
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from flexattn.mods.algebra import Bounds, Extremes, TableUse
 from flexattn.mods.algebra.lower import CORNERS
 from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, walk
-from flexattn.mods.ir.intervals import Range
-from flexattn.mods.ops import OPS, is_float
+from flexattn.mods.ops import OPS, Range, is_float
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from flexattn.kernels.printers.diagonals import reads_by_diagonal
 from flexattn.mods.analysis.affine import Comparison
-from flexattn.mods.analysis.key_span import conjunction
-from flexattn.mods.analysis.mask_form import mask_form
+from flexattn.mods.analysis.mask_form import conjunction, mask_form
 from flexattn.mods.derivative import derivatives
 from flexattn.mods.expr import Expr, depending, walk
 from flexattn.mods.ops import OPS, is_float

@@ -14,7 +14,7 @@ from typing import Any
 from flexattn.kernels.base.dialect import TensorForm
 from flexattn.kernels.printers.argument_names import buffer_names
 from flexattn.kernels.printers.triton_printer import MultiPrinter, View
-from flexattn.mods.analysis.dependence import FREE, Variables, along_diagonals, slope_of
+from flexattn.mods.analysis.affine import FREE, Variables, along_diagonals, slope_of
 from flexattn.mods.expr import Expr, reads
 
 # A lane gives another one 32 bits.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flexattn.mods.expr import Expr
-from flexattn.mods.ir.intervals import Range
 from flexattn.mods.numbers import divisor_of
+from flexattn.mods.ops import Range
 
 _LARGEST = 2**31 - 1
 

@@ -7,13 +7,12 @@ from dataclasses import replace
 from flexattn.kernels.base.base_2 import in_base_2
 from flexattn.kernels.printers.printed_score import Fused, KeyLimits, PrintedScore, Ramp
 from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
-from flexattn.mods.analysis.dependence import FREE, Variables, slope_of
-from flexattn.mods.analysis.reach import reaches_end
+from flexattn.mods.analysis.affine import FREE, Variables, slope_of
+from flexattn.mods.analysis.intervals import reaches_end
 from flexattn.mods.expr import Expr, const, terms_of, walk
 from flexattn.mods.ops import is_int
-from flexattn.mods.rules import FLOAT, ONE, times
+from flexattn.mods.rules import FLOAT, ONE, SCORE, Terms, times
 from flexattn.mods.simplify import make
-from flexattn.mods.terms import SCORE, Terms
 from flexattn.problem import Captures, Structure
 
 # How many conditions of a score_mod's own mask are asked of a whole tile.

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from flexattn.mods import Bound
-from flexattn.mods.expr import Expr, Mod, walk
+from flexattn.mods.expr import Expr, MaskMod, Mod, ScoreMod, walk
 from flexattn.mods.ops import OPS
 from flexattn.mods.outside import read_places
-from flexattn.mods.signatures import MaskMod, ScoreMod
 from flexattn.util.lru import Lru
 
 _compiled: Lru[str, Callable[..., torch.Tensor]] = Lru(256)

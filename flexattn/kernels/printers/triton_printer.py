@@ -13,9 +13,8 @@ from flexattn.kernels.printers.triton_ops import HALVES, NARROW, is_literal, ite
 from flexattn.mods import Mod
 from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, depending, walk
-from flexattn.mods.ir.intervals import Range
 from flexattn.mods.numbers import number_of
-from flexattn.mods.ops import OPS, is_float, is_int
+from flexattn.mods.ops import OPS, Range, is_float, is_int
 from flexattn.problem import INDEX_RANGES
 
 INT32: Range = (-(2**31), 2**31 - 1)

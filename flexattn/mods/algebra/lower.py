@@ -3,7 +3,7 @@
 The first says that every element of the tile is kept, the second that some element may be. They
 are expressions of the tile's corners (`q_lo`, `q_hi`, `kv_lo`, `kv_hi`, inclusive), of `b`, `h`,
 and of the least and the greatest value of captured tensors over ranges of indices. Range
-arithmetic over linear forms (flexattn.mods.algebra.forms); sound, never exact by promise: no
+arithmetic over linear forms (flexattn.mods.algebra.whole); sound, never exact by promise: no
 element is kept where the second is false, and none is removed where the first is true.
 """
 
@@ -11,13 +11,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexattn.mods.algebra import flags, real, whole
-from flexattn.mods.algebra.flags import Flag
-from flexattn.mods.algebra.forms import both, constant, integer, single, truth
+from flexattn.mods.algebra import real, whole
 from flexattn.mods.algebra.real import Real
-from flexattn.mods.algebra.whole import Whole, settled
+from flexattn.mods.algebra.whole import (
+    Flag,
+    Whole,
+    both,
+    constant,
+    settled,
+    single,
+    truth,
+)
 from flexattn.mods.analysis.intervals import dtype_range
-from flexattn.mods.expr import Expr, Mod, walk
+from flexattn.mods.expr import Expr, Mod, integer, walk
 from flexattn.mods.ops import is_float, is_int
 from flexattn.mods.simplify import applied, make
 from flexattn.util.lru import Lru
@@ -87,20 +93,20 @@ class _Lowering:
 
     def _flag(self, node: Expr) -> Flag:
         if node.op == "const":
-            return flags.known(truth(bool(node.value)))
+            return whole.known(truth(bool(node.value)))
         if node.op == "scalar":
-            return flags.known(node)
+            return whole.known(node)
         if node.op == "load":
-            return flags.nonzero(self._load(node))
+            return whole.nonzero(self._load(node))
         first = node.args[0]
         if first.dtype == "bool":
-            return flags.combine(node.op, [self.flags[arg] for arg in node.args])
+            return whole.combine(node.op, [self.flags[arg] for arg in node.args])
         if is_float(first.dtype):
             return real.compare(node.op, [self.reals.get(arg) for arg in node.args])
         operands = [self.wholes.get(arg) for arg in node.args]
         if node.op == "cast":
-            return flags.nonzero(operands[0])
-        return flags.compare(node.op, operands)
+            return whole.nonzero(operands[0])
+        return whole.compare(node.op, operands)
 
     def _whole(self, node: Expr) -> Whole | None:
         if node.op == "const":

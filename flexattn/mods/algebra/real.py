@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flexattn.mods.algebra.flags import OPEN, Flag
-from flexattn.mods.algebra.forms import both, single, truth
-from flexattn.mods.algebra.whole import Whole
+from flexattn.mods.algebra.whole import OPEN, Flag, Whole, both, single, truth
 from flexattn.mods.expr import Expr, const
-from flexattn.mods.ir.op import EVERYWHERE
-from flexattn.mods.ops import OPS
+from flexattn.mods.ops import EVERYWHERE, OPS
 from flexattn.mods.simplify import applied, make
 
 # Of each dtype: the relative and the absolute error that is allowed for, and the largest number.

@@ -1,27 +1,113 @@
-"""Integers over a tile: what each operation does to a linear form, or to its two ends."""
+"""Integers and conditions over a tile: what each operation does to a linear form or its two ends.
+
+A form is a sum of independent unknowns, each with its range over a tile. Two terms of one unknown
+cancel before a range is taken, so q - kv, or (q + 3) - q, is as exact over a tile as q alone: the
+difference of two ranges is not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import partial, reduce
 
-from flexattn.mods.algebra.forms import (
-    LARGEST,
-    Form,
-    both,
-    constant,
-    integer,
-    single,
-    truth,
-)
 from flexattn.mods.analysis.intervals import dtype_range
-from flexattn.mods.expr import Expr
+from flexattn.mods.expr import Expr, const, integer
 from flexattn.mods.simplify import applied, make
 
-if TYPE_CHECKING:
-    from flexattn.mods.algebra.flags import Flag
+# Sums of numbers below this do not wrap in 64 bits.
+LARGEST = 2**61
+# A sum of more unknowns becomes one: of a recurrence each step may add another.
+_TERMS = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Atom:
+    """An unknown: its least and its greatest value over a tile, int64 expressions of the tile.
+
+    least, most: numbers it never leaves on any tile.
+    """
+
+    low: Expr
+    high: Expr
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """A sum of atoms times whole numbers, and a number."""
+
+    terms: dict[Atom, int]
+    offset: int
+
+    def plus(self, other: Form, times: int = 1) -> Form:
+        """self + times * other."""
+        terms = dict(self.terms)
+        for atom, factor in other.terms.items():
+            terms[atom] = terms.get(atom, 0) + times * factor
+        kept = {atom: factor for atom, factor in terms.items() if factor}
+        form = Form(kept, self.offset + times * other.offset)
+        return form if len(kept) <= _TERMS else single(form.low, form.high, *form.range)
+
+    def times(self, factor: int) -> Form:
+        """factor * self."""
+        return Form({}, 0).plus(self, factor)
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The numbers that it never leaves on any tile."""
+        ends = [
+            sorted((factor * atom.least, factor * atom.most))
+            for atom, factor in self.terms.items()
+        ]
+        return self.offset + sum(low for low, _ in ends), self.offset + sum(top for _, top in ends)
+
+    @property
+    def low(self) -> Expr:
+        """Its least value over a tile; reached if the atoms do not depend on one another."""
+        return self._end(lowest=True)
+
+    @property
+    def high(self) -> Expr:
+        """Its greatest value over a tile."""
+        return self._end(lowest=False)
+
+    def _end(self, lowest: bool) -> Expr:
+        total: Expr | None = None
+        for atom, factor in self.terms.items():
+            end = atom.low if (factor > 0) == lowest else atom.high
+            if abs(factor) != 1:
+                end = applied("mul", end, integer(abs(factor)))
+            if total is None:
+                total = end if factor > 0 else applied("neg", end)
+            else:
+                total = applied("add" if factor > 0 else "sub", total, end)
+        if total is None:
+            return integer(self.offset)
+        return applied("add", total, integer(self.offset))
+
+
+def constant(value: int) -> Form:
+    """A form without unknowns."""
+    return Form({}, value)
+
+
+def single(low: Expr, high: Expr, least: int, most: int) -> Form:
+    """A form of one new unknown."""
+    if low is high and low.op == "const":
+        return constant(int(low.value or 0))
+    return Form({Atom(low, high, least, most): 1}, 0)
+
+
+def truth(value: bool) -> Expr:
+    """A verdict that is known."""
+    return const(value, "bool")
+
+
+def both(*terms: Expr) -> Expr:
+    """The conjunction of conditions."""
+    return reduce(partial(applied, "and"), terms, truth(True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,5 +325,110 @@ _RULES: dict[str, Callable[..., Whole | None]] = {
     "shl": _shl,
     "shr": _shr,
     "and": _and,
+    "cast": lambda x: x,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """must: true of every element of the tile. may: not false of every element."""
+
+    must: Expr
+    may: Expr
+
+
+OPEN = Flag(truth(False), truth(True))
+
+
+def known(value: Expr) -> Flag:
+    """A condition that is the same for all elements."""
+    return Flag(value, value)
+
+
+def nonzero(x: Whole | None) -> Flag:
+    """Whether an integer is not 0."""
+    return compare("ne", [x, Whole.of(0)])
+
+
+def compare(op: str, operands: Sequence[Whole | None]) -> Flag:
+    """lt, le, gt, ge, eq or ne of two integers: by the range of their difference."""
+    x, y = operands if len(operands) == 2 else (None, None)
+    if x is None or y is None or op not in _COMPARISONS:
+        return OPEN
+    difference = x.form.plus(y.form, -1)
+    least, most = difference.range
+    if least < -LARGEST or most > LARGEST:
+        return OPEN
+    must, may = _COMPARISONS[op](difference.low, difference.high)
+    sure = both(x.sure, y.sure)
+    return Flag(both(must, sure), applied("or", may, applied("not", sure)))
+
+
+def combine(op: str, operands: Sequence[Flag]) -> Flag:
+    """An operation on conditions alone."""
+    rule = _LOGIC.get(op)
+    return OPEN if rule is None else rule(*operands)
+
+
+def _equal(low: Expr, high: Expr) -> tuple[Expr, Expr]:
+    return both(_is("eq", low), _is("eq", high)), both(_is("le", low), _is("ge", high))
+
+
+def _differ(low: Expr, high: Expr) -> tuple[Expr, Expr]:
+    must, may = _equal(low, high)
+    return applied("not", may), applied("not", must)
+
+
+def _is(op: str, x: Expr) -> Expr:
+    return applied(op, x, integer(0))
+
+
+_COMPARISONS: dict[str, Callable[[Expr, Expr], tuple[Expr, Expr]]] = {
+    "lt": lambda low, high: (_is("lt", high), _is("lt", low)),
+    "le": lambda low, high: (_is("le", high), _is("le", low)),
+    "gt": lambda low, high: (_is("gt", low), _is("gt", high)),
+    "ge": lambda low, high: (_is("ge", low), _is("ge", high)),
+    "eq": _equal,
+    "ne": _differ,
+}
+
+
+def _opposite(x: Flag) -> Flag:
+    return Flag(applied("not", x.may), applied("not", x.must))
+
+
+def _all(x: Flag, y: Flag) -> Flag:
+    return Flag(both(x.must, y.must), both(x.may, y.may))
+
+
+def _any(x: Flag, y: Flag) -> Flag:
+    return Flag(applied("or", x.must, y.must), applied("or", x.may, y.may))
+
+
+def _xor(x: Flag, y: Flag) -> Flag:
+    return _any(_all(x, _opposite(y)), _all(_opposite(x), y))
+
+
+def _chosen(condition: Flag, x: Flag, y: Flag) -> Flag:
+    chosen = _any(_all(condition, x), _all(_opposite(condition), y))
+    # Kept either way, whatever the condition is.
+    return Flag(applied("or", chosen.must, both(x.must, y.must)), chosen.may)
+
+
+_LOGIC: dict[str, Callable[..., Flag]] = {
+    "and": _all,
+    "minimum": _all,
+    "mul": _all,
+    "or": _any,
+    "maximum": _any,
+    "xor": _xor,
+    "ne": _xor,
+    "eq": lambda x, y: _opposite(_xor(x, y)),
+    "lt": lambda x, y: _all(_opposite(x), y),
+    "le": lambda x, y: _any(_opposite(x), y),
+    "gt": lambda x, y: _all(x, _opposite(y)),
+    "ge": lambda x, y: _any(x, _opposite(y)),
+    "not": _opposite,
+    "where": _chosen,
     "cast": lambda x: x,
 }

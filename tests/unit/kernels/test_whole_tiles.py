@@ -10,7 +10,7 @@ from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.hopper import space as gluon
 from flexattn.kernels.triton.arguments import prefill_arguments
 from flexattn.mods import bind
-from flexattn.mods.analysis.dependence import same_in_tiles
+from flexattn.mods.analysis.affine import same_in_tiles
 from tests.families import render
 from tests.problems import problem
 

@@ -19,11 +19,11 @@ from flexattn.kernels.printers.triton_printer import Traits, print_mod
 from flexattn.mods import bind, modes, reader, refusal
 from flexattn.mods.algebra import bounds_of
 from flexattn.mods.analysis.mask_form import mask_form
-from flexattn.mods.codec import from_data, to_data
 from flexattn.mods.expr import MAX_NODES, const, pretty, terms_of, walk
 from flexattn.mods.outside import unproven
+from flexattn.mods.recorded import from_data, to_data
+from flexattn.mods.rules import split
 from flexattn.mods.simplify import make, plug, rebuilt
-from flexattn.mods.terms import split
 from flexattn.problem import INDEX_RANGES, Captures
 from tests.long_mods import CONDITIONS, MASKS, SCORES, counted, graph, nested
 

@@ -10,8 +10,8 @@ import torch
 
 from flexattn.errors import CacheError
 from flexattn.mods import Mod, bind
-from flexattn.mods.codec import MAX_NODES, from_data, number_from_data, number_to_data, to_data
 from flexattn.mods.expr import VARS, Expr, const, fingerprint
+from flexattn.mods.recorded import MAX_NODES, from_data, number_from_data, number_to_data, to_data
 from tests.cases import CASES
 
 MADE = {

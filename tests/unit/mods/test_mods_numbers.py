@@ -10,7 +10,7 @@ from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
 from flexattn.mods import bind, site
 from flexattn.mods.analysis.intervals import interval_of
-from flexattn.mods.analysis.key_span import key_span
+from flexattn.mods.analysis.mask_form import key_span
 from flexattn.mods.bind import clear, record, stats
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.numbers import (

@@ -12,8 +12,7 @@ from flexattn.errors import UnsupportedError
 from flexattn.mods import bind
 from flexattn.mods.derivative import gradient
 from flexattn.mods.expr import Expr, const, walk
-from flexattn.mods.ir.op import Op
-from flexattn.mods.ops import OPS, is_float
+from flexattn.mods.ops import OPS, Op, is_float
 from flexattn.mods.outside import evaluated
 
 EACH = [

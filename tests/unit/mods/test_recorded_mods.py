@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexattn.kernels.printers.torch_printer import evaluate
-from flexattn.mods import bind, registered
+from flexattn.mods import bind, operators
 from flexattn.mods.bind import clear, record, stats
 from flexattn.mods.identity import identify
 from flexattn.mods.recorded import digest
@@ -209,7 +209,7 @@ def test_what_operators_were_taught_gets_no_digest(monkeypatch):
         return torch.ops.approx.tanh(score)
 
     known = digest(identify(mod, "score"))
-    monkeypatch.setattr(registered, "_meanings", registered._meanings | {"my.op": torch.exp})
+    monkeypatch.setattr(operators, "_meanings", operators._meanings | {"my.op": torch.exp})
     assert known is not None and digest(identify(mod, "score")) is None
 
 

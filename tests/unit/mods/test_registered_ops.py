@@ -5,7 +5,7 @@ import torch
 
 import flexattn
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.mods import bind, registered
+from flexattn.mods import bind, operators
 from flexattn.mods.bind import stats
 from flexattn.mods.graph import read_graph
 
@@ -15,11 +15,11 @@ CAP = 2.0
 @pytest.fixture(autouse=True)
 def meanings(monkeypatch):
     """What a test teaches is forgotten after it."""
-    monkeypatch.setattr(registered, "_meanings", dict(registered._meanings))
+    monkeypatch.setattr(operators, "_meanings", dict(operators._meanings))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def operators():
+def library_ops():
     """attention-gym's operator, and one whose meaning nobody knows: neither can be run."""
 
     def never(x: torch.Tensor) -> torch.Tensor:

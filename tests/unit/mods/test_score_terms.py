@@ -11,11 +11,10 @@ from hypothesis import given, settings, strategies as st
 from flexattn.catalogue import alibi, relative_bias, scaled, softcap
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
-from flexattn.mods.analysis.dependence import Variables, along_diagonals, slope_of
+from flexattn.mods.analysis.affine import Variables, along_diagonals, slope_of
 from flexattn.mods.expr import VARS, Buffer, Expr, Mod, const, fingerprint
-from flexattn.mods.rules import ONE, REWRITES
+from flexattn.mods.rules import ALL, ONE, REWRITES, split
 from flexattn.mods.simplify import make
-from flexattn.mods.terms import ALL, split
 from tests.cases import CASES, causal_score
 
 FLOAT, INT = "float32", "int64"

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from flexattn.mods import bind, look
-from flexattn.mods.derivative import derivatives
+from flexattn.mods.derivative import DETACH, OWN_GRADIENT, derivatives, has_own_gradient
 from flexattn.mods.expr import const, pretty, walk
-from flexattn.mods.stops import DETACH, OWN_GRADIENT, has_own_gradient
 
 TABLE = torch.linspace(0.5, 1.5, 30, requires_grad=True)
 

@@ -29,7 +29,7 @@ from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.kernels.triton_backward.tiles import skips_blocks
 from flexattn.mods import bind
-from flexattn.mods.terms import ALL, split
+from flexattn.mods.rules import ALL, split
 from flexattn.runtime.decay_skip import pays
 from tests.cases import causal_score
 from tests.families import render
