@@ -21,7 +21,7 @@ from flexattn.kernels.base.estimate import ESTIMATE_MARGIN, Estimate, best_first
 from flexattn.kernels.choose.defaults import reasons
 from flexattn.kernels.choose.registry import short
 from flexattn.kernels.hopper import cost as hopper, space
-from flexattn.kernels.triton import cost as triton, defaults, prefill_cost
+from flexattn.kernels.triton import cost as triton, defaults
 from flexattn.problem import Problem
 
 __all__ = ["MODELS", "Model", "Row", "fitted", "judged", "main", "rows_of"]
@@ -58,12 +58,12 @@ MODELS = {
         ), False,
     ),
     "triton": Model(
-        "prefill", "PrefillConfig", prefill_cost.COSTS, prefill_cost.expected,
+        "prefill", "PrefillConfig", triton.PREFILL_COSTS, triton.expected_prefill,
         defaults.prefill_rules,
-        lambda problem, first, device: prefill_cost.other_tiles(first), False, prefill_cost.margin,
+        lambda problem, first, device: triton.other_tiles(first), False, triton.margin,
     ),
     "decode": Model(
-        "decode", "DecodeConfig", triton.COSTS, triton.expected,
+        "decode", "DecodeConfig", triton.DECODE_COSTS, triton.expected_decode,
         defaults.decode_rules, triton.other_splits, True,
     ),
 }  # fmt: skip

@@ -13,9 +13,8 @@ import flexattn
 from flexattn.catalogue import causal, softcap
 from flexattn.cli.app import app
 from flexattn.device import named
-from flexattn.kernels.choose.defaults import candidates
+from flexattn.kernels.choose.defaults import candidates, space
 from flexattn.kernels.choose.registry import family_of, short
-from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper import space as hopper
 from flexattn.records.codec import decode, encode
 from flexattn.records.renderers import rendering, unlisted

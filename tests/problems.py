@@ -1,7 +1,6 @@
 """Problems without tensors, for tests that render and compile with no device."""
 
-from flexattn.kernels.choose.defaults import candidates
-from flexattn.kernels.choose.space import space
+from flexattn.kernels.choose.defaults import candidates, space
 from flexattn.mods import bind
 from flexattn.problem import Layout, Problem, Sparsity, Structure, captures_of
 from flexattn.problem.serving import ServingProblem

@@ -17,8 +17,7 @@ from flexattn.device import Device, detect
 from flexattn.errors import InputError
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.block_mask.bounds_printer import table_values
-from flexattn.kernels.block_mask.source import STRIP, render_block_mask
+from flexattn.kernels.block_mask.source import STRIP, render_block_mask, table_values
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound
 from flexattn.mods.algebra import Bounds, Extremes, bounds_of, tables_of, verdicts

@@ -17,8 +17,8 @@ from flexattn.cli.watch import Watch
 from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
+from flexattn.kernels.choose.defaults import survey
 from flexattn.kernels.choose.registry import short
-from flexattn.kernels.choose.space import survey
 from flexattn.problem import Problem
 from flexattn.tune.builds import DEADLINE, BuiltConfig, build_all, twins
 

@@ -13,9 +13,9 @@ import torch
 from flexattn.device import Device, named
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.base.config import Config
+from flexattn.kernels.choose.defaults import space
 from flexattn.kernels.choose.options import Options, parse
 from flexattn.kernels.choose.registry import family_of
-from flexattn.kernels.choose.space import space
 from flexattn.problem import ITEMSIZE, MAX_HEADS, MAX_LENGTH, Kind, Problem, Shape
 from flexattn.problem.checks import MAX_HEAD_DIM
 from flexattn.runtime.build import unloaded

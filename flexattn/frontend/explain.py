@@ -18,10 +18,9 @@ from flexattn.frontend.call import Call
 from flexattn.frontend.compiled.rules import breaks
 from flexattn.frontend.gradients import check_gradients, choice_of, repeats_bits
 from flexattn.frontend.plan import plan
-from flexattn.kernels.base.config import Config, Language, describe
+from flexattn.kernels.base.config import Config, Geometry, Language, describe
 from flexattn.kernels.base.estimate import Estimate
-from flexattn.kernels.base.room import Room, rooms
-from flexattn.kernels.base.tiles import Geometry
+from flexattn.kernels.base.limits import Room, rooms
 from flexattn.kernels.choose import options
 from flexattn.kernels.choose.defaults import refused
 from flexattn.kernels.choose.options import Options

@@ -7,9 +7,8 @@ import re
 from dataclasses import dataclass
 
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.base.config import describe
+from flexattn.kernels.base.config import describe, values
 from flexattn.kernels.base.environment import render_template, template_hash
-from flexattn.kernels.base.knobs import values
 from flexattn.mods.expr import Mod, pretty
 from flexattn.neuron.config import (
     NkiConfig,

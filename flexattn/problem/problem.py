@@ -161,7 +161,7 @@ class Structure:
 
     @property
     def far(self) -> bool:
-        """Whether scores can be so far from 0 that base 2 needs care: kernels/base/base_2.py."""
+        """Whether scores can be so far from 0 that base 2 needs care: printers/spelling.py."""
         return self.score is not None and reaches_end(self.score.mod.expr)
 
     @property

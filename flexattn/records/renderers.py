@@ -49,7 +49,6 @@ RENDERERS: dict[str, Renderer] = {
     "backward": Renderer(
         (
             "kernels.triton_backward.source", "kernels.decay_skip.source",
-            "kernels.decay_skip.blocks",
         ),
         (
             _HELPERS, "triton_backward/backward.py.jinja", "triton_backward/delta.py.jinja",
@@ -70,8 +69,6 @@ RENDERERS: dict[str, Renderer] = {
         ("kernels.hopper.source",),
         ("hopper/prefill.py.jinja",),
     ),
-    # Beside those of prefill and decode, on devices whose compiler takes hints.
-    "amd": Renderer(("kernels.triton.amd",), ()),
 }  # fmt: skip
 
 # Families whose modules are among these.
@@ -95,8 +92,6 @@ def source_hash(kind: RecordKind, device: Device) -> str:
     names: list[str] = [kind]
     if kind == "prefill" and device.has_wgmma:
         names.append("hopper")
-    if kind in ("prefill", "decode") and device.backend == "hip":
-        names.append("amd")
     names += unlisted(kind, device)
     parts = [f"{name}\n{source}" for name, source in rendering(*names).items()]
     parts += [template_hash(name) for each in names for name in renderer_of(each).templates]

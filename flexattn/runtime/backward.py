@@ -17,9 +17,9 @@ from torch import Tensor
 
 from flexattn.device import Device
 from flexattn.kernels.base.binding import strides
+from flexattn.kernels.base.config import Geometry
 from flexattn.kernels.base.family import Around
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.printers.gradient_printer import grad_name

@@ -18,9 +18,8 @@ from flexattn.errors import BuildError, FlexAttnError
 from flexattn.kernels.base.binding import Binding, bind_arguments
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.ptx.assembler import ptx_version
-from flexattn.kernels.ptx.hook import compiled_by
 from flexattn.kernels.ptx.negated_extremes import guarded, merged
-from flexattn.kernels.ptx.stages import OWN_STAGES, block_warps
+from flexattn.kernels.ptx.stages import OWN_STAGES, block_warps, compiled_by
 from flexattn.runtime.codecache import module_of, text_file, with_triton_cache
 from flexattn.runtime.compiler_context import (
     anew,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexattn.device import Device
 from flexattn.errors import BuildError
-from flexattn.kernels.decay_skip.blocks import render_blocks
+from flexattn.kernels.decay_skip.source import render_blocks
 from flexattn.problem import Problem
 from flexattn.runtime.build import Launcher, builder
 from flexattn.runtime.decay_skip import DecaySkip, pays

@@ -16,8 +16,8 @@ from flexattn.kernels.base.arguments import (
     captured_values,
     dropout_arguments,
 )
+from flexattn.kernels.base.config import Geometry, walks_runs
 from flexattn.kernels.base.features import skips_far
-from flexattn.kernels.base.tiles import Geometry, walks_runs
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.mods import Bound

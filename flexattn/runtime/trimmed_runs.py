@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flexattn.kernels.base.tiles import Geometry
+from flexattn.kernels.base.config import Geometry
 from flexattn.mods.expr import walk
 from flexattn.problem import Problem
 from flexattn.runtime.key_lists import BothLists

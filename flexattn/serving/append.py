@@ -10,8 +10,7 @@ from torch import Tensor
 
 from flexattn.device import detect, usable
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.kernels.cache_append.form import AppendForm
-from flexattn.kernels.cache_append.source import append_programs, render_append
+from flexattn.kernels.cache_append.source import AppendForm, append_programs, render_append
 from flexattn.problem.serving import LAYOUTS
 from flexattn.runtime.build import Launcher, builder
 from flexattn.serving.append_checks import Append, Rope, admitted, append_form, inspect_append

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import InputError, InputTypeError
-from flexattn.kernels.cache_append.form import (
+from flexattn.kernels.cache_append.source import (
     EIGHT_BITS,
     AppendForm,
     CacheScales,

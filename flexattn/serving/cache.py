@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import InputError, InputTypeError
-from flexattn.kernels.cache_append.form import AXES, CacheScales
+from flexattn.kernels.cache_append.source import AXES, CacheScales
 from flexattn.problem.serving import LAYOUTS, Scales, ServingProblem
 from flexattn.runtime.layout import DescriptorBox, box_of
 

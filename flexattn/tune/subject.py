@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.base.family import Effort
-from flexattn.kernels.choose.defaults import default, reasons
-from flexattn.kernels.choose.space import survey
+from flexattn.kernels.choose.defaults import default, reasons, survey
 from flexattn.measure.task import AnyTask
 from flexattn.records.key import Key, key_of, sizes_of
 from flexattn.records.record import Environment, Policy

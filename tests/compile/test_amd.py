@@ -7,9 +7,8 @@ import pytest
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
 from flexattn.kernels.base.config import describe
-from flexattn.kernels.choose.defaults import default
-from flexattn.kernels.choose.space import space
-from flexattn.kernels.triton.amd import AmdPrefillConfig
+from flexattn.kernels.choose.defaults import default, space
+from flexattn.kernels.triton.config import AmdPrefillConfig
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from tests.families import render

@@ -7,7 +7,7 @@ import pytest
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
 from flexattn.kernels.base.config import describe
-from flexattn.kernels.choose.space import space
+from flexattn.kernels.choose.defaults import space
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import DecodeConfig
 from flexattn.runtime.build import compile_source

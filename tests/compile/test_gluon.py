@@ -16,8 +16,7 @@ from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_w
 from flexattn.device import named
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import describe
-from flexattn.kernels.choose.defaults import candidates, default, reasons
-from flexattn.kernels.choose.space import space
+from flexattn.kernels.choose.defaults import candidates, default, reasons, space
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.merge_consumers import ALONE
 from flexattn.runtime.build import compile_source

@@ -11,8 +11,7 @@ import pytest
 from flexattn.catalogue import causal
 from flexattn.device import named
 from flexattn.kernels.base.config import describe
-from flexattn.kernels.choose.defaults import default
-from flexattn.kernels.choose.space import space
+from flexattn.kernels.choose.defaults import default, space
 from flexattn.kernels.hopper.tiles import tiles_of
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources

@@ -12,10 +12,10 @@ from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
 from flexattn.cli.offline import compiled as compiled_for
 from flexattn.device import named
 from flexattn.kernels.base.config import describe
+from flexattn.kernels.choose.defaults import space
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
-from flexattn.kernels.choose.space import space
-from flexattn.kernels.decay_skip.blocks import render_blocks
+from flexattn.kernels.decay_skip.source import render_blocks
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.hopper_backward.source import TURN, render_before
 from flexattn.kernels.hopper_backward.space import defaults

@@ -2,7 +2,7 @@
 
 from tests.faults.fault import Fault
 
-MASK_PARTS = "flexattn/kernels/printers/mask_parts.py"
+MASK_PARTS = "flexattn/kernels/printers/mask_printer.py"
 MASK_FORM = "flexattn/mods/analysis/mask_form.py"
 TRITON_PRINTER = "flexattn/kernels/printers/triton_printer.py"
 SIMPLIFY = "flexattn/mods/simplify.py"
@@ -10,7 +10,7 @@ IN_RUNS = "tests/interpreter/test_runs.py"
 IN_MASK_FORM = "tests/unit/mods/analysis/test_mask_form.py"
 IN_PRINTER = "tests/unit/kernels/printers/test_printer.py"
 IN_MODS_EXPR = "tests/unit/mods/test_mods_expr.py"
-BASE_2 = "flexattn/kernels/base/base_2.py"
+BASE_2 = "flexattn/kernels/printers/spelling.py"
 IN_FAR_SCORES = "tests/interpreter/test_far_scores.py"
 
 MODS = (

@@ -5,7 +5,7 @@ from tests.faults.fault import Fault
 PROGRAM = "templates/paged_decode/program.py.jinja"
 RESULTS = "templates/paged_decode/results.jinja"
 PAGES = "templates/paged_decode/pages.jinja"
-SPAN = "flexattn/kernels/printers/span.py"
+SPAN = "flexattn/kernels/printers/mask_printer.py"
 SCALES = "templates/paged_decode/scales.jinja"
 MERGE = "templates/paged_decode/merge.jinja"
 MAINLOOP = "templates/paged_decode/mainloop.jinja"

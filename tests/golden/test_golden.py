@@ -22,10 +22,8 @@ from flexattn.catalogue import (
 )
 from flexattn.device import named
 from flexattn.kernels.block_mask.source import render_block_mask
-from flexattn.kernels.cache_append.form import AppendForm, RopeForm
-from flexattn.kernels.cache_append.source import render_append
-from flexattn.kernels.decay_skip.blocks import render_blocks
-from flexattn.kernels.decay_skip.source import render_norms, render_window
+from flexattn.kernels.cache_append.source import AppendForm, RopeForm, render_append
+from flexattn.kernels.decay_skip.source import render_blocks, render_norms, render_window
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.join import render_join

@@ -13,8 +13,8 @@ from flexattn.device import detect
 from flexattn.errors import ConfigError
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
+from flexattn.kernels.choose.defaults import space
 from flexattn.kernels.choose.options import Options
-from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.reference import Reference
 from flexattn.runtime.build import builder

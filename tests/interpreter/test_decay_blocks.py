@@ -24,7 +24,7 @@ from flexattn.frontend.gradients import AskedGradients, _problem
 from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.choose.options import NONE
-from flexattn.kernels.decay_skip.blocks import PLACES, render_blocks
+from flexattn.kernels.decay_skip.source import PLACES, render_blocks
 from flexattn.mods import bind
 from flexattn.problem.mask_class import mask_class
 from flexattn.runtime.build import builder

@@ -9,7 +9,7 @@ from flexattn.catalogue import causal, causal_offset, document, sliding_window
 from flexattn.device import detect, named
 from flexattn.frontend.gradients import AskedGradients, _problem
 from flexattn.kernels.base.arguments import captured_values
-from flexattn.kernels.base.tiles import Geometry
+from flexattn.kernels.base.config import Geometry
 from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.hopper_backward.source import render_trim

@@ -57,7 +57,7 @@ def copy(tmp_path_factory):
     text = config.read_text()
     field, first = '    ptxas: Ptxas = ""\n', "from flexattn.kernels.base.config import Language\n"
     text = text.replace(field, f'{field}    probe: int = knob(0, 1, word="p")\n')
-    imported = "from flexattn.kernels.base.knobs import knob\n"
+    imported = "from flexattn.kernels.base.config import knob\n"
     config.write_text(text.replace(first, first + imported))
     return root
 

@@ -27,7 +27,7 @@ PROTOCOLS = (
         "kernels/*/*.py",
         "PREFILL BACKWARD render arguments axes defaults fit_to_mask backward_grid "
         "sizes_of_launch invariant_config case_of LIMITS ConfigCase SHARED_SLACK REGISTER_SLACK "
-        "GATHER_REGISTERS expected COSTS",
+        "GATHER_REGISTERS",
         "what families are made of, by the words of KernelFamily and Limits: none imports another",
     ),
     Protocol(

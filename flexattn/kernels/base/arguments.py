@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
 from types import MappingProxyType
 from typing import Any
 
-from flexattn.kernels.base.config import Config
+from flexattn.kernels.base.config import Config, walks_runs
 from flexattn.kernels.base.features import skips_far
-from flexattn.kernels.base.tiles import walks_runs
-from flexattn.kernels.printers.argument_names import buffer_names, scalar_name
-from flexattn.kernels.printers.divisions import invariant_names
-from flexattn.kernels.printers.triton_ops import signature_type
+from flexattn.kernels.printers.spelling import (
+    buffer_names,
+    invariant_names,
+    scalar_name,
+    signature_type,
+)
 from flexattn.mods import Bound
 from flexattn.mods.numbers import divisors, invariant
 from flexattn.problem import ITEMSIZE, Captures, Structure
@@ -188,3 +190,34 @@ def _captured_names(
     """Pointer, sizes and strides of a captured tensor; inner: its last stride is 1, not told."""
     base, sizes, strides = buffer_names(kind, slot, rank)
     return base, sizes, strides[:-1] if inner else strides
+
+
+def delta_arguments(structure: Structure, through_lse: bool) -> list[Argument]:
+    """The output, its gradient, lse, delta and strides; through_lse: lse has a gradient, too."""
+    element = f"*{signature_type(structure.dtype)}"
+    found = [Argument("OUT", element, 16), Argument("DO", element, 16)]
+    found += [Argument("LSE", "*fp32", 16)]
+    found += [Argument("DLSE", "*fp32", 16)] * through_lse
+    found += [Argument("DELTA", "*fp32", 16)]
+    found += output_strides(structure)
+    return found + dense_stride_arguments("do", "bhm", structure.head_dim_v)
+
+
+def dense_stride_arguments(tensor: str, axes: str, head_dim: int) -> list[Argument]:
+    """Strides of what is dense, all multiples of its rows."""
+    return [Argument(f"stride_{tensor}{axis}", "i64", gcd(16, head_dim)) for axis in axes]
+
+
+# Of each head: the end of the tiles of queries that have weights of each tile of keys, and the
+# first tile of keys that each tile of queries has weights of, by decay_skip/blocks.py.jinja. Their
+# addresses are 0 where all tiles are visited.
+M_BLOCK_MAX, N_BLOCK_MIN = Argument("M_BLOCK_MAX", "*i32", 4), Argument("N_BLOCK_MIN", "*i32", 4)
+
+
+def skips_vanished(structure: Structure, config: Config) -> bool:
+    """Whether a backward's kernel leaves out tiles of keys too far before one that its rows keep.
+
+    It does so where a forward does. A weight exp(S' - lse) that is 0 in float32 is a factor of all
+    that its score adds to gradients, those of lse and of captured tensors among them.
+    """
+    return structure.kind == "backward" and skips_far(replace(structure, kind="prefill"), config)

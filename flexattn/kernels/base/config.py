@@ -1,9 +1,19 @@
-"""What the config of any family has, and how one is told in words."""
+"""What the config of any family has: numbers and their words, tiles and grids, and knobs.
+
+A knob is a field that a search turns and a template reads, with nothing said elsewhere. It changes
+neither a config's tiles nor the memory and registers that limits count.
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any, ClassVar, Literal, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from itertools import islice, product
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
+
+from flexattn.errors import ConfigError
+from flexattn.problem import Structure
 
 Language = Literal["triton", "gluon"]
 
@@ -67,3 +77,111 @@ def pieces(head_dim: int) -> tuple[tuple[int, int, int], ...]:
 def padded(head_dim: int) -> int:
     """Elements of a head dimension as the tiles hold them."""
     return sum(tile for _, tile, _ in pieces(head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The grid of a launch: programs, row tiles, work tiles, and splits of the keys (1: prefill).
+
+    num_tiles: of one head, or of heads that share their tiles. num_work_tiles: row tiles of all
+    heads and batches, of which a program takes one or more.
+    """
+
+    programs: int
+    num_tiles: int
+    num_work_tiles: int
+    num_splits: int = 1
+
+
+def tiles_per_q(structure: Structure, config: Config) -> int:
+    """Row tiles of one sparse query block; 1 without a block mask."""
+    if structure.sparsity is None:
+        return 1
+    return -(-structure.sparsity.q_block * structure.packed_heads // config.BLOCK_M)
+
+
+def walks_runs(structure: Structure, config: Config) -> bool:
+    """Whether the kernel walks a mask's runs: whole tiles from one end to the other, no lists."""
+    sparsity = structure.sparsity
+    return sparsity is not None and sparsity.runs and sparsity.kv_block % config.BLOCK_N == 0
+
+
+def check_power(name: str, size: int) -> None:
+    """Raise ConfigError for a tile of kernel_options that is no power of two of at least 16."""
+    if size < 16 or size & (size - 1):
+        raise ConfigError(
+            f"kernel_options[{name!r}]={size}", f"{name} is a power of two of at least 16"
+        )
+
+
+def tile_for(tile: int, block: int) -> int:
+    """The widest tile not above this one that divides the block, or else that covers it."""
+    dividing = block & -block
+    if dividing >= 16:
+        return min(tile, dividing)
+    return min(tile, power_above(block))
+
+
+_C = TypeVar("_C", bound=Config)
+
+
+def _always(structure: Structure) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Knob:
+    others: tuple[object, ...]
+    word: str
+    moves: Callable[[Structure], bool]
+
+
+def knob(
+    default: Any, *others: Any, word: str, moves: Callable[[Structure], bool] = _always
+) -> Any:
+    """A field of a config with its default, and the other values that a search tries.
+
+    word: what `short` says of a config in which it is turned. moves: whether it changes the kernel
+    of a structure; a search leaves it alone where not.
+    """
+    return field(default=default, metadata={"knob": _Knob(others, word, moves)})
+
+
+@lru_cache(maxsize=64)
+def _knobs(kind: type) -> tuple[tuple[str, Any, _Knob], ...]:
+    """Name, default and knob of each such field of a config class."""
+    metadata = ((each, each.metadata.get("knob")) for each in fields(kind))
+    return tuple((each.name, each.default, found) for each, found in metadata if found is not None)
+
+
+def turned(config: _C, structure: Structure) -> Iterator[_C]:
+    """Every setting of the knobs that move something for a structure, the config's own first."""
+    moving = [
+        (name, found.others) for name, _, found in _knobs(type(config)) if found.moves(structure)
+    ]
+    names = [name for name, _ in moving]
+    yield config
+    for setting in islice(
+        product(*((getattr(config, n), *tried) for n, tried in moving)), 1, None
+    ):
+        yield replace(config, **dict(zip(names, setting, strict=True)))
+
+
+def at_rest(config: _C) -> _C:
+    """The config with every knob at its default."""
+    resting = {name: default for name, default, _ in _knobs(type(config))}
+    return replace(config, **resting) if resting else config
+
+
+def words(config: Config) -> list[str]:
+    """The words of the knobs that are turned, with the value where a knob has several others."""
+    return [
+        found.word if len(found.others) == 1 else f"{found.word}-{value}"
+        for name, default, found in _knobs(type(config))
+        if (value := getattr(config, name)) != default
+    ]
+
+
+def values(of: Any) -> dict[str, Any]:
+    """All fields of a config, or of another dataclass, by name, for a template's context."""
+    return {each.name: getattr(of, each.name) for each in fields(of)}

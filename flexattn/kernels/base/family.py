@@ -8,12 +8,10 @@ from dataclasses import fields, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import Config, Language
+from flexattn.kernels.base.config import Config, Geometry, Language, at_rest, check_power, words
 from flexattn.kernels.base.estimate import Estimate
-from flexattn.kernels.base.knobs import at_rest, words
 from flexattn.kernels.base.limits import Limits
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.base.tiles import Geometry, check_power
 from flexattn.problem import Kind, Problem, Structure
 
 Effort = Literal["quick", "full", "exhaustive"]

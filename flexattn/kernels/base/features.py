@@ -7,8 +7,7 @@ from math import gcd
 from typing import TypeAlias
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import Config
-from flexattn.kernels.base.tiles import walks_runs
+from flexattn.kernels.base.config import Config, walks_runs
 from flexattn.mods.analysis.affine import same_in_tiles
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.mods.expr import Expr, depending, walk

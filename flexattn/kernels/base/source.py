@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.config import Language, pieces
-from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.base.environment import render_template, template_hash
+from flexattn.kernels.printers.spelling import TRITON, Dialect
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.kernels.ptx.stages import OWN_STAGES, Stages
 from flexattn.mods.expr import pretty

@@ -1,16 +1,139 @@
-"""Source of the kernel that classifies the blocks of a mask."""
+"""The kernel that classifies the blocks of a mask: its bounds as statements, and its source."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument, captured_arguments
 from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.source import Source, expression_line, make_source, mod_context
-from flexattn.kernels.block_mask.bounds_printer import print_bounds, table_names
-from flexattn.kernels.printers.triton_ops import signature_type
+from flexattn.kernels.printers.spelling import (
+    TRITON,
+    buffer_names,
+    literal,
+    scalar_name,
+    signature_type,
+    triton_type,
+)
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
-from flexattn.mods.algebra import Bounds, bounds_of
+from flexattn.mods import Mod
+from flexattn.mods.algebra import Bounds, Extremes, TableUse, bounds_of
+from flexattn.mods.algebra.lower import CORNERS
+from flexattn.mods.analysis.intervals import intervals_of
+from flexattn.mods.expr import Expr, walk
+from flexattn.mods.ops import OPS, Range, is_float
 from flexattn.problem import Captures
+
+
+@dataclass(frozen=True, slots=True)
+class PrintedBounds:
+    """Statements, and the names of the two verdicts: int1, as wide as what they depend on."""
+
+    statements: tuple[str, ...]
+    must: str
+    may: str
+
+
+def print_bounds(mod: Mod, bounds: Bounds) -> PrintedBounds:
+    """Triton statements over int64 tensors q_lo, q_hi [1], kv_lo, kv_hi [TILES], b_at, h_at [1].
+
+    Captured tensors are read through the arguments that `table_names` lists.
+    """
+    ranges: dict[str, Range] = {name: (0, most) for name, most in CORNERS.items()}
+    known = intervals_of(bounds.must, ranges) | intervals_of(bounds.may, ranges)
+    names: dict[Expr, str] = {}
+    lines: list[str] = []
+    for node in walk(bounds.must, bounds.may):
+        args = [names[arg] for arg in node.args]
+        if node.op == "var":
+            name = str(node.value)
+            names[node] = f"{name}_at" if name in ("b", "h") else name
+        elif node.op == "const" and node.dtype == "int64":
+            names[node] = str(node.value)
+        else:
+            text = _text(node, args, mod, bounds, known)
+            names[node] = f"tile_{len(lines)}"
+            lines.append(f"{names[node]} = {text}")
+    return PrintedBounds(tuple(lines), names[bounds.must], names[bounds.may])
+
+
+def table_names(number: int, use: TableUse, rank: int) -> tuple[tuple[str, str], ...]:
+    """The kernel's arguments for one table: each name, and its type where it is a number.
+
+    The type of the two pointers is the captured tensor's.
+    """
+    base = f"table{number}"
+    strides = tuple((f"{base}_stride{dim}", "i64") for dim in range(max(rank - 1, 0)))
+    if use.dim < 0:
+        return ((f"{base}_min", ""), *strides)
+    found = [(f"{base}_min", ""), (f"{base}_max", ""), (f"{base}_level", "i64")]
+    return (*found, (f"{base}_levels", "i32"), (f"{base}_shift", "i32"), *strides)
+
+
+def table_values(number: int, use: TableUse, table: Extremes) -> dict[str, Any]:
+    """What a launch passes for `table_names`, by name."""
+    base = f"table{number}"
+    strides = table.least.stride()[1:-1]
+    values: dict[str, Any] = {f"{base}_stride{dim}": stride for dim, stride in enumerate(strides)}
+    values[f"{base}_min"] = table.least
+    if use.dim >= 0:
+        values |= {
+            f"{base}_max": table.most,
+            f"{base}_level": table.least.stride(0),
+            f"{base}_levels": table.levels,
+            f"{base}_shift": table.shift,
+        }
+    return values
+
+
+def _text(
+    node: Expr, args: list[str], mod: Mod, bounds: Bounds, known: dict[Expr, Range | None]
+) -> str:
+    if node.op == "const":
+        return f"tl.full([1], {literal(node.value, node.dtype)}, {triton_type(node.dtype)})"
+    if node.op == "scalar":
+        kind = "float64" if is_float(node.dtype) else "int64"
+        number = f"tl.cast({scalar_name(mod.kind, int(node.value or 0))}, tl.{kind})"
+        number = f"(zero.to(tl.{kind}) + {number})"
+        return f"({number} != 0)" if node.dtype == "bool" else number
+    if node.op == "size":
+        slot, dim = map(int, str(node.value).split("."))
+        sizes = buffer_names(mod.kind, slot, mod.buffers[slot].rank)[1]
+        return f"zero + {sizes[dim]}"
+    if node.op in ("table_min", "table_max"):
+        table = int(node.value or 0)
+        text = _read(table, bounds.tables[table], args, node.op.removeprefix("table_"))
+        single = bounds.tables[table].dim < 0
+        return f"{text}.to({triton_type(node.dtype)})" if single else text
+    if node.op == "cast":
+        whole = f"{args[0]}.to(tl.int32)" if node.args[0].dtype == "bool" else args[0]
+        return f"{whole}.to({triton_type(node.dtype)})"
+    if node.op in ("floor_div", "floor_mod"):
+        ends = [known[arg] for arg in node.args]
+        if all(end is not None and end[0] >= 0 for end in ends):
+            return f"({args[0]} {OPS[node.op].symbol} {args[1]})"
+    if node.op == "not":
+        return f"({args[0]} == 0)"
+    return TRITON.computed(OPS[node.op], node.dtype, args)
+
+
+def _read(number: int, use: TableUse, places: list[str], end: str) -> str:
+    base = f"table{number}"
+    last = ""
+    if use.dim >= 0:
+        *places, last = places
+        places = [*places[: use.dim], *places[use.dim + 1 :], places[use.dim]]
+    strided = [f"{place} * {base}_stride{dim}" for dim, place in enumerate(places[:-1])]
+    if use.dim < 0:
+        address = " + ".join([f"{base}_min", "zero", *strided, *places[-1:]])
+        return f"tl.load({address})"
+    address = " + ".join([f"{base}_{end}", *strided])
+    more = f"{base}_level, {base}_levels, {base}_shift"
+    function = "least_of" if end == "min" else "most_of"
+    return f"{function}({address}, {places[-1]}, {last}, {more})"
+
 
 # Blocks that a program classifies.
 STRIP = 128

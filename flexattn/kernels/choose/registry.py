@@ -30,8 +30,8 @@ class FamilyRow(NamedTuple):
 # In the order in which the static defaults ask them; the last of a kind always serves.
 ROWS = (
     FamilyRow("hopper", "PREFILL", ("config.HopperPrefillConfig",)),
-    FamilyRow("triton", "PREFILL", ("config.PrefillConfig", "amd.AmdPrefillConfig")),
-    FamilyRow("triton", "DECODE", ("config.DecodeConfig", "amd.AmdDecodeConfig")),
+    FamilyRow("triton", "PREFILL", ("config.PrefillConfig", "config.AmdPrefillConfig")),
+    FamilyRow("triton", "DECODE", ("config.DecodeConfig", "config.AmdDecodeConfig")),
     FamilyRow("hopper_backward", "BACKWARD", ("config.HopperBackwardConfig",)),
     FamilyRow("triton_backward", "BACKWARD", ("config.BackwardConfig",)),
     FamilyRow("paged_decode", "PAGED_DECODE", ("config.ServingConfig",)),

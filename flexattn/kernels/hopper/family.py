@@ -8,13 +8,11 @@ from typing import Any
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
-from flexattn.kernels.base.config import Language
+from flexattn.kernels.base.config import Geometry, Language, at_rest, words
 from flexattn.kernels.base.estimate import Estimate
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.features import FEW_BY_KEY, values_by_key
-from flexattn.kernels.base.knobs import at_rest, words
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.hopper import cost, space
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.kernels.hopper.limits import LIMITS

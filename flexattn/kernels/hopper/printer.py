@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flexattn.kernels.base.dialect import Dialect, TensorForm
 from flexattn.kernels.base.features import asked_once
 from flexattn.kernels.hopper.config import CONSUMER_ROWS
-from flexattn.kernels.printers.printed_score import PrintedScore
-from flexattn.kernels.printers.score_printer import print_score as triton_score
+from flexattn.kernels.printers.score_printer import PrintedScore, print_score as triton_score
+from flexattn.kernels.printers.spelling import Dialect, TensorForm
 from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.mods.expr import Expr

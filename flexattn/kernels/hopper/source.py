@@ -6,9 +6,8 @@ import struct
 from dataclasses import dataclass
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import describe
+from flexattn.kernels.base.config import describe, values
 from flexattn.kernels.base.features import ALL_KEYS, keys_aligned, skips_far
-from flexattn.kernels.base.knobs import values
 from flexattn.kernels.base.source import (
     BASE_2,
     Source,
@@ -27,7 +26,7 @@ from flexattn.kernels.hopper.config import CONSUMER_ROWS, CONSUMER_WARPS, Hopper
 from flexattn.kernels.hopper.limits import case_of
 from flexattn.kernels.hopper.printer import HOPPER, MaskPieces, print_consumer_score, print_mask
 from flexattn.kernels.hopper.tiles import WIDEST, Tiles, runs_of, tiles_of
-from flexattn.kernels.printers.printed_score import PrintedScore
+from flexattn.kernels.printers.score_printer import PrintedScore
 from flexattn.kernels.ptx.assembler import effective, for_split_tiles
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.problem import ITEMSIZE, Structure

@@ -10,9 +10,9 @@ from itertools import islice, product
 from pathlib import Path
 
 from flexattn.device import Device
+from flexattn.kernels.base.config import turned
 from flexattn.kernels.base.estimate import L2_BYTES, best_first
 from flexattn.kernels.base.features import loads_by_key, loads_early, loads_tiles
-from flexattn.kernels.base.knobs import turned
 from flexattn.kernels.hopper.config import (
     BOXED_REGISTERS,
     CONSUMER_REGISTERS,

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
-from flexattn.kernels.base.config import power_above
-from flexattn.kernels.base.tiles import Geometry, tile_for, walks_runs
+from flexattn.kernels.base.config import Geometry, power_above, tile_for, walks_runs
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.problem import Problem, Structure
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from math import gcd
 
 from flexattn.kernels.base.arguments import (
+    M_BLOCK_MAX,
+    N_BLOCK_MIN,
     Argument,
     captured_arguments,
+    delta_arguments,
     descriptor,
     dropout_arguments,
+    skips_vanished,
 )
-from flexattn.kernels.base.delta import delta_arguments
-from flexattn.kernels.base.tiles import walks_runs
-from flexattn.kernels.base.vanishing import M_BLOCK_MAX, N_BLOCK_MIN, skips_vanished
+from flexattn.kernels.base.config import walks_runs
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.tiles import trims_runs
 from flexattn.kernels.printers.gradient_printer import grad_name
-from flexattn.kernels.printers.triton_ops import signature_type
+from flexattn.kernels.printers.spelling import signature_type
 from flexattn.problem import Structure
 
 _SIZES = (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flexattn.kernels.base.config import Language, power_above
-from flexattn.kernels.base.knobs import knob
+from flexattn.kernels.base.config import Language, knob, power_above
 from flexattn.problem import Structure
 
 # Two consumer warpgroups, which share a tile: of 240 registers a thread, beside 24 of the loading

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import Language
+from flexattn.kernels.base.arguments import skips_vanished
+from flexattn.kernels.base.config import Geometry, Language, words
 from flexattn.kernels.base.family import Around, Effort, KernelFamily
-from flexattn.kernels.base.knobs import words
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.base.tiles import Geometry
-from flexattn.kernels.base.vanishing import skips_vanished
 from flexattn.kernels.hopper_backward import space
 from flexattn.kernels.hopper_backward.arguments import SUMS_OF_A_ROW, flags_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns

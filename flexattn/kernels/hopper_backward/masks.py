@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from flexattn.kernels.printers.diagonals import reads_by_diagonal
+from flexattn.kernels.printers.gradient_printer import reads_by_diagonal
 from flexattn.mods.analysis.affine import Comparison
 from flexattn.mods.analysis.mask_form import conjunction, mask_form
 from flexattn.mods.derivative import derivatives

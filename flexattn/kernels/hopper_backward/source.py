@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import describe
-from flexattn.kernels.base.dialect import Dialect, TensorForm
+from flexattn.kernels.base.arguments import skips_vanished
+from flexattn.kernels.base.config import describe, walks_runs
 from flexattn.kernels.base.source import (
     BASE_2,
     Source,
@@ -16,8 +16,6 @@ from flexattn.kernels.base.source import (
     named_pieces,
     traits_of,
 )
-from flexattn.kernels.base.tiles import walks_runs
-from flexattn.kernels.base.vanishing import skips_vanished
 from flexattn.kernels.hopper_backward.arguments import (
     after_arguments,
     arguments,
@@ -41,6 +39,7 @@ from flexattn.kernels.hopper_backward.masks import (
 from flexattn.kernels.hopper_backward.tiles import trims_runs
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
 from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_with_gradients
+from flexattn.kernels.printers.spelling import Dialect, TensorForm
 from flexattn.kernels.printers.triton_printer import Printed, print_mod
 from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.kernels.ptx.stages import Stages

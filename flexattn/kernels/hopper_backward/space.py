@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from flexattn.kernels.base.knobs import turned
+from flexattn.kernels.base.config import turned
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.masks import band_and_rest, band_of, reads_diagonals
 from flexattn.kernels.hopper_backward.tiles import at_sizes

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
-from flexattn.kernels.base.tiles import Geometry, walks_runs
+from flexattn.kernels.base.config import Geometry, walks_runs
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.problem import Problem, Structure

@@ -7,10 +7,9 @@ from dataclasses import fields
 from typing import Any
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import Language
+from flexattn.kernels.base.config import Geometry, Language
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.paged_decode.config import TILE_ROWS, ServingConfig
 from flexattn.kernels.paged_decode.limits import SERVING_LIMITS
 from flexattn.kernels.paged_decode.merge_shape import merge_shape

@@ -9,7 +9,7 @@ from flexattn.kernels.base.config import padded
 from flexattn.kernels.base.source import BASE_2, Source
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.space import workspace
-from flexattn.kernels.printers.triton_ops import signature_type, triton_type
+from flexattn.kernels.printers.spelling import signature_type, triton_type
 from flexattn.problem.serving import ServingForm
 
 # Of a program. A row of up to 128 columns is one warp's, which asks for all of its parts at once

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from flexattn.device import Device
-from flexattn.kernels.base.dialect import Dialect, TensorForm
 from flexattn.kernels.paged_decode.awaiting import UNWRITTEN, await_context
 from flexattn.kernels.paged_decode.config import SHORT_ROWS, ServingConfig
+from flexattn.kernels.printers.spelling import Dialect, TensorForm
 from flexattn.problem.serving import SERVING_ITEMSIZE, WARP_COLUMNS, ServingForm
 
 # Tiles of keys x rows, which each warp has alone. Its language is Gluon, by the name of Triton's.

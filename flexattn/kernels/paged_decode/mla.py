@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from itertools import product
 
 from flexattn.kernels.base.arguments import Argument
-from flexattn.kernels.base.dialect import TRITON, Dialect, TensorForm
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.kernels.printers.triton_ops import signature_type
+from flexattn.kernels.printers.spelling import TRITON, Dialect, TensorForm, signature_type
 from flexattn.problem.serving import ServingForm
 
 # Tiles of one warpgroup's keys. Its language is Gluon, by the name of Triton's.

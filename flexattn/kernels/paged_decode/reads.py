@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flexattn.kernels.paged_decode.config import LINE
-from flexattn.kernels.printers.argument_names import buffer_names
-from flexattn.kernels.printers.mask_parts import MaskParts
-from flexattn.kernels.printers.triton_ops import itemsize, triton_type
+from flexattn.kernels.printers.mask_printer import MaskParts
+from flexattn.kernels.printers.spelling import buffer_names, itemsize, triton_type
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Captures
 

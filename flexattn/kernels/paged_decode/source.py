@@ -10,7 +10,6 @@ from flexattn.device import Device
 from flexattn.kernels.base import source as rendering
 from flexattn.kernels.base.arguments import Argument, captured_arguments
 from flexattn.kernels.base.config import padded, pieces
-from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.base.source import BASE_2, Source
 from flexattn.kernels.paged_decode import mla, warp_specialized
 from flexattn.kernels.paged_decode.config import COMBINE_WARPS, LINE, ServingConfig
@@ -23,14 +22,14 @@ from flexattn.kernels.paged_decode.reads import (
     reads_last_keys,
 )
 from flexattn.kernels.paged_decode.scales import scale_arguments, scale_constants, scale_context
-from flexattn.kernels.printers.mask_parts import MaskParts, whole_mask
-from flexattn.kernels.printers.printed_score import PrintedScore
-from flexattn.kernels.printers.score_printer import whole_score
-from flexattn.kernels.printers.span import (
+from flexattn.kernels.printers.mask_printer import (
+    MaskParts,
     PrintedEdge,
     print_edges,
+    whole_mask,
 )
-from flexattn.kernels.printers.triton_ops import signature_type, triton_type
+from flexattn.kernels.printers.score_printer import PrintedScore, whole_score
+from flexattn.kernels.printers.spelling import TRITON, Dialect, signature_type, triton_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Captures

@@ -7,7 +7,7 @@ from flexattn.kernels.base import source as rendering
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.source import BASE_2, Source
 from flexattn.kernels.paged_decode.source import merge_rows
-from flexattn.kernels.printers.triton_ops import signature_type, triton_type
+from flexattn.kernels.printers.spelling import signature_type, triton_type
 
 
 def render_merge_tree(

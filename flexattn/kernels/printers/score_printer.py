@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from flexattn.kernels.base.base_2 import in_base_2
-from flexattn.kernels.printers.printed_score import Fused, KeyLimits, PrintedScore, Ramp
+from flexattn.kernels.printers.spelling import in_base_2
 from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
 from flexattn.mods.analysis.affine import FREE, Variables, slope_of
 from flexattn.mods.analysis.intervals import reaches_end
@@ -14,6 +14,70 @@ from flexattn.mods.ops import is_int
 from flexattn.mods.rules import FLOAT, ONE, SCORE, Terms, times
 from flexattn.mods.simplify import make
 from flexattn.problem import Captures, Structure
+
+Fused = Literal["", "ramp", "columns", "diagonals", "softcap"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """Which keys a prefill tile can need, where the score_mod's own mask says so.
+
+    lines: statements on row_start. first, last: the first key, and one past the last.
+    """
+
+    lines: tuple[str, ...]
+    first: str
+    last: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ramp:
+    """A column that rises by the same step from key to key: the tile's first key has `lift`.
+
+    step: a number before the loop. Both in base 2, texts.
+    """
+
+    step: str
+    lift: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrintedScore:
+    """Statements of a score_mod, and of what it leaves for later.
+
+    hoisted: before the loop over keys. early: inside it, on the keys alone. body: after the
+    scores; it turns `qk`, the bare product, into base-2 scores, but for a factor `qk_scale` where
+    `folded`. strip: whether a vector of STRIP diagonals is read. rows: statements after the loop
+    whose last one is `shift`, what each row adds to its scores in base 2. empties: whether -inf
+    may be among that. limits: of the keys. ramp: what the product with the keys adds, and their
+    softmax, instead of body; only with `folded`. fused: what the softmax does by itself: "ramp",
+    with the numbers `slope` and `column`, the first key's; "columns" and "diagonals", with one
+    `column` a key or a score; "softcap", with `score_scale` inside of tanh; "" nothing. Only with
+    `folded`.
+    """
+
+    hoisted: tuple[str, ...]
+    early: tuple[str, ...]
+    body: tuple[str, ...]
+    folded: bool
+    strip: bool
+    rows: tuple[str, ...]
+    empties: bool
+    limits: KeyLimits | None
+    ramp: Ramp | None = None
+    fused: Fused = ""
+
+    @property
+    def reads_keys(self) -> bool:
+        """Whether the tile's statements name the indices of its keys."""
+        return any("kv_idx" in line for line in (*self.early, *self.body))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Every statement, in the order of the kernel."""
+        limits = self.limits.lines if self.limits else ()
+        return (*self.hoisted, *limits, *self.early, *self.body, *self.rows)
+
 
 # How many conditions of a score_mod's own mask are asked of a whole tile.
 _ASKED = 16

@@ -5,17 +5,81 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from flexattn.kernels.base.dialect import TRITON, Dialect
-from flexattn.kernels.printers import printed_nodes
-from flexattn.kernels.printers.argument_names import buffer_names, scalar_name
-from flexattn.kernels.printers.divisions import by_invariant
-from flexattn.kernels.printers.triton_ops import HALVES, NARROW, is_literal, itemsize, literal
+from flexattn.errors import UnsupportedError
+from flexattn.kernels.printers.spelling import (
+    HALVES,
+    NARROW,
+    TRITON,
+    Dialect,
+    buffer_names,
+    by_invariant,
+    is_literal,
+    itemsize,
+    literal,
+    scalar_name,
+)
 from flexattn.mods import Mod
 from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, depending, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import OPS, Range, is_float, is_int
 from flexattn.problem import INDEX_RANGES
+
+# Of one text: how many operations lie within one another, and how many characters it has. Python's
+# parser ends at 200 parentheses, and compilers visit what is nested by recursion.
+_DEEPEST, _LONGEST = 24, 1000
+
+
+class _Nesting:
+    """How many operations lie within one another in the text of each node."""
+
+    def __init__(self) -> None:
+        self._depths: dict[Expr, int] = {}
+
+    def ends(self, node: Expr, text: str, named: bool) -> bool:
+        """Whether a node gets a name: it is named anyway, or its text grows too deep or long."""
+        depth = 1 + max((self._depths.get(arg, 0) for arg in node.args), default=0)
+        if named or depth > _DEEPEST or len(text) > _LONGEST:
+            return True
+        self._depths[node] = depth
+        return False
+
+
+def _feeding_loads(nodes: list[Expr]) -> set[Expr]:
+    """Of nodes in walk's order: loads that do not wait for the score, and what they need."""
+    scored = depending(nodes, ("score",))
+    found: set[Expr] = set()
+    for node in reversed(nodes):
+        if node not in scored and (node.op == "load" or node in found):
+            found.add(node)
+            found.update(node.args)
+    return found
+
+
+def _summed_halves(nodes: list[Expr]) -> frozenset[Expr]:
+    """Products in 16 bits that are summed, with nothing but casts and signs between."""
+    found: set[Expr] = set()
+    below = [arg for node in nodes if node.op in ("add", "sub") for arg in node.args]
+    while below:
+        node = below.pop()
+        if node.op in ("neg", "cast"):
+            below += node.args
+        elif node.op == "mul" and node.dtype in HALVES:
+            found.add(node)
+    return frozenset(found)
+
+
+def _integer_power(text: str, exponent: Expr) -> str:
+    """An integer's power as products; raises UnsupportedError unless the exponent is 0 to 16."""
+    if exponent.op != "const" or not 0 <= int(exponent.value or 0) <= 16:
+        shown = exponent.value if exponent.op == "const" else exponent.op
+        raise UnsupportedError(
+            f"an integer to the power {shown}",
+            "integer powers take a constant exponent from 0 to 16",
+            "convert to float first",
+        )
+    return f"({' * '.join([text] * int(exponent.value or 0)) or '1'})"
+
 
 INT32: Range = (-(2**31), 2**31 - 1)
 
@@ -135,14 +199,14 @@ class MultiPrinter:
         self.body: list[str] = []
         self.count = 0
         self.values: dict[Expr, _Value] = {}
-        self.nesting = printed_nodes.Nesting()
+        self.nesting = _Nesting()
         # Of each load, its indices and that they are inside, as its statement has them.
         self.places: dict[Expr, list[tuple[_Value, str]]] = {}
         nodes = list(walk(*self.roots))
         self.uses = Counter(arg for node in nodes for arg in node.args)
         self.ranges = intervals_of(self.roots[0], INDEX_RANGES, *self.roots[1:])
-        self.ahead = printed_nodes.feeding_loads(nodes)
-        self.summed = frozenset() if traits.interpreted else printed_nodes.summed_halves(nodes)
+        self.ahead = _feeding_loads(nodes)
+        self.summed = frozenset() if traits.interpreted else _summed_halves(nodes)
         self.node = self.roots[-1]
         per_key, per_row = depending(nodes, self.keyed), depending(nodes, self.rowed)
         # What is computed before the loop, or before the scores, for use after them.
@@ -284,7 +348,7 @@ class MultiPrinter:
             if self.traits.short_tanh:
                 return f"short_tanh({args[0]})"
         if node.op == "pow" and is_int(node.dtype):
-            return printed_nodes.integer_power(args[0], node.args[1])
+            return _integer_power(args[0], node.args[1])
         floored = node.op in ("floor_div", "floor_mod") and not is_float(computed)
         # Where no operand is negative, C's division, which truncates, floors, too.
         if floored and all(self._between(arg, (0, 2**64)) for arg in node.args):

@@ -1,13 +1,14 @@
-"""Configs of the Triton templates, for every GPU: prefill and decode."""
+"""Configs of the Triton templates, for every GPU: prefill and decode, their tiles and grids."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal, TypeVar
 
-from flexattn.kernels.base.config import Language
+from flexattn.device import Device
+from flexattn.kernels.base.config import Config, Geometry, Language, knob, tile_for, tiles_per_q
 from flexattn.kernels.base.features import loads_early
-from flexattn.kernels.base.knobs import knob
+from flexattn.problem import Problem, Structure
 
 TritonOrder = Literal["last", "first", "group", "heads"]
 ORDERS: tuple[TritonOrder, ...] = ("last", "first", "group", "heads")
@@ -56,3 +57,107 @@ class DecodeConfig:
 
 
 TritonConfigT = TypeVar("TritonConfigT", PrefillConfig, DecodeConfig)
+
+
+# Of a CU of CDNA, and of a WGP of RDNA.
+SIMDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AmdPrefillConfig(PrefillConfig):
+    """As PrefillConfig, with hints.
+
+    waves_per_eu: waves that share the registers of a SIMD; 0 leaves the number to the compiler.
+    matrix_instr_nonkdim: rows of a matrix instruction; 0 leaves them to it, too.
+    """
+
+    waves_per_eu: int = 0
+    matrix_instr_nonkdim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AmdDecodeConfig(DecodeConfig):
+    """As DecodeConfig, with the hints of AmdPrefillConfig."""
+
+    waves_per_eu: int = 0
+    matrix_instr_nonkdim: int = 0
+
+
+def for_device(config: TritonConfigT, device: Device) -> TritonConfigT:
+    """The config as a device's compiler takes it: with room for hints where it is AMD's."""
+    if device.backend != "hip" or isinstance(config, AmdPrefillConfig | AmdDecodeConfig):
+        return config
+    kind: Any = AmdDecodeConfig if isinstance(config, DecodeConfig) else AmdPrefillConfig
+    hinted: TritonConfigT = kind(
+        **{each.name: getattr(config, each.name) for each in fields(config)}
+    )
+    return hinted
+
+
+def hints(config: Config) -> tuple[tuple[str, int], ...]:
+    """What the compiler is told of a config beside its warps and stages, by Triton's names."""
+    if not isinstance(config, AmdPrefillConfig | AmdDecodeConfig):
+        return ()
+    told = (
+        ("waves_per_eu", config.waves_per_eu),
+        ("matrix_instr_nonkdim", config.matrix_instr_nonkdim),
+    )
+    return tuple((name, value) for name, value in told if value)
+
+
+def limited(device: Device, config: Config) -> Device:
+    """The device with the registers of a thread that a config's waves leave it."""
+    waves = dict(hints(config)).get("waves_per_eu", 0)
+    if not waves:
+        return device
+    share = device.registers // (SIMDS * device.warp_size * waves)
+    return replace(device, max_registers=min(device.max_registers, share))
+
+
+def fit_to_mask(config: TritonConfigT, structure: Structure) -> TritonConfigT:
+    """The config with its tiles cut to the mask's blocks."""
+    sparsity = structure.sparsity
+    if sparsity is None:
+        return config
+    return replace(
+        config,
+        BLOCK_M=tile_for(config.BLOCK_M, sparsity.q_block * structure.packed_heads),
+        BLOCK_N=tile_for(config.BLOCK_N, sparsity.kv_block),
+    )
+
+
+def prefill_grid(problem: Problem, config: PrefillConfig) -> Geometry:
+    """A program for each row tile of each head."""
+    tiles, units = _units(problem, config)
+    return Geometry(units, tiles, units)
+
+
+def decode_grid(problem: Problem, config: DecodeConfig, device: Device) -> Geometry:
+    """A program for each split of a row tile's keys.
+
+    Splits fill the SMs once, and none is without a tile of keys.
+    """
+    tiles, units = _units(problem, config)
+    key_tiles = max(1, -(-problem.kv_len // config.BLOCK_N))
+    # No unit where there is no row: nothing is launched then.
+    splits = config.num_splits or max(1, device.num_sms // max(1, units))
+    splits = min(splits, key_tiles)
+    return Geometry(units * splits, tiles, units, splits)
+
+
+def _units(problem: Problem, config: PrefillConfig | DecodeConfig) -> tuple[int, int]:
+    """Row tiles of the heads that share theirs, and of all heads."""
+    tiles = _row_tiles(problem, config)
+    return tiles, problem.B * (problem.Hq // problem.structure.packed_heads) * tiles
+
+
+def _row_tiles(problem: Problem, config: PrefillConfig | DecodeConfig) -> int:
+    structure, sparsity = problem.structure, problem.structure.sparsity
+    tiles = -(-problem.q_len * structure.packed_heads // config.BLOCK_M)
+    if sparsity is None:
+        return tiles
+    if structure.kind == "decode" or sparsity.q_block % config.BLOCK_M:
+        blocks = -(-problem.q_len // sparsity.q_block)
+        per_block = tiles_per_q(structure, config)
+        return min(per_block, tiles) if blocks == 1 else blocks * per_block
+    return tiles

@@ -1,22 +1,32 @@
-"""Where to start with the Triton templates, and what to fall back to, with nothing tuned."""
+"""Configs of the Triton templates: static defaults, the batch-invariant one, a search's axes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TypeAlias
+from itertools import product
+from typing import Any, TypeAlias
 
 from flexattn.device import Device, is_rdna
+from flexattn.errors import ConfigError
 from flexattn.kernels.base import features
+from flexattn.kernels.base.config import power_above, turned
 from flexattn.kernels.base.estimate import best_first
-from flexattn.kernels.triton import prefill_cost
-from flexattn.kernels.triton.amd import for_device
-from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig, TritonOrder
-from flexattn.kernels.triton.cost import expected, other_splits
-from flexattn.kernels.triton.tiles import fit_to_mask
+from flexattn.kernels.base.features import fp32_products
+from flexattn.kernels.triton import cost
+from flexattn.kernels.triton.config import (
+    DecodeConfig,
+    PrefillConfig,
+    TritonConfigT,
+    TritonOrder,
+    decode_grid,
+    fit_to_mask,
+    for_device,
+)
+from flexattn.kernels.triton.limits import LIMITS
 from flexattn.mods.analysis.mask_form import mask_form
-from flexattn.problem import INDEX_RANGES, Problem, Structure
+from flexattn.problem import DENSE, INDEX_RANGES, Problem, Structure
 
 # On sm_90, beyond so many values by key the loops of 64 x 64 spill, and beyond twice that all but
 # the smallest.
@@ -33,10 +43,10 @@ def prefill_defaults(
     """
     rules = list(prefill_rules(problem, device))
     first = next(filter(can_run, rules), None)
-    others = () if first is None or not device.has_wgmma else prefill_cost.other_tiles(first)
+    others = () if first is None or not device.has_wgmma else cost.other_tiles(first)
     yield from best_first(
-        rules, others, lambda config: prefill_cost.expected(problem, config, device), can_run,
-        margin=prefill_cost.margin(problem),
+        rules, others, lambda config: cost.expected_prefill(problem, config, device), can_run,
+        margin=cost.margin(problem),
     )  # fmt: skip
 
 
@@ -60,8 +70,10 @@ def decode_defaults(
     rules = list(decode_rules(problem, device))
     first = next(filter(can_run, rules), None)
     fitted = first is not None and device.has_wgmma
-    others = other_splits(problem, first, device) if first is not None and fitted else ()
-    yield from best_first(rules, others, lambda config: expected(problem, config, device), can_run)
+    others = cost.other_splits(problem, first, device) if first is not None and fitted else ()
+    yield from best_first(
+        rules, others, lambda config: cost.expected_decode(problem, config, device), can_run
+    )
 
 
 def decode_rules(problem: Problem, device: Device) -> Iterator[DecodeConfig]:
@@ -222,3 +234,160 @@ def _rdna_decode(heights: Sequence[int], widest: int) -> Iterator[DecodeConfig]:
             yield DecodeConfig(height, 32, warps, 1)
         yield DecodeConfig(height, 16, warps, 1)
     yield DecodeConfig(16, 16, 8, 1)
+
+
+def invariant_config(problem: Problem, device: Device) -> PrefillConfig:
+    """The config of every call of these dtypes and head dimensions, cut to the mask's blocks.
+
+    Without splits each row walks its keys in their order, from tiles that begin at fixed
+    positions: of decoding a program for each head. Raises ConfigError where nothing can run.
+    """
+    wanted = problem.structure
+    # Mods, statistics and how tensors lie choose no other tile.
+    plain = replace(
+        wanted, score=None, mask=None, sparsity=None, layout=DENSE, lse=False, max_scores=False,
+        sinks="", rules_off=(), tanh="auto", dropout=False,
+    )  # fmt: skip
+    for each in _tiles(wanted, device):
+        config = for_device(each, device)
+        if not LIMITS.violated(config, plain, device):
+            config = fit_to_mask(config, wanted)
+            broken = LIMITS.reasons(config, wanted, device)
+            if not broken:
+                return config
+            raise _none(problem, "; ".join(broken))
+    raise _none(problem, "no tile of these head dimensions can run")
+
+
+def _tiles(structure: Structure, device: Device) -> Iterator[PrefillConfig]:
+    widest = max(structure.head_dim_qk, structure.head_dim_v)
+    products = fp32_products(structure)
+    if products == "bf16x6":
+        yield from of_parts(widest, device)
+    elif products:
+        yield PrefillConfig(64, 32, 8, 2)
+    elif device.backend == "hip":
+        yield PrefillConfig(32, 16, 2, 1) if is_rdna(device) else PrefillConfig(64, 32, 4, 1)
+    elif widest <= 128:
+        yield PrefillConfig(128, 64, 8, 2) if device.has_wgmma else PrefillConfig(64, 64, 4, 2)
+    elif widest <= 256:
+        yield PrefillConfig(128, 64, 8, 2) if device.has_wgmma else PrefillConfig(64, 32, 4, 2)
+    else:
+        yield PrefillConfig(64, 32, 8, 1)
+    yield from (PrefillConfig(32, 32, 8, 1), PrefillConfig(32, 16, 4, 1))
+    yield PrefillConfig(16, 16, 4, 1)
+
+
+def _none(problem: Problem, why: str) -> ConfigError:
+    return ConfigError(
+        f"BATCH_INVARIANT for {problem.describe()}",
+        why,
+        "compute it without, or with smaller head dimensions",
+    )
+
+
+# Waves of programs on the SMs that a split of the keys makes; one wave is what 0 splits mean.
+WAVES = (0.5, 1.5, 2, 3)
+MORE_WAVES = (0.25, 0.5, 0.75, 1.5, 2, 3, 4)
+# By whether it is RDNA, and whether all is tried: waves that share a SIMD's registers, and rows of
+# a matrix instruction; 0 leaves either to the compiler. RDNA has instructions of 16 rows alone.
+_HINTS: dict[tuple[bool, bool], tuple[tuple[int, ...], tuple[int, ...]]] = {
+    (False, False): ((0, 2), (0, 16)),
+    (False, True): ((0, 1, 2, 3), (0, 16, 32)),
+    (True, False): ((0,), (0,)),
+    (True, True): ((0, 2, 4), (0,)),
+}
+
+
+def prefill_axes(problem: Problem, device: Device, every: bool) -> Iterator[PrefillConfig]:
+    """Every combination for prefill, with tiles cut to the mask's blocks; some cannot run."""
+    yield from _hinted(_prefill_grid(problem, device, every), device, every)
+
+
+def decode_axes(
+    problem: Problem, device: Device, every: bool, height: int
+) -> Iterator[DecodeConfig]:
+    """The same for decode. height: of the static default's tiles, the only one but for `every`."""
+    yield from _hinted(_decode_grid(problem, device, every, height), device, every)
+
+
+def orders(problem: Problem, config: PrefillConfig, every: bool) -> tuple[TritonOrder, ...]:
+    """The orders of tiles that differ in what they do to this problem.
+
+    Heads side by side pay where they share keys, or where a mask makes some tiles long.
+    """
+    if problem.q_len <= config.BLOCK_M or problem.Hq == 1:
+        return ("last",)
+    masked = problem.structure.sparsity is not None
+    worth: dict[TritonOrder, bool] = {
+        "last": True,
+        "first": every and masked,
+        "group": problem.Hq > problem.Hkv,
+        "heads": every or masked,
+    }
+    return tuple(order for order, tried in worth.items() if tried)
+
+
+def split_counts(problem: Problem, config: DecodeConfig, device: Device, every: bool) -> list[int]:
+    """Numbers of splits that differ from each other and leave none without a tile of keys.
+
+    0, which fills the SMs once at any length, and fractions and multiples of that at this one.
+    """
+    once = decode_grid(problem, replace(config, num_splits=0), device)
+    units = max(1, once.num_work_tiles)
+    key_tiles = max(1, -(-problem.kv_len // config.BLOCK_N))
+    found = {int(waves * device.num_sms / units) for waves in (MORE_WAVES if every else WAVES)}
+    found |= {1} if every else set()
+    allowed = {splits for splits in found if 1 <= splits <= key_tiles}
+    return [0, *sorted(allowed - {once.num_splits})]
+
+
+def _hinted(
+    configs: Iterator[TritonConfigT], device: Device, every: bool
+) -> Iterator[TritonConfigT]:
+    """Each config with what AMD's compiler may be told besides; as it is for another's."""
+    if device.backend != "hip":
+        yield from configs
+        return
+    waves, rows = _HINTS[is_rdna(device), every]
+    for config, wave, row in product(configs, waves, rows):
+        hints: dict[str, Any] = {"waves_per_eu": wave, "matrix_instr_nonkdim": row}
+        yield replace(for_device(config, device), **hints)
+
+
+def _prefill_grid(problem: Problem, device: Device, every: bool) -> Iterator[PrefillConfig]:
+    structure = problem.structure
+    # One stage loads nothing ahead, and on NVIDIA spills where two do not.
+    depths = (1, 2) if device.backend == "hip" else (2, 3)
+    axes: tuple[tuple[int, ...], ...] = ((64, 128), (32, 64, 128), (4, 8), depths)
+    if every:
+        axes = ((64, 128, 256), (32, 64, 128), (4, 8), (*depths, depths[-1] + 1))
+    if is_rdna(device) or (every and device.backend == "hip"):
+        # A wave of RDNA has half the registers of CDNA's.
+        tall = (256,) if every else ()
+        axes = ((32, 64, 128, *tall), (16, 32, 64, 128), (2, 4, 8), axes[-1])
+    tma = (False, True) if device.has_tma else (False,)
+    for (rows, width, warps, stages), use_tma in product(product(*axes), tma):
+        tile = fit_to_mask(PrefillConfig(rows, width, warps, stages, use_tma), structure)
+        for order in orders(problem, tile, every):
+            yield from turned(replace(tile, order=order), structure)
+
+
+def _decode_grid(
+    problem: Problem, device: Device, every: bool, height: int
+) -> Iterator[DecodeConfig]:
+    structure = problem.structure
+    # Two warps would hold all keys of a tile in too few registers.
+    axes: tuple[tuple[int, ...], ...] = ((height,), (32, 64, 128), (4, 8), (2, 3, 4))
+    if every:
+        highest = power_above(problem.q_len * structure.packed_heads)
+        heights = tuple(height for height in (16, 32, 64, 128) if height <= highest)
+        axes = (heights, (16, 32, 64, 128, 256), (4, 8), (2, 3, 4))
+    if is_rdna(device) or (every and device.backend == "hip"):
+        # Eight warps on 16 rows spill on RDNA.
+        groups = (2, 4) if is_rdna(device) else (2, 4, 8)
+        axes = (axes[0], (16, 32, 64, 128), groups, (1, 2, 3))
+    for rows, width, warps, stages in product(*axes):
+        tile = fit_to_mask(DecodeConfig(rows, width, warps, stages), structure)
+        for splits in split_counts(problem, tile, device, every):
+            yield from turned(replace(tile, num_splits=splits), structure)

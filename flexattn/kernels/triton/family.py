@@ -8,22 +8,31 @@ from itertools import islice
 from typing import Any
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import Language
+from flexattn.kernels.base.config import Geometry, Language, at_rest, words
 from flexattn.kernels.base.estimate import Estimate
 from flexattn.kernels.base.family import Effort, KernelFamily
-from flexattn.kernels.base.knobs import at_rest, words
 from flexattn.kernels.base.limits import Limits
 from flexattn.kernels.base.source import UNFUSED, Source, hinted
-from flexattn.kernels.base.tiles import Geometry
-from flexattn.kernels.triton import cost, prefill_cost
-from flexattn.kernels.triton.amd import hints
-from flexattn.kernels.triton.axes import decode_axes, prefill_axes
-from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig, TritonConfigT
-from flexattn.kernels.triton.defaults import decode_defaults, prefill_defaults, prefill_rules
-from flexattn.kernels.triton.invariant import invariant_config
+from flexattn.kernels.triton import cost
+from flexattn.kernels.triton.config import (
+    DecodeConfig,
+    PrefillConfig,
+    TritonConfigT,
+    decode_grid,
+    fit_to_mask,
+    hints,
+    prefill_grid,
+)
+from flexattn.kernels.triton.defaults import (
+    decode_axes,
+    decode_defaults,
+    invariant_config,
+    prefill_axes,
+    prefill_defaults,
+    prefill_rules,
+)
 from flexattn.kernels.triton.limits import LIMITS, ConfigCase
 from flexattn.kernels.triton.source import render, render_combine
-from flexattn.kernels.triton.tiles import decode_grid, fit_to_mask, prefill_grid
 from flexattn.problem import Kind, Problem, Structure
 from flexattn.settings import log
 
@@ -63,14 +72,14 @@ class _Prefill(_Family[PrefillConfig]):
 
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[PrefillConfig]:
         """What may come before Hopper's template, or first where that is not there."""
-        if device.has_wgmma and prefill_cost.is_modelled(problem.structure):
+        if device.has_wgmma and cost.is_modelled(problem.structure):
             able = filter(self.can_run(problem, device), prefill_rules(problem, device))
             for first in islice(able, 1):
                 yield first
-                yield from prefill_cost.other_tiles(first)
+                yield from cost.other_tiles(first)
 
     def expected(self, problem: Problem, config: PrefillConfig, device: Device) -> Estimate | None:
-        return prefill_cost.expected(problem, config, device) if device.has_wgmma else None
+        return cost.expected_prefill(problem, config, device) if device.has_wgmma else None
 
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[PrefillConfig]:
         return prefill_axes(problem, device, effort == "exhaustive")
@@ -113,7 +122,7 @@ class _Decode(_Family[DecodeConfig]):
         return decode_defaults(problem, device, self.can_run(problem, device))
 
     def expected(self, problem: Problem, config: DecodeConfig, device: Device) -> Estimate | None:
-        return cost.expected(problem, config, device) if device.has_wgmma else None
+        return cost.expected_decode(problem, config, device) if device.has_wgmma else None
 
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[DecodeConfig]:
         return decode_axes(

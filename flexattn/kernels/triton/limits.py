@@ -13,8 +13,14 @@ from flexattn.device import Device, is_rdna
 from flexattn.kernels.base import features
 from flexattn.kernels.base.config import padded, pieces, power_above
 from flexattn.kernels.base.limits import Limits, Rule
-from flexattn.kernels.triton.amd import AmdDecodeConfig, AmdPrefillConfig, limited
-from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.config import (
+    ORDERS,
+    AmdDecodeConfig,
+    AmdPrefillConfig,
+    DecodeConfig,
+    PrefillConfig,
+    limited,
+)
 from flexattn.problem import Structure
 
 # The widest head dimension of one tile that the copy engine reads.

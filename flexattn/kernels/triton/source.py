@@ -4,7 +4,23 @@ from __future__ import annotations
 
 from flexattn.device import Device
 from flexattn.kernels.base import source as rendering
-from flexattn.kernels.base.config import Config, describe, power_above
+from flexattn.kernels.base.arguments import (
+    Argument,
+    attention_arguments,
+    descriptor,
+    output_strides,
+    outputs,
+    sinks,
+)
+from flexattn.kernels.base.config import (
+    Config,
+    describe,
+    pieces,
+    power_above,
+    tiles_per_q,
+    values,
+    walks_runs,
+)
 from flexattn.kernels.base.features import (
     fp32_products,
     keys_aligned,
@@ -12,22 +28,38 @@ from flexattn.kernels.base.features import (
     multiplies_ramp,
     skips_far,
 )
-from flexattn.kernels.base.knobs import values
 from flexattn.kernels.base.source import BASE_2, Source
-from flexattn.kernels.base.tiles import tiles_per_q, walks_runs
-from flexattn.kernels.printers.mask_parts import MaskParts, mask_parts, whole_mask
-from flexattn.kernels.printers.printed_score import PrintedScore
-from flexattn.kernels.printers.score_printer import print_score
-from flexattn.kernels.printers.triton_ops import triton_type
+from flexattn.kernels.printers.mask_printer import MaskParts, mask_parts, whole_mask
+from flexattn.kernels.printers.score_printer import PrintedScore, print_score
+from flexattn.kernels.printers.spelling import triton_type
 from flexattn.kernels.ptx.assembler import for_split_tiles
 from flexattn.kernels.ptx.stages import Stages
-from flexattn.kernels.triton.arguments import (
-    combine_arguments,
-    decode_arguments,
-    prefill_arguments,
-)
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.problem import Structure
+
+_WORKSPACE = Argument("WORKSPACE", "*fp32", 16)
+_SPLITS = (Argument("num_splits", "i32"), Argument("num_rows", "i64"))
+
+
+def prefill_arguments(structure: Structure, config: PrefillConfig) -> tuple[Argument, ...]:
+    """Arguments of the prefill kernel, in order."""
+    if not config.use_tma:
+        return attention_arguments(structure, config)
+    qk, v = (pieces(dim)[0][1] for dim in (structure.head_dim_qk, structure.head_dim_v))
+    tiles = (("Q", config.BLOCK_M, qk), ("K", config.BLOCK_N, qk), ("V", config.BLOCK_N, v))
+    described = (descriptor(x, structure.dtype_of(x.lower()), *tile) for x, *tile in tiles)
+    return attention_arguments(structure, config, dict(described))
+
+
+def decode_arguments(structure: Structure, config: DecodeConfig) -> tuple[Argument, ...]:
+    """Arguments of the decode kernel, in order."""
+    return attention_arguments(structure, config, {}, (_WORKSPACE,), _SPLITS)
+
+
+def combine_arguments(structure: Structure) -> tuple[Argument, ...]:
+    """Arguments of the kernel that merges the partial results of decode's splits."""
+    sizes = (Argument("Hq", "i32"), Argument("q_len", "i32"), *_SPLITS)
+    return (_WORKSPACE, *outputs(structure), *sinks(structure), *output_strides(structure), *sizes)
 
 
 def render(

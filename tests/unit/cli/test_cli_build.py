@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from flexattn.cli import build as verb
 from flexattn.cli.app import app
 from flexattn.cli.build import BuildReport
-from flexattn.kernels.choose.space import survey
+from flexattn.kernels.choose.defaults import survey
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records.record import Failed
 from flexattn.settings import child_environment, override

@@ -11,9 +11,8 @@ import flexattn
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
 from flexattn.errors import ConfigError, InputError, UnsupportedError
-from flexattn.kernels.choose.defaults import default, reasons
+from flexattn.kernels.choose.defaults import default, reasons, space
 from flexattn.kernels.choose.options import NONE, Options
-from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.problem import Shape

@@ -9,9 +9,8 @@ import flexattn
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
 from flexattn.errors import CacheError, InputError, UnsupportedError
-from flexattn.kernels.choose.defaults import default, reasons
+from flexattn.kernels.choose.defaults import default, reasons, space
 from flexattn.kernels.choose.options import NONE, Options
-from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.problem import FP8, NARROWER
 from flexattn.records import untuned

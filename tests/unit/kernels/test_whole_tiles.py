@@ -8,7 +8,7 @@ from flexattn.catalogue import block_table, causal, document, sliding_window, so
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.hopper import space as gluon
-from flexattn.kernels.triton.arguments import prefill_arguments
+from flexattn.kernels.triton.source import prefill_arguments
 from flexattn.mods import bind
 from flexattn.mods.analysis.affine import same_in_tiles
 from tests.families import render

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.block_mask.bounds_printer import print_bounds
+from flexattn.kernels.block_mask.source import print_bounds
 from flexattn.kernels.hopper.printer import print_mask
 from flexattn.kernels.printers.gradient_printer import OVER_KEYS, print_gradient
-from flexattn.kernels.printers.mask_parts import mask_parts
-from flexattn.kernels.printers.span import print_edges
+from flexattn.kernels.printers.mask_printer import mask_parts, print_edges
 from flexattn.kernels.printers.torch_printer import to_torch
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
 from flexattn.mods import bind, modes, reader, refusal

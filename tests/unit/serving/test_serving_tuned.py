@@ -9,8 +9,7 @@ from hypothesis import given, strategies as st
 from flexattn.catalogue import sliding_window
 from flexattn.device import INTERPRETER, named
 from flexattn.errors import CacheError, InputError
-from flexattn.kernels.choose.defaults import default
-from flexattn.kernels.choose.space import space
+from flexattn.kernels.choose.defaults import default, space
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.limits import serving_reasons
 from flexattn.mods import bind

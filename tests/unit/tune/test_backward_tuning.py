@@ -13,8 +13,8 @@ from flexattn.device import named
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.gradients import choice_of
+from flexattn.kernels.choose.defaults import space
 from flexattn.kernels.choose.options import NONE
-from flexattn.kernels.choose.space import space
 from flexattn.measure.task import call_of
 from flexattn.mods.bind import clear
 from flexattn.records.environment import environment

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from flexattn.catalogue import sliding_tile_3d
 from flexattn.cli.app import app
 from flexattn.device import named
-from flexattn.kernels.choose.space import space
+from flexattn.kernels.choose.defaults import space
 from flexattn.presets import files
 from flexattn.presets.mods import DOCUMENTS, beside, last_keys, packed, ragged, sliding_tiles
 from flexattn.records.key import key_of

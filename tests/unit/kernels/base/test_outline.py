@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from flexattn.kernels.base.outline import outline
+from flexattn.kernels.base.environment import outline
 
 PRELUDE = (
     "class gluon:\n    jit = staticmethod(lambda f: f)\n\n\nclass gl:\n    constexpr = int\n\n\n"

@@ -8,7 +8,7 @@ import torch
 import flexattn
 from flexattn.catalogue import causal, relative_bias, softcap
 from flexattn.device import named
-from flexattn.kernels.base.room import ASKED, rooms
+from flexattn.kernels.base.limits import ASKED, rooms
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper.config import HopperPrefillConfig

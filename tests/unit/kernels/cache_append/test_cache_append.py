@@ -5,8 +5,10 @@ from itertools import product
 import pytest
 
 from flexattn.device import named
-from flexattn.kernels.cache_append.form import AXES, AppendForm, RopeForm
 from flexattn.kernels.cache_append.source import (
+    AXES,
+    AppendForm,
+    RopeForm,
     append_arguments,
     append_programs,
     append_rows,

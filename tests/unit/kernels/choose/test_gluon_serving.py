@@ -12,10 +12,9 @@ from flexattn.catalogue import alibi, causal
 from flexattn.device import named
 from flexattn.errors import CacheError, ConfigError
 from flexattn.kernels.base.config import describe
-from flexattn.kernels.choose.defaults import default
+from flexattn.kernels.choose.defaults import default, space
 from flexattn.kernels.choose.options import NONE, Options, for_torch, parse
 from flexattn.kernels.choose.registry import family_of, short
-from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper import family as hopper, space as gluon
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig

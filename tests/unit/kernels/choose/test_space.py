@@ -9,9 +9,8 @@ from flexattn.catalogue import causal, softcap
 from flexattn.device import KNOWN, named
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import padded, pieces
-from flexattn.kernels.choose.defaults import default, reasons
+from flexattn.kernels.choose.defaults import default, reasons, space
 from flexattn.kernels.choose.options import Options
-from flexattn.kernels.choose.space import space
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.problem import Layout
 from tests.families import fit_to_mask, geometry

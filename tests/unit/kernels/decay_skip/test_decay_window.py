@@ -18,16 +18,14 @@ from flexattn.catalogue import (
 from flexattn.cli.render import rewrites
 from flexattn.device import named
 from flexattn.frontend.gradients import AskedGradients, _problem
+from flexattn.kernels.base.arguments import skips_vanished
 from flexattn.kernels.base.features import decays, skips_far
-from flexattn.kernels.base.vanishing import skips_vanished
 from flexattn.kernels.choose.options import parse
-from flexattn.kernels.decay_skip.blocks import render_blocks
-from flexattn.kernels.decay_skip.source import render_norms, render_window
+from flexattn.kernels.decay_skip.source import render_blocks, render_norms, render_window
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.triton.config import PrefillConfig
-from flexattn.kernels.triton_backward.config import BackwardConfig
-from flexattn.kernels.triton_backward.tiles import skips_blocks
+from flexattn.kernels.triton_backward.config import BackwardConfig, skips_blocks
 from flexattn.mods import bind
 from flexattn.mods.rules import ALL, split
 from flexattn.runtime.decay_skip import pays

@@ -10,8 +10,7 @@ from flexattn.catalogue import alibi, causal, head_bias
 from flexattn.device import KNOWN, named
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.features import skips_far
-from flexattn.kernels.choose.defaults import default, reasons
-from flexattn.kernels.choose.space import space, survey
+from flexattn.kernels.choose.defaults import default, reasons, space, survey
 from flexattn.kernels.hopper import space as gluon
 from flexattn.kernels.hopper.arguments import arguments
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConfig

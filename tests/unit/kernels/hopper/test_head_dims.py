@@ -7,8 +7,7 @@ import pytest
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
 from flexattn.kernels.base.config import describe
-from flexattn.kernels.choose.defaults import default, reasons
-from flexattn.kernels.choose.space import space
+from flexattn.kernels.choose.defaults import default, reasons, space
 from flexattn.kernels.hopper import space as gluon
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.tiles import tiles_of

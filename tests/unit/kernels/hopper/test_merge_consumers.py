@@ -17,9 +17,8 @@ from flexattn.kernels.hopper.merge_consumers import (
     block_warps,
     merged,
 )
-from flexattn.kernels.ptx import hook
-from flexattn.kernels.ptx.hook import compiled_by
-from flexattn.kernels.ptx.stages import Stages
+from flexattn.kernels.ptx import stages as compiling
+from flexattn.kernels.ptx.stages import Stages, compiled_by
 
 WAIT = "\tmbarrier.try_wait.parity.shared.b64 complete, [%r20], %r21;\n"
 MEETING = "\tbar.sync \t0, 128;\n"
@@ -189,11 +188,11 @@ def test_triton_is_told_when_a_pass_has_another_text(monkeypatch):
     """It found kernels in its cache that an older text of the pass had made."""
     told = []
     for text in ("one text", "another"):
-        monkeypatch.setattr(hook, "inspect", SimpleNamespace(getsource=lambda _, x=text: x))
-        hook._text_of.cache_clear()
+        monkeypatch.setattr(compiling, "inspect", SimpleNamespace(getsource=lambda _, x=text: x))
+        compiling._text_of.cache_clear()
         with compiled_by(MERGE):
             told.append(knobs.runtime.add_stages_inspection_hook())
-    hook._text_of.cache_clear()
+    compiling._text_of.cache_clear()
     assert all(one != other for one, other in zip(*told, strict=True))
 
 

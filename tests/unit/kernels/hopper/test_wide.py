@@ -10,9 +10,8 @@ from torch.nn.attention.flex_attention import and_masks
 from flexattn import create_block_mask
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.device import named
-from flexattn.kernels.choose.defaults import default
+from flexattn.kernels.choose.defaults import default, space
 from flexattn.kernels.choose.options import NONE, Options
-from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper.merge_consumers import REGISTERS
 from flexattn.mods import bind
 from flexattn.problem.mask_class import mask_class

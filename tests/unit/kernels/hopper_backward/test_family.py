@@ -12,10 +12,9 @@ from flexattn.device import named
 from flexattn.errors import ConfigError
 from flexattn.frontend.explain import _why_this_language
 from flexattn.frontend.gradients import _options
-from flexattn.kernels.choose.defaults import candidates, default, refused
+from flexattn.kernels.choose.defaults import candidates, default, refused, space
 from flexattn.kernels.choose.options import parse
 from flexattn.kernels.choose.registry import family_of
-from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.masks import (
     Band,

@@ -9,11 +9,14 @@ import torch
 from flexattn.catalogue import causal
 from flexattn.device import detect, device as devices, is_rdna, named
 from flexattn.kernels.base.config import Config, describe
-from flexattn.kernels.choose.defaults import default, reasons
+from flexattn.kernels.choose.defaults import default, reasons, space
 from flexattn.kernels.choose.registry import short
-from flexattn.kernels.choose.space import space
-from flexattn.kernels.triton.amd import AmdDecodeConfig, AmdPrefillConfig
-from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.config import (
+    AmdDecodeConfig,
+    AmdPrefillConfig,
+    DecodeConfig,
+    PrefillConfig,
+)
 from flexattn.records.codec import decode, encode
 from tests.families import render
 from tests.problems import problem

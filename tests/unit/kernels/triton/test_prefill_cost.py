@@ -17,8 +17,8 @@ from flexattn.kernels.choose.defaults import candidates, default
 from flexattn.kernels.hopper import space
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
+from flexattn.kernels.triton.cost import expected_prefill as expected
 from flexattn.kernels.triton.family import PREFILL
-from flexattn.kernels.triton.prefill_cost import expected
 from tests.problems import problem
 
 H200, A100 = (named(f"nvidia-{name}") for name in ("h200", "a100"))

@@ -14,12 +14,10 @@ from flexattn.catalogue import causal, relative_bias, softcap
 from flexattn.device import named
 from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.features import loads_early
-from flexattn.kernels.choose.defaults import default, reasons
-from flexattn.kernels.choose.space import LEFT_OUT, space, survey
+from flexattn.kernels.choose.defaults import LEFT_OUT, default, reasons, space, survey
 from flexattn.kernels.hopper.family import PREFILL as HOPPER
-from flexattn.kernels.triton.amd import AmdPrefillConfig
-from flexattn.kernels.triton.axes import orders, split_counts
-from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.config import ORDERS, AmdPrefillConfig, DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.defaults import orders, split_counts
 from flexattn.kernels.triton.limits import LIMITS
 from flexattn.problem import Layout
 from tests.families import estimates, geometry, grid, unpromising, violated

@@ -11,9 +11,9 @@ from hypothesis import given, strategies as st
 from flexattn.catalogue import sliding_window
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import candidates, default
-from flexattn.kernels.triton.cost import expected, other_splits
+from flexattn.kernels.triton.config import decode_grid
+from flexattn.kernels.triton.cost import expected_decode as expected, other_splits
 from flexattn.kernels.triton.family import DECODE
-from flexattn.kernels.triton.tiles import decode_grid
 from tests.problems import problem
 
 H200, A100 = (named(f"nvidia-{name}") for name in ("h200", "a100"))

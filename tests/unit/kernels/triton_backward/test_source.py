@@ -7,7 +7,7 @@ import torch
 
 from flexattn.catalogue import causal, relative_bias, softcap
 from flexattn.device import named
-from flexattn.kernels.base.knobs import turned
+from flexattn.kernels.base.config import turned
 from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.kernels.triton_backward.source import render
 from flexattn.mods.derivative import loaded_floats

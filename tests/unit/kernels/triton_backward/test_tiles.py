@@ -7,8 +7,8 @@ import pytest
 from flexattn.catalogue import causal
 from flexattn.device import named
 from flexattn.kernels.choose.registry import family_of
-from flexattn.kernels.triton_backward.config import BackwardConfig
-from flexattn.kernels.triton_backward.tiles import (
+from flexattn.kernels.triton_backward.config import (
+    BackwardConfig,
     backward_grid,
     fit_to_mask,
     reads_runs,
@@ -77,7 +77,7 @@ def test_what_cannot_run_is_refused_in_words():
 
 
 def test_a_search_offers_what_can_run():
-    from flexattn.kernels.choose.space import space
+    from flexattn.kernels.choose.defaults import space
 
     wanted = problem("backward", mask_mod=causal, runs=True)
     found = space(wanted, H200, "quick")
