@@ -100,10 +100,6 @@ def render_window(structure: Structure, device: Device) -> Source:
     return make_source("decay_skip/window.py.jinja", device, header, context, tuple(found), 4, 1)
 
 
-def _width(head_dim: int) -> int:
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
 # Tiles of a head that a program works on at a time.
 PLACES = 256
 
