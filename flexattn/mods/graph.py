@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,33 +13,29 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from flexattn.errors import UnsupportedError
 from flexattn.mods.arrays import Array, buffer
 from flexattn.mods.bind import variant_of
 from flexattn.mods.derivative import without_idle_stops
 from flexattn.mods.expr import RESULTS, VARS, Buffer, Expr, Mod
+from flexattn.mods.host_numbers import TEXTS, host_values
 from flexattn.mods.operators import meaning_of, op_name
 from flexattn.mods.pointwise import cast
-from flexattn.mods.reader import (
-    TABLE,
-    Reader,
-    check_size,
-    decompositions,
-    functional,
-    single_result,
-)
+from flexattn.mods.reader import Reader, check_size, decompositions, functional, single_result
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.site import Bound, Variant, interned
 from flexattn.mods.trace import ARGUMENTS, Trace
 
-# What Dynamo computes of integers that it does not know yet.
-_ON_INTEGERS: dict[Any, str] = {
-    operator.add: "add",
-    operator.sub: "sub",
-    operator.mul: "mul",
-    operator.floordiv: "floor_divide",
-    operator.mod: "remainder",
-    operator.neg: "neg",
+# What Dynamo computes of Python numbers before a tensor meets them.
+_OF_NUMBERS: dict[Any, str] = TEXTS | {
+    torch.sym_int: "trunc({})",
+    torch.sym_float: "float({})",
+    torch.sym_min: "min({}, {})",
+    torch.sym_max: "max({}, {})",
 }
+_INTEGERS = frozenset((math.trunc, math.floor, math.ceil, torch.sym_int, round))
+_KINDS = {int: "int64", bool: "int64", float: "float64"}
+_FLOATS = frozenset((operator.truediv, torch.sym_float))
 # How Dynamo passes a Python float: it reads a float64 without dimensions, on the CPU.
 _READ = "_local_scalar_dense"
 
@@ -60,19 +57,32 @@ class Captured(NamedTuple):
 class GraphMod:
     """A graph's mod, whose slots are numbered as the graph's captured tensors and its numbers.
 
-    numbers: where each comes from: ("tensor", i) of the captured tensors, ("integer", i) of the
+    numbers: the texts of the numbers, which the host computes of captured numbers `s`. sources:
+    where each of these comes from: ("tensor", i) of the captured tensors, ("integer", i) of the
     integers. variants: what calls made of it so far, by the range of its numbers.
     """
 
     mod: Mod
-    numbers: tuple[tuple[str, int], ...]
+    numbers: tuple[str, ...]
+    sources: tuple[tuple[str, int], ...]
     variants: list[Variant] = field(default_factory=list)
 
     def bound(self, tensors: Sequence[Tensor], integers: Sequence[int]) -> Bound:
-        """The Mod that kernels know, with the values of its slots, as `bind` gives it."""
-        scalars = [
-            tensors[i].item() if kind == "tensor" else integers[i] for kind, i in self.numbers
+        """The Mod that kernels know, with the values of its slots, as `bind` gives it.
+
+        Raises UnsupportedError if Python computes no number of 64 bits.
+        """
+        captured = [
+            tensors[i].item() if kind == "tensor" else integers[i] for kind, i in self.sources
         ]
+        kinds = tuple(float if each == "float64" else int for each in self.mod.scalars)
+        scalars = host_values(self.numbers, kinds, captured)
+        if scalars is None:
+            raise UnsupportedError(
+                f"a mod under torch.compile computes {', '.join(self.numbers)} of s = {captured}",
+                "each is an integer of 64 bits or a float, of one type in all calls of a graph",
+                "compute it before the call, and let the mod capture the result",
+            )
         for variant in self.variants:
             found = variant.bound(tensors, scalars)
             if found is not None:
@@ -95,36 +105,32 @@ def read_graph(graph: GraphModule, kind: str, captures: Sequence[Captured | None
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     if len(nodes) != len(names) + len(captures):
         raise Refusal(f"has {len(nodes)} inputs, {len(names) + len(captures)} are known")
-    arrays = [Array.scalar(Expr("var", VARS[name], (), name)) for name in names]
+    inputs: list[Any] = [Array.scalar(Expr("var", VARS[name], (), name)) for name in names]
     buffers: list[Buffer] = []
-    scalars: list[str] = []
-    numbers: list[tuple[str, int]] = []
+    sources: list[tuple[str, int]] = []
     integers = 0
     for node, captured in zip(nodes[len(names) :], captures, strict=True):
         if captured is None:
-            arrays.append(_number("int64", scalars))
-            numbers.append(("integer", integers))
+            inputs.append(_Number(f"s[{len(sources)}]", "int64"))
+            sources.append(("integer", integers))
             integers += 1
             continue
         if _is_number(node, captured):
-            arrays.append(_number(captured.dtype, scalars))
-            numbers.append(("tensor", len(buffers)))
+            inputs.append(_Number(f"s[{len(sources)}]", captured.dtype))
+            sources.append(("tensor", len(buffers)))
         else:
-            arrays.append(buffer(len(buffers), captured.shape, captured.dtype))
+            inputs.append(buffer(len(buffers), captured.shape, captured.dtype))
         buffers.append(Buffer(captured.dtype, len(captured.shape)))
     reader = _GraphReader(graph, ())
-    result = single_result(reader.read(arrays, exact=False), kind)
+    result = single_result(reader.read(inputs, exact=False), kind)
     expr = check_size(without_idle_stops(cast(result, RESULTS[kind]).at(), kind))
     if reader.tensors:
         raise Refusal("holds a tensor that is no input of its graph")
     if reader.sized and not all(each is None or each.fixed for each in captures):
         raise Refusal("asks for sizes of a captured tensor that differ from call to call")
-    return GraphMod(interned(kind, expr, tuple(buffers), tuple(scalars)), tuple(numbers))
-
-
-def _number(dtype: str, scalars: list[str]) -> Array:
-    scalars.append(dtype)
-    return Array.scalar(Expr("scalar", dtype, (), len(scalars) - 1), weak=True)
+    numbers = reader.numbers
+    mod = interned(kind, expr, tuple(buffers), tuple(each.dtype for each in numbers))
+    return GraphMod(mod, tuple(each.text for each in numbers), tuple(sources))
 
 
 def _is_number(node: Node, captured: Captured) -> bool:
@@ -142,25 +148,63 @@ def _reads_value(node: Node) -> bool:
     )
 
 
+class _Number(NamedTuple):
+    """A Python number in a graph: the text that the host computes, and int64 or float64."""
+
+    text: str
+    dtype: str
+
+
+def _computed(function: Any, operands: Sequence[_Number | float]) -> _Number:
+    """What Python computes of numbers; raises Refusal for what `_OF_NUMBERS` has not."""
+    pattern = _OF_NUMBERS[function]
+    if pattern.count("{}") != len(operands):
+        raise Refusal(f"calls {function.__name__} with {len(operands)} of Python's numbers")
+    shown = [x.text if isinstance(x, _Number) else f"({x!r})" for x in operands]
+    kinds = [x.dtype if isinstance(x, _Number) else _KINDS[type(x)] for x in operands]
+    whole = function in _INTEGERS or not ("float64" in kinds or function in _FLOATS)
+    # The least of an integer and a float is a float to Dynamo, whichever it is.
+    mixed = len({*kinds}) == 2 and function in (torch.sym_min, torch.sym_max)
+    pattern = f"float({pattern})" if mixed else pattern
+    return _Number(pattern.format(*shown), "int64" if whole else "float64")
+
+
 class _GraphReader(Reader):
     """Reads what Dynamo leaves beside ATen's operations, too."""
 
+    def __init__(self, graph: GraphModule, known: Sequence[Tensor]) -> None:
+        super().__init__(graph, known)
+        self.numbers: list[_Number] = []
+
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target in _ON_INTEGERS:
-            compute: Callable[..., Any] = TABLE[_ON_INTEGERS[target]]
-            return compute(*args)
+        if any(isinstance(each, _Number) for each in args) and target in _OF_NUMBERS:
+            return _computed(target, [each for each in args if each is not None])
         if not hasattr(target, "namespace"):
             if target is operator.getitem:
                 return args[0][args[1]]
             raise Refusal(f"uses {getattr(target, '__name__', target)} of Python's numbers")
         if op_name(target) == _READ:
-            if not isinstance(args[0], Array) or not args[0].weak:
+            if not isinstance(args[0], _Number):
                 raise Refusal("reads the value of a tensor")
             return args[0]
+        args, kwargs = self._met(args), self._met(kwargs)
         meaning = meaning_of(target)
         if meaning is not None:
             return self._meant(meaning, args, kwargs)
         return super()._call(target, args, kwargs)
+
+    def _met(self, given: Any) -> Any:
+        """The arguments of an operation on tensors, a scalar of the kernel for each number."""
+        if isinstance(given, _Number):
+            if given not in self.numbers:
+                self.numbers.append(given)
+            slot = self.numbers.index(given)
+            return Array.scalar(Expr("scalar", given.dtype, (), slot), weak=True)
+        if isinstance(given, (tuple, list)):
+            return type(given)(map(self._met, given))
+        if isinstance(given, dict):
+            return {name: self._met(each) for name, each in given.items()}
+        return given
 
     def _meant(
         self, meaning: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -27,8 +27,16 @@ _Program = Callable[[Sequence[int | float]], tuple[Any, ...]]
 # What is computed at greater length is a constant: a text may double at every step of a loop.
 _LONGEST = 400
 _PLAIN = (int, float, bool)
-_NAMES = {"abs": abs, "bool": bool, "pow": pow, "round": round, "inf": math.inf, "nan": math.nan}
-_NAMES |= {"floor": math.floor, "ceil": math.ceil, "trunc": math.trunc}
+_NAMES = {
+    "abs": abs,
+    "bool": bool,
+    "float": float,
+    "pow": pow,
+    "round": round,
+    "inf": math.inf,
+    "nan": math.nan,
+}
+_NAMES |= {"min": min, "max": max, "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc}
 _BINARY = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
     "lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^",
@@ -48,6 +56,13 @@ _ROUNDING: dict[str, Callable[..., Any]] = {
 _ASKING: dict[str, Callable[..., Any]] = {
     "index": operator.index, "int": int, "float": float, "complex": complex, "str": str,
     "repr": repr, "format": format, "reduce_ex": lambda value, *how: value.__reduce_ex__(*how),
+}  # fmt: skip
+# Texts of operations, by the function that computes each.
+TEXTS: dict[Callable[..., Any], str] = {
+    **{getattr(operator, f"__{name}__"): f"({{}} {sign} {{}})" for name, sign in _BINARY.items()},
+    **{fn: f"{name}({{}})" for name, fn in _ROUNDING.items()},
+    operator.neg: "(-{})", operator.pos: "(+{})", operator.invert: "(~{})", abs: "abs({})",
+    operator.abs: "abs({})", round: "round({})",
 }  # fmt: skip
 # Functions of torch that compute alike of a Python number and of a tensor without dimensions.
 _ALIKE = frozenset((

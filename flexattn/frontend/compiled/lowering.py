@@ -75,7 +75,7 @@ def lower(
             (score_captures, mask_captures),
             inputs[7:9],
         )
-        if on_cpu and not node.strays(_sizes(inputs)):
+        if on_cpu and not node.reads_floats and not node.strays(_sizes(inputs)):
             return None
         text = printed(Spec(
             node.score, node.mask, node.block,
@@ -283,6 +283,12 @@ class _Node(NamedTuple):
         tensors = [[x for x in each if _is_tensor(x)] for each in captures]
         integers = [[x for x in each if not _is_tensor(x)] for each in captures]
         return cls(score, found, mask, masked, block, lists, by_key, tensors, integers)
+
+    @property
+    def reads_floats(self) -> bool:
+        """Whether a mod captures a Python float, which Inductor's kernel has no argument for."""
+        mods = [mod for mod in (self.score, self.mask) if mod is not None]
+        return any(kind == "tensor" for mod in mods for kind, _ in mod.sources)
 
     def strays(self, sizes: Sequence[int]) -> bool:
         """Whether a mod may read outside of a tensor, of which Inductor's kernel makes an error.

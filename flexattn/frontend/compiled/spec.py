@@ -81,14 +81,14 @@ def _parsed(text: str, invariant: bool) -> Spec:
 
 
 def _told(mod: GraphMod | None) -> Any:
-    return None if mod is None else [to_data(mod.mod), mod.numbers]
+    return None if mod is None else [to_data(mod.mod), mod.numbers, mod.sources]
 
 
 def _mod(data: Any) -> GraphMod | None:
     if data is None:
         return None
-    mod, numbers = data
-    return GraphMod(from_data(mod), tuple((str(kind), int(i)) for kind, i in numbers))
+    mod, numbers, sources = data
+    return GraphMod(from_data(mod), tuple(numbers), tuple((kind, i) for kind, i in sources))
 
 
 MARK = "FLEXATTN"

@@ -115,7 +115,7 @@ class Listed:
 
     def call(self, looks=True):
         bound = bind(causal, "mask")
-        said = spec.Spec(None, GraphMod(bound.mod, ()), (16, 16), False, False, {}, looks)
+        said = spec.Spec(None, GraphMod(bound.mod, (), ()), (16, 16), False, False, {}, looks)
         q, k, v = inputs(1, 2, 2, 32, 32, 16)
         given = (q, k, v, self.lists, [], [], [], [], spec.printed(said), 0.25)
         return torch.ops.flexattn.attend(*given)[0]
@@ -319,16 +319,13 @@ def test_a_graph_that_other_code_of_ours_read_is_not_taken_from_a_cache(monkeypa
 
 def test_a_node_prints_as_one_string_and_back():
     bound = bind(lambda score, b, h, q_idx, kv_idx: score * 1e-30 + q_idx, "score")
-    mod = GraphMod(bound.mod, (("integer", 0),))
+    mod = GraphMod(bound.mod, ("s[0]",), (("integer", 0),))
     said = spec.Spec(mod, None, (16, 32), True, False, {"SPLIT_KV": 2}, True)
     text = spec.printed(said)
     # torch's C++ wrapper writes it into C++ as it is, which did not compile.
     assert text.isascii() and text.isprintable() and not {'"', "\\"} & set(text)
     found = spec.parsed(text)
-    assert isinstance(found.score, GraphMod) and (found.score.mod, found.score.numbers) == (
-        mod.mod,
-        mod.numbers,
-    )
+    assert found.score == mod
     assert (found.block, found.options, found.looks) == ((16, 32), {"SPLIT_KV": 2}, True)
     # What a graph leaves to the setting is the setting's when the graph runs.
     text = spec.printed(spec.Spec(None, None, None, True, False, {}, True))

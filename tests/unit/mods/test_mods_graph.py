@@ -1,5 +1,6 @@
 """A mod that torch.compile traced is the mod that an eager call traces."""
 
+import math
 import operator
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from flexattn.errors import UnsupportedError
 from flexattn.mods import bind
 from flexattn.mods.graph import Captured, read_graph
 from flexattn.mods.refusal import Refusal
@@ -104,6 +106,40 @@ def test_numbers_are_arguments_whatever_their_values():
     assert large.mod is not found[0].mod and mod.bound([x], [9]).mod is found[0].mod
 
 
+def test_what_python_computes_of_a_float_is_computed_on_the_host():
+    """To Dynamo a changed float is a 0-d tensor: int(x) of it was refused, and torch failed."""
+    nodes = {
+        "trunc": lambda call, x: call(math.trunc, (x,)),
+        "round": lambda call, x: call(round, (x, None)),
+        "half": lambda call, x: call(operator.truediv, (x, 2)),
+        "whole": lambda call, x: call(torch.sym_float, (call(math.floor, (x,)),)),
+        "again": lambda call, x: call(math.trunc, (x,)),
+        "least": lambda call, x: call(torch.sym_min, (x, 3)),
+        "square": lambda call, x: call(operator.pow, (call(math.trunc, (x,)), 2)),
+        "shifted": lambda call, x: call(operator.lshift, (call(math.ceil, (x,)), 1)),
+    }
+
+    def compute(call, score, q_idx, kv_idx, x):
+        read = call(aten._local_scalar_dense.default, (x,))
+        for node in nodes.values():
+            score = call(aten.add.Tensor, (score, node(call, read)))
+        return score
+
+    x = torch.tensor(0.0, dtype=torch.float64)
+    mod = read_graph(numbered(compute, 1), "score", [told(x, on_cpu=True)])
+    floats = "float64", "float64", "float64"
+    assert mod.mod.scalars == ("int64", "int64", *floats, "int64", "int64")
+    for value in (-2.5, 7.75):
+        x.fill_(value)
+        found = mod.bound([x], [])
+        wanted = {int(value), round(value), value / 2, float(math.floor(value))}
+        wanted |= {min(value, 3.0), int(value) ** 2, math.ceil(value) << 1}
+        assert set(found.scalars) == wanted
+    x.fill_(1e30)
+    with pytest.raises(UnsupportedError, match="64 bits"):
+        mod.bound([x], [])
+
+
 def unread(call, score, q_idx, kv_idx, x):
     return call(aten.mul.Tensor, (score, call(aten._local_scalar_dense.default, (x,))))
 
@@ -111,8 +147,8 @@ def unread(call, score, q_idx, kv_idx, x):
 REFUSED = {
     "a value on the device": (unread, [Captured((), "float64")], "value of a tensor"),
     "Python's numbers": (
-        lambda call, s, q, kv, n: call(aten.mul.Tensor, (s, call(operator.truediv, (n, 2)))),
-        [None], "truediv",
+        lambda call, s, q, kv, n: call(aten.mul.Tensor, (s, call(math.sqrt, (n,)))),
+        [None], "sqrt",
     ),
     "sizes that change": (
         lambda call, s, q, kv, x: call(aten.add.Tensor, (s, call(aten.sum.default, (x,)))),
