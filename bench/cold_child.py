@@ -58,7 +58,7 @@ def run(kind: str, compiler: str) -> dict[str, Any]:
 
     at = step(times, "import tracer and compiler", at)
     from flexattn.catalogue import causal, softcap
-    from flexattn.frontend.admission import make_call
+    from flexattn.frontend.call import make_call
     from flexattn.frontend.plan import plan
     from flexattn.mods.bind import stats
     from flexattn.runtime.build import builder
@@ -100,7 +100,7 @@ def export(kind: str, out: Path) -> dict[str, Any]:
     import flexattn
     from flexattn.catalogue import causal, softcap
     from flexattn.deploy.binaries import export as write
-    from flexattn.frontend.admission import make_call
+    from flexattn.frontend.call import make_call
     from flexattn.frontend.plan import plan
     from flexattn.measure.task import Task
     from flexattn.measure.worker import Worker

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import flexattn.frontend.verified as verified
+import flexattn.frontend.plan as verified
 import flexattn.serving.verified as plans
 from bench.environment import describe
 from flexattn import create_block_mask, flex_attention

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import and_masks
 from bench.rows import BLOCK, Row
 from flexattn.catalogue.masks import MaskMod, causal, document, sliding_window
 from flexattn.catalogue.scores import ScoreMod, alibi, relative_bias, softcap
-from flexattn.problem.descales import NO_DESCALES, Descales, descaled
+from flexattn.problem.inputs import NO_DESCALES, Descales, descaled
 
 __all__ = ["Inputs", "make", "random_blocks"]
 

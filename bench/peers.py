@@ -15,7 +15,7 @@ import flexattn
 from bench.fa4 import fa4
 from bench.inputs import Inputs
 from bench.refusal import Refusal
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.options import Options as Exactly
 from flexattn.kernels.hopper.config import HopperPrefillConfig

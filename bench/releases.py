@@ -28,7 +28,7 @@ from bench.rows import Row, prefill_rows
 from bench.runner import Method, run
 from bench.table import markdown
 from flexattn.device import Device, named
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.source import Source
@@ -38,7 +38,7 @@ from flexattn.kernels.hopper.space import preferences
 from flexattn.kernels.ptx.assembler import PTXAS
 from flexattn.mods import bind
 from flexattn.problem import Layout, Problem, Shape, make_problem
-from flexattn.problem.mask_class import mask_class
+from flexattn.problem.mask_lists import mask_class
 from flexattn.runtime.build import Kernel, builder, unloaded
 from flexattn.runtime.dispatch import Dispatcher, chosen
 from flexattn.runtime.kernel_store import KernelStore

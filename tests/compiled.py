@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 import flexattn
-from flexattn.frontend.compiled import node, op, op_backward
+from flexattn.frontend.compiled import node, op
 
 
 @contextlib.contextmanager
@@ -24,9 +24,9 @@ def compiling(monkeypatch, backend="inductor"):
 
     called, run = [], op.run_admitted
     monkeypatch.setattr(op, "run_admitted", lambda call: called.append(call.options) or run(call))
-    differentiated, route = [], op_backward.route_of
+    differentiated, route = [], op.route_of
     monkeypatch.setattr(
-        op_backward, "route_of", lambda call: differentiated.append(call.options) or route(call)
+        op, "route_of", lambda call: differentiated.append(call.options) or route(call)
     )
     counter = CompileCounterWithBackend(backend)
 

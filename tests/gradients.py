@@ -4,7 +4,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
 import flexattn
-from flexattn.problem.dropout import Dropout
+from flexattn.problem.inputs import Dropout
 from flexattn.reference import Precision, attention
 from tests.support import assert_close_as, block_mask
 

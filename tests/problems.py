@@ -5,7 +5,7 @@ from flexattn.mods import bind
 from flexattn.problem import Layout, Problem, Sparsity, Structure, captures_of
 from flexattn.problem.serving import ServingProblem
 from flexattn.runtime.dispatch import candidates_of
-from flexattn.serving.request import plan_problem
+from flexattn.serving.kernels import plan_problem
 
 DENSE = Layout(True, True, True, True)
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
 from flexattn.problem import out_dtype
-from flexattn.problem.descales import Descales
-from flexattn.problem.mask_class import mask_class
+from flexattn.problem.inputs import Descales
+from flexattn.problem.mask_lists import mask_class
 from flexattn.reference import Precision, Reference, attention
 from flexattn.verify.gate import judge
 

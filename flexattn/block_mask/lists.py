@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.block_mask.classify import FULL, PARTIAL
-from flexattn.problem.mask_class import keep_class
+from flexattn.problem.mask_lists import keep_class
 from flexattn.runtime.launch import raw_stream
 from flexattn.util.ambient import without_modes
 from flexattn.util.lru import Lru

@@ -19,8 +19,8 @@ from flexattn.cli.selection import chosen_rows
 from flexattn.cli.terminal import cell, say_json, tell
 from flexattn.device import detect
 from flexattn.errors import UnsupportedError
-from flexattn.frontend.admission import make_call
 from flexattn.frontend.attention import flex_attention
+from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import family_of, short

@@ -19,8 +19,8 @@ from flexattn.catalogue.scores import ScoreMod, softcap
 from flexattn.cli.offline import nearest, problem_of
 from flexattn.cli.terminal import tell
 from flexattn.errors import FlexAttnError
-from flexattn.frontend.admission import make_call
 from flexattn.frontend.attention import flex_attention
+from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.registry import family_of, short
 from flexattn.problem import Kind, Problem, Shape

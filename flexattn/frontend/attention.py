@@ -12,20 +12,26 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flexattn.errors import UnsupportedError, WrongKernelError
 from flexattn.frontend import on_cpu
-from flexattn.frontend.admission import admit, check_memory, check_transforms, functionals, tangent
 from flexattn.frontend.autograd import prepared
-from flexattn.frontend.call import TENSORS, Call
+from flexattn.frontend.call import (
+    TENSORS,
+    Call,
+    admit,
+    check_memory,
+    check_transforms,
+    functionals,
+    tangent,
+)
 from flexattn.frontend.launch_cache import CallKey, as_given, call_key, launch_cache, remember
-from flexattn.frontend.plan import plan
-from flexattn.frontend.verified import verified_plan
+from flexattn.frontend.plan import plan, verified_plan
 from flexattn.kernels.choose import options
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods.derivative import has_own_gradient
 from flexattn.mods.expr import ScoreMod
 from flexattn.problem import FP8, checks, out_dtype
-from flexattn.problem.runs import query_lists
-from flexattn.problem.sinks import add_sinks
-from flexattn.runtime.compiler_context import without_collections
+from flexattn.problem.inputs import add_sinks
+from flexattn.problem.mask_lists import query_lists
+from flexattn.runtime.codecache import without_collections
 from flexattn.runtime.launch import Outputs
 from flexattn.runtime.layout import strides_like
 from flexattn.settings import current, say_once

@@ -21,13 +21,10 @@ from flexattn.frontend.gradients import (
     plan_backward,
     run_backward,
 )
-from flexattn.frontend.plan import Plan, plan
-from flexattn.frontend.verified import verified_plan
+from flexattn.frontend.plan import Plan, plan, verified_plan
 from flexattn.mods.derivative import derivatives
-from flexattn.problem.facts import facts_of
-from flexattn.problem.fp32_products import setting_of
-from flexattn.problem.mask_class import UNKNOWN, known_class
-from flexattn.problem.runs import query_lists, unwritten, versions
+from flexattn.problem.facts import facts_of, setting_of
+from flexattn.problem.mask_lists import UNKNOWN, known_class, query_lists, unwritten, versions
 from flexattn.records.store import generation
 from flexattn.runtime.launch import Outputs
 from flexattn.settings import current

@@ -1,27 +1,38 @@
-"""Call: the arguments of one flex_attention, and the facts of them that decide its launch."""
+"""Call: the arguments of one flex_attention, as given and as `admit` makes them for kernels.
+
+`facts` are what decides its launch. `admit` checks the arguments once, torch's transforms among
+them (which tensors have values that a kernel can read), and has the mods traced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import Parameter
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from flexattn.errors import NoKernelError
+from flexattn.block_mask.lists import decided
+from flexattn.errors import InputError, InputTypeError, NoKernelError, UnsupportedError
+from flexattn.kernels.choose import options
 from flexattn.kernels.choose.options import NONE, Options
-from flexattn.mods import Bound, Identity
-from flexattn.mods.expr import ScoreMod
-from flexattn.problem.descales import NO_DESCALES, Descales
-from flexattn.problem.dropout import Dropout
-from flexattn.problem.facts import facts_of
-from flexattn.problem.fp32_products import setting_of
+from flexattn.mods import Bound, Identity, bind, look
+from flexattn.mods.expr import ScoreMod, walk
+from flexattn.problem import DTYPES, FP8, checks
+from flexattn.problem.facts import facts_of, setting_of
+from flexattn.problem.inputs import NO_DESCALES, Descales, Dropout
 from flexattn.problem.kind import FEW_ROWS
+from flexattn.problem.mask_lists import keeps_all
 from flexattn.problem.read_checks import check_reads
 from flexattn.records.key import rounded
+from flexattn.settings import current, say_once
+from flexattn.util.lru import Lru
 
 # flex_attention's names for `Call.tensors`.
 TENSORS = ("query", "key", "value", "sinks", "q_descale", "k_descale", "v_descale")
@@ -141,3 +152,201 @@ def identity(bound: Bound | None) -> object:
     if bound is None:
         return None
     return (bound.mod.fingerprint, *[t.stride()[-1:] == (1,) for t in bound.tensors])
+
+
+# kernel_options that were read before, by the setting that they leave out and their text.
+_options: Lru[tuple[bool, str], options.Options] = Lru(256)
+
+
+def make_call(*arguments: Any, **more: Any) -> Call:
+    """flex_attention's arguments as a call that was admitted; raises what `admit` raises."""
+    return admit(Call(*arguments, **more))
+
+
+def admit(given: Call) -> Call:
+    """The call as kernels take it; raises InputError, ConfigError and ModError for what none can.
+
+    Tensors have autocast's dtype under autocast, and no negative bit (`is_neg`); sinks are
+    contiguous, the scale is a float, and a mask that keeps everything is None. No seed is drawn.
+    A mod that plain torch may compute, and no kernel, is left to `route_of`.
+    """
+    if torch._C._is_tracing():
+        raise UnsupportedError(
+            "called under torch.jit.trace",
+            "TorchScript holds no kernel of ours, and would keep torch's part of a call alone",
+            "use torch.compile",
+        )
+    asked = current().batch_invariant, repr(given.kernel_options)
+    chosen = _options.get(asked)
+    if chosen is None:
+        chosen = options.parse(given.kernel_options)
+        _options.put(asked, chosen)
+    _check_statistics(given)
+    q, k, v, sinks = given.q, given.k, given.v, given.sinks
+    checks.check_dense(q, k, v)
+    check_transforms((q, k, v, sinks))
+    checks.check_devices(q)
+    # Kernels read memory as it is; a conjugate's imaginary part is the negative of its own.
+    q, k, v = autocast(q.resolve_neg(), k.resolve_neg(), v.resolve_neg())
+    checks.check_tensors(q, k, v, given.enable_gqa)
+    if sinks is not None:
+        checks.check_sinks(sinks, q)
+        sinks = sinks.contiguous().resolve_neg()
+    descales = given.descales
+    if descales is not NO_DESCALES:
+        checks.check_descales(descales, q, k)
+        descales = Descales(*(None if x is None else x.resolve_neg() for x in descales))
+    scale = checks.check_scale(given.scale, q.shape[-1])
+    dropout_p = checks.check_dropout(given.dropout_p)
+    dropout = Dropout.of(dropout_p)
+    if dropout is None:  # a share that rounds to 0 is none, to those that remember launches, too
+        dropout_p = 0.0
+    block_mask = given.block_mask
+    score = mask = look_at_score = look_at_mask = None
+    beyond: NoKernelError | None = None
+    if given.score_mod is not None:
+        try:
+            score, look_at_score = bind_on(given.score_mod, "score", q)
+        except NoKernelError as why:
+            beyond = why
+    if isinstance(block_mask, BlockMask) and keeps_all(block_mask):
+        block_mask = None
+    if block_mask is not None:
+        checks.check_block_mask(block_mask, q, k)
+        try:
+            mask, look_at_mask = bind_on(block_mask.mask_mod, "mask", q)
+            _say_shared(block_mask, mask, q)
+        except NoKernelError as why:
+            beyond = why
+    return Call(
+        q, k, v, given.score_mod, block_mask, scale, given.enable_gqa, given.return_lse,
+        given.kernel_options, given.return_aux, sinks, *descales, dropout_p, score, mask, chosen,
+        (look_at_score, look_at_mask), dropout, beyond,
+    )  # fmt: skip
+
+
+def _say_shared(block_mask: BlockMask, mask: Bound, q: Tensor) -> None:
+    """Say it once where create_block_mask decided for index 0 what the mask has for each.
+
+    Lists that somebody made otherwise may hold what every head keeps, and serve all of them.
+    """
+    if not decided(block_mask):
+        return
+    given = block_mask.kv_num_blocks.shape
+    shared = [
+        (name, argument, size)
+        for name, argument, made, size in zip("bh", "BH", given, q.shape, strict=False)
+        if made == 1 < size
+    ]
+    if not shared:
+        return
+    read = {node.value for node in walk(mask.mod.expr) if node.op == "var"}
+    for name, argument, size in shared:
+        if name in read:
+            say_once(
+                f"block_mask: its mask_mod reads {name}, and its blocks were decided for {name}=0 "
+                f"alone, so {name}=1 and further ones may lack keys that they keep, or keep keys "
+                f"that they do not: pass {argument}={size} to create_block_mask"
+            )
+
+
+def _check_statistics(given: Call) -> None:
+    asked = given.return_aux
+    if given.return_lse and asked is not None:
+        raise InputError("return_lse and return_aux", "only one of them may be given")
+    if not isinstance(asked, (AuxRequest, NoneType)):
+        raise InputTypeError(
+            f"return_aux is {asked!r:.80}", "it is an AuxRequest", "pass AuxRequest(lse=True)"
+        )
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast the inputs take its dtype, as torch's flex_attention lets them."""
+    where = q.device.type
+    if not torch.is_autocast_enabled(where) or q.dtype not in DTYPES:
+        return q, k, v
+    dtype = torch.get_autocast_dtype(where)
+    # Eight bits are converted where they are multiplied, to the same numbers.
+    k, v = (x if x.dtype in FP8 else x.to(dtype) for x in (k, v))
+    return q.to(dtype), k, v
+
+
+def bind_on(fn: Callable[..., Any], kind: str, q: Tensor) -> tuple[Bound, Identity | None]:
+    """Trace a mod; what it captures is on q's device, with negative bits resolved."""
+    bound, identity = look(fn, kind)
+    index, where = q.get_device(), q.device
+    for tensor in bound.tensors:
+        if tensor.get_device() != index or tensor.is_neg() or tensor.device != where:
+            bind(fn, kind, q.device)  # says what is wrong, unless it is a number on the CPU
+            there = tuple(each.to(q.device).resolve_neg() for each in bound.tensors)
+            return bound._replace(tensors=there), identity
+    return bound, identity
+
+
+functorch: Any = torch._C._functorch
+
+
+def check_transforms(tensors: Sequence[Tensor | None]) -> None:
+    """That tensors have values to read: raises UnsupportedError for those of torch.vmap, export.
+
+    What torch.func differentiates is no matter of this check: plain torch can.
+    """
+    if get_proxy_mode() is not None or any(isinstance(x, FakeTensor) for x in tensors):
+        raise UnsupportedError(
+            "flex_attention is traced, as by torch.export or make_fx",
+            "flexattn launches kernels of its own, which no graph of torch's holds",
+            "export with strict=True, which leaves torch's own flex_attention in the program; "
+            "torch.compile takes the call as it is",
+        )
+    for tensor in tensors:
+        while isinstance(tensor, Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
+            if functorch.is_batchedtensor(tensor):
+                raise UnsupportedError(
+                    "flex_attention is called under torch.vmap",
+                    "a kernel reads tensors as they lie in memory, and has one batch dimension",
+                    "fold the mapped dimension into the batch: x.flatten(0, 1)",
+                )
+            tensor = functorch.get_unwrapped(tensor)
+
+
+def check_memory(tensors: Iterable[Tensor | None]) -> None:
+    """That kernels can read tensors where they lie: raises UnsupportedError for wrappers.
+
+    A DTensor, and whatever else is made of other tensors, has the address 0, or none to ask for.
+    """
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or type(tensor) is Tensor or not tensor.numel():
+            continue
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:
+            address = 0
+        if not address:
+            raise UnsupportedError(
+                f"a {type(tensor).__name__} of shape {list(tensor.shape)}",
+                "a kernel reads a tensor's own memory, and this one stands for others'",
+                "pass the tensor that it wraps, as to_local() of a DTensor",
+            )
+
+
+def functionals(tensors: Iterable[Tensor | None]) -> str:
+    """Words for a tensor that torch.func differentiates, or nothing."""
+    for tensor in tensors:
+        if tensor is not None and functorch.is_functorch_wrapped_tensor(tensor):
+            return "a tensor of this call"
+    return ""
+
+
+def in_forward_mode() -> bool:
+    """Whether tensors may have tangents, as within torch.func.jvp."""
+    return forward_ad._current_level >= 0
+
+
+def tangent(named: Iterable[tuple[str, Tensor | None]]) -> str:
+    """The name of the first tensor with a tangent (torch.func.jvp, dual numbers), or nothing."""
+    if not in_forward_mode():
+        return ""
+    for name, tensor in named:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            return name
+    return ""

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn.device import detect
-from flexattn.frontend.admission import admit
 from flexattn.frontend.attention import PLANLESS, Route, route_of, wants_grad
-from flexattn.frontend.call import Call
-from flexattn.frontend.compiled.rules import breaks
+from flexattn.frontend.call import Call, admit
+from flexattn.frontend.compiled.spec import breaks
 from flexattn.frontend.gradients import check_gradients, choice_of, repeats_bits
 from flexattn.frontend.plan import plan
 from flexattn.kernels.base.config import Config, Geometry, Language, describe

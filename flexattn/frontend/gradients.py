@@ -16,7 +16,7 @@ from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, UnsupportedError, WrongKernelError
 from flexattn.frontend.call import Call, identity
 from flexattn.frontend.launch_cache import launch_cache
-from flexattn.frontend.verified import wrong_gradients
+from flexattn.frontend.plan import wrong_gradients
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.choose.defaults import default, reasons, refused
 from flexattn.kernels.choose.options import NONE, Options
@@ -25,11 +25,10 @@ from flexattn.mods import Bound
 from flexattn.mods.derivative import derivatives
 from flexattn.mods.expr import ScoreMod
 from flexattn.problem import Problem, Shape, checks, make_problem
-from flexattn.problem.dropout import Dropout
-from flexattn.problem.facts import TensorFacts, facts_of, layout_of
-from flexattn.problem.fp32_products import products_for, setting_of
+from flexattn.problem.facts import TensorFacts, facts_of, layout_of, products_for, setting_of
+from flexattn.problem.inputs import Dropout
 from flexattn.problem.learned import slots_of
-from flexattn.problem.mask_class import mask_class
+from flexattn.problem.mask_lists import mask_class
 from flexattn.records.untuned import note
 from flexattn.reference import attention
 from flexattn.reference.parts import SavedForward

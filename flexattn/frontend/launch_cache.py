@@ -19,15 +19,13 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn.frontend.admission import bind_on, in_forward_mode
-from flexattn.frontend.call import PLAIN, Call
+from flexattn.frontend.call import PLAIN, Call, bind_on, in_forward_mode
 from flexattn.kernels.choose.options import Options
 from flexattn.mods import Bound, Guards, watch
 from flexattn.problem import checks
-from flexattn.problem.descales import NO_DESCALES
 from flexattn.problem.facts import TensorFacts, facts_of
-from flexattn.problem.mask_class import UNKNOWN, known_class
-from flexattn.problem.runs import known_runs, unwritten, versions
+from flexattn.problem.inputs import NO_DESCALES
+from flexattn.problem.mask_lists import UNKNOWN, known_class, known_runs, unwritten, versions
 from flexattn.records.store import generation
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import Launch, Lists, Outputs, prepare_launch

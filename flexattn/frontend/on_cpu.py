@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.frontend.admission import functorch, in_forward_mode
-from flexattn.frontend.call import PLAIN, Call
+from flexattn.frontend.call import PLAIN, Call, functorch, in_forward_mode
 from flexattn.runtime.launch import Outputs
 from flexattn.settings import current, say_once
 from flexattn.util.locks import renewed

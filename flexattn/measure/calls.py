@@ -22,8 +22,8 @@ from flexattn.runtime.backward import Gradients, prepare_backward
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Outputs, prepare_launch
-from flexattn.serving.batch import Batch, make_batch, serving_judge
 from flexattn.serving.plan import DecodePlan
+from flexattn.serving.verified import Batch, make_batch, serving_judge
 from flexattn.verify.gate import Verdict
 from flexattn.verify.gradients import Differentiated, judge_of, judged_heads
 from flexattn.verify.oracle import (

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.errors import InputError, InputTypeError, LayoutError, PlaceError, SlicedMaskError
 from flexattn.problem import DTYPES, FP8, MAX_HEADS, MAX_LENGTH, NARROWER
-from flexattn.problem.descales import Descales
+from flexattn.problem.inputs import Descales
 
 MAX_HEAD_DIM = 576
 # Devices whose calls go to torch's own flex_attention.

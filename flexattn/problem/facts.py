@@ -1,13 +1,13 @@
-"""What kernels depend on in a tensor beside its numbers."""
+"""What kernels depend on in tensors beside their numbers, and how float32 is multiplied."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexattn.problem.problem import Layout
+from flexattn.problem.problem import Fp32Products, Layout
 
 
 class TensorFacts(NamedTuple):
@@ -54,3 +54,48 @@ def layout_of(q: TensorFacts, k: TensorFacts, v: TensorFacts) -> Layout:
     """How query, key and value lie in memory, as far as a kernel's code depends on it."""
     whole = q.aligned and k.aligned and v.aligned and (q.shape[0] == 1 or q.strides[0] > 0)
     return Layout(q.strides[-1] == 1, k.strides[-1] == 1, v.strides[-1] == 1, whole)
+
+
+# What is asked: no tf32 and no parts of numbers, tf32's accuracy, parts wherever they compile, or
+# the best that holds float32's budget.
+Fp32Setting = Literal["ieee", "tf32", "bf16x6", "auto"]
+_TORCHS: dict[str, Fp32Setting] = {"ieee": "ieee", "tf32": "tf32"}
+# Of sm_90, where six products of bfloat16 ran on a GPU within float32's budget, forward and
+# backward: of kinds of kernels, and of head dimensions.
+_MEASURED_KINDS, _MEASURED = ("prefill", "backward"), (32, 64, 128)
+
+
+def torch_setting() -> Fp32Setting:
+    """torch's setting of float32 products; "none", its default, leaves the choice to a library."""
+    return _TORCHS.get(torch.backends.cuda.matmul.fp32_precision, "auto")
+
+
+def setting_of(q: Tensor, asked: Fp32Setting | None = None) -> Fp32Setting:
+    """As asked, else as torch has it; "ieee" where NVIDIA's units do not multiply q."""
+    if q.dtype != torch.float32 or not q.is_cuda or torch.version.hip is not None:
+        return "ieee"
+    return torch_setting() if asked is None else asked
+
+
+def products_for(
+    setting: Fp32Setting, kind: str, head_dims: tuple[int, int], capability: int, narrower: bool
+) -> Fp32Products:
+    """What a setting is for a kind of kernel on a device.
+
+    head_dims: of q and k, and of v. capability: 90 for sm_90, 0 for what is not NVIDIA's.
+    narrower: k and v have another dtype than q.
+
+    Six products of bfloat16 are the default where they were measured. Where asked for, they serve
+    up to 128 columns: parts of wider tiles fill more registers than there are. sm_100 keeps sums
+    of 64 rows in tensor memory, which is too small for theirs.
+    """
+    if setting == "ieee" or capability < 80:
+        return "ieee"
+    qk, v = head_dims
+    measured = capability == 90 and kind in _MEASURED_KINDS and not narrower and qk == v
+    if measured and qk in _MEASURED:
+        return "bf16x6"
+    if setting == "tf32":
+        return "tf32x3"
+    fits = max(head_dims) <= 128 and capability not in range(100, 120)
+    return "bf16x6" if setting == "bf16x6" and fits else "ieee"

@@ -21,8 +21,8 @@ from flexattn.mods.expr import Expr, walk
 from flexattn.mods.outside import Evaluated, buffer_of, evaluated, unproven
 from flexattn.mods.refusal import capture_name, named_mod
 from flexattn.mods.simplify import plug
-from flexattn.problem.dense_blocks import dense_blocks, spread
-from flexattn.problem.descales import Descales, descaled
+from flexattn.problem.inputs import Descales, descaled
+from flexattn.problem.mask_lists import dense_blocks, spread
 
 _Mod = Callable[..., Any]
 _Sizes = tuple[int, int, int, int]

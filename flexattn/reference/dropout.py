@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexattn.problem.dropout import Dropout
+from flexattn.problem.inputs import Dropout
 
 # What passes BigCrush with the fewest rounds (Salmon et al., SC11); FlashAttention takes as many.
 _ROUNDS = 7

@@ -19,10 +19,8 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from flexattn.errors import InputError
 from flexattn.mods.expr import MaskMod, ScoreMod
-from flexattn.problem.dense_blocks import dense_blocks, spread
-from flexattn.problem.descales import NO_DESCALES, Descales, descaled
-from flexattn.problem.dropout import Dropout
-from flexattn.problem.sinks import add_sinks
+from flexattn.problem.inputs import NO_DESCALES, Descales, Dropout, add_sinks, descaled
+from flexattn.problem.mask_lists import dense_blocks, spread
 from flexattn.reference.dropout import kept_weights
 from flexattn.reference.mapped import modded, over_lanes, refuse, watched
 from flexattn.reference.rounding import Precision, Rounding, saved_softmax

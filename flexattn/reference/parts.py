@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.mods.expr import ScoreMod
-from flexattn.problem.dropout import Dropout
+from flexattn.problem.inputs import Dropout
 from flexattn.reference.oracle import AttentionSlice, Blocks, SomeRows
 from flexattn.reference.rounding import Precision, Rounding
 

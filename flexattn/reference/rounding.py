@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexattn.problem import FP8, out_dtype
-from flexattn.problem.sinks import add_sinks
+from flexattn.problem.inputs import add_sinks
 
 # Weights of e4m3, whose largest number is 448, are held that much larger.
 RAISED = 256.0

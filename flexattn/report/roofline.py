@@ -13,7 +13,7 @@ from flexattn.problem.problem import PRODUCT_WORDS
 from flexattn.problem.serving import SERVING_ITEMSIZE as SERVED
 from flexattn.records.key import Key
 from flexattn.records.record import Record, Trial
-from flexattn.serving.batch import batch_lengths
+from flexattn.serving.verified import batch_lengths
 
 Density = Literal["exact", "class", "unknown"]
 # Cards that share a name with one of the table and do less: part of the name, as data sheets say.

@@ -24,21 +24,20 @@ from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.printers.gradient_printer import grad_name
 from flexattn.mods import Bound
+from flexattn.mods.expr import walk
 from flexattn.problem import Problem
-from flexattn.problem.dropout import Dropout
-from flexattn.runtime import decay_blocks
+from flexattn.problem.inputs import Dropout
 from flexattn.runtime.build import Launcher, builder
-from flexattn.runtime.decay_blocks import DecayBlocks
+from flexattn.runtime.decay_skip import TILES_FOUND, VISITS_ALL, DecayBlocks
 from flexattn.runtime.dispatch import Choice, Dispatcher
 from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import raw_stream, rest_names, rest_values
 from flexattn.runtime.layout import DescriptorBox, box_of, dense_box, input_strides, strides_like
-from flexattn.runtime.trimmed_runs import TRIMMED, TrimmedRuns
 
 _TILES = ("Q_TILES", "DO_TILES", "K_TILES", "V_TILES")
 _GIVEN = (
     "Q", "K", "V", "OUT", "DO", "LSE", "DLSE", "DELTA", "DQ", "DK", "DV", "sm_scale", *_TILES,
-    *decay_blocks.TILES_FOUND,
+    *TILES_FOUND,
 )  # fmt: skip
 _RESULTS = ("DQ", "DK", "DV")
 
@@ -260,7 +259,7 @@ def prepare_backward(
     if around.blocks is not None:
         decay = DecayBlocks.of(problem, around.blocks, inputs, fixed, given, target, index)
         # Where nothing is left out their addresses are 0, and the same kernel visits all tiles.
-        fixed |= decay_blocks.VISITS_ALL if decay is None else {}
+        fixed |= VISITS_ALL if decay is None else {}
     launched = _AroundLaunch.of(around, target, index, fixed, given, trimmed)
     boxes = {name: box for name, box in boxes.items() if name in names and names[name].described}
     return BackwardLaunch(
@@ -296,3 +295,32 @@ def _mask_strides(lists: BothLists, runs: bool, deterministic: bool) -> dict[str
             if key.endswith("IDX")
         }
     return found
+
+
+TRIMMED = "M_RUNS"
+
+
+class TrimmedRuns(NamedTuple):
+    """M_RUNS of one problem: its shape, the programs that fill it, what kernels are told."""
+
+    shape: tuple[int, ...]
+    programs: int
+    told: dict[str, int]
+
+    @classmethod
+    def of(cls, problem: Problem, grid: Geometry, lists: BothLists) -> TrimmedRuns:
+        """Of as many heads and batches as a mask's lists have, or as its mask_mod tells apart."""
+        assert problem.structure.mask is not None
+        names = {x.value for x in walk(problem.structure.mask.mod.expr) if x.op == "var"}
+        listed = lists.by_key.kv_num.shape
+        batches, heads = (
+            size if name in names or listed[axis] > 1 else 1
+            for axis, (name, size) in enumerate((("b", problem.B), ("h", problem.Hq)))
+        )
+        tiles = grid.num_tiles
+        told = {
+            "mask_heads": heads,
+            "stride_m_runs_b": heads * tiles if batches > 1 else 0,
+            "stride_m_runs_h": tiles if heads > 1 else 0,
+        }
+        return cls((batches, heads, tiles, 4), batches * heads * tiles, told)

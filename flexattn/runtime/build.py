@@ -20,10 +20,12 @@ from flexattn.kernels.base.source import Source
 from flexattn.kernels.ptx.assembler import ptx_version
 from flexattn.kernels.ptx.negated_extremes import guarded, merged
 from flexattn.kernels.ptx.stages import OWN_STAGES, block_warps, compiled_by
-from flexattn.runtime.codecache import module_of, text_file, with_triton_cache
-from flexattn.runtime.compiler_context import (
+from flexattn.runtime.codecache import (
     anew,
+    module_of,
     source_lines,
+    text_file,
+    with_triton_cache,
     without_collections,
     without_dumps,
 )

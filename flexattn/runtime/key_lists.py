@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn.problem.dense_blocks import dense_blocks
-from flexattn.problem.mask_class import mask_class
-from flexattn.problem.runs import keep_with, kept_with, rows_of
+from flexattn.problem.mask_lists import dense_blocks, keep_with, kept_with, mask_class, rows_of
 from flexattn.runtime.launch import Lists
 
 _ATTRIBUTE = "_flexattn_by_key"

@@ -30,9 +30,8 @@ from flexattn.serving.cache import (
     steps,
 )
 from flexattn.serving.checks import check_choices, inspect, pair, refuse_types, whole
-from flexattn.serving.kernels import Kernels, build
+from flexattn.serving.kernels import Kernels, build, plan_problem
 from flexattn.serving.launching import NOTHING, GivenUp, Seen, Streams, facts, launch_here, see
-from flexattn.serving.request import plan_problem
 from flexattn.serving.verified import is_right
 from flexattn.settings import current
 from flexattn.util.ambient import without_modes

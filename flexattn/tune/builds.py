@@ -18,9 +18,8 @@ from flexattn.kernels.choose.registry import family_of, launch_key
 from flexattn.problem import Problem, Structure
 from flexattn.records.record import Failed, Stage
 from flexattn.runtime.build import compile_source
-from flexattn.runtime.machine_code import code_hash
 from flexattn.runtime.outcomes import memory, outcome_of
-from flexattn.runtime.resources import Resources, resources, spills_too_much
+from flexattn.runtime.resources import Resources, code_hash, resources, spills_too_much
 from flexattn.settings import current, override
 from flexattn.tune.pool import Lost, Pool, default_jobs
 

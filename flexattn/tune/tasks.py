@@ -22,17 +22,17 @@ from flexattn.mods.bind import clear
 from flexattn.mods.expr import walk
 from flexattn.mods.path import load_path, role_of
 from flexattn.problem import DTYPES, FP8, Shape, Sparsity, checks, kind_for, make_problem
-from flexattn.problem.fp32_products import products_for, torch_setting
+from flexattn.problem.facts import products_for, torch_setting
 from flexattn.problem.learned import slots_of
-from flexattn.problem.mask_class import mask_class, representative
+from flexattn.problem.mask_lists import mask_class, representative
 from flexattn.problem.serving import KV_DTYPES, Lengths
 from flexattn.records.key import Key, key_of
 from flexattn.records.record import Policy
 from flexattn.records.untuned import Untuned, bound_of, read_untuned
 from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Lists
-from flexattn.serving.batch import batch_lengths
-from flexattn.serving.request import plan_problem
+from flexattn.serving.kernels import plan_problem
+from flexattn.serving.verified import batch_lengths
 from flexattn.tune.workload import ModPath, Row, policy_for
 from flexattn.verify.oracle import moved
 

@@ -18,7 +18,7 @@ from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import Bound
 from flexattn.problem import Problem
-from flexattn.problem.dropout import Dropout
+from flexattn.problem.inputs import Dropout
 from flexattn.reference import Precision, attention
 from flexattn.runtime.backward import prepare_backward
 from flexattn.runtime.build import Kernel

@@ -18,8 +18,8 @@ from flexattn.kernels.printers.torch_printer import mask_callable, score_callabl
 from flexattn.mods import Bound
 from flexattn.mods.expr import MaskMod, ScoreMod
 from flexattn.problem import DTYPES, FP8, Problem, Sparsity, out_dtype
-from flexattn.problem.dense_blocks import dense_blocks
-from flexattn.problem.descales import NO_DESCALES, Descales
+from flexattn.problem.inputs import NO_DESCALES, Descales
+from flexattn.problem.mask_lists import dense_blocks
 from flexattn.reference import Precision, Reference, attention
 from flexattn.runtime.launch import Lists
 from flexattn.verify.gate import NAMES, Triple, Verdict, badness, judge

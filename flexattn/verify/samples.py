@@ -11,8 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.mods.expr import ScoreMod
 from flexattn.problem import FP8, out_dtype
-from flexattn.problem.descales import NO_DESCALES, Descales
-from flexattn.problem.dropout import Dropout
+from flexattn.problem.inputs import NO_DESCALES, Descales, Dropout
 from flexattn.reference import Precision, Reference, SomeRows, attention
 from flexattn.reference.parts import SavedForward, gradient_of_rows, gradients_of_keys
 from flexattn.runtime.backward import Gradients

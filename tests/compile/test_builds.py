@@ -9,8 +9,7 @@ from flexattn.device import named
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.kernels.triton.source import render
 from flexattn.runtime.build import compile_source, path_of
-from flexattn.runtime.machine_code import code_hash
-from flexattn.runtime.resources import resources
+from flexattn.runtime.resources import code_hash, resources
 from flexattn.settings import override
 from flexattn.tune.builds import build_all
 from tests.compile.devices import DEVICES

@@ -16,7 +16,7 @@ from flexattn.cli.offline import compiled as compiled_for
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.options import parse
-from flexattn.problem.dropout import Dropout
+from flexattn.problem.inputs import Dropout
 from flexattn.reference.dropout import kept_weights
 from flexattn.runtime.resources import resources
 from flexattn.settings import override

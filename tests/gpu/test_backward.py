@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 import flexattn
 import flexattn.errors
 from flexattn.catalogue import causal, softcap
-from flexattn.problem.mask_class import mask_class
+from flexattn.problem.mask_lists import mask_class
 from flexattn.runtime.key_lists import BothLists
 from tests.cases import CASES
 from tests.gradients import assert_gradients

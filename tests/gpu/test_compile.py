@@ -11,7 +11,7 @@ import flexattn
 from bench import training_step
 from flexattn.block_mask.lists import lists_pending
 from flexattn.catalogue import causal
-from flexattn.frontend.compiled import op_backward
+from flexattn.frontend.compiled import op
 from flexattn.reference import Precision, attention
 from flexattn.verify.gate import judge
 from tests.cases import CASES
@@ -126,9 +126,9 @@ def test_gradients_are_written_into_that_of_the_product(inductor, monkeypatch, g
     widths = [1024, 1024 // group, 1024 // group]
     x = torch.randn(2, 1000, 256, device="cuda", dtype=torch.bfloat16)
     weight = (0.05 * torch.randn(256, sum(widths), device="cuda")).bfloat16().requires_grad_()
-    written, run = [], op_backward.attend_backward
+    written, run = [], op.attend_backward
     monkeypatch.setattr(
-        op_backward, "attend_backward", lambda *given: written.append(given[-1]) or run(*given)
+        op, "attend_backward", lambda *given: written.append(given[-1]) or run(*given)
     )
 
     def layer(x, weight, mask):

@@ -233,7 +233,7 @@ def test_gradients_do_not_read_far_tiles(D, options):
 def short_calls_too(monkeypatch):
     for name in ("LEAST_KEYS", "LEAST_ROWS", "LEAST_SCORES"):
         monkeypatch.setattr(f"flexattn.runtime.decay_skip.{name}", 0)
-    monkeypatch.setattr("flexattn.runtime.decay_blocks.LEAST_BACKWARD_KEYS", 0)
+    monkeypatch.setattr("flexattn.runtime.decay_skip.LEAST_BACKWARD_KEYS", 0)
     launch_cache.clear()
     yield
     launch_cache.clear()

@@ -9,11 +9,11 @@ from torch.nn.attention.flex_attention import AuxRequest, and_masks
 import flexattn
 from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
 from flexattn.errors import UnsupportedError
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.hopper import space as gluon
-from flexattn.problem.descales import Descales
+from flexattn.problem.inputs import Descales
 from flexattn.reference import Reference
 from flexattn.runtime.build import builder
 from flexattn.runtime.dispatch import dispatcher

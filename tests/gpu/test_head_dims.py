@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import and_masks
 import flexattn
 from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
 from flexattn.device import detect
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.defaults import reasons
 from flexattn.kernels.choose.options import Options

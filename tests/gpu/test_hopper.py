@@ -11,7 +11,7 @@ import flexattn
 from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
 from flexattn.device import detect
 from flexattn.errors import ConfigError
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.defaults import space
 from flexattn.kernels.choose.options import Options

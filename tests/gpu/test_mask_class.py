@@ -5,7 +5,7 @@ import torch
 
 from flexattn import create_block_mask, flex_attention
 from flexattn.catalogue.masks import causal
-from flexattn.problem.mask_class import known_class, mask_class
+from flexattn.problem.mask_lists import known_class, mask_class
 from tests.support import assert_judged
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import flexattn
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.deploy.warm import at_other_sizes
 from flexattn.device import detect
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.reference import Precision, attention
 from flexattn.runtime.build import builder

@@ -54,7 +54,7 @@ def test_a_graph_that_is_captured_first(monkeypatch):
     q, k, v = made(300, 300, 64)
     want = attention(q, k, v, score_mod=CAP).out
     seen = []
-    monkeypatch.setattr("flexattn.frontend.verified.judge_rows", seen.append)
+    monkeypatch.setattr("flexattn.frontend.plan.judge_rows", seen.append)
     with planted(monkeypatch, "no such text", ""):
         flex_attention(q, k, v, enable_gqa=True)  # what torch loads at its first use
         seen.clear()

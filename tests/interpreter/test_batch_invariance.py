@@ -9,7 +9,7 @@ import torch
 from flexattn import explain, flex_attention
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.errors import ConfigError, UnsupportedError
-from flexattn.serving import CascadePlan, DecodePlan, request
+from flexattn.serving import CascadePlan, DecodePlan, kernels
 from flexattn.settings import override
 from tests.invariance import (
     MASKS,
@@ -44,7 +44,7 @@ FORMS = {
 @pytest.fixture
 def short_splits(monkeypatch):
     """Splits of one or two tiles, so that short requests have several."""
-    monkeypatch.setattr(request, "SPLIT_KEYS", 128)
+    monkeypatch.setattr(kernels, "SPLIT_KEYS", 128)
 
 
 def drawn(name):

@@ -26,7 +26,7 @@ from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.decay_skip.source import PLACES, render_blocks
 from flexattn.mods import bind
-from flexattn.problem.mask_class import mask_class
+from flexattn.problem.mask_lists import mask_class
 from flexattn.runtime.build import builder
 from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Lists
@@ -163,7 +163,7 @@ def short_calls_too(monkeypatch):
     """The lengths of tests are those where three kernels more do not pay."""
     for name in ("LEAST_KEYS", "LEAST_ROWS", "LEAST_SCORES"):
         monkeypatch.setattr(f"flexattn.runtime.decay_skip.{name}", 0)
-    monkeypatch.setattr("flexattn.runtime.decay_blocks.LEAST_BACKWARD_KEYS", 0)
+    monkeypatch.setattr("flexattn.runtime.decay_skip.LEAST_BACKWARD_KEYS", 0)
     launch_cache.clear()
     yield
     launch_cache.clear()
@@ -243,7 +243,7 @@ def test_a_short_call_has_the_same_kernel_and_visits_all_tiles(short_calls_too, 
     dout[:, :, 64:] = math.nan
     mask, before = block_mask(causal, q, k, 32), builder().compiled
     differentiated(q, k, v, mask, dout)
-    for name, value in (("decay_blocks.LEAST_BACKWARD_KEYS", 98), ("decay_skip.LEAST_KEYS", 98)):
+    for name, value in (("decay_skip.LEAST_BACKWARD_KEYS", 98), ("decay_skip.LEAST_KEYS", 98)):
         compiled = builder().compiled
         with monkeypatch.context() as here:
             here.setattr(f"flexattn.runtime.{name}", value)
@@ -252,21 +252,23 @@ def test_a_short_call_has_the_same_kernel_and_visits_all_tiles(short_calls_too, 
         assert dv[0, :, :32].isnan().all() and builder().compiled == compiled >= before
 
 
-@pytest.mark.parametrize("module", ["decay_skip", "decay_blocks"])
+@pytest.mark.parametrize("written", ["NORMS", "N_BLOCK_MIN"])
 def test_where_its_kernels_do_not_build_all_tiles_are_visited(
-    module, short_calls_too, monkeypatch, caplog
+    written, short_calls_too, monkeypatch, caplog
 ):
     q, k, v = inputs(1, 4, 4, 97, 97)
     dout, _ = cotangents(q, v, False)
     mask = block_mask(causal, q, k, 32)
     wanted = differentiated(q, k, v, mask, dout)
 
-    def refused(*args):
-        raise BuildError("a check refused it")
+    def refused(source, *args):
+        if written in {each.name for each in source.arguments}:
+            raise BuildError("a check refused it")
+        return builder().kernel(source, *args)
 
     launch_cache.clear()
     monkeypatch.setattr(
-        f"flexattn.runtime.{module}.builder", lambda: SimpleNamespace(kernel=refused)
+        "flexattn.runtime.decay_skip.builder", lambda: SimpleNamespace(kernel=refused)
     )
     with override(strict=False):
         found = differentiated(q, k, v, mask, dout)
@@ -278,8 +280,8 @@ def test_a_kernel_that_was_refused_before_is_not_built_again(short_calls_too, mo
     dout, _ = cotangents(q, v, False)
     dout[:, :, 64:] = math.nan
     refused = SimpleNamespace(find=lambda source, target: Outcome("compiler", "a register short"))
-    monkeypatch.setattr("flexattn.runtime.decay_blocks.memory", lambda: refused)
-    monkeypatch.setattr("flexattn.runtime.decay_blocks.builder", lambda: None)
+    monkeypatch.setattr("flexattn.runtime.decay_skip.memory", lambda: refused)
+    monkeypatch.setattr("flexattn.runtime.decay_skip.builder", lambda: None)
     with override(strict=False):
         _, _, dv = differentiated(q, k, v, block_mask(causal, q, k, 32), dout)
     assert dv[0, :, :32].isnan().all()

@@ -24,7 +24,7 @@ from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.decay_skip.source import ALL_KEYS
 from flexattn.mods import bind
 from flexattn.problem import Layout, Shape, make_problem
-from flexattn.problem.mask_class import mask_class
+from flexattn.problem.mask_lists import mask_class
 from flexattn.runtime.decay_skip import DecaySkip
 from flexattn.settings import override
 from tests.covering import each_choice

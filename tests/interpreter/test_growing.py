@@ -12,7 +12,7 @@ import flexattn
 from flexattn.block_mask.lists import few_rows, relisted
 from flexattn.errors import InputError, LayoutError, UnsupportedError
 from flexattn.frontend import attention, launch_cache as cache
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.integrations.decode_masks import padded_mask, shared_mask
 from tests.growing import numbers_admitted

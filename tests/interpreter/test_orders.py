@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
 from flexattn.catalogue import causal, sliding_window
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.triton.config import ORDERS

@@ -17,8 +17,7 @@ from flexattn.catalogue import (
     prefix_lm,
     sliding_window,
 )
-from flexattn.problem.mask_class import mask_class
-from flexattn.problem.runs import known_runs
+from flexattn.problem.mask_lists import known_runs, mask_class
 from tests.covering import each_choice
 from tests.support import (
     DECODE,

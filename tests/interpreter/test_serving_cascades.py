@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import flexattn.serving.join as joins
+import flexattn.serving.cascade as joins
 import flexattn.serving.plan as plans
 from flexattn.catalogue import alibi, sliding_window
 from flexattn.errors import BuildError

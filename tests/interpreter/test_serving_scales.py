@@ -10,7 +10,7 @@ import torch
 from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.errors import ConfigError, InputError, InputTypeError
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.serving import CascadePlan, DecodePlan, flex_decode, request
+from flexattn.serving import CascadePlan, DecodePlan, flex_decode, kernels
 from tests.covering import each_choice
 from tests.invariance import (
     Piece,
@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.long
 def test_rows_of_any_batch_have_the_bits_that_they_have_alone(monkeypatch):
     """Also where a later key, which other rows of its tile see, has a much larger scale."""
-    monkeypatch.setattr(request, "SPLIT_KEYS", 128)
+    monkeypatch.setattr(kernels, "SPLIT_KEYS", 128)
     draw = torch.Generator().manual_seed(4)
     told = [
         replace(

@@ -13,7 +13,7 @@ from flexattn.measure.runner import DeviceRunner
 from flexattn.mods import bind
 from flexattn.problem import Shape
 from flexattn.records.record import Gated, Policy
-from flexattn.serving.batch import make_batch, serving_judge
+from flexattn.serving.verified import make_batch, serving_judge
 from flexattn.tune.tasks import serving_task
 
 pytestmark = [

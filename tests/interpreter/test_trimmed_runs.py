@@ -14,9 +14,9 @@ from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.hopper_backward.source import render_trim
 from flexattn.mods import bind
+from flexattn.runtime.backward import TRIMMED, TrimmedRuns
 from flexattn.runtime.build import builder
 from flexattn.runtime.key_lists import BothLists
-from flexattn.runtime.trimmed_runs import TRIMMED, TrimmedRuns
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 H200, CPU = named("nvidia-h200"), detect(torch.device("cpu"))
@@ -82,7 +82,7 @@ def test_runs_end_where_the_mask_keeps_something(name, tile):
                 full = full_first < full_end
                 assert (first <= full_first and full_end <= end) or not full
                 assert all(ours[m].all() for m in range(full_first, full_end))
-                # Full tiles that are none lie behind a run's end: see flexattn/problem/runs.py.
+                # Full tiles that are none lie behind a run's end: see problem/mask_lists.py.
                 assert full or (full_first, full_end) == (end, first)
     wider = runs[..., 3] * 128 - runs[..., 0] * 128
     narrower = (found[..., 3] - found[..., 0]) * rows

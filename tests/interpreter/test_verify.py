@@ -191,8 +191,8 @@ def test_ranks_decide_alike(monkeypatch):
     q, k, v = made(40, 50, B=2)
     want = attention(q, k, v, score_mod=CAP, block_mask=mask).out
     seen = []
-    monkeypatch.setattr("flexattn.frontend.verified._apart", lambda q: True)
-    monkeypatch.setattr("flexattn.frontend.verified.judge_rows", seen.append)
+    monkeypatch.setattr("flexattn.frontend.plan._apart", lambda q: True)
+    monkeypatch.setattr("flexattn.frontend.plan.judge_rows", seen.append)
     with planted(monkeypatch, "* 20.0", "* 16.0") as found:
         got = flex_attention(q, k, v, score_mod=CAP, block_mask=mask, enable_gqa=True)
         assert error(got, want) < 1e-5
@@ -214,7 +214,7 @@ def test_warm(monkeypatch):
 def test_always_looks_at_each_launch(monkeypatch):
     q, k, v = made()
     looked = []
-    import flexattn.frontend.verified as verified
+    import flexattn.frontend.plan as verified
 
     judged = verified.judge_rows
     monkeypatch.setattr(verified, "judge_rows", lambda *args: looked.append(1) or judged(*args))

@@ -10,7 +10,7 @@ import pytest
 
 import flexattn
 from flexattn.errors import MeasureError
-from flexattn.runtime.compiler_context import without_collections
+from flexattn.runtime.codecache import without_collections
 from flexattn.tune.pool import Pool
 from flexattn.util.locks import awaited, renewed
 from flexattn.util.lru import Lru
@@ -147,4 +147,4 @@ def test_every_lock_is_renewed():
             and ast.unparse(call.func).removeprefix("threading.") in PRIMITIVES
         ]
     # The owners of these renew themselves.
-    assert set(found) == {"runtime/compiler_context.py"}
+    assert set(found) == {"runtime/codecache.py"}

@@ -15,11 +15,12 @@ from torch._inductor.virtualized import V
 from flexattn.device import detect
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.compiled.joint import Examples, joint_agrees, with_gradients
-from flexattn.frontend.compiled.op import OP_NAME, widened_sources
-from flexattn.frontend.compiled.op_backward import (
+from flexattn.frontend.compiled.op import (
     BACKWARD_OP_NAME as BACKWARD_NAME,
     BY_KEY_OP_NAME as BY_KEY_NAME,
+    OP_NAME,
     PACKED_OP_NAME as PACKED_NAME,
+    widened_sources,
 )
 from flexattn.frontend.compiled.packed import SideBySide, packed_gradients
 from flexattn.frontend.compiled.spec import BARE, Spec, parsed, printed

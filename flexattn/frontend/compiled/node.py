@@ -15,18 +15,25 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
 from flexattn.block_mask.lists import lists_pending
-from flexattn.frontend.admission import autocast
 from flexattn.frontend.attention import answer
-from flexattn.frontend.call import Call
+from flexattn.frontend.call import Call, autocast
 from flexattn.frontend.compiled.op import widened
-from flexattn.frontend.compiled.rules import LARGEST_SIZE, asked_statistics, breaks
 from flexattn.frontend.compiled.seam import keep_out, open_seam
-from flexattn.frontend.compiled.spec import BARE, INSTALLED, MARK, VERSION, own
+from flexattn.frontend.compiled.spec import (
+    BARE,
+    INSTALLED,
+    LARGEST_SIZE,
+    MARK,
+    VERSION,
+    asked_statistics,
+    breaks,
+    own,
+)
 from flexattn.frontend.install import torch_own
 from flexattn.kernels.choose import options
 from flexattn.mods.expr import ScoreMod
 from flexattn.problem import out_dtype
-from flexattn.problem.sinks import add_sinks
+from flexattn.problem.inputs import add_sinks
 
 # A torch whose lowering has moved: calls break the graph, as they would without a node.
 _MOVED = open_seam()

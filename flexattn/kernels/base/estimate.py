@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from flexattn.device import PEAKS, Device
 from flexattn.problem import Problem
-from flexattn.problem.mask_class import kept
+from flexattn.problem.mask_lists import kept
 
 _C = TypeVar("_C")
 _Bound = Literal["products", "softmax", "memory", "latency"]

@@ -18,7 +18,7 @@ from flexattn.kernels.choose.registry import by_language, family_of
 from flexattn.kernels.ptx.assembler import PTXAS, Ptxas
 from flexattn.mods.rules import REWRITES
 from flexattn.problem import Tanh
-from flexattn.problem.fp32_products import Fp32Setting
+from flexattn.problem.facts import Fp32Setting
 from flexattn.settings import current, log, say_once
 from flexattn.util.near import did_you_mean
 

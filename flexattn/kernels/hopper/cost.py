@@ -17,7 +17,7 @@ from flexattn.kernels.base.estimate import L2_BYTES, Estimate, bandwidth, key_ti
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.tiles import WIDEST
 from flexattn.problem import Problem
-from flexattn.problem.mask_class import kept
+from flexattn.problem.mask_lists import kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from flexattn.kernels.base.estimate import (
 from flexattn.kernels.base.features import loads_by_key, loads_tiles
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig, decode_grid
 from flexattn.problem import ITEMSIZE, Problem, Structure
-from flexattn.problem.mask_class import kept
+from flexattn.problem.mask_lists import kept
 
 
 @dataclass(frozen=True, slots=True)

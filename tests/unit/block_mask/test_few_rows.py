@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import and_masks
 from flexattn.block_mask.create import create_block_mask
 from flexattn.block_mask.lists import few_rows, lists_pending, positions
 from flexattn.catalogue import causal, sliding_window
-from flexattn.problem.mask_class import known_class
+from flexattn.problem.mask_lists import known_class
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from flexattn.catalogue import CASES
 from flexattn.cli.app import app
 from flexattn.device import named
 from flexattn.frontend import plan
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import make_call
 from flexattn.kernels.choose.options import NONE
 from flexattn.mods import bind
 from flexattn.mods.bind import clear

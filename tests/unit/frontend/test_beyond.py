@@ -13,7 +13,7 @@ from torch._dynamo.exc import TorchDynamoException
 from flexattn import create_block_mask, explain, flex_attention
 from flexattn.errors import NoKernelError
 from flexattn.frontend import attention, install
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.mods import bind
 from flexattn.mods.bind import clear, stats

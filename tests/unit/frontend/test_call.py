@@ -13,17 +13,16 @@ from flexattn import create_block_mask, explain, flex_attention
 from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.device import named
 from flexattn.errors import NoKernelError
-from flexattn.frontend import admission
-from flexattn.frontend.admission import make_call
-from flexattn.frontend.call import TENSORS, Call
+from flexattn.frontend import call as calls
+from flexattn.frontend.call import TENSORS, Call, make_call
 from flexattn.frontend.launch_cache import call_key, launch_cache
 from flexattn.kernels.choose import options
 from flexattn.kernels.choose.options import Options
 from flexattn.mods import bind
 from flexattn.mods.identity import identify
 from flexattn.problem import checks
-from flexattn.problem.dropout import Dropout
 from flexattn.problem.facts import TensorFacts, facts_of
+from flexattn.problem.inputs import Dropout
 
 plans = importlib.import_module("flexattn.frontend.plan")
 
@@ -168,7 +167,7 @@ def test_each_rule_is_asked_once(way, prepared, monkeypatch):
     for name in RULES:
         counted(checks, name)
     counted(options, "parse")
-    admission._options.clear()
+    calls._options.clear()
     given = BASE._replace(
         block_mask=OTHERS["block_mask"], sinks=OTHERS["sinks"], kernel_options={"BLOCK_M": 32}
     )

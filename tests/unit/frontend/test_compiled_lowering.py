@@ -20,8 +20,6 @@ from flexattn.frontend.compiled import (
     lowering,
     node,
     op,
-    op_backward,
-    rules,
     seam,
     spec,
 )  # fmt: skip
@@ -29,9 +27,8 @@ from flexattn.frontend.install import served
 from flexattn.mods import bind
 from flexattn.mods.graph import GraphMod
 from flexattn.mods.refusal import Refusal
-from flexattn.problem import mask_class
-from flexattn.problem.mask_class import known_class
-from flexattn.problem.runs import known_runs
+from flexattn.problem import mask_lists
+from flexattn.problem.mask_lists import known_class, known_runs
 from flexattn.runtime.key_lists import BothLists
 from flexattn.settings import override, say_once
 from tests.compiled import as_on_a_gpu, compiling
@@ -124,9 +121,9 @@ class Listed:
 def test_lists_are_looked_at_once_until_somebody_writes_to_them(monkeypatch):
     """A look waits for the device; so it is kept with the tensors, as an eager call keeps it."""
     mask, seen = Listed(monkeypatch), []
-    look = mask_class.look_at_lists
+    look = mask_lists.look_at_lists
     monkeypatch.setattr(
-        mask_class, "look_at_lists", lambda *given: seen.append(given) or look(*given)
+        mask_lists, "look_at_lists", lambda *given: seen.append(given) or look(*given)
     )
     whole = [mask.call() for _ in range(3)]
     assert len(seen) == 1 and torch.equal(whole[0], whole[2])
@@ -165,19 +162,19 @@ def test_a_backward_takes_what_its_forward_saw(monkeypatch, inductor):
     """
     as_on_a_gpu(monkeypatch)
     found, seen = [], []
-    monkeypatch.setattr(op_backward, "route_of", lambda call: ("kernel", ""))
+    monkeypatch.setattr(op, "route_of", lambda call: ("kernel", ""))
 
     def planned(call, said, mask, *rest):
         both = BothLists.of(mask)
         found.append((known_class(mask), both.by_query.runs, both.by_key))
         return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), []
 
-    monkeypatch.setattr(op_backward, "_by_kernel", planned)
+    monkeypatch.setattr(op, "_by_kernel", planned)
     mask = flexattn.create_block_mask(causal, None, None, 40, 40, "cpu", 16)
     model = inductor.compile(lambda q, k, v, m: flexattn.flex_attention(q, k, v, block_mask=m))
-    look = mask_class.look_at_lists
+    look = mask_lists.look_at_lists
     monkeypatch.setattr(
-        mask_class, "look_at_lists", lambda *given: seen.append(given) or look(*given)
+        mask_lists, "look_at_lists", lambda *given: seen.append(given) or look(*given)
     )
     for _ in range(2):
         q, k, v = (x.requires_grad_() for x in inputs(1, 2, 2, 40, 40, 16))
@@ -333,7 +330,7 @@ def test_a_node_prints_as_one_string_and_back():
     with override(batch_invariant=True):
         assert spec.parsed(text).chosen.batch_invariant
     assert not spec.parsed(text).chosen.batch_invariant
-    assert rules.asked_statistics(Call(None, None, None)) == AuxRequest()
+    assert spec.asked_statistics(Call(None, None, None)) == AuxRequest()
 
 
 def test_the_op_gives_the_statistics_that_it_is_asked():

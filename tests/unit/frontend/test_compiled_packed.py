@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import flexattn
 from bench import training_step
 from flexattn.block_mask.lists import lists_pending
-from flexattn.frontend.compiled import op_backward, spec
+from flexattn.frontend.compiled import op, spec
 from flexattn.frontend.compiled.packed import packed_gradients
 from tests.compiled import as_on_a_gpu, compiling
 from tests.support import inputs
@@ -228,9 +228,9 @@ def test_a_compiled_backward_is_right(monkeypatch, case):
     if case == "block":
         model, *given = bench_s_block(monkeypatch)
         leaf = model.qkv.weight
-    called, run = [], op_backward.attend_backward
+    called, run = [], op.attend_backward
     monkeypatch.setattr(
-        op_backward, "attend_backward", lambda *given: called.append(given[-1]) or run(*given)
+        op, "attend_backward", lambda *given: called.append(given[-1]) or run(*given)
     )
     with compiling(monkeypatch) as found:
         (got,) = torch.autograd.grad(found.compile(model)(*given).square().mean(), leaf)

@@ -12,10 +12,9 @@ from flexattn import explain, flex_attention
 from flexattn.catalogue import causal
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend import attention
-from flexattn.frontend.admission import admit, make_call
 from flexattn.frontend.attention import route_of
-from flexattn.frontend.call import Call
-from flexattn.frontend.compiled import rules
+from flexattn.frontend.call import Call, admit, make_call
+from flexattn.frontend.compiled import spec
 from flexattn.frontend.launch_cache import as_given, call_key, launch_cache, remember
 from flexattn.records.key import key_of
 from tests.problems import problem
@@ -120,7 +119,7 @@ def test_what_no_kernel_drops():
 
 def test_a_compiled_call_breaks_its_graph():
     q, k, v = inputs(1, 2, 2, 8, 8)
-    assert "dropout" in rules.breaks(Call(q, k, v, **P)) and not rules.breaks(Call(q, k, v))
+    assert "dropout" in spec.breaks(Call(q, k, v, **P)) and not spec.breaks(Call(q, k, v))
 
     def attend(q, k, v):
         return flex_attention(q, k, v, **P)

@@ -16,7 +16,7 @@ from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.problem import Shape
-from flexattn.problem.descales import Descales
+from flexattn.problem.inputs import Descales
 from flexattn.records.key import key_of
 from flexattn.reference import Precision, attention
 from flexattn.runtime.launch import prepare_launch

@@ -6,7 +6,7 @@ import torch
 from flexattn import create_block_mask, explain, flex_attention
 from flexattn.catalogue import causal
 from flexattn.errors import ConfigError, InputError
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.problem.checks import check_devices
 

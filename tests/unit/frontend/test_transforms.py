@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from flexattn import explain, flex_attention
 from flexattn.errors import UnsupportedError
-from flexattn.frontend import admission, attention
+from flexattn.frontend import attention, call as calls
 from flexattn.frontend.call import Call
 
 
@@ -86,7 +86,7 @@ def test_a_tangent_is_no_matter_for_kernels(monkeypatch):
         monkeypatch.setattr(attention, "current", lambda: type("On", (), {"interpret": True}))
         found = explain(x, dual, x)
     assert (found.route, found.why) == ("reference", "key has a tangent")
-    seen = admission.make_call(x, x, x, None, None, None, False, False, None, None)
+    seen = calls.make_call(x, x, x, None, None, None, False, False, None, None)
     monkeypatch.setattr(attention, "tangent", lambda named: "query")
     about = {"is_cuda": True, "dtype": x.dtype, "requires_grad": False}
     on_a_gpu = type("Tensor", (), {**about, "device": torch.device("cuda")})()

@@ -12,7 +12,7 @@ from flexattn.catalogue import sliding_window
 from flexattn.integrations import decode_masks
 from flexattn.integrations.decode_masks import FEW_KEYS, shared_mask
 from flexattn.integrations.transformers import attend_transformers, make_mask
-from flexattn.problem.mask_class import known_class
+from flexattn.problem.mask_lists import known_class
 from tests.support import Operations, inputs
 
 LAYER = SimpleNamespace(is_causal=True, training=False)

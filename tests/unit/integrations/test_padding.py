@@ -8,7 +8,7 @@ from flexattn.catalogue import sliding_window
 from flexattn.integrations import decode_masks
 from flexattn.integrations.decode_masks import decoding_mask
 from flexattn.integrations.transformers import make_mask
-from flexattn.problem.mask_class import known_class
+from flexattn.problem.mask_lists import known_class
 from tests.support import Operations
 
 

@@ -11,7 +11,7 @@ from flexattn.catalogue import causal, sliding_window
 from flexattn.integrations import decode_masks
 from flexattn.integrations.decode_masks import not_after
 from flexattn.integrations.transformers import attend_transformers, make_mask
-from flexattn.problem.mask_class import known_class
+from flexattn.problem.mask_lists import known_class
 from tests.support import Operations
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexattn.device import KNOWN, named
-from flexattn.problem.fp32_products import products_for, setting_of
+from flexattn.problem.facts import products_for, setting_of
 
 H200, A100 = named("nvidia-h200").capability, named("nvidia-a100").capability
 

@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import (
 import flexattn
 from flexattn import create_block_mask
 from flexattn.catalogue.masks import causal, sliding_window
-from flexattn.problem import mask_class as module
-from flexattn.problem.mask_class import (
+from flexattn.problem import mask_lists as module
+from flexattn.problem.mask_lists import (
     UNKNOWN,
     keeps_all,
     known_class,

@@ -7,8 +7,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn import create_block_mask
 from flexattn.catalogue.masks import causal, document, sliding_window
-from flexattn.problem.mask_class import look_at_lists, mask_class
-from flexattn.problem.runs import known_runs
+from flexattn.problem.mask_lists import known_runs, look_at_lists, mask_class
 from flexattn.runtime.launch import Lists
 
 

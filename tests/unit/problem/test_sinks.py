@@ -11,9 +11,9 @@ import flexattn
 from flexattn.catalogue import causal
 from flexattn.device import named
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.frontend import admission, attention
+from flexattn.frontend import attention, call as calls
 from flexattn.neuron.family import default_config
-from flexattn.problem.sinks import add_sinks
+from flexattn.problem.inputs import add_sinks
 from flexattn.records.key import key_of
 from flexattn.reference import Precision
 from flexattn.verify.gate import judge
@@ -110,7 +110,7 @@ def test_training_is_torchs_rescaled(monkeypatch, return_lse):
     monkeypatch.setattr("flexattn.frontend.install.torch_flex_attention", lambda: eager)
     q, k, v = (x.requires_grad_() for x in inputs(1, 4, 2, 37, 53))
     logits = sinks(4).requires_grad_()
-    call = admission.make_call(q, k, v, None, None, None, True, return_lse, None, None, logits)
+    call = calls.make_call(q, k, v, None, None, None, True, return_lse, None, None, logits)
     got = attention._torch(call)
     assert (got.lse is not None) == return_lse and got.max_scores is None
     right = column(*(x.double() for x in (q, k, v, logits)))
@@ -123,7 +123,7 @@ def test_training_is_torchs_rescaled(monkeypatch, return_lse):
 
 def test_learned_sinks_alone_want_gradients():
     q, k, v = inputs(1, 2, 2, 5, 7)
-    call = admission.make_call(
+    call = calls.make_call(
         q, k, v, None, None, None, False, False, None, None, sinks(2).requires_grad_()
     )
     assert attention.route_of(call)[0] == "reference"
@@ -152,7 +152,7 @@ def test_what_is_refused(given, words):
 
 def test_no_key_at_all_leaves_the_sink():
     q, k, v = inputs(1, 2, 2, 5, 7)
-    call = admission.make_call(
+    call = calls.make_call(
         q, k[:, :, :0], v[:, :, :0], None, None, None, False, True, None, None, sinks(2)
     )
     for outputs in (attention._empty(call), attention._reference(call)):

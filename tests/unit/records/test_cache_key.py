@@ -14,7 +14,7 @@ from flexattn import create_block_mask
 from flexattn.catalogue.masks import sliding_window
 from flexattn.catalogue.scores import softcap
 from flexattn.device import named
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import make_call
 from flexattn.problem import Layout, Shape
 from flexattn.records.key import SIZES, Key, Sizes, key_of, rounded, sizes_of
 from flexattn.records.store import _NAME

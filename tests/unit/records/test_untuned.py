@@ -11,11 +11,11 @@ import torch
 from flexattn import create_block_mask
 from flexattn.device import INTERPRETER, named
 from flexattn.errors import CacheError
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import make_call
 from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.choose.options import NONE
 from flexattn.mods import bind
-from flexattn.problem.mask_class import DENSITY_STEPS, IMBALANCE_STEPS, UNKNOWN
+from flexattn.problem.mask_lists import DENSITY_STEPS, IMBALANCE_STEPS, UNKNOWN
 from flexattn.records import untuned
 from flexattn.records.key import key_of
 from flexattn.records.untuned import bound_of, note, read_untuned, untuned_path

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flexattn.problem.dropout import Dropout
+from flexattn.problem.inputs import Dropout
 from flexattn.reference.dropout import dropout_numbers, kept_weights, philox4x32
 
 WORD = 2**32 - 1

@@ -8,8 +8,7 @@ import pytest
 
 from flexattn.device import named
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
-from flexattn.runtime.machine_code import sections
-from flexattn.runtime.resources import Resources
+from flexattn.runtime.resources import Resources, sections
 from flexattn.settings import override
 from flexattn.tune.builds import BuiltConfig, build_all, twins, unfit
 from flexattn.tune.pool import Pool

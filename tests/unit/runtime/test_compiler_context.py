@@ -5,7 +5,7 @@ import gc
 import pytest
 from triton import knobs
 
-from flexattn.runtime.compiler_context import source_lines, without_collections, without_dumps
+from flexattn.runtime.codecache import source_lines, without_collections, without_dumps
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from flexattn.runtime import counters
-from flexattn.runtime.counters import counter
+from flexattn.runtime import launch
+from flexattn.runtime.launch import counter
 
 CPU = torch.device("cpu")
 
@@ -13,11 +13,11 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(counters, "_left", counters._Left())
+    monkeypatch.setattr(launch, "_left", launch._Left())
 
 
 def test_no_two_launches_have_the_same():
-    found = [counter(CPU, 0) for _ in range(2 * counters._MADE + 3)]
+    found = [counter(CPU, 0) for _ in range(2 * launch._MADE + 3)]
     assert all(each.shape == (1,) and each.dtype == torch.int32 for each in found)
     assert len({each.data_ptr() for each in found}) == len(found)
     for each in found:
@@ -36,7 +36,7 @@ def test_a_captured_launch_makes_its_zero(monkeypatch):
 def test_other_streams_keep_nothing(stream):
     """torch.compile warms its graphs up on a stream whose memory is the graph's."""
     assert counter(CPU, stream).untyped_storage().nbytes() == 4
-    assert not counters._left.on
+    assert not launch._left.on
 
 
 def test_what_a_transform_makes_is_not_kept():
@@ -46,5 +46,5 @@ def test_what_a_transform_makes_is_not_kept():
     with pytest.raises(RuntimeError):
         torch.func.grad(lambda x: (counter(CPU, 0), x.sum())[1])(torch.ones(3))
     torch.func.functionalize(lambda x: (counter(CPU, 0), x + 1)[1])(torch.ones(3))
-    assert not counters._left.on
-    assert int(counter(CPU, 0)) == 0 and counters._left.on
+    assert not launch._left.on
+    assert int(counter(CPU, 0)) == 0 and launch._left.on

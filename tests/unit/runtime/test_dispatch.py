@@ -12,7 +12,7 @@ import torch
 from flexattn import create_block_mask
 from flexattn.catalogue import causal
 from flexattn.device import named
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import make_call
 from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.choose.options import NONE, Options, parse
 from flexattn.kernels.triton.config import DecodeConfig

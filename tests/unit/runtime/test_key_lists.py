@@ -11,8 +11,7 @@ from flexattn.block_mask.lists import lazy_mask
 from flexattn.catalogue import causal
 from flexattn.frontend.compiled import op
 from flexattn.frontend.compiled.op import remember_by_key, remember_look
-from flexattn.problem.dense_blocks import dense_blocks
-from flexattn.problem.mask_class import mask_class
+from flexattn.problem.mask_lists import dense_blocks, mask_class
 from flexattn.runtime import key_lists
 from flexattn.runtime.key_lists import BothLists, has_more_rows
 

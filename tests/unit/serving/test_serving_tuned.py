@@ -21,8 +21,8 @@ from flexattn.records.layers import find
 from flexattn.records.record import Decision, Gated, Policy, Record, Trial
 from flexattn.records.store import Store
 from flexattn.runtime import dispatch
-from flexattn.serving.batch import batch_lengths
 from flexattn.serving.kernels import plan_candidates
+from flexattn.serving.verified import batch_lengths
 from flexattn.settings import current, override
 from flexattn.tune.builds import orders_for
 from flexattn.tune.subject import subject_of

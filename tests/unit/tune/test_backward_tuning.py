@@ -11,7 +11,7 @@ from flexattn.catalogue import causal, relative_bias
 from flexattn.cli.app import app
 from flexattn.device import named
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import make_call
 from flexattn.frontend.gradients import choice_of
 from flexattn.kernels.choose.defaults import space
 from flexattn.kernels.choose.options import NONE

@@ -13,7 +13,7 @@ from flexattn.catalogue import sliding_window, softcap
 from flexattn.device import INTERPRETER, named
 from flexattn.errors import InputError
 from flexattn.frontend import plan
-from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import make_call
 from flexattn.mods.bind import clear
 from flexattn.problem import Shape
 from flexattn.records.key import key_of

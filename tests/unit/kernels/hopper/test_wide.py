@@ -14,7 +14,7 @@ from flexattn.kernels.choose.defaults import default, space
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.hopper.merge_consumers import REGISTERS
 from flexattn.mods import bind
-from flexattn.problem.mask_class import mask_class
+from flexattn.problem.mask_lists import mask_class
 from flexattn.reference import Precision, attention
 from flexattn.runtime.launch import Lists, prepare_launch
 from tests.emulated_prefill import Emulated

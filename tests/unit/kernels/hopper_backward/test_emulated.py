@@ -18,9 +18,9 @@ from flexattn.kernels.hopper_backward.arguments import flags_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.tiles import at_sizes
 from flexattn.mods import bind as bound
-from flexattn.problem.dropout import Dropout
+from flexattn.problem.inputs import Dropout
 from flexattn.reference import attention
-from flexattn.runtime import backward, decay_blocks
+from flexattn.runtime import backward, decay_skip
 from flexattn.runtime.dispatch import Candidate
 from flexattn.runtime.key_lists import BothLists
 from tests.emulated_gluon import run
@@ -161,12 +161,12 @@ def gradients(
     def build(source, *_):
         return Emulated(source, config, width, seen)
 
-    for each in (backward, decay_blocks):
+    for each in (backward, decay_skip):
         monkeypatch.setattr(each, "builder", lambda: SimpleNamespace(kernel=build))
     windows = SimpleNamespace(empty=lambda device: None, run=lambda given, stream: None)
-    monkeypatch.setattr(decay_blocks, "pays", lambda problem: tiles is not None)
-    monkeypatch.setattr(decay_blocks, "LEAST_BACKWARD_KEYS", 0)
-    monkeypatch.setattr(decay_blocks.DecaySkip, "of", lambda *_: windows)
+    monkeypatch.setattr(decay_skip, "pays", lambda problem: tiles is not None)
+    monkeypatch.setattr(decay_skip, "LEAST_BACKWARD_KEYS", 0)
+    monkeypatch.setattr(decay_skip.DecaySkip, "of", lambda *_: windows)
     out, lse, _ = attention(
         q, k, v, score_mod=score_mod, block_mask=mask, scale=0.1, dropout=dropout
     )

@@ -8,7 +8,7 @@ import torch
 from flexattn.kernels.paged_decode.reads import AHEAD, prefetched
 from flexattn.mods import bind
 from flexattn.problem import captures_of
-from flexattn.serving.request import KV_DTYPES
+from flexattn.serving.kernels import KV_DTYPES
 
 VIEWS = {
     "a row": torch.zeros(40),

@@ -1,11 +1,55 @@
-"""Dropout: how many of a call's weights are dropped, and the seed that says which."""
+"""What a call may have beside q, k and v: sinks, factors of each head, and dropout."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of attention without sinks [Hq] as they are with them.
+
+    out [B, Hq, L, Ev] keeps its dtype; lse [B, Hq, L] is in natural log. A row without a key,
+    whose lse is -inf, keeps its zeros and gets its sink as lse. Exact but for rounding, and
+    differentiable in all three: exp(lse) / (exp(lse) + exp(sink)) is sigmoid(lse - sink).
+    """
+    sink = sinks.to(lse.dtype)[:, None]
+    empty = lse == -math.inf
+    # A finite number where there is no key: the gradient of what `where` drops would be NaN.
+    some = torch.where(empty, 0.0, lse)
+    keep = torch.sigmoid(some - sink)
+    total = torch.where(empty, sink, torch.logaddexp(some, sink))
+    return (out * keep[..., None]).to(out.dtype), total
+
+
+class Descales(NamedTuple):
+    """Factors fp32, q [B, Hq], k and v [B or 1, Hkv]; None stands for ones."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+    def strides(self) -> dict[str, int]:
+        """Between batches and heads, 0 where there is one of them, by kernels' names for them."""
+        found = {}
+        for name, x in zip(self._fields, self, strict=True):
+            sizes = (1, 1) if x is None else x.shape
+            steps = (0, 0) if x is None else x.stride()
+            for axis, n, step in zip("bh", sizes, steps, strict=True):
+                found[f"{name}_descale_{axis}"] = 0 if n == 1 else step
+        return found
+
+
+NO_DESCALES = Descales()
+
+
+def descaled(x: Tensor, descale: Tensor | None) -> Tensor:
+    """x [B, H, S, D] times its head's factor."""
+    return x if descale is None else x * descale.to(x.dtype)[..., None, None]
+
 
 # Each weight has 15 random bits: dropout_p is rounded to a multiple of 2^-15.
 RANDOM_NUMBERS = 2**15
