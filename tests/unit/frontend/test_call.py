@@ -176,7 +176,7 @@ def test_each_rule_is_asked_once(way, prepared, monkeypatch):
 
 
 # From a call's entry down to what all of them share.
-ORDER = ("explain", "attention", "plan", "launch_cache", "admission", "call")
+ORDER = ("explain", "attention", "plan", "launch_cache", "call")
 
 
 @pytest.mark.parametrize("name", ORDER)
