@@ -4,10 +4,9 @@ Each family states its own, once, as Python that a person wrote: a ConfigCase, w
 the numbers that follow from a config, a structure and a device, and rules over it. A call asks
 them in microseconds.
 
-The same properties and rules accept an _Unknown for one number: they then compute an expression of
-it, and where Python asks whether a comparison holds, both answers are followed. So what a config
-takes is known as a formula, and where the rules hold as a condition. `explain` tells both. No call
-asks: to import sympy takes long.
+The same properties accept a _Traced for one number: they then compute an expression of it beside
+the number. So what a config takes is known as a formula, which `explain` tells with the largest
+number that breaks no rule. No call asks: to import sympy takes long.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from math import floor
 from typing import Any, Generic, Protocol, TypeVar
 
 from flexattn.errors import ConfigError
@@ -144,72 +144,47 @@ class Room:
         )
 
 
-class _Unknown:
-    """A number that is not known: an expression, and who decides whether its comparisons hold."""
+class _Traced:
+    """A number, and the expression of sympy that makes it of the one that is asked for.
 
-    def __init__(self, value: Any, decide: Callable[[Any], bool]) -> None:
-        self.value, self.decide = value, decide
+    Arithmetic goes on with both; the number alone says whether a comparison holds.
+    """
+
+    def __init__(self, number: Any, made: Any) -> None:
+        self.number, self.made = number, made
 
     __hash__ = object.__hash__
 
-    def __floor__(self) -> _Unknown:
+    def __floor__(self) -> _Traced:
         import sympy
 
-        return _Unknown(sympy.floor(self.value), self.decide)
-
-    def __eq__(self, other: object) -> bool:
-        import sympy
-
-        return self.decide(sympy.Eq(self.value, _plain(other)))
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+        return _Traced(floor(self.number), sympy.floor(self.made))
 
 
-def _plain(number: Any) -> Any:
-    return number.value if isinstance(number, _Unknown) else number
+def _number(value: Any) -> Any:
+    return value.number if isinstance(value, _Traced) else value
 
 
-def _computed(compute: Callable[[Any, Any], Any], turned: bool) -> Callable[[_Unknown, Any], Any]:
-    def method(self: _Unknown, other: Any) -> _Unknown:
-        one, two = self.value, _plain(other)
-        return _Unknown(compute(two, one) if turned else compute(one, two), self.decide)
-
-    return method
+def _made(value: Any) -> Any:
+    return value.made if isinstance(value, _Traced) else value
 
 
-def _compared(compare: Callable[[Any, Any], Any]) -> Callable[[_Unknown, Any], bool]:
-    return lambda self, other: self.decide(compare(self.value, _plain(other)))
+def _computed(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], _Traced]:
+    return lambda one, two: _Traced(
+        compute(_number(one), _number(two)), compute(_made(one), _made(two))
+    )
+
+
+def _compared(compare: Callable[[Any, Any], Any]) -> Callable[[_Traced, Any], bool]:
+    return lambda one, two: bool(compare(one.number, _number(two)))
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod"):
-    setattr(_Unknown, f"__{_name}__", _computed(getattr(operator, _name), turned=False))
-    setattr(_Unknown, f"__r{_name}__", _computed(getattr(operator, _name), turned=True))
-for _name in ("lt", "le", "gt", "ge"):
-    setattr(_Unknown, f"__{_name}__", _compared(getattr(operator, _name)))
-
-
-def _followed(ask: Callable[[_Unknown], _T], symbol: Any) -> Iterator[tuple[Any, _T]]:
-    """The results of a function of an unknown number, each with its condition."""
-    import sympy
-
-    waiting: list[tuple[bool, ...]] = [()]
-    while waiting:
-        begun = waiting.pop()
-        held: list[tuple[Any, bool]] = []
-
-        def decide(relation: Any, begun: Any = begun, held: Any = held) -> bool:
-            if relation in (sympy.true, sympy.false):
-                return bool(relation)
-            known = len(held) < len(begun)
-            truth: bool = begun[len(held)] if known else True
-            if not known:
-                waiting.append((*(each for _, each in held), False))
-            held.append((relation, truth))
-            return truth
-
-        answer = ask(_Unknown(symbol, decide))
-        yield sympy.And(*(each if truth else sympy.Not(each) for each, truth in held)), answer
+    _method = _computed(getattr(operator, _name))
+    setattr(_Traced, f"__{_name}__", _method)
+    setattr(_Traced, f"__r{_name}__", lambda two, one, made=_method: made(one, two))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(_Traced, f"__{_name}__", _compared(getattr(operator, _name)))
 
 
 def rooms(limits: Limits[Any], config: Any, structure: Any, device: Any) -> tuple[Room, ...]:
@@ -222,19 +197,11 @@ def rooms(limits: Limits[Any], config: Any, structure: Any, device: Any) -> tupl
 def _room(limits: Limits[Any], case: Any, name: str) -> Room:
     import sympy
 
-    symbol, value = sympy.Symbol(name, integer=True, positive=True), getattr(case.config, name)
+    def of(number: Any) -> Any:
+        return replace(case, config=replace(case.config, **{name: number}))
 
-    def ask(unknown: _Unknown) -> Any:
-        asked = replace(case, config=replace(case.config, **{name: unknown}))
-        holds = all(rule.holds(asked) for rule in (*limits.shape, *limits.fit))
-        return _plain(asked.shared_memory) if holds else None
-
-    able = [(where, memory) for where, memory in _followed(ask, symbol) if memory is not None]
-    found = {
-        each: memory
-        for where, memory in able
-        for each in {*ASKED[name], value}
-        if where.subs(symbol, each) == sympy.true
-    }
-    formula = str(sympy.expand(found[value]))
-    return Room(name, value, max(found), formula, case.device.shared_memory)
+    value = getattr(case.config, name)
+    largest = max(each for each in {*ASKED[name], value} if not limits.broken(of(each)))
+    symbol = sympy.Symbol(name, integer=True, positive=True)
+    taken = _made(of(_Traced(value, symbol)).shared_memory)
+    return Room(name, value, largest, str(sympy.expand(taken)), case.device.shared_memory)
