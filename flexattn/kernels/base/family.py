@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -67,12 +67,14 @@ class KernelFamily(ABC, Generic[_C]):
     def defaults(self, problem: Problem, device: Device) -> Iterator[_C]:
         """Configs to start from, best first, cut to the mask's blocks; not all of them can run."""
 
+    def can_run(self, problem: Problem, device: Device) -> Callable[[_C], bool]:
+        """Whether a config breaks no rule for a problem on a device, as a function of it."""
+        violated, structure = self.limits.violated, problem.structure
+        return lambda config: not violated(config, structure, device)
+
     def able(self, problem: Problem, device: Device) -> Iterator[_C]:
         """Those of its defaults that can run, in their order."""
-        violated, structure = self.limits.violated, problem.structure
-        yield from (
-            c for c in self.defaults(problem, device) if not violated(c, structure, device)
-        )
+        return filter(self.can_run(problem, device), self.defaults(problem, device))
 
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[_C]:
         """Configs of all kernels that come first at other sizes, where that is more than one.

@@ -68,9 +68,7 @@ def _expected_faster(
     """The first config of a family that models expect to gain over that of the first family."""
     firsts = []
     for family, configs in every.items():
-        violated = family.limits.violated
-        able = (each for each in configs if not violated(each, problem.structure, device))
-        firsts.append((family, next(able, None)))
+        firsts.append((family, next(filter(family.can_run(problem, device), configs), None)))
 
     def expected(first: tuple[KernelFamily[Any], Any]) -> Estimate | None:
         family, config = first
@@ -163,11 +161,8 @@ def survey(problem: Problem, device: Device, effort: Effort = "full") -> Survey:
 
 def _starts(problem: Problem, device: Device) -> Iterator[Config]:
     """The first config of each family that can run."""
-    structure = problem.structure
-    for family in families(structure.kind, device):
-        violated = family.limits.violated
-        known = family.defaults(problem, device)
-        yield from islice((c for c in known if not violated(c, structure, device)), 1)
+    for family in families(problem.structure.kind, device):
+        yield from islice(family.able(problem, device), 1)
 
 
 def _tile(config: Config) -> Config:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -12,9 +12,7 @@ from flexattn.device import Device, is_rdna
 from flexattn.errors import ConfigError
 from flexattn.kernels.base import features
 from flexattn.kernels.base.config import power_above, turned
-from flexattn.kernels.base.estimate import best_first
 from flexattn.kernels.base.features import fp32_products
-from flexattn.kernels.triton import cost
 from flexattn.kernels.triton.config import (
     DecodeConfig,
     PrefillConfig,
@@ -33,25 +31,8 @@ from flexattn.problem import DENSE, INDEX_RANGES, Problem, Structure
 MANY_BY_KEY = 8
 
 
-def prefill_defaults(
-    problem: Problem, device: Device, can_run: Callable[[PrefillConfig], bool]
-) -> Iterator[PrefillConfig]:
-    """Prefill configs, best first; not all of them can run.
-
-    On Hopper another tile comes first where it is expected to be faster: of short prompts, to
-    which the model was fitted in each tile, by however little.
-    """
-    rules = list(prefill_rules(problem, device))
-    first = next(filter(can_run, rules), None)
-    others = () if first is None or not device.has_wgmma else cost.other_tiles(first)
-    yield from best_first(
-        rules, others, lambda config: cost.expected_prefill(problem, config, device), can_run,
-        margin=cost.margin(problem),
-    )  # fmt: skip
-
-
 def prefill_rules(problem: Problem, device: Device) -> Iterator[PrefillConfig]:
-    """The same by head dimensions and mods alone."""
+    """Prefill configs by head dimensions and mods alone, best first; not all of them can run."""
     structure = problem.structure
     order = _order(structure)
     for each in _prefill(structure, device):
@@ -59,25 +40,11 @@ def prefill_rules(problem: Problem, device: Device) -> Iterator[PrefillConfig]:
         yield fit_to_mask(config, structure)
 
 
-def decode_defaults(
-    problem: Problem, device: Device, can_run: Callable[[DecodeConfig], bool]
-) -> Iterator[DecodeConfig]:
-    """Decode configs, best first; q_len decides between two heights of tiles.
-
-    Where the model of an H200 expects another number of splits to gain, it is the first one's:
-    kernels do not depend on it.
-    """
-    rules = list(decode_rules(problem, device))
-    first = next(filter(can_run, rules), None)
-    fitted = first is not None and device.has_wgmma
-    others = cost.other_splits(problem, first, device) if first is not None and fitted else ()
-    yield from best_first(
-        rules, others, lambda config: cost.expected_decode(problem, config, device), can_run
-    )
-
-
 def decode_rules(problem: Problem, device: Device) -> Iterator[DecodeConfig]:
-    """The same by head dimensions, rows and shared memory alone; splits fill the SMs once."""
+    """Decode configs by head dimensions, rows and shared memory alone, best first.
+
+    q_len decides between two heights of tiles. Splits fill the SMs once.
+    """
     structure = problem.structure
     for each in _decode(problem, max(structure.head_dim_qk, structure.head_dim_v), device):
         yield fit_to_mask(for_device(each, device), structure)

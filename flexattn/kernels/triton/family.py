@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Geometry, Language, at_rest, words
-from flexattn.kernels.base.estimate import Estimate
+from flexattn.kernels.base.estimate import ESTIMATE_MARGIN, Estimate, best_first
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.limits import Limits
 from flexattn.kernels.base.source import UNFUSED, Source, hinted
@@ -25,10 +25,9 @@ from flexattn.kernels.triton.config import (
 )
 from flexattn.kernels.triton.defaults import (
     decode_axes,
-    decode_defaults,
+    decode_rules,
     invariant_config,
     prefill_axes,
-    prefill_defaults,
     prefill_rules,
 )
 from flexattn.kernels.triton.limits import LIMITS, ConfigCase
@@ -44,13 +43,29 @@ class _Family(KernelFamily[TritonConfigT]):
     language: Language = "triton"
     limits: Limits[ConfigCase] = LIMITS
 
-    def can_run(self, problem: Problem, device: Device) -> Callable[[TritonConfigT], bool]:
-        """Whether a config breaks no rule for a problem on a device, as a function of it."""
-        violated = self.limits.violated
-        return lambda config: not violated(config, problem.structure, device)
+    def _modelled(
+        self,
+        rules: Iterable[TritonConfigT],
+        others: Callable[[TritonConfigT], Iterable[TritonConfigT]],
+        problem: Problem,
+        device: Device,
+        margin: float = ESTIMATE_MARGIN,
+    ) -> Iterator[TritonConfigT]:
+        """The rules' configs; on Hopper, before them, another that is expected to be faster.
 
-    def fit_to_mask(self, config: TritonConfigT, structure: Structure) -> TritonConfigT:
-        return fit_to_mask(config, structure)
+        others: of the rules' first that can run. margin: what another must be expected to gain.
+        """
+        kept, can_run = list(rules), self.can_run(problem, device)
+        first = next(filter(can_run, kept), None) if device.has_wgmma else None
+        return best_first(
+            kept,
+            () if first is None else others(first),
+            lambda config: self.expected(problem, config, device),
+            can_run,
+            margin,
+        )
+
+    fit_to_mask = staticmethod(fit_to_mask)
 
     def render(
         self, structure: Structure, config: TritonConfigT, device: Device, title: str
@@ -68,7 +83,8 @@ class _Prefill(_Family[PrefillConfig]):
     kind: Kind = "prefill"
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[PrefillConfig]:
-        return prefill_defaults(problem, device, self.can_run(problem, device))
+        rules, margin = prefill_rules(problem, device), cost.margin(problem)
+        return self._modelled(rules, cost.other_tiles, problem, device, margin)
 
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[PrefillConfig]:
         """What may come before Hopper's template, or first where that is not there."""
@@ -84,8 +100,7 @@ class _Prefill(_Family[PrefillConfig]):
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[PrefillConfig]:
         return prefill_axes(problem, device, effort == "exhaustive")
 
-    def invariant(self, problem: Problem, device: Device) -> PrefillConfig:
-        return invariant_config(problem, device)
+    invariant = staticmethod(invariant_config)
 
     def tile(self, config: PrefillConfig) -> PrefillConfig:
         return replace(at_rest(config), order="last")
@@ -119,7 +134,13 @@ class _Decode(_Family[DecodeConfig]):
     kind: Kind = "decode"
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[DecodeConfig]:
-        return decode_defaults(problem, device, self.can_run(problem, device))
+        """Before the rules' configs another number of splits: kernels do not depend on it."""
+        return self._modelled(
+            decode_rules(problem, device),
+            lambda first: cost.other_splits(problem, first, device),
+            problem,
+            device,
+        )
 
     def expected(self, problem: Problem, config: DecodeConfig, device: Device) -> Estimate | None:
         return cost.expected_decode(problem, config, device) if device.has_wgmma else None
@@ -139,8 +160,7 @@ class _Decode(_Family[DecodeConfig]):
         splits: dict[str, int | bool | str] = {"SPLIT_KV": config.num_splits}
         return super().options_of(config) | (splits if config.num_splits else {})
 
-    def grid(self, problem: Problem, config: DecodeConfig, device: Device) -> Geometry:
-        return decode_grid(problem, config, device)
+    grid = staticmethod(decode_grid)
 
     def at_sizes(
         self, config: DecodeConfig, measured: Problem, problem: Problem, device: Device
@@ -153,8 +173,7 @@ class _Decode(_Family[DecodeConfig]):
         # Nothing is launched where there is no row.
         return replace(config, num_splits=max(1, round(programs / max(1, single))))
 
-    def combine(self, structure: Structure, device: Device) -> Source | None:
-        return render_combine(structure, device)
+    combine = staticmethod(render_combine)
 
     def bind(self, problem: Problem, config: DecodeConfig, grid: Geometry) -> dict[str, Any]:
         rows = problem.B * problem.Hq * problem.q_len

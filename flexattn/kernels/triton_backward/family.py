@@ -13,7 +13,6 @@ from flexattn.kernels.base.config import Geometry, Language, padded, pieces, tur
 from flexattn.kernels.base.family import Around, Effort, KernelFamily
 from flexattn.kernels.base.features import fp32_products, tma_layout
 from flexattn.kernels.base.limits import Limits, Rule, is_power_of_two
-from flexattn.kernels.base.source import Source
 from flexattn.kernels.printers.gradient_printer import adds_along_diagonals
 from flexattn.kernels.triton_backward.config import (
     BackwardConfig,
@@ -259,8 +258,7 @@ class _Backward(KernelFamily[BackwardConfig]):
         for each in every:
             yield from turned(fit_to_mask(each, problem.structure), problem.structure)
 
-    def fit_to_mask(self, config: BackwardConfig, structure: Structure) -> BackwardConfig:
-        return fit_to_mask(config, structure)
+    fit_to_mask = staticmethod(fit_to_mask)
 
     def options_of(self, config: BackwardConfig) -> dict[str, int | bool | str]:
         names = (*dict(config.tiles), "num_warps", "num_stages")
@@ -269,10 +267,7 @@ class _Backward(KernelFamily[BackwardConfig]):
     def grid(self, problem: Problem, config: BackwardConfig, device: Device) -> Geometry:
         return backward_grid(problem, config)
 
-    def render(
-        self, structure: Structure, config: BackwardConfig, device: Device, title: str
-    ) -> Source:
-        return render(structure, config, device, title)
+    render = staticmethod(render)
 
     def bind(self, problem: Problem, config: BackwardConfig, grid: Geometry) -> dict[str, Any]:
         return sizes_of_launch(problem, config)
