@@ -160,6 +160,11 @@ class Structure:
     fp32_products: Fp32Products = "ieee"
 
     @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of q and k, and of v."""
+        return self.head_dim_qk, self.head_dim_v
+
+    @property
     def far(self) -> bool:
         """Whether scores can be so far from 0 that base 2 needs care: printers/spelling.py."""
         return self.score is not None and reaches_end(self.score.mod.expr)

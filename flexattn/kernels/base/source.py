@@ -21,22 +21,6 @@ from flexattn.problem import Captures, Structure
 # what stands around them.
 UNFUSED = (("enable_fp_fusion", False),)
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
-_HELPERS = (
-    "fast_tanh",
-    "short_tanh",
-    "sign",
-    "sigmoid",
-    "floor_div_int",
-    "floor_mod_int",
-    "fast_div",
-    "fast_floor_div",
-    "fast_trunc_div",
-    "floor_div_float",
-    "shift_left",
-    "shift_right",
-    "floor_mod_float",
-    "trunc_mod_float",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,20 +150,22 @@ def mod_context(
     printed: Iterable[tuple[str, ...]], device: Device, dialect: Dialect = TRITON
 ) -> dict[str, object]:
     """What a template needs to know of the statements it holds: helpers and imports."""
-    lines = [line for each in printed for line in each]
-    # `tl.sigmoid(` calls no helper.
-    called = [each for each in _HELPERS if re.search(rf"(?<![.\w]){each}\(", "\n".join(lines))]
-    math = any("libdevice." in line for line in lines) or any("_float" in n for n in called)
-    interpreted = device.backend == "interpreter"
+    called = "\n".join(line for each in printed for line in each)
+    helpers = ""
+    every = render_template("base/helpers.jinja", {"dialect": dialect})
+    for function in reversed(every.strip().split("\n\n\n")):
+        name = function[function.index("def ") + 4 : function.index("(")]
+        # `tl.sigmoid(` calls no helper.
+        if re.search(rf"(?<![.\w]){name}\(", called):
+            called, helpers = called + function, f"\n\n{function.rstrip()}\n{helpers}"
     origin = (
         "flexattn.kernels.printers import interpreted_math as"
-        if interpreted
-        else ("triton.language.extra import")
+        if device.backend == "interpreter"
+        else "triton.language.extra import"
     )
-    helpers = render_template("base/helpers.jinja", {"used": called, "dialect": dialect})
     return {
         "helpers": helpers,
-        "libdevice_import": f"from {origin} libdevice" if math else "",
+        "libdevice_import": f"from {origin} libdevice" if "libdevice." in called else "",
     }
 
 

@@ -77,7 +77,7 @@ def is_modelled(structure: Structure) -> bool:
     reads = loads_by_key(structure) or loads_tiles(structure)
     if structure.dropout or not structure.layout.aligned:
         return False
-    dims = structure.head_dim_qk, structure.head_dim_v
+    dims = structure.head_dims
     narrow = min(dims) >= _NARROWEST and max(dims) <= _WIDEST
     plain = structure.itemsize == 2 and not structure.kv_dtype and structure.score is None
     return narrow and plain and not reads

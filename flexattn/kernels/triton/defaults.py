@@ -46,12 +46,12 @@ def decode_rules(problem: Problem, device: Device) -> Iterator[DecodeConfig]:
     q_len decides between two heights of tiles. Splits fill the SMs once.
     """
     structure = problem.structure
-    for each in _decode(problem, max(structure.head_dim_qk, structure.head_dim_v), device):
+    for each in _decode(problem, max(structure.head_dims), device):
         yield fit_to_mask(for_device(each, device), structure)
 
 
 def _prefill(structure: Structure, device: Device) -> Iterator[PrefillConfig]:
-    widest = max(structure.head_dim_qk, structure.head_dim_v)
+    widest = max(structure.head_dims)
     products = features.fp32_products(structure)
     if products == "bf16x6":
         yield from of_parts(widest, device)
@@ -227,7 +227,7 @@ def invariant_config(problem: Problem, device: Device) -> PrefillConfig:
 
 
 def _tiles(structure: Structure, device: Device) -> Iterator[PrefillConfig]:
-    widest = max(structure.head_dim_qk, structure.head_dim_v)
+    widest = max(structure.head_dims)
     products = fp32_products(structure)
     if products == "bf16x6":
         yield from of_parts(widest, device)

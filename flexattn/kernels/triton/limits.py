@@ -215,8 +215,18 @@ def case_of(
     return ConfigCase(config, structure, limited(device, config))
 
 
-def _is_tile(size: int) -> bool:
-    return size >= 16 and POWER % size == 0
+def _power_of_two(name: str) -> Rule[ConfigCase]:
+    def holds(c: ConfigCase) -> bool:
+        size = getattr(c.config, name)
+        return bool(size >= 16 and POWER % size == 0)
+
+    says = f"{name}={{c.config.{name}}} is not a power of two of at least 16"
+    return Rule("power of two", says, holds)
+
+
+def _tma_reads(dim: str) -> Rule[ConfigCase]:
+    says = f"use_tma: head dimension {{c.structure.{dim}}} is not one tile of at most 256"
+    return Rule("tma", says, lambda c: not c.use_tma or _one_tile(getattr(c.structure, dim)))
 
 
 def _known_hints(c: ConfigCase) -> bool:
@@ -246,16 +256,7 @@ LIMITS: Limits[ConfigCase] = Limits(
             "the compiler for {c.device.arch} does not know the hints of {config}",
             _known_hints,
         ),
-        Rule(
-            "power of two",
-            "BLOCK_M={c.config.BLOCK_M} is not a power of two of at least 16",
-            lambda c: _is_tile(c.config.BLOCK_M),
-        ),
-        Rule(
-            "power of two",
-            "BLOCK_N={c.config.BLOCK_N} is not a power of two of at least 16",
-            lambda c: _is_tile(c.config.BLOCK_N),
-        ),
+        *map(_power_of_two, ("BLOCK_M", "BLOCK_N")),
         Rule(
             "warps",
             "num_warps={c.config.num_warps} is not one of 1, 2, 4, 8, 16",
@@ -316,16 +317,7 @@ LIMITS: Limits[ConfigCase] = Limits(
             "use_tma: q, k, v must have inner stride 1, the rest multiples of 16 bytes",
             lambda c: not c.use_tma or features.tma_layout(c.structure),
         ),
-        Rule(
-            "tma",
-            "use_tma: head dimension {c.structure.head_dim_qk} is not one tile of at most 256",
-            lambda c: not c.use_tma or _one_tile(c.structure.head_dim_qk),
-        ),
-        Rule(
-            "tma",
-            "use_tma: head dimension {c.structure.head_dim_v} is not one tile of at most 256",
-            lambda c: not c.use_tma or _one_tile(c.structure.head_dim_v),
-        ),
+        *map(_tma_reads, ("head_dim_qk", "head_dim_v")),
         Rule(
             "shared memory",
             "shared memory: about {c.shared_memory} bytes, {c.device.name} has "
@@ -371,8 +363,7 @@ LIMITS: Limits[ConfigCase] = Limits(
                 or c.use_tma
                 or not c.device.has_tma
                 or not features.tma_layout(c.structure)
-                or not _one_tile(c.structure.head_dim_qk)
-                or not _one_tile(c.structure.head_dim_v)
+                or not all(map(_one_tile, c.structure.head_dims))
             ),
         ),
     ),

@@ -45,7 +45,7 @@ def prefill_arguments(structure: Structure, config: PrefillConfig) -> tuple[Argu
     """Arguments of the prefill kernel, in order."""
     if not config.use_tma:
         return attention_arguments(structure, config)
-    qk, v = (pieces(dim)[0][1] for dim in (structure.head_dim_qk, structure.head_dim_v))
+    qk, v = (pieces(dim)[0][1] for dim in structure.head_dims)
     tiles = (("Q", config.BLOCK_M, qk), ("K", config.BLOCK_N, qk), ("V", config.BLOCK_N, v))
     described = (descriptor(x, structure.dtype_of(x.lower()), *tile) for x, *tile in tiles)
     return attention_arguments(structure, config, dict(described))

@@ -22,7 +22,7 @@ def _loads_for_keys(structure: Structure) -> bool:
 
 def serialises(structure: Structure) -> bool:
     """Whether ptxas was seen to serialise the products of such a structure, unguarded."""
-    return max(structure.head_dim_qk, structure.head_dim_v) > 128 or _loads_for_keys(structure)
+    return max(structure.head_dims) > 128 or _loads_for_keys(structure)
 
 
 @dataclass(frozen=True, slots=True)

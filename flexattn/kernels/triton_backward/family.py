@@ -59,8 +59,7 @@ class ConfigCase:
         """Whether the copy engine reads the tiles: of one tile a head dimension, and rows of the
         output of whole 16 bytes.
         """
-        dims = self.structure.head_dim_qk, self.structure.head_dim_v
-        one = all(len(pieces(dim)) == 1 for dim in dims)
+        one = all(len(pieces(dim)) == 1 for dim in self.structure.head_dims)
         aligned = self.structure.head_dim_v * self.structure.itemsize % 16 == 0
         return self.device.has_tma and tma_layout(self.structure) and one and aligned
 
@@ -207,7 +206,7 @@ _SMALLEST = (BackwardConfig(16, 16, 16, 16, 4, 1), BackwardConfig(16, 16, 16, 16
 def defaults(problem: Problem, device: Device) -> Iterator[BackwardConfig]:
     """Configs by preference, the smallest tiles last."""
     structure = problem.structure
-    widest = max(structure.head_dim_qk, structure.head_dim_v)
+    widest = max(structure.head_dims)
     if (products := fp32_products(structure)) == "bf16x6":
         yield _PARTS[widest > 64]
         yield from _SMALLEST

@@ -86,7 +86,7 @@ def _tiles(structure: Structure, config: BackwardConfig) -> list[tuple[str, str]
     """Descriptors of what is walked, and their types."""
     if not config.use_tma:
         return []
-    qk, v = (pieces(dim)[0][1] for dim in (structure.head_dim_qk, structure.head_dim_v))
+    qk, v = (pieces(dim)[0][1] for dim in structure.head_dims)
     rows, keys, dtype = config.BLOCK_M1, config.BLOCK_N2, structure.dtype
     sizes = {"Q": (rows, qk), "DO": (rows, v), "K": (keys, qk), "V": (keys, v)}
     return [descriptor(f"{name}_TILES", dtype, *size) for name, size in sizes.items()]
