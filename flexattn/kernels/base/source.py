@@ -11,8 +11,10 @@ from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.config import Language, pieces
 from flexattn.kernels.base.environment import render_template, template_hash
-from flexattn.kernels.printers.spelling import TRITON, Dialect
+from flexattn.kernels.base.features import fp32_products
+from flexattn.kernels.printers.spelling import TRITON, Dialect, triton_type
 from flexattn.kernels.printers.triton_printer import Traits
+from flexattn.kernels.ptx.assembler import Ptxas, for_split_tiles
 from flexattn.kernels.ptx.stages import OWN_STAGES, Stages
 from flexattn.mods.expr import pretty
 from flexattn.problem import Captures, Structure
@@ -175,6 +177,36 @@ def named_pieces(prefix: str, head_dim: int) -> tuple[_Piece, ...]:
         _Piece(f"{prefix}{i}", start, tile, used)
         for i, (start, tile, used) in enumerate(pieces(head_dim))
     )
+
+
+def structure_context(structure: Structure, device: Device) -> dict[str, object]:
+    """What a template knows of a structure: itself, its tiles, and how they are computed."""
+    qk, v = named_pieces("qk", structure.head_dim_qk), named_pieces("v", structure.head_dim_v)
+    sparsity, sinks = structure.sparsity, structure.sinks != ""
+    return {
+        "structure": structure,
+        "sparsity": sparsity,
+        "layout": structure.layout,
+        "qk_pieces": qk,
+        "v_pieces": v,
+        "all_pieces": (*qk, *v),
+        "element": triton_type(structure.dtype),
+        "precision": fp32_products(structure),
+        "upcast": device.backend == "interpreter" and structure.dtype == "bfloat16",
+        "lse": structure.lse,
+        "max_scores": structure.max_scores,
+        "sinks": sinks,
+        "far": structure.far or sinks,
+        "dropout": structure.dropout,
+        "ptx": device.backend == "cuda",
+        "rows_aligned": sparsity is None or sparsity.q_block % 16 == 0,
+    }
+
+
+def split_tiles_ptxas(structure: Structure, device: Device) -> Ptxas:
+    """The ptxas for loops of warpgroups, where a tile of the structure is several products."""
+    split = sum(len(pieces(dim)) for dim in structure.head_dims) > 2
+    return for_split_tiles() if device.has_wgmma and split else ""
 
 
 def expressions(structure: Structure) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flexattn.device import Device
-from flexattn.kernels.base import source as rendering
 from flexattn.kernels.base.arguments import (
     Argument,
     attention_arguments,
@@ -18,21 +17,26 @@ from flexattn.kernels.base.config import (
     pieces,
     power_above,
     tiles_per_q,
-    values,
     walks_runs,
 )
 from flexattn.kernels.base.features import (
-    fp32_products,
     keys_aligned,
     loads_tiles,
     multiplies_ramp,
     skips_far,
 )
-from flexattn.kernels.base.source import BASE_2, Source
+from flexattn.kernels.base.source import (
+    BASE_2,
+    Source,
+    expressions,
+    make_source,
+    mod_context,
+    split_tiles_ptxas,
+    structure_context,
+    traits_of,
+)
 from flexattn.kernels.printers.mask_printer import MaskParts, mask_parts, whole_mask
 from flexattn.kernels.printers.score_printer import PrintedScore, print_score
-from flexattn.kernels.printers.spelling import triton_type
-from flexattn.kernels.ptx.assembler import for_split_tiles
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.problem import Structure
@@ -66,30 +70,22 @@ def render(
     structure: Structure, config: PrefillConfig | DecodeConfig, device: Device, title: str
 ) -> Source:
     """The prefill or decode kernel of a structure with a config; title goes into its header."""
-    name = f"triton/{structure.kind}.py.jinja"
-    traits = rendering.traits_of(device, structure)
-    score = None
+    prefill, sparsity = structure.kind == "prefill", structure.sparsity
+    traits, runs = traits_of(device, structure), walks_runs(structure, config)
+    score = mask = None
     if structure.score is not None:
         score = print_score(structure, traits, ramps=multiplies_ramp(structure, device))
-    mask = None
-    runs, prefill = walks_runs(structure, config), structure.kind == "prefill"
-    if structure.mask is not None:
+    if structure.mask is not None and runs:
+        heads = structure.packed_heads
+        mask = mask_parts(structure.mask, traits, heads, _looks_ahead(structure), prefill)
+    elif structure.mask is not None:
         needed = "masked" if structure.batch_invariant else "i < num_kv"
         mask = whole_mask(structure.mask, traits, needed)
-        if runs:
-            heads = structure.packed_heads
-            mask = mask_parts(structure.mask, traits, heads, _looks_ahead(structure), prefill)
-    qk, v = (
-        rendering.named_pieces("qk", structure.head_dim_qk),
-        rendering.named_pieces("v", structure.head_dim_v),
-    )
-    sparsity = structure.sparsity
     settings: dict[str, int] = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
-    ragged_q = False
-    if structure.kind == "decode":
+    if not prefill:
         settings |= {"PACKED": structure.packed_heads, "HEAD_DIM_V": structure.head_dim_v}
     if score is not None and score.strip:
-        settings |= {"STRIP": power_above(config.BLOCK_M + config.BLOCK_N)}
+        settings["STRIP"] = power_above(config.BLOCK_M + config.BLOCK_N)
     if sparsity is not None:
         settings |= {
             "SPARSE_Q": sparsity.q_block,
@@ -97,58 +93,39 @@ def render(
             "TILES_PER_Q": tiles_per_q(structure, config),
             "TILES_PER_KV": -(-sparsity.kv_block // config.BLOCK_N),
         }
-        ragged_q = sparsity.q_block % config.BLOCK_M != 0
-    if mask is not None and mask.segments is not None and sparsity is not None:
-        settings["EDGE"] = power_above(sparsity.kv_block)
-    used: list[PrintedScore | MaskParts] = [each for each in (score, mask) if each is not None]
+        if mask is not None and mask.segments is not None:
+            settings["EDGE"] = power_above(sparsity.kv_block)
+    printed: list[PrintedScore | MaskParts] = [each for each in (score, mask) if each is not None]
     context = {
-        **rendering.mod_context([each.lines for each in used], device),
-        # Decode shares macros with prefill that ask for it.
-        "use_tma": False,
-        **values(config),
-        "hoisted": [line for each in used for line in each.hoisted],
+        **structure_context(structure, device),
+        **mod_context([each.lines for each in printed], device),
+        "config": config,
+        "early_loads": config.early_loads,
+        "hoisted": [line for each in printed for line in each.hoisted],
         "score": score,
         "mask": mask,
-        "qk_pieces": qk,
-        "v_pieces": v,
-        "all_pieces": (*qk, *v),
         "constants": (*settings.items(), *BASE_2),
-        "layout": structure.layout,
-        "sparse": sparsity is not None,
         "runs": runs,
         "columns": prefill,
-        "has_full": sparsity is not None and sparsity.has_full,
-        "ragged_q": ragged_q,
+        "ragged_q": sparsity is not None and sparsity.q_block % config.BLOCK_M != 0,
         "ragged_kv": sparsity is not None and sparsity.kv_block % config.BLOCK_N != 0,
         "licm": _moves_out_of_loops(structure, config, device),
         "fold_scale": structure.positive_scale if score is None else score.folded,
-        "element": triton_type(structure.dtype),
         "widens": structure.kv_dtype != "",
         "by_bytes": _loads_bytes(structure),
-        "upcast": device.backend == "interpreter" and structure.dtype == "bfloat16",
-        "precision": fp32_products(structure),
-        "lse": structure.lse,
-        "max_scores": structure.max_scores,
-        "sinks": structure.sinks != "",
-        "far": structure.far or structure.sinks != "",
         "decay_skip": skips_far(structure, config),
-        "dropout": structure.dropout,
-        "ptx": device.backend == "cuda",
-        "rows_aligned": sparsity is None or sparsity.q_block % 16 == 0,
-        "in_order": structure.batch_invariant,
         "keys_aligned": keys_aligned(structure, config.BLOCK_N),
     }
-    split = prefill and device.has_wgmma and len(qk) + len(v) > 2
-    ptxas = for_split_tiles() if split else ""
+    ptxas = split_tiles_ptxas(structure, device) if prefill else ""
     told = [f"assembled by {ptxas}: ptxas 12.8 makes wrong code of it"] if ptxas else []
     if isinstance(config, PrefillConfig):
-        found = prefill_arguments(structure, config)
+        found, context["use_tma"] = prefill_arguments(structure, config), config.use_tma
     else:
-        found = decode_arguments(structure, config)
-    return rendering.make_source(
-        name,
+        found, context["use_tma"] = decode_arguments(structure, config), False
+    return make_source(
+        f"triton/{structure.kind}.py.jinja",
         device,
-        [title, f"config: {describe(config)}", *rendering.expressions(structure), *told],
+        [title, f"config: {describe(config)}", *expressions(structure), *told],
         context,
         found,
         config.num_warps,
@@ -182,17 +159,9 @@ def _moves_out_of_loops(structure: Structure, config: Config, device: Device) ->
 
 def render_combine(structure: Structure, device: Device) -> Source:
     """The kernel that merges the splits of a decode kernel of this structure."""
-    v = rendering.named_pieces("v", structure.head_dim_v)
-    context = {
-        "v_pieces": v,
-        "constants": (("HEAD_DIM_V", structure.head_dim_v), ("BLOCK_S", 16), *BASE_2),
-        "element": triton_type(structure.dtype),
-        "lse": structure.lse,
-        "max_scores": structure.max_scores,
-        "sinks": structure.sinks != "",
-        "far": structure.far or structure.sinks != "",
-    }
+    settings = (("HEAD_DIM_V", structure.head_dim_v), ("BLOCK_S", 16), *BASE_2)
+    context = {**structure_context(structure, device), "constants": settings}
     title = f"combine {structure.dtype} D={structure.head_dim_v} for {device.arch}"
-    return rendering.make_source(
+    return make_source(
         "triton/combine.py.jinja", device, [title], context, combine_arguments(structure), 4, 1
     )

@@ -17,15 +17,16 @@ from flexattn.kernels.base.arguments import (
     pointer,
     strides_of,
 )
-from flexattn.kernels.base.config import describe, pieces, power_above
-from flexattn.kernels.base.features import fp32_products, keys_aligned
+from flexattn.kernels.base.config import describe, padded, pieces, power_above
+from flexattn.kernels.base.features import keys_aligned
 from flexattn.kernels.base.source import (
     BASE_2,
     Source,
     expressions,
     make_source,
     mod_context,
-    named_pieces,
+    split_tiles_ptxas,
+    structure_context,
     traits_of,
 )
 from flexattn.kernels.printers.gradient_printer import (
@@ -35,9 +36,8 @@ from flexattn.kernels.printers.gradient_printer import (
     grad_name,
     print_with_gradients,
 )
-from flexattn.kernels.printers.spelling import signature_type, triton_type
+from flexattn.kernels.printers.spelling import signature_type
 from flexattn.kernels.printers.triton_printer import Printed
-from flexattn.kernels.ptx.assembler import for_split_tiles
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.kernels.triton_backward.config import (
     BackwardConfig,
@@ -119,7 +119,6 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         structure, replace(traits, dialect=OVER_KEYS), structure.grads, config.sum_diagonals
     )
     over_rows, mask_over_rows = print_with_gradients(structure, replace(traits, dialect=OVER_ROWS))
-    qk, v = named_pieces("qk", structure.head_dim_qk), named_pieces("v", structure.head_dim_v)
     sparsity, skipped = structure.sparsity, skips_blocks(structure, config)
     settings: dict[str, int] = dict(config.tiles)
     if sparsity is not None:
@@ -129,34 +128,25 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         settings |= dict(zip(("SKIP_M", "SKIP_N"), skipped, strict=True))
     printed = (over_keys, mask_over_keys, over_rows, mask_over_rows)
     context: dict[str, object] = {
+        **structure_context(structure, device),
         **mod_context([each.lines for each in printed if each is not None], device),
+        "config": config,
         "over_keys": over_keys,
         "over_rows": over_rows,
+        "scatters": () if over_keys is None else over_keys.scatters,
         "mask_over_keys": mask_over_keys,
         "mask_over_rows": mask_over_rows,
         "hoisted_over_keys": _hoisted(over_keys, mask_over_keys),
         "hoisted_over_rows": _hoisted(over_rows, mask_over_rows),
-        "qk_pieces": qk,
-        "v_pieces": v,
-        "all_pieces": (*qk, *v),
         "constants": (*settings.items(), *BASE_2),
-        "layout": structure.layout,
-        "sparse": sparsity is not None,
         "runs": reads_runs(structure, config),
-        "has_full": sparsity is not None and sparsity.has_full,
         **_ragged(structure, config),
-        "element": triton_type(structure.dtype),
-        "grads": structure.grads,
-        **_products(structure, device),
+        "natural": structure.dtype == "float32",
+        "far": structure.far,
         "use_tma": config.use_tma,
-        "guarded": config.guarded,
         "decay_skip": skipped is not None,
-        "dropout": structure.dropout,
-        "ptx": device.backend == "cuda",
-        "rows_aligned": sparsity is None or sparsity.q_block % 16 == 0,
         "keys_aligned": keys_aligned(structure, config.BLOCK_N1, config.BLOCK_N2),
     }
-    split = device.has_wgmma and len(qk) + len(v) > 2
     return make_source(
         "triton_backward/backward.py.jinja",
         device,
@@ -165,20 +155,19 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         backward_arguments(structure, config, reads_runs(structure, config)),
         config.num_warps,
         config.num_stages,
-        stages=Stages(ptxas=for_split_tiles() if split else ""),
+        stages=Stages(ptxas=split_tiles_ptxas(structure, device)),
     )
 
 
 def rows_of_delta(structure: Structure) -> int:
     """How many query rows of a head a program of delta takes."""
-    width = sum(piece.tile for piece in named_pieces("v", structure.head_dim_v))
-    return max(16, min(128, _ELEMENTS // power_above(width)))
+    return max(16, min(128, _ELEMENTS // power_above(padded(structure.head_dim_v))))
 
 
 def render_delta(structure: Structure, device: Device, through_lse: bool) -> Source:
     """The kernel that makes delta, which every backward reads; through_lse: lse has a gradient."""
     context: dict[str, object] = {
-        "v_pieces": named_pieces("v", structure.head_dim_v),
+        **structure_context(structure, device),
         "constants": (("ROWS", rows_of_delta(structure)),),
         "through_lse": through_lse,
     }
@@ -202,15 +191,4 @@ def _ragged(structure: Structure, config: BackwardConfig) -> dict[str, bool]:
     return {
         f"ragged_{name}": blocks[side] % tiles[f"BLOCK_{name.upper()}"] != 0
         for name, side in names.items()
-    }
-
-
-def _products(structure: Structure, device: Device) -> dict[str, object]:
-    """How tiles are multiplied."""
-    upcast = device.backend == "interpreter" and structure.dtype == "bfloat16"
-    return {
-        "precision": fp32_products(structure),
-        "upcast": upcast,
-        "natural": structure.dtype == "float32",
-        "far": structure.far,
     }
