@@ -169,22 +169,16 @@ FORWARD = (
     Fault(
         "a ragged block ends with the keys",
         MAINLOOP,
-        "    end_n = tl.minimum((kv_block + 1) * SPARSE_KV, kv_len)\n"
-        "{% else %}\n"
-        "    end_n = kv_len\n"
-        "{% endif %}\n"
+        '    end_n = {{ "tl.minimum((kv_block + 1) * SPARSE_KV, kv_len)" if ragged_kv else "kv_len" }}\n'
         "    {{ shared.step() | block(4) }}\n"
         "{% endmacro %}\n"
         "\n"
-        "{# How many keys",
+        "{# The tiles that mask_row",
         "    end_n = kv_len\n"
-        "{% else %}\n"
-        "    end_n = kv_len\n"
-        "{% endif %}\n"
         "    {{ shared.step() | block(4) }}\n"
         "{% endmacro %}\n"
         "\n"
-        "{# How many keys",
+        "{# The tiles that mask_row",
         IN_BLOCKS + "::test_block_sizes[(17, 31)-127-prefill]",
     ),
     Fault(

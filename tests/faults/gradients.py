@@ -80,8 +80,8 @@ GRADIENTS = (
     Fault(
         "dropout: dP is not scaled",
         BACKWARD,
-        "            dp = tl.where(undropped, dp * keep_scale, 0.0)\n",
-        "            dp = tl.where(undropped, dp, 0.0)\n",
+        '            {{ "dp = tl.where(undropped, dp * keep_scale, 0.0)" if dropout }}\n',
+        '            {{ "dp = tl.where(undropped, dp, 0.0)" if dropout }}\n',
         IN_DROPOUT + "::test_gradients[plain]",
     ),
     Fault(
