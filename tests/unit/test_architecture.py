@@ -215,7 +215,7 @@ def test_families_import_neither_one_another_nor_what_chooses_between_them(folde
 def config_classes() -> dict[str, str]:
     """Config classes of families, each with its folder, as the registry has them."""
     rows = (row for row in ROWS if not row.plugin)
-    found = {name.rpartition(".")[2]: row.folder for row in rows for name in row.configs}
+    found = {name: row.folder for row in rows for name in row.configs}
     assert set(found.values()) <= FAMILIES
     return found
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
 from itertools import islice, product
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -147,7 +146,6 @@ def knob(
     return field(default=default, metadata={"knob": _Knob(others, word, moves)})
 
 
-@lru_cache(maxsize=64)
 def _knobs(kind: type) -> tuple[tuple[str, Any, _Knob], ...]:
     """Name, default and knob of each such field of a config class."""
     metadata = ((each, each.metadata.get("knob")) for each in fields(kind))

@@ -16,7 +16,6 @@ from flexattn.errors import RenderError
 from flexattn.kernels.printers.spelling import finite, natural, sink_in_base_2
 
 
-@lru_cache(maxsize=1)
 def templates_folder() -> Path:
     """The packaged folder where there is one (a wheel), else the repository's `templates/`."""
     package = Path(__file__).resolve().parents[2]
@@ -65,7 +64,6 @@ def _template(name: str) -> tuple[str, tuple[str, ...]]:
     return bare, tuple(included)
 
 
-@lru_cache(maxsize=64)
 def template_hash(name: str) -> str:
     """A hash of one template and all that it includes, comments stripped."""
     bare, included = _template(name)

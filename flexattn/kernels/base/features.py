@@ -78,7 +78,6 @@ def skips_far(structure: Structure, config: Config) -> bool:
     return walks and decays(structure)
 
 
-@lru_cache(maxsize=1024)
 def loads_tiles(structure: Structure, unit: Unit | None = None) -> bool:
     """Whether a mod reads a value of its own for every score, which takes a tile to rearrange.
 
@@ -87,7 +86,6 @@ def loads_tiles(structure: Structure, unit: Unit | None = None) -> bool:
     return any(_loads(expr, by_row=True) for expr in _tiles(structure, unit))
 
 
-@lru_cache(maxsize=1024)
 def loads_by_key(structure: Structure, unit: Unit | None = None) -> bool:
     """Whether a mod reads a value for every key, the same for all rows of a tile."""
     terms = structure.terms
@@ -98,7 +96,6 @@ def loads_by_key(structure: Structure, unit: Unit | None = None) -> bool:
     )
 
 
-@lru_cache(maxsize=1024)
 def values_by_key(structure: Structure) -> int:
     """How many values a score_mod reads for every key, each the same for all rows of a tile.
 
@@ -114,7 +111,6 @@ def values_by_key(structure: Structure) -> int:
     return len(found)
 
 
-@lru_cache(maxsize=1024)
 def compares_numbers(structure: Structure) -> bool:
     """Whether all that mods read by key are documents' numbers, which few tiles of runs compare.
 
@@ -173,16 +169,17 @@ def _tiles(structure: Structure, unit: Unit | None) -> list[Expr]:
     return [expr for expr in found if expr is not None]
 
 
-def _loads(expr: Expr, by_row: bool, head_per_row: bool = False) -> list[Expr]:
+@lru_cache(maxsize=4096)
+def _loads(expr: Expr, by_row: bool, head_per_row: bool = False) -> tuple[Expr, ...]:
     """Loads that differ by key, and by row or not."""
     nodes: list[Expr] = list(walk(expr))
     rows = ("score", "q_idx", "h") if head_per_row else ("score", "q_idx")
     per_key, per_row = depending(nodes, ("score", "kv_idx")), depending(nodes, rows)
-    return [
+    return tuple(
         node
         for node in nodes
         if node.op == "load" and node in per_key and (node in per_row) is by_row
-    ]
+    )
 
 
 def tma_layout(structure: Structure) -> bool:

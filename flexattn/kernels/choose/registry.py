@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import Config, Language
+from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.family import KernelFamily
 from flexattn.problem import Kind, Structure
 
@@ -17,7 +16,7 @@ class FamilyRow(NamedTuple):
     """Where a family stands: a folder of kernels/, imported when it is asked for.
 
     family: the name of its object in the folder's module `family`. configs: its config classes,
-    each with the module of the folder that has it. plugin: the folder is one of flexattn/ itself
+    in the folder's module `config`. plugin: the folder is one of flexattn/ itself
     and has the name of a backend whose devices it serves; nothing but this row names it.
     """
 
@@ -29,20 +28,15 @@ class FamilyRow(NamedTuple):
 
 # In the order in which the static defaults ask them; the last of a kind always serves.
 ROWS = (
-    FamilyRow("hopper", "PREFILL", ("config.HopperPrefillConfig",)),
-    FamilyRow("triton", "PREFILL", ("config.PrefillConfig", "config.AmdPrefillConfig")),
-    FamilyRow("triton", "DECODE", ("config.DecodeConfig", "config.AmdDecodeConfig")),
-    FamilyRow("hopper_backward", "BACKWARD", ("config.HopperBackwardConfig",)),
-    FamilyRow("triton_backward", "BACKWARD", ("config.BackwardConfig",)),
-    FamilyRow("paged_decode", "PAGED_DECODE", ("config.ServingConfig",)),
-    FamilyRow("neuron", "NKI", ("config.NkiPrefillConfig", "config.NkiDecodeConfig"), True),
+    FamilyRow("hopper", "PREFILL", ("HopperPrefillConfig",)),
+    FamilyRow("triton", "PREFILL", ("PrefillConfig", "AmdPrefillConfig")),
+    FamilyRow("triton", "DECODE", ("DecodeConfig", "AmdDecodeConfig")),
+    FamilyRow("hopper_backward", "BACKWARD", ("HopperBackwardConfig",)),
+    FamilyRow("triton_backward", "BACKWARD", ("BackwardConfig",)),
+    FamilyRow("paged_decode", "PAGED_DECODE", ("ServingConfig",)),
+    FamilyRow("neuron", "NKI", ("NkiPrefillConfig", "NkiDecodeConfig"), True),
 )
-# By a config class' name: its row, and its module of the row's folder.
-_PLACES = {
-    name: (row, module)
-    for row in ROWS
-    for module, name in (each.split(".") for each in row.configs)
-}
+_ROW_OF = {name: row for row in ROWS for name in row.configs}
 
 
 def _module(row: FamilyRow, name: str) -> Any:
@@ -57,57 +51,50 @@ def plugin_module(backend: str) -> Any:
 
 def config_names() -> tuple[str, ...]:
     """The names of all config classes."""
-    return tuple(_PLACES)
+    return tuple(_ROW_OF)
 
 
-@lru_cache(maxsize=64)
 def config_class(name: str) -> type:
     """The config class of a name of `config_names`."""
-    found: type = getattr(_module(*_PLACES[name]), name)
+    found: type = getattr(_module(_ROW_OF[name], "config"), name)
     return found
 
 
 def is_config(value: object) -> bool:
     """Whether a value is a config of any family."""
     name = type(value).__name__
-    return name in _PLACES and type(value) is config_class(name)
+    return name in _ROW_OF and type(value) is config_class(name)
 
 
 def backend_of(config: object) -> str:
     """The backend of a config's records: "gpu", or a plug-in's."""
-    row, _ = _PLACES[type(config).__name__]
+    row = _ROW_OF[type(config).__name__]
     return row.folder if row.plugin else "gpu"
 
 
-@lru_cache(maxsize=64)
-def _of_class(kind: type) -> Any:
-    row, _ = _PLACES[kind.__name__]
+def _family(row: FamilyRow) -> Any:
     return getattr(_module(row, "family"), row.family)
 
 
-def family_of(config: Config) -> KernelFamily[Any]:
-    """The family of a call's config, by its class."""
-    family: KernelFamily[Any] = _of_class(config.__class__)
+def family_of(config: Any) -> KernelFamily[Any]:
+    """The family of a config, by its class."""
+    family: KernelFamily[Any] = _family(_ROW_OF[type(config).__name__])
     return family
 
 
 def short(config: Any) -> str:
     """A config of any family in a table's cell, as 128x64 w4 s2; its family has the legend."""
-    words: str = _of_class(config.__class__).short(config)
-    return words
+    return family_of(config).short(config)
 
 
 def launch_key(config: Any) -> tuple[object, ...]:
     """What of a config of any GPU's family decides a launch beside the kernel's code."""
-    key: tuple[object, ...] = _of_class(config.__class__).launch_key(config)
-    return key
+    return family_of(config).launch_key(config)
 
 
-@lru_cache(maxsize=8)
-def _all(kind: Kind) -> tuple[KernelFamily[Any], ...]:
-    rows = (row for row in ROWS if not row.plugin)
-    found = (getattr(_module(row, "family"), row.family) for row in rows)
-    return tuple(family for family in found if family.kind == kind)
+def _all(kind: Kind) -> list[KernelFamily[Any]]:
+    found = (_family(row) for row in ROWS if not row.plugin)
+    return [family for family in found if family.kind == kind]
 
 
 def families(kind: Kind, device: Device) -> tuple[KernelFamily[Any], ...]:

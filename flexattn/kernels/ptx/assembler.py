@@ -29,7 +29,6 @@ _MEETS = (3, 9)
 _PAST_12_8 = (3, 8)
 
 
-@lru_cache(maxsize=1)
 def assemblers() -> tuple[Ptxas, ...]:
     """The ones that Hopper's kernels may be assembled with: Triton's own first.
 
@@ -56,7 +55,6 @@ def preferred() -> Ptxas:
     return "ptxas" if "ptxas" in assemblers() else ""
 
 
-@lru_cache(maxsize=1)
 def for_split_tiles() -> Ptxas:
     """The one for loops on sm_90 whose tiles are several products, as those of D 80 are (64 + 16).
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from importlib import import_module
 from threading import Lock
 from types import ModuleType
@@ -106,14 +106,10 @@ def _hook(*given: Any) -> Any:
 
 
 def _told(stages: Stages) -> str:
-    return " ".join((str(stages), *map(_text_of, stages.passes)))
-
-
-@lru_cache(maxsize=16)
-def _text_of(name: str) -> str:
-    """The hash of a pass's text."""
-    module = cast(ModuleType, pass_of(name))
-    return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
+    """The stages in words, with the hash of each pass's text."""
+    texts = (inspect.getsource(cast(ModuleType, pass_of(name))) for name in stages.passes)
+    hashes = (hashlib.sha256(text.encode()).hexdigest() for text in texts)
+    return " ".join((str(stages), *hashes))
 
 
 def _change(made: dict[str, Any], wanted: Stages) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -88,7 +87,6 @@ def of_parts(widest: int, device: Device) -> tuple[PrefillConfig, ...]:
     return next(configs for limit, configs in table if widest <= limit)
 
 
-@lru_cache(maxsize=256)
 def _order(structure: Structure) -> TritonOrder:
     """Tiles of all heads side by side where a mask makes some longer: 2 to 15 % off on an H200.
 

@@ -17,13 +17,6 @@ from flexattn.kernels.ptx.assembler import (
 )
 
 
-@pytest.fixture(autouse=True)
-def asked_anew():
-    assemblers.cache_clear()
-    yield
-    assemblers.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("release", "own", "others", "default"),
     [
@@ -85,7 +78,6 @@ def test_what_a_config_names_and_this_triton_lacks_is_its_own(monkeypatch):
     monkeypatch.setattr(assembler, "names_ptxas", lambda: False)
     for release, expected in (("3.6.0", ""), ("3.7.1", "ptxas-blackwell"), ("3.9.0", "")):
         monkeypatch.setattr(assembler, "triton_version", lambda: release)
-        assemblers.cache_clear()
         assert effective("ptxas-blackwell") == expected and effective("") == ""
 
 
