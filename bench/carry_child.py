@@ -21,11 +21,15 @@ from flexattn.kernels.paged_decode.source import render_serving, render_serving_
 from flexattn.presets import files
 from flexattn.records.codec import decode_answer, encode
 from flexattn.records.environment import environment
-from flexattn.records.key import key_of
 from flexattn.records.store import Store
 from flexattn.runtime import decay_skip
 from flexattn.tune.tasks import plan_task, task_of
 from flexattn.tune.workload import read
+
+try:
+    from flexattn.records.record import key_of
+except ImportError:  # of a revision whose keys have a file of their own
+    from flexattn.records.key import key_of
 
 # What a Gluon kernel's text becomes machine code through, and what it imports.
 AFTER = ("flexattn.kernels.hopper.merge_consumers", "flexattn.gluon_api")

@@ -108,7 +108,7 @@ def export(kind: str, out: Path) -> dict[str, Any]:
     from flexattn.records.store import Store
     from flexattn.runtime.launch import Lists
     from flexattn.tune.builds import build_all, compilers
-    from flexattn.tune.method import method_for
+    from flexattn.tune.subject import method_for
     from flexattn.tune.tuner import tune
     from flexattn.tune.workload import policy_for
 

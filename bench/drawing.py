@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flexattn.block_mask.visual import Picture as Mask
 from flexattn.report.drawing import (
+    COLORS,
     Box,
     Drawing,
     DrawnShape,
@@ -16,7 +17,7 @@ from flexattn.report.drawing import (
     Role,
     Scale,
     axis_y,
-    standalone,
+    svg,
 )
 
 __all__ = ["bars", "cells", "curve"]
@@ -26,6 +27,22 @@ _SHADES = ("#ffffff", "#dbe8f5", "#b3cfea", "#84b0dc", "#568fca", "#2f72b8", "#0
 _REMOVED = "#d8d8d8"
 # Where a square picture's pixels begin, and how many they are.
 _LEFT, _TOP, _SIZE = 10, 24, 256
+
+
+def standalone(picture: Drawing, under: str = "") -> str:
+    """As `svg`, as a file of its own, which has its colors; white behind, for pages that are dark.
+
+    under: more of SVG, below the shapes.
+    """
+    roles = sorted({shape.role for shape in picture.shapes})
+    style = "text{font:12px Helvetica,Arial,sans-serif}.l{fill:none}" + "".join(
+        f".l.{role}{{stroke:{COLORS[role]}}}.f.{role}{{fill:{COLORS[role]}}}" for role in roles
+    )
+    head, shapes = svg(picture).split(">", 1)
+    return (
+        f'{head} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>'
+        f'<rect width="100%" height="100%" fill="#fff"/>{under}{shapes}\n'
+    )
 
 
 def bars(

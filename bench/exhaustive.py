@@ -25,13 +25,11 @@ from flexattn.measure.task import Measurer, Task
 from flexattn.measure.worker import Worker
 from flexattn.records.environment import environment
 from flexattn.records.record import SCHEMA, slug
-from flexattn.tune.builds import BuiltConfig, build_all, compilers
+from flexattn.tune.builds import BuiltConfig, Pool, build_all, compilers
 from flexattn.tune.evaluator import Evaluator
-from flexattn.tune.method import SILENT, Method
-from flexattn.tune.pool import Pool
 from flexattn.tune.race import screen
 from flexattn.tune.replay import Study, load_study, save
-from flexattn.tune.subject import Subject, subject_of
+from flexattn.tune.subject import SILENT, Method, Subject, subject_of
 
 __all__ = ["Plan", "main", "measured"]
 

@@ -16,9 +16,8 @@ from flexattn.device import Device, named
 from flexattn.presets import files
 from flexattn.problem import Problem
 from flexattn.records.codec import decode_record
-from flexattn.records.key import Key, key_of
 from flexattn.records.layers import TOOLCHAIN_FIELDS
-from flexattn.records.record import Trial
+from flexattn.records.record import Key, Trial, key_of
 from flexattn.records.store import Store
 from flexattn.tune.replay import load_study, stored
 from flexattn.tune.tasks import plan_task, task_of

@@ -31,15 +31,14 @@ from bench.time_limit import time_limit
 from flexattn.device import Device, detect
 from flexattn.errors import FlexAttnError, InputError
 from flexattn.kernels.choose.registry import short
-from flexattn.measure.task import AnyTask, Measurer
+from flexattn.measure.task import Measurer, Task
 from flexattn.measure.timing import Samples, paired_ratio
 from flexattn.measure.worker import Worker
 from flexattn.problem import Shape as Sizes
 from flexattn.records.record import Record
 from flexattn.settings import override
-from flexattn.tune.builds import build_all, compilers
-from flexattn.tune.method import Method as Tuning, method_for
-from flexattn.tune.pool import Pool
+from flexattn.tune.builds import Pool, build_all, compilers
+from flexattn.tune.subject import Method as Tuning, method_for
 from flexattn.tune.tasks import plan_task
 from flexattn.tune.tuner import build_ahead, tune
 from flexattn.tune.workload import Row as Call, ServedRow
@@ -58,7 +57,7 @@ def cases(pattern: str = "") -> list[Case]:
     return found
 
 
-def task_of_case(case: Case, device: Device, where: str) -> AnyTask:
+def task_of_case(case: Case, device: Device, where: str) -> Task:
     """The problem that the static default of a shape serves."""
     row = case.row
     if not isinstance(row, ServingRow):
@@ -169,7 +168,7 @@ def _run(chosen: Sequence[Case], args: argparse.Namespace) -> tuple[Report, bool
     return report, failed
 
 
-def _tuned(job: AnyTask, worker: Measurer, pool: Pool, tuning: Tuning) -> Record:
+def _tuned(job: Task, worker: Measurer, pool: Pool, tuning: Tuning) -> Record:
     """A quick tuning whose default is the static one, whatever records there are."""
     with override(mode="off"):
         build = partial(build_all, job.problem, device=job.device, pool=pool)

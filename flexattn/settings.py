@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Literal, cast, get_args
 
 from flexattn.errors import SettingsError
-from flexattn.util.printable import printable
+from flexattn.util.text import printable
 
 log = logging.getLogger("flexattn")
 

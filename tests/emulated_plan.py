@@ -12,7 +12,7 @@ from flexattn.kernels.paged_decode.source import render_serving_combine
 from flexattn.runtime import dispatch
 from flexattn.runtime.build import DESCRIPTOR, builder
 from flexattn.serving import kernels
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru
 from tests.emulated_memory import Pointer
 from tests.emulated_mla import described, run as run_source
 from tests.launches import Recorded

@@ -9,10 +9,9 @@ import sys
 import time
 
 from flexattn.tune.evaluator import Evaluator
-from flexattn.tune.fleet import HELD, SharedTuning
-from flexattn.tune.method import SILENT, Method
+from flexattn.tune.fleet import HELD, Heartbeat, SharedTuning
 from flexattn.tune.replay import ReplayMeasurer, load_study
-from flexattn.tune.shared_study import Heartbeat
+from flexattn.tune.subject import SILENT, Method
 
 HEARTBEAT = Heartbeat(beat_s=1, grace_s=8)
 METHOD = Method(provenance="replay", rounds=3)

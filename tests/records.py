@@ -6,15 +6,16 @@ from dataclasses import replace
 from itertools import product
 
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
-from flexattn.records.key import Key, Sizes
 from flexattn.records.record import (
     SCHEMA,
     Decision,
     Environment,
     Failed,
     Gated,
+    Key,
     Policy,
     Record,
+    Sizes,
     Trial,
 )
 

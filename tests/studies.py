@@ -4,8 +4,7 @@ import random
 from itertools import product
 
 from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig
-from flexattn.records.key import Key
-from flexattn.records.record import SCHEMA, Environment, Failed, Gated, Policy, Trial
+from flexattn.records.record import SCHEMA, Environment, Failed, Gated, Key, Policy, Trial
 from flexattn.tune.replay import Study
 
 ROUNDS = 12

@@ -24,7 +24,7 @@ from flexattn.mods.algebra import Bounds, Extremes, bounds_of, tables_of, verdic
 from flexattn.mods.expr import walk
 from flexattn.problem import Captures
 from flexattn.runtime.build import builder
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _OPEN = 3

@@ -21,7 +21,7 @@ from flexattn.block_mask.classify import FULL, PARTIAL
 from flexattn.problem.mask_lists import keep_class
 from flexattn.runtime.launch import raw_stream
 from flexattn.util.ambient import without_modes
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru
 
 # Blocks that are listed at a time: their places take some 30 bytes each. A kernel of its own would
 # be faster at a million tokens, and cost every process that makes a mask a second compile.

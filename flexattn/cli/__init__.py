@@ -1,4 +1,4 @@
-"""The command line: a file for each verb, and helpers. typer and rich are needed here alone."""
+"""The command line: its verbs, and helpers. typer and rich are needed here alone."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from importlib import import_module
 from inspect import Parameter, Signature
-from typing import Annotated, Any, Protocol, cast, get_type_hints
+from pkgutil import resolve_name
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -17,32 +17,27 @@ from flexattn.cli.terminal import say, say_text
 from flexattn.errors import FlexAttnError
 from flexattn.settings import current
 
-VERBS: dict[str, type] = {
-    "tune": options.Tune,
-    "build": options.Build,
-    "show": options.Show,
-    "why": options.Why,
-    "merge": options.Merge,
-    "export": options.Export,
-    "report": options.Report,
-    "replay-study": options.ReplayStudy,
-    "bench": options.Bench,
-    "doctor": options.Doctor,
-    "render": options.Render,
-    "devices": options.Devices,
-    "demo": options.Demo,
+# What a verb is asked for, and the function below flexattn.cli that runs it with an object of
+# that class. It raises FlexAttnError for a bad request.
+VERBS: dict[str, tuple[type, str]] = {
+    "tune": (options.Tune, "tune:run"),
+    "build": (options.Build, "build:run"),
+    "show": (options.Show, "records:show_records"),
+    "why": (options.Why, "why:run"),
+    "merge": (options.Merge, "records:merge_records"),
+    "export": (options.Export, "export:run"),
+    "report": (options.Report, "report:run"),
+    "replay-study": (options.ReplayStudy, "records:replay_records"),
+    "bench": (options.Bench, "bench:run"),
+    "doctor": (options.Doctor, "doctor:run"),
+    "render": (options.Render, "render:run"),
+    "devices": (options.Devices, "doctor:print_devices"),
+    "demo": (options.Demo, "demo:run"),
 }
 COMPLETION = (
     "Words complete with TAB after `flexattn --install-completion` and a new shell; "
     "`--show-completion` prints the script instead. Verbs, options and their choices complete."
 )
-
-
-class Verb(Protocol):
-    """What the module of a verb gives, `flexattn.cli.` and the verb's name."""
-
-    def run(self, args: Any) -> None:
-        """Run the verb; args is of its class of VERBS. Raises FlexAttnError for a bad request."""
 
 
 class _Group(TyperGroup):
@@ -92,13 +87,11 @@ def _options(
     pass
 
 
-def _front(verb: str, kind: type) -> Callable[..., None]:
+def _front(kind: type, where: str) -> Callable[..., None]:
     """A verb as a function that typer reads: options of its class; its module is imported late."""
-    name = verb.replace("-", "_")
 
     def called(**given: Any) -> None:
-        module = cast(Verb, import_module(f"flexattn.cli.{name}"))
-        module.run(kind(**given))
+        resolve_name(f"flexattn.cli.{where}")(kind(**given))
 
     hints = get_type_hints(kind, include_extras=True)
     fields = inspect.signature(kind).parameters.values()
@@ -112,8 +105,8 @@ def _front(verb: str, kind: type) -> Callable[..., None]:
     return called
 
 
-for _verb, _kind in VERBS.items():
+for _verb, (_kind, _where) in VERBS.items():
     _paragraphs = [" ".join(p.split()) for p in (inspect.getdoc(_kind) or "").split("\n\n")]
     app.command(_verb, help="\n\n".join(_paragraphs), short_help=_paragraphs[0])(
-        _front(_verb, _kind)
+        _front(_kind, _where)
     )

@@ -12,6 +12,8 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.block_mask.create import create_block_mask
 from flexattn.cli import options
@@ -24,6 +26,7 @@ from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import family_of, short
+from flexattn.measure.task import Task
 from flexattn.measure.timing import Samples, paired_ratio, time_interleaved
 from flexattn.mods import bind
 from flexattn.runtime.launch import Lists, Outputs
@@ -81,21 +84,41 @@ def run(args: options.Bench) -> None:
         raise typer.Exit(1)
 
 
+@dataclass(frozen=True)
+class RowInputs:
+    """A row's task with the tensors and mods of its call on a device."""
+
+    task: Task
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    block_mask: BlockMask | None
+
+    @classmethod
+    def of(cls, row: Row, where: torch.device) -> RowInputs:
+        """Normal random q, k and v, and a BlockMask as a user makes it."""
+        with torch.device(where):
+            score_mod, mask_mod = mods_of(row)  # what they capture is made on the device
+        task = task_from(row, score_mod, mask_mod, detect(where), where)
+        mask = None
+        if mask_mod is not None and task.lists is not None:
+            B, H = (None if size == 1 else size for size in task.lists.kv_num.shape[:2])
+            lengths = row.shape.q_len, row.shape.kv_len
+            mask = create_block_mask(mask_mod, B, H, *lengths, where, row.block_size)
+        tensors = *make_inputs(task.problem, where), make_sinks(task.problem, where)
+        return cls(task, *tensors, score_mod, mask_mod, mask)
+
+
 def race_row(
     row: Row, where: torch.device, rounds: int, min_ms: float, rival: RivalChoice
 ) -> Benched:
     """One row's race on a GPU, or on the CPU's clock in the interpreter."""
-    target = detect(where)
-    with torch.device(where):
-        score_mod, mask_mod = mods_of(row)  # what they capture is made on the device
-    task = task_from(row, score_mod, mask_mod, target, where)
-    q, k, v = make_inputs(task.problem, where)
-    sinks = make_sinks(task.problem, where)
-    mask = None
-    if mask_mod is not None and task.lists is not None:
-        B, H = (None if size == 1 else size for size in task.lists.kv_num.shape[:2])
-        lengths = row.shape.q_len, row.shape.kv_len
-        mask = create_block_mask(mask_mod, B, H, *lengths, where, row.block_size)
+    x, target = RowInputs.of(row, where), detect(where)
+    q, k, v, task, mask, sinks = x.q, x.k, x.v, x.task, x.block_mask, x.sinks
+    score_mod, mask_mod = x.score_mod, x.mask_mod
     common: dict[str, Any] = {"score_mod": score_mod, "block_mask": mask, "scale": task.scale}
     choice = plan(
         make_call(q, k, v, score_mod, mask, task.scale, True, False, None, None, sinks)

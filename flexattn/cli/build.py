@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from flexattn.cli import options
-from flexattn.cli.mods import problem_called
+from flexattn.cli.offline import problem_called
 from flexattn.cli.selection import device_of, effort_of, say_assumed
 from flexattn.cli.terminal import INTERRUPTED, cell, say_json, tell, wide_console
 from flexattn.cli.watch import Watch

@@ -1,4 +1,7 @@
-"""`flexattn doctor`: what is installed, what is here, how the caches are, and what would run."""
+"""`flexattn doctor`: what is installed, what is here, how the caches are, and what would run.
+
+`flexattn devices`: the table of devices that can be named without being here.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,14 @@ from typing import Any
 
 import torch
 import typer
+from rich.table import Table
 
 from flexattn import __version__
 from flexattn.cli import options
-from flexattn.cli.places import places
-from flexattn.cli.selection import device_here, device_of, say_assumed
-from flexattn.cli.terminal import say, say_json
-from flexattn.device import INTERPRETER, Device
+from flexattn.cli.selection import device_here, device_of, places, say_assumed
+from flexattn.cli.terminal import say, say_json, wide_console
+from flexattn.device import INTERPRETER, KNOWN, Device
+from flexattn.device.neuroncore import BANK_BYTES, CORES, PSUM_BANKS
 from flexattn.errors import CacheError, FlexAttnError
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.environment import templates_folder
@@ -28,12 +32,11 @@ from flexattn.kernels.ptx.assembler import own_ptxas, preferred
 from flexattn.problem import Kind, Shape, make_problem
 from flexattn.records.environment import environment
 from flexattn.records.layers import RecordLayer
-from flexattn.records.renderers import RecordKind
 from flexattn.records.untuned import COMMAND, read_untuned, untuned_path
 from flexattn.records.why import why
 from flexattn.runtime.outcomes import Outcome, compiler_of, memory
 from flexattn.settings import current
-from flexattn.tune.plugin import plugin_of
+from flexattn.tune.tuner import plugin_of
 
 PACKAGES = ("torch", "triton", "jinja2", "sympy", "typer", "rich", "optuna", "matplotlib")
 SAMPLES: tuple[tuple[Kind, Shape], ...] = (
@@ -42,7 +45,7 @@ SAMPLES: tuple[tuple[Kind, Shape], ...] = (
 )
 # Untuned problems that are printed; --json has all of them.
 _SHOWN = 20
-_RECORDED: tuple[RecordKind, ...] = ("prefill", "decode", "backward", "serving")
+_RECORDED: tuple[Kind, ...] = ("prefill", "decode", "backward", "serving")
 
 
 def run(args: options.Doctor) -> None:
@@ -277,3 +280,44 @@ def _print(facts: dict[str, Any]) -> None:
     for fault in facts["faults"]:
         say(f"{'FAULT':<12}{fault}")
     say(f"{'verdict':<12}{facts['verdict']}")
+
+
+def print_devices(args: options.Devices) -> None:
+    """Run `flexattn devices`."""
+    console = wide_console()
+    table = Table()
+    table.add_column("device", no_wrap=True)
+    table.add_column("arch")
+    # 80 columns hold it: a heading of two lines is as wide as the longer one.
+    for heading in ("SMs\nor CUs", "shared\nmemory", "registers", "of a\nthread"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for device in KNOWN.values():
+        numbers = (device.num_sms, device.shared_memory, device.registers, device.max_registers)
+        table.add_row(device.name, device.arch, *map(str, numbers))
+    console.print(table)
+    console.print(_neuron())
+
+
+def _neuron() -> Table:
+    """The limits of one core: memory of a partition, columns of a matmul's moving operand.
+
+    Clocks are those of the Tensor, Vector, Scalar and GpSimd engines.
+    """
+    table = Table(
+        title="AWS Neuron: one core of 128 partitions, cores of a chip", title_justify="left"
+    )
+    table.add_column("device", no_wrap=True)
+    for heading in ("cores", "SBUF KiB", "PSUM KiB", "moving", "T/V/S/G GHz", "DMA GB/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for core in CORES.values():
+        clocks = (core.tensor_ghz, core.vector_ghz, core.scalar_ghz, core.gpsimd_ghz)
+        table.add_row(
+            core.name,
+            str(core.cores),
+            str(core.sbuf_bytes // 1024),
+            f"{PSUM_BANKS} x {BANK_BYTES // 1024}",
+            str(core.moving_max),
+            "/".join(map(str, clocks)),
+            f"{core.dma_engines * core.dma_engine:.0f}",
+        )
+    return table

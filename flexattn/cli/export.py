@@ -10,8 +10,7 @@ from typing import Any
 import typer
 
 from flexattn.cli import options
-from flexattn.cli.places import places
-from flexattn.cli.selection import chosen_rows, device_of
+from flexattn.cli.selection import chosen_rows, device_of, places
 from flexattn.cli.terminal import say, say_json
 from flexattn.cli.watch import Watch
 from flexattn.deploy import binaries
@@ -19,11 +18,9 @@ from flexattn.device import Device
 from flexattn.errors import CacheError, InputError
 from flexattn.kernels.choose.defaults import reasons
 from flexattn.measure.task import Task
-from flexattn.records.key import Key, key_of
 from flexattn.records.layers import RecordLayer
-from flexattn.records.merge import better
-from flexattn.records.record import Record
-from flexattn.records.store import REAL, Store
+from flexattn.records.record import Key, Record, key_of
+from flexattn.records.store import REAL, Store, better
 from flexattn.tune.tasks import distinct, mods_of, tasks
 
 

@@ -1,29 +1,43 @@
-"""A Problem from numbers instead of tensors, its configs, and kernels compiled with no device."""
+"""A Problem from a MOD and numbers instead of tensors, its configs, and kernels compiled offline.
+
+A MOD is a name of the catalogue, or a function by its import path.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ast
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from flexattn import catalogue
+from flexattn.catalogue import CASES
+from flexattn.cli.options import LENGTH, ROLES, CallOptions, Why, choice
+from flexattn.cli.selection import dtype_named, kind_of
 from flexattn.device import Device, named
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.defaults import space
 from flexattn.kernels.choose.options import Options, parse
 from flexattn.kernels.choose.registry import family_of
-from flexattn.problem import ITEMSIZE, MAX_HEADS, MAX_LENGTH, Kind, Problem, Shape
+from flexattn.measure.task import Task
+from flexattn.mods.path import load_path, role_of
+from flexattn.problem import DTYPES, ITEMSIZE, MAX_HEADS, MAX_LENGTH, Kind, Problem, Shape
 from flexattn.problem.checks import MAX_HEAD_DIM
 from flexattn.runtime.build import unloaded
 from flexattn.runtime.dispatch import Choice, chosen
 from flexattn.settings import current
 from flexattn.tune.tasks import task_from
 from flexattn.tune.workload import Row
+from flexattn.util.text import did_you_mean
 
+Mods: TypeAlias = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
+CPU = torch.device("cpu")
 # A problem depends on the device by its kind alone, which is named here.
 NAMED = named("nvidia-h200")
 _MOST = {
@@ -32,22 +46,89 @@ _MOST = {
 }  # fmt: skip
 
 
-def problem_of(
-    kind: Kind,
-    dtype: str,
-    shape: Shape,
-    score_mod: Callable[..., Any] | None,
-    mask_mod: Callable[..., Any] | None,
-    block: int = 128,
-) -> Problem:
-    """The problem of a call with dense, aligned tensors of these sizes, as the tuner makes it.
+def problem_called(call: CallOptions, kv_len: int) -> Problem:
+    """The problem with so many keys, and its mask's blocks; InputError says what exists."""
+    kind = kind_of(call.kind)
+    q_len = (1 if kind == "decode" else LENGTH) if call.q_len is None else call.q_len
+    return task_called(call, kind, (q_len, kv_len)).problem
+
+
+def task_called(
+    call: CallOptions | Why, kind: Kind | None, lengths: tuple[int, int], device: Device = NAMED
+) -> Task:
+    """The task of a call with dense, aligned tensors of these lengths, as the tuner makes it.
 
     The mask's blocks, square ones, are found on the CPU. Raises InputError for sizes that no call
-    has, ModError for mods that cannot be read.
+    has and says what exists, ModError for mods that cannot be read.
     """
+    dtype, block = dtype_named(call.dtype), call.block_size
+    v_dim = call.head_dim if call.head_dim_v is None else call.head_dim_v
+    shape = Shape(call.batch, call.hq, call.hkv, *lengths, call.head_dim, v_dim)
     check_sizes(dtype, shape, block)
-    row = Row("", kind, dtype, shape, None, None, (block, block), None, ())
-    return task_from(row, score_mod, mask_mod, NAMED, torch.device("cpu")).problem
+    mods = resolve(call.mod or "noop", call.arg or (), call.role, shape, dtype)
+    title = call.mod or "no mods"
+    row = Row(title, kind, dtype, shape, None, None, (block, block), None, ())
+    return task_from(row, *mods, device, CPU)
+
+
+def resolve(
+    name: str, arguments: Sequence[str], role: str | None, shape: Shape, dtype: str
+) -> Mods:
+    """The score_mod and the mask_mod that a MOD stands for; a case of the catalogue may have both.
+
+    arguments: of a factory. role: score or mask, where arity cannot tell. shape, dtype: of the
+    call, whose lengths and dtype a case's captured tensors have. Raises InputError that says what
+    exists.
+    """
+    if role is not None:
+        role = choice("--as", role, ROLES)
+    if ":" in name:
+        return _imported(name, arguments, role)
+    value = getattr(catalogue, name) if name in catalogue.__all__ else None
+    factory = inspect.isfunction(value) and _called(value)
+    if arguments:
+        said = " ".join(f"--arg {each}" for each in arguments) if factory else "--arg 50.0"
+        raise InputError(
+            f"--arg with the catalogue's {name!r}",
+            "arguments are for factories found by an import path",
+            f"for instance: flexattn.catalogue:{name if factory else 'softcap'} {said}",
+        )
+    found = next((case for case in CASES if case.name == name), None)
+    if found is None:
+        names = [case.name for case in CASES]
+        near = did_you_mean(name, names)
+        raise InputError(
+            f"no mod is called {name!r}" + (f": {near}" if near else ""),
+            f"the catalogue has {', '.join(names)}",
+            f"its function takes arguments: flexattn.catalogue:{name} --arg …"
+            if factory
+            else "name one of them, or a function of yours as package.module:function or "
+            "./file.py:function",
+        )
+    s = shape
+    known = next((each for each, name in DTYPES.items() if name == dtype), torch.bfloat16)
+    built = found.make(s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, "cpu", known)
+    return built.score_mod, built.mask_mod
+
+
+def _called(function: Callable[..., Any]) -> bool:
+    """Whether it makes a mod, and is none itself."""
+    return next(iter(inspect.signature(function).parameters), "") not in ("score", "b", "batch")
+
+
+def _imported(name: str, arguments: Sequence[str], role: str | None) -> Mods:
+    value = load_path(name, [_literal(text) for text in arguments])
+    role = role or role_of(
+        name, value, "call a factory with --arg, or say --as score or --as mask"
+    )
+    return (value, None) if role == "score" else (None, value)
+
+
+def _literal(text: str) -> object:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def check_sizes(dtype: str, shape: Shape, block: int) -> None:

@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from flexattn.cli import options as asking
-from flexattn.cli.arguments import BACKENDS, LENGTH, PARTS, TANHS, choice
-from flexattn.cli.mods import problem_called
-from flexattn.cli.offline import compiled
+from flexattn.cli.offline import compiled, problem_called
+from flexattn.cli.options import BACKENDS, LENGTH, PARTS, TANHS, choice
 from flexattn.cli.selection import device_of, say_assumed
 from flexattn.cli.terminal import indented, say, say_json, say_text
 from flexattn.device import Device
@@ -28,7 +27,7 @@ from flexattn.runtime.dispatch import Choice, candidates_of
 from flexattn.runtime.fallback import told
 from flexattn.runtime.outcomes import memory
 from flexattn.runtime.resources import resources
-from flexattn.tune.plugin import Plugin, plugin_of
+from flexattn.tune.tuner import Plugin, plugin_of
 
 # What a term is called, and where it is computed.
 _PLACES = {

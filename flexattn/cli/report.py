@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from flexattn.cli import options
-from flexattn.cli.places import places, writable
+from flexattn.cli.selection import places, writable
 from flexattn.cli.terminal import say, say_json
 from flexattn.cli.watch import Watch
 from flexattn.errors import InputError

@@ -1,7 +1,9 @@
-"""What a verb works on: rows of workload files and presets, and the device they are for."""
+"""What a verb works on: rows of workload files and presets, a device, directories of records."""
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import cast
 
 import torch
 
-from flexattn.cli.arguments import (
+from flexattn.cli.options import (
     DTYPE_CHOICES,
     EFFORTS,
     GPUS,
@@ -26,10 +28,49 @@ from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
 from flexattn.presets import files
 from flexattn.problem import Kind
-from flexattn.records.renderers import RecordKind
+from flexattn.records.layers import RecordLayer, configs_folder
+from flexattn.records.store import Store
 from flexattn.settings import current
 from flexattn.tune.workload import Row, Workload, read
-from flexattn.util.near import DTYPE_NAMES, did_you_mean
+from flexattn.util.text import DTYPE_NAMES, did_you_mean
+
+# Beside the folders of devices: whole spaces as they were measured, which are no records.
+STUDIES = "studies"
+
+
+def writable(folder: Path) -> Path:
+    """The folder, made where it is missing; raises OSError where no file can be made in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    return folder
+
+
+def users() -> Path:
+    """The user's own directory of records, which `tune` writes to unless told otherwise."""
+    return current().cache_dir / "records"
+
+
+def places(folders: Sequence[Path] = ()) -> list[RecordLayer]:
+    """The given directories, else every layer there is, those shipped for all devices included.
+
+    Raises InputError for a directory that does not exist.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(f"{folder}: no such directory", "records are kept in directories")
+    if folders:
+        return [RecordLayer(str(folder), Store(folder)) for folder in folders]
+    settings = current()
+    found = [RecordLayer("FLEXATTN_CACHE", Store(root)) for root in settings.cache]
+    found.append(RecordLayer("user", Store(users())))
+    shipped = configs_folder()
+    if shipped is not None:
+        there = (each for each in shipped.iterdir() if each.is_dir())
+        devices = sorted(each for each in there if each.name != STUDIES)
+        found += [RecordLayer("shipped", Store(each)) for each in devices]
+    return found
+
 
 _ALL = "all"
 
@@ -104,9 +145,9 @@ def kind_of(name: str) -> Kind:
     return cast(Kind, choice("--kind", name, KIND_CHOICES))
 
 
-def recorded_kind(name: str) -> RecordKind:
+def recorded_kind(name: str) -> Kind:
     """A kind of records by name; raises InputError for another."""
-    return cast(RecordKind, choice("--kind", name, RECORDED_CHOICES))
+    return cast(Kind, choice("--kind", name, RECORDED_CHOICES))
 
 
 def dtype_named(name: str) -> str:

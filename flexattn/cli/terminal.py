@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from flexattn.util.printable import one_line, printable
+from flexattn.util.text import one_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console

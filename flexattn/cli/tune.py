@@ -5,36 +5,59 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from flexattn.cli import options
-from flexattn.cli.places import users
-from flexattn.cli.selection import chosen_rows, device_here, device_of, effort_of, say_assumed
+from flexattn.cli.selection import (
+    chosen_rows,
+    device_here,
+    device_of,
+    effort_of,
+    gpus_like,
+    recorded_kind,
+    say_assumed,
+    users,
+)
 from flexattn.cli.terminal import INTERRUPTED, cell, say, say_json, say_text, tell, wide_console
-from flexattn.cli.tuning import run_plugin, run_tuning
+from flexattn.cli.watch import Watch
 from flexattn.device import Device
-from flexattn.errors import FlexAttnError, InputError, UnsupportedError
+from flexattn.errors import DeviceError, FlexAttnError, InputError, UnsupportedError
 from flexattn.kernels.base.config import Fields
 from flexattn.kernels.base.family import Effort
+from flexattn.kernels.choose.defaults import survey
 from flexattn.kernels.choose.registry import short
-from flexattn.measure.task import AnyTask
+from flexattn.measure.task import Task
 from flexattn.presets import files
-from flexattn.records.key import key_of
+from flexattn.records import untuned
+from flexattn.records.environment import environment
+from flexattn.records.layers import layers
+from flexattn.records.record import Record, key_of
 from flexattn.records.store import Store
 from flexattn.records.untuned import untuned_path
-from flexattn.tune.campaign import TuningOutcome, Where, environment_of, pending
-from flexattn.tune.method import method_for
-from flexattn.tune.plugin import plugin_of
-from flexattn.tune.subject import space_of
-from flexattn.tune.tasks import NOTE, distinct, plan_task, task_of, untuned_tasks
+from flexattn.tune.builds import compilers, default_jobs
+from flexattn.tune.campaign import (
+    Campaign,
+    TaskLocks,
+    TuningOutcome,
+    Where,
+    environment_of,
+    pending,
+)
+from flexattn.tune.evaluator import settle
+from flexattn.tune.subject import Method, method_for
+from flexattn.tune.tasks import NOTE, distinct, task_of, untuned_tasks
+from flexattn.tune.tuner import GpuTuner, Plugin, build_ahead, plugin_of
 from flexattn.tune.workload import read
 
 
@@ -61,11 +84,8 @@ def run(asked: options.Tune) -> None:
         rows = chosen_rows(asked, plans=plugin is None, backward=plugin is None)
     if not asked.dry_run and plugin is None:
         _can_time(target)
-    found: list[AnyTask] = [task for path in lists for task in untuned_tasks(path, target)]
-    found += [
-        plan_task(row, target) if row.served else task_of(row, target, torch.device("cpu"))
-        for row in rows
-    ]
+    found = [task for path in lists for task in untuned_tasks(path, target)]
+    found += [task_of(row, target, torch.device("cpu")) for row in rows]
     chosen, others = distinct(found)
     store = Store(asked.out or users())
     if asked.dry_run:
@@ -175,8 +195,8 @@ def _list_presets(as_json: bool) -> None:
 
 def plan_of(
     target: Device,
-    chosen: Sequence[AnyTask],
-    others: Sequence[tuple[AnyTask, AnyTask]],
+    chosen: Sequence[Task],
+    others: Sequence[tuple[Task, Task]],
     store: Store,
     effort: Effort,
     again: bool,
@@ -189,12 +209,16 @@ def plan_of(
         status, message = "to tune" if task.title in open_titles else "kept", ""
         configs: Sequence[Fields] = ()
         rejected: dict[str, int] = {}
-        try:
-            configs, rejected = _space(task, effort)
-        except FlexAttnError as error:
-            if plugin_of(task.device.backend) is None:
-                raise
-            status, message = "cannot", str(error)
+        plugin = plugin_of(task.device.backend)
+        if plugin is None:
+            space = survey(task.problem, task.device, effort)
+            configs, rejected = space.configs, dict(space.rejected)
+        else:
+            try:
+                fits = plugin.survey_of(task, effort)
+                configs, rejected = fits.configs, dict(fits.rejected)
+            except FlexAttnError as error:
+                status, message = "cannot", str(error)
         key = key_of(task.problem)
         problems.append({
             "title": task.title,
@@ -215,16 +239,6 @@ def plan_of(
         "problems": problems,
         "same_key": {task.title: kept.title for task, kept in others},
     }
-
-
-def _space(task: AnyTask, effort: Effort) -> tuple[Sequence[Fields], dict[str, int]]:
-    """The configs of a task, the default first, and how many others each rule rejects."""
-    plugin = plugin_of(task.device.backend)
-    if plugin is not None:
-        fits = plugin.survey_of(task, effort)
-        return fits.configs, dict(fits.rejected)
-    configs, rejected = space_of(task, effort)
-    return configs, dict(rejected)
 
 
 _COLUMNS = (
@@ -273,3 +287,122 @@ def print_plan(plan: dict[str, Any]) -> None:
     said = ", ".join(f"{count} {name}" for name, count in sorted(rejected.items()))
     count = len(plan["problems"])
     tell(console, f"{count} problems, {total} configs; rejected: {said or 'none'}")
+
+
+JOURNALS, LOCKS = "journals", "locks"
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What became of the tasks, whether Ctrl-C ended it, and which devices were lost, in words."""
+
+    outcomes: tuple[TuningOutcome, ...]
+    interrupted: bool = False
+    lost: tuple[str, ...] = ()
+
+
+def run_tuning(
+    chosen: Sequence[Task],
+    store: Store,
+    method: Method,
+    jobs: int,
+    again: bool,
+    storage: str | None,
+    time_s: float = math.inf,
+    prune: bool = False,
+) -> Ran:
+    """Tune the tasks, with a worker for every such GPU of this host, and compilers ahead of them.
+
+    time_s: seconds after which no problem begins. prune: a record takes the place of those of its
+    key that the same Triton made on this device in another environment.
+    """
+    until = time.monotonic() + time_s
+    todo = pending(chosen, store, again)
+    if not chosen:
+        return Ran(())
+    device = chosen[0].device
+    gpus = (gpus_like(device) or [0])[: max(1, len(todo))]
+    journals = store.root / JOURNALS
+    for task in chosen if again else ():
+        # A process died between writing a record and dropping its journal.
+        where, key = environment_of(task), key_of(task.problem)
+        if (old := store.read(where, key)) is not None:
+            settle(journals, old, store.path(where, key).stat().st_mtime)
+    served = {each.store.root.resolve() for each in layers(device)}
+
+    def landed(record: Record) -> None:
+        """Drop what is kept until a record is on the disk."""
+        settle(journals, record)
+        if prune:
+            store.drop_others(record.environment, record.key)
+        # Elsewhere, or measured in another way, it is none that dispatch will take for its own.
+        here = environment(recorded_kind(record.key.kind), device)
+        if store.root.resolve() in served and record.environment == here:
+            untuned.drop(record.key, device.name)
+
+    # What launches kernels and times them has a core of its own.
+    jobs = jobs or max(1, default_jobs() - len(gpus))
+    with Watch(len(todo), Console(stderr=True)) as watch, ExitStack() as stack:
+        pool = stack.enter_context(compilers(jobs))
+        on_gpus = [
+            stack.enter_context(
+                GpuTuner(
+                    method, pool, journals, watch.lane(), gpu=gpu, storage=storage,
+                    again_since=time.time() if again else None,
+                )
+            )
+            for gpu in gpus
+        ]  # fmt: skip
+        if storage is None:
+            build_ahead(todo, method, pool)
+        # Workers of one database share each problem; without it a problem is one tuner's.
+        locks = TaskLocks(store.root / LOCKS) if storage is None else None
+        tuners = [each.tune for each in on_gpus]
+        run = Campaign(chosen, store, tuners, again, landed=landed, until=until, locks=locks)
+        return _followed(run, [f"GPU {gpu}" for gpu in gpus], watch)
+
+
+def run_plugin(
+    plugin: Plugin,
+    chosen: Sequence[Task],
+    store: Store,
+    effort: Effort,
+    method: Method,
+    again: bool,
+) -> Ran:
+    """As `run_tuning`, for a device of a plug-in's: by its cost model, or measured where it is."""
+    where = plugin.tuning_environment
+    todo = len(pending(chosen, store, again, where))
+    with Watch(todo, Console(stderr=True)) as watch:
+        tuner = plugin.tuner(watch.lane(), effort, method)
+        run = Campaign(chosen, store, [tuner], again, where)
+        return _followed(run, ["the instance"], watch)
+
+
+def _followed(run: Campaign, names: Sequence[str], watch: Watch) -> Ran:
+    """The campaign to its end, each problem a line; names: of its tuners."""
+    found: list[TuningOutcome] = []
+    gone: list[str] = []
+    interrupted = False
+
+    def lost(number: int, error: DeviceError) -> None:
+        gone.append(f"{names[number]} is lost and took no more problems: {error.got}")
+        watch.say(gone[-1])
+
+    try:
+        for outcome in replace(run, lost=lost, say=watch.say):
+            found.append(outcome)
+            watch.finished(_line(outcome), outcome.status != "kept")
+    except KeyboardInterrupt:
+        interrupted = True
+    return Ran(tuple(found), interrupted, tuple(gone))
+
+
+def _line(outcome: TuningOutcome) -> str:
+    if outcome.answer is None:
+        return f"{outcome.title}: failed: {outcome.message}"
+    decision, config = outcome.answer.decision, short(outcome.answer.config)
+    gain = "the static default" if decision.winner == decision.default else config
+    by = " by the model" if outcome.answer.provenance == "model" else ""
+    took = f" in {outcome.seconds:.0f} s" if outcome.status == "tuned" else ", kept"
+    return f"{outcome.title}: {gain}, {decision.speedup:.3f}x{by}{took}"

@@ -6,14 +6,15 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
+    Progress as Bars,
     TextColumn,
     TimeRemainingColumn,
 )
 
 from flexattn.cli.terminal import tell
+from flexattn.tune.subject import Progress
 from flexattn.util.closing import Closing
-from flexattn.util.printable import one_line
+from flexattn.util.text import one_line
 
 
 class Watch(Closing):
@@ -21,7 +22,7 @@ class Watch(Closing):
 
     def __init__(self, problems: int, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
-        self._bars = Progress(
+        self._bars = Bars(
             TextColumn("{task.description:<10.10}"),
             BarColumn(24),
             MofNCompleteColumn(),
@@ -57,17 +58,17 @@ class Watch(Closing):
         tell(self._console, line)
 
 
-class Lane:
-    """A flexattn.tune.method.Progress: one worker's problem, stage and best time."""
+class Lane(Progress):
+    """One worker's problem, stage and best time."""
 
-    def __init__(self, bars: Progress, console: Console) -> None:
+    def __init__(self, bars: Bars, console: Console) -> None:
         self._bars, self._console = bars, console
         self._bar = bars.add_task("", total=None, text="", visible=False)
         self._title = ""
         self._best: float | None = None
 
     def problem(self, title: str) -> None:
-        """The next problem begins."""
+        """As Progress.problem."""
         self._title, self._best = one_line(title), None
         self._bars.reset(
             self._bar, total=None, description="start", text=self._title, visible=True

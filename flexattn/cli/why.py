@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import lru_cache
 from typing import Any
 
-import torch
-
 from flexattn.cli import options
-from flexattn.cli.mods import resolve
-from flexattn.cli.offline import check_sizes
-from flexattn.cli.selection import chosen_rows, device_of, dtype_named, kind_of, say_assumed
+from flexattn.cli.offline import task_called
+from flexattn.cli.selection import chosen_rows, device_of, kind_of, say_assumed
 from flexattn.cli.terminal import indented, say, say_json, say_text
 from flexattn.device import Device
 from flexattn.errors import InputError
@@ -24,18 +20,15 @@ from flexattn.mods import bind
 from flexattn.mods.bind import clear
 from flexattn.mods.expr import pretty
 from flexattn.presets import files
-from flexattn.problem import Captures, Shape, captures_of
-from flexattn.records.key import Sizes, mod_name
+from flexattn.problem import Captures, captures_of
 from flexattn.records.layers import origin
-from flexattn.records.record import Answer
+from flexattn.records.record import Answer, Sizes, mod_name
 from flexattn.records.why import Closest, ConfigExplanation, Difference, why as explained
 from flexattn.runtime.dispatch import candidates_of
 from flexattn.runtime.fallback import Attempt, told
 from flexattn.runtime.outcomes import memory
-from flexattn.tune.tasks import mods_of, task_from, tasks
+from flexattn.tune.tasks import mods_of, tasks
 from flexattn.tune.workload import Row, read
-
-CPU = torch.device("cpu")
 
 
 def run(args: options.Why) -> None:
@@ -47,23 +40,8 @@ def run(args: options.Why) -> None:
         found = list(tasks(chosen_rows(args), target))
     else:
         keys = args.q_len if args.kv_len is None else args.kv_len
-        v_dim = args.head_dim if args.head_dim_v is None else args.head_dim_v
-        shape = Shape(args.batch, args.hq, args.hkv, args.q_len, keys, args.head_dim, v_dim)
-        dtype = dtype_named(args.dtype)
-        check_sizes(dtype, shape, args.block_size)
-        row = Row(
-            title=args.mod or "no mods",
-            kind=None if args.kind is None else kind_of(args.kind),
-            dtype=dtype,
-            shape=shape,
-            score=None,
-            mask=None,
-            block_size=(args.block_size, args.block_size),
-            scale=None,
-            policy=(),
-        )
-        mods = resolve(args.mod or "noop", args.arg or (), args.role, shape, dtype)
-        found = [task_from(row, mods.score_mod, mods.mask_mod, target, CPU)]
+        kind = None if args.kind is None else kind_of(args.kind)
+        found = [task_called(args, kind, (args.q_len, keys), target)]
     say_assumed(args.device, target)
     kept = memory().entries(target)
     answers = [
@@ -119,6 +97,7 @@ def _compared(closest: Closest) -> dict[str, Any]:
 
 
 def _print(answers: Sequence[tuple[Task, ConfigExplanation, Sequence[Attempt]]]) -> None:
+    rows = {row.title: row for path in files().values() for row in read(path).rows}
     for task, found, tried in answers:
         structure = task.problem.structure
         mods = {"score": structure.score, "mask": structure.mask}
@@ -142,26 +121,33 @@ def _print(answers: Sequence[tuple[Task, ConfigExplanation, Sequence[Attempt]]])
         if not found.closest:
             say(f"  closest   none: no record of this kind was made on {found.environment.device}")
         for each in found.closest:
-            _print_closest(each, mods)
+            _print_closest(each, mods, rows)
         for path, error in found.broken:
             say(f"  no record {path}: {error}")
 
 
-def _print_closest(each: Closest, mods: dict[str, Captures | None]) -> None:
+def _print_closest(
+    each: Closest, mods: Mapping[str, Captures | None], rows: Mapping[str, Row]
+) -> None:
     answer = each.answer
     made = f" of {answer.made[:10]}" if answer.made else ""
     say(f"  closest   {each.layer} record {answer.title!r}{made}, {Sizes(*answer.sizes)}")
     say(f"            {f'not taken: {each.untaken}' if each.untaken else 'taken'}")
     for difference in (*each.key, *each.environment):
-        say_text(indented(" " * 12, _difference(difference, answer, mods)))
+        say_text(indented(" " * 12, _difference(difference, answer, mods, rows)))
 
 
-def _difference(each: Difference, answer: Answer, mods: dict[str, Captures | None]) -> str:
+def _difference(
+    each: Difference,
+    answer: Answer,
+    mods: Mapping[str, Captures | None],
+    rows: Mapping[str, Row],
+) -> str:
     """One field in which a record differs; mods as expressions, where they are known."""
     if each.field in mods:
         mine = mods[each.field]
         ours = "none" if mine is None else pretty(mine.mod.expr)
-        theirs = expression_of(answer, each.field)
+        theirs = expression_of(answer, each.field, rows)
         return f"{each.field}_mod is {ours}, the record's is {theirs}"
     if each.field == "template":
         return "the kernels' source is not what it was when the record was made"
@@ -169,12 +155,15 @@ def _difference(each: Difference, answer: Answer, mods: dict[str, Captures | Non
     return f"{each.field} is {ours}, the record's {theirs}"
 
 
-def expression_of(answer: Answer, role: str) -> str:
-    """A record's "score" or "mask" as an expression, else where it is from; "none" without one."""
+def expression_of(answer: Answer, role: str, rows: Mapping[str, Row]) -> str:
+    """A record's "score" or "mask" as an expression, else where it is from; "none" without one.
+
+    rows: of all presets, by title.
+    """
     fingerprint = getattr(answer.key, role)
     if not fingerprint:
         return "none"
-    row = _rows().get(answer.title)
+    row = rows.get(answer.title)
     if row is not None:
         # What was traced before decides whether a number is a constant.
         clear()
@@ -183,9 +172,3 @@ def expression_of(answer: Answer, role: str) -> str:
         if found is not None and mod_name(found) == fingerprint:
             return pretty(found.mod.expr)
     return f"another, that of {answer.title!r}"
-
-
-@lru_cache(maxsize=1)
-def _rows() -> dict[str, Row]:
-    """The rows of all presets by title."""
-    return {row.title: row for path in files().values() for row in read(path).rows}

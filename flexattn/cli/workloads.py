@@ -1,43 +1,32 @@
-"""The demo's workloads: attention of real models, small enough to interpret, and its verdicts."""
+"""The demo's workloads, attention of real models small enough to interpret; its pictures."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn.block_mask.create import create_block_mask
-from flexattn.catalogue.masks import MaskMod, causal, sliding_window
-from flexattn.catalogue.scores import ScoreMod, softcap
-from flexattn.cli.offline import nearest, problem_of
+from flexattn.block_mask.visual import Picture, visualize
+from flexattn.cli.bench import RowInputs
+from flexattn.cli.offline import nearest
 from flexattn.cli.terminal import tell
 from flexattn.errors import FlexAttnError
 from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.registry import family_of, short
-from flexattn.problem import Kind, Problem, Shape
+from flexattn.problem import Shape
+from flexattn.tune.tasks import mods_of
 from flexattn.tune.workload import ModPath, Row
 from flexattn.verify.oracle import Slices
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Tensors and mods of one workload on one device."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    score_mod: ScoreMod | None
-    mask_mod: MaskMod | None
-    block_mask: BlockMask | None
 
 
 @dataclass(frozen=True)
@@ -54,68 +43,25 @@ class DemoWorkload:
     window: int = 0
     softcap: float = 0.0
 
-    @property
-    def decodes(self) -> bool:
-        """Whether one query token walks a cache of keys."""
-        return self.q_len == 1
-
     def describe(self) -> str:
         """Heads, lengths and mods in a table's cell."""
         parts = [f"B{self.B} {self.Hq}:{self.Hkv} heads", f"{self.q_len}x{self.kv_len} D{self.D}"]
-        if not self.decodes:
+        if self.q_len > 1:
             parts.append(f"window {self.window}" if self.window else "causal")
         if self.softcap:
             parts.append(f"softcap {self.softcap:g}")
         return ", ".join(parts)
 
-    def score_mod(self) -> ScoreMod | None:
-        """tanh softcapping where the model has it."""
-        return softcap(self.softcap) if self.softcap else None
-
-    def mask_mod(self) -> MaskMod | None:
-        """Nothing for decode: the query sees its whole cache."""
-        if self.decodes:
-            return None
-        return sliding_window(self.window) if self.window else causal
-
-    def make(self, device: str, dtype: torch.dtype) -> Inputs:
-        """Normal random q, k and v with the workload's mods."""
-        generator = torch.Generator(device).manual_seed(0)
-
-        def normal(heads: int, length: int) -> Tensor:
-            shape = (self.B, heads, length, self.D)
-            return torch.randn(shape, generator=generator, device=device, dtype=dtype)
-
-        mask_mod = self.mask_mod()
-        mask = None
-        if mask_mod is not None:
-            mask = create_block_mask(mask_mod, None, None, self.q_len, self.kv_len, device)
-        q, k, v = (
-            normal(heads, length)
-            for heads, length in (
-                (self.Hq, self.q_len),
-                (self.Hkv, self.kv_len),
-                (self.Hkv, self.kv_len),
-            )
-        )
-        return Inputs(q, k, v, self.score_mod(), mask_mod, mask)
-
-    def row(self) -> Row:
-        """The call as a workload file would say it, in bfloat16."""
+    def row(self, dtype: str = "bfloat16") -> Row:
+        """The call as a workload file would say it; a decode's query sees its whole cache."""
         scored = ModPath("flexattn.catalogue:softcap", (self.softcap,)) if self.softcap else None
         masked = None
-        if not self.decodes:
-            masked = ModPath("flexattn.catalogue:causal")
         if self.window:
             masked = ModPath("flexattn.catalogue:sliding_window", (self.window,))
+        elif self.q_len > 1:
+            masked = ModPath("flexattn.catalogue:causal")
         shape = Shape(self.B, self.Hq, self.Hkv, self.q_len, self.kv_len, self.D, self.D)
-        return Row(self.name, None, "bfloat16", shape, scored, masked, (128, 128), None, ())
-
-    def problem(self, dtype: str) -> Problem:
-        """The key of the call, made without a tensor."""
-        shape = Shape(self.B, self.Hq, self.Hkv, self.q_len, self.kv_len, self.D, self.D)
-        kind: Kind = "decode" if self.decodes else "prefill"
-        return problem_of(kind, dtype, shape, self.score_mod(), self.mask_mod())
+        return Row(self.name, None, dtype, shape, scored, masked, (128, 128), None, ())
 
 
 FULL_WORKLOADS = (
@@ -159,14 +105,12 @@ class DemoTrial:
         return bool(self.variants) and all(variant.passed for variant in self.variants)
 
 
-def run_trial(
-    workload: DemoWorkload, dtype: torch.dtype, configs: int, seconds: float
-) -> DemoTrial:
+def run_trial(workload: DemoWorkload, dtype: str, configs: int, seconds: float) -> DemoTrial:
     """Gate up to this many configs on CPU tensors; after that many seconds only the first.
 
     A config that is too large for the device is left out; only its note remains.
     """
-    x = workload.make("cpu", dtype)
+    x = RowInputs.of(workload.row(dtype), torch.device("cpu"))
 
     def attend(options: dict[str, int | bool | str] | None) -> Tensor:
         out = flex_attention(
@@ -228,3 +172,59 @@ def print_notes(console: Console, trials: Iterable[DemoTrial]) -> None:
             if variant.note:
                 text = f"{trial.workload}, {variant.config}: {variant.note}"
                 tell(console, text, "" if variant.passed else "red")
+
+
+_RIVAL, _OURS = "#f0a848", "#3b6ea5"
+# Cells of a mask on a terminal, and characters of its longest bar.
+CELLS, LONGEST = 64, 40
+
+
+def window(workloads: Sequence[DemoWorkload]) -> Picture:
+    """The blocks of the first sliding window among the workloads."""
+    workload = next(each for each in workloads if each.window)
+    mask = mods_of(workload.row())[1]
+    assert mask is not None
+    return visualize(mask, workload.q_len, workload.kv_len, cells=CELLS)
+
+
+def text_bars(groups: Mapping[str, Mapping[str, float]], unit: str) -> str:
+    """The same as `bars` in characters, the longest bar of each group equally long."""
+    lines = []
+    for title, values in groups.items():
+        lines.append(title)
+        width = max(map(len, values), default=0)
+        for label, value in values.items():
+            drawn = "█" * max(1, round(LONGEST * value / max(values.values())))
+            lines.append(f"  {label:<{width}}  {drawn} {value:.4g} {unit}")
+    return "\n".join(lines)
+
+
+def bars(groups: Mapping[str, Mapping[str, float]], unit: str, path: Path) -> list[Path]:
+    """A file: a panel a group, a bar a label, torch's in another color; [] where no value is."""
+    groups = {title: values for title, values in groups.items() if values}
+    if not groups:
+        return []
+    figure, panels = _figure(1.0 + 0.34 * sum(2 + len(g) for g in groups.values()), groups)
+    for axes, (title, values) in zip(panels, groups.items(), strict=True):
+        labels = list(values)
+        colors = [_RIVAL if label.startswith("torch") else _OURS for label in labels]
+        drawn = axes.barh(labels, list(values.values()), color=colors)
+        axes.bar_label(drawn, fmt="%.4g", padding=3)
+        axes.margins(x=0.15)
+        axes.invert_yaxis()
+        axes.set(title=title, xlabel=unit)
+    return [_save(figure, path)]
+
+
+def _figure(height: float, groups: Mapping[str, Any]) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, height), layout="constrained")
+    ratios = [2 + len(values) for values in groups.values()]
+    return figure, figure.subplots(len(groups), squeeze=False, height_ratios=ratios)[:, 0]
+
+
+def _save(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path

@@ -105,21 +105,18 @@ def warm(
 def verified(task: Task, problem: Problem, options: Options, where: torch.device) -> Choice:
     """The first choice for a task's problem whose kernels are right on a made-up call."""
     from flexattn.runtime.dispatch import dispatcher
-    from flexattn.verify.first_use import LaunchedKernels, accepted, due
+    from flexattn.verify.first_use import LaunchedKernels, accepted
     from flexattn.verify.made_up import ChosenKernels, judge_backward, judge_forward
     from flexattn.verify.oracle import moved
 
     index = -1 if where.type == "cpu" else where.index
     judged = judge_backward if task.kind == "backward" else judge_forward
+    score, mask = moved(task.score, where), moved(task.mask, where)
+    lists = None if task.lists is None else task.lists.to(where)
     while True:
         kernels = dispatcher().kernels(problem, task.device, index, options)
-        subject = LaunchedKernels.of(kernels[0])
-        if not due(subject):
-            return kernels[0]
-        score, mask = moved(task.score, where), moved(task.mask, where)
-        lists = None if task.lists is None else task.lists.to(where)
         chosen = ChosenKernels(*kernels, where, task.scale, score, mask, lists)
-        if accepted(subject, partial(judged, chosen)):
+        if accepted(LaunchedKernels.of(kernels[0]), partial(judged, chosen)):
             return kernels[0]
 
 

@@ -113,7 +113,7 @@ def encode_descriptor(
 
     shape, strides (in elements, the last is 1) and block: outermost first.
     """
-    status: int = _encode_tiled()(
+    status: int = _cuda().cuTensorMapEncodeTiled(
         at, _ELEMENTS[element], len(shape), address, *_arrays(element, shape, strides, block),
         0, swizzle, _L2_PROMOTION_128B, 0,
     )  # fmt: skip
@@ -191,12 +191,9 @@ def _word(status: int) -> str:
 
 @lru_cache(maxsize=1)
 def _cuda() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-@lru_cache(maxsize=1)
-def _encode_tiled() -> Any:
-    function = _cuda().cuTensorMapEncodeTiled
-    number, pointer = ctypes.c_uint, ctypes.c_void_p
-    function.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 4]
-    return function
+    library = ctypes.CDLL("libcuda.so.1")
+    encode = getattr(library, "cuTensorMapEncodeTiled", None)  # CUDA 11's has none
+    if encode is not None:
+        number, pointer = ctypes.c_uint, ctypes.c_void_p
+        encode.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 4]
+    return library

@@ -45,18 +45,8 @@ class NeuronCore:
         return self.generation >= 3
 
     @property
-    def has_constant_bias(self) -> bool:
-        """A number, not only a tile, as the bias of nisa.activation, from v3 [isa]."""
-        return self.generation >= 3
-
-    @property
     def has_dma_transpose(self) -> bool:
         """DMA engines that transpose, from v3 [arch3]."""
-        return self.generation >= 3
-
-    @property
-    def has_scalar_copy(self) -> bool:
-        """nisa.tensor_copy on the Scalar Engine, from v3 [isa]."""
         return self.generation >= 3
 
     @property

@@ -30,9 +30,9 @@ from flexattn.problem.inputs import NO_DESCALES, Descales, Dropout
 from flexattn.problem.kind import FEW_ROWS
 from flexattn.problem.mask_lists import keeps_all
 from flexattn.problem.read_checks import check_reads
-from flexattn.records.key import rounded
+from flexattn.records.record import rounded
 from flexattn.settings import current, say_once
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru
 
 # flex_attention's names for `Call.tensors`.
 TENSORS = ("query", "key", "value", "sinks", "q_descale", "k_descale", "v_descale")

@@ -30,7 +30,7 @@ from flexattn.records.store import generation
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import Launch, Lists, Outputs, prepare_launch
 from flexattn.settings import Settings, current
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru
 
 if TYPE_CHECKING:
     from flexattn.frontend.autograd import GradCall

@@ -20,8 +20,7 @@ from torch import Tensor
 from flexattn.frontend.call import PLAIN, Call, functorch, in_forward_mode
 from flexattn.runtime.launch import Outputs
 from flexattn.settings import current, say_once
-from flexattn.util.locks import renewed
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru, renewed
 
 # The call with the same mods on which a compile begins.
 FIRST = 3

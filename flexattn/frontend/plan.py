@@ -25,10 +25,17 @@ from flexattn.reference.parts import SavedForward
 from flexattn.runtime.backward import BackwardLaunch, Gradients
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import Launch, Lists, Outputs, prepare_launch
-from flexattn.verify.first_use import LaunchedKernels, accepted, due
+from flexattn.verify.first_use import (
+    Attended,
+    LaunchedKernels,
+    accepted,
+    beyond,
+    due,
+    judge_gradients,
+    judge_rows,
+)
 from flexattn.verify.gate import Verdict
 from flexattn.verify.made_up import ChosenKernels, borders_of, judge_backward, judge_forward
-from flexattn.verify.samples import Attended, beyond, judge_gradients, judge_rows
 
 
 class Plan(NamedTuple):

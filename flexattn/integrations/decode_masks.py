@@ -32,8 +32,7 @@ from flexattn import catalogue
 from flexattn.block_mask.lists import KEY_BLOCK, few_rows, queue_of, relisted, with_lists
 from flexattn.frontend.launch_cache import parts_of
 from flexattn.runtime.launch import raw_stream
-from flexattn.util.locks import renewed
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru, renewed
 
 MaskFunction = Callable[..., Tensor]
 # Keys of all batches that a GPU reads in the time that it takes to find where padding ends.
@@ -265,10 +264,14 @@ class _Table:
 
 
 class _Batch:
-    """The tables of a batch size. last_row: the position of the last row, or _CHECK."""
+    """The tables of a batch size on a stream, which others may still read, and its last padding.
+
+    last_row: the position of the last row, or _CHECK.
+    """
 
     def __init__(self) -> None:
         self.last_row, self._tables = _CHECK, list[_Table]()
+        self.padding: _Padding | None = None
         self._lock = renewed(threading.Lock())
 
     def mask(self, seen: Tensor) -> BlockMask:
@@ -281,7 +284,6 @@ class _Batch:
             return found.write(seen)
 
 
-# One a stream: a kernel on another stream may still be reading the table.
 _batches: Lru[tuple[int, torch.device, int], _Batch] = Lru(16)
 
 
@@ -297,17 +299,22 @@ def padded_mask(seen: Tensor, at: int) -> BlockMask | None:
     and removes nothing: a row that does not follow the last one is checked, which waits for the
     device. The lists are those of other masks, too, and not to be written to.
     """
+    batch = _batch_of(seen)
+    if not 0 <= at - batch.last_row <= 1 and bool(seen.all()):
+        batch.last_row = _CHECK
+        return None
+    batch.last_row = at
+    return batch.mask(seen)
+
+
+def _batch_of(seen: Tensor) -> _Batch:
     stream = raw_stream(seen.get_device()) if seen.is_cuda else 0
     key = len(seen), seen.device, stream
     batch = _batches.get(key)
     if batch is None:
         batch = _Batch()
         _batches.put(key, batch)
-    if not 0 <= at - batch.last_row <= 1 and bool(seen.all()):
-        batch.last_row = _CHECK
-        return None
-    batch.last_row = at
-    return batch.mask(seen)
+    return batch
 
 
 def check_again() -> None:
@@ -378,18 +385,14 @@ class _Padding(NamedTuple):
         return found
 
 
-# The last padding of a batch size on a stream: memory that another stream writes is not read.
-_paddings: Lru[tuple[int, torch.device, int], _Padding] = Lru(16)
-
-
 def decoding_mask(seen: Tensor) -> BlockMask | None:
     """The mask of one new row that sees every key but those where `seen` is False.
 
     seen [B, keys], bool. None where it removes nothing. Who asks again on the same stream gets the
     same object, not to be written to. It waits for the device once, and twice for a new padding.
     """
-    key = len(seen), seen.device, _stream(seen)
-    known = _paddings.get(key)
+    batch = _batch_of(seen)
+    known = batch.padding
     if known is not None and known.is_of(seen):
         return known.mask(seen.shape[1])
     if bool(seen.all()):
@@ -403,10 +406,5 @@ def decoding_mask(seen: Tensor) -> BlockMask | None:
     def kept(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return table[b, kv_idx]
 
-    known = _Padding(table, kept, Lru(_MASKS), Lru(_MASKS))
-    _paddings.put(key, known)
+    known = batch.padding = _Padding(table, kept, Lru(_MASKS), Lru(_MASKS))
     return known.mask(seen.shape[1])
-
-
-def _stream(tensor: Tensor) -> int:
-    return raw_stream(tensor.get_device()) if tensor.is_cuda else 0

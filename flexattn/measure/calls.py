@@ -9,27 +9,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
-from flexattn.measure.task import AnyTask, ServingTask, Task
-from flexattn.mods import Bound
-from flexattn.reference import Precision, attention
-from flexattn.runtime.backward import Gradients, prepare_backward
+from flexattn.measure.task import Task
+from flexattn.problem.serving import ServingProblem
+from flexattn.runtime.backward import Gradients
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Outputs, prepare_launch
 from flexattn.serving.plan import DecodePlan
 from flexattn.serving.verified import Batch, make_batch, serving_judge
 from flexattn.verify.gate import Verdict
-from flexattn.verify.gradients import Differentiated, judge_of, judged_heads
+from flexattn.verify.gradients import Saved, judge_of, judged_heads, make_saved
 from flexattn.verify.oracle import (
-    block_mask_of,
-    gradient_like,
-    kept_lanes,
     make_inputs,
     make_sinks,
     moved,
@@ -49,9 +43,9 @@ class Opened:
     while_judged: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def opened(task: AnyTask, where: torch.device) -> Opened:
+def opened(task: Task, where: torch.device) -> Opened:
     """Make a task's inputs on a device, and what its outputs are judged by."""
-    if isinstance(task, ServingTask):
+    if isinstance(task.problem, ServingProblem):
         batch = make_batch(task.problem, task.q_lens, task.kv_lens, where)
         of_plans = partial(plan_call, task, batch, where=where)
         return Opened(serving_judge(batch, task.scale, task.score, task.mask), of_plans)
@@ -60,10 +54,22 @@ def opened(task: AnyTask, where: torch.device) -> Opened:
         allowed = task.problem.structure.fp32_products == "tf32x3"
         torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "none"
     if task.kind == "backward":
-        saved = make_saved(task, where)
-        of_gradients = partial(backward_call, task, saved, where=where)
+        saved = saved_of(task, where)
+
+        def of_gradients(config: Config) -> Callable[[], Gradients]:
+            return saved.prepare(task.problem, task.device, dispatcher(), Options(exact=config))
+
         return Opened(judge_of(saved.call), of_gradients, saved.call.judged_alone)
     return _forward(task, where)
+
+
+def saved_of(task: Task, where: torch.device) -> Saved:
+    """A differentiated call of a task on a device, with what its forward saved."""
+    p, lists = task.problem, None
+    if task.lists is not None and task.by_key is not None:
+        lists = BothLists(task.lists.to(where), task.by_key.to(where))
+    heads = judged_heads(p.B, p.Hq, p.Hkv, p.q_len, p.kv_len)
+    return make_saved(p, where, task.scale, task.score, task.mask, lists, heads)
 
 
 def _forward(task: Task, where: torch.device) -> Opened:
@@ -83,68 +89,14 @@ def _forward(task: Task, where: torch.device) -> Opened:
     return Opened(oracle(q, k, v, task.scale, score, mask, lists, sparsity, sinks), build)
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A differentiated call with what its forward saved: out, fp32 lse, and the mask's lists."""
-
-    call: Differentiated
-    out: Tensor
-    lse: Tensor
-    mask: Bound | None
-    lists: BothLists | None
-
-
-def make_saved(task: Task, where: torch.device) -> Saved:
-    """Normal random q, k, v and gradient of out, and what a kernel's forward makes of them."""
-    p, sparsity = task.problem, task.problem.structure.sparsity
-    q, k, v = make_inputs(p, where)
-    if p.broadcast_kv:
-        k, v = k[:1], v[:1]
-    score, mask = moved(task.score, where), moved(task.mask, where)
-    mask_mod = mask_callable(mask)
-    lists = block_mask = None
-    if task.lists is not None and task.by_key is not None and sparsity is not None:
-        lists = BothLists(task.lists.to(where), task.by_key.to(where))
-        block_mask = block_mask_of(lists.by_query, sparsity, mask_mod, (p.q_len, p.kv_len))
-        mask_mod = kept_lanes(lists.by_query, sparsity, mask_mod, p.kv_len)
-    with torch.no_grad():
-        forward = attention(
-            q, k, v, score_mod=score_callable(score),
-            block_mask=block_mask, scale=task.scale, precision=Precision.STORED,
-        )  # fmt: skip
-    heads = judged_heads(p.B, p.Hq, p.Hkv, p.q_len, p.kv_len)
-    out, slots = forward.out.contiguous(), p.structure.grads
-    call = Differentiated(
-        q, k, v, gradient_like(out), task.scale, score, mask_mod, heads, slots
-    )  # fmt: skip
-    return Saved(call, out, forward.lse.contiguous(), mask, lists)
-
-
-def backward_call(
-    task: Task, saved: Saved, config: Config, where: torch.device
-) -> Callable[[], Gradients]:
-    """A config's launches, delta and all, as a call that allocates the gradients."""
-    call = saved.call
-    inputs = call.q, call.k, call.v
-    launch = prepare_backward(
-        task.problem, task.device, where, dispatcher(), Options(exact=config), inputs, saved.out,
-        call.dout, saved.lists,
-    )  # fmt: skip
-    rest = launch.rest_of(saved.lists, call.score, saved.mask)
-    return partial(
-        launch.run, inputs, saved.out, saved.lse, (call.dout, None), call.scale, rest,
-        call.captured,
-    )  # fmt: skip
-
-
 def plan_call(
-    task: ServingTask, batch: Batch, config: ServingConfig, where: torch.device
+    task: Task, batch: Batch, config: ServingConfig, where: torch.device
 ) -> Callable[[], Outputs]:
     """A plan with this config, and a call that runs it on the batch.
 
     The outputs hold NaN before the first run.
     """
-    m, form = task.problem, task.problem.structure
+    m, form = batch.problem, batch.problem.structure
     plan = DecodePlan(
         batch=m.B,
         kv_len=m.kv_len,

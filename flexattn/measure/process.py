@@ -22,6 +22,10 @@ from flexattn.records.record import Failed, Stage
 from flexattn.settings import log, worker_environment
 
 _KEPT_BYTES = 16 << 10
+_SERVE = (
+    "import sys; from flexattn.measure.runner import serve_runner; "
+    "serve_runner(int(sys.argv[1]), sys.argv[2])"
+)
 # A process whose kernel spins is gone when the driver has stopped the kernel.
 _REAP_SECONDS = 30.0
 
@@ -168,7 +172,7 @@ class ChildProcess(Spawned):
 
     def __init__(self, runner: str, gpu: int, patience: float) -> None:
         """Start it, and wait for its runner. Raises MeasureError, or what the runner says."""
-        super().__init__(("-m", "flexattn.measure.child"), runner, worker_environment(gpu))
+        super().__init__(("-c", _SERVE), runner, worker_environment(gpu))
         try:
             hello = self._receive(patience)
         except Died as died:

@@ -1,53 +1,52 @@
-"""Runner: where a worker's child runs candidates, with the launches that serve users."""
+"""Runner: where a worker's child runs candidates, with the launches that serve users.
+
+`serve_runner` is the life of such a child: it answers requests and ends with its parent.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from multiprocessing.connection import Connection
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
 from flexattn.device import detect
-from flexattn.errors import InputError, UnsupportedError
+from flexattn.errors import FlexAttnError, InputError, UnsupportedError
 from flexattn.kernels.base.config import Config
 from flexattn.measure.calls import Opened, opened
-from flexattn.measure.clock import Clock, CpuClock, CudaClock, TimedCall
-from flexattn.measure.process import clipped
-from flexattn.measure.task import AnyTask
-from flexattn.measure.timing import Event, race
+from flexattn.measure.process import (
+    Begun,
+    ErrorReply,
+    Reply,
+    Request,
+    clipped,
+    end_with_parent,
+    failed,
+    is_sticky,
+    receive,
+    send,
+)
+from flexattn.measure.task import Task
+from flexattn.measure.timing import CpuClock, CudaClock, Dropped, Event, TimedCall, race
 from flexattn.records.record import Failed, Gated, Policy, kept_error
 from flexattn.settings import current
 from flexattn.verify.gate import Verdict
 
 
-class Runner(Protocol):
-    """What a worker's child needs of the place where it measures; all methods may raise."""
-
-    @property
-    def device(self) -> str:
-        """A name of the accelerator that every process of the host has for it."""
-
-    def open(self, task: AnyTask) -> None:
-        """As Measurer.open."""
-
-    def gate(self, config: Config) -> Gated | Failed:
-        """As Measurer.gate."""
-
-    def race(
-        self, configs: Sequence[Config], rounds: int, min_ms: float, limit_us: float
-    ) -> Iterator[Event]:
-        """As timing.race."""
-
-    def recover(self) -> bool:
-        """Free what a failed candidate left behind; whether the device still answers."""
-
-
 class DeviceRunner:
-    """The process's first GPU; with FLEXATTN_INTERPRET=1 Triton's interpreter, on the CPU."""
+    """The process's first GPU; with FLEXATTN_INTERPRET=1 Triton's interpreter, on the CPU.
+
+    All methods may raise. A test may have another Runner with these methods and `device`.
+    """
 
     def __init__(self) -> None:
         if current().interpret:
@@ -66,19 +65,22 @@ class DeviceRunner:
                 "run this where a GPU is, or set FLEXATTN_INTERPRET=1",
             )
         self._calls: dict[Config, Callable[[], Any]] = {}
-        self._clock: Clock | None = None
+        self._clock: CpuClock | None = None
         self._opened: Opened | None = None
 
     @property
     def device(self) -> str:
-        """As Runner.device: the GPU's own identity, whatever CUDA_VISIBLE_DEVICES calls it."""
+        """A name of the accelerator that every process of the host has for it.
+
+        The GPU's own identity, whatever CUDA_VISIBLE_DEVICES calls it.
+        """
         if self._where.type == "cpu":
             return "cpu"
         properties = torch.cuda.get_device_properties(self._where)
         return f"gpu-{getattr(properties, 'uuid', properties.name)}"
 
-    def open(self, task: AnyTask) -> None:
-        """As Runner.open."""
+    def open(self, task: Task) -> None:
+        """As Measurer.open."""
         self._calls.clear()
         self._clock = self._opened = None
         self._free()
@@ -92,7 +94,7 @@ class DeviceRunner:
         self._clock = _clock(task.policy, self._where)
 
     def gate(self, config: Config) -> Gated | Failed:
-        """As Runner.gate."""
+        """As Measurer.gate."""
         call = self._call(config)
         assert self._opened is not None
         with _poisoned_memory(), self._opened.while_judged():
@@ -103,13 +105,13 @@ class DeviceRunner:
     def race(
         self, configs: Sequence[Config], rounds: int, min_ms: float, limit_us: float
     ) -> Iterator[Event]:
-        """As Runner.race."""
+        """As timing.race."""
         assert self._clock is not None
         calls = _Calls(configs, self._call)
         return race(calls, rounds=rounds, min_ms=min_ms, clock=self._clock, limit_us=limit_us)
 
     def recover(self) -> bool:
-        """As Runner.recover."""
+        """Free what a failed candidate left behind; whether the device still answers."""
         try:
             self._synchronize()
             self._free()
@@ -147,7 +149,7 @@ class _Calls(Sequence[TimedCall]):
         return len(self.configs)
 
 
-def _clock(policy: Policy, where: torch.device) -> Clock:
+def _clock(policy: Policy, where: torch.device) -> CpuClock:
     if where.type == "cuda":
         return CudaClock(policy.cold_l2, policy.graph)
     if policy.graph or policy.cold_l2:
@@ -181,3 +183,64 @@ def gated(verdict: Verdict) -> Gated | Failed:
     row = max(verdict.rows, key=lambda row: row.error / row.budget if row.budget else row.error)
     error, budget, reference = map(kept_error, (row.error, row.budget, row.reference))
     return Gated(row.name, error, budget, reference, verdict.passed)
+
+
+def serve_runner(handle: int, where: str) -> None:
+    """Serve the pipe with this handle until it closes; `where` is "package.module:RunnerClass"."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    faulthandler.enable()
+    end_with_parent(handle, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    pipe: Connection[Any, Any] = Connection(handle)
+    try:
+        runner: DeviceRunner = resolve_name(where)()
+        send(pipe, Reply(runner.device))
+    except Exception as error:
+        send(pipe, _trouble(error))
+        return
+    while True:
+        try:
+            request = receive(pipe)
+        except (EOFError, OSError):
+            return
+        send(pipe, Begun())
+        answer = _served(runner, request, pipe)
+        send(pipe, answer)
+        if isinstance(answer, ErrorReply) and answer.lost:
+            # Not a normal exit: that would clean up in a CUDA context that is lost.
+            os._exit(1)
+
+
+def _served(
+    runner: DeviceRunner, request: Request, pipe: Connection[Any, Any]
+) -> Reply | ErrorReply:
+    try:
+        if request.method == "race":
+            return _race(runner, request, pipe)
+        return Reply(getattr(runner, request.method)(*request.args))
+    except Exception as error:
+        trouble = _trouble(error)
+    # What holds the tensors of a failed run is the exception's traceback, which has ended here.
+    lost = is_sticky(trouble.failed) or not runner.recover()
+    return ErrorReply(
+        _crashed(trouble.failed) if lost else trouble.failed, lost, error=trouble.error
+    )
+
+
+def _race(
+    runner: DeviceRunner, request: Request, pipe: Connection[Any, Any]
+) -> Reply | ErrorReply:
+    for event in runner.race(*request.args):
+        found = event.failure if isinstance(event, Dropped) else None
+        if found is not None and (is_sticky(found) or not runner.recover()):
+            return ErrorReply(_crashed(found), lost=True, index=event.index)
+        send(pipe, event)
+    return Reply()
+
+
+def _trouble(error: Exception) -> ErrorReply:
+    told = error if isinstance(error, FlexAttnError) else None
+    return ErrorReply(failed(type(error).__name__, str(error), "run"), error=told)
+
+
+def _crashed(found: Failed) -> Failed:
+    return Failed("crash", found.error, found.message)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from flexattn.device import Device
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.base.config import Config
 from flexattn.mods import Bound
 from flexattn.problem import Kind, Problem
-from flexattn.problem.serving import ServingProblem
 from flexattn.records.record import Failed, Gated, Policy
 from flexattn.runtime.launch import Lists
 
@@ -25,7 +24,9 @@ class Task:
 
     score, mask: the mods as expressions, with the values they capture. lists: the BlockMask's own.
     by_key: beside them, those that a backward reads. scale: of the softmax. title: what people
-    call it ("llama3-8b decode B8 8k").
+    call it ("llama3-8b decode B8 8k"). q_lens, kv_lens: of the batch that stands for those that a
+    DecodePlan will run, query positions and keys of each request; the queries are a request's last
+    positions.
     """
 
     title: str
@@ -37,27 +38,13 @@ class Task:
     mask: Bound | None = None
     lists: Lists | None = None
     by_key: Lists | None = None
+    q_lens: tuple[int, ...] = ()
+    kv_lens: tuple[int, ...] = ()
 
     @property
     def kind(self) -> Kind:
         """Of its record."""
         return self.problem.structure.kind
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServingTask(Task):
-    """A DecodePlan to tune, with a batch that stands for those it will run.
-
-    q_lens, kv_lens: query positions and keys of each request; the queries are a request's last
-    positions.
-    """
-
-    problem: ServingProblem
-    q_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-
-
-AnyTask: TypeAlias = Task
 
 
 def call_of(task: Task) -> Task:
@@ -81,7 +68,7 @@ class Measurer(Protocol):
     def start(self) -> None:
         """Bring up what measuring needs, so that no task pays for it."""
 
-    def open(self, task: AnyTask) -> None:
+    def open(self, task: Task) -> None:
         """Make the inputs of a task and what its outputs are judged by; ends the task before.
 
         Raises UnsupportedError or InputError for a task that this device cannot run.

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from flexattn.errors import DeviceError, FlexAttnError, MeasureError
 from flexattn.kernels.base.config import Config
 from flexattn.measure.process import Begun, ChildProcess, Died, ErrorReply, Reply, Request
-from flexattn.measure.task import AnyTask
+from flexattn.measure.task import Task
 from flexattn.measure.timing import Dropped, RoundTime, Started
 from flexattn.problem import Problem
-from flexattn.records.files import open_lock
 from flexattn.records.record import Failed, Gated
 from flexattn.settings import current, log, say_once
 from flexattn.util.closing import Closing
+from flexattn.util.files import open_lock
 
 # Deaths of a child that no config can be blamed for, in one call.
 _UNEXPLAINED = 2
@@ -58,7 +58,7 @@ class Worker(Closing):
         self._gpu = gpu
         self._deadlines = deadlines or Deadlines()
         self._say = say
-        self._task: AnyTask | None = None
+        self._task: Task | None = None
         self._child: ChildProcess | None = None
         self._is_open = False
         self._fatal: dict[tuple[Problem, Config], Failed] = {}
@@ -73,7 +73,7 @@ class Worker(Closing):
         """As Measurer.start."""
         self._started()
 
-    def open(self, task: AnyTask) -> None:
+    def open(self, task: Task) -> None:
         """As Measurer.open."""
         self._task = task
         self._is_open = False

@@ -39,8 +39,7 @@ from flexattn.mods.site import (
 )
 from flexattn.mods.trace import ARGUMENTS, Trace, check_arity, trace
 from flexattn.settings import current, say_once
-from flexattn.util.lru import Lru
-from flexattn.util.turns import Turns
+from flexattn.util.locks import Lru, Turns
 
 _SITES = 512
 # Guards of a site are computed at every call.

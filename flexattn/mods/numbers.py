@@ -16,7 +16,7 @@ from functools import lru_cache
 from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.ops import OPS, Range
 from flexattn.mods.simplify import make, plug, rebuilt
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru
 
 DIVISIONS = frozenset(("floor_div", "floor_mod", "trunc_div", "trunc_mod"))
 # What torch computes alike on the host and in a kernel, wrapping included.

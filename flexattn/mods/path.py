@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flexattn.errors import FlexAttnError, InputError
-from flexattn.util.near import did_you_mean
+from flexattn.util.text import did_you_mean
 
 
 def load_path(path: str, arguments: Sequence[object] = ()) -> Callable[..., Any]:

@@ -15,8 +15,7 @@ from flexattn.mods.expr import Buffer, Expr, Mod, fingerprint
 from flexattn.mods.host_numbers import guard_values, host_values
 from flexattn.mods.identity import MISSING, Identity
 from flexattn.mods.numbers import Number
-from flexattn.util.locks import renewed
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru, renewed
 
 # How many values of a site's divisors are constants, each of a kernel. Canvases, tiles, blocks of
 # a program are few, and what a compiler knows of a divisor saves instructions and registers for

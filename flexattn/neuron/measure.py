@@ -20,22 +20,19 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import FlexAttnError, MeasureError
-from flexattn.measure.process import clipped
+from flexattn.measure.process import Died, clipped
 from flexattn.measure.runner import gated
-from flexattn.measure.task import AnyTask, Task, call_of
+from flexattn.measure.task import Task, call_of
 from flexattn.neuron import nrt_bench
-from flexattn.neuron.device_child import Job
 from flexattn.neuron.family import NkiEffort
-from flexattn.neuron.instance import Instance
+from flexattn.neuron.instance import Instance, Job
 from flexattn.neuron.model import rank, ranking_environment
-from flexattn.neuron.run import Prepared, nki_path, prepare
+from flexattn.neuron.run import nki_path, prepare
 from flexattn.neuron.source import NkiSource
-from flexattn.records.key import key_of
-from flexattn.records.record import Failed, Gated, Record, Stage
+from flexattn.records.record import Failed, Gated, Record, Stage, key_of
 from flexattn.settings import neuron_environment, nrtpy_python
 from flexattn.tune.builds import BuiltConfig
-from flexattn.tune.method import SILENT, Method, Progress
-from flexattn.tune.subject import Subject
+from flexattn.tune.subject import SILENT, Method, Progress, Subject
 from flexattn.tune.tuner import tune_subject
 from flexattn.util.closing import Closing
 from flexattn.verify.oracle import Judge, make_inputs, oracle
@@ -92,7 +89,7 @@ class NeuronMeasurer(Closing):
     def start(self) -> None:
         """As Measurer.start: every process starts with its request."""
 
-    def open(self, task: AnyTask) -> None:
+    def open(self, task: Task) -> None:
         """As Measurer.open."""
         task = call_of(task)
         structure = task.problem.structure
@@ -121,10 +118,17 @@ class NeuronMeasurer(Closing):
             )  # fmt: skip
         except FlexAttnError as error:
             return Failed("infeasible", type(error).__name__, clipped(error.got))
-        ran = self._run(prepared, inputs)
-        if isinstance(ran, Failed):
-            return ran
-        outputs, self._programs[config] = ran
+        programs = self._programs[config] = []
+
+        def kernel(source: NkiSource, values: tuple[Any, ...]) -> Sequence[Tensor]:
+            results, program = self._ran(source, values, prepared.target)
+            programs.append(program)
+            return results
+
+        try:
+            outputs = prepared.run(*inputs, kernel)
+        except Died as died:
+            return died.failed
         return gated(self._judge((outputs.out, outputs.lse, outputs.max_scores)))
 
     def sample(
@@ -141,14 +145,15 @@ class NeuronMeasurer(Closing):
         path = self._folder / "plan.json"
         path.write_text(json.dumps(plan), encoding="utf-8")
         command = [nrtpy_python(), str(Path(nrt_bench.__file__)), str(path)]
-        done = _called(command, None, RACE_SECONDS)
-        if isinstance(done, Failed):
+        try:
+            done = _called(command, None, RACE_SECONDS)
+        except Died as died:
             raise MeasureError(
-                f"no race on the device ({done.error}): {done.message}",
+                f"no race on the device ({died.failed.error}): {died.failed.message}",
                 "nrtpy loads and times compiled kernels",
                 "install it from AWS's index in an environment of its own, and name its python "
                 "in FLEXATTN_NRTPY_PYTHON",
-            )
+            ) from died
         told = json.loads(done.splitlines()[-1])
         return [
             Failed("run", *map(clipped, told["errors"][str(index)]))
@@ -162,50 +167,42 @@ class NeuronMeasurer(Closing):
             raise MeasureError("no task is open", "open(task) comes first, and close() last")
         return self._task, self._inputs
 
-    def _run(self, prepared: Prepared, inputs: tuple[Tensor, Tensor, Tensor]) -> Any:
-        """Outputs and programs of a config, one for each kernel; or what failed."""
-        given = prepared.arguments(*inputs)
-        kernels: list[tuple[NkiSource, tuple[Any, ...]]] = [(prepared.source, given)]
-        programs: list[Program] = []
-        results: list[Tensor] = []
-        while kernels:
-            source, values = kernels.pop()
-            place = Path(tempfile.mkdtemp(dir=self._folder))
-            torch.save(
-                Job(nki_path(source), source.text, source.arguments, values), place / "job.pt"
-            )
-            files = [str(place / name) for name in ("job.pt", "results.pt", "inputs.npz")]
-            command = [sys.executable, "-m", "flexattn.neuron.device_child", *files]
-            environment = neuron_environment(place / "artifacts", prepared.target)
-            done = _called(command, environment, BUILD_SECONDS)
-            neff = next(iter(sorted((place / "artifacts").rglob("*.neff"))), None)
-            if isinstance(done, Failed):
-                return replace(done, stage="build") if neff is None else done
-            if neff is None:
-                return Failed("build", "NoNeff", "the compiler left no .neff in NKI_ARTIFACTS_DIR")
-            results = torch.load(place / "results.pt")
-            programs.append((neff, place / "inputs.npz"))
-            if prepared.combine is not None and source is prepared.source:
-                kernels.append((prepared.combine, (given[0], *results)))
-        return prepared.outputs(results), programs
+    def _ran(
+        self, source: NkiSource, values: tuple[Any, ...], target: str
+    ) -> tuple[Sequence[Tensor], Program]:
+        """What a kernel gave, and its program; raises Died with what failed."""
+        place = Path(tempfile.mkdtemp(dir=self._folder))
+        job = Job(nki_path(source), source.text, source.arguments, values)
+        torch.save(job, place / "job.pt")
+        files = [str(place / name) for name in ("job.pt", "results.pt", "inputs.npz")]
+        command = [sys.executable, "-m", "flexattn.neuron.instance", *files]
+        failure: Failed | None = None
+        try:
+            _called(command, neuron_environment(place / "artifacts", target), BUILD_SECONDS)
+        except Died as died:
+            failure = died.failed
+        neff = next(iter(sorted((place / "artifacts").rglob("*.neff"))), None)
+        if failure is not None:
+            raise Died(failure if neff is not None else replace(failure, stage="build"))
+        if neff is None:
+            text = "the compiler left no .neff in NKI_ARTIFACTS_DIR"
+            raise Died(Failed("build", "NoNeff", text))
+        return torch.load(place / "results.pt"), (neff, place / "inputs.npz")
 
 
-def _called(
-    command: list[str], environment: dict[str, str] | None, seconds: float
-) -> str | Failed:
-    """What a process printed; a typed failure of one that ended badly or did not end."""
+def _called(command: list[str], environment: dict[str, str] | None, seconds: float) -> str:
+    """What a process printed; raises Died for one that ended badly or did not end."""
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=seconds, check=False,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return Failed("hang", "Deadline", f"no answer within {seconds:g} s, so it was killed")
+        text = f"no answer within {seconds:g} s, so it was killed"
+        raise Died(Failed("hang", "Deadline", text)) from None
     except OSError as error:
-        return Failed("run", type(error).__name__, str(error))
-    if done.returncode == 0 and done.stdout.strip():
-        return done.stdout
-    if done.returncode == 0:
-        return "done"
-    stage: Stage = "crash" if done.returncode < 0 else "run"
-    return Failed(stage, f"status {done.returncode}", clipped(done.stderr))
+        raise Died(Failed("run", type(error).__name__, str(error))) from error
+    if done.returncode:
+        stage: Stage = "crash" if done.returncode < 0 else "run"
+        raise Died(Failed(stage, f"status {done.returncode}", clipped(done.stderr)))
+    return done.stdout

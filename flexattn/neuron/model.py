@@ -14,11 +14,11 @@ import hashlib
 import time
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flexattn import __version__
 from flexattn.device.neuroncore import CORES
@@ -32,11 +32,10 @@ from flexattn.neuron.interpreter import costs
 from flexattn.neuron.interpreter.interpret import Interpreted, interpret
 from flexattn.neuron.run import Prepared, prepare
 from flexattn.neuron.schedule import Schedule
-from flexattn.problem import DTYPES, Kind
-from flexattn.records.key import key_of
-from flexattn.records.record import SCHEMA, Decision, Environment, Failed, Record, Trial
-from flexattn.records.renderers import NO_TEXT, bare, closure
-from flexattn.tune.method import SILENT, Progress
+from flexattn.problem import DTYPES, Kind, Problem
+from flexattn.records.environment import NO_TEXT, bare, closure
+from flexattn.records.record import SCHEMA, Decision, Environment, Failed, Record, Trial, key_of
+from flexattn.tune.subject import SILENT, Progress
 
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 # Of a longer schedule a sample is walked, and scaled.
@@ -79,7 +78,7 @@ def nki_estimate(task: Task, config: NkiConfig, target: str) -> NkiEstimate:
     }
     total = _scaled(loads.nanoseconds, walked.nanoseconds, share)
     if prepared.combine is not None:
-        total += _combined(prepared).nanoseconds
+        total += prepared.merge(_queries(one)).nanoseconds
     units = problem.B * problem.Hkv / 1000
     return NkiEstimate(
         time=total * units,
@@ -93,21 +92,20 @@ def nki_estimate(task: Task, config: NkiConfig, target: str) -> NkiEstimate:
 
 def _run(prepared: Prepared, schedule: Schedule) -> Interpreted:
     problem, s = prepared.problem, prepared.problem.structure
-    dtype = _TORCH[s.dtype]
-    q = torch.empty(problem.B, problem.Hq, problem.q_len, s.head_dim_qk, dtype=dtype)
-    k = torch.empty(problem.B, problem.Hkv, problem.kv_len, s.head_dim_qk, dtype=dtype)
-    v = torch.empty(problem.B, problem.Hkv, problem.kv_len, s.head_dim_v, dtype=dtype)
-    given = list(prepared.arguments(q, k, v))
+    keys = problem.B, problem.Hkv, problem.kv_len
+    k, v = (
+        torch.empty(*keys, dim, dtype=_TORCH[s.dtype]) for dim in (s.head_dim_qk, s.head_dim_v)
+    )
+    given = list(prepared.arguments(_queries(problem), k, v))
     given[4] = schedule
     core = CORES[prepared.target]
     return interpret(prepared.source.text, given, core, numerics=False)
 
 
-def _combined(prepared: Prepared) -> Interpreted:
-    problem, s = prepared.problem, prepared.problem.structure
-    dtype = _TORCH[s.dtype]
-    q = torch.empty(problem.B, problem.Hq, problem.q_len, s.head_dim_qk, dtype=dtype)
-    return prepared.merge(q)
+def _queries(problem: Problem) -> Tensor:
+    s = problem.structure
+    rows = problem.B, problem.Hq, problem.q_len
+    return torch.empty(*rows, s.head_dim_qk, dtype=_TORCH[s.dtype])
 
 
 def _scaled(loads: float, all_of_it: float, share: tuple[float, float]) -> float:
@@ -226,7 +224,6 @@ def ranking_environment(task: Task) -> Environment:
     )
 
 
-@lru_cache(maxsize=2)
 def _template(kind: Kind) -> str:
     names = ["prefill"] if kind == "prefill" else ["decode", "combine"]
     parts = [template_hash(f"nki/{name}.py.jinja") for name in names]

@@ -1,4 +1,4 @@
-"""The plug-in of AWS Neuron's devices: flexattn.tune.plugin.Plugin as a module."""
+"""The plug-in of AWS Neuron's devices: flexattn.tune.tuner.Plugin as a module."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
-from flexattn.measure.task import AnyTask, call_of
+from flexattn.measure.task import Task, call_of
 from flexattn.neuron.family import NkiEffort, NkiSurvey, default_config, target_survey
 from flexattn.neuron.instance import Instance, instance, rungs as rungs
 from flexattn.neuron.lint import lint
@@ -18,9 +18,8 @@ from flexattn.neuron.source import render_nki, render_nki_combine
 from flexattn.problem import Problem
 from flexattn.records.record import Environment, Record
 from flexattn.tune.campaign import TuneTask
-from flexattn.tune.method import Method
-from flexattn.tune.plugin import PluginKernel
-from flexattn.tune.tuner import ProblemProgress
+from flexattn.tune.subject import Method, Progress
+from flexattn.tune.tuner import PluginKernel
 
 
 def check_tuning(
@@ -37,16 +36,16 @@ def check_tuning(
         )
 
 
-def survey_of(task: AnyTask, effort: Effort) -> NkiSurvey:
+def survey_of(task: Task, effort: Effort) -> NkiSurvey:
     """As Plugin.survey_of."""
     return target_survey(call_of(task).problem, task.device.name, _effort(effort))
 
 
-def tuner(progress: ProblemProgress, effort: Effort, method: Method) -> TuneTask:
+def tuner(progress: Progress, effort: Effort, method: Method) -> TuneTask:
     """A tuner that measures where this is an instance of the task's device, else ranks."""
     chosen = _effort(effort)
 
-    def tune(given: AnyTask) -> Record:
+    def tune(given: Task) -> Record:
         task = call_of(given)
         progress.problem(task.title)
         here = _measures(task.device)
@@ -57,7 +56,7 @@ def tuner(progress: ProblemProgress, effort: Effort, method: Method) -> TuneTask
     return tune
 
 
-def tuning_environment(given: AnyTask) -> Environment:
+def tuning_environment(given: Task) -> Environment:
     """As Plugin.tuning_environment."""
     task = call_of(given)
     here = _measures(task.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from flexattn.neuron.config import NkiConfig
 from flexattn.neuron.family import target_reasons
 from flexattn.neuron.interpreter.interpret import Interpreted, interpret
 from flexattn.neuron.lint import lint
-from flexattn.neuron.schedule import decode_schedule, prefill_schedule
+from flexattn.neuron.schedule import schedule_of
 from flexattn.neuron.source import NkiSource, render_nki, render_nki_combine
 from flexattn.neuron.tables import TABLE_LIMIT, make_table
 from flexattn.problem import Problem
@@ -59,22 +59,48 @@ class Prepared:
         B, Hq, L, D = q.shape
         return q.contiguous().view(B, Hq // heads, heads * L, D)
 
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kernel: Callable[[NkiSource, tuple[Any, ...]], Sequence[Tensor]],
+    ) -> NkiOutputs:
+        """Attention, in the shapes of attention; kernel: runs a source on its arguments.
+
+        It gives no results where it counts alone.
+        """
+        given, last = self.arguments(q, k, v), self.source
+        results = kernel(last, given)
+        if self.combine is not None:
+            last = self.combine
+            results = kernel(last, (given[0], *(results or self._parts(given[0]))))
+        problem = self.problem
+        rows = (problem.B, problem.Hq, problem.q_len)
+        found = {
+            name: value.reshape(*rows, *([-1] if name == "out" else []))
+            for name, value in zip(last.results, results, strict=False)
+        }
+        out = found.get("out", torch.empty(0))
+        return NkiOutputs(out, found.get("lse"), found.get("max_scores"))
+
     def interpret(self, q: Tensor, k: Tensor, v: Tensor, *, numerics: bool = True) -> NkiOutputs:
         """Run it in the strict interpreter; raises KernelError for a broken rule."""
-        core, given = CORES[self.target], self.arguments(q, k, v)
-        run = interpret(self.source.text, given, core, numerics=numerics)
-        merged = None
-        if self.combine is not None:
-            merged = self.merge(q, run.results)
-        return self.outputs((merged or run).results, (run,) if merged is None else (run, merged))
+        runs: list[Interpreted] = []
 
-    def merge(self, q: Tensor, parts: Sequence[Tensor] = ()) -> Interpreted:
-        """Run combine on what the splits left; count it by shape alone where that is nothing."""
+        def kernel(source: NkiSource, given: tuple[Any, ...]) -> Sequence[Tensor]:
+            core = CORES[self.target]
+            runs.append(interpret(source.text, given, core, numerics=numerics))
+            return runs[-1].results
+
+        return replace(self.run(q, k, v, kernel), runs=tuple(runs))
+
+    def merge(self, q: Tensor) -> Interpreted:
+        """Count combine by shape alone, without computing."""
         assert self.combine is not None
         packed = self._packed(q)
-        given = (packed, *(parts or self._parts(packed)))
-        core = CORES[self.target]
-        return interpret(self.combine.text, given, core, numerics=bool(parts))
+        given = (packed, *self._parts(packed))
+        return interpret(self.combine.text, given, CORES[self.target], numerics=False)
 
     def _parts(self, q: Tensor) -> tuple[Tensor, ...]:
         """What combine reads, of the right shapes."""
@@ -87,25 +113,14 @@ class Prepared:
         self, q: Tensor, k: Tensor, v: Tensor, simulate: Callable[..., Any]
     ) -> NkiOutputs:
         """Run it in AWS's simulator, `nki.simulate`, for the target its environment names."""
-        given = self.arguments(q, k, v)
-        results = simulate(_function(self.source))(*given)
-        results = results if isinstance(results, tuple) else (results,)
-        if self.combine is not None:
-            results = simulate(_function(self.combine))(given[0], *results)
-            results = results if isinstance(results, tuple) else (results,)
-        return self.outputs([torch.as_tensor(each) for each in results], ())
 
-    def outputs(self, results: Sequence[Tensor], runs: tuple[Interpreted, ...] = ()) -> NkiOutputs:
-        """What the last kernel gave, in the shapes of attention."""
-        names = (self.combine or self.source).results
-        problem = self.problem
-        rows = (problem.B, problem.Hq, problem.q_len)
-        found = {
-            name: value.reshape(*rows, *([-1] if name == "out" else []))
-            for name, value in zip(names, results, strict=False)
-        }
-        empty = torch.empty(0)
-        return NkiOutputs(found.get("out", empty), found.get("lse"), found.get("max_scores"), runs)
+        def kernel(source: NkiSource, given: tuple[Any, ...]) -> Sequence[Tensor]:
+            # As the real package decorates it; it looks its text up.
+            results = simulate(module_of(nki_path(source), source.text).kernel)(*given)
+            results = results if isinstance(results, tuple) else (results,)
+            return [torch.as_tensor(each) for each in results]
+
+        return self.run(q, k, v, kernel)
 
 
 def _exact(value: float, target: str) -> float:
@@ -121,11 +136,6 @@ def _exact(value: float, target: str) -> float:
 def nki_path(source: NkiSource) -> Path:
     """The file of a source, beside those of other kernels; it is written if need be."""
     return text_file(f"nki_{source.hash[:24]}.py", source.text)
-
-
-def _function(source: NkiSource) -> Any:
-    """The kernel of a source, as the real package decorates it; it looks its text up."""
-    return module_of(nki_path(source), source.text).kernel
 
 
 def prepare(
@@ -162,12 +172,9 @@ def prepare(
         named = [name for name in source.arguments if name.startswith(f"{kind}_scalar")]
         numbers += [_exact(value, target) for value in (each.scalars if each and named else ())]
     combine = None
-    if config.kind == "decode":
-        schedule = decode_schedule(problem, config, lists)
-        if config.num_splits > 1:
-            combine = render_nki_combine(problem, target)
-            lint(combine.text)
-    else:
-        schedule = prefill_schedule(problem, config, lists)
+    if config.num_splits > 1:
+        combine = render_nki_combine(problem, target)
+        lint(combine.text)
+    schedule = schedule_of(problem, config, lists)
     given = (scale, schedule, *tables, *numbers)
     return Prepared(problem, config, target, source, combine, given)

@@ -30,16 +30,11 @@ class RowTile:
     runs: tuple[Run, ...]
 
 
-def prefill_schedule(problem: Problem, config: NkiConfig, lists: Lists | None) -> Schedule:
-    """Sections of (b, key head, slot, first key, chunks, visits): see prefill.py.jinja."""
-    found: list[tuple[object, ...]] = []
-    for b, g, rows in units(problem, config, lists):
-        found += _sections(problem, config, b, g, rows, (0, problem.kv_len), len(found))
-    return tuple(found)
+def schedule_of(problem: Problem, config: NkiConfig, lists: Lists | None) -> Schedule:
+    """Sections of (b, key head, slot, first key, chunks, visits): see prefill.py.jinja.
 
-
-def decode_schedule(problem: Problem, config: NkiConfig, lists: Lists | None) -> Schedule:
-    """The same for each split of the keys, which ends every section: see decode.py.jinja."""
+    Of a decode each split of the keys has its own, and ends each of them: see decode.py.jinja.
+    """
     block = problem.structure.sparsity.kv_block if problem.structure.sparsity else CHUNK
     blocks = -(-problem.kv_len // block)
     step = -(-blocks // config.num_splits) * block
@@ -49,7 +44,7 @@ def decode_schedule(problem: Problem, config: NkiConfig, lists: Lists | None) ->
             first = min(split * step, problem.kv_len)
             keys = (first, min(first + step, problem.kv_len))
             made = _sections(problem, config, b, g, rows, keys, len(found))
-            found += [(*section, split) for section in made]
+            found += [(*section, split) for section in made] if config.kind == "decode" else made
     return tuple(found)
 
 

@@ -199,10 +199,15 @@ def make_table(table: NkiTable, bound: Bound, problem: Problem, rows: int, targe
         "q_idx": torch.arange(L)[None, None, :, None],
         "kv_idx": torch.arange(S)[None, None, None, :],
     }
-    lanes = {"uniform": 1, "row": L, "key": S, "relative": (L + S - 1) * rows, "pair": L * S}
-    if B * H * lanes[table.kind] > MOST_ELEMENTS:
+    kinds = {
+        "uniform": (1, 1), "row": (L, 1), "key": (1, S), "relative": (1, L + S - 1),
+        "pair": (L, S),
+    }  # fmt: skip
+    sizes = kinds[table.kind]
+    lanes = sizes[0] * sizes[1] * (rows if table.kind == "relative" else 1)
+    if B * H * lanes > MOST_ELEMENTS:
         raise UnsupportedError(
-            f"{_load(table.mod.expr)} as a table of {B} x {H} x {lanes[table.kind]} elements",
+            f"{_load(table.mod.expr)} as a table of {B} x {H} x {lanes} elements",
             f"{target} reads what depends on both q_idx and kv_idx from a table of at most "
             f"{MOST_ELEMENTS}",
             "write it as a function of q_idx - kv_idx, or of each alone",
@@ -224,15 +229,7 @@ def make_table(table: NkiTable, bound: Bound, problem: Problem, rows: int, targe
             "number documents and the like from 0",
         )
     kept = values.dtype if values.dtype in (torch.bfloat16, torch.float16) else torch.float32
-    values = values.to(kept)
-    sizes = {
-        "uniform": (1, 1),
-        "row": (L, 1),
-        "key": (1, S),
-        "relative": (1, L + S - 1),
-        "pair": (L, S),
-    }
-    values = values.expand(B, H, *sizes[table.kind])
+    values = values.to(kept).expand(B, H, *sizes)
     if packed and table.kind in ("row", "pair"):
         heads = problem.structure.packed_heads
         values = values.reshape(B, H // heads, heads * L, -1)

@@ -1,9 +1,14 @@
 """A Record as a file's text and back: data alone, checked field by field against the types.
 
 The text is one JSON object that people can read, a line for each field: what dispatch needs stands
-first, then a line for each trial (records/trials.py), then a checksum of all before it. Dispatch
-checks the sum and decodes the head alone, so a lookup costs the same however many samples a record
-keeps.
+first, then a line for each trial, then a checksum of all before it. Dispatch checks the sum and
+decodes the head alone, so a lookup costs the same however many samples a record keeps.
+
+Trials are lines: the names of the columns, then a list for each trial. What follows a trial's last
+entry that says something is left out. A field of `config` or `gate` that is missing is what the
+first one of that `type`, or of that `name`, says; a missing type or name is the very first one's.
+The first config is the record's, and of a study the first trial's. Files of earlier versions have
+an object for each trial, in which nothing is missing: they read alike.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from types import NoneType, UnionType
@@ -22,9 +27,95 @@ from flexattn.device import is_neuron
 from flexattn.errors import CacheError
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.registry import backend_of, config_class, config_names, is_config
-from flexattn.records.key import Key, Sizes
-from flexattn.records.record import SCHEMA, Answer, Environment, Record, Trial, is_time
-from flexattn.records.trials import compact, lines, whole_trials
+from flexattn.records.record import SCHEMA, Answer, Environment, Key, Record, Sizes, Trial, is_time
+
+# The parts of a trial that repeat, with the field that names their kind.
+_KINDS = {"config": "type", "gate": "name"}
+# A part with more fields is no config and no gate, and copies of it could fill the memory.
+_MOST = 64
+_DEFAULTS = {field.name: field.default for field in fields(Trial)}
+
+
+def lines(
+    trials: Sequence[Trial], encode: Callable[[Any], Any], config: dict[str, Any] | None = None
+) -> str:
+    """The columns and a line of JSON for each trial.
+
+    encode: makes JSON data of a field's value. config: the data of the first one, written before.
+    """
+    first = _known(config)
+    rows = [list(_DEFAULTS), *(_row(trial, encode, first) for trial in trials)]
+    return ",\n".join(map(compact, rows))
+
+
+def compact(data: Any) -> str:
+    """JSON without spaces."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False)
+
+
+def whole_trials(rows: Any, config: Any = None) -> Any:
+    """The lines as parsed, as an object with all its fields for each trial.
+
+    What is no such line stays as it is: whoever decodes it says what is wrong. config: as above.
+    """
+    if type(rows) is not list:
+        return rows
+    if rows and type(rows[0]) is list:
+        rows = [_named(rows[0], row) for row in rows[1:]]
+    first = _known(config)
+    return [_filled(row, first) for row in rows]
+
+
+def _known(config: Any) -> dict[str, Any]:
+    name = config.get("type") if type(config) is dict and len(config) <= _MOST else None
+    return {"config": name, f"config {name}": config} if type(name) is str else {}
+
+
+def _row(trial: Trial, encode: Callable[[Any], Any], first: dict[str, Any]) -> list[Any]:
+    values = [getattr(trial, name) for name in _DEFAULTS]
+    told = max(at for at, name in enumerate(_DEFAULTS, 1) if values[at - 1] != _DEFAULTS[name])
+    return [
+        _differing(name, encode(value), first) if name in _KINDS and value else encode(value)
+        for name, value in zip(_DEFAULTS, values[:told], strict=False)
+    ]
+
+
+def _differing(part: str, data: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    kind = _KINDS[part]
+    named, base = _first(data[kind], part, data, first)
+    if base is data:
+        return data
+    short = {name: each for name, each in data.items() if base[name] != each}
+    return short if named == data[kind] else {kind: data[kind], **short}
+
+
+def _named(columns: list[Any], row: Any) -> Any:
+    if type(row) is not list or len(row) > len(columns):
+        return row
+    names = [name if type(name) is str else "" for name in columns]
+    return dict(zip(names, row, strict=False))
+
+
+def _filled(row: Any, first: dict[str, Any]) -> Any:
+    if type(row) is not dict:
+        return row
+    for part, kind in _KINDS.items():
+        data = row.get(part)
+        if type(data) is not dict or len(data) > _MOST:
+            continue
+        name = data.get(kind, first.get(part))
+        if type(name) is str:
+            _, base = _first(name, part, data, first)
+            row[part] = {**base, **data}
+    return row
+
+
+def _first(
+    name: str, part: str, data: dict[str, Any], first: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """The first kind of a part, and the first data of this one; they are noted if these are."""
+    return first.setdefault(part, name), first.setdefault(f"{part} {name}", data)
+
 
 _T = TypeVar("_T")
 
@@ -88,8 +179,8 @@ def decode_record(raw: bytes) -> Record:
     tail = {name: data.pop(name, None) for name in (*TAIL, "trials")}
     tail["trials"] = whole_trials(tail["trials"], data.get("config"))
     answer = _answer(data)
-    found = {name: decode(_hints(Record)[name], each, name) for name, each in tail.items()}
-    given = {field.name: getattr(answer, field.name) for field in fields(answer)}
+    hints, given = get_type_hints(Record), _data(answer)
+    found = {name: decode(hints[name], each, name) for name, each in tail.items()}
     config = given.pop("config")
     record = Record(**given, **found)
     _check_trials(record.trials, answer)
@@ -113,6 +204,10 @@ def decode(kind: Any, data: Any, where: str) -> Any:
         raise CacheError(f"{where}{error.got}", error.rule) from None
 
 
+def _data(known: Key | Environment | Answer) -> dict[str, Any]:
+    return {field.name: getattr(known, field.name) for field in fields(known)}
+
+
 def _answer(data: Any, *known: Key | Environment | None) -> Answer:
     found = dict(_object(data, "record"))
     schema = found.pop("schema", None)
@@ -133,11 +228,6 @@ def _answer(data: Any, *known: Key | Environment | None) -> Answer:
     if backend_of(answer.config) != wanted:
         raise CacheError(f"a {name} for {answer.environment.arch}", "it is of the device's kind")
     return answer
-
-
-@lru_cache(maxsize=64)
-def _data(known: Key | Environment) -> dict[str, Any]:
-    return {field.name: getattr(known, field.name) for field in fields(known)}
 
 
 def _check_trials(trials: tuple[Trial, ...], answer: Answer) -> None:
@@ -186,14 +276,8 @@ def _object(data: Any, where: str) -> dict[str, Any]:
 Decoder = Callable[[Any], Any]
 
 
-@lru_cache(maxsize=256)
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
-
-
-@lru_cache(maxsize=256)
 def _decoder(kind: Any, most: int = MAX_OTHER_ITEMS) -> Decoder:
-    """The decoder of a type, made once. most: how long its lists may be."""
+    """The decoder of a type. most: how long its lists may be."""
     origin, args = get_origin(kind), get_args(kind)
     if kind in _PLAIN:
         return _PLAIN[kind]
@@ -283,7 +367,8 @@ def _optional(kinds: tuple[Any, ...]) -> Decoder:
 
 @lru_cache(maxsize=256)
 def _fields(cls: type) -> Decoder:
-    hints = _hints(cls)
+    """The decoder of a dataclass, made once."""
+    hints = get_type_hints(cls)
     decoders = {
         field.name: _decoder(hints[field.name], MAX_ITEMS.get(field.name, MAX_OTHER_ITEMS))
         for field in fields(cls)

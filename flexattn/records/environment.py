@@ -1,18 +1,236 @@
-"""Where records hold exactly: what this process, its templates and its device are, as fields."""
+"""The environment in which records hold: this process, its device, and a hash of what renders.
+
+Each kind of kernels has roots, the modules and templates that render it. The hash covers all that
+these reach by imports and includes. A family that is not listed has its module `source` and all
+its templates for roots. It is coarser than it could be: one module renders prefill and decode.
+Imports are read from text by regular expressions, at the first lookup of every process: Python's
+own parser takes twenty times as long. tests/unit/records/test_closure.py compares the two.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
 from flexattn.device import Device, cuda_driver
+from flexattn.kernels.base.environment import template_hash, template_text, templates_folder
+from flexattn.kernels.choose.registry import families
 from flexattn.kernels.ptx.assembler import triton_version
+from flexattn.problem import Kind
 from flexattn.records.record import SCHEMA, Environment, Policy
-from flexattn.records.renderers import RecordKind, source_hash
 
 
-def serving_policy(kind: RecordKind, device: Device) -> tuple[bool, bool]:
+@dataclass(frozen=True, slots=True)
+class Renderer:
+    """What renders the kernels of one kind: modules of this package, and templates."""
+
+    modules: tuple[str, ...]
+    templates: tuple[str, ...]
+
+
+_HELPERS = "base/helpers.jinja"
+RENDERERS: dict[str, Renderer] = {
+    "prefill": Renderer(
+        ("kernels.triton.source", "kernels.decay_skip.source"),
+        (
+            _HELPERS, "triton/prefill.py.jinja", "decay_skip/norms.py.jinja",
+            "decay_skip/window.py.jinja",
+        ),
+    ),
+    "decode": Renderer(
+        ("kernels.triton.source",), (_HELPERS, "triton/decode.py.jinja", "triton/combine.py.jinja")
+    ),
+    "backward": Renderer(
+        (
+            "kernels.triton_backward.source", "kernels.decay_skip.source",
+        ),
+        (
+            _HELPERS, "triton_backward/backward.py.jinja", "triton_backward/delta.py.jinja",
+            "decay_skip/norms.py.jinja", "decay_skip/window.py.jinja",
+            "decay_skip/blocks.py.jinja",
+        ),
+    ),
+    "serving": Renderer(
+        ("kernels.paged_decode.source",),
+        (
+            _HELPERS, "paged_decode/program.py.jinja", "paged_decode/combine.py.jinja",
+            "paged_decode/warp.py.jinja", "paged_decode/mla.py.jinja",
+            "paged_decode/mla_swap_ab.py.jinja", "paged_decode/warp_specialized.py.jinja",
+        ),
+    ),
+    # Beside those of prefill, on devices that have the instructions.
+    "hopper": Renderer(
+        ("kernels.hopper.source",),
+        ("hopper/prefill.py.jinja",),
+    ),
+}  # fmt: skip
+
+# Families whose modules are among these.
+_LISTED = {module.split(".")[1] for each in RENDERERS.values() for module in each.modules}
+
+# What renderers import that decides no kernel of a record, and why.
+NO_TEXT = {
+    "errors": "what is said where nothing is rendered",
+    "device.device": "what it says of a device is hashed by value",
+    "kernels.ptx.assembler": "which of Triton's assemblers: its release, and a config, say it",
+    "kernels.printers.interpreted_gluon": "of Triton's interpreter, in which nothing is tuned",
+}
+
+
+@lru_cache(maxsize=16)
+def source_hash(kind: Kind, device: Device) -> str:
+    """A hash of all that turns a structure and a config into the kernels of one kind on a device.
+
+    Comments and docstrings do not count.
+    """
+    names: list[str] = [kind]
+    if kind == "prefill" and device.has_wgmma:
+        names.append("hopper")
+    names += unlisted(kind, device)
+    parts = [f"{name}\n{source}" for name, source in rendering(*names).items()]
+    parts += [template_hash(name) for each in names for name in renderer_of(each).templates]
+    parts.append(_facts(device))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def unlisted(kind: Kind, device: Device) -> list[str]:
+    """The folders of a kind's families that RENDERERS does not list, on a device that has them."""
+    found = (family.name for family in families(kind, device))
+    return sorted(set(found) - _LISTED)
+
+
+def renderer_of(name: str) -> Renderer:
+    """Of a name in RENDERERS, or of a family's folder that is not listed there."""
+    if name in RENDERERS:
+        return RENDERERS[name]
+    folder = templates_folder()
+    texts = (each.relative_to(folder).as_posix() for each in (folder / name).glob("*.py.jinja"))
+    return Renderer((f"kernels.{name}.source",), tuple(sorted(texts)))
+
+
+def rendering(*names: str) -> dict[str, str]:
+    """Every module that decides the text of these kinds' kernels, with its bare source.
+
+    Those that their templates import are among them.
+    """
+    roots = {f"flexattn.{module}" for name in names for module in renderer_of(name).modules}
+    for name in names:
+        for template in renderer_of(name).templates:
+            roots |= {home(*each) for each in imports_of(template_text(template))}
+    return closure(roots, {f"flexattn.{name}" for name in NO_TEXT})
+
+
+def _facts(device: Device) -> str:
+    """All that a renderer may ask a device but its name: fields, and what these decide."""
+    decided = (name for name, each in vars(Device).items() if isinstance(each, property))
+    names = sorted({*(field.name for field in fields(Device)), *decided} - {"name"})
+    return " ".join(f"{name}={getattr(device, name)}" for name in names)
+
+
+_PACKAGE = Path(__file__).parents[1]
+_NAME = _PACKAGE.name
+# Strings, comments, and line ends with what goes behind them: a docstring, which follows a colon,
+# a comment that has the line alone, and nothing. Each alternative begins with a character of its
+# own, so that the scan for the next one is quick.
+_LONG = r'""[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*"""'
+_BARE = re.compile(
+    rf'"(?:{_LONG}|[^"\\\n]*(?:\\.[^"\\\n]*)*")'
+    r"|'(?:''[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*'''|[^'\\\n]*(?:\\.[^'\\\n]*)*')"
+    r"|#[^\n]*"
+    rf'|\n(?:(?<=:\n)[ ]*r?"{_LONG}(?=\n)|[ ]*#[^\n]*|(?=\n))',
+    re.DOTALL,
+)
+_CHECKED_ONLY = re.compile(r"^([ ]*)if TYPE_CHECKING:\n(?:\1[ ]+[^\n]*\n|\n)+", re.MULTILINE)
+_FROM = re.compile(rf"from {_NAME}([\w.]*) import (?:\(([^)]*)\)|([^\n]+))")
+_WHOLE = re.compile(rf"import {_NAME}([\w.]*)")
+
+
+def bare(source: str) -> str:
+    """Python source without docstrings, comments and empty lines; other strings keep theirs."""
+    # Behind a colon of its own, a file begins as a function does.
+    return _BARE.sub(_string, f":\n{source}")[1:].replace("  \n", "\n").lstrip("\n")
+
+
+def _string(found: re.Match[str]) -> str:
+    return text if (text := found[0])[0] in "\"'" else ""
+
+
+def imports_of(source: str) -> set[tuple[str, str]]:
+    """What bare source imports of this package, in functions too: (module, name or "").
+
+    What the type checker alone imports is not among it.
+    """
+    if "TYPE_CHECKING" in source:
+        source = _CHECKED_ONLY.sub("", source)
+    found = {(_NAME + each[1], "") for each in _WHOLE.finditer(source) if _begins(each)}
+    for each in _FROM.finditer(source):
+        if _begins(each):
+            names = (name.split() for name in (each[2] or each[3]).split(","))
+            found |= {(_NAME + each[1], words[0]) for words in names if words}
+    return found
+
+
+def _begins(found: re.Match[str]) -> bool:
+    """Whether a match has nothing but its indent before it in its line."""
+    start = found.start()
+    return not found.string[found.string.rfind("\n", 0, start) + 1 : start].strip()
+
+
+def module_path(module: str) -> Path | None:
+    """The file of a module of this package, by its dotted name; None where there is none."""
+    place = _PACKAGE.joinpath(*module.split(".")[1:])
+    if (file := place.with_suffix(".py")).is_file():
+        return file
+    return whole if (whole := place / "__init__.py").is_file() else None
+
+
+def closure(roots: Iterable[str], stop: Collection[str] = ()) -> dict[str, str]:
+    """Every module that `roots` reach by imports, they among them, with its bare source, sorted.
+
+    A name that a package passes on is followed to the module that defines it: importing the
+    package for it reaches no other. stop: modules that are left out, with what they alone reach.
+    """
+    found: dict[str, str] = {}
+    todo = list(roots)
+    while todo:
+        module = todo.pop()
+        if module not in found and module not in stop:
+            found[module], reached = _read(module)
+            todo += reached
+    return dict(sorted(found.items()))
+
+
+@lru_cache(maxsize=512)
+def _read(module: str) -> tuple[str, frozenset[str]]:
+    """A module's bare source, and the modules that define what it imports."""
+    path = module_path(module)
+    assert path is not None, f"{module} is no module of this package"
+    source = bare(path.read_text(encoding="utf-8"))
+    homes = {home(*each) for each in imports_of(source)}
+    return source, frozenset(homes - {module})
+
+
+@lru_cache(maxsize=1024)
+def home(module: str, name: str) -> str:
+    """The module that defines a name which is imported from `module`."""
+    path = module_path(module)
+    if not name or path is None or path.name != "__init__.py":
+        return module
+    if module_path(f"{module}.{name}") is not None:
+        return f"{module}.{name}"
+    for source, passed in imports_of(bare(path.read_text(encoding="utf-8"))):
+        if passed == name:
+            return home(source, passed)
+    return module
+
+
+def serving_policy(kind: Kind, device: Device) -> tuple[bool, bool]:
     """(graph, cold_l2) of the records that dispatch takes for its own.
 
     Servers replay decode as CUDA graphs and launch prefill eagerly, as training does a backward;
@@ -24,19 +242,11 @@ def serving_policy(kind: RecordKind, device: Device) -> tuple[bool, bool]:
     return kind not in ("prefill", "backward"), True
 
 
-def environment(kind: RecordKind, device: Device, policy: Policy | None = None) -> Environment:
-    """The environment of records of a kind's template, measured by a policy (dispatch's if None).
-
-    It is computed once per process, kind and device.
-    """
-    graph, cold = (
+def environment(kind: Kind, device: Device, policy: Policy | None = None) -> Environment:
+    """The environment of a kind's records, measured by a policy (dispatch's if None)."""
+    graph, cold_l2 = (
         serving_policy(kind, device) if policy is None else (policy.graph, policy.cold_l2)
     )
-    return _environment(kind, device, graph, cold)
-
-
-@lru_cache(maxsize=64)
-def _environment(kind: RecordKind, device: Device, graph: bool, cold_l2: bool) -> Environment:
     return Environment(
         schema=SCHEMA,
         template=source_hash(kind, device),

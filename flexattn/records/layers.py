@@ -25,12 +25,11 @@ from flexattn.kernels.choose.registry import family_of
 from flexattn.problem import Problem, Structure
 from flexattn.records.codec import encode
 from flexattn.records.environment import environment
-from flexattn.records.files import is_closed
-from flexattn.records.key import Key, Sizes, key_of, sizes_of
-from flexattn.records.record import Answer, Environment, Record, slug
+from flexattn.records.record import Answer, Environment, Key, Record, Sizes, key_of, sizes_of, slug
 from flexattn.records.store import REAL, Store, generation
 from flexattn.settings import current, say_once
-from flexattn.util.lru import Lru
+from flexattn.util.files import is_closed
+from flexattn.util.locks import Lru
 
 _How = Literal["hit", "hint", "nearest"]
 _HOWS: tuple[_How, ...] = get_args(_How)
@@ -95,7 +94,6 @@ class Found:
         return self.stored.differing
 
 
-@lru_cache(maxsize=1)
 def configs_folder() -> Path | None:
     """The packaged folder where there is one (a wheel), else the repository's `configs/`."""
     folders = (PACKAGE / "_configs", PACKAGE.parent / "configs")

@@ -6,6 +6,7 @@
 The names are digests of an environment and of a key's family, and the key's sizes: none comes from
 a file's contents. A lookup opens one file and takes no lock; neighbours are found by listing one
 directory. What is no record is a miss and said once; a writer moves it aside to a `.bad` name.
+merge() brings the records of several roots into one: the better one of each key, conflicts listed.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
 from flexattn.device import is_neuron
 from flexattn.errors import CacheError
+from flexattn.kernels.base.config import describe
 from flexattn.records.codec import MAX_BYTES, decode_answer, decode_record, encode, encode_record
-from flexattn.records.files import aside, listing, locked
-from flexattn.records.key import Key, Sizes
-from flexattn.records.record import SCHEMA, Answer, Environment, Record, slug
+from flexattn.records.record import SCHEMA, Answer, Environment, Key, Record, Sizes, slug
 from flexattn.settings import say_once
-from flexattn.util.files import publish, read_regular
+from flexattn.util.files import aside, listing, locked, publish, read_regular
 
 _T = TypeVar("_T", Answer, Record)
 
@@ -242,3 +244,93 @@ class Store:
             say_once(f"moved aside to {elsewhere.name}: {error.line}")
             return True
         return old is None or replace is True or (callable(replace) and replace(record, old))
+
+
+# What was timed with the user's own mods says more than with rebuilt ones, and those more than
+# what a model or a replay says.
+_RANK = {"measured": 3, "untuned": 2, "replay": 1, "model": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Two records of one key in one environment whose winners differ; the better one is kept."""
+
+    kept: Record
+    dropped: Record
+    kept_from: Path
+    dropped_from: Path
+
+    def __str__(self) -> str:
+        key = self.kept.key
+        return (
+            f"{self.kept.title or key.kind} {key.sizes}: {describe(self.kept.config)} of "
+            f"{self.kept_from} over {describe(self.dropped.config)} of {self.dropped_from}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What a merge did: files written, kept as they were, of the same winner, and refused."""
+
+    written: int
+    kept: int
+    conflicts: tuple[Conflict, ...]
+    refused: tuple[tuple[Path, str], ...]
+
+
+def quality(record: Record) -> tuple[int, int, str, float, str]:
+    """What better means, as something to compare: the larger one wins.
+
+    Provenance first, then the rounds that the winner was raced for, then the date, then the
+    winner's median, the smaller the better; its text last, so that no order of sources matters.
+    """
+    winner = record.trials[record.decision.winner]
+    samples = winner.finals or winner.screening
+    median = statistics.median(samples) if samples else float("inf")
+    return (
+        _RANK[record.provenance],
+        len(winner.finals),
+        record.made,
+        -median,
+        describe(record.config),
+    )
+
+
+def better(new: Record, old: Record) -> bool:
+    """Whether a record replaces another one of its key: for `Store.write(replace=better)`."""
+    return quality(new) > quality(old)
+
+
+def merge(
+    sources: Iterable[Path], target: Path, say: Callable[[str], None] = lambda text: None
+) -> Merged:
+    """Bring the records of several roots into one; the sources stay as they are.
+
+    The result does not depend on the sources' order. Files that are no records, and replays, are
+    refused and listed. Raises OSError where the target cannot be written.
+    """
+    into = Store(target)
+    origins: dict[Path, Path] = {}
+    written = kept = 0
+    conflicts: list[Conflict] = []
+    refused: list[tuple[Path, str]] = []
+    for root in sources:
+        for path, record in Store(root).entries():
+            if isinstance(record, CacheError):
+                refused.append((path, record.line))
+                continue
+            if record.provenance not in REAL:
+                refused.append((path, f"a {record.provenance} record stays where it is"))
+                continue
+            place = into.path(record.environment, record.key)
+            old = into.read(record.environment, record.key)
+            wins = into.write(record, replace=better)
+            if old is not None and old.config != record.config:
+                here, there = path, origins.get(place, place)
+                pair = (record, old, here, there) if wins else (old, record, there, here)
+                conflicts.append(Conflict(*pair))
+            if wins:
+                origins[place] = path
+                say(f"{path}")
+            written, kept = written + wins, kept + (not wins)
+    return Merged(written, kept, tuple(conflicts), tuple(refused))

@@ -38,12 +38,10 @@ from flexattn.problem import (
     Structure,
 )
 from flexattn.records.codec import decode, encode
-from flexattn.records.files import append_line, drop_lines
-from flexattn.records.key import Key, Sizes, key_of
-from flexattn.records.record import SCHEMA
+from flexattn.records.record import SCHEMA, Key, Sizes, key_of
 from flexattn.settings import current, log, say_once
-from flexattn.util.files import read_regular
-from flexattn.util.lru import Lru
+from flexattn.util.files import append_line, drop_lines, read_regular
+from flexattn.util.locks import Lru
 
 _MAX_FILE, MAX_LINE = 4 * 2**20, 2**18
 MAX_NOTED = 1000

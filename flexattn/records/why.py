@@ -14,7 +14,6 @@ from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.defaults import default
 from flexattn.problem import Problem
 from flexattn.records.environment import environment
-from flexattn.records.key import SIZES, Key, key_of
 from flexattn.records.layers import (
     MAX_DISTANCE,
     Found,
@@ -26,7 +25,7 @@ from flexattn.records.layers import (
     layers,
     ranked,
 )
-from flexattn.records.record import Answer, Environment
+from flexattn.records.record import SIZES, Answer, Environment, Key, key_of
 from flexattn.records.store import REAL
 from flexattn.settings import current
 

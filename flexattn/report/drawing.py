@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal, TypeAlias
 
-from flexattn.util.printable import one_line
+from flexattn.util.text import one_line
 
 # The role of a shape decides its color: of the page's style, or of COLORS in a file. Okabe and
 # Ito's palette, told apart by people who see fewer colors; shapes differ too.
@@ -177,22 +177,6 @@ def svg(picture: Drawing) -> str:
     return (
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
         f'aria-label="{escape(one_line(picture.alt))}">{"".join(map(_svg, picture.shapes))}</svg>'
-    )
-
-
-def standalone(picture: Drawing, under: str = "") -> str:
-    """As `svg`, as a file of its own, which has its colors; white behind, for pages that are dark.
-
-    under: more of SVG, below the shapes.
-    """
-    roles = sorted({shape.role for shape in picture.shapes})
-    style = "text{font:12px Helvetica,Arial,sans-serif}.l{fill:none}" + "".join(
-        f".l.{role}{{stroke:{COLORS[role]}}}.f.{role}{{fill:{COLORS[role]}}}" for role in roles
-    )
-    head, shapes = svg(picture).split(">", 1)
-    return (
-        f'{head} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>'
-        f'<rect width="100%" height="100%" fill="#fff"/>{under}{shapes}\n'
     )
 
 

@@ -8,7 +8,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from flexattn.report.drawing import Drawing, png, svg, three_figures
 from flexattn.report.figures import bar, pictures, rivals_beside
 from flexattn.report.rivals import BenchResults, geometric_mean
 from flexattn.report.summary import Summary, summarize
-from flexattn.util.printable import printable
+from flexattn.util.text import printable
 
 PAGE = "index.html"
 UNTIMED = "ranked by a model, nothing was timed"
@@ -202,7 +201,6 @@ def _entry(place: int, record: Record, benches: tuple[BenchResults, ...]) -> Pag
     return PageEntry(f"p{place}", summary, pictures(record, summary.importance, name))
 
 
-@lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
     """Everything is escaped: titles and messages come from files that anyone may have written."""
     environment = jinja2.Environment(

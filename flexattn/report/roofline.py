@@ -11,8 +11,7 @@ from flexattn.device.neuroncore import KIB
 from flexattn.problem import ITEMSIZE
 from flexattn.problem.problem import PRODUCT_WORDS
 from flexattn.problem.serving import SERVING_ITEMSIZE as SERVED
-from flexattn.records.key import Key
-from flexattn.records.record import Record, Trial
+from flexattn.records.record import Key, Record, Trial
 from flexattn.serving.verified import batch_lengths
 
 Density = Literal["exact", "class", "unknown"]

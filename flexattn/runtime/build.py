@@ -33,9 +33,7 @@ from flexattn.runtime.cuda_launch import CudaLaunch, loaded
 from flexattn.runtime.kernel_store import Binary, KernelStore, binary_of
 from flexattn.runtime.outcomes import memory
 from flexattn.settings import current, log, say_once
-from flexattn.util.locks import renewed
-from flexattn.util.lru import Lru
-from flexattn.util.turns import Turns
+from flexattn.util.locks import Lru, Turns, renewed
 
 # Triton's interpreter keeps the program that runs in its module, and changes triton.language while
 # one does: two threads would read each other's program numbers.

@@ -25,7 +25,7 @@ from flexattn.runtime.fallback import Attempt, serve
 from flexattn.runtime.kernel_store import KernelStore
 from flexattn.runtime.outcomes import COMPILER_FIELDS, Memory, memory
 from flexattn.settings import current, log
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru
 
 _How = Literal["hit", "hint", "nearest", "default", "forced"]
 

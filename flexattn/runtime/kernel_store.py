@@ -34,7 +34,7 @@ from flexattn.kernels.ptx.stages import Stages
 from flexattn.problem import Structure
 from flexattn.problem.problem import stable
 from flexattn.records.codec import decode
-from flexattn.records.renderers import source_hash
+from flexattn.records.environment import source_hash
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
 

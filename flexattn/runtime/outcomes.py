@@ -31,7 +31,7 @@ from flexattn.runtime.kernel_store import read_sealed
 from flexattn.runtime.resources import spills_too_much, starved
 from flexattn.settings import current, say_once
 from flexattn.util.files import publish, sealed
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru
 
 OutcomeKind = Literal["built", "compiler", "check", "shared memory", "loader", "passing", "wrong"]
 _KINDS: tuple[OutcomeKind, ...] = get_args(OutcomeKind)

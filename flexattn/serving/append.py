@@ -20,8 +20,7 @@ from flexattn.serving.launching import facts, launch_here
 from flexattn.serving.verified import check_append
 from flexattn.settings import current
 from flexattn.util.ambient import without_modes
-from flexattn.util.locks import renewed
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru, renewed
 
 # Launches that a plan remembers, one for each set of shapes and strides that it was given.
 _REMEMBERED = 256

@@ -17,8 +17,7 @@ from flexattn.serving.cache import KVCache, Scaled, halves
 from flexattn.serving.checks import refuse_types
 from flexattn.serving.plan import DecodePlan
 from flexattn.settings import current
-from flexattn.util.locks import renewed
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru, renewed
 
 
 class _Kept(NamedTuple):

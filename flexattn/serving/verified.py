@@ -21,11 +21,10 @@ from flexattn.runtime.launch import Outputs
 from flexattn.runtime.outcomes import Outcome
 from flexattn.serving.append_checks import Rope
 from flexattn.serving.cache import scales_shape, spread_scale
-from flexattn.verify.first_use import LaunchedKernels, accepted, due
+from flexattn.verify.first_use import LaunchedKernels, Unjudged, accepted
 from flexattn.verify.gate import ErrorRow, Verdict, judge
 from flexattn.verify.made_up import apart
 from flexattn.verify.oracle import Judge, moved
-from flexattn.verify.samples import Unjudged
 
 # Of a mixed batch each so many-th request brings a chunk of prefill, the others one query.
 CHUNKED = 8
@@ -221,7 +220,7 @@ def is_right(plan: DecodePlan, choice: Choice) -> bool:
     if plan.form.prefix:
         return True
     subject = LaunchedKernels.of(choice)
-    return not due(subject) or accepted(subject, lambda: _judge(plan))
+    return accepted(subject, lambda: _judge(plan))
 
 
 def _judge(plan: DecodePlan) -> Verdict:
@@ -261,7 +260,7 @@ def check_cascade(cascade: CascadePlan, merge: Source | None) -> None:
     )
     sources = first.sources if merge is None else (*first.sources, merge)
     subject = replace(first, sources=sources, tuned=own.tuned and first.tuned)
-    if due(subject) and not accepted(subject, lambda: _judge_cascade(cascade)):
+    if not accepted(subject, lambda: _judge_cascade(cascade)):
         raise WrongKernelError(
             f"a cascade of {subject.title}: its kernels are wrong on {subject.device.name}",
             "a kernel's first launch agrees with plain torch",
@@ -323,7 +322,7 @@ def check_append(
     subject = LaunchedKernels(
         (source,), target, lambda: (title, "its one kernel"), Outcome("built")
     )
-    if due(subject) and not accepted(subject, lambda: _judge_append(plan, scaled, rope)):
+    if not accepted(subject, lambda: _judge_append(plan, scaled, rope)):
         raise WrongKernelError(
             f"{title}: the kernel stores other numbers than plain torch on {target.name}",
             "a kernel's first launch agrees with plain torch",

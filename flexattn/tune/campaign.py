@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Literal
 
 from flexattn.errors import DeviceError, FlexAttnError
-from flexattn.measure.task import AnyTask
+from flexattn.measure.task import Task
 from flexattn.records.environment import environment
-from flexattn.records.files import try_lock
-from flexattn.records.key import Key, key_of
-from flexattn.records.record import Answer, Environment, Record
+from flexattn.records.record import Answer, Environment, Key, Record, key_of
 from flexattn.records.store import Store
+from flexattn.util.files import try_lock
 
 Status = Literal["tuned", "kept", "failed"]
-TuneTask = Callable[[AnyTask], Record]
-Where = Callable[[AnyTask], Environment]
+TuneTask = Callable[[Task], Record]
+Where = Callable[[Task], Environment]
 
 # Seconds between two looks at problems that other tuners measure.
 _POLL_S = 0.3
@@ -43,19 +42,19 @@ class TuningOutcome:
     message: str = ""
 
 
-def environment_of(task: AnyTask) -> Environment:
+def environment_of(task: Task) -> Environment:
     """Where a task's record will hold exactly."""
     return environment(task.kind, task.device, task.policy)
 
 
 def pending(
-    tasks: Sequence[AnyTask], store: Store, again: bool, where: Where = environment_of
-) -> list[AnyTask]:
+    tasks: Sequence[Task], store: Store, again: bool, where: Where = environment_of
+) -> list[Task]:
     """The tasks that the store has no sound record of, or all of them."""
     return [task for task in tasks if again or _stored(task, store, where) is None]
 
 
-def _stored(task: AnyTask, store: Store, where: Where) -> Answer | None:
+def _stored(task: Task, store: Store, where: Where) -> Answer | None:
     return store.answer(where(task), key_of(task.problem))
 
 
@@ -76,7 +75,7 @@ class Campaign:
     share each task.
     """
 
-    tasks: Sequence[AnyTask]
+    tasks: Sequence[Task]
     store: Store
     tuners: Sequence[TuneTask]
     again: bool = False
@@ -90,7 +89,7 @@ class Campaign:
     def __iter__(self) -> Iterator[TuningOutcome]:
         self._begin = time.time()
         # Tasks that have not begun; those that other campaigns tune stand last.
-        self._left: deque[AnyTask] = deque()
+        self._left: deque[Task] = deque()
         for task in self.tasks:
             known = None if self.again else _stored(task, self.store, self.where)
             if known is None:
@@ -106,11 +105,11 @@ class Campaign:
     def _side_by_side(self) -> Iterator[TuningOutcome]:
         """Each tuner has the next task when it is free; in threads, processes do the work."""
         idle = deque(range(len(self.tuners)))
-        busy: dict[int, AnyTask] = {}
+        busy: dict[int, Task] = {}
         done: queue.SimpleQueue[tuple[int, TuningOutcome | BaseException]] = queue.SimpleQueue()
         errors: list[DeviceError] = []
 
-        def work(number: int, task: AnyTask) -> None:
+        def work(number: int, task: Task) -> None:
             try:
                 done.put((number, self._outcome(task, self.tuners[number])))
             except BaseException as error:  # the main thread raises it
@@ -153,7 +152,7 @@ class Campaign:
             message = f"not tuned, no device is left: {errors[-1]}"
             yield TuningOutcome(task.title, key_of(task.problem), "failed", None, 0.0, message)
 
-    def _outcome(self, task: AnyTask, tune: TuneTask) -> TuningOutcome:
+    def _outcome(self, task: Task, tune: TuneTask) -> TuningOutcome:
         key, begin = key_of(task.problem), time.monotonic()
         try:
             record = tune(task)
@@ -171,11 +170,11 @@ class Campaign:
         return self._kept(task, self.store.answer(record.environment, key), seconds, why)
 
     def _kept(
-        self, task: AnyTask, answer: Answer | None, seconds: float = 0.0, why: str = ""
+        self, task: Task, answer: Answer | None, seconds: float = 0.0, why: str = ""
     ) -> TuningOutcome:
         return TuningOutcome(task.title, key_of(task.problem), "kept", answer, seconds, why)
 
-    def _next(self) -> AnyTask | None:
+    def _next(self) -> Task | None:
         """The next task that no other campaign tunes; None where others tune all that are left."""
         for _ in range(len(self._left)):
             task = self._left.popleft()
@@ -188,7 +187,7 @@ class Campaign:
         self.say = lambda text: None
         return None
 
-    def _made(self, task: AnyTask) -> Answer | None:
+    def _made(self, task: Task) -> Answer | None:
         """A task's record, if another campaign has tuned it."""
         try:
             written = self._path(task).stat().st_mtime
@@ -198,15 +197,15 @@ class Campaign:
             return None
         return _stored(task, self.store, self.where)
 
-    def _release(self, task: AnyTask) -> None:
+    def _release(self, task: Task) -> None:
         """Let other campaigns have a task, or see its record."""
         if self.locks is not None:
             self.locks.release([self._name(task)])
 
-    def _name(self, task: AnyTask) -> str:
+    def _name(self, task: Task) -> str:
         return str(self._path(task).relative_to(self.store.root))
 
-    def _path(self, task: AnyTask) -> Path:
+    def _path(self, task: Task) -> Path:
         return self.store.path(self.where(task), key_of(task.problem))
 
 

@@ -11,11 +11,9 @@ from pathlib import Path
 
 from flexattn.errors import CacheError
 from flexattn.kernels.base.config import Config
-from flexattn.measure.task import AnyTask
-from flexattn.records.codec import decode, encode
-from flexattn.records.key import Key
-from flexattn.records.record import SCHEMA, Environment, Failed, Gated, Policy, Trial
-from flexattn.records.trials import lines, whole_trials
+from flexattn.measure.task import Task
+from flexattn.records.codec import decode, encode, lines, whole_trials
+from flexattn.records.record import SCHEMA, Environment, Failed, Gated, Key, Policy, Trial
 from flexattn.tune.builds import BuiltConfig
 from flexattn.tune.subject import Subject
 from flexattn.util.files import publish
@@ -128,7 +126,7 @@ class ReplayMeasurer:
     def start(self) -> None:
         """Nothing has to run."""
 
-    def open(self, task: AnyTask | None = None) -> None:
+    def open(self, task: Task | None = None) -> None:
         """Nothing is made: the results are there."""
 
     def close(self) -> None:

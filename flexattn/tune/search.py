@@ -7,14 +7,11 @@ import random
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import Any
 
-from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.base.config import Config
 
-Sampler = Literal["tpe", "gp"]
 # Spaces up to this size are measured whole.
 ALL_UP_TO = 200
 # Of a larger space Optuna asks for this part.
@@ -30,45 +27,29 @@ STARTED = 10
 SAMPLED, LEADERS = 0.5, 3
 
 
-class Search(Protocol):
-    """An order in which configs are measured; costs are times of the default.
+class Everything:
+    """All configs: the seeds first, then in their order.
 
     total: how many it will ask for at most. batch: how many to ask for at once, so that it learns
-    soon enough.
+    soon enough. Costs are times of the default.
     """
-
-    total: int
-    batch: int
-
-    def ask(self, count: int) -> list[int]:
-        """Up to `count` indices that were never asked for; empty at the end."""
-
-    def tell(self, index: int, cost: float) -> None:
-        """What an index cost, infinite where it failed."""
-
-    def known(self, index: int, cost: float) -> None:
-        """A result from before: it counts as asked for."""
-
-
-class Everything:
-    """All configs: the seeds first, then in their order."""
 
     def __init__(self, size: int, seeds: Sequence[int] = ()) -> None:
         self._left = dict.fromkeys([*seeds, *range(size)])
         self.total = self.batch = size
 
     def ask(self, count: int) -> list[int]:
-        """The next ones."""
+        """Up to `count` indices that were never asked for; empty at the end."""
         taken = list(islice(self._left, count))
         for index in taken:
             del self._left[index]
         return taken
 
     def tell(self, index: int, cost: float) -> None:
-        """Changes nothing: all are measured."""
+        """What an index cost, infinite where it failed: it changes nothing, all are measured."""
 
     def known(self, index: int, cost: float) -> None:
-        """Leaves it out."""
+        """A result from before: it counts as asked for."""
         self._left.pop(index, None)
 
 
@@ -132,21 +113,11 @@ def distributions(axes: Axes) -> dict[str, Any]:
     return {name: categorical(values) for name, values in axes.choices.items()}
 
 
-def sampler_of(name: Sampler, seed: int) -> Any:
-    """Optuna's sampler, said aloud where its defaults matter; GP needs scipy."""
-    samplers = quiet_optuna().samplers
-    if name == "tpe":
-        return samplers.TPESampler(
-            seed=seed, multivariate=True, constant_liar=True, n_startup_trials=STARTED
-        )
-    if name == "gp":
-        if find_spec("scipy") is None:
-            # Optuna itself would say so only at the first proposal.
-            raise UnsupportedError(
-                "the gp sampler without scipy", "Optuna's GP needs it", "pip install scipy"
-            )
-        return samplers.GPSampler(seed=seed, n_startup_trials=STARTED)
-    raise InputError(f"sampler {name!r}", "it is tpe or gp")
+def sampler_of(seed: int) -> Any:
+    """Optuna's sampler, said aloud where its defaults matter."""
+    return quiet_optuna().samplers.TPESampler(
+        seed=seed, multivariate=True, constant_liar=True, n_startup_trials=STARTED
+    )
 
 
 def tell_cost(study: Any, trial: Any, cost: float, *, feasible: bool = True) -> None:
@@ -160,7 +131,7 @@ def tell_cost(study: Any, trial: Any, cost: float, *, feasible: bool = True) -> 
 class Guided:
     """Optuna through ask and tell, from the seeds on, then the neighbours of the best.
 
-    No point is asked for twice.
+    It is asked as Everything is. No point is asked for twice.
     """
 
     batch = 5
@@ -171,7 +142,6 @@ class Guided:
         seeds: Sequence[int] = (),
         *,
         limit: int | None = None,
-        sampler: Sampler = "tpe",
         seed: int = 0,
     ) -> None:
         self._axes = Axes(configs)
@@ -179,7 +149,7 @@ class Guided:
         self._unseen = dict.fromkeys(range(len(configs)))
         self._running: dict[int, Any] = {}
         self.total = min(len(configs), limit or max(1, int(SHARE * len(configs))))
-        self._study = quiet_optuna().create_study(sampler=sampler_of(sampler, seed))
+        self._study = quiet_optuna().create_study(sampler=sampler_of(seed))
         self._seeds = list(dict.fromkeys(seeds))
         self._costs: dict[int, float] = {}
         self._random = random.Random(seed)

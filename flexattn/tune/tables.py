@@ -12,7 +12,7 @@ from typing import Any
 
 from flexattn.errors import CacheError, InputError, UnsupportedError
 from flexattn.util.files import read_regular
-from flexattn.util.near import did_you_mean
+from flexattn.util.text import did_you_mean
 
 # Bytes of a file; values in it, each as often as YAML's aliases repeat it; tables in tables.
 _MOST_BYTES, _MOST_VALUES, _DEEPEST = 2**20, 200_000, 16

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from flexattn.block_mask.classify import EMPTY, FULL, PARTIAL, block_kinds
 from flexattn.block_mask.create import from_kinds
 from flexattn.device import Device
 from flexattn.errors import InputError
-from flexattn.measure.task import AnyTask, ServingTask, Task
+from flexattn.measure.task import Task
 from flexattn.mods import Bound, bind, look
 from flexattn.mods.bind import clear
 from flexattn.mods.expr import walk
@@ -26,8 +26,7 @@ from flexattn.problem.facts import products_for, torch_setting
 from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_lists import mask_class, representative
 from flexattn.problem.serving import KV_DTYPES, Lengths
-from flexattn.records.key import Key, key_of
-from flexattn.records.record import Policy
+from flexattn.records.record import Key, Policy, key_of
 from flexattn.records.untuned import Untuned, bound_of, read_untuned
 from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Lists
@@ -35,8 +34,6 @@ from flexattn.serving.kernels import plan_problem
 from flexattn.serving.verified import batch_lengths
 from flexattn.tune.workload import ModPath, Row, policy_for
 from flexattn.verify.oracle import moved
-
-_T = TypeVar("_T", bound=AnyTask)
 
 
 def tasks(
@@ -51,7 +48,7 @@ def tasks(
             yield task_of(row, device, torch.device(where))
 
 
-def plan_task(row: Row, device: Device) -> ServingTask:
+def plan_task(row: Row, device: Device) -> Task:
     """The task of a plan's row, its mods traced as a fresh process would."""
     served, shape = row.served, row.shape
     assert served is not None
@@ -68,9 +65,9 @@ def plan_task(row: Row, device: Device) -> ServingTask:
     )  # fmt: skip
 
 
-def distinct(found: Iterable[_T]) -> tuple[list[_T], list[tuple[_T, _T]]]:
+def distinct(found: Iterable[Task]) -> tuple[list[Task], list[tuple[Task, Task]]]:
     """The first task of each key, and the others, each with the one that stands for it."""
-    first: dict[Key, _T] = {}
+    first: dict[Key, Task] = {}
     others = []
     for task in found:
         kept = first.setdefault(key_of(task.problem), task)
@@ -84,6 +81,8 @@ def task_of(row: Row, device: Device, where: torch.device) -> Task:
 
     Raises InputError for a mod that cannot be imported, ModError for one that cannot be read.
     """
+    if row.served is not None:
+        return plan_task(row, device)
     return task_from(row, *mods_of(row), device, where)
 
 
@@ -211,7 +210,7 @@ def serving_task(
     sinks: bool = False,
     shared_kv: bool = False,
     batch_invariant: bool = False,
-) -> ServingTask:
+) -> Task:
     """A plan whose maxima are the sizes of a shape, with a batch of this class.
 
     kv_dtype: "" for dtype; a cache of eight bits has scales, of what `scaled` says. Raises
@@ -234,7 +233,7 @@ def serving_task(
         scaled=scaled or kv.itemsize == 1, shared_kv=shared_kv, positive_scale=scale > 0,
         batch_invariant=batch_invariant, lengths=lengths,
     )  # fmt: skip
-    return ServingTask(
+    return Task(
         title=title, problem=problem, device=device, policy=policy, scale=scale, q_lens=q_lens,
         kv_lens=kv_lens, score=score, mask=mask,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""tune(): one problem becomes one Record; GpuTuner does so for problem after problem on a GPU."""
+"""tune(): one problem becomes one Record; who tunes problem after problem: a GPU, or a plug-in."""
 
 from __future__ import annotations
 
@@ -8,31 +8,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
+from flexattn.device import Device
 from flexattn.errors import FlexAttnError
-from flexattn.kernels.base.config import Config, describe
-from flexattn.measure.task import AnyTask, Measurer
+from flexattn.kernels.base.config import Config, Fields, describe
+from flexattn.kernels.base.family import Effort
+from flexattn.kernels.choose import registry
+from flexattn.measure.task import Measurer, Task
 from flexattn.measure.worker import Worker
-from flexattn.records.key import Sizes, key_of
+from flexattn.problem import Problem
 from flexattn.records.layers import layers, ranked, transferred
-from flexattn.records.record import Record
-from flexattn.tune.builds import BuiltConfig, build_all, orders_for
-from flexattn.tune.campaign import environment_of
-from flexattn.tune.evaluator import BuildConfigs, Evaluator
+from flexattn.records.record import Environment, Record, Sizes, key_of
+from flexattn.tune.builds import BuiltConfig, Pool, build_all, orders_for
+from flexattn.tune.campaign import TuneTask, environment_of
+from flexattn.tune.evaluator import BuildConfigs, Evaluator, Journal
 from flexattn.tune.fleet import SharedTuning
-from flexattn.tune.journal import Journal
-from flexattn.tune.method import FOR_SCREENING, SILENT, USUAL, Method, Progress
-from flexattn.tune.pool import Pool
-from flexattn.tune.search import Everything, Guided, Search
-from flexattn.tune.subject import Subject, subject_of
+from flexattn.tune.search import Everything, Guided
+from flexattn.tune.subject import (
+    FOR_SCREENING,
+    SILENT,
+    USUAL,
+    Method,
+    Progress,
+    Subject,
+    subject_of,
+)
 from flexattn.util.closing import Closing
 
 # Winners of other environments and of near sizes that are looked at first.
 SEEDS = 6
 
 
-def seeds(task: AnyTask) -> list[Config]:
+def seeds(task: Task) -> list[Config]:
     """Configs that did well nearby: records of other environments, then of near sizes."""
     problem, device = task.problem, task.device
     found = islice(ranked(key_of(problem), environment_of(task), layers(device)), SEEDS)
@@ -43,7 +51,7 @@ def seeds(task: AnyTask) -> list[Config]:
     return list(dict.fromkeys(configs))
 
 
-def build_ahead(tasks: Sequence[AnyTask], method: Method, pool: Pool) -> None:
+def build_ahead(tasks: Sequence[Task], method: Method, pool: Pool) -> None:
     """Order the kernels of tasks that will be measured whole, in the background.
 
     What is searched is built as the search asks for it: most of such a space is never measured.
@@ -64,13 +72,6 @@ def build_ahead(tasks: Sequence[AnyTask], method: Method, pool: Pool) -> None:
     threading.Thread(target=context.run, args=(order,), daemon=True).start()
 
 
-class ProblemProgress(Progress, Protocol):
-    """Progress that is told which problem it is about."""
-
-    def problem(self, title: str) -> None:
-        """The next problem begins."""
-
-
 @dataclass
 class GpuTuner(Closing):
     """Tunes tasks on one GPU, or in the interpreter; leaving it ends its worker.
@@ -84,7 +85,7 @@ class GpuTuner(Closing):
     method: Method
     compilers: Pool
     journals: Path | None
-    progress: ProblemProgress
+    progress: Progress
     gpu: int = 0
     storage: str | None = None
     again_since: float | None = None
@@ -96,7 +97,7 @@ class GpuTuner(Closing):
         """End the worker."""
         self._measurer.close()
 
-    def tune(self, task: AnyTask) -> Record:
+    def tune(self, task: Task) -> Record:
         """One problem's record. Raises MeasureError where nothing can be timed."""
         self.progress.problem(task.title)
 
@@ -125,7 +126,7 @@ class GpuTuner(Closing):
 
 
 def tune(
-    task: AnyTask,
+    task: Task,
     measurer: Measurer,
     build: BuildConfigs,
     method: Method = USUAL,
@@ -141,7 +142,7 @@ def tune(
     build: configs to what their builds tell. seeds: configs to look at first, such as the
     neighbours' winners and the shipped ones. journals: a folder that keeps finished batches, so
     that the same call goes on after an interrupt; whoever has written the record drops them with
-    `flexattn.tune.journal.settle`.
+    `flexattn.tune.evaluator.settle`.
     storage: a database's URL. All workers that call this for the problem share it, by a study
     there instead of a journal, and each gets the one record. The space is the effort's alone:
     seeds do not widen it. again_since: a study that was finished before this moment (seconds of
@@ -203,11 +204,56 @@ def _tuned(evaluator: Evaluator, seeds: Sequence[Config], journal: Journal | Non
     return evaluator.record()
 
 
-def _search(subject: Subject, method: Method, seeds: Sequence[Config]) -> Search:
+def _search(subject: Subject, method: Method, seeds: Sequence[Config]) -> Everything | Guided:
     """All of a small space, the default first; of a large one what Optuna asks for."""
     first = [subject.default, *subject.index(seeds)]
     if len(subject.configs) <= method.all_up_to:
         return Everything(len(subject.configs), first)
-    return Guided(
-        subject.configs, first, limit=method.limit, sampler=method.sampler, seed=method.seed
-    )
+    return Guided(subject.configs, first, limit=method.limit, seed=method.seed)
+
+
+class PluginKernel(NamedTuple):
+    """A rendered kernel: its config, its text and file, the file of what merges its splits."""
+
+    config: Fields
+    text: str
+    path: Path
+    combine: Path | None
+
+
+class PluginSurvey(Protocol):
+    """The configs that fit, the default first, and how many others each rule rejects."""
+
+    @property
+    def configs(self) -> Sequence[Fields]: ...
+    @property
+    def rejected(self) -> Sequence[tuple[str, int]]: ...
+
+
+class Plugin(Protocol):
+    """A module of these functions, flexattn.<backend>.plugin; they raise FlexAttnError."""
+
+    def check_tuning(
+        self, device: Device, effort: Effort, budget: float | None, storage: str | None
+    ) -> None:
+        """Refuse what a tuning for the device cannot be asked."""
+
+    def survey_of(self, task: Task, effort: Effort) -> PluginSurvey:
+        """The space of a task."""
+
+    def tuner(self, progress: Progress, effort: Effort, method: Method) -> TuneTask:
+        """A tuner for `campaign`."""
+
+    def tuning_environment(self, task: Task) -> Environment:
+        """The environment in which a record of `tuner` holds."""
+
+    def render_kernel(self, problem: Problem, device: Device) -> PluginKernel:
+        """The kernel of the first config that fits."""
+
+    def rungs(self) -> Sequence[Any]:
+        """The verifications of this machine: rows with name, proves, available and why."""
+
+
+def plugin_of(backend: str) -> Plugin | None:
+    """The plug-in of a device's backend, imported at its first use; None for a GPU."""
+    return cast("Plugin | None", registry.plugin_module(backend))

@@ -51,9 +51,8 @@ from flexattn.problem import FP8, ITEMSIZE, Kind, Shape
 from flexattn.problem.serving import LENGTHS, Lengths
 from flexattn.records.environment import serving_policy
 from flexattn.records.record import Policy
-from flexattn.records.renderers import RecordKind
 from flexattn.tune.tables import Table, check_values, read_file
-from flexattn.util.near import DTYPE_NAMES, did_you_mean
+from flexattn.util.text import DTYPE_NAMES, did_you_mean
 
 OF_PLANS = ("page_size", "lengths", "kv_dtype", "scaled", "shared_kv", "batch_invariant")
 _SHARED = (
@@ -126,9 +125,7 @@ class Workload:
     rows: tuple[Row, ...]
 
 
-def policy_for(
-    kind: RecordKind, device: Device, changes: tuple[tuple[str, float], ...] = ()
-) -> Policy:
+def policy_for(kind: Kind, device: Device, changes: tuple[tuple[str, float], ...] = ()) -> Policy:
     """How times are taken unless a workload says otherwise: as dispatch will look for them."""
     graph, cold_l2 = serving_policy(kind, device)
     base = Policy(graph, cold_l2, rounds=20, min_ms=5.0)

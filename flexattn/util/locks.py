@@ -1,7 +1,7 @@
-"""Locks across a fork: the child has one thread, so what another one held is free there.
+"""What threads share: locks that a fork renews, turns by key, and a bounded dict.
 
-A child can finish no work that a thread of its parent began: in this package work counts as begun
-only while a lock is held.
+A forked child has one thread, so what another one held is free there. It can finish no work that a
+thread of its parent began: in this package work counts as begun only while a lock is held.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import Any, TypeVar
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any, Generic, TypeVar
 
 # How long a fork waits for one of `awaited`.
 _PATIENCE_S = 30.0
@@ -56,3 +58,69 @@ def _in_child() -> None:
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+
+
+K = TypeVar("K")
+_V = TypeVar("_V")
+
+
+class Lru(Generic[K, _V]):
+    """Holds at most `size` items."""
+
+    __slots__ = ("_items", "_lock", "_size")
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._items: OrderedDict[K, _V] = OrderedDict()
+        self._lock = renewed(threading.Lock())
+
+    def get(self, key: K) -> _V | None:
+        """The value, which counts as used now; None if there is none."""
+        value = self._items.get(key)
+        # While there is plenty of room nobody needs to know the order, and reads take no lock.
+        if value is not None and len(self._items) > self._size // 2:
+            with self._lock:
+                if key in self._items:
+                    self._items.move_to_end(key)
+        return value
+
+    def put(self, key: K, value: _V) -> None:
+        """Store a value, at the cost of the one least recently used."""
+        with self._lock:
+            self._items[key] = value
+            self._items.move_to_end(key)
+            while len(self._items) > self._size:
+                self._items.popitem(last=False)
+
+    def discard(self, key: K) -> None:
+        """Forget an item, if it is held.
+
+        One step that takes no lock: the garbage collector may ask for it in the middle of put().
+        """
+        self._items.pop(key, None)
+
+    def items(self) -> list[tuple[K, _V]]:
+        """All that is held now, the least recently used first."""
+        with self._lock:
+            return list(self._items.items())
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._items.clear()
+
+
+class Turns:
+    """Reentrant locks by key, each kept for as long as a thread has it or waits for it."""
+
+    def __init__(self) -> None:
+        self._locks: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
+        self._guard = renewed(threading.Lock())
+
+    def of(self, key: Hashable) -> Any:
+        """The lock of a key."""
+        with self._guard:
+            lock = self._locks.get(key)
+            if lock is None:
+                lock = self._locks[key] = renewed(threading.RLock())
+        return lock

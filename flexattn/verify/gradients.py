@@ -5,18 +5,32 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from flexattn.kernels.printers.torch_printer import score_callable
+from flexattn.device import Device
+from flexattn.kernels.choose.options import Options
+from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import Bound
 from flexattn.mods.expr import MaskMod
+from flexattn.problem import Problem
 from flexattn.reference import Precision, attention
-from flexattn.runtime.backward import Gradients
+from flexattn.runtime.backward import Gradients, prepare_backward
+from flexattn.runtime.dispatch import Dispatcher
+from flexattn.runtime.key_lists import BothLists
 from flexattn.verify.gate import Verdict, badness, judge_named
-from flexattn.verify.oracle import WHOLE_SCORES, Place
+from flexattn.verify.oracle import (
+    WHOLE_SCORES,
+    Place,
+    block_mask_of,
+    gradient_like,
+    kept_lanes,
+    make_inputs,
+    moved,
+)
 
 # Of the oracle: scores that are made at a time, each in some twenty tensors of float64.
 SLICE_SCORES = 2**25
@@ -77,6 +91,64 @@ def judged_heads(B: int, Hq: int, Hkv: int, L: int, S: int) -> Heads:
     if B * Hq * L * S <= WHOLE_SCORES:
         return tuple((b, h) for b in range(B) for h in range(Hkv))
     return tuple(sorted({(0, 0), (B // 2, Hkv // 2), (B - 1, Hkv - 1)}))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A differentiated call with what its forward saved: out, fp32 lse, and the mask's lists."""
+
+    call: Differentiated
+    out: Tensor
+    lse: Tensor
+    mask: Bound | None
+    lists: BothLists | None
+
+    def prepare(
+        self, problem: Problem, device: Device, kernels: Dispatcher, options: Options
+    ) -> Callable[[], Gradients]:
+        """The launches that are chosen, delta and all, as a call that allocates the gradients."""
+        call, lists = self.call, self.lists
+        inputs, where = (call.q, call.k, call.v), call.q.device
+        launch = prepare_backward(
+            problem, device, where, kernels, options, inputs, self.out, call.dout, lists
+        )
+        rest = launch.rest_of(lists, call.score, self.mask)
+        return partial(
+            launch.run, inputs, self.out, self.lse, (call.dout, None), call.scale, rest,
+            call.captured,
+        )  # fmt: skip
+
+
+def make_saved(
+    problem: Problem,
+    where: torch.device,
+    scale: float,
+    score: Bound | None,
+    mask: Bound | None,
+    lists: BothLists | None,
+    heads: Heads,
+) -> Saved:
+    """Normal random q, k, v and gradient of out, and what a kernel's forward makes of them.
+
+    lists: on the device.
+    """
+    q, k, v = make_inputs(problem, where)
+    if problem.broadcast_kv:
+        k, v = k[:1], v[:1]
+    score, mask = moved(score, where), moved(mask, where)
+    mask_mod, block_mask, sparsity = mask_callable(mask), None, problem.structure.sparsity
+    if lists is not None and sparsity is not None:
+        lengths = problem.q_len, problem.kv_len
+        block_mask = block_mask_of(lists.by_query, sparsity, mask_mod, lengths)
+        mask_mod = kept_lanes(lists.by_query, sparsity, mask_mod, problem.kv_len)
+    with torch.no_grad():
+        forward = attention(
+            q, k, v, score_mod=score_callable(score), block_mask=block_mask, scale=scale,
+            precision=Precision.STORED,
+        )  # fmt: skip
+    out, slots = forward.out.contiguous(), problem.structure.grads
+    call = Differentiated(q, k, v, gradient_like(out), scale, score, mask_mod, heads, slots)
+    return Saved(call, out, forward.lse.contiguous(), mask, lists)
 
 
 def judge_of(call: Differentiated) -> GradientJudge:

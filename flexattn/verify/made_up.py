@@ -19,22 +19,18 @@ from flexattn.kernels.printers.torch_printer import mask_callable, score_callabl
 from flexattn.mods import Bound
 from flexattn.problem import Problem
 from flexattn.problem.inputs import Dropout
-from flexattn.reference import Precision, attention
-from flexattn.runtime.backward import prepare_backward
 from flexattn.runtime.build import Kernel
 from flexattn.runtime.dispatch import Choice, Dispatcher
 from flexattn.runtime.key_lists import BothLists, made_by_key
 from flexattn.runtime.launch import Lists, prepare_launch
+from flexattn.verify.first_use import Attended, Unjudged, judge_rows
 from flexattn.verify.gate import Verdict
-from flexattn.verify.gradients import Differentiated, judge_of
+from flexattn.verify.gradients import judge_of, make_saved
 from flexattn.verify.oracle import (
     block_mask_of,
-    gradient_like,
-    kept_lanes,
     make_inputs,
     make_sinks,
 )
-from flexattn.verify.samples import Attended, Unjudged, judge_rows
 
 # Of the oracle of gradients, which computes all of them.
 _SCORES = 2**21
@@ -95,32 +91,18 @@ def judge_backward(chosen: ChosenKernels) -> Verdict:
     if chosen.dropout is not None:
         raise Unjudged("gradients of captured tensors beside dropout")
     p = chosen.choice.problem
-    group, where = p.Hq // p.Hkv, chosen.where
-    rows = max(1, min(p.q_len, _SCORES // (p.kv_len * group)))
+    rows = max(1, min(p.q_len, _SCORES // (p.kv_len * (p.Hq // p.Hkv))))
     problem, lists = _small(chosen, rows)
-    structure = problem.structure
-    q, k, v = make_inputs(problem, where)
-    mask_mod, both, block_mask = mask_callable(chosen.mask), None, None
-    if lists is not None and structure.sparsity is not None:
-        sparsity = structure.sparsity
-        block_mask = block_mask_of(lists, sparsity, mask_mod, (problem.q_len, problem.kv_len))
-        mask_mod = kept_lanes(lists, sparsity, mask_mod, problem.kv_len)
+    both, sparsity = None, problem.structure.sparsity
+    if lists is not None and sparsity is not None:
+        lengths = problem.q_len, problem.kv_len
+        block_mask = block_mask_of(lists, sparsity, mask_callable(chosen.mask), lengths)
         both = BothLists(lists, made_by_key(block_mask, lists))
-    stored = attention(
-        q, k, v, score_mod=score_callable(chosen.score), block_mask=block_mask,
-        scale=chosen.scale, precision=Precision.STORED,
-    )  # fmt: skip
-    out, lse = stored.out.contiguous(), stored.lse.contiguous()
-    dout = gradient_like(out)
-    call = Differentiated(
-        q, k, v, dout, chosen.scale, chosen.score, mask_mod, ((0, 0),), structure.grads
+    saved = make_saved(
+        problem, chosen.where, chosen.scale, chosen.score, chosen.mask, both, ((0, 0),)
     )
-    launch = prepare_backward(
-        problem, chosen.choice.device, where, _dispatcher(chosen), NONE, (q, k, v), out, dout, both
-    )
-    rest = launch.rest_of(both, chosen.score, chosen.mask)
-    got = launch.run((q, k, v), out, lse, (dout, None), chosen.scale, rest, call.captured)
-    return judge_of(call)(got)
+    got = saved.prepare(problem, chosen.choice.device, _dispatcher(chosen), NONE)()
+    return judge_of(saved.call)(got)
 
 
 def borders_of(choice: Choice) -> tuple[list[int], list[int]]:

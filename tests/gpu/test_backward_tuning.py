@@ -12,7 +12,7 @@ from flexattn.records.record import Gated
 from flexattn.records.store import Store
 from flexattn.settings import override
 from flexattn.tune.builds import build_all
-from flexattn.tune.method import Method
+from flexattn.tune.subject import Method
 from flexattn.tune.tasks import task_from
 from flexattn.tune.tuner import tune
 from flexattn.tune.workload import parse_workload

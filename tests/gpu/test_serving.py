@@ -23,7 +23,7 @@ from flexattn.serving import (
     merge_states,
 )
 from flexattn.settings import override
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru
 from tests.serving import (
     EIGHT_BITS,
     assert_right,

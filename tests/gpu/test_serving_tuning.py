@@ -11,7 +11,7 @@ from flexattn.records.store import Store
 from flexattn.serving import DecodePlan
 from flexattn.settings import override
 from flexattn.tune.builds import build_all
-from flexattn.tune.method import Method
+from flexattn.tune.subject import Method
 from flexattn.tune.tasks import serving_task
 from flexattn.tune.tuner import tune
 

@@ -14,7 +14,7 @@ from flexattn.kernels.base import source
 from flexattn.kernels.choose.registry import families
 from flexattn.runtime import build, decay_skip, dispatch
 from flexattn.serving import ServingConfig, decode, merge
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru
 from tests.interpreter import (
     test_block_mask as block_masks,
     test_decay_skip,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from flexattn.kernels.ptx.assembler import triton_version
 from flexattn.settings import compiler_environment, current, worker_environment
-from flexattn.tune.pool import Pool, default_jobs
+from flexattn.tune.builds import Pool, default_jobs
 from tests.random_mods.battery import CATALOGUE, battery, parts
 from tests.random_mods.changes import changed
 from tests.random_mods.checking import checked

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flexattn.errors import BuildError, FlexAttnError
-from flexattn.tune.pool import Lost, Pool
+from flexattn.tune.builds import Lost, Pool
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flexattn.kernels.choose.registry import ROWS
-from flexattn.tune.plugin import Plugin, plugin_of
+from flexattn.tune.tuner import Plugin, plugin_of
 from tests.package_files import FILES, PACKAGE, each_file
 
 # Every part may import these.

@@ -11,10 +11,8 @@ import pytest
 import flexattn
 from flexattn.errors import MeasureError
 from flexattn.runtime.codecache import without_collections
-from flexattn.tune.pool import Pool
-from flexattn.util.locks import awaited, renewed
-from flexattn.util.lru import Lru
-from flexattn.util.turns import Turns
+from flexattn.tune.builds import Pool
+from flexattn.util.locks import Lru, Turns, awaited, renewed
 from tests.build_doubles import number
 
 PACKAGE = Path(flexattn.__file__).parent

@@ -22,7 +22,7 @@ class Protocol(NamedTuple):
 
 
 PROTOCOLS = (
-    Protocol("cli/*.py", "run", "cli/app.py runs each verb's module: `Verb` there"),
+    Protocol("cli/*.py", "run", "verbs with a file of their own: `VERBS` in cli/app.py"),
     Protocol(
         "kernels/*/*.py",
         "PREFILL BACKWARD render arguments axes defaults fit_to_mask backward_grid "

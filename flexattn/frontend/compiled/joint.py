@@ -25,7 +25,7 @@ from flexattn.mods.graph import Captured, GraphMod
 from flexattn.mods.outside import buffer_of, evaluated
 from flexattn.mods.simplify import plug
 from flexattn.util.ambient import without_modes
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru
 
 # A joint graph takes a score, its position and a gradient, then what the mod captures, and gives
 # the gradients of all but its sixth input.

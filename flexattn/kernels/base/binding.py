@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexattn.errors import ArgumentError
 from flexattn.kernels.base.arguments import Argument
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from flexattn.mods.rules import REWRITES
 from flexattn.problem import Tanh
 from flexattn.problem.facts import Fp32Setting
 from flexattn.settings import current, log, say_once
-from flexattn.util.near import did_you_mean
+from flexattn.util.text import did_you_mean
 
 LEGACY = "FORCE_USE_FLEX_ATTENTION"
 # Keys that torch does not have: they are taken out before a call is handed to it.

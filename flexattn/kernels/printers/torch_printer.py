@@ -13,7 +13,7 @@ from flexattn.mods import Bound
 from flexattn.mods.expr import Expr, MaskMod, Mod, ScoreMod, walk
 from flexattn.mods.ops import OPS
 from flexattn.mods.outside import read_places
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru
 
 _compiled: Lru[str, Callable[..., torch.Tensor]] = Lru(256)
 

@@ -26,7 +26,7 @@ from flexattn.mods.analysis.intervals import dtype_range
 from flexattn.mods.expr import Expr, Mod, integer, walk
 from flexattn.mods.ops import is_float, is_int
 from flexattn.mods.simplify import applied, make
-from flexattn.util.lru import Lru
+from flexattn.util.locks import Lru
 
 # What a tile is told by; each with the numbers that it never leaves.
 _LENGTH, _HEADS = 2**30, 2**20

@@ -9,7 +9,7 @@ N is the number of elements of a partition.
 from __future__ import annotations
 
 from flexattn.device.neuroncore import NeuronCore
-from flexattn.neuron.interpreter.tensor import Tensor
+from flexattn.neuron.interpreter.machine import Tensor
 
 # [cost] MIN_II: the least cycles between two instructions of Vector or Scalar Engine.
 MIN_II = 64

@@ -1,4 +1,4 @@
-"""nki.isa but for the Vector Engine: products, activations, patterns, DMA, copies, fills."""
+"""The instructions of nki.isa: what each checks, what it costs, and what it computes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from flexattn.device.neuroncore import PARTITIONS, STATIONARY_MAX
 from flexattn.neuron.interpreter import costs
-from flexattn.neuron.interpreter.machine import Machine, current_machine
-from flexattn.neuron.interpreter.operators import Operator
+from flexattn.neuron.interpreter.machine import NKI_DTYPES, Machine, Tensor, current_machine
 from flexattn.neuron.interpreter.rules import (
+    Operator,
     binary,
     check,
     column,
@@ -23,7 +23,6 @@ from flexattn.neuron.interpreter.rules import (
     operand,
     same,
 )
-from flexattn.neuron.interpreter.tensor import Tensor
 
 _FLOATS = ("float32", "bfloat16", "float16")
 Pattern = Sequence[Sequence[int]]
@@ -70,7 +69,7 @@ def nc_matmul(
             "the first matmul of a region has accumulate=False",
         )
     issue("tensor", costs.matmul(stationary, moving), (stationary, moving), (dst,))
-    machine.count("matmul cycles", int(costs.matmul(stationary, moving)))
+    machine.counts["matmul cycles"] += int(costs.matmul(stationary, moving))
     if not accumulate:
         dst.storage.started = [each for each in dst.storage.started if each[0] != dst.offset]
         dst.storage.started.append(region)
@@ -81,34 +80,25 @@ def nc_matmul(
 
 @instruction
 def nc_transpose(dst: Tensor, data: Tensor, engine: Any = None) -> None:
-    """dst = data^T, its free axes flattened: to PSUM by the Tensor Engine, 32 x 32 by Vector's."""
-    chosen = engine_of(engine, ("tensor", "vector"))
-    most = PARTITIONS if chosen == "tensor" else 32
-    shape = (data.shape[0], data.free)
-    check(max(shape) <= most, f"{shape} on {chosen}", f"at most {most} x {most}")
+    """dst = data^T, its free axes flattened, to PSUM by the Tensor Engine."""
+    engine_of(engine, "tensor")
+    shape, most = (data.shape[0], data.free), PARTITIONS
+    check(max(shape) <= most, f"{shape}", f"at most {most} x {most}")
     fits = dst.shape[0] == data.free and dst.free == data.shape[0]
     check(fits, f"{shape} into {dst.shape}", "dst is data turned over")
     check(dst.dtype == data.dtype, f"{data.dtype} into {dst.dtype}", "the dtype stays")
-    on_chip(data, dst)
-    if chosen == "vector":
-        machine = issue("vector", costs.one_input(data), (data,), (dst,))
-    else:
-        on_chip(data, only="sbuf")
-        on_chip(dst, only="psum")
-        check(len(dst.banks()) == 1, "dst in two PSUM banks", "a matmul writes one bank")
-        core = current_machine().core
-        machine = issue("tensor", costs.transpose_cost(core, data), (data,), (dst,))
+    on_chip(data, only="sbuf")
+    on_chip(dst, only="psum")
+    check(len(dst.banks()) == 1, "dst in two PSUM banks", "a matmul writes one bank")
+    core = current_machine().core
+    machine = issue("tensor", costs.transpose_cost(core, data), (data,), (dst,))
     if machine.numerics:
-        dst.put(_turned(machine, data, chosen))
-
-
-def _turned(machine: Machine, data: Tensor, engine: str) -> torch.Tensor:
-    flat = data.array().reshape(data.shape[0], -1)
-    if engine == "vector" or machine.core.has_exact_transpose:
-        return flat.T
-    # v2 multiplies by an identity: NaN and infinities spread over the whole column.
-    finite = flat.to(torch.float32).isfinite().all(0)
-    return torch.where(finite[:, None], flat.T, torch.nan)
+        turned = data.array().reshape(data.shape[0], -1).T
+        if not core.has_exact_transpose:
+            # v2 multiplies by an identity: NaN and infinities spread over the whole column.
+            finite = turned.to(torch.float32).isfinite().all(1, keepdim=True)
+            turned = torch.where(finite, turned, torch.nan)
+        dst.put(turned)
 
 
 def _one_run(dst: Tensor) -> None:
@@ -135,15 +125,9 @@ def activation(
     known = isinstance(op, Operator) and op.unary
     check(known, f"op={op!r}", "it is an activation function")
     operand(scale, data)
-    core = current_machine().core
     if bias is not None:
+        check(isinstance(bias, Tensor), f"bias={bias!r}", "it is a column in this subset")
         operand(bias, data)
-        numeric = not isinstance(bias, Tensor) and bias != 0
-        check(
-            not numeric or core.has_constant_bias,
-            f"bias={bias} on {core.name}",
-            "a number as bias needs NeuronCore-v3",
-        )
     if reduce_res is not None:
         operand(reduce_res, data)
         check(getattr(reduce_op, "name", "") == "add", f"reduce_op={reduce_op!r}", "it adds")
@@ -225,13 +209,12 @@ def dma_copy(dst: Tensor, src: Tensor) -> None:
 
 
 @instruction
-def dma_transpose(dst: Tensor, src: Tensor, axes: tuple[int, ...] | None = None) -> None:
+def dma_transpose(dst: Tensor, src: Tensor) -> None:
     """dst = src with its two axes swapped; 2-byte data, from NeuronCore-v3."""
     _reachable(dst, src)
     core = current_machine().core
     check(core.has_dma_transpose, core.name, "DMA engines transpose from NeuronCore-v3 on")
     check(src.ndim == 2 and dst.ndim == 2, f"{src.shape}", "this subset transposes 2-D tiles")
-    check(axes in (None, (1, 0)), f"axes {axes}", "two axes are swapped by (1, 0)")
     check(dst.shape == src.shape[::-1], f"{src.shape} into {dst.shape}", "axes are swapped")
     check(dst.dtype == src.dtype, f"{src.dtype} into {dst.dtype}", "the dtype stays")
     check(src.storage.itemsize == 2, f"{src.dtype}", "elements of 2 bytes")
@@ -248,33 +231,22 @@ def tensor_copy(dst: Tensor, src: Tensor, engine: Any = None) -> None:
     """dst = src on chip, converted through float32 where dtypes differ."""
     on_chip(dst, src)
     same(dst, src)
-    chosen = engine_of(engine, ("vector", "scalar", "gpsimd"))
-    core = current_machine().core
-    if chosen == "scalar":
-        check(core.has_scalar_copy, f"engine scalar on {core.name}", "use nisa.activation")
-    if chosen == "gpsimd":
-        on_chip(dst, src, only="sbuf")
-    cycles = costs.copied(core, dst, src) if chosen == "vector" else costs.one_input(src)
-    if chosen == "gpsimd":
-        cycles = costs.gpsimd(src)
-    machine = issue(chosen, cycles, (src,), (dst,))
+    engine_of(engine, "vector")
+    cycles = costs.copied(current_machine().core, dst, src)
+    machine = issue("vector", cycles, (src,), (dst,))
     if machine.numerics:
         dst.put(src.array() if dst.dtype == src.dtype else src.rows())
 
 
 @instruction
-def memset(dst: Tensor, value: float, engine: Any = None) -> None:
+def memset(dst: Tensor, value: float) -> None:
     """Fill dst with a number; integer tiles take integers."""
     on_chip(dst)
-    chosen = engine_of(engine, ("vector", "gpsimd"))
-    if chosen == "gpsimd":
-        on_chip(dst, only="sbuf")
     integer = "int" in dst.dtype
     got = f"{value!r} into {dst.dtype}"
     check(not integer or isinstance(value, int), got, "an integer tile takes an integer")
     half = value == 0 and dst.dtype in costs.HALF
-    cycles = costs.gpsimd(dst) if chosen == "gpsimd" else costs.one_input(dst, 0.5 if half else 1)
-    machine = issue(chosen, cycles, (), (dst,))
+    machine = issue("vector", costs.one_input(dst, 0.5 if half else 1), (), (dst,))
     if machine.numerics:
         dst.array().copy_(column(value))
 
@@ -304,3 +276,171 @@ def _transfer(dst: Tensor, src: Tensor, charged: int) -> Machine:
         [each.span() for each in (dst,) if each.storage.on_chip],
     )
     return machine
+
+
+FP32_MIN = float(torch.finfo(torch.float32).min)
+SIMPLE = ("add", "multiply", "subtract")
+
+
+@instruction
+def tensor_tensor(dst: Tensor, data1: Tensor, data2: Tensor, op: Any) -> None:
+    """dst = data1 op data2, element by element."""
+    on_chip(dst, data1, data2)
+    same(dst, data1, data2)
+    found = binary(op)
+    _not_both_psum(data1, data2)
+    cycles = costs.two_inputs(dst, data1, data2, found.name in SIMPLE)
+    machine = issue("vector", cycles, (data1, data2), (dst,))
+    if machine.numerics:
+        dst.put(found(data1.rows(), data2.rows()))
+
+
+@instruction
+def tensor_scalar(
+    dst: Tensor,
+    data: Tensor,
+    op0: Any,
+    operand0: Any,
+    reverse0: bool = False,
+    op1: Any = None,
+    operand1: Any = None,
+) -> None:
+    """dst = (data op0 operand0) op1 operand1; operands are numbers or columns."""
+    on_chip(dst, data, operand0, operand1)
+    same(dst, data)
+    first = binary(op0)
+    operand(operand0, data)
+    second = None
+    if op1 is not None:
+        second = binary(op1)
+        operand(operand1, data)
+    cycles = costs.copied(current_machine().core, dst, data)
+    machine = issue("vector", cycles, (data, operand0, operand1), (dst,))
+    if machine.numerics:
+        pair = data.rows(), column(operand0)
+        values = first(*pair[::-1]) if reverse0 else first(*pair)
+        dst.put(values if second is None else second(values, column(operand1)))
+
+
+@instruction
+def scalar_tensor_tensor(
+    dst: Tensor,
+    data: Tensor,
+    op0: Any,
+    operand0: Any,
+    op1: Any,
+    operand1: Tensor,
+) -> None:
+    """dst = (data op0 operand0) op1 operand1, where operand1 is a tile."""
+    on_chip(dst, data, operand0, operand1)
+    same(dst, data, operand1)
+    first, second = binary(op0), binary(op1)
+    operand(operand0, data)
+    _not_both_psum(data, operand1)
+    machine = issue("vector", costs.one_input(data, 2.0), (data, operand0, operand1), (dst,))
+    if machine.numerics:
+        dst.put(second(first(data.rows(), column(operand0)), operand1.rows()))
+
+
+@instruction
+def tensor_reduce(dst: Tensor, op: Any, data: Tensor, axis: int) -> None:
+    """dst = the maximum over the last free axis of data."""
+    on_chip(dst, data)
+    check(axis == data.ndim - 1 > 0, f"axis {axis} of {data.shape}", "it is the last free one")
+    found = binary(op)
+    check(found.name == "maximum", f"op={op!r}", "it is no reduction of this subset")
+    kept = prod(data.shape[1:-1])
+    fits = dst.shape[0] == data.shape[0] and dst.free == kept
+    check(fits, f"{data.shape} into {dst.shape}", f"dst has {kept} elements a partition")
+    half = dst.dtype == data.dtype == "bfloat16"
+    cycles = costs.one_input(data, 0.5 if half else 1.0)
+    machine = issue("vector", cycles, (data,), (dst,))
+    if machine.numerics:
+        dst.put(data.rows().reshape(data.shape[0], kept, -1).amax(2))
+
+
+@instruction
+def reciprocal(dst: Tensor, data: Tensor) -> None:
+    """dst = 1 / data."""
+    on_chip(dst, data)
+    same(dst, data)
+    machine = issue("vector", costs.one_input(data, 8.0), (data,), (dst,))
+    if machine.numerics:
+        dst.put(data.rows().reciprocal())
+
+
+@instruction
+def tensor_copy_predicated(
+    dst: Tensor, src: Any, predicate: Tensor, reverse_pred: bool = False
+) -> None:
+    """Overwrite dst by src, a tile or a number, where the predicate is not 0 (is, if reversed)."""
+    on_chip(dst, src, predicate)
+    same(dst, predicate)
+    check(predicate.dtype == "uint8", f"a {predicate.dtype} predicate", "uint8 in this subset")
+    factor = 2.0
+    if isinstance(src, Tensor):
+        same(dst, src)
+        check(src.dtype == dst.dtype, f"{src.dtype} into {dst.dtype}", "the dtype stays")
+        _not_both_psum(src, predicate)
+        factor = 1.0 if src.buffer != predicate.buffer else 2.0
+    cycles = costs.one_input(predicate, factor)
+    machine = issue("vector", cycles, (src, predicate, dst), (dst,))
+    if machine.numerics:
+        chosen = (predicate.array() != 0).reshape(dst.shape) != reverse_pred
+        kind = NKI_DTYPES[dst.dtype]
+        new = src.array().reshape(dst.shape) if isinstance(src, Tensor) else column(src)
+        dst.array().copy_(torch.where(chosen, new.to(kind), dst.array()))
+
+
+@instruction
+def range_select(
+    dst: Tensor,
+    on_true_tile: Tensor,
+    comp_op0: Any,
+    comp_op1: Any,
+    bound0: Tensor,
+    bound1: Tensor,
+    reduce_cmd: Any = None,
+    reduce_res: Tensor | None = None,
+    reduce_op: Any = None,
+    range_start: int = 0,
+    on_false_value: float = FP32_MIN,
+) -> None:
+    """Elements whose index compares with both bounds of their row, FP32_MIN elsewhere.
+
+    reduce_res: the maximum of each row.
+    """
+    core = current_machine().core
+    check(core.has_range_select, core.name, "it exists from NeuronCore-v3 on")
+    on_chip(dst, on_true_tile, bound0, bound1, reduce_res)
+    same(dst, on_true_tile)
+    compared = ("equal", "less", "less_equal", "greater", "greater_equal")
+    for op in (comp_op0, comp_op1):
+        check(binary(op).name in compared, f"{op!r}", f"it compares by {compared}")
+    for bound in (bound0, bound1):
+        check(isinstance(bound, Tensor), f"the bound {bound!r}", "bounds are columns")
+        operand(bound, on_true_tile)
+    fill = torch.tensor(on_false_value, dtype=torch.float32).item()
+    check(fill == FP32_MIN, f"on_false_value={on_false_value}", "it is FP32_MIN")
+    last = range_start + on_true_tile.free
+    check(last < 2**24, f"indices up to {last}", "they are compared in float32: below 2^24")
+    if reduce_res is not None:
+        got = getattr(reduce_cmd, "name", None)
+        check(got == "reset_reduce", f"reduce_cmd {got}", "reset_reduce in this subset")
+        check(getattr(reduce_op, "name", "") == "maximum", f"{reduce_op!r}", "it is maximum")
+        operand(reduce_res, on_true_tile)
+    reads = (on_true_tile, bound0, bound1)
+    machine = issue("vector", costs.one_input(on_true_tile), reads, (dst, reduce_res))
+    if machine.numerics:
+        values = on_true_tile.rows()
+        places = torch.arange(range_start, last, dtype=torch.float32)[None]
+        inside = (comp_op0(places, bound0.rows()) != 0) & (comp_op1(places, bound1.rows()) != 0)
+        selected = torch.where(inside, values, FP32_MIN)
+        dst.put(selected)
+        if reduce_res is not None:
+            reduce_res.put(selected.amax(1, keepdim=True))
+
+
+def _not_both_psum(one: Tensor, other: Tensor) -> None:
+    both = one.buffer == other.buffer == "psum"
+    check(not both, "both inputs in PSUM", "one of them is in SBUF")

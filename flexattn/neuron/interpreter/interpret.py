@@ -12,20 +12,19 @@ from typing import Any
 
 import torch
 
-from flexattn.device.neuroncore import BANK_BYTES, PARTITIONS, PSUM_BANKS, NeuronCore
+from flexattn.device.neuroncore import BANK_BYTES, NeuronCore
 from flexattn.errors import KernelError
-from flexattn.neuron.interpreter import engines as _engines, vector as _vector  # noqa: F401
+from flexattn.neuron.interpreter import engines
 from flexattn.neuron.interpreter.machine import (
     NKI_DTYPES,
     Machine,
     Storage,
+    Tensor,
     current_machine,
     fault,
     running,
 )
-from flexattn.neuron.interpreter.operators import OPERATORS
-from flexattn.neuron.interpreter.rules import ISA
-from flexattn.neuron.interpreter.tensor import Tensor
+from flexattn.neuron.interpreter.rules import OPERATORS
 
 Engine = enum.Enum("Engine", "unknown tensor scalar gpsimd dma vector sync")
 ReduceCmd = enum.Enum("ReduceCmd", "idle reset reduce reset_reduce load_reduce")
@@ -56,14 +55,13 @@ def interpret(
     core: NeuronCore,
     *,
     numerics: bool = True,
-    function: str = "kernel",
 ) -> Interpreted:
-    """Run `function` of the source with these arguments; tensors become HBM tensors.
+    """Run the function `kernel` of the source with these arguments; tensors become HBM tensors.
 
     numerics: False counts and checks without computing; results are empty then.
     Raises KernelError for whatever breaks a rule.
     """
-    kernel = _load(source)[function]
+    kernel = _load(source)["kernel"]
     machine = Machine(core, numerics)
     with running(machine), _one_thread():
         try:
@@ -120,20 +118,13 @@ def _load(source: str) -> dict[str, Any]:
 def _package() -> Any:
     language: dict[str, Any] = {name: name for name in NKI_DTYPES}
     language |= {name: name for name in BUFFERS} | dict(OPERATORS)
-    language |= {"ndarray": _ndarray, "tile_size": _TileSize()}
-    isa: dict[str, Any] = {"engine": Engine, "reduce_cmd": ReduceCmd, **ISA}
+    language["ndarray"] = _ndarray
+    names = vars(engines).items()
+    instructions = {name: each for name, each in names if hasattr(each, "__wrapped__")}
+    isa: dict[str, Any] = {"engine": Engine, "reduce_cmd": ReduceCmd, **instructions}
     return SimpleNamespace(
         jit=_jit, language=SimpleNamespace(**language), isa=SimpleNamespace(**isa)
     )
-
-
-class _TileSize:
-    """nl.tile_size: the numbers a kernel may ask for."""
-
-    pmax = PARTITIONS
-    psum_num_banks = PSUM_BANKS
-    psum_bank_fmax = BANK_BYTES // 4
-    gemm_stationary_fmax = 128
 
 
 def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +135,7 @@ def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ndarray(
-    shape: Sequence[int], dtype: str, buffer: str = "sbuf", name: str = "", address: Any = None
+    shape: Sequence[int], dtype: str, buffer: str = "sbuf", address: Any = None
 ) -> Tensor:
     if buffer not in BUFFERS:
         raise fault(f"the buffer {buffer!r}", f"it is one of {BUFFERS}")

@@ -1,21 +1,63 @@
-"""Checks that instructions share: where operands may be, how they must fit, and how they issue."""
+"""What instructions share: operators, and checks of operands, their fit, and how they issue.
+
+[shared] is nki/api/nki.api.shared of the AWS Neuron documentation: its tables of math operators
+and of activation functions with their valid input ranges.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor as Array
 
 from flexattn.neuron.interpreter import costs
-from flexattn.neuron.interpreter.machine import Machine, current_machine, fault
-from flexattn.neuron.interpreter.operators import Operator
-from flexattn.neuron.interpreter.tensor import Tensor
+from flexattn.neuron.interpreter.machine import Machine, Tensor, current_machine, fault
 
-# The instructions of nki.isa by name, as a kernel calls them.
-ISA: dict[str, Callable[..., None]] = {}
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One nl.* operator on float32. unary: an activation function."""
+
+    name: str
+    function: Callable[..., Array]
+    unary: bool = False
+
+    def __call__(self, *args: Array) -> Array:
+        return self.function(*args).to(torch.float32)
+
+    def __repr__(self) -> str:
+        return f"nl.{self.name}"
+
+
+def _log(x: Array) -> Array:
+    """Outside of the range in which the Scalar Engine's table holds [shared], NaN."""
+    return torch.where((x >= 2.0**-64) & (x <= 2.0**64), torch.log(x), math.nan)
+
+
+_BINARY: dict[str, Callable[..., Array]] = {
+    "add": torch.add, "subtract": torch.sub, "multiply": torch.mul, "power": torch.pow,
+    "maximum": torch.maximum, "minimum": torch.minimum,
+    "equal": torch.eq, "not_equal": torch.ne, "less": torch.lt, "less_equal": torch.le,
+    "greater": torch.gt, "greater_equal": torch.ge, "logical_and": torch.logical_and,
+    "logical_or": torch.logical_or, "logical_xor": torch.logical_xor,
+}  # fmt: skip
+_UNARY: dict[str, Callable[..., Array]] = {
+    "copy": torch.clone, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "erf": torch.erf,
+    "exp": torch.exp, "sign": torch.sign, "log": _log,
+}  # fmt: skip
+OPERATORS: dict[str, Operator] = {
+    **{name: Operator(name, each) for name, each in _BINARY.items()},
+    **{name: Operator(name, each, unary=True) for name, each in _UNARY.items()},
+}
+
+
 _Instruction = TypeVar("_Instruction", bound=Callable[..., None])
 # nki.isa: which partitions a view may start at, by how many it has.
 _STARTS = ((32, (0, 32, 64, 96)), (64, (0, 64)), (128, (0,)))
@@ -25,7 +67,7 @@ _CLOCK = {
 
 
 def instruction(function: _Instruction) -> _Instruction:
-    """Put an instruction into ISA: called by keyword, with tensors where it wants them."""
+    """An instruction of nki.isa: called by keyword, with tensors where it wants them."""
     name = function.__name__
     needed = [
         each.name
@@ -33,18 +75,17 @@ def instruction(function: _Instruction) -> _Instruction:
         if each.annotation == "Tensor"
     ]
 
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> None:
         if args:
             raise fault(f"nisa.{name} with positional arguments", "name them all")
         for each in needed:
             if each in kwargs and not isinstance(kwargs[each], Tensor):
                 raise fault(f"nisa.{name}: {each}={kwargs[each]!r}", "it is a tensor")
-        kwargs.pop("name", None)  # every instruction has one, for profilers
         current_machine().instruction = name
         function(**kwargs)
 
-    ISA[name] = call
-    return function
+    return call  # type: ignore[return-value]
 
 
 def check(holds: bool, got: str, rule: str) -> None:
@@ -94,7 +135,7 @@ def operand(value: Any, data: Tensor) -> None:
     check(value.dtype == "float32", f"a {value.dtype} operand", "operands are float32")
 
 
-def column(value: Any) -> torch.Tensor:
+def column(value: Any) -> Array:
     """An operand's numbers, [partitions, 1] or one; numbers past float32's range are infinite."""
     if isinstance(value, Tensor):
         return value.rows()
@@ -109,13 +150,10 @@ def binary(op: Any) -> Operator:
     return found
 
 
-def engine_of(engine: Any, allowed: tuple[str, ...]) -> str:
-    """The engine that runs an instruction: the first allowed one where none is named."""
+def engine_of(engine: Any, only: str) -> None:
+    """The engine that is named, if one is, is the one that this subset runs an instruction on."""
     chosen = getattr(engine, "name", "unknown")
-    if chosen == "unknown":
-        return allowed[0]
-    check(chosen in allowed, f"engine {chosen}", f"it runs on {', '.join(allowed)}")
-    return str(chosen)
+    check(chosen in ("unknown", only), f"engine {chosen}", f"it runs on {only}")
 
 
 def issue(engine: str, cycles: float, reads: tuple[Any, ...], writes: tuple[Any, ...]) -> Machine:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flexattn.cli import demo_cpu, demo_gpu, picture
+from flexattn.cli import demo, workloads
 from flexattn.cli.app import app
 from flexattn.cli.bench import Benched
-from flexattn.cli.parts import CompiledWorkload, Parts
+from flexattn.cli.demo import CompiledWorkload, Parts
 from flexattn.cli.workloads import FULL_WORKLOADS, SMALL_WORKLOADS, DemoTrial, DemoVariant
 from flexattn.device import KNOWN
 from flexattn.mods.bind import clear
@@ -164,7 +164,7 @@ def test_the_demo_runs_the_same_workloads_small_and_full():
     gemma, decode = FULL_WORKLOADS[1], FULL_WORKLOADS[2]
     assert (gemma.softcap, gemma.window, gemma.D) == (50.0, 4096, 256)
     assert gemma.Hq == 2 * gemma.Hkv
-    assert (decode.Hq, decode.Hkv, decode.D, decode.decodes) == (32, 8, 128, True)
+    assert (decode.Hq, decode.Hkv, decode.D, decode.q_len) == (32, 8, 128, 1)
 
 
 def test_the_demo_ends_in_three_sentences():
@@ -174,21 +174,21 @@ def test_the_demo_ends_in_three_sentences():
         (CompiledWorkload("w", "a", 168), CompiledWorkload("w", "b", note="too large")),
         (),
     )
-    first, second, third = demo_cpu.cpu_sentences(found)
+    first, second, third = demo.cpu_sentences(found)
     assert "at most 25% of what is allowed" in first
     assert "1 of them" in second and "with no register spills" in second
     assert "no GPU" in third
     row = Benched("prefill", "hit", "c", {}, {"torch": 2.5, "default": 1.1}, True, 1.0, 4.0)
-    first, second, third = demo_gpu.gpu_sentences([row], "NVIDIA H200")
+    first, second, third = demo.gpu_sentences([row], "NVIDIA H200")
     assert first.startswith("1. On NVIDIA H200") and "2.50 times for prefill" in first
     assert "at most 25% of what is allowed" in second and third.startswith("3. ")
 
 
 def test_the_demo_s_picture_is_characters_too():
-    shown = picture.text_bars({"prefill": {"torch": 200.0, "ours": 100.0}}, "µs").splitlines()
+    shown = workloads.text_bars({"prefill": {"torch": 200.0, "ours": 100.0}}, "µs").splitlines()
     assert shown[0] == "prefill" and shown[1].endswith(" 200 µs")
-    assert shown[1].count("█") == 2 * shown[2].count("█") == picture.LONGEST
-    assert "blocks of 128 x 128" in str(picture.window(FULL_WORKLOADS))
+    assert shown[1].count("█") == 2 * shown[2].count("█") == workloads.LONGEST
+    assert "blocks of 128 x 128" in str(workloads.window(FULL_WORKLOADS))
 
 
 SMOKE = """
@@ -198,7 +198,7 @@ SMOKE = """
 
     from rich.console import Console
 
-    from flexattn.cli import bench, demo_gpu
+    from flexattn.cli import bench, demo
     from flexattn.cli.workloads import DemoWorkload
     from tests.quick_interpreter import hurry
 
@@ -210,8 +210,8 @@ SMOKE = """
     if sys.argv[1] == "wrong":
         right = bench.flex_attention
         bench.flex_attention = lambda *a, **k: right(*a, **k) * 1.1
-    method = replace(demo_gpu.METHOD, budget_s=0.0)  # the default and what is nearest to it
-    passed = demo_gpu.show_gpu(Console(width=200), Path(sys.argv[2]), tiny, "cpu", "none", method)
+    method = replace(demo.METHOD, budget_s=0.0)  # the default and what is nearest to it
+    passed = demo.show_gpu(Console(width=200), Path(sys.argv[2]), tiny, "cpu", "none", method)
     print("all green" if passed else "something red")
 """
 

@@ -8,22 +8,20 @@ import pytest
 import torch
 
 from flexattn.cli import doctor
-from flexattn.cli.offline import problem_of
 from flexattn.cli.why import expression_of
 from flexattn.device import named
 from flexattn.kernels.choose.options import NONE
 from flexattn.presets import files
-from flexattn.problem import Shape
+from flexattn.problem import Shape, make_problem
 from flexattn.records import untuned
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.environment import environment
-from flexattn.records.key import key_of
-from flexattn.records.record import Failed
+from flexattn.records.record import Failed, key_of
 from flexattn.records.store import Store
 from flexattn.runtime.dispatch import candidates_of
 from flexattn.runtime.outcomes import Outcome, memory
 from flexattn.settings import override
-from flexattn.tune.decide import replay_study
+from flexattn.tune.race import replay_study
 from flexattn.tune.tasks import task_of
 from flexattn.tune.workload import read
 from tests import records
@@ -129,10 +127,10 @@ def test_a_record_of_a_preset_tells_its_mask(user):
     row = rows["gpt-oss local decode B8 8192"]
     key = key_of(task_of(row, H200, torch.device("cpu")).problem)
     record = records.decode_record(row.title, key=key)
-    assert "+ -128)) <= kv_idx) & (kv_idx < " in expression_of(record.answer, "mask")
-    assert expression_of(record.answer, "score") == "none"
+    assert "+ -128)) <= kv_idx) & (kv_idx < " in expression_of(record.answer, "mask", rows)
+    assert expression_of(record.answer, "score", rows) == "none"
     other = replace(record.answer, title="somebody's")
-    assert expression_of(other, "mask") == 'another, that of "somebody\'s"'
+    assert expression_of(other, "mask", rows) == 'another, that of "somebody\'s"'
 
 
 def test_show_keeps_the_speedup_on_80_columns(flexattn, user, monkeypatch):
@@ -285,7 +283,9 @@ def test_doctor_ends_in_a_verdict(flexattn, user, monkeypatch):
 
 
 def test_why_and_doctor_say_what_was_refused_and_doctor_forgets_it(flexattn, user, tmp_path):
-    wanted = problem_of("decode", "bfloat16", Shape(8, 32, 8, 1, 8192, 128, 128), None, None)
+    wanted = make_problem(
+        "decode", "bfloat16", Shape(8, 32, 8, 1, 8192, 128, 128), None, None, None
+    )
     *_, candidate = candidates_of(wanted, H200, NONE)
     refused = Outcome("check", "seven bits")
     with override(cache_dir=tmp_path / "cache"):

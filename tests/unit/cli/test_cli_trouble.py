@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flexattn.cli import demo_cpu
+from flexattn.cli import demo
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,7 +32,7 @@ def test_a_full_output_ends_in_words(verb):
 def test_the_demo_looks_at_its_folder_first(flexattn, monkeypatch, tmp_path):
     """It ran for a minute, and then found that its picture had no place."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(demo_cpu, "show_cpu", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(demo, "show_cpu", lambda *_: pytest.fail("it ran"))
     (tmp_path / "file").write_text("")
     shown = flexattn("demo", "--out", tmp_path / "file" / "below", status=2).stderr
     assert f"error: {tmp_path / 'file'}" in shown

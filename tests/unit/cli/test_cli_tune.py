@@ -18,7 +18,7 @@ from flexattn.cli import selection
 from flexattn.cli.selection import gpus_like
 from flexattn.device import named
 from flexattn.presets import files
-from flexattn.records.key import key_of
+from flexattn.records.record import key_of
 from flexattn.records.store import Store
 from flexattn.settings import child_environment, override
 from flexattn.tune.tasks import tasks

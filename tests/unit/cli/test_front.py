@@ -11,13 +11,13 @@ from typing import get_args
 import pytest
 
 from flexattn import __version__
-from flexattn.cli import arguments as choices
+from flexattn.cli import options as choices
 from flexattn.cli.app import VERBS
 from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose import options
 from flexattn.problem import ITEMSIZE, Kind
-from flexattn.util.near import DTYPE_NAMES
+from flexattn.util.text import DTYPE_NAMES
 
 ROOT = Path(__file__).parents[3]
 

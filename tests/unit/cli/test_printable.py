@@ -11,8 +11,8 @@ import flexattn.cli
 from flexattn.cli.watch import Watch
 from flexattn.records.store import Store
 from flexattn.settings import log, say_once
-from flexattn.tune.decide import replay_study
-from flexattn.util.printable import one_line, printable
+from flexattn.tune.race import replay_study
+from flexattn.util.text import one_line, printable
 from tests import records
 
 # Closes a style of rich's markup, clears the screen, turns the writing, and no UTF-8 has the last.

@@ -16,7 +16,7 @@ from flexattn.frontend.attention import route_of
 from flexattn.frontend.call import Call, admit, make_call
 from flexattn.frontend.compiled import spec
 from flexattn.frontend.launch_cache import as_given, call_key, launch_cache, remember
-from flexattn.records.key import key_of
+from flexattn.records.record import key_of
 from tests.problems import problem
 from tests.support import inputs
 

@@ -17,7 +17,7 @@ from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.problem import Shape
 from flexattn.problem.inputs import Descales
-from flexattn.records.key import key_of
+from flexattn.records.record import key_of
 from flexattn.reference import Precision, attention
 from flexattn.runtime.launch import prepare_launch
 from flexattn.tune.tasks import serving_task

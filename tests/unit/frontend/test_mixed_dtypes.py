@@ -14,7 +14,7 @@ from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.problem import FP8, NARROWER
 from flexattn.records import untuned
-from flexattn.records.key import key_of
+from flexattn.records.record import key_of
 from flexattn.records.untuned import note, read_untuned, untuned_path
 from flexattn.reference import Precision, attention
 from flexattn.reference.rounding import Rounding

@@ -21,7 +21,6 @@ LAYER = SimpleNamespace(is_causal=True, training=False)
 @pytest.fixture(autouse=True)
 def as_generate_runs():
     decode_masks._batches.clear()
-    decode_masks._paddings.clear()
     with torch.no_grad():
         yield
 

@@ -14,7 +14,7 @@ from tests.support import Operations
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    decode_masks._paddings.clear()
+    decode_masks._batches.clear()
 
 
 def left(*starts, keys=200):
@@ -122,7 +122,7 @@ def test_the_mask_of_a_step_of_a_padded_batch(more):
 def test_other_masks_are_made_for_their_step(more):
     given = {**STEP, "attention_mask": left(0, 150), "mask_function": sliding_window(99), **more}
     assert make_mask(**given) is not make_mask(**given)
-    assert not decode_masks._paddings.items()
+    assert not any(each.padding for _, each in decode_masks._batches.items())
 
 
 def test_a_padding_that_left_the_window_is_no_mask():

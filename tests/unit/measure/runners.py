@@ -14,9 +14,8 @@ from functools import partial
 from flexattn.device import named
 from flexattn.errors import BuildError, InputError
 from flexattn.kernels.triton.config import PrefillConfig
-from flexattn.measure.clock import CpuClock
 from flexattn.measure.task import Task
-from flexattn.measure.timing import race
+from flexattn.measure.timing import CpuClock, race
 from flexattn.records.record import Gated, Policy
 from tests.problems import problem
 

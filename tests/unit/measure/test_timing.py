@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from flexattn.errors import InputError
-from flexattn.measure import clock as clocks
-from flexattn.measure.clock import CpuClock, CudaClock
+from flexattn.measure import timing as clocks
 from flexattn.measure.timing import (
+    CpuClock,
+    CudaClock,
     Dropped,
     RoundTime,
     Samples,

@@ -90,8 +90,7 @@ nisa.tensor_copy(dst=t, src=p)
 
 @pytest.mark.parametrize(
     ("op", "x", "valid"),
-    [("log", 0.0, False), ("log", 2.0, True), ("sin", 3.0, True), ("sin", 9.0, False),
-     ("sqrt", 0.0, False), ("exp", -1e38, True), ("reciprocal", 2.0**-43, False)],
+    [("log", 0.0, False), ("log", 2.0, True), ("log", 2.0**65, False), ("exp", -1e38, True)],
 )  # fmt: skip
 def test_activation_tables_hold_in_their_range(op, x, valid):
     lines = f"nisa.dma_copy(dst=t, src=x)\nnisa.activation(dst=t, op=nl.{op}, data=t)"

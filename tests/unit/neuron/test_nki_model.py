@@ -19,8 +19,7 @@ from flexattn.neuron.model import nki_estimate, rank, ranking_environment
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape
 from flexattn.records.codec import decode_record, encode_record
-from flexattn.records.key import key_of
-from flexattn.records.record import Policy
+from flexattn.records.record import Policy, key_of
 from tests.nki import TARGETS, problem_of, run_lines
 from tests.support import inputs
 

@@ -14,7 +14,7 @@ from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend import attention, call as calls
 from flexattn.neuron.family import default_config
 from flexattn.problem.inputs import add_sinks
-from flexattn.records.key import key_of
+from flexattn.records.record import key_of
 from flexattn.reference import Precision
 from flexattn.verify.gate import judge
 from flexattn.verify.oracle import make_sinks

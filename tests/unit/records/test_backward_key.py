@@ -6,9 +6,9 @@ import torch
 
 from flexattn.catalogue import causal, relative_bias
 from flexattn.device import named
-from flexattn.records.key import key_of
+from flexattn.records.environment import source_hash
 from flexattn.records.layers import find
-from flexattn.records.renderers import source_hash
+from flexattn.records.record import key_of
 from tests.problems import problem
 
 BIAS = relative_bias(torch.zeros(32, 128), 64)

@@ -19,10 +19,9 @@ from flexattn.records.codec import (
     decode_record,
     encode,
     encode_record,
+    whole_trials,
 )
-from flexattn.records.key import rounded
-from flexattn.records.record import SCHEMA, Failed, Gated, Trial
-from flexattn.records.trials import whole_trials
+from flexattn.records.record import SCHEMA, Failed, Gated, Trial, rounded
 from tests.records import decode_record as split, prefill_record as record
 
 RECORD = record(provenance="measured")

@@ -7,10 +7,16 @@ import pytest
 
 from flexattn.device import cuda_driver, named
 from flexattn.kernels.base.environment import templates_folder
-from flexattn.records import environment as module, renderers
-from flexattn.records.environment import environment, serving_policy
+from flexattn.records import environment as module
+from flexattn.records.environment import (
+    RENDERERS,
+    environment,
+    renderer_of,
+    serving_policy,
+    source_hash,
+    unlisted,
+)
 from flexattn.records.record import SCHEMA, Policy, slug
-from flexattn.records.renderers import RENDERERS, renderer_of, source_hash, unlisted
 
 A100, H200, MI300X = (named(name) for name in ("nvidia-a100", "nvidia-h200", "amd-mi300x"))
 
@@ -26,7 +32,9 @@ def test_the_fields_are_this_processs():
     assert (found.device, found.arch, found.num_sms) == ("nvidia-h200", "sm_90", 132)
     assert environment("decode", replace(H200, num_sms=78)).num_sms == 78
     assert (found.graph, found.cold_l2) == serving_policy("decode", H200) == (True, True)
-    assert all(type(getattr(found, name)) in (str, int, bool) for name in found.__slots__)
+    assert all(
+        type(getattr(found, name)) in (str, int, bool) for name in type(found).__dataclass_fields__
+    )
 
 
 def test_a_kind_a_device_and_a_policy_have_folders_of_their_own():
@@ -61,10 +69,10 @@ def test_a_devices_name_is_a_plain_file_name(name, expected):
     assert slug(name) == expected
 
 
-def test_it_is_found_once(monkeypatch):
+def test_its_hash_is_found_once(monkeypatch):
     first = environment("prefill", H200)
-    monkeypatch.setattr(module, "source_hash", None)
-    assert environment("prefill", H200) is first
+    monkeypatch.setattr(module, "rendering", None)
+    assert environment("prefill", H200) == first
 
 
 class Driver:
@@ -121,12 +129,12 @@ def test_hip_has_its_own_version(monkeypatch):
 
 def test_decode_depends_on_the_kernel_that_merges_its_splits(monkeypatch):
     plain = {kind: source_hash(kind, A100) for kind in ("prefill", "decode")}
-    hashes = renderers.template_hash
+    hashes = module.template_hash
 
     def changed(name):
         return "0" * 16 if "combine" in name else hashes(name)
 
-    monkeypatch.setattr(renderers, "template_hash", changed)
+    monkeypatch.setattr(module, "template_hash", changed)
     source_hash.cache_clear()
     assert source_hash("prefill", A100) == plain["prefill"]
     assert source_hash("decode", A100) != plain["decode"]
@@ -144,8 +152,8 @@ def changed_by(monkeypatch, name):
 
     def hashes():
         source_hash.cache_clear()
-        renderers._read.cache_clear()
-        renderers.home.cache_clear()
+        module._read.cache_clear()
+        module.home.cache_clear()
         found = {kind: source_hash(kind, A100) for kind in ("prefill", "decode", "serving")}
         return found | {
             "hopper": source_hash("prefill", H200), "amd": source_hash("decode", MI300X)
@@ -154,9 +162,9 @@ def changed_by(monkeypatch, name):
     plain, read = hashes(), Path.read_text
 
     def changed(path, **how):
-        return read(path, **how) + ("\nx = 1\n" if path == renderers._PACKAGE / name else "")
+        return read(path, **how) + ("\nx = 1\n" if path == module._PACKAGE / name else "")
 
-    assert (renderers._PACKAGE / name).exists()
+    assert (module._PACKAGE / name).exists()
     with monkeypatch.context() as here:
         here.setattr(Path, "read_text", changed)
         now = hashes()
@@ -216,14 +224,14 @@ def test_what_a_device_can_do_counts():
     assert source_hash("decode", replace(A100, arch="sm_70")) != plain, "it has no tanh"
 
 
-@pytest.mark.parametrize("name", renderers.NO_TEXT)
+@pytest.mark.parametrize("name", module.NO_TEXT)
 def test_what_is_left_out_is_reached(name):
     """A module that no renderer reaches any more needs no reason to be left out."""
     roots = [f"flexattn.{each}" for known in EACH for each in known.modules]
-    texts = [renderers.template_text(each) for known in EACH for each in known.templates]
-    roots += [renderers.home(*each) for text in texts for each in renderers.imports_of(text)]
-    others = {f"flexattn.{each}" for each in renderers.NO_TEXT if each != name}
-    assert f"flexattn.{name}" in renderers.closure(roots, others)
+    texts = [module.template_text(each) for known in EACH for each in known.templates]
+    roots += [module.home(*each) for text in texts for each in module.imports_of(text)]
+    others = {f"flexattn.{each}" for each in module.NO_TEXT if each != name}
+    assert f"flexattn.{name}" in module.closure(roots, others)
 
 
 # Templates that no record's kernels are rendered of.

@@ -16,7 +16,7 @@ from flexattn.catalogue.scores import softcap
 from flexattn.device import named
 from flexattn.frontend.call import make_call
 from flexattn.problem import Layout, Shape
-from flexattn.records.key import SIZES, Key, Sizes, key_of, rounded, sizes_of
+from flexattn.records.record import SIZES, Key, Sizes, key_of, rounded, sizes_of
 from flexattn.records.store import _NAME
 from flexattn.tune.tasks import task_of
 from flexattn.tune.workload import ModPath, Row
@@ -111,7 +111,7 @@ def test_nothing_else_rounds_a_size_or_makes_a_key():
                 continue
             name = ast.unparse(node.func).rpartition(".")[2]
             if name == "Key":
-                assert where == "records/key.py"
+                assert where == "records/record.py"
             if name in ("bit_length", "next_power_of_2"):
                 allowed = where in ("problem/problem.py", "block_mask/classify.py")
                 assert where.startswith(("kernels/", "mods/")) or allowed

@@ -15,9 +15,8 @@ from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.neuron.config import NkiPrefillConfig
 from flexattn.records import layers as module
 from flexattn.records.environment import environment
-from flexattn.records.key import Sizes, key_of, sizes_of
 from flexattn.records.layers import MAX_DISTANCE, distance, find, layers, ranked, transferred
-from flexattn.records.record import Policy
+from flexattn.records.record import Policy, Sizes, key_of, sizes_of
 from flexattn.records.store import REPLAY_MARK, Store
 from flexattn.records.why import why
 from flexattn.settings import override, say_once

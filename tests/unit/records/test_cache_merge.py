@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from flexattn.records.merge import better, merge
-from flexattn.records.store import REPLAY_MARK, Store
+from flexattn.records.store import REPLAY_MARK, Store, better, merge
 from tests.records import HERE, decode_record, prefill_record
 
 RECORD = prefill_record(provenance="measured")

@@ -16,10 +16,10 @@ import pytest
 from flexattn.errors import CacheError
 from flexattn.neuron.config import NkiPrefillConfig
 from flexattn.records.codec import MAX_BYTES, encode_record
-from flexattn.records.files import open_lock, try_lock
 from flexattn.records.record import Trial
 from flexattn.records.store import REPLAY_MARK, Store, generation
 from flexattn.settings import say_once
+from flexattn.util.files import open_lock, try_lock
 from tests.records import HERE, key, prefill_record
 
 RECORD = prefill_record(provenance="measured")
@@ -278,7 +278,7 @@ def test_a_dead_writers_lock_is_free(store):
     """A writer that is killed while it holds the directory's lock holds up nobody."""
     code = (
         "import sys, time, pathlib\n"
-        "from flexattn.records.files import locked\n"
+        "from flexattn.util.files import locked\n"
         "with locked(pathlib.Path(sys.argv[1])):\n"
         "    print('held', flush=True)\n"
         "    time.sleep(60)\n"

@@ -4,7 +4,7 @@ import ast
 import io
 import tokenize
 
-from flexattn.records.renderers import bare, closure, imports_of, module_path
+from flexattn.records.environment import bare, closure, imports_of, module_path
 from tests.package_files import each_file
 
 SILENT = {

@@ -13,13 +13,12 @@ from flexattn.presets import files
 from flexattn.records import layers
 from flexattn.records.codec import decode_record
 from flexattn.records.environment import serving_policy
-from flexattn.records.key import Sizes, key_of
 from flexattn.records.layers import outdated
-from flexattn.records.record import SCHEMA, slug
+from flexattn.records.record import SCHEMA, Sizes, key_of, slug
 from flexattn.records.store import REAL, Store
 from flexattn.settings import override
-from flexattn.tune.decide import replay_study
-from flexattn.tune.tasks import plan_task, task_of
+from flexattn.tune.race import replay_study
+from flexattn.tune.tasks import task_of
 from flexattn.tune.workload import read
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -39,7 +38,7 @@ def rows():
 
 
 def made(row, target):
-    return plan_task(row, target) if row.served else task_of(row, target, torch.device("cpu"))
+    return task_of(row, target, torch.device("cpu"))
 
 
 def looked_up(problem, target):

@@ -8,9 +8,8 @@ import pytest
 from flexattn.errors import CacheError
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
-from flexattn.records.codec import decode, encode
+from flexattn.records.codec import decode, encode, lines, whole_trials
 from flexattn.records.record import Gated, Trial
-from flexattn.records.trials import lines, whole_trials
 
 TILE = PrefillConfig(128, 64, 4, 3)
 GATE = Gated("out max", 4e-4, 2e-3, 6e-4, True)

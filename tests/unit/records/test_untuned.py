@@ -17,7 +17,7 @@ from flexattn.kernels.choose.options import NONE
 from flexattn.mods import bind
 from flexattn.problem.mask_lists import DENSITY_STEPS, IMBALANCE_STEPS, UNKNOWN
 from flexattn.records import untuned
-from flexattn.records.key import key_of
+from flexattn.records.record import key_of
 from flexattn.records.untuned import bound_of, note, read_untuned, untuned_path
 from flexattn.settings import override
 from tests.places import own_place

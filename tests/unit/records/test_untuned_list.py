@@ -11,10 +11,10 @@ import pytest
 
 from flexattn.device import named
 from flexattn.records import untuned
-from flexattn.records.files import append_line, drop_lines
-from flexattn.records.key import key_of
+from flexattn.records.record import key_of
 from flexattn.records.untuned import drop, note, read_untuned, untuned_path
 from flexattn.settings import override
+from flexattn.util.files import append_line, drop_lines
 from tests.problems import problem
 
 H200, A100 = named("nvidia-h200"), named("nvidia-a100")

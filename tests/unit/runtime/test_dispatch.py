@@ -19,8 +19,8 @@ from flexattn.kernels.triton.config import DecodeConfig
 from flexattn.problem import Layout
 from flexattn.records import layers as layers_module
 from flexattn.records.environment import environment
-from flexattn.records.key import key_of, sizes_of
 from flexattn.records.layers import find
+from flexattn.records.record import key_of, sizes_of
 from flexattn.records.store import Store
 from flexattn.records.untuned import note, untuned_path
 from flexattn.runtime import dispatch

@@ -10,7 +10,7 @@ from flexattn.device import named
 from flexattn.errors import BuildError
 from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.choose.registry import families
-from flexattn.records.renderers import _read, source_hash
+from flexattn.records.environment import _read, source_hash
 from flexattn.runtime import build, dispatch
 from flexattn.runtime.build import Builder, Kernel
 from flexattn.runtime.dispatch import Dispatcher

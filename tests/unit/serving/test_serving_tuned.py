@@ -16,9 +16,8 @@ from flexattn.mods import bind
 from flexattn.problem import Shape
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.environment import environment
-from flexattn.records.key import key_of, sizes_of
 from flexattn.records.layers import find
-from flexattn.records.record import Decision, Gated, Policy, Record, Trial
+from flexattn.records.record import Decision, Gated, Policy, Record, Trial, key_of, sizes_of
 from flexattn.records.store import Store
 from flexattn.runtime import dispatch
 from flexattn.serving.kernels import plan_candidates

@@ -18,8 +18,7 @@ from flexattn.kernels.choose.options import NONE
 from flexattn.measure.task import call_of
 from flexattn.mods.bind import clear
 from flexattn.records.environment import environment
-from flexattn.records.key import key_of
-from flexattn.records.record import Decision, Gated, Record, Trial
+from flexattn.records.record import Decision, Gated, Record, Trial, key_of
 from flexattn.records.store import Store
 from flexattn.records.why import why
 from flexattn.runtime.dispatch import candidates_of

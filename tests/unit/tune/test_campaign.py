@@ -9,11 +9,11 @@ import torch
 
 from flexattn.device import named
 from flexattn.errors import DeviceError, MeasureError
-from flexattn.records.key import key_of, sizes_of
+from flexattn.records.record import key_of, sizes_of
 from flexattn.records.store import Store
 from flexattn.tune.campaign import Campaign, TaskLocks, environment_of, pending
-from flexattn.tune.decide import replay_study
-from flexattn.tune.journal import Entry, Journal, settle
+from flexattn.tune.evaluator import Entry, Journal, settle
+from flexattn.tune.race import replay_study
 from flexattn.tune.tasks import task_of
 from flexattn.tune.workload import parse_workload
 from tests import records

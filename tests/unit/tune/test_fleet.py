@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from flexattn.errors import InputError
-from flexattn.tune.decide import replay_study
-from flexattn.tune.fleet import study_name
-from flexattn.tune.method import Method
+from flexattn.tune.fleet import Heartbeat, SharedStudy, connect, study_name
+from flexattn.tune.race import replay_study
 from flexattn.tune.replay import ReplayMeasurer, save
 from flexattn.tune.search import Axes
-from flexattn.tune.shared_study import Heartbeat, SharedStudy, connect
+from flexattn.tune.subject import Method
 from tests import postgres
 from tests.fleet_worker import HEARTBEAT, METHOD, tune_shared_subject
 from tests.studies import decode_configs, study

@@ -6,8 +6,7 @@ import pytest
 
 from flexattn.measure.worker import Deadlines, Worker
 from flexattn.tune.builds import BuiltConfig
-from flexattn.tune.method import Method
-from flexattn.tune.subject import Subject
+from flexattn.tune.subject import Method, Subject
 from flexattn.tune.tuner import tune_subject
 from tests.studies import ENVIRONMENT, POLICY, key
 from tests.unit.measure.runners import RUNNER, config, task

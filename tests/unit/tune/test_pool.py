@@ -6,7 +6,7 @@ import time
 import pytest
 
 from flexattn.errors import MeasureError
-from flexattn.tune.pool import Lost, Pool
+from flexattn.tune.builds import Lost, Pool
 from tests.build_doubles import Order, ordered
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]

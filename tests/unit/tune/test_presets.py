@@ -14,9 +14,9 @@ from flexattn.device import named
 from flexattn.kernels.choose.defaults import space
 from flexattn.presets import files
 from flexattn.presets.mods import DOCUMENTS, beside, last_keys, packed, ragged, sliding_tiles
-from flexattn.records.key import key_of
+from flexattn.records.record import key_of
 from flexattn.settings import override
-from flexattn.tune.tasks import distinct, plan_task, task_of, tasks
+from flexattn.tune.tasks import distinct, task_of, tasks
 from flexattn.tune.workload import read
 
 H200 = named("nvidia-h200")
@@ -39,10 +39,7 @@ def test_every_problem_can_run_and_has_a_key_of_its_own(name):
 
 
 def made(rows):
-    return [
-        plan_task(row, H200) if row.served else task_of(row, H200, torch.device("cpu"))
-        for row in rows
-    ]
+    return [task_of(row, H200, torch.device("cpu")) for row in rows]
 
 
 def test_gpt_oss_alone_has_sinks():

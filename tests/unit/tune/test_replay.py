@@ -7,7 +7,7 @@ import pytest
 
 from bench.exhaustive import Plan, measured
 from flexattn.errors import CacheError
-from flexattn.records.trials import whole_trials
+from flexattn.records.codec import whole_trials
 from flexattn.tune.race import cost
 from flexattn.tune.replay import ReplayMeasurer, load_study, loads, save
 from tests.studies import decode_configs, study

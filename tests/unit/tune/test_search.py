@@ -7,12 +7,10 @@ from pathlib import Path
 import optuna
 import pytest
 
-from flexattn.errors import InputError, UnsupportedError
-from flexattn.tune.decide import replay_study
-from flexattn.tune.method import Method
-from flexattn.tune.race import cost
+from flexattn.tune.race import cost, replay_study
 from flexattn.tune.replay import ReplayMeasurer, load_study, stored
-from flexattn.tune.search import Axes, Everything, Guided, sampler_of
+from flexattn.tune.search import Axes, Everything, Guided
+from flexattn.tune.subject import Method
 from flexattn.tune.tuner import tune_subject
 from tests.studies import decode_configs, prefill_configs, study
 
@@ -81,14 +79,6 @@ def test_axes_name_each_config_and_find_the_nearest():
         assert found == index and axes.nearest(point, range(len(PREFILL))) == index
     mixed = Axes([*PREFILL[:3], *decode_configs()[:3]])
     assert "template" in mixed.choices and len(set(mixed.points)) == 6
-
-
-def test_unknown_samplers_are_refused(monkeypatch):
-    with pytest.raises(InputError, match="tpe or gp"):
-        sampler_of("random", 0)
-    monkeypatch.setitem(__import__("sys").modules, "scipy", None)
-    with pytest.raises(UnsupportedError, match="scipy"):
-        sampler_of("gp", 0)
 
 
 def regrets(exhaustive, seeds):

@@ -10,12 +10,10 @@ import pytest
 from flexattn.errors import MeasureError
 from flexattn.records.codec import decode, decode_record, encode_record
 from flexattn.records.record import Failed, Gated
-from flexattn.tune.decide import replay_study
-from flexattn.tune.evaluator import NOT_TRIED
-from flexattn.tune.journal import Entry, Journal
-from flexattn.tune.method import Method, method_for
-from flexattn.tune.race import HOPELESS, TrialTable, looks
+from flexattn.tune.evaluator import NOT_TRIED, Entry, Journal
+from flexattn.tune.race import HOPELESS, TrialTable, looks, replay_study
 from flexattn.tune.replay import ReplayMeasurer
+from flexattn.tune.subject import Method, method_for
 from flexattn.tune.tuner import tune_subject
 from tests.studies import FINE, decode_configs, study
 

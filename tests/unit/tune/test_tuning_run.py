@@ -8,14 +8,14 @@ from collections import Counter
 import pytest
 import torch
 
-from flexattn.cli import tuning
+from flexattn.cli import tune
 from flexattn.device import named
 from flexattn.records.record import Gated
 from flexattn.records.store import Store
 from flexattn.tune import builds, tuner
-from flexattn.tune.method import method_for
-from flexattn.tune.pool import Pool
-from flexattn.tune.tasks import plan_task, task_of
+from flexattn.tune.builds import Pool
+from flexattn.tune.subject import method_for
+from flexattn.tune.tasks import task_of
 from flexattn.tune.workload import parse_workload
 
 H200 = named("nvidia-h200")
@@ -64,8 +64,8 @@ class Compilers(Pool):
 @pytest.fixture
 def host(monkeypatch):
     """Two GPUs, and no process that measures or compiles."""
-    monkeypatch.setattr(tuning, "gpus_like", lambda device: [0, 1])
-    monkeypatch.setattr(tuning, "compilers", Compilers)
+    monkeypatch.setattr(tune, "gpus_like", lambda device: [0, 1])
+    monkeypatch.setattr(tune, "compilers", Compilers)
     monkeypatch.setattr(tuner, "Worker", Worker)
     monkeypatch.setattr(Worker, "measured", [])
     monkeypatch.setattr(Compilers, "compiled", Counter())
@@ -79,7 +79,7 @@ def rows(*calls):
 def test_every_gpu_measures_and_no_kernel_is_built_twice(host, tmp_path):
     decode = rows({"mixes": [[1, 1, 64 << i] for i in range(6)]})
     tasks = [task_of(row, H200, torch.device("cpu")) for row in decode]
-    ran = tuning.run_tuning(tasks, Store(tmp_path), method_for("quick"), 2, False, None)
+    ran = tune.run_tuning(tasks, Store(tmp_path), method_for("quick"), 2, False, None)
     assert [each.status for each in ran.outcomes] == ["tuned"] * 6
     assert {gpu for gpu, _ in Worker.measured} == {0, 1}
     assert Counter(title for _, title in Worker.measured) == Counter(t.title for t in tasks)
@@ -97,24 +97,19 @@ def test_plans_and_calls_are_tuned_side_by_side(host, tmp_path):
             "lengths": ["uniform", "ragged"],
         },
     )
-    tasks = [
-        plan_task(row, H200) if row.served else task_of(row, H200, torch.device("cpu"))
-        for row in found
-    ]
+    tasks = [task_of(row, H200, torch.device("cpu")) for row in found]
     store = Store(tmp_path)
-    ran = tuning.run_tuning(tasks, store, method_for("quick"), 2, False, None)
+    ran = tune.run_tuning(tasks, store, method_for("quick"), 2, False, None)
     assert [each.status for each in ran.outcomes] == ["tuned"] * 3, ran.outcomes
     kinds = Counter(record.key.kind for _, record in store.entries())
     assert kinds == {"decode": 1, "serving": 2}
     assert len(store.folders("nvidia-h200")) == 2, "each kind has templates of its own"
-    again = tuning.run_tuning(tasks, store, method_for("quick"), 2, False, None)
+    again = tune.run_tuning(tasks, store, method_for("quick"), 2, False, None)
     assert [each.status for each in again.outcomes] == ["kept"] * 3
 
 
 def test_no_problem_begins_when_the_time_is_over(host, tmp_path):
     decode = rows({"mixes": [[1, 1, 64 << i] for i in range(6)]})
     tasks = [task_of(row, H200, torch.device("cpu")) for row in decode]
-    ran = tuning.run_tuning(
-        tasks, Store(tmp_path), method_for("quick"), 2, False, None, time_s=0.0
-    )
+    ran = tune.run_tuning(tasks, Store(tmp_path), method_for("quick"), 2, False, None, time_s=0.0)
     assert ran.outcomes == () and not Worker.measured

@@ -16,7 +16,7 @@ from flexattn.frontend import plan
 from flexattn.frontend.call import make_call
 from flexattn.mods.bind import clear
 from flexattn.problem import Shape
-from flexattn.records.key import key_of
+from flexattn.records.record import key_of
 from flexattn.tune.tables import read_file
 from flexattn.tune.tasks import distinct, plan_task, task_of, tasks
 from flexattn.tune.workload import ModPath, parse_workload, policy_for, read

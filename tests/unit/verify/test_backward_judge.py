@@ -5,7 +5,7 @@ import torch
 
 from flexattn.catalogue import causal
 from flexattn.device import named
-from flexattn.measure.calls import make_saved
+from flexattn.measure.calls import saved_of
 from flexattn.runtime.backward import Gradients
 from flexattn.tune.tasks import task_from
 from flexattn.tune.workload import parse_workload
@@ -29,7 +29,7 @@ def made_saved(dtype):
     call = {"mixes": [[3, 37, 43]], "backward": True}
     row = parse_workload({"layers": [{**layer, "calls": [call]}]}, "x", "x").rows[1]
     task = task_from(row, learned, causal, named("nvidia-h200"), CPU)
-    made = make_saved(task, CPU)
+    made = saved_of(task, CPU)
     assert made.out.dtype == made.call.q.dtype and made.lse.dtype == torch.float32
     return made
 

@@ -20,7 +20,7 @@ from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConf
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.problem import Layout
 from flexattn.records.codec import decode_record, encode_record
-from flexattn.records.key import key_of, sizes_of
+from flexattn.records.record import key_of, sizes_of
 from flexattn.report.numbers import config_axes, effects
 from flexattn.runtime.launch import Lists, prepare_launch
 from flexattn.tune.search import Axes
