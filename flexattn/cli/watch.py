@@ -12,8 +12,8 @@ from rich.progress import (
 )
 
 from flexattn.cli.terminal import tell
+from flexattn.measure.process import Closing
 from flexattn.tune.subject import Progress
-from flexattn.util.closing import Closing
 from flexattn.util.text import one_line
 
 

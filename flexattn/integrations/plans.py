@@ -105,6 +105,14 @@ class Plans:
             )  # fmt: skip
         return found
 
+    def pair(self, layer: Layer, rows: int, **maxima: Any) -> tuple[DecodePlan, DecodePlan]:
+        """A layer's plans with the user's mods: of single tokens, and of chunks of these rows."""
+        mods = user_mods(layer)
+        single, chunks = (
+            self.plan(layer, mods=mods, total_q=total, **maxima) for total in (0, rows)
+        )
+        return single, chunks
+
 
 def user_mods(layer: Layer) -> Mapping[str, _Mod]:
     """What the function that FLEXATTN_MODS names says of a layer: score_mod, mask_mod, or neither.

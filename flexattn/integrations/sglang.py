@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_exec, get_schedule, max_prefill_buffe
 from torch import Tensor
 
 from flexattn.errors import UnsupportedError
-from flexattn.integrations.plans import Layer, Plans, user_mods
+from flexattn.integrations.plans import Layer, Plans
 from flexattn.problem import rounded
 from flexattn.serving import DecodePlan
 
@@ -181,16 +181,10 @@ class FlexattnBackend(AttentionBackend):
                 layer.sliding_window_size + 1 if layer.sliding_window_size >= 0 else None,
                 sinks="sinks" in given, scaled="k_scale" in given, name=f"layers.{layer.layer_id}",
             )  # fmt: skip
-            maxima = {
-                "batch": self._requests,
-                "kv_len": self._kv_len,
-                "batch_invariant": self._invariant,
-            }
-            mods = user_mods(kind)
-            single, chunks = (
-                self._plans.plan(kind, mods=mods, total_q=total, **maxima) for total in (0, rows)
-            )
-            found = self._ready[layer.layer_id] = single, chunks
+            found = self._ready[layer.layer_id] = self._plans.pair(
+                kind, rows, batch=self._requests, kv_len=self._kv_len,
+                batch_invariant=self._invariant,
+            )  # fmt: skip
         return found
 
     def _pages(self, layer_id: int) -> tuple[Tensor, Tensor]:

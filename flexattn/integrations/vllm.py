@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import (
 )
 
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.integrations.plans import Layer, Plans, user_mods, write_pages
+from flexattn.integrations.plans import Layer, Plans, write_pages
 from flexattn.problem.checks import MAX_HEAD_DIM
 from flexattn.serving import DecodePlan
 
@@ -187,16 +187,12 @@ class FlexattnImpl(AttentionImpl):
         scheduler = self._config.scheduler_config
         graphs = self._config.compilation_config.cudagraph_capture_sizes or []
         rows = max(scheduler.max_num_batched_tokens, *graphs, 1)
-        maxima = {
-            "batch": scheduler.max_num_seqs,
-            "kv_len": self._config.model_config.max_model_len,
-            "batch_invariant": True if envs.VLLM_BATCH_INVARIANT else None,
-        }
-        mods = user_mods(layer)
-        single, chunks = (
-            self.plans.plan(layer, mods=mods, total_q=total, **maxima) for total in (0, rows)
-        )
-        self._ready = layer, single, chunks
+        plans = self.plans.pair(
+            layer, rows, batch=scheduler.max_num_seqs,
+            kv_len=self._config.model_config.max_model_len,
+            batch_invariant=True if envs.VLLM_BATCH_INVARIANT else None,
+        )  # fmt: skip
+        self._ready = layer, *plans
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

@@ -15,11 +15,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import Any, TypeVar
 
 from flexattn.errors import FlexAttnError, MeasureError
 from flexattn.records.record import Failed, Stage
 from flexattn.settings import log, worker_environment
+
+_C = TypeVar("_C", bound="Closing")
 
 _KEPT_BYTES = 16 << 10
 _SERVE = (
@@ -92,6 +94,20 @@ def end_with_parent(handle: int, end: Callable[[], None]) -> None:
         end()
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+class Closing:
+    """A context manager whose processes end in close(), however its block ends."""
+
+    def __enter__(self: _C) -> _C:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back what is held."""
+        raise NotImplementedError
 
 
 class Died(Exception):

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 
 from flexattn.errors import DeviceError, FlexAttnError, MeasureError
 from flexattn.kernels.base.config import Config
-from flexattn.measure.process import Begun, ChildProcess, Died, ErrorReply, Reply, Request
+from flexattn.measure.process import Begun, ChildProcess, Closing, Died, ErrorReply, Reply, Request
 from flexattn.measure.task import Task
 from flexattn.measure.timing import Dropped, RoundTime, Started
 from flexattn.problem import Problem
 from flexattn.records.record import Failed, Gated
 from flexattn.settings import current, log, say_once
-from flexattn.util.closing import Closing
 from flexattn.util.files import open_lock
 
 # Deaths of a child that no config can be blamed for, in one call.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import FlexAttnError, MeasureError
-from flexattn.measure.process import Died, clipped
+from flexattn.measure.process import Closing, Died, clipped
 from flexattn.measure.runner import gated
 from flexattn.measure.task import Task, call_of
 from flexattn.neuron import nrt_bench
@@ -34,7 +34,6 @@ from flexattn.settings import neuron_environment, nrtpy_python
 from flexattn.tune.builds import BuiltConfig
 from flexattn.tune.subject import SILENT, Method, Progress, Subject
 from flexattn.tune.tuner import tune_subject
-from flexattn.util.closing import Closing
 from flexattn.verify.oracle import Judge, make_inputs, oracle
 
 # Seconds that a kernel may be compiled and run once for, and that one race may take.

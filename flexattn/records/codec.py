@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from flexattn.device import is_neuron
 from flexattn.errors import CacheError
@@ -116,8 +116,6 @@ def _first(
     """The first kind of a part, and the first data of this one; they are noted if these are."""
     return first.setdefault(part, name), first.setdefault(f"{part} {name}", data)
 
-
-_T = TypeVar("_T")
 
 MAX_BYTES = 8 * 2**20
 _MAX_TEXT, MAX_INT = 4096, 2**48

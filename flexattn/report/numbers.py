@@ -24,7 +24,7 @@ PLANES = (("BLOCK_M", "BLOCK_N"), ("BLOCK_N", "num_splits"))
 class Timed:
     """One config's time in microseconds a call: the median of its rounds and their quartiles.
 
-    trial: its index in the record. final: the rounds are those of the finalists' race.
+    trial: its index in the record.
     """
 
     trial: int
@@ -33,7 +33,6 @@ class Timed:
     low: float
     high: float
     rounds: int
-    final: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +88,7 @@ def timed(record: Record) -> tuple[Timed, ...]:
         samples = source.finals or source.screening
         if trial.failed is None and source.failed is None and samples:
             low, middle, high = _quartiles(samples)
-            found.append(
-                Timed(index, trial.config, middle, low, high, len(samples), bool(source.finals))
-            )
+            found.append(Timed(index, trial.config, middle, low, high, len(samples)))
     return tuple(sorted(found, key=lambda each: each.us))
 
 

@@ -28,14 +28,13 @@ from flexattn.kernels.base.config import Config
 from flexattn.kernels.base.features import fp32_products
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.choose.registry import family_of, launch_key
-from flexattn.measure.process import Spawned, end_with_parent, receive, send
+from flexattn.measure.process import Closing, Spawned, end_with_parent, receive, send
 from flexattn.problem import Problem, Structure
 from flexattn.records.record import Failed, Stage
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.outcomes import memory, outcome_of
 from flexattn.runtime.resources import Resources, code_hash, resources, spills_too_much
 from flexattn.settings import compiler_environment, current, override
-from flexattn.util.closing import Closing
 from flexattn.util.locks import renewed
 
 # Seconds that a new process may take to import what its work needs, beside the task's own.

@@ -15,6 +15,7 @@ from flexattn.errors import FlexAttnError
 from flexattn.kernels.base.config import Config, Fields, describe
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose import registry
+from flexattn.measure.process import Closing
 from flexattn.measure.task import Measurer, Task
 from flexattn.measure.worker import Worker
 from flexattn.problem import Problem
@@ -34,7 +35,6 @@ from flexattn.tune.subject import (
     Subject,
     subject_of,
 )
-from flexattn.util.closing import Closing
 
 # Winners of other environments and of near sizes that are looked at first.
 SEEDS = 6
