@@ -158,7 +158,7 @@ def mask_arguments(captures: Captures, bounds: Bounds) -> tuple[Argument, ...]:
 def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: Device) -> Source:
     """The kernel that classifies every block of a mask."""
     interpreted = Traits(interpreted=device.backend == "interpreter")
-    mask = print_mod(captures.mod, captures.contiguous, interpreted)
+    mask = print_mod(captures, interpreted)
     bounds = bounds_of(captures.mod)
     printed = print_bounds(captures.mod, bounds)
     tile_m, tile_n = (min(32, power_above(block)) for block in (q_block, kv_block))

@@ -67,13 +67,11 @@ def render_window(structure: Structure, device: Device) -> Source:
     assert terms is not None and terms.rise is not None and captures is not None
     step = make("mul", FLOAT, (terms.rise.step, LOG2E))
     last = View("", "q_len", "kv_len", by_row=False, by_key=False)
+    traits = traits_of(device, structure)
     printed = [
-        print_mod(
-            replace(captures.mod, expr=expr), captures.contiguous, traits_of(device, structure),
-            replace(last, prefix=name),
-        )
+        print_mod(captures, traits, replace(last, prefix=name), expr)
         for name, expr in (("step", step), ("span", terms.rise.span))
-    ]  # fmt: skip
+    ]
     settings: dict[str, object] = {
         "PARTS": _PARTS,
         "SCALE": dict(BASE_2)["LOG2E"] * float(terms.outer.value or 0),
@@ -136,11 +134,9 @@ def _under(structure: Structure, device: Device) -> Printed | None:
     """
     if structure.mask is None:
         return None
-    mod = structure.mask.mod
-    span = mask_form(mod.expr, INDEX_RANGES).span
+    span = mask_form(structure.mask.mod.expr, INDEX_RANGES).span
     if not span.is_prefix:
         return None
     assert span.high is not None
     view = View("under", q_idx="first_row", by_key=False, dtype="int32")
-    traits = traits_of(device, structure)
-    return print_mod(replace(mod, expr=span.high), structure.mask.contiguous, traits, view)
+    return print_mod(structure.mask, traits_of(device, structure), view, span.high)

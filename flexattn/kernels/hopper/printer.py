@@ -94,8 +94,7 @@ def print_mask(captures: Captures, traits: Traits, keys: int) -> MaskPieces:
     def piece(name: str, expr: Expr | None, view: View) -> Printed | None:
         if expr is None:
             return None
-        mod = replace(captures.mod, expr=expr)
-        return print_mod(mod, captures.contiguous, traits, replace(view, prefix=name))
+        return print_mod(captures, traits, replace(view, prefix=name), expr)
 
     column = View(dtype="int32")
     first = View(q_idx="row_start", by_row=False, dtype="int32")

@@ -209,7 +209,7 @@ def render_trim(structure: Structure, config: HopperBackwardConfig, device: Devi
     """The kernel that trims a mask's runs: a program a tile of keys, of each head that differs."""
     assert structure.mask is not None and structure.sparsity is not None
     captures, traits = structure.mask, traits_of(device, structure)
-    mask = print_mod(captures.mod, captures.contiguous, traits)
+    mask = print_mod(captures, traits)
     settings = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,

@@ -100,7 +100,7 @@ class DiagonalPrinter(MultiPrinter):
         view = View(prefix, q_idx, "start_n", by_row=False)
         dialect = replace(self.dialect, key=TensorForm("[BLOCK_N, BLOCK_M // 2]", "DIAGONALS"))
         traits = replace(self.traits, dialect=dialect)
-        printer = _AlongPrinter(kept, self.mod, self.contiguous, traits, view, (root,))
+        printer = _AlongPrinter(kept, self.captures, traits, view, (root,))
         printed = printer.run()
         self.hoisted += printed.hoisted
         return printer, (*printed.early, *printed.body)
@@ -111,7 +111,7 @@ class DiagonalPrinter(MultiPrinter):
         "" where the last index does not rise evenly, another one changes too, or it has a stride.
         """
         slot, last, slope = int(load.value or 0), load.args[-1], _slope(load)
-        if not (slope and self.contiguous[slot]):
+        if not (slope and self.captures.contiguous[slot]):
             return ""
         if any(not Variables()(arg) <= FREE for arg in load.args[:-1]):
             return ""
@@ -120,7 +120,7 @@ class DiagonalPrinter(MultiPrinter):
         texts = []
         for number, (q_idx, kv_idx) in enumerate(ends if slope > 0 else ends[::-1]):
             view = View(f"{name}{number}", q_idx, kv_idx, by_row=False, by_key=False)
-            corner = MultiPrinter(self.mod, self.contiguous, self.traits, view, (last,))
+            corner = MultiPrinter(self.captures, self.traits, view, (last,))
             self.early += corner.run().hoisted
             texts.append(corner.values[last].text)
         size = buffer_names(self.mod.kind, slot, len(load.args))[1][-1]
@@ -257,7 +257,7 @@ def print_gradient(
     found = derivatives(captures.mod, slots)
     roots = (captures.mod.expr, *found.roots)
     kind = DiagonalPrinter if traits.dialect.gluon else MultiPrinter
-    printer = kind(captures.mod, captures.contiguous, traits, TILE, roots)
+    printer = kind(captures, traits, TILE, roots)
     printed = printer.run()
     result = _as_tile(printer, captures.mod.expr, printed.result)
     factor = "0" if found.score is None else _factor(printer, found.score)
@@ -281,7 +281,7 @@ def print_with_gradients(
     if structure.score is not None:
         score = print_gradient(structure.score, slots, traits, diagonals)
     if structure.mask is not None:
-        mask = print_mod(structure.mask.mod, structure.mask.contiguous, traits)
+        mask = print_mod(structure.mask, traits)
     return score, mask
 
 
@@ -325,7 +325,7 @@ def _along_diagonals(printer: MultiPrinter, load: Expr, prefix: str) -> _PlacePr
     view = View(prefix, q_idx="start_m", kv_idx="diagonal_kv", by_row=False)
     dialect = replace(printer.dialect, key=TensorForm("[BLOCK_N2]"))
     traits = replace(printer.traits, dialect=dialect)
-    found = _PlacePrinter(printer.mod, printer.contiguous, traits, view, (load,))
+    found = _PlacePrinter(printer.captures, traits, view, (load,))
     found.run()
     return found
 

@@ -92,7 +92,7 @@ class MaskParts:
 
 def whole_mask(captures: Captures, traits: Traits, needed: str = "i < num_kv") -> MaskParts:
     """A mask_mod in one part; of lists, the first num_kv tiles need it."""
-    printed = print_mod(captures.mod, captures.contiguous, traits)
+    printed = print_mod(captures, traits)
     return MaskParts((MaskPart(printed, needed),))
 
 
@@ -125,7 +125,7 @@ def mask_parts(
         if expr is not None and columns and bound is not None:
             parts.append(MaskPart(_compared(captures, name, bound, traits), needed))
         elif expr is not None:
-            parts.append(MaskPart(_printed(captures, expr, traits, View(f"mask_{name}")), needed))
+            parts.append(MaskPart(print_mod(captures, traits, View(f"mask_{name}"), expr), needed))
     low = _bound(captures, traits, "low", span.low, span.below)
     high = _bound(captures, traits, "high", span.high, span.above)
     looked = None if documents is None else _segments(captures, traits, documents)
@@ -134,7 +134,7 @@ def mask_parts(
 
 def _compared(captures: Captures, name: str, bound: Expr, traits: Traits) -> Printed:
     """A bound as a column of the rows, on one side of which the keys of a tile are kept."""
-    printed = _printed(captures, bound, traits, View(f"mask_{name}", dtype="int32"))
+    printed = print_mod(captures, traits, View(f"mask_{name}", dtype="int32"), bound)
     under = f"keys_below({printed.result} - start_n)"
     return replace(printed, result=under if name == "above" else f"{under} == 0")
 
@@ -147,7 +147,7 @@ def _segments(captures: Captures, traits: Traits, documents: DocumentIds) -> Seg
         (key, View("head_number", kv_idx="head_keys", by_key=False)),
         (key, View("tail_number", kv_idx="tail_keys", by_key=False)),
     )
-    printed = [_printed(captures, expr, traits, view) for expr, view in views]
+    printed = [print_mod(captures, traits, view, expr) for expr, view in views]
     statements = tuple(line for each in printed for line in each.hoisted)
     return Segments(statements, *(each.result for each in printed))
 
@@ -160,16 +160,12 @@ def _bound(
     # Of one head the bound is a number, also where decode's rows each know their head.
     number = View(h="head" if traits.head_per_row else "h", by_row=False, dtype="int32")
     first, last = (
-        _printed(
-            captures, expr, traits, replace(number, prefix=f"{name}_{row}", q_idx=f"{row}_row")
+        print_mod(
+            captures, traits, replace(number, prefix=f"{name}_{row}", q_idx=f"{row}_row"), expr
         )
         for row in ("first", "last")
     )
     return SpanEnd((*first.hoisted, *last.hoisted), first.result, last.result, part is not None)
-
-
-def _printed(captures: Captures, expr: Expr, traits: Traits, view: View) -> Printed:
-    return print_mod(replace(captures.mod, expr=expr), captures.contiguous, traits, view)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +202,7 @@ def print_edges(
         statements: tuple[str, ...] = ()
         text = "0"
         if edge.rest is not None:
-            part = replace(captures.mod, expr=edge.rest)
-            printed = print_mod(part, captures.contiguous, traits)
+            printed = print_mod(captures, traits, expr=edge.rest)
             statements, text = (*printed.hoisted, *printed.early), printed.result
         found.append(PrintedEdge(edge.lowest, edge.slope, edge.offset, statements, text))
     return tuple(found)

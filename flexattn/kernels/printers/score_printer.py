@@ -106,7 +106,7 @@ def print_score(
 
 def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
     """A score_mod as it is written, which no rule took apart; raises as `print_mod` does."""
-    printed = print_mod(captures.mod, captures.contiguous, traits)
+    printed = print_mod(captures, traits)
     scored = any(node.op == "var" and node.value == "score" for node in walk(captures.mod.expr))
     dialect, far = traits.dialect, reaches_end(captures.mod.expr)
     result = in_base_2(printed.result, far, dialect.module)
@@ -225,8 +225,7 @@ class _Score:
         return Ramp(step, lift)
 
     def _print(self, expr: Expr, view: View) -> Printed:
-        mod = replace(self.captures.mod, expr=expr)
-        return print_mod(mod, self.captures.contiguous, self.traits, view)
+        return print_mod(self.captures, self.traits, view, expr)
 
     def _place(self, expr: Expr, view: View) -> str:
         """Print into the tile's statements; the text of the result."""

@@ -18,12 +18,11 @@ from flexattn.kernels.printers.spelling import (
     literal,
     scalar_name,
 )
-from flexattn.mods import Mod
 from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, depending, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import OPS, Range, is_float, is_int
-from flexattn.problem import INDEX_RANGES
+from flexattn.problem import INDEX_RANGES, Captures
 
 # Of one text: how many operations lie within one another, and how many characters it has. Python's
 # parser ends at 200 parentheses, and compilers visit what is nested by recursion.
@@ -158,15 +157,14 @@ class _Value:
 
 
 def print_mod(
-    mod: Mod, contiguous: tuple[bool, ...], traits: Traits, view: View = TILE
+    captures: Captures, traits: Traits, view: View = TILE, expr: Expr | None = None
 ) -> Printed:
     """Triton statements for a mod over `score`, `b`, `h`, `q_idx` and `kv_idx`.
 
-    contiguous: for each captured tensor, whether its innermost stride is 1.
-    Captured tensors are the names in `buffer_names`. Raises UnsupportedError for an operation
-    that Triton cannot express.
+    expr: a part of it, which is printed in its place. Captured tensors are the names in
+    `buffer_names`. Raises UnsupportedError for an operation that Triton cannot express.
     """
-    return MultiPrinter(mod, contiguous, traits, view).run()
+    return MultiPrinter(captures, traits, view, () if expr is None else (expr,)).run()
 
 
 class MultiPrinter:
@@ -177,15 +175,10 @@ class MultiPrinter:
     """
 
     def __init__(
-        self,
-        mod: Mod,
-        contiguous: tuple[bool, ...],
-        traits: Traits,
-        view: View,
-        roots: tuple[Expr, ...] = (),
+        self, captures: Captures, traits: Traits, view: View, roots: tuple[Expr, ...] = ()
     ) -> None:
-        self.mod, self.contiguous, self.traits, self.view = mod, contiguous, traits, view
-        self.roots = roots or (mod.expr,)
+        self.captures, self.mod, self.traits, self.view = captures, captures.mod, traits, view
+        self.roots = roots or (self.mod.expr,)
         self.dialect, self.tl = traits.dialect, traits.dialect.module
         walked = self.dialect.walked
         held = "q_idx" if walked == "kv_idx" else "kv_idx"
@@ -379,7 +372,7 @@ class MultiPrinter:
         row = key = False
         for dim, (index, inside) in enumerate(self._places(node)):
             checks[index.key].append(inside)
-            unit = dim == buffer.rank - 1 and self.contiguous[slot]
+            unit = dim == buffer.rank - 1 and self.captures.contiguous[slot]
             terms[index.key].append(index.text if unit else f"{index.text} * {strides[dim]}")
             row, key = row or index.row, key or index.key
         if key and terms[False]:

@@ -3,7 +3,6 @@
 import copy
 import pickle
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ def everywhere(mod):
     assert pickle.loads(pickle.dumps(mod)).expr is mod.expr is copy.deepcopy(mod).expr
     assert plug(mod.expr, {}) is rebuilt(mod.expr, lambda node: None)
     unproven(mod.expr, [torch.zeros(9)], INDEX_RANGES)
-    yield from print_mod(mod, (True,), Traits()).lines
+    yield from print_mod(captures(mod), Traits()).lines
 
 
 def of_score(mod):
@@ -51,7 +50,7 @@ def of_score(mod):
     terms = split(mod)
     for part in (terms.core, terms.keep, *terms.added):
         if part is not None:
-            yield from print_mod(replace(mod, expr=part), (True,), Traits()).lines
+            yield from print_mod(captures(mod), Traits(), expr=part).lines
     slots = (0,) if any(node.op == "load" for node in walk(mod.expr)) else ()
     yield from print_gradient(captures(mod), slots, Traits(dialect=OVER_KEYS)).lines
 

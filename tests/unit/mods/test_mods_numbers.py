@@ -167,7 +167,7 @@ def test_positions_are_computed_in_32_bits_whatever_the_numbers(one_constant, ma
     """Beside a number of unknown size whole tiles were of 64 bits, which no loop has room for."""
     for i in (0, 3):
         bound = bind(made(i), "mask")
-        text = print_mod(bound.mod, (), Traits()).lines
+        text = print_mod(Captures(bound.mod, ()), Traits()).lines
         assert "int64" not in "\n".join(text)
         assert torch.equal(kept(bound), made(i)(0, 0, Q, K).expand(61, 67))
     assert "fast_" in "\n".join(text) and "//" not in "".join(text).replace("// 3)", "")
@@ -207,7 +207,7 @@ def test_a_factor_of_positions_grows_by_steps():
     mods = [bind(scaled(n), "mask").mod for n in (2, 5, 31, 32, 1000, 2**15, 2**16, 7, 40)]
     assert len(set(mods)) == 3 and mods[0] is mods[1] is mods[2] is mods[7]
     assert mods[3] is mods[4] is mods[5] is mods[8]
-    assert "int64" not in "".join(print_mod(mods[0], (), Traits()).lines)
+    assert "int64" not in "".join(print_mod(Captures(mods[0], ()), Traits()).lines)
 
 
 def test_an_offset_beside_a_product_still_moves_freely():
@@ -242,7 +242,7 @@ def test_a_numerator_of_unknown_size_is_divided_as_ever(one_constant):
 
     for n in (2, 12):
         bound = bind(mod(n), "score")
-    text = "\n".join(print_mod(bound.mod, (), Traits()).lines)
+    text = "\n".join(print_mod(Captures(bound.mod, ()), Traits()).lines)
     assert divisors(bound.mod.expr) and "fast_" not in text and "floor_div_int(" in text
 
 

@@ -11,6 +11,7 @@ from flexattn.kernels.hopper.printer import HOPPER
 from flexattn.kernels.paged_decode.layouts import WARPS_DIALECT
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
 from flexattn.mods import bind
+from flexattn.problem import Captures
 from tests.cases import CASES
 from tests.printed_ops import mod
 
@@ -20,7 +21,7 @@ table = torch.zeros(9)
 
 def printed(fn, kind="score", traits=HARDWARE):
     bound = bind(fn, kind)
-    return print_mod(bound.mod, (True,) * len(bound.tensors), traits)
+    return print_mod(Captures(bound.mod, (True,) * len(bound.tensors)), traits)
 
 
 def text(found):
