@@ -36,6 +36,16 @@ class Argument:
         return self.type.startswith("tensordesc")
 
 
+def several(kind: str, *names: str, divisible_by: int = 1) -> list[Argument]:
+    """Arguments of one type."""
+    return [Argument(name, kind, divisible_by) for name in names]
+
+
+def stride_arguments(prefix: str, axes: str, divisible_by: int = 1) -> list[Argument]:
+    """Strides of a tensor, an argument for each letter of `axes`."""
+    return [Argument(f"stride_{prefix}{axis}", "i64", divisible_by) for axis in axes]
+
+
 def attention_arguments(
     structure: Structure,
     config: Config,
@@ -50,7 +60,7 @@ def attention_arguments(
     """
     found = [pointer(tensor, structure) for tensor in "qkv"]
     found += [*outputs(structure), *results, *_strides(structure)]
-    found += [Argument(name, "i32") for name in ("Hq", "group", "q_len", "kv_len", "num_tiles")]
+    found += several("i32", "Hq", "group", "q_len", "kv_len", "num_tiles")
     found += [*sizes, Argument("sm_scale", "fp32"), *sinks(structure), *_descales(structure)]
     if skips_far(structure, config):
         found.append(Argument("DECAY_WINDOW", "*fp32", 4))
@@ -101,11 +111,8 @@ def pointer(tensor: str, structure: Structure) -> Argument:
 def outputs(structure: Structure) -> list[Argument]:
     """What a kernel writes."""
     found = [Argument("OUT", f"*{signature_type(structure.out_dtype)}", 16)]
-    if structure.lse:
-        found.append(Argument("LSE", "*fp32", 16))
-    if structure.max_scores:
-        found.append(Argument("MAX", "*fp32", 16))
-    return found
+    statistics = ("LSE",) * structure.lse + ("MAX",) * structure.max_scores
+    return found + several("*fp32", *statistics, divisible_by=16)
 
 
 def _strides(structure: Structure) -> list[Argument]:
@@ -120,13 +127,12 @@ def strides_of(tensor: str, structure: Structure) -> list[Argument]:
     inner = {"q": layout.q_contiguous, "k": layout.k_contiguous, "v": layout.v_contiguous}
     axes = "bhmd" if tensor == "q" else "bhnd"
     axes = axes[:3] if inner[tensor] else axes
-    return [Argument(f"stride_{tensor}{axis}", "i64", divisor) for axis in axes]
+    return stride_arguments(tensor, axes, divisor)
 
 
 def output_strides(structure: Structure) -> list[Argument]:
     """Those of a dense output, all multiples of its rows: a thread stores 16 bytes at once."""
-    divisor = gcd(16, structure.head_dim_v)
-    return [Argument(f"stride_o{axis}", "i64", divisor) for axis in "bhm"]
+    return dense_stride_arguments("o", "bhm", structure.head_dim_v)
 
 
 def sinks(structure: Structure) -> list[Argument]:
@@ -146,14 +152,14 @@ def _descales(structure: Structure) -> list[Argument]:
     """What the heads of q, k and v are multiplied by, each tensor with its strides."""
     if not structure.fp8:
         return []
-    found = [Argument(f"{tensor}_DESCALE", "*fp32") for tensor in "QKV"]
+    found = several("*fp32", "Q_DESCALE", "K_DESCALE", "V_DESCALE")
     return found + [Argument(f"{x}_descale_{axis}", "i64") for x in "qkv" for axis in "bh"]
 
 
 def _sparse(structure: Structure, config: Config) -> list[Argument]:
     if structure.sparsity is None:
         return []
-    strides = [Argument("stride_mask_b", "i64"), Argument("stride_mask_h", "i64")]
+    strides = stride_arguments("mask_", "bh")
     if walks_runs(structure, config):
         return [Argument("RUNS", "*i32", 4), *strides]
     lists = ["KV", "FULL"] if structure.sparsity.has_full else ["KV"]
@@ -171,15 +177,15 @@ def captured_arguments(captures: Captures | None) -> list[Argument]:
         inner = captures.contiguous[slot]
         base, sizes, strides = _captured_names(mod.kind, slot, buffer.rank, inner)
         found.append(Argument(base, f"*{signature_type(buffer.dtype)}"))
-        found += [Argument(size, "i32") for size in sizes]
-        found += [Argument(stride, "i64") for stride in strides]
+        found += several("i32", *sizes)
+        found += several("i64", *strides)
     found += [
         Argument(scalar_name(mod.kind, slot), signature_type(dtype))
         for slot, dtype in enumerate(mod.scalars)
     ]
     for slot in divisors(mod.expr):
         multiplier, shift = invariant_names(mod.kind, slot)
-        found += [Argument(multiplier, "i32"), Argument(shift, "i32")]
+        found += several("i32", multiplier, shift)
     return found
 
 
@@ -195,17 +201,16 @@ def _captured_names(
 def delta_arguments(structure: Structure, through_lse: bool) -> list[Argument]:
     """The output, its gradient, lse, delta and strides; through_lse: lse has a gradient, too."""
     element = f"*{signature_type(structure.dtype)}"
-    found = [Argument("OUT", element, 16), Argument("DO", element, 16)]
-    found += [Argument("LSE", "*fp32", 16)]
-    found += [Argument("DLSE", "*fp32", 16)] * through_lse
-    found += [Argument("DELTA", "*fp32", 16)]
+    found = several(element, "OUT", "DO", divisible_by=16)
+    statistics = ("LSE", *("DLSE",) * through_lse, "DELTA")
+    found += several("*fp32", *statistics, divisible_by=16)
     found += output_strides(structure)
     return found + dense_stride_arguments("do", "bhm", structure.head_dim_v)
 
 
 def dense_stride_arguments(tensor: str, axes: str, head_dim: int) -> list[Argument]:
     """Strides of what is dense, all multiples of its rows."""
-    return [Argument(f"stride_{tensor}{axis}", "i64", gcd(16, head_dim)) for axis in axes]
+    return stride_arguments(tensor, axes, gcd(16, head_dim))
 
 
 # Of each head: the end of the tiles of queries that have weights of each tile of keys, and the

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexattn.device import Device
-from flexattn.kernels.base.arguments import Argument, captured_arguments
+from flexattn.kernels.base.arguments import Argument, captured_arguments, several
 from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.source import Source, expression_line, make_source, mod_context
 from flexattn.kernels.printers.spelling import (
@@ -144,7 +144,7 @@ def mask_arguments(captures: Captures, bounds: Bounds) -> tuple[Argument, ...]:
     found = [
         Argument("KINDS", "*i8", 16),
         Argument("first_row", "i64"),
-        *(Argument(name, "i32") for name in ("H", "q_len", "kv_len", "q_blocks", "kv_blocks")),
+        *several("i32", "H", "q_len", "kv_len", "q_blocks", "kv_blocks"),
         *captured_arguments(captures),
     ]
     for number, use in enumerate(bounds.tables):

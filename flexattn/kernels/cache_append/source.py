@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from flexattn.device import Device
 from flexattn.kernels.base import source as rendering
-from flexattn.kernels.base.arguments import Argument
+from flexattn.kernels.base.arguments import Argument, several, stride_arguments
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.printers.spelling import itemsize, signature_type, triton_type
 
@@ -108,26 +108,26 @@ def append_arguments(form: AppendForm) -> tuple[Argument, ...]:
     kind, wide = f"*{signature_type(bits)}", _address(form, cached)
     found += [Argument(f"{x}_CACHE", kind, wide) for x in tensors]
     if form.by_table:
-        found += [Argument(name, "*i32", 4) for name in ("TABLE", "SEQ_LENS")]
+        found += several("*i32", "TABLE", "SEQ_LENS", divisible_by=4)
         if form.slots == "ragged table":
             found.append(Argument("CU_SEQLENS", "*i32", 4))
-        found += [Argument(x, "i32") for x in ("stride_table", "table_width", "num_requests")]
+        found += several("i32", "stride_table", "table_width", "num_requests")
         found.append(Argument("steps" if form.slots == "ragged table" else "q_len", "i32"))
     else:
         found.append(Argument("SLOTS", f"*{signature_type(form.slots)}"))
         if form.rope is not None:
             found.append(Argument("POSITIONS", f"*{signature_type(form.slots)}"))
-    found += [Argument("num_tokens", "i32"), Argument("num_pages", "i32")]
+    found += several("i32", "num_tokens", "num_pages")
     for x in tensors.lower():
-        found += [Argument(f"stride_{x}{axis}", "i64", _step(form, new)) for axis in "th"]
-        found += [Argument(f"stride_{x}c{axis}", "i64", _step(form, cached)) for axis in "pnh"]
+        found += stride_arguments(x, "th", _step(form, new))
+        found += stride_arguments(f"{x}c", "pnh", _step(form, cached))
     if form.scales:
         found += [Argument(f"{x}_SCALE", "*fp32", 4) for x in tensors]
-        found += [Argument(f"stride_s{axis}", "i64") for axis in AXES[form.scales]]
+        found += stride_arguments("s", AXES[form.scales])
     if form.rope is not None:
         if form.rope.table:
             kind = f"*{signature_type(form.rope.table)}"
-            found += [Argument("COS", kind), Argument("SIN", kind), Argument("stride_cos", "i64")]
+            found += [*several(kind, "COS", "SIN"), Argument("stride_cos", "i64")]
             found.append(Argument("num_positions", "i32"))
         else:
             found.append(Argument("INV_FREQ", "*fp32", 4))

@@ -98,7 +98,13 @@ _T = TypeVar("_T")
 _V = TypeVar("_V")
 
 # GLUON is ours as well: of torch's own, a call that trains uses AUTO in its place.
-_BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH", "GLUON")
+_BACKENDS: dict[str, tuple[str | None, Language | None]] = {
+    "AUTO": (None, None),
+    "TRITON": ("prefill", "triton"),
+    "TRITON_DECODE": ("decode", None),
+    "FLASH": (None, None),
+    "GLUON": ("prefill", "gluon"),
+}
 FLASH = 'BACKEND="FLASH" leaves the choice of the kernel to flexattn'
 # As torch writes a precision into a kernel.
 _QUOTE = "'"
@@ -190,10 +196,10 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
             behind[names[key]] = kernel_options[key]
         else:
             log.debug("kernel_options[%r] has no effect on flexattn's forward kernels", key)
-    language = _language(chosen)
+    kind, language = _template(chosen)
     invariant = _boolean(chosen, "BATCH_INVARIANT")
     found = Options(
-        kind=_kind(chosen),
+        kind=kind,
         language=language,
         BLOCK_M=_rows(chosen, language),
         BLOCK_N=_power(chosen, "BLOCK_N"),
@@ -283,7 +289,8 @@ def _exact(value: object) -> object:
     return operator.index(value)
 
 
-def _kind(chosen: Mapping[str, Any]) -> str | None:
+def _template(chosen: Mapping[str, Any]) -> tuple[str | None, Language | None]:
+    """The kind and the language of the templates that a call is restricted to."""
     backend = chosen.get("BACKEND", "AUTO")
     legacy = chosen.get(LEGACY, False)
     if legacy and backend != "AUTO":
@@ -293,12 +300,10 @@ def _kind(chosen: Mapping[str, Any]) -> str | None:
             'keep BACKEND: "TRITON" forces the Triton prefill kernel',
         )
     if not isinstance(backend, str) or backend not in _BACKENDS:
-        raise ConfigError(f"BACKEND={backend!r}", f"it is one of {_BACKENDS}")
+        raise ConfigError(f"BACKEND={backend!r}", f"it is one of {tuple(_BACKENDS)}")
     if backend == "FLASH":
         say_once(FLASH, logging.INFO)
-    if legacy or backend in ("TRITON", "GLUON"):
-        return "prefill"
-    return "decode" if backend == "TRITON_DECODE" else None
+    return _BACKENDS["TRITON" if legacy else backend]
 
 
 def _rules(value: object) -> tuple[str, ...]:
@@ -333,13 +338,6 @@ def _fp32(value: object) -> Fp32Setting | None:
         return None
     precision = value.strip(_QUOTE) if isinstance(value, str) else value
     return _one_of("FLOAT32_PRECISION", precision, _FP32)
-
-
-def _language(chosen: Mapping[str, Any]) -> Language | None:
-    backend = chosen.get("BACKEND", "AUTO")
-    if backend == "GLUON":
-        return "gluon"
-    return "triton" if backend == "TRITON" or chosen.get(LEGACY, False) else None
 
 
 def _integer(chosen: Mapping[str, Any], name: str) -> int | None:

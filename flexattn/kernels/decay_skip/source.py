@@ -11,6 +11,8 @@ from flexattn.kernels.base.arguments import (
     Argument,
     captured_arguments,
     pointer,
+    several,
+    stride_arguments,
     strides_of,
 )
 from flexattn.kernels.base.config import power_above
@@ -51,7 +53,7 @@ def render_norms(structure: Structure, device: Device) -> Source:
     found = [pointer("q", structure), pointer("k", structure), Argument("NORMS", "*fp32", 16)]
     found += [*strides_of("q", structure), *strides_of("k", structure)]
     sizes = ("Hq", "Hkv", "q_len", "kv_len", "q_parts", "k_parts", "q_programs")
-    found += [Argument(name, "i32") for name in sizes]
+    found += several("i32", *sizes)
     found.append(Argument("start", "i64"))
     header = [f"norms of {structure.dtype} D={head_dim} for {device.arch}"]
     context: dict[str, object] = {
@@ -83,8 +85,8 @@ def render_window(structure: Structure, device: Device) -> Source:
     }
     found = [Argument("NORMS", "*fp32", 16)]
     sizes = ("Hq", "group", "stride_kb", "q_len", "kv_len", "q_parts", "k_parts")
-    found += [Argument(name, "i32") for name in sizes]
-    found += [Argument(name, "i64") for name in ("start", "k_start")]
+    found += several("i32", *sizes)
+    found += several("i64", "start", "k_start")
     found.append(Argument("sm_scale", "fp32"))
     found += captured_arguments(captures)
     context = {
@@ -110,11 +112,11 @@ def render_blocks(structure: Structure, rows: int, keys: int, device: Device) ->
     under, sparsity = _under(structure, device), structure.sparsity
     settings = {"BLOCK_M": rows, "BLOCK_N": keys, "PLACES": PLACES}
     found = [Argument("DECAY_WINDOW", "*fp32", 16), M_BLOCK_MAX, N_BLOCK_MIN]
-    found += [Argument(name, "i32") for name in ("Hq", "kv_len", "m_blocks", "n_blocks")]
+    found += several("i32", "Hq", "kv_len", "m_blocks", "n_blocks")
     if sparsity is not None:
         settings |= {"SPARSE_Q": sparsity.q_block, "SPARSE_KV": sparsity.kv_block}
         found.append(Argument("KV_RUNS", "*i32", 4))
-        found += [Argument(f"stride_kv_mask_{axis}", "i64") for axis in "bh"]
+        found += stride_arguments("kv_mask_", "bh")
     if under is not None:
         found += captured_arguments(structure.mask)
     context: dict[str, object] = {

@@ -9,6 +9,7 @@ from flexattn.kernels.base.arguments import (
     descriptor,
     output_strides,
     outputs,
+    several,
     sinks,
 )
 from flexattn.kernels.base.config import (
@@ -62,7 +63,7 @@ def decode_arguments(structure: Structure, config: DecodeConfig) -> tuple[Argume
 
 def combine_arguments(structure: Structure) -> tuple[Argument, ...]:
     """Arguments of the kernel that merges the partial results of decode's splits."""
-    sizes = (Argument("Hq", "i32"), Argument("q_len", "i32"), *_SPLITS)
+    sizes = (*several("i32", "Hq", "q_len"), *_SPLITS)
     return (_WORKSPACE, *outputs(structure), *sinks(structure), *output_strides(structure), *sizes)
 
 

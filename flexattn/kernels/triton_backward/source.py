@@ -15,6 +15,8 @@ from flexattn.kernels.base.arguments import (
     descriptor,
     dropout_arguments,
     pointer,
+    several,
+    stride_arguments,
     strides_of,
 )
 from flexattn.kernels.base.config import describe, padded, pieces, power_above
@@ -61,15 +63,15 @@ def backward_arguments(
     """Of the kernel that makes dQ, dK and dV; runs: it reads the runs of a mask's rows."""
     element = f"*{signature_type(structure.dtype)}"
     found = [pointer(tensor, structure) for tensor in "qkv"]
-    found += [Argument("DO", element, 16), Argument("LSE", "*fp32", 16)]
-    found += [Argument("DELTA", "*fp32", 16)]
-    found += [Argument(name, element, 16) for name in ("DQ", "DK", "DV")]
+    found += several(element, "DO", divisible_by=16)
+    found += several("*fp32", "LSE", "DELTA", divisible_by=16)
+    found += several(element, "DQ", "DK", "DV", divisible_by=16)
     found += [each for tensor in "qkv" for each in strides_of(tensor, structure)]
     found += dense_stride_arguments("do", "bhm", structure.head_dim_v)
     found += dense_stride_arguments("dq", "bhm", structure.head_dim_qk)
     found += dense_stride_arguments("dk", "bhn", structure.head_dim_qk)
     found += dense_stride_arguments("dv", "bhn", structure.head_dim_v)
-    found += [Argument(name, "i32") for name in _SIZES]
+    found += several("i32", *_SIZES)
     found.append(Argument("sm_scale", "fp32"))
     if skips_blocks(structure, config) is not None:
         found += [M_BLOCK_MAX, N_BLOCK_MIN]
@@ -77,7 +79,7 @@ def backward_arguments(
     for captures in (structure.score, structure.mask):
         found += captured_arguments(captures)
     found += dropout_arguments(structure)
-    found += [Argument(grad_name(slot), "*fp32", 16) for slot in structure.grads]
+    found += several("*fp32", *map(grad_name, structure.grads), divisible_by=16)
     found += [Argument(*each) for each in _tiles(structure, config)]
     return tuple(found)
 
@@ -104,7 +106,7 @@ def _sparse(structure: Structure, runs: bool) -> list[Argument]:
             kinds = (name, f"FULL_{name}") if full else (name,)
             found += [Argument(f"{kind}_{x}", "*i32", 4) for kind in kinds for x in ("NUM", "IDX")]
             found += [Argument(f"{kind}_WIDTH", "i64") for kind in kinds]
-        found += [Argument(f"stride_{name.lower()}_mask_{axis}", "i64") for axis in "bh"]
+        found += stride_arguments(f"{name.lower()}_mask_", "bh")
     return found
 
 
@@ -172,8 +174,7 @@ def render_delta(structure: Structure, device: Device, through_lse: bool) -> Sou
         "through_lse": through_lse,
     }
     title = f"delta {structure.dtype} D={structure.head_dim_v} for {device.arch}"
-    sizes = (Argument("Hq", "i32"), Argument("q_len", "i32"))
-    found = (*delta_arguments(structure, through_lse), *sizes)
+    found = (*delta_arguments(structure, through_lse), *several("i32", "Hq", "q_len"))
     return make_source("triton_backward/delta.py.jinja", device, [title], context, found, 4, 1)
 
 
