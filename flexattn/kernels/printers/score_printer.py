@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from flexattn.kernels.printers.spelling import in_base_2
@@ -11,7 +11,7 @@ from flexattn.mods.analysis.affine import FREE, Variables, slope_of
 from flexattn.mods.analysis.intervals import reaches_end
 from flexattn.mods.expr import Expr, const, terms_of, walk
 from flexattn.mods.ops import is_int
-from flexattn.mods.rules import FLOAT, ONE, SCORE, Terms, times
+from flexattn.mods.rules import FLOAT, ONE, SCORE, times
 from flexattn.mods.simplify import make
 from flexattn.problem import Captures, Structure
 
@@ -59,11 +59,11 @@ class PrintedScore:
     hoisted: tuple[str, ...]
     early: tuple[str, ...]
     body: tuple[str, ...]
-    folded: bool
-    strip: bool
-    rows: tuple[str, ...]
-    empties: bool
-    limits: KeyLimits | None
+    folded: bool = False
+    strip: bool = False
+    rows: tuple[str, ...] = ()
+    empties: bool = False
+    limits: KeyLimits | None = None
     ramp: Ramp | None = None
     fused: Fused = ""
 
@@ -99,9 +99,7 @@ def print_score(
     fuses: its softmax adds columns, or caps scores, by itself. exchanges: its threads
     exchange the values of diagonals by a function of the template's own.
     """
-    terms = structure.terms
-    assert terms is not None
-    return _Score(structure, terms, traits, even_columns, ramps, fuses, exchanges).run()
+    return _Score(structure, traits, even_columns, ramps, fuses, exchanges).run()
 
 
 def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
@@ -113,30 +111,27 @@ def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
     if not scored:
         result = f"{dialect.zeros(dialect.tile, FLOAT)} + {result}"
     body = ("score = qk * sm_scale", *printed.body, f"qk = {result}")
-    return PrintedScore(printed.hoisted, printed.early, body, False, False, (), False, None)
+    return PrintedScore(printed.hoisted, printed.early, body)
 
 
+@dataclass
 class _Score:
-    def __init__(
-        self,
-        structure: Structure,
-        terms: Terms,
-        traits: Traits,
-        even_columns: bool,
-        ramps: bool,
-        fuses: bool,
-        exchanges: bool,
-    ) -> None:
-        assert structure.score is not None
-        self.even_columns, self.ramps, self.fuses = even_columns, ramps, fuses
-        self.exchanges = exchanges
-        self.captures, self.terms, self.traits = structure.score, terms, traits
-        self.structure = structure
-        self.dialect, self.tl = traits.dialect, traits.dialect.module
+    structure: Structure
+    traits: Traits
+    even_columns: bool
+    ramps: bool
+    fuses: bool
+    exchanges: bool
+    hoisted: list[str] = field(default_factory=list)
+    early: list[str] = field(default_factory=list)
+    body: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        score, terms = self.structure.score, self.structure.terms
+        assert score is not None and terms is not None
+        self.captures, self.terms = score, terms
+        self.dialect, self.tl = self.traits.dialect, self.traits.dialect.module
         self.reads = Variables()
-        self.hoisted: list[str] = []
-        self.early: list[str] = []
-        self.body: list[str] = []
 
     def run(self) -> PrintedScore:
         structure, terms = self.structure, self.terms
