@@ -169,8 +169,8 @@ FORWARD = (
     Fault(
         "a ragged block ends with the keys",
         MAINLOOP,
-        '    end_n = {{ "tl.minimum((kv_block + 1) * SPARSE_KV, kv_len)" if ragged_kv '
-        'else "kv_len" }}\n'
+        '    end_n = {{ "tl.minimum((kv_block + 1) * SPARSE_KV, kv_len)" if sparsity.kv_block % '
+        'config.BLOCK_N else "kv_len" }}\n'
         "    {{ shared.step() | block(4) }}\n"
         "{% endmacro %}\n"
         "\n"

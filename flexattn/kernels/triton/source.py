@@ -108,8 +108,6 @@ def render(
         "constants": (*settings.items(), *BASE_2),
         "runs": runs,
         "columns": prefill,
-        "ragged_q": sparsity is not None and sparsity.q_block % config.BLOCK_M != 0,
-        "ragged_kv": sparsity is not None and sparsity.kv_block % config.BLOCK_N != 0,
         "licm": _moves_out_of_loops(structure, config, device),
         "fold_scale": structure.positive_scale if score is None else score.folded,
         "widens": structure.kv_dtype != "",

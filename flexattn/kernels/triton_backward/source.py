@@ -142,10 +142,8 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         "hoisted_over_rows": _hoisted(over_rows, mask_over_rows),
         "constants": (*settings.items(), *BASE_2),
         "runs": reads_runs(structure, config),
-        **_ragged(structure, config),
         "natural": structure.dtype == "float32",
         "far": structure.far,
-        "use_tma": config.use_tma,
         "decay_skip": skipped is not None,
         "keys_aligned": keys_aligned(structure, config.BLOCK_N1, config.BLOCK_N2),
     }
@@ -180,16 +178,3 @@ def render_delta(structure: Structure, device: Device, through_lse: bool) -> Sou
 
 def _hoisted(score: PrintedGradient | None, mask: Printed | None) -> tuple[str, ...]:
     return tuple(line for each in (score, mask) if each is not None for line in each.hoisted)
-
-
-def _ragged(structure: Structure, config: BackwardConfig) -> dict[str, bool]:
-    """Of each tile, whether a mask's blocks are no whole number of it."""
-    sparsity = structure.sparsity
-    names = {"m1": "q", "n1": "kv", "m2": "q", "n2": "kv"}
-    if sparsity is None:
-        return {f"ragged_{name}": False for name in names}
-    blocks, tiles = {"q": sparsity.q_block, "kv": sparsity.kv_block}, dict(config.tiles)
-    return {
-        f"ragged_{name}": blocks[side] % tiles[f"BLOCK_{name.upper()}"] != 0
-        for name, side in names.items()
-    }
