@@ -211,17 +211,13 @@ SERVING = (
         RESULTS,
         "    l_m = l_m * rescale + tl.sum(weight, 1)\n"
         "    m_m = m_next\n"
-        "{% for piece in v_pieces %}\n"
         "    acc_m_{{ piece.name }} = acc_m_{{ piece.name }} * rescale + tl.sum(values_{{ "
-        "piece.name }} * weight, 1)\n"
-        "{% endfor %}\n"
+        "piece.name }} * weight, 1)  {? for piece in v_pieces ?}\n"
         "m_rows",
         "    l_m = l_m + tl.sum(weight, 1)\n"
         "    m_m = m_next\n"
-        "{% for piece in v_pieces %}\n"
         "    acc_m_{{ piece.name }} = acc_m_{{ piece.name }} + tl.sum(values_{{ piece.name "
-        "}} * weight, 1)\n"
-        "{% endfor %}\n"
+        "}} * weight, 1)  {? for piece in v_pieces ?}\n"
         "m_rows",
         IN_SERVING + "::test_more_parts_than_a_program_holds_at_a_time[last]",
     ),

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import jinja2
+import jinja2.ext
 
 from flexattn.errors import RenderError
 from flexattn.kernels.printers.spelling import finite, natural, sink_in_base_2
@@ -29,6 +30,27 @@ def templates_folder() -> Path:
     )
 
 
+_CLAUSE = re.compile(r"^(.*?) *\{\? (if|for) (.*?) \?\}$", re.MULTILINE)
+
+
+class _Clauses(jinja2.ext.Extension):
+    """Lines with a clause at their end, as in a comprehension.
+
+    `line  {? if c ?}` is there where c holds, and `line  {? for x in xs ?}` once for each x.
+    """
+
+    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
+        """A template's text with such a line as a block on one line."""
+        return _CLAUSE.sub(_block_of, source)
+
+
+def _block_of(found: re.Match[str]) -> str:
+    line, word, rest = found.groups()
+    # A macro's last line has its own end.
+    end = "" if line.endswith("-}}") else "{{ '\\n' }}"
+    return f"{{% {word} {rest} %}}{line}{end}{{% end{word} %}}"
+
+
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
     """StrictUndefined: a name that a template misspells is an error, never an empty string."""
@@ -40,6 +62,7 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         # What is constant in a template is little: looking for it costs more than it saves.
         optimized=False,
+        extensions=[_Clauses],
     )
     environment.filters["block"] = block
     environment.filters["outline"] = outline
