@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexattn.errors import BuildError, InputError
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.kernels.paged_decode.join import join_programs, render_join
+from flexattn.kernels.paged_decode.merges import join_programs, render_join
 from flexattn.runtime.build import Launcher, builder
 from flexattn.serving.cache import KVCache
 from flexattn.serving.launching import Beside, launch_here

@@ -10,9 +10,8 @@ import torch
 from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, InputError, InputTypeError, UnsupportedError
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.kernels.paged_decode.config import SPLIT_KEYS, ServingConfig
 from flexattn.kernels.paged_decode.family import PAGED_DECODE
-from flexattn.kernels.paged_decode.invariant import SPLIT_KEYS
 from flexattn.mods import Bound
 from flexattn.problem import (
     DENSE,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexattn.device import detect
 from flexattn.errors import InputError
-from flexattn.kernels.paged_decode.source import merge_rows, render_merge_states
+from flexattn.kernels.paged_decode.merges import merge_rows, render_merge_states
 from flexattn.problem import DTYPES
 from flexattn.runtime.build import Launcher, builder
 from flexattn.serving.checks import gradients

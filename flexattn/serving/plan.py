@@ -11,11 +11,9 @@ from torch import Tensor
 
 from flexattn.device import usable
 from flexattn.kernels.base.arguments import captured_values
-from flexattn.kernels.paged_decode.awaiting import UNWRITTEN
-from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.kernels.paged_decode.invariant import part_slots
+from flexattn.kernels.paged_decode.config import ServingConfig, part_slots, workspace
+from flexattn.kernels.paged_decode.engines import UNWRITTEN
 from flexattn.kernels.paged_decode.source import stepped_axes, tied
-from flexattn.kernels.paged_decode.space import workspace
 from flexattn.mods import bind
 from flexattn.problem import captures_of
 from flexattn.problem.checks import check_scale

@@ -11,8 +11,7 @@ from torch import Tensor
 from flexattn.device import usable
 from flexattn.errors import ConfigError, InputError, InputTypeError
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.kernels.paged_decode.source import merge_rows
-from flexattn.kernels.paged_decode.tree import render_merge_tree
+from flexattn.kernels.paged_decode.merges import merge_rows, render_merge_tree
 from flexattn.runtime.build import Launcher, builder
 from flexattn.serving.cache import KVCache
 from flexattn.serving.checks import whole

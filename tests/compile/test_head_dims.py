@@ -12,7 +12,7 @@ from flexattn.catalogue import causal
 from flexattn.device import named
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.defaults import default, space
-from flexattn.kernels.hopper.tiles import tiles_of
+from flexattn.kernels.hopper.config import tiles_of
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from tests.compile.test_split_tiles import read_before_written

@@ -17,8 +17,8 @@ from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.decay_skip.source import render_blocks
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
+from flexattn.kernels.hopper_backward.family import defaults
 from flexattn.kernels.hopper_backward.source import TURN, render_before
-from flexattn.kernels.hopper_backward.space import defaults
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
 from flexattn.kernels.ptx.warp_numbers import WARP_NUMBERS
 from flexattn.runtime.build import compile_source

@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import and_masks
 from flexattn.catalogue import alibi, causal, document, relative_bias, softcap
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
-from flexattn.kernels.hopper.tiles import tiles_of
+from flexattn.kernels.hopper.config import tiles_of
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from tests.compile.product_loops import product_loops

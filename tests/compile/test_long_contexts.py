@@ -5,8 +5,8 @@ import torch
 
 from flexattn.catalogue import alibi, sliding_window
 from flexattn.device import named
+from flexattn.kernels.paged_decode.merges import render_merge_tree
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
-from flexattn.kernels.paged_decode.tree import render_merge_tree
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.kernel_store import binary_of

@@ -26,7 +26,7 @@ from flexattn.kernels.cache_append.source import AppendForm, RopeForm, render_ap
 from flexattn.kernels.decay_skip.source import render_blocks, render_norms, render_window
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.kernels.paged_decode.join import render_join
+from flexattn.kernels.paged_decode.merges import render_join
 from flexattn.kernels.paged_decode.source import render_serving
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.kernels.triton.source import render_combine

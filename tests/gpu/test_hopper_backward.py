@@ -10,8 +10,7 @@ from flexattn.frontend import gradients
 from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
-from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
-from flexattn.kernels.hopper_backward.tiles import at_sizes
+from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, at_sizes
 from flexattn.kernels.triton_backward.config import BackwardConfig
 from tests.gradients import assert_gradients
 from tests.support import block_mask, inputs

@@ -7,8 +7,8 @@ import torch
 
 from flexattn.device import detect
 from flexattn.kernels.choose.registry import family_of
-from flexattn.kernels.hopper_backward.arguments import flags_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
+from flexattn.kernels.hopper_backward.source import flags_of
 from flexattn.runtime.build import builder
 from tests.covering import each_choice
 from tests.problems import problem

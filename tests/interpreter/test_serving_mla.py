@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window
-from flexattn.kernels.paged_decode.awaiting import UNWRITTEN
 from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.kernels.paged_decode.engines import UNWRITTEN
 from tests.emulated_plan import Changing, Emulated, emulate
 from tests.odd_mods import checkerboard
 from tests.serving import assert_right, batch, plan_for, run, run_behind_prefix

@@ -55,7 +55,7 @@ def copy(tmp_path_factory):
             file.write_text(text)
     config = root / "flexattn/kernels/hopper/config.py"
     text = config.read_text()
-    field, first = '    ptxas: Ptxas = ""\n', "from flexattn.kernels.base.config import Language\n"
+    field, first = '    ptxas: Ptxas = ""\n', "from flexattn.device import Device\n"
     text = text.replace(field, f'{field}    probe: int = knob(0, 1, word="p")\n')
     imported = "from flexattn.kernels.base.config import knob\n"
     config.write_text(text.replace(first, first + imported))

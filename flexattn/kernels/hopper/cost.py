@@ -14,8 +14,7 @@ from math import ceil
 
 from flexattn.device import Device
 from flexattn.kernels.base.estimate import L2_BYTES, Estimate, bandwidth, key_tiles, memory_time
-from flexattn.kernels.hopper.config import HopperPrefillConfig
-from flexattn.kernels.hopper.tiles import WIDEST
+from flexattn.kernels.hopper.config import WIDEST, HopperPrefillConfig
 from flexattn.problem import Problem
 from flexattn.problem.mask_lists import kept
 

@@ -14,11 +14,18 @@ from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.features import FEW_BY_KEY, values_by_key
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.hopper import cost, space
-from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, HopperPrefillConfig
+from flexattn.kernels.hopper.config import (
+    CONSUMER_REGISTERS,
+    CONSUMER_ROWS,
+    WIDEST,
+    HopperPrefillConfig,
+    fit_to_mask,
+    grid,
+    with_consumers,
+)
 from flexattn.kernels.hopper.limits import LIMITS
 from flexattn.kernels.hopper.source import render
 from flexattn.kernels.hopper.space import alternatives, sized
-from flexattn.kernels.hopper.tiles import WIDEST, fit_to_mask, grid, with_consumers
 from flexattn.kernels.ptx.assembler import preferred
 from flexattn.problem import Kind, Problem, Structure
 

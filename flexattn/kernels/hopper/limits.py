@@ -10,14 +10,12 @@ from flexattn.device import Device
 from flexattn.kernels.base.features import loads_by_key, loads_diagonals, loads_tiles, tma_layout
 from flexattn.kernels.base.limits import Limits, Rule
 from flexattn.kernels.hopper.config import (
+    BOX,
     CONSUMER_ROWS,
     HOPPER_ORDERS,
     TILE_SCHEDULERS,
-    HopperPrefillConfig,
-)
-from flexattn.kernels.hopper.tiles import (
-    BOX,
     WIDEST,
+    HopperPrefillConfig,
     copied_columns,
     multiplied,
     padded_columns,

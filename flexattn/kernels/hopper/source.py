@@ -1,13 +1,14 @@
-"""Source of the Hopper kernel: its template's context, from a structure and a config."""
+"""Source of the Hopper kernel: its arguments, its mods as Gluon, and its template's context."""
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexattn.device import Device
+from flexattn.kernels.base.arguments import Argument, attention_arguments, descriptor
 from flexattn.kernels.base.config import describe, values
-from flexattn.kernels.base.features import ALL_KEYS, keys_aligned, skips_far
+from flexattn.kernels.base.features import ALL_KEYS, asked_once, keys_aligned, skips_far
 from flexattn.kernels.base.source import (
     BASE_2,
     Source,
@@ -17,19 +18,195 @@ from flexattn.kernels.base.source import (
     traits_of,
 )
 from flexattn.kernels.hopper import merge_consumers, unpadded_values
-from flexattn.kernels.hopper.arguments import (
-    arguments,
-    consumer_arguments,
-    producer_arguments,
+from flexattn.kernels.hopper.config import (
+    CONSUMER_ROWS,
+    CONSUMER_WARPS,
+    WIDEST,
+    HopperPrefillConfig,
+    Tiles,
+    runs_of,
+    tiles_of,
 )
-from flexattn.kernels.hopper.config import CONSUMER_ROWS, CONSUMER_WARPS, HopperPrefillConfig
 from flexattn.kernels.hopper.limits import case_of
-from flexattn.kernels.hopper.printer import HOPPER, MaskPieces, print_consumer_score, print_mask
-from flexattn.kernels.hopper.tiles import WIDEST, Tiles, runs_of, tiles_of
-from flexattn.kernels.printers.score_printer import PrintedScore
+from flexattn.kernels.printers.score_printer import PrintedScore, print_score as triton_score
+from flexattn.kernels.printers.spelling import Dialect, TensorForm
+from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
 from flexattn.kernels.ptx.assembler import effective, for_split_tiles
 from flexattn.kernels.ptx.stages import Stages
-from flexattn.problem import ITEMSIZE, Structure
+from flexattn.mods.analysis.mask_form import mask_form
+from flexattn.mods.expr import Expr
+from flexattn.problem import INDEX_RANGES, ITEMSIZE, Captures, Structure
+
+_LOADED = tuple(f"stride_{tensor}{axis}" for tensor in "qkv" for axis in "bhmnd")
+_LISTS = ("RUNS", "KV_", "FULL_", "stride_mask", "COUNTER", "DECAY_WINDOW")
+_LOCATION = ("num_tiles", "num_work_tiles", "Hq", "group")
+
+
+def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argument, ...]:
+    """Arguments of the kernel, in order.
+
+    num_work_tiles counts the row tiles of all heads; COUNTER is the dynamic tile scheduler's, one
+    number, 0 before every launch.
+    """
+    tiles = tiles_of(structure, config)
+    given, out = structure.dtype, structure.out_dtype
+    keys = config.BLOCK_N
+    described = (
+        descriptor("Q", given, CONSUMER_ROWS, tiles.qk_width),
+        descriptor("K", given, keys, tiles.qk_width),
+        # Of fp8, V comes in the output's dtype.
+        descriptor("V", out, keys, tiles.v_box),
+        descriptor("OUT", out, CONSUMER_ROWS, tiles.out_width),
+    )
+    counts = config.tile_scheduler == "dynamic"
+    sizes = (Argument("num_work_tiles", "i32"), *(Argument("COUNTER", "*i32", 4),) * counts)
+    return attention_arguments(structure, config, dict(described), sizes=sizes)
+
+
+def consumer_arguments(
+    found: tuple[Argument, ...], work_tile_in_smem: bool, fp8: bool
+) -> list[str]:
+    """What the consumers take from the kernel beside the output and shared memory.
+
+    work_tile_in_smem: the producer writes their work tile into shared memory. fp8: they read a
+    head's factors.
+    """
+    scheduler = ("num_",) if fp8 else ("num_", "group")
+    left = ("OUT", *_LOADED, *_LISTS, *scheduler * work_tile_in_smem, "stride_o")
+    return [
+        argument.name
+        for argument in found
+        if argument.type[0] != "t" and not argument.name.startswith(left)
+    ]
+
+
+def producer_arguments(found: tuple[Argument, ...], masked: bool) -> list[str]:
+    """What the producer takes from the kernel beside descriptors and shared memory.
+
+    masked: it computes something of the mask_mod.
+    """
+    captured = ("mask_buf", "mask_scalar") if masked else ()
+    taken = (*_LISTS, *_LOCATION, "stride_kb", "q_len", "kv_len", *captured)
+    return [argument.name for argument in found if argument.name.startswith(taken)]
+
+
+# Behind the name of what threads loaded for a key each and exchanged.
+_BY_KEY = "_by_key"
+
+# Tiles are those of one consumer; a selection behind a condition stays there.
+HOPPER = Dialect(
+    "gl",
+    "gluon.jit",
+    gluon=True,
+    rows="ROWS",
+    tile=TensorForm("[ROWS, BLOCK_N]", "MMA_S"),
+    key=TensorForm("[1, BLOCK_N]", "MMA_S"),
+    row=TensorForm("[ROWS]", "BY_ROW"),
+    diagonal=TensorForm("[STRIP]", "BLOCKED_1D"),
+    over_rows="BY_ROW",
+    over_keys="BY_KEY",
+    over_diagonals="BLOCKED_1D",
+    guarded="keep_branch({0})",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPieces:
+    """A mask_mod as bounds on the keys of a row, and what else it asks.
+
+    low, high: the first key of each row, and one past the last, as columns of int32; None where
+    nothing is known. rest: what is asked of keys between them; None where that is nothing.
+    first_high, last_low: high of the first row, and low of the last: no other row's high is lower,
+    and no other's low is higher. exchanged: names of what rest computes of the keys alone, each
+    thread for one key, which it then gives to all threads through shared memory; empty where rest
+    reads more than that. rest.early is on key_of_thread then.
+    under: high of first_row, for the producer, where the mask keeps all keys below it.
+    """
+
+    rest: Printed | None
+    low: Printed | None = None
+    high: Printed | None = None
+    last_low: Printed | None = None
+    first_high: Printed | None = None
+    exchanged: tuple[str, ...] = ()
+    under: Printed | None = None
+
+    @property
+    def printed(self) -> tuple[Printed, ...]:
+        """All of them that there are."""
+        every = (self.low, self.high, self.last_low, self.first_high, self.rest)
+        return tuple(each for each in every if each is not None)
+
+    @property
+    def holds(self) -> bool:
+        """Whether more than one bound is held over the loop, or what is asked of single keys."""
+        asked = () if self.rest is None else self.rest.lines
+        return (
+            self.low is not None or self.exchanged != () or any("kv_idx" in line for line in asked)
+        )
+
+    @property
+    def exchanged_lines(self) -> tuple[str, ...]:
+        """Statements of what is exchanged, on key_of_thread."""
+        return self.rest.early if self.rest is not None and self.exchanged else ()
+
+    @property
+    def hoisted(self) -> tuple[str, ...]:
+        """What is computed before the loop over keys."""
+        return tuple(line for each in self.printed for line in each.hoisted)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Every statement, and the results."""
+        every = self.printed if self.under is None else (*self.printed, self.under)
+        return tuple(line for each in every for line in each.lines)
+
+
+def print_mask(captures: Captures, traits: Traits, keys: int) -> MaskPieces:
+    """A mask_mod in pieces, of which most tiles need one alone; keys: of a tile."""
+    traits = replace(traits, dialect=HOPPER)
+    form = mask_form(captures.mod.expr, INDEX_RANGES)
+    span = form.span
+
+    def piece(name: str, expr: Expr | None, view: View) -> Printed | None:
+        if expr is None:
+            return None
+        return print_mod(captures, traits, replace(view, prefix=name), expr)
+
+    column = View(dtype="int32")
+    first = View(q_idx="row_start", by_row=False, dtype="int32")
+    last = replace(first, q_idx="(row_start + ROWS - 1)")
+    once = span.rest is not None and asked_once(span.rest, (CONSUMER_ROWS, keys))
+    pieces = MaskPieces(
+        piece("mask", span.rest, replace(first, kv_idx="start_n", dtype="") if once else View()),
+        piece("low", span.low, column),
+        piece("high", span.high, column),
+        piece("last_low", span.low, last),
+        piece("first_high", span.high, first),
+    )
+    if span.is_prefix:
+        of_run = replace(first, q_idx="first_row", by_key=False)
+        pieces = replace(pieces, under=piece("under", span.high, of_run))
+    if once or not form.rest_loads_keys_alone:
+        return pieces
+    by_thread = piece("mask", span.rest, View(kv_idx="key_of_thread"))
+    later = piece("mask", span.rest, View(early=_BY_KEY))
+    assert by_thread is not None and later is not None
+    read = "\n".join((*later.body, later.result))
+    made = dict.fromkeys(line.split(" = ")[0] for line in by_thread.early)
+    names = tuple(name for name in made if f"{name}{_BY_KEY}" in read)
+    return replace(pieces, rest=replace(later, early=by_thread.early), exchanged=names)
+
+
+def print_consumer_score(structure: Structure, traits: Traits, lazy_rescale: bool) -> PrintedScore:
+    """The score_mod of a structure that has one, each consumer's rows for themselves.
+
+    lazy_rescale: the softmax is the one that does what it can of it by itself.
+    """
+    traits = replace(traits, dialect=HOPPER)
+    found = triton_score(structure, traits, even_columns=True, fuses=lazy_rescale, exchanges=True)
+    return replace(found, limits=None)
+
 
 _TEMPLATE = "hopper/prefill.py.jinja"
 # By its module: see kernels/ptx/stages.py.

@@ -14,16 +14,20 @@ from flexattn.kernels.base.config import turned
 from flexattn.kernels.base.estimate import L2_BYTES, best_first
 from flexattn.kernels.base.features import loads_by_key, loads_early, loads_tiles
 from flexattn.kernels.hopper.config import (
+    BOX,
     BOXED_REGISTERS,
     CONSUMER_REGISTERS,
     CONSUMER_ROWS,
+    WIDEST,
     HopperOrder,
     HopperPrefillConfig,
     TileScheduler,
+    fit_to_mask,
+    shares_keys,
+    whole_boxes,
 )
 from flexattn.kernels.hopper.cost import expected
 from flexattn.kernels.hopper.limits import LIMITS, QK_DIMS, V_DIMS
-from flexattn.kernels.hopper.tiles import BOX, WIDEST, fit_to_mask, shares_keys, whole_boxes
 from flexattn.kernels.ptx.assembler import assemblers, preferred
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Problem, Structure

@@ -1,35 +1,216 @@
-"""Hopper's backward as a family: a warp-specialised template in Gluon."""
+"""Hopper's backward as a family: its configs to start from, what is searched, its launches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import skips_vanished
-from flexattn.kernels.base.config import Geometry, Language, words
+from flexattn.kernels.base.config import Geometry, Language, turned, words
 from flexattn.kernels.base.family import Around, Effort, KernelFamily
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.hopper_backward import space
-from flexattn.kernels.hopper_backward.arguments import SUMS_OF_A_ROW, flags_of
-from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
+from flexattn.kernels.hopper_backward.config import (
+    HopperBackwardConfig,
+    at_sizes,
+    backward_grid,
+    columns,
+    sizes_of_launch,
+    trims_runs,
+)
 from flexattn.kernels.hopper_backward.limits import LIMITS
+from flexattn.kernels.hopper_backward.masks import band_and_rest, band_of, reads_diagonals
 from flexattn.kernels.hopper_backward.source import (
+    SUMS_OF_A_ROW,
+    flags_of,
     render,
     render_after,
     render_before,
     render_trim,
 )
-from flexattn.kernels.hopper_backward.tiles import (
-    at_sizes,
-    backward_grid,
-    sizes_of_launch,
-    trims_runs,
-)
+from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.problem import Kind, Problem, Structure
+
+_TALL = HopperBackwardConfig(128, 128, 2)
+_WIDE = HopperBackwardConfig(64, 128, 2)
+_SPLIT = HopperBackwardConfig(64, 64, 2)
+# The most keys of a row whose weights, where all are alike, are no subnormal numbers of float16.
+_FP16_KEYS = 2**14
+
+
+def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
+    """Configs by preference, as measured on an H200 and an H100: tiles by their columns.
+
+    Addresses are computed in the loop where its registers would not hold them as well: beside
+    counters, beside a mask's comparisons but at 128 columns, where a mod takes registers, and
+    where weights are dropped (ptxas of Triton 3.6 then spills in the loop that draws).
+    Of 256 columns without a mask the form in turns was 2 % faster than the plain one (H100).
+    Up to 128 columns the copy engine adds dQ, dS has two tiles, and lse is read early, as far as
+    registers go: see _by_copy_engine for the rest.
+    Above 128 columns by_product goes first, but with a score_mod, whose arithmetic would be one
+    warpgroup's alone, and in float16 where a row has so many keys that its weights, which one
+    warpgroup hands to the other in 16 bits, lose some of theirs.
+    """
+    structure = problem.structure
+    width, plain = columns(structure), _few_registers(structure)
+    # Tall tiles have 64 registers of scores, and as many of their gradients.
+    tiles = {64: (_TALL, _WIDE) if plain else (_WIDE,), 128: (_WIDE,)}.get(width, (_SPLIT,))
+    for each in tiles:
+        config, masked = at_sizes(each, problem), structure.mask is not None
+        bare = plain and config.mha and config.even_n
+        remat = structure.dropout or not (bare and (width == 128 or not masked))
+        config = replace(config, remat=remat, pipelined="dk" if masked and each is _SPLIT else "")
+        if bare and each is _SPLIT and not masked:
+            config = replace(config, remat=True, pipelined="dk", ping_pong=True)
+        # Tall tiles, a score_mod and a mask that is no band leave no registers for all of lse.
+        # Where query heads are counted, the first two leave none for a second tile of dS either,
+        # nor does Triton 3.9's loop. With dropout four warps that draw may take eight registers of
+        # each of these threads.
+        tight = each is _TALL or structure.score is not None
+        tight_loop = not config.mha and (tight or waits_meet())
+        half = tight or tight_loop or not plain or structure.dropout
+        early = "half" if each is not _SPLIT and half else "all"
+        # Nor are there any beside what is read along diagonals, at 128 columns.
+        if reads_diagonals(structure) and width == 128:
+            early = ""
+        config = replace(config, early_lse=early)
+        if width <= 128:
+            stages, remat = (1, True) if tight_loop else (2, config.remat)
+            added = replace(config, dq_tma=True, ds_stages=stages, remat=remat)
+            yield _by_copy_engine(added, structure)
+        elif structure.score is None and not structure.dropout and _keeps_weights(problem):
+            yield _by_product(config)
+        yield config
+
+
+def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> HopperBackwardConfig:
+    """What is taken beside dq_tma, as measured on an H200; nothing with diagonals.
+
+    Where a block walks most rows of a head, without a mask and with a causal one, each warpgroup
+    hands on its half of dQ by itself. At 64 columns persistent blocks are faster than that: 0.92
+    to 0.98 of its time, without a mask with V in registers. At 128 columns half of V in
+    registers, half of lse read early and dS stored first take 0.96 of the time, and blocks of a
+    head that begin at different rows 0.98. Beside a score_mod dS stored first spills nothing:
+    0.77 (soft-capping) and 0.96 (ALiBi).
+    Where a mask joins few rows to each key, as documents and windows do, blocks are persistent,
+    more heads start side by side, and ends of runs that are blocks are trimmed: 0.88 (documents)
+    and 0.95 (a window) of the time, and with dS stored first as well 0.65 to 0.96 beside a
+    score_mod. At 128 columns half of V in registers takes 0.97 beside a window, and 0.98 beside
+    documents of which each row sees the past; beside other masks it may spill.
+    With dropout tiles of 64 x 128 store dS first, and then have registers for lse. Tall ones have
+    none, nor has Triton 3.9's loop.
+    """
+    if reads_diagonals(structure):
+        return config
+    if structure.dropout:
+        if config.BLOCK_M == 128 or waits_meet():
+            return config
+        # Beside a list of blocks or a score_mod there are registers for the order alone.
+        bare = structure.score is None and (structure.sparsity is None or structure.sparsity.runs)
+        early = "all" if bare and config.mha else "half"
+        halves = bare and _walks_far(structure)
+        return replace(config, ds_first=True, dq_halves=halves, early_lse=early)
+    sparsity = structure.sparsity
+    plain, dense = _few_registers(structure), sparsity is None
+    tall, wide = config.BLOCK_M == 128, columns(structure) == 128
+    # Triton 3.9's loops leave no registers for V.
+    held = plain and not waits_meet()
+    if _walks_far(structure):
+        if tall and config.mha:
+            return replace(config, persistent=True, ds_first=True, dp_rs=held and dense)
+        # Beside lists of single blocks there are no registers for it either.
+        if held and wide and (sparsity is None or sparsity.runs):
+            config = replace(config, dp_rs=True, early_lse="half", shift_rows=dense)
+        # Without mods and V in registers the other order is faster.
+        first = tall or config.dp_rs or not (plain and dense)
+        return replace(config, dq_halves=True, ds_first=first)
+    if sparsity is None or not sparsity.runs or structure.mask is None:
+        return config
+    band, rest = band_and_rest(structure.mask.mod.expr)
+    trimmed = rest is not None
+    walks = replace(config, waves=4, ds_first=True, persistent=config.mha, trimmed=trimmed)
+    beside = structure.score is None and band is not None and not waits_meet()
+    return replace(walks, dp_rs=beside and wide and config.mha)
+
+
+def axes(problem: Problem, every: bool) -> Iterator[HopperBackwardConfig]:
+    """What a search may try; every: all settings of the knobs on all tiles."""
+    if every:
+        for rows, keys, stages, ds in product((64, 128), (64, 128), (1, 2, 3), (1, 2)):
+            config = at_sizes(HopperBackwardConfig(rows, keys, stages, ds_stages=ds), problem)
+            for each in turned(config, problem.structure):
+                yield at_sizes(each, problem)
+        return
+    tiles = {64: (_TALL, _WIDE), 128: (_WIDE,)}.get(columns(problem.structure), (_SPLIT,))
+    for tile, stages in product(tiles, (2, 3)):
+        config = at_sizes(replace(tile, num_stages=stages), problem)
+        yield from _forms(config, problem.structure)
+
+
+def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[HopperBackwardConfig]:
+    """The pipelines with what leaves registers for them, each with the rest turned or not."""
+    pipelines = [
+        config,
+        replace(config, remat=True),
+        replace(config, pipelined="dk"),
+        replace(config, pipelined="dk", remat=True),
+    ]
+    if columns(structure) <= 128:
+        added = replace(config, dq_tma=True, ds_stages=2)
+        halves = replace(added, dq_halves=True)
+        pipelines += [added, halves, replace(halves, ds_first=True)]
+        stays = replace(added, persistent=True)
+        pipelines += [stays, replace(stays, ds_first=True)]
+        pipelines.append(replace(stays, ds_first=True, dp_rs=config.BLOCK_N == 128))
+        if columns(structure) == 128:
+            # Beside 64 columns of V there are seldom registers for all of lse.
+            held = replace(added, ds_first=True, dp_rs=True)
+            pipelines += [held, replace(held, early_lse="half"), replace(held, dq_halves=True)]
+    early = "half" if config.BLOCK_M == 128 else "all"
+    pipelines += [replace(each, early_lse=early) for each in pipelines]
+    dense = structure.sparsity is None
+    forms = [replace(each, ping_pong=x) for each, x in product(pipelines, (False, True))]
+    if config.split and not (structure.dropout or structure.grads):
+        forms.append(_by_product(config))
+    for each in forms:
+        yield each
+        if dense:
+            yield replace(each, shift_rows=True)
+        # Where a block walks few rows, its ends and the last wave count.
+        if structure.sparsity is not None and not _walks_far(structure):
+            yield replace(each, waves=4)
+            if structure.sparsity.runs:
+                yield replace(each, waves=4, trimmed=True)
+                yield replace(each, waves=16, trimmed=True)
+
+
+def _by_product(config: HopperBackwardConfig) -> HopperBackwardConfig:
+    return replace(
+        config, by_product=True, pipelined="", ping_pong=False, early_lse="", remat=True
+    )
+
+
+def _keeps_weights(problem: Problem) -> bool:
+    return problem.structure.dtype != "float16" or problem.kv_len <= _FP16_KEYS
+
+
+def _walks_far(structure: Structure) -> bool:
+    """Whether a block walks most rows of a head: without a mask, or with a causal one."""
+    if structure.mask is None:
+        return True
+    band = band_of(structure.mask.mod.expr)
+    return band is not None and None in (band.low, band.high)
+
+
+def _few_registers(structure: Structure) -> bool:
+    """Whether mods take none: no score_mod, and no mask_mod but a band."""
+    mask = structure.mask
+    return structure.score is None and (mask is None or band_of(mask.mod.expr) is not None)
+
 
 _API = "experimental/gluon/language/nvidia/hopper"
 
@@ -50,12 +231,12 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         return self.offered(device) and not 64 < _widest(structure) < 96
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[HopperBackwardConfig]:
-        return space.defaults(problem)
+        return defaults(problem)
 
     def axes(
         self, problem: Problem, device: Device, effort: Effort
     ) -> Iterator[HopperBackwardConfig]:
-        return space.axes(problem, effort == "exhaustive")
+        return axes(problem, effort == "exhaustive")
 
     def options_of(self, config: HopperBackwardConfig) -> dict[str, int | bool | str]:
         return {"BACKEND": "GLUON"}

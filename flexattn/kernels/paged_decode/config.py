@@ -1,4 +1,4 @@
-"""What a serving kernel's code depends on, and the numbers of it that may vary."""
+"""ServingConfig: one variant of a serving template, its memory, and how its parts are merged."""
 
 from __future__ import annotations
 
@@ -193,3 +193,120 @@ def serving_shared_memory(config: ServingConfig, form: ServingForm) -> int:
     if SERVING_ITEMSIZE[form.kv_dtype] == 1:
         tiles += 2 * config.BLOCK_N * width
     return tiles + config.BLOCK_M * padded(form.head_dim_qk) * SERVING_ITEMSIZE[form.dtype]
+
+
+def workspace(
+    form: ServingForm, config: ServingConfig, device: Device, part_slots: int = 0
+) -> int:
+    """Floats of the workspace: programs x 2 x BLOCK_M x (head_dim_v + 1), or half of them.
+
+    A program's range of tiles begins inside at most one work tile and ends inside at most one
+    other: two partial results, each of BLOCK_M rows of outputs and a log-sum-exp. Of a tile that
+    ends in its range it keeps its own where it awaits those of the others. Batch-invariant ones
+    have two and part_slots for its splits, of the rows that a work tile has.
+    """
+    if form.split_keys:
+        rows = min(config.BLOCK_M, form.rows or config.BLOCK_M)
+        return config.programs(device) * (2 + part_slots) * rows * (form.head_dim_v + 1)
+    return config.programs(device) * config.left * config.BLOCK_M * (form.head_dim_v + 1)
+
+
+# Of 8k keys and 8 KV heads 128 splits, one for each SM of a Hopper GPU; of short splits the parts
+# are as many bytes as the keys, and of long ones few programs have any.
+SPLIT_KEYS = 512
+_WARPS = 4
+
+
+def invariant_config(form: ServingForm) -> ServingConfig:
+    """The config of a batch-invariant form; all but its rows and programs decides bits.
+
+    Each warp has 16 keys of a tile, so that K, V and outputs of 16 rows fit its registers; of
+    64 columns of 16 bits 32, for as many bytes under way, and of 256 columns 8, and 8 rows.
+    """
+    narrow = (
+        SERVING_ITEMSIZE[form.kv_dtype] * form.head_dim_v == 128
+        and SERVING_ITEMSIZE[form.kv_dtype] > 1
+    )
+    height = SHORT_ROWS // form.chunks
+    short = 0 < form.rows <= height
+    keys, per_sm = (32, 3 if short else 2) if narrow else (16 // form.chunks, 2)
+    height = height if short else 2 * height
+    return ServingConfig(height, keys * _WARPS, _WARPS, 1, per_sm, 1, "await", "heads")
+
+
+def part_slots(
+    form: ServingForm, config: ServingConfig, device: Device, row_tiles: int, kv_len: int
+) -> int:
+    """Splits that a program may leave apart: of a work tile that holds all of its range.
+
+    row_tiles: of all requests of the largest batch. 0 of a form that is not batch-invariant.
+    """
+    if not form.split_keys:
+        return 0
+    splits = -(-kv_len // form.split_keys)
+    programs = config.programs(device) // form.kv_heads
+    return min(splits, max(config.least, -(-row_tiles * splits // max(1, programs))))
+
+
+# A part's columns that one program merges at least.
+LEAST_COLUMNS = 128
+# Programs of a launch for each SM at most. Where nobody left parts they end at once, and each wave
+# of them is a wait for lengths.
+_PROGRAMS_AN_SM = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MergeShape:
+    """rows, columns: of a work tile that a program merges; parts: that it holds at a time.
+
+    row_parts, column_parts: programs of a work tile. work_tiles: of the largest batch, each with
+    programs of its own; 0 where each program that attends has them, for the work tile that it ends
+    in: there may be more work tiles than programs. turns: how often a program merges rows.
+    rehearsed: it goes through a turn that merges nothing before it waits for parts.
+    """
+
+    rows: int
+    columns: int
+    parts: int
+    row_parts: int
+    column_parts: int
+    work_tiles: int = 0
+    turns: int = 1
+    rehearsed: bool = False
+
+    def grid(self, programs: int) -> int:
+        """Programs of the launch, where so many attend."""
+        return (self.work_tiles or programs) * self.row_parts * self.column_parts
+
+
+def merge_shape(form: ServingForm, config: ServingConfig, device: Device) -> MergeShape:
+    """At most MERGED values of rows and parts a warp; few work tiles are cut small for all SMs."""
+    width = 1 << (padded(form.head_dim_v) - 1).bit_length()
+    held = MERGED * (COMBINE_WARPS if config.merges_apart else config.num_warps)
+    if config.warp_specialized:
+        held //= 2  # it begins with the registers that two warpgroups leave
+    filled = min(config.BLOCK_M, form.rows or config.BLOCK_M)
+    rows = min(filled, max(1, held // (4 * width)))
+    work_tiles = form.requests * -(-form.rows // config.BLOCK_M) * form.kv_heads
+    if not config.dependent or form.ragged or work_tiles > config.programs(device):
+        parts = max(1, min(32, held // (rows * width)))
+        return MergeShape(rows, width, parts, config.BLOCK_M // rows, 1)
+    columns, least = width, LEAST_COLUMNS // (2 if config.swap_ab else 1)
+    if form.head_dim_v != width:
+        least = width  # tiles of two sizes have no equal parts
+    while work_tiles * (filled // rows) * (width // columns) < device.num_sms:
+        if rows > 1:
+            rows //= 2
+        elif columns > least:
+            columns //= 2
+        else:
+            break
+    if config.swap_ab and columns > least:
+        held //= 2  # weights take registers where threads have whole rows
+    parts = min(128 if config.swap_ab else 64, held // (rows * columns))
+    row_parts, column_parts, turns = -(-filled // rows), width // columns, 1
+    most = _PROGRAMS_AN_SM * device.num_sms
+    while row_parts > 1 and work_tiles * row_parts * column_parts > most:
+        row_parts, turns = -(-row_parts // 2), 2 * turns
+    rehearsed = config.swap_ab and turns == 1
+    return MergeShape(rows, columns, parts, row_parts, column_parts, work_tiles, turns, rehearsed)

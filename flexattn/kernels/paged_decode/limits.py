@@ -9,19 +9,21 @@ from typing import Any, get_args
 from flexattn.device import Device
 from flexattn.kernels.base.config import padded
 from flexattn.kernels.base.limits import Limits, Rule, is_power_of_two
-from flexattn.kernels.paged_decode.config import Combine, ServingConfig, serving_shared_memory
-from flexattn.kernels.paged_decode.invariant import invariant_config
-from flexattn.kernels.paged_decode.mla import (
+from flexattn.kernels.paged_decode.config import (
+    Combine,
+    ServingConfig,
+    invariant_config,
+    serving_shared_memory,
+)
+from flexattn.kernels.paged_decode.engines import (
     LATENT,
     LEAST_PAGE,
     MOST_STAGES,
     ROPE,
+    SPECIALIZED_STAGES,
     TMA_KEYS,
     TMA_ROWS,
-)
-from flexattn.kernels.paged_decode.warp_specialized import (
-    SPECIALIZED_STAGES,
-    specialized_registers,
+    first_registers,
 )
 from flexattn.problem.serving import SERVING_ITEMSIZE, ServingForm
 
@@ -348,7 +350,7 @@ def _mla_tile(c: ConfigCase) -> bool:
     return config.BLOCK_N == TMA_KEYS and 2 <= config.num_stages <= most
 
 
-# Keys are values too, and a warp loads them: mla.py.jinja and mla_swap_ab.py.jinja.
+# Keys are values too, and a warp loads them: py.jinja and mla_swap_ab.py.jinja.
 MLA_LIMITS: Limits[ConfigCase] = Limits(
     ConfigCase,
     shape=(),
@@ -378,7 +380,7 @@ MLA_LIMITS: Limits[ConfigCase] = Limits(
     ),
 )
 
-# A warp loads keys and values: warp_specialized.py.jinja.
+# A warp loads keys and values: py.jinja.
 SPECIALIZED_LIMITS: Limits[ConfigCase] = Limits(
     ConfigCase,
     shape=(),
@@ -424,7 +426,7 @@ SPECIALIZED_LIMITS: Limits[ConfigCase] = Limits(
             "{c.config.per_sm} programs of {c.threads} threads are more than an SM's registers "
             "hold",
             lambda c: (
-                c.config.per_sm * c.threads * specialized_registers(c.form, c.config)
+                c.config.per_sm * c.threads * first_registers(c.form, c.config)
                 <= c.device.registers
             ),
         ),

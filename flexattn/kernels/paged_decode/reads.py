@@ -1,4 +1,4 @@
-"""How a serving kernel reads the tensors that its mods capture."""
+"""What a serving kernel reads beside Q, K and V: lengths, scales, and what its mods capture."""
 
 from __future__ import annotations
 
@@ -6,11 +6,84 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from flexattn.device import Device
+from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.paged_decode.config import LINE
 from flexattn.kernels.printers.mask_printer import MaskParts
 from flexattn.kernels.printers.spelling import buffer_names, itemsize, triton_type
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Captures
+from flexattn.problem.serving import ServingForm
+
+
+def request_sizes(
+    form: ServingForm, device: Device, num_warps: int, by_request: bool = False
+) -> dict[str, int]:
+    """Elements of a vector of requests, and of the one that is loaded where that is longer.
+
+    Triton gives threads that a short vector leaves over copies of its elements, each of which is
+    loaded at a time of its own. So no two threads have the same element of what is loaded. What
+    fits in one warp is then copied to all, which need no other warp from there on.
+
+    by_request: warps go their own ways, and load for themselves.
+    """
+    # The interpreter has no threads. As if it had 8, few requests are copied and many are not.
+    threads = 8 if device.backend == "interpreter" else num_warps * device.warp_size
+    if by_request or form.requests >= threads:
+        return {"REQUESTS": form.requests}
+    if form.requests > device.warp_size:
+        return {"REQUESTS": threads}
+    return {"REQUESTS": form.requests, "LOADERS": threads}
+
+
+def located(form: ServingForm) -> tuple[tuple[str, str], ...]:
+    """What is known of a work tile's request, and the vectors of all requests that it is from."""
+    found = [("b", "requests"), ("ends_at", "ends"), ("kv_len", "kv_lens")]
+    if form.ragged:
+        found += [("row", "rows_at"), ("q_len", "q_lens")]
+    if form.offset:
+        found.append(("first_key", "first_keys"))
+    return tuple(found)
+
+
+# A row's weights reach to twice ROOM: below 65504, and far above the smallest float16 numbers.
+ROOM = 2.0**14
+# Weights are in units of at least so much: its inverse times ROOM is a float32 number.
+LEAST_WEIGHT = 2.0**-110
+
+
+def scale_arguments(form: ServingForm) -> list[Argument]:
+    """Both tensors of scales, and the steps between pages (or requests), tokens and heads."""
+    if not form.scales:
+        return []
+    axes = "p" + "n" * by_token(form) + "h" * by_head(form)
+    tensors = [Argument(name, "*fp32", 4) for name in ("K_SCALE", "V_SCALE")]
+    return tensors + [Argument(f"stride_s{axis}", "u32") for axis in axes]
+
+
+def scale_context(form: ServingForm) -> dict[str, object]:
+    """What templates know of them."""
+    return {
+        "scales": form.scales,
+        "scale_by_token": by_token(form),
+        "scale_by_head": by_head(form),
+    }
+
+
+def scale_constants(form: ServingForm) -> dict[str, float]:
+    """Constants of a kernel that has them."""
+    return {"ROOM": ROOM, "LEAST_WEIGHT": LEAST_WEIGHT} if form.scales else {}
+
+
+def by_token(form: ServingForm) -> bool:
+    """Whether the tokens of a page have scales of their own."""
+    return form.scales in ("token", "token_head")
+
+
+def by_head(form: ServingForm) -> bool:
+    """Whether heads have scales of their own."""
+    return form.scales in ("page_head", "token_head")
+
 
 # At most so many lines of memory are asked for along each dimension of a captured tensor.
 AHEAD = 16

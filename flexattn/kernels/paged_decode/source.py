@@ -9,19 +9,20 @@ from dataclasses import fields, replace
 from flexattn.device import Device
 from flexattn.kernels.base import source as rendering
 from flexattn.kernels.base.arguments import Argument, captured_arguments
-from flexattn.kernels.base.config import padded, pieces
+from flexattn.kernels.base.config import pieces
 from flexattn.kernels.base.source import BASE_2, Source
-from flexattn.kernels.paged_decode import mla, warp_specialized
-from flexattn.kernels.paged_decode.config import COMBINE_WARPS, LINE, ServingConfig
-from flexattn.kernels.paged_decode.layouts import WARPS_DIALECT, serving_layouts, warp_sizes
-from flexattn.kernels.paged_decode.located import located, request_sizes
-from flexattn.kernels.paged_decode.merge_shape import merge_shape
+from flexattn.kernels.paged_decode import engines
+from flexattn.kernels.paged_decode.config import COMBINE_WARPS, LINE, ServingConfig, merge_shape
 from flexattn.kernels.paged_decode.reads import (
+    located,
     predicated_loads,
     prefetched,
     reads_last_keys,
+    request_sizes,
+    scale_arguments,
+    scale_constants,
+    scale_context,
 )
-from flexattn.kernels.paged_decode.scales import scale_arguments, scale_constants, scale_context
 from flexattn.kernels.printers.mask_printer import (
     MaskParts,
     PrintedEdge,
@@ -63,7 +64,9 @@ def serving_arguments(form: ServingForm, described: bool = False) -> tuple[Argum
     wide = 16 if form.aligned else 1
     found = [Argument("Q", f"*{q}", wide)]
     for name in "K" if tied(form) else "KV":
-        found.append(mla.described(form, name) if described else Argument(name, f"*{kv}", wide))
+        found.append(
+            engines.described(form, name) if described else Argument(name, f"*{kv}", wide)
+        )
     found += [*_written(form), *_described(form)]
     if form.page:
         found.append(Argument("TABLE", "*i32", 4))
@@ -96,7 +99,7 @@ def _combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
 
 def render_serving(form: ServingForm, config: ServingConfig, device: Device, title: str) -> Source:
     """The kernel of a form with a config for a device; title goes into its header."""
-    dialect = WARPS_DIALECT if config.warp_private else mla.dialect(config)
+    dialect = engines.dialect(config)
     traits = _traits(form, device, dialect)
     score = None if form.score is None else whole_score(form.score, traits)
     mask = _printed(form.mask, form, traits)
@@ -112,7 +115,6 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     of_pages = form.page > 0 and config.BLOCK_N % form.page == 0
     context = {
         **_shared(form, config, device, used, dialect, config.num_warps),
-        **serving_layouts(form, config),
         "score": score,
         "mask": mask,
         "qk_pieces": qk,
@@ -128,7 +130,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "upcast": device.backend == "interpreter" and form.product_dtype == "bfloat16",
         "precision": "ieee" if form.dtype == "float32" else "",
         "tied": tied(form),
-        "widen": _EIGHT_BITS.get(form.kv_dtype, "") if not config.warp_private else "",
+        "widen": engines.EIGHT_BITS.get(form.kv_dtype, "") if not config.warp_private else "",
         "widen_by_hand": device.capability >= 89,
         "q_cast": f".to({product})" if eight and form.dtype != form.product_dtype else "",
         "paged": form.page > 0,
@@ -147,17 +149,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "prefetch": device.backend == "cuda",
         "prefetched": (*prefetched(form.score), *prefetched(form.mask)),
     }
-    if config.warp_private:
-        context |= {
-            "eight_bits": _EIGHT_BITS.get(form.kv_dtype, ""),
-            "numbers": "widened" if eight else "halves",
-            "kv_element": triton_type(form.kv_dtype),
-            "q_element": triton_type(form.dtype) if form.dtype != form.product_dtype else "",
-        }
-    if config.for_mla:
-        context |= mla.context(form, config)
-    elif config.warp_specialized:
-        context |= warp_specialized.specialized_context(form, config)
+    context |= engines.context(form, config)
     header = [title, f"config: {describe_serving(config)}"]
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:
@@ -165,9 +157,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     found = serving_arguments(form, config.by_tma)
     if config.by_tma:
         # Of the first warpgroup's warps, which start the others.
-        most = mla.registers(config)
-        if config.warp_specialized:
-            most = warp_specialized.specialized_registers(form, config)
+        most = engines.first_registers(form, config)
         return rendering.make_source(
             f"paged_decode/{config.template}.py.jinja", device, header, context, found, 4, 1,
             "gluon", most,
@@ -207,7 +197,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
     )
     most = 128 if shape.rehearsed else 0  # two begin beside a program of the serving kernel
     if config.warp_specialized:
-        most = warp_specialized.merge_registers(form, config, device)
+        most = engines.merge_registers(form, config, device)
     title = f"serving combine {form.dtype} D={form.head_dim_v} for {device.arch}"
     return rendering.make_source(
         "paged_decode/combine.py.jinja",
@@ -221,35 +211,11 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
     )
 
 
-def render_merge_states(dtype: str, head_dim: int, device: Device) -> Source:
-    """The kernel that merges two states of outputs [rows, head_dim] in a dtype."""
-    context: dict[str, object] = {
-        "v_pieces": rendering.named_pieces("v", head_dim),
-        "constants": (("ROWS", merge_rows(head_dim)), ("HEAD_DIM_V", head_dim), *BASE_2),
-        "element": triton_type(dtype),
-    }
-    values = [Argument(name, f"*{signature_type(dtype)}", 16) for name in ("A", "B", "OUT")]
-    a, b, out = values
-    lses = [Argument(name, "*fp32", 4) for name in ("LSE_A", "LSE_B", "LSE")]
-    found = (a, lses[0], b, lses[1], out, lses[2], Argument("num_rows", "i64"))
-    title = f"merge of two states {dtype} D={head_dim} for {device.arch}"
-    return rendering.make_source(
-        "paged_decode/merge_states.py.jinja", device, [title], context, found, 4, 1
-    )
-
-
-def merge_rows(head_dim: int) -> int:
-    """Rows that one program of that kernel takes."""
-    return 1 << (max(1, 2048 // padded(head_dim)).bit_length() - 1)
-
-
 def describe_serving(config: ServingConfig) -> str:
     """Names and numbers in one line."""
     return " ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
 
 
-# As PTX names them.
-_EIGHT_BITS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _CONTIGUOUS = {"q_contiguous": True, "k_contiguous": True, "v_contiguous": True}
 
 
@@ -316,14 +282,7 @@ def _shared(
         "Q_LINES": -(-form.head_dim_qk * SERVING_ITEMSIZE[form.dtype] // LINE),
         "Q_LINE": LINE // SERVING_ITEMSIZE[form.dtype],
     }
-
-    if config.warp_private:
-        settings |= warp_sizes(form, config, device)
-    elif config.for_mla:
-        settings |= mla.mla_sizes(form, config)
-    elif config.warp_specialized:
-        settings |= warp_specialized.specialized_sizes(form, config)
-    settings |= scale_constants(form)
+    settings |= engines.sizes(form, config, device) | scale_constants(form)
     if form.split_keys:
         settings |= {
             "SPLIT_KEYS": form.split_keys,

@@ -9,7 +9,7 @@ import torch
 
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.block_mask.source import print_bounds
-from flexattn.kernels.hopper.printer import print_mask
+from flexattn.kernels.hopper.source import print_mask
 from flexattn.kernels.printers.gradient_printer import OVER_KEYS, print_gradient
 from flexattn.kernels.printers.mask_printer import mask_parts, print_edges
 from flexattn.kernels.printers.torch_printer import to_torch

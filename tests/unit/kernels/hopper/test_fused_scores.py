@@ -12,8 +12,7 @@ from flexattn.device import named
 from flexattn.kernels.base.source import traits_of
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.hopper import space as gluon
-from flexattn.kernels.hopper.printer import print_consumer_score
-from flexattn.kernels.hopper.source import COEFFICIENTS, LIMIT, float_bits
+from flexattn.kernels.hopper.source import COEFFICIENTS, LIMIT, float_bits, print_consumer_score
 from tests.families import render
 from tests.problems import problem
 

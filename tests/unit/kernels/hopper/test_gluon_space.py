@@ -12,10 +12,10 @@ from flexattn.errors import ConfigError
 from flexattn.kernels.base.features import skips_far
 from flexattn.kernels.choose.defaults import default, reasons, space, survey
 from flexattn.kernels.hopper import space as gluon
-from flexattn.kernels.hopper.arguments import arguments
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConfig
 from flexattn.kernels.hopper.family import PREFILL as HOPPER
 from flexattn.kernels.hopper.limits import case_of
+from flexattn.kernels.hopper.source import arguments
 from flexattn.problem import Layout
 from tests.families import (
     fit_to_mask,

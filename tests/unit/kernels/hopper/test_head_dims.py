@@ -9,8 +9,7 @@ from flexattn.device import named
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.defaults import default, reasons, space
 from flexattn.kernels.hopper import space as gluon
-from flexattn.kernels.hopper.config import HopperPrefillConfig
-from flexattn.kernels.hopper.tiles import tiles_of
+from flexattn.kernels.hopper.config import HopperPrefillConfig, tiles_of
 from tests.families import gluon_refused, render
 from tests.problems import problem
 

@@ -14,9 +14,8 @@ from flexattn.device import named
 from flexattn.frontend.gradients import AskedGradients, _problem
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.choose.registry import family_of
-from flexattn.kernels.hopper_backward.arguments import flags_of
-from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
-from flexattn.kernels.hopper_backward.tiles import at_sizes
+from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, at_sizes, columns
+from flexattn.kernels.hopper_backward.source import flags_of
 from flexattn.mods import bind as bound
 from flexattn.problem.inputs import Dropout
 from flexattn.reference import attention

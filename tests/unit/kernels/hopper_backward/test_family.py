@@ -15,7 +15,14 @@ from flexattn.frontend.gradients import _options
 from flexattn.kernels.choose.defaults import candidates, default, refused, space
 from flexattn.kernels.choose.options import parse
 from flexattn.kernels.choose.registry import family_of
-from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
+from flexattn.kernels.hopper_backward.config import (
+    HopperBackwardConfig,
+    at_sizes,
+    backward_grid,
+    columns,
+    sizes_of_launch,
+)
+from flexattn.kernels.hopper_backward.family import defaults
 from flexattn.kernels.hopper_backward.masks import (
     Band,
     band_and_rest,
@@ -23,8 +30,6 @@ from flexattn.kernels.hopper_backward.masks import (
     may_be_no_number,
 )
 from flexattn.kernels.hopper_backward.source import _TWO_BUFFERS as TWO_BUFFERS
-from flexattn.kernels.hopper_backward.space import defaults
-from flexattn.kernels.hopper_backward.tiles import at_sizes, backward_grid, sizes_of_launch
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
 from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.mods import bind

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flexattn.device import INTERPRETER, named
-from flexattn.kernels.paged_decode.located import located, request_sizes
+from flexattn.kernels.paged_decode.reads import located, request_sizes
 from flexattn.problem.serving import ServingForm
 
 FORM = ServingForm(

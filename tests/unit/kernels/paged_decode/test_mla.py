@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from flexattn.device import named
-from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.kernels.paged_decode.config import ServingConfig, merge_shape
 from flexattn.kernels.paged_decode.limits import serving_reasons
-from flexattn.kernels.paged_decode.merge_shape import merge_shape
 from tests.problems import served, serving_space
 
 H200 = named("nvidia-h200")

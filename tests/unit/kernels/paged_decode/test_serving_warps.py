@@ -8,7 +8,7 @@ import torch
 from flexattn.catalogue import causal
 from flexattn.device import KNOWN, named
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.kernels.paged_decode.layouts import serving_layouts
+from flexattn.kernels.paged_decode.engines import serving_layouts
 from flexattn.kernels.paged_decode.limits import serving_reasons
 from flexattn.kernels.paged_decode.source import render_serving
 from flexattn.mods import bind

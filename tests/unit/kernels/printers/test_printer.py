@@ -7,8 +7,8 @@ import torch
 
 from flexattn.catalogue import alibi, document, natten_2d, relative_bias, softcap
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.hopper.printer import HOPPER
-from flexattn.kernels.paged_decode.layouts import WARPS_DIALECT
+from flexattn.kernels.hopper.source import HOPPER
+from flexattn.kernels.paged_decode.engines import WARPS_DIALECT
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
 from flexattn.mods import bind
 from flexattn.problem import Captures

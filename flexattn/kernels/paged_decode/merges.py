@@ -1,4 +1,4 @@
-"""Render the last kernel of a cascade: the prefix's parts and own states become one state."""
+"""Kernels that merge attention states: two of a kind, a cascade's, and a tree's."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from flexattn.kernels.base import source as rendering
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.config import padded
 from flexattn.kernels.base.source import BASE_2, Source
-from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.kernels.paged_decode.space import workspace
+from flexattn.kernels.paged_decode.config import ServingConfig, workspace
 from flexattn.kernels.printers.spelling import signature_type, triton_type
 from flexattn.problem.serving import ServingForm
 
@@ -70,3 +69,51 @@ def render_join(form: ServingForm, config: ServingConfig, device: Device) -> Sou
         "paged_decode/join.py.jinja", device, [title], context, join_arguments(form), warps, 1,
         registers=registers,
     )  # fmt: skip
+
+
+def render_merge_states(dtype: str, head_dim: int, device: Device) -> Source:
+    """The kernel that merges two states of outputs [rows, head_dim] in a dtype."""
+    context: dict[str, object] = {
+        "v_pieces": rendering.named_pieces("v", head_dim),
+        "constants": (("ROWS", merge_rows(head_dim)), ("HEAD_DIM_V", head_dim), *BASE_2),
+        "element": triton_type(dtype),
+    }
+    values = [Argument(name, f"*{signature_type(dtype)}", 16) for name in ("A", "B", "OUT")]
+    a, b, out = values
+    lses = [Argument(name, "*fp32", 4) for name in ("LSE_A", "LSE_B", "LSE")]
+    found = (a, lses[0], b, lses[1], out, lses[2], Argument("num_rows", "i64"))
+    title = f"merge of two states {dtype} D={head_dim} for {device.arch}"
+    return rendering.make_source(
+        "paged_decode/merge_states.py.jinja", device, [title], context, found, 4, 1
+    )
+
+
+def merge_rows(head_dim: int) -> int:
+    """Rows that one program of that kernel takes."""
+    return 1 << (max(1, 2048 // padded(head_dim)).bit_length() - 1)
+
+
+def render_merge_tree(
+    dtype: str, heads: int, head_dim: int, levels: int, device: Device
+) -> Source:
+    """The kernel that merges up to `levels` shared states of a row with its own state."""
+    settings = {
+        "ROWS": merge_rows(head_dim),
+        "HEADS": heads,
+        "LEVELS": levels,
+        "HEAD_DIM_V": head_dim,
+    }
+    context: dict[str, object] = {
+        "v_pieces": rendering.named_pieces("v", head_dim),
+        "constants": (*settings.items(), *BASE_2),
+        "element": triton_type(dtype),
+        "levels": levels,
+    }
+    found = []
+    for out, lse in (("SHARED", "LSE_SHARED"), ("OWN", "LSE_OWN"), ("OUT", "LSE")):
+        found += [Argument(out, f"*{signature_type(dtype)}", 16), Argument(lse, "*fp32", 4)]
+    found += [Argument("SLOTS", "*i32", 4), Argument("num_rows", "i64")]
+    title = f"merge of a tree's states {dtype} D={head_dim} for {device.arch}"
+    return rendering.make_source(
+        "paged_decode/merge_tree.py.jinja", device, [title], context, tuple(found), 4, 1
+    )
