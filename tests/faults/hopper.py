@@ -25,16 +25,12 @@ HOPPER = (
     Fault(
         "Hopper: V arrives in the stage of the next K",
         PRODUCER,
-        "v_stage = stage\n"
-        "    stage, phase = advance(stage, phase)\n"
-        "{% endmacro %}\n"
-        "\n"
-        "{# Wait at every",
-        "stage, phase = advance(stage, phase)\n"
+        "    filled += 1\n"
         "    v_stage = stage\n"
-        "{% endmacro %}\n"
-        "\n"
-        "{# Wait at every",
+        "    stage, phase = advance(stage, phase)\n",
+        "    filled += 1\n"
+        "    stage, phase = advance(stage, phase)\n"
+        "    v_stage = stage\n",
         IN_WIDE + "::test_numbers[two stages-full-dims9]",
     ),
     Fault(
@@ -82,10 +78,10 @@ HOPPER = (
     Fault(
         "Hopper: K is released before it is read",
         CONSUMER,
-        "qk = warpgroup_mma_wait(1, deps=[qk])\n"
-        "consumer_release({{ shared.k_empty(k_parts - 1) }})",
-        "consumer_release({{ shared.k_empty(k_parts - 1) }})\n"
-        "qk = warpgroup_mma_wait(1, deps=[qk])",
+        "    qk = warpgroup_mma_wait(1, deps=[qk])\n"
+        "    consumer_release({{ shared.k_empty(k_parts - 1) }})",
+        "    consumer_release({{ shared.k_empty(k_parts - 1) }})\n"
+        "    qk = warpgroup_mma_wait(1, deps=[qk])",
         IN_WIDE + "::test_numbers[default-full-dims0]",
     ),
     Fault(

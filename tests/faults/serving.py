@@ -42,17 +42,8 @@ SERVING = (
     Fault(
         "a merge begins in the wrong slot",
         RESULTS,
-        "    part = part0 + tl.arange(0, MERGE_PARTS)\n"
-        "    # A work tile's first part ends its program's range, all others begin theirs.\n"
-        "    slot = 2 * (first_program + part) + (part == 0).to(tl.int32)\n"
-        "    at = (slot * BLOCK_M)[None, :, None] + lane[:, None, None]\n"
-        "    inside = (part < parts)[None, :, None] & kept_rows[:, None, None]\n"
-        "    m_part",
-        "    part = part0 + tl.arange(0, MERGE_PARTS)\n"
-        "    slot = 2 * (first_program + part)\n"
-        "    at = (slot * BLOCK_M)[None, :, None] + lane[:, None, None]\n"
-        "    inside = (part < parts)[None, :, None] & kept_rows[:, None, None]\n"
-        "    m_part",
+        "slot = 2 * (first_program + part) + (part == 0).to(tl.int32)",
+        "slot = 2 * (first_program + part)",
         IN_SERVING + "::test_pieces_of_any_size_merge[1-1-last]",
     ),
     Fault(
@@ -209,16 +200,12 @@ SERVING = (
     Fault(
         "parts of programs are merged with the first ones' weights",
         RESULTS,
-        "    l_m = l_m * rescale + tl.sum(weight, 1)\n"
-        "    m_m = m_next\n"
-        "    acc_m_{{ piece.name }} = acc_m_{{ piece.name }} * rescale + tl.sum(values_{{ "
-        "piece.name }} * weight, 1)  {? for piece in v_pieces ?}\n"
-        "m_rows",
-        "    l_m = l_m + tl.sum(weight, 1)\n"
-        "    m_m = m_next\n"
-        "    acc_m_{{ piece.name }} = acc_m_{{ piece.name }} + tl.sum(values_{{ piece.name "
-        "}} * weight, 1)  {? for piece in v_pieces ?}\n"
-        "m_rows",
+        "l_m = l_m * rescale + tl.sum(weight, 1)\n"
+        "m_m = m_next\n"
+        "acc_m_{{ piece.name }} = acc_m_{{ piece.name }} * rescale + tl",
+        "l_m = l_m + tl.sum(weight, 1)\n"
+        "m_m = m_next\n"
+        "acc_m_{{ piece.name }} = acc_m_{{ piece.name }} + tl",
         IN_SERVING + "::test_more_parts_than_a_program_holds_at_a_time[last]",
     ),
     Fault(
