@@ -25,12 +25,8 @@ HOPPER = (
     Fault(
         "Hopper: V arrives in the stage of the next K",
         PRODUCER,
-        "    filled += 1\n"
-        "    v_stage = stage\n"
-        "    stage, phase = advance(stage, phase)\n",
-        "    filled += 1\n"
-        "    stage, phase = advance(stage, phase)\n"
-        "    v_stage = stage\n",
+        "    filled += 1\n    v_stage = stage\n    stage, phase = advance(stage, phase)\n",
+        "    filled += 1\n    stage, phase = advance(stage, phase)\n    v_stage = stage\n",
         IN_WIDE + "::test_numbers[two stages-full-dims9]",
     ),
     Fault(
@@ -50,7 +46,7 @@ HOPPER = (
     Fault(
         "Hopper: the head of a packed group",
         PREFILL,
-        'return m_block, h{{ " * CONSUMERS" if pack_gqa }}, b',
+        'return m_block, h{{ " * CONSUMERS" if config.pack_gqa }}, b',
         "return m_block, h, b",
         IN_WIDE + "::test_numbers[packed-full-dims15]",
     ),
@@ -71,16 +67,16 @@ HOPPER = (
     Fault(
         "Hopper: lse in base 2",
         EPILOGUE,
-        '"(%s + gl.log2(l_safe))" % ("m_all" if sinks else "m_row")',
-        '"(%s + gl.log2(l_safe) * 1.01)" % ("m_all" if sinks else "m_row")',
+        '"(%s + gl.log2(l_safe))" % ("m_all" if structure.sinks else "m_row")',
+        '"(%s + gl.log2(l_safe) * 1.01)" % ("m_all" if structure.sinks else "m_row")',
         IN_WIDE + "::test_numbers[default-full-dims0]",
     ),
     Fault(
         "Hopper: K is released before it is read",
         CONSUMER,
         "    qk = warpgroup_mma_wait(1, deps=[qk])\n"
-        "    consumer_release({{ shared.k_empty(k_parts - 1) }})",
-        "    consumer_release({{ shared.k_empty(k_parts - 1) }})\n"
+        "    consumer_release({{ shared.k_empty(config.k_parts - 1) }})",
+        "    consumer_release({{ shared.k_empty(config.k_parts - 1) }})\n"
         "    qk = warpgroup_mma_wait(1, deps=[qk])",
         IN_WIDE + "::test_numbers[default-full-dims0]",
     ),

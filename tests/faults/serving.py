@@ -107,7 +107,7 @@ SERVING = (
     Fault(
         "K's scale of a tensor is applied to values",
         RESULTS,
-        '{{ "v_scale" if scaled else "1.0" }} / {{ tag }}_l',
+        '{{ "v_scale" if form.scaled else "1.0" }} / {{ tag }}_l',
         "1.0 / {{ tag }}_l",
         IN_SERVING + "::test_a_cache_of_eight_bits[torch.float8_e4m3fn-per_tensor]",
     ),

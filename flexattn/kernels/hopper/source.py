@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument, attention_arguments, descriptor
-from flexattn.kernels.base.config import describe, values
+from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.features import ALL_KEYS, asked_once, keys_aligned, skips_far
 from flexattn.kernels.base.source import (
     BASE_2,
@@ -330,9 +330,12 @@ def render(
     chunks = _chunks(tiles, config)
     context = {
         **mods,
-        **values(config),
+        "config": config,
+        "structure": structure,
+        "tiles": tiles,
+        "case": case,
         "hoisted": hoisted,
-        # Knobs that this structure or another knob rules out are off in the template.
+        # Knobs that this structure or another one may rule out.
         "lazy_rescale": lazy,
         "cross_tile_pipeline": pipelined,
         "ping_pong_softmax": config.ping_pong_softmax and not pipelined,
@@ -348,30 +351,20 @@ def render(
             sum(len(each.parts) for each in chunks if each.of_part > part)
             for part in range(config.k_parts)
         ],
-        "out_chunks": tiles.out_chunks,
-        "v_boxes": tiles.v_boxes,
         "unpadded": narrowed and unpadded_values.announcement(tiles.v_columns, tiles.v_width),
-        "sparse": sparsity is not None,
         "has_full": sparsity is not None and sparsity.has_full,
-        "persistent": persistent,
-        "separate_o_smem": separate_o_smem,
-        "q_stages": q_stages,
         "q_released_early": persistent and separate_o_smem and not pipelined,
         "barrier_threads": 128 * config.consumers + 32,
-        "merge_consumers": config.merges,
         "warp_scheduler_barrier": q_empty - config.consumers,
         "skip_sync_mark": merge_consumers.ALONE,
         "announcement": merge_consumers.announcement(config.consumers, config.consumer_regs),
         "work_tile_in_smem": work_tile_in_smem,
         "exchange_width": exchange_width,
-        "block_keys": config.BLOCK_N,
         "sizes": [2 << i for i in range((config.BLOCK_N // 8).bit_length() - 1)],
         "listed": sparsity is not None and not runs,
         "runs": runs,
         "decay_skip": decay_skip,
-        "dropout": structure.dropout,
         "keys_aligned": keys_aligned(structure, config.BLOCK_N),
-        "producer_regs": config.producer_regs,
         "fused": fused,
         # A mask comes after what is added to scores: NaN or inf there would outlive its -inf.
         "exponents_early": fused != "" or wide,
@@ -387,12 +380,7 @@ def render(
         "rescaled": min(MOST_RESCALED, CONSUMER_ROWS * tiles.v_width // _THREADS),
         "half": half,
         "fold_scale": fold_scale,
-        "itemsize": structure.itemsize,
         "v_itemsize": ITEMSIZE[structure.out_dtype],
-        "fp8": structure.fp8,
-        "lse": structure.lse,
-        "max_scores": structure.max_scores,
-        "sinks": structure.sinks != "",
         "far": structure.far or structure.sinks != "",
         "consumer_arguments": consumer_arguments(found, work_tile_in_smem, structure.fp8),
         "producer_arguments": producer_arguments(

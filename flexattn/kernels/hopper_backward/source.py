@@ -212,8 +212,9 @@ def render(
         "constants": (*_settings(structure, config).items(), *BASE_2),
         "mod_arguments": [each.name for each in mod_arguments(structure, config)],
         "list_arguments": [each.name for each in list_arguments(structure, config)],
+        "config": config,
+        "structure": structure,
         "score": score,
-        "far": structure.far,
         "stray": structure.score is not None and may_be_no_number(structure.score.mod.expr),
         "diagonals": reads_diagonals(structure),
         "mask": mask,
@@ -223,37 +224,24 @@ def render(
         "masked_lse": rest is None or not (structure.score or structure.dropout),
         "hoisted": [line for each in used for line in each.hoisted],
         "indexed": bool(used),
-        "sparse": sparsity is not None,
         "runs": walks_runs(structure, config),
         "trimmed": trims_runs(structure, config),
         "decay_skip": skips_vanished(structure, config),
         "has_full": sparsity is not None and sparsity.has_full,
-        "num_stages": config.num_stages,
-        "pipelined": config.pipelined,
-        "ping_pong": config.ping_pong,
         "waits_meet": waits_meet(),
         "dp_rs": config.dp_rs and config.BLOCK_N == 128,
         "v_half": config.dp_rs and config.BLOCK_N == 128 and columns(structure) == 128,
         "shift_rows": config.shift_rows and sparsity is None and not config.deterministic,
-        **_flagged(config),
-        "ds_stages": config.ds_stages,
+        "flags": flags_of(config),
         "announcement": ANNOUNCED,
         "warp_numbers": WARP_NUMBERS_FORM if WARP_NUMBERS in stages.passes else "",
-        "deterministic": config.deterministic,
-        "persistent": config.persistent,
         "adding_warps": _adding_warps(config),
-        "dropout": structure.dropout,
         "drawing_warps": _drawing_warps(config),
         "drawn_apart": config.BLOCK_M * config.BLOCK_N < 4096 * _drawing_warps(config),
         "beside_warps": [4] * config.by_product + _beside(structure, config),
         "beside_registers": [240] * config.by_product + [24] * len(_beside(structure, config)),
         "half": "bf16" if structure.dtype == "bfloat16" else "f16",
-        "ds_first": config.ds_first,
-        "early_lse": config.early_lse,
-        "remat": config.remat,
-        "even_n": config.even_n,
         "grouped": not config.mha,
-        "by_product": config.by_product,
         "found_ahead": config.persistent and config.mha and sparsity is not None,
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
@@ -291,11 +279,9 @@ def render_before(
         "constants": (*settings.items(), *BASE_2),
         "v_pieces": named_pieces("v", structure.head_dim_v),
         "through_lse": through_lse,
-        "far": structure.far,
-        "deterministic": config.deterministic,
-        "persistent": config.persistent,
-        **_flagged(config),
-        "dropout": structure.dropout,
+        "config": config,
+        "structure": structure,
+        "flags": flags_of(config),
     }
     template = "hopper_backward/before.py.jinja"
     found = before_arguments(structure, config, through_lse)
@@ -344,15 +330,11 @@ def render_after(structure: Structure, config: HopperBackwardConfig, device: Dev
         "constants": tuple(settings.items()),
         **_places(config, width),
         "used": _used(structure),
-        **_flagged(config),
+        "config": config,
+        "flags": flags_of(config),
     }
     template, found = "hopper_backward/after.py.jinja", after_arguments(structure, config)
     return make_source(template, device, [_title(structure)], context, found, 4, 1)
-
-
-def _flagged(config: HopperBackwardConfig) -> dict[str, object]:
-    """How dQ is added up, and the name of the tensor that says how far the sums of a tile are."""
-    return {"dq_tma": config.dq_tma, "halves": config.dq_halves, "flags": flags_of(config)}
 
 
 def _used(structure: Structure) -> int:
@@ -437,7 +419,6 @@ def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:
     """How the warps share the tiles."""
     rows = config.BLOCK_M
     shared: dict[str, object] = {
-        "split": config.split,
         "s_warps": [4, 2] if config.split else [8, 1],
         "s_columns": rows // 2 if config.split else rows,
         "dkv_columns": head_dim // 2 if config.split else head_dim,

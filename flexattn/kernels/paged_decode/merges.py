@@ -58,7 +58,7 @@ def render_join(form: ServingForm, config: ServingConfig, device: Device) -> Sou
         "v_pieces": rendering.named_pieces("v", form.head_dim_v),
         "constants": (*settings.items(), *BASE_2),
         "element": triton_type(form.dtype),
-        "scaled": form.scaled,
+        "form": form,
     }
     width = 1 << (padded(form.head_dim_v) - 1).bit_length()
     warps = max(1, _ROWS * width // _COLUMNS)

@@ -133,14 +133,12 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "widen": engines.EIGHT_BITS.get(form.kv_dtype, "") if not config.warp_private else "",
         "widen_by_hand": device.capability >= 89,
         "q_cast": f".to({product})" if eight and form.dtype != form.product_dtype else "",
-        "paged": form.page > 0,
         "page_of_tile": form.page > 0 and form.page % config.BLOCK_N == 0,
         "tile_of_pages": of_pages,
         "pages_in_tile": of_pages,
         "k_whole": of_pages and not tied(form),
         # Tall tiles have no registers for what the loop can compute again.
         "row_offsets_hoisted": config.BLOCK_M < 64 and (of_pages or not form.page),
-        "last": config.combine == "last",
         "launch_pdl": config.dependent and device.backend == "cuda",
         "late_sum": config.BLOCK_M <= 32,
         # A warp of its own reads in the layout of its scores, and has its next tile in registers.
@@ -295,9 +293,8 @@ def _shared(
     return {
         **rendering.mod_context([each.lines for each in used], device, dialect),
         "jit": "triton.jit",
-        "warp_private": config.warp_private,
-        "whole_shares": config.by_tma,
-        "split_keys": form.split_keys,
+        "config": config,
+        "form": form,
         # What a batch's work is counted in.
         "unit": "SPLIT_KEYS" if form.split_keys else "BLOCK_N",
         "one_work_tile": config.warp_private and 0 < form.rows <= config.BLOCK_M,
@@ -319,14 +316,7 @@ def _shared(
         "span_arguments": ["b", "q_first", "q_last", "first_key", "kv_len", *captured],
         "span_values": span_values,
         "out_element": triton_type(form.dtype),
-        "lse": form.lse,
-        "sinks": form.sinks,
-        "far": form.far,
-        "scaled": form.scaled,
         **scale_context(form),
-        "ragged": form.ragged,
-        "offset": form.offset,
-        "prefix": form.prefix,
     }
 
 
