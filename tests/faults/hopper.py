@@ -5,7 +5,8 @@ from tests.faults.fault import Fault
 PREFILL = "templates/hopper/prefill.py.jinja"
 PRODUCER = "templates/hopper/producer.jinja"
 SCORES = "templates/hopper/scores.jinja"
-SHARED = "templates/hopper/shared.jinja"
+ROWS = "templates/hopper/rows.jinja"
+KEYS = "templates/hopper/keys.jinja"
 EPILOGUE = "templates/hopper/epilogue.jinja"
 CONSUMER = "templates/hopper/consumer.jinja"
 SCORES_PY = "templates/hopper_backward/scores.jinja"
@@ -38,14 +39,14 @@ HOPPER = (
     ),
     Fault(
         "Hopper: rows of the second consumer",
-        SHARED,
+        ROWS,
         '" + consumer * ROWS"',
         '" + consumer * 0"',
         IN_WIDE + "::test_numbers[default-full-dims0]",
     ),
     Fault(
         "Hopper: the head of a packed group",
-        PREFILL,
+        ROWS,
         'return m_block, h{{ " * CONSUMERS" if config.pack_gqa }}, b',
         "return m_block, h, b",
         IN_WIDE + "::test_numbers[packed-full-dims15]",
@@ -147,7 +148,7 @@ HOPPER = (
     ),
     Fault(
         "Hopper: a consumer's run begins where another's does",
-        SHARED,
+        KEYS,
         "before = gl.where(run_begin < run_end, end - run_end, {{ count }})",
         "before = 0",
         IN_WIDE + "::test_numbers[default-causal-dims1]",
