@@ -30,13 +30,14 @@ def templates_folder() -> Path:
     )
 
 
-_CLAUSE = re.compile(r"^(.*?) *\{\? (if|for) (.*?) \?\}$", re.MULTILINE)
+_CLAUSE = re.compile(r"^(.*?) *\{\? ((?:if|for) .*?) \?\}$", re.MULTILINE)
 
 
 class _Clauses(jinja2.ext.Extension):
     """Lines with a clause at their end, as in a comprehension.
 
-    `line  {? if c ?}` is there where c holds, and `line  {? for x in xs ?}` once for each x.
+    `line  {? if c ?}` is there where c holds, and `line  {? for x in xs ?}` once for each x;
+    several clauses nest, the first outermost.
     """
 
     def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
@@ -45,10 +46,12 @@ class _Clauses(jinja2.ext.Extension):
 
 
 def _block_of(found: re.Match[str]) -> str:
-    line, word, rest = found.groups()
+    line, clauses = found[1], re.split(r" (?=for )", found[2])
     # A macro's last line has its own end.
     end = "" if line.endswith("-}}") else "{{ '\\n' }}"
-    return f"{{% {word} {rest} %}}{line}{end}{{% end{word} %}}"
+    begins = "".join(f"{{% {each} %}}" for each in clauses)
+    ends = "".join(f"{{% end{each.split()[0]} %}}" for each in reversed(clauses))
+    return f"{begins}{line}{end}{ends}"
 
 
 @lru_cache(maxsize=1)

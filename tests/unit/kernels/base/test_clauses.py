@@ -11,14 +11,16 @@ def f(x):
     x += 1           {? if more ?}
     {{ sums(2) | block(4) }}  {? if more ?}
 {{ sums(1) -}}  {? if not more ?}
+    x += {{ i * j }}  {? if more for i in (1, 2) for j in (3, 5) if i + j != 5 ?}
     return x
 """
+SUMS = ("    x += 3", "    x += 5", "    x += 10")
 
 
 @pytest.mark.parametrize(
     ("more", "lines"),
     [
-        (True, ["def f(x):", "    x += 1", "    s0 = 0", "    s1 = 1", "    return x", ""]),
+        (True, ["def f(x):", "    x += 1", "    s0 = 0", "    s1 = 1", *SUMS, "    return x", ""]),
         (False, ["def f(x):", "s0 = 0", "    return x", ""]),
     ],
 )
