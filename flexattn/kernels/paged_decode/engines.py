@@ -110,7 +110,7 @@ WARPS_DIALECT = Dialect(
     key=TensorForm("[WARPS, KEYS_PER_WARP, 1]", "MMA"),
 )
 # 8-bit dtypes as PTX names them.
-EIGHT_BITS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+PTX_EIGHT_BITS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 # Vectors of parts that a thread awaits at a time.
 AWAITED = 16
 
@@ -193,7 +193,7 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
         "in_word": in_word,
         "k_side": k_side,
         "v_side": v_side,
-        "eight_bits": EIGHT_BITS.get(form.kv_dtype, ""),
+        "eight_bits": PTX_EIGHT_BITS.get(form.kv_dtype, ""),
         "numbers": "halves" if in_word == 2 else "widened",
         "kv_element": triton_type(form.kv_dtype),
         "q_element": triton_type(form.dtype) if form.dtype != form.product_dtype else "",

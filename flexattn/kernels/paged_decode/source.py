@@ -130,7 +130,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "upcast": device.backend == "interpreter" and form.product_dtype == "bfloat16",
         "precision": "ieee" if form.dtype == "float32" else "",
         "tied": tied(form),
-        "widen": engines.EIGHT_BITS.get(form.kv_dtype, "") if not config.warp_private else "",
+        "widen": engines.PTX_EIGHT_BITS.get(form.kv_dtype, "") if not config.warp_private else "",
         "widen_by_hand": device.capability >= 89,
         "q_cast": f".to({product})" if eight and form.dtype != form.product_dtype else "",
         "page_of_tile": form.page > 0 and form.page % config.BLOCK_N == 0,
