@@ -92,12 +92,12 @@ def best_first(
     """
     kept = list(rules)
     first = next(filter(can_run, kept), None)
-    told = None if first is None else expected(first)
-    if told is not None:
+    known = None if first is None else expected(first)
+    if known is not None:
         found = [(other.us, each) for each in others if (other := expected(each)) is not None]
         able = (pair for pair in sorted(found, key=lambda pair: pair[0]) if can_run(pair[1]))
-        us, best = next(able, (told.us, None))
-        if best is not None and us * margin < told.us:
+        us, best = next(able, (known.us, None))
+        if best is not None and us * margin < known.us:
             yield best
             kept = [each for each in kept if each != best]
     yield from kept

@@ -14,11 +14,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from math import floor
 from typing import Any, Generic, Protocol, TypeVar
 
+from flexattn.device import Device
 from flexattn.errors import ConfigError
-from flexattn.kernels.base.config import describe
+from flexattn.kernels.base.config import describe, padded
+from flexattn.problem import Structure
 
 _C = TypeVar("_C")
 CaseT = TypeVar("CaseT", bound="_Case")
@@ -91,6 +94,25 @@ class Limits(Generic[CaseT]):
         return case.shared_memory, case.registers
 
 
+@dataclass(eq=False)
+class StructureCase(Generic[_C]):
+    """A config for a structure on a device."""
+
+    config: _C
+    structure: Structure
+    device: Device
+
+    @cached_property
+    def qk_padded(self) -> int:
+        """Columns of Q and K as tiles hold them."""
+        return padded(self.structure.head_dim_qk)
+
+    @cached_property
+    def v_padded(self) -> int:
+        """Columns of V as tiles hold them."""
+        return padded(self.structure.head_dim_v)
+
+
 def is_power_of_two(size: int) -> bool:
     """Whether a size is a power of two, 1 among them."""
     return size >= 1 and size & (size - 1) == 0
@@ -117,8 +139,8 @@ def able(
 
 _T = TypeVar("_T")
 
-# The numbers that are asked for, and what they may be.
-ASKED: dict[str, tuple[int, ...]] = {
+# The numbers whose room is found, and what they may be.
+VARIED: dict[str, tuple[int, ...]] = {
     "num_stages": tuple(range(1, 9)),
     "BLOCK_N": (16, 32, 64, 128, 256),
 }
@@ -188,10 +210,10 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 
 def rooms(limits: Limits[Any], config: Any, structure: Any, device: Any) -> tuple[Room, ...]:
-    """The room of each number of ASKED that a config has, which breaks no rule itself."""
+    """The room of each number of VARIED that a config has, which breaks no rule itself."""
     names = {field.name for field in fields(config)}
     case = limits.case_of(config, structure, device)
-    return tuple(_room(limits, case, name) for name in ASKED if name in names)
+    return tuple(_room(limits, case, name) for name in VARIED if name in names)
 
 
 def _room(limits: Limits[Any], case: Any, name: str) -> Room:
@@ -201,7 +223,7 @@ def _room(limits: Limits[Any], case: Any, name: str) -> Room:
         return replace(case, config=replace(case.config, **{name: number}))
 
     value = getattr(case.config, name)
-    largest = max(each for each in {*ASKED[name], value} if not limits.broken(of(each)))
+    largest = max(each for each in {*VARIED[name], value} if not limits.broken(of(each)))
     symbol = sympy.Symbol(name, integer=True, positive=True)
     taken = _made(of(_Traced(value, symbol)).shared_memory)
     return Room(name, value, largest, str(sympy.expand(taken)), case.device.shared_memory)

@@ -128,8 +128,8 @@ def mask_parts(
             parts.append(MaskPart(print_mod(captures, traits, View(f"mask_{name}"), expr), needed))
     low = _bound(captures, traits, "low", span.low, span.below)
     high = _bound(captures, traits, "high", span.high, span.above)
-    looked = None if documents is None else _segments(captures, traits, documents)
-    return MaskParts(tuple(parts), low, high, looked, span.is_prefix)
+    found = None if documents is None else _segments(captures, traits, documents)
+    return MaskParts(tuple(parts), low, high, found, span.is_prefix)
 
 
 def _compared(captures: Captures, name: str, bound: Expr, traits: Traits) -> Printed:

@@ -80,7 +80,7 @@ class PrintedScore:
 
 
 # How many conditions of a score_mod's own mask are asked of a whole tile.
-_ASKED = 16
+_CONDITIONS = 16
 LOG2E = const(1.4426950216293335, FLOAT)
 
 
@@ -393,7 +393,7 @@ class _Score:
             return None
         texts = []
         parts = terms_of(keep, "and")
-        if len(parts) > _ASKED:
+        if len(parts) > _CONDITIONS:
             return None
         for i, part in enumerate(parts):
             slopes = _affine(part, self.reads)
@@ -412,7 +412,7 @@ class _Score:
         """The keys outside of which a comparison fails for every row of the tile."""
         lines: list[str] = []
         first, last = "0", "kv_len"
-        for i, part in enumerate(terms_of(keep, "and")[:_ASKED]):
+        for i, part in enumerate(terms_of(keep, "and")[:_CONDITIONS]):
             slopes = _affine(part, self.reads)
             if slopes is None or abs(slopes[1]) != 1:
                 continue

@@ -225,8 +225,8 @@ class MultiPrinter:
         self.count += 1
         inside = self.body if value.row and self.node not in self.ahead else self.early
         (inside if value.key else self.hoisted).append(f"{name} = {value.text}")
-        told = value.key and inside is self.early
-        return replace(value, text=name + self.view.early * told)
+        early = value.key and inside is self.early
+        return replace(value, text=name + self.view.early * early)
 
     def _node(self, node: Expr) -> _Value:
         if node.op == "var":

@@ -99,13 +99,13 @@ def _hook(*given: Any) -> Any:
     stages = _wanted.get()
     if not given:
         words = found or ("", "")
-        return words if stages is None else tuple(f"{each} {_told(stages)}" for each in words)
+        return words if stages is None else tuple(f"{each} {_words(stages)}" for each in words)
     if stages is not None:
         _change(given[1], stages)
     return found
 
 
-def _told(stages: Stages) -> str:
+def _words(stages: Stages) -> str:
     """The stages in words, with the hash of each pass's text."""
     texts = (inspect.getsource(cast(ModuleType, pass_of(name))) for name in stages.passes)
     hashes = (hashlib.sha256(text.encode()).hexdigest() for text in texts)

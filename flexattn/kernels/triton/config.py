@@ -95,14 +95,14 @@ def for_device(config: TritonConfigT, device: Device) -> TritonConfigT:
 
 
 def hints(config: Config) -> tuple[tuple[str, int], ...]:
-    """What the compiler is told of a config beside its warps and stages, by Triton's names."""
+    """What the compiler is found of a config beside its warps and stages, by Triton's names."""
     if not isinstance(config, AmdPrefillConfig | AmdDecodeConfig):
         return ()
-    told = (
+    found = (
         ("waves_per_eu", config.waves_per_eu),
         ("matrix_instr_nonkdim", config.matrix_instr_nonkdim),
     )
-    return tuple((name, value) for name, value in told if value)
+    return tuple((name, value) for name, value in found if value)
 
 
 def limited(device: Device, config: Config) -> Device:

@@ -72,10 +72,7 @@ def _prefill(structure: Structure, device: Device) -> Iterator[PrefillConfig]:
     table = _PREFILL.get(device.arch, _PREFILL["small"])
     if device.backend == "hip":
         table = _PREFILL["rdna" if is_rdna(device) else "hip"]
-    for limit, configs in table:
-        if widest <= limit:
-            yield from configs
-            break
+    yield from next((found for limit, found in table.items() if widest <= limit), ())
     yield from (PrefillConfig(64, 32, 8, 1), PrefillConfig(32, 32, 8, 1))
     yield from (PrefillConfig(32, 16, 4, 1), PrefillConfig(16, 16, 4, 1))
     yield PrefillConfig(16, 16, 8, 1)
@@ -84,7 +81,7 @@ def _prefill(structure: Structure, device: Device) -> Iterator[PrefillConfig]:
 def of_parts(widest: int, device: Device) -> tuple[PrefillConfig, ...]:
     """Tiles of float32 that is multiplied as parts of bfloat16, best first."""
     table = _PARTS["sm_90" if device.has_wgmma else "small"]
-    return next(configs for limit, configs in table if widest <= limit)
+    return next(found for limit, found in table.items() if widest <= limit)
 
 
 def _order(structure: Structure) -> TritonOrder:
@@ -120,50 +117,47 @@ def _gathering(structure: Structure, widest: int) -> Iterator[PrefillConfig]:
 
 # Widest head dimension, then configs by preference: measured on an H200; elsewhere chosen to
 # fit 99 KiB of shared memory, the LDS of CDNA, or RDNA's registers, without spills.
-_Table: TypeAlias = tuple[tuple[int, tuple[PrefillConfig, ...]], ...]
+_Table: TypeAlias = dict[int, tuple[PrefillConfig, ...]]
 _PARTS: dict[str, _Table] = {
-    "sm_90": (
-        (64, (PrefillConfig(64, 32, 4, 2), PrefillConfig(64, 16, 4, 2))),
-        (128, (PrefillConfig(128, 32, 8, 2), PrefillConfig(64, 32, 4, 2))),
-    ),
-    "small": (
-        (64, (PrefillConfig(64, 32, 4, 2), PrefillConfig(32, 32, 4, 2))),
-        (128, (PrefillConfig(16, 32, 4, 2), PrefillConfig(32, 16, 4, 2))),
-    ),
+    "sm_90": {
+        64: (PrefillConfig(64, 32, 4, 2), PrefillConfig(64, 16, 4, 2)),
+        128: (PrefillConfig(128, 32, 8, 2), PrefillConfig(64, 32, 4, 2)),
+    },
+    "small": {
+        64: (PrefillConfig(64, 32, 4, 2), PrefillConfig(32, 32, 4, 2)),
+        128: (PrefillConfig(16, 32, 4, 2), PrefillConfig(32, 16, 4, 2)),
+    },
 }
 _PREFILL: dict[str, _Table] = {
-    "sm_90": (
-        (64, (PrefillConfig(64, 128, 4, 3, True), PrefillConfig(128, 64, 4, 3))),
-        (
-            128,
-            (
-                PrefillConfig(128, 64, 4, 2, True),
-                PrefillConfig(128, 128, 8, 3, True),
-                PrefillConfig(128, 128, 8, 2),
-                PrefillConfig(128, 64, 8, 2),
-            ),
+    "sm_90": {
+        64: (PrefillConfig(64, 128, 4, 3, True), PrefillConfig(128, 64, 4, 3)),
+        128: (
+            PrefillConfig(128, 64, 4, 2, True),
+            PrefillConfig(128, 128, 8, 3, True),
+            PrefillConfig(128, 128, 8, 2),
+            PrefillConfig(128, 64, 8, 2),
         ),
-        (256, (PrefillConfig(128, 64, 8, 2, True), PrefillConfig(128, 64, 8, 2))),
-        (576, (PrefillConfig(64, 32, 8, 2), PrefillConfig(64, 32, 8, 1))),
-    ),
-    "small": (
-        (64, (PrefillConfig(128, 64, 4, 3),)),
-        (128, (PrefillConfig(64, 64, 4, 2), PrefillConfig(128, 32, 8, 2))),
-        (256, (PrefillConfig(64, 32, 8, 2), PrefillConfig(32, 32, 4, 2))),
-        (576, (PrefillConfig(32, 16, 8, 1),)),
-    ),
-    "hip": (
-        (64, (PrefillConfig(128, 64, 4, 1),)),
-        (128, (PrefillConfig(128, 64, 8, 1), PrefillConfig(64, 32, 4, 1))),
-        (256, (PrefillConfig(64, 32, 4, 1),)),
-        (576, (PrefillConfig(32, 16, 4, 1),)),
-    ),
-    "rdna": (
-        (64, (PrefillConfig(64, 32, 4, 1), PrefillConfig(32, 32, 2, 1))),
-        (128, (PrefillConfig(64, 16, 4, 1), PrefillConfig(32, 16, 2, 1))),
-        (256, (PrefillConfig(32, 16, 8, 1), PrefillConfig(16, 16, 4, 1))),
-        (576, (PrefillConfig(16, 16, 8, 1),)),
-    ),
+        256: (PrefillConfig(128, 64, 8, 2, True), PrefillConfig(128, 64, 8, 2)),
+        576: (PrefillConfig(64, 32, 8, 2), PrefillConfig(64, 32, 8, 1)),
+    },
+    "small": {
+        64: (PrefillConfig(128, 64, 4, 3),),
+        128: (PrefillConfig(64, 64, 4, 2), PrefillConfig(128, 32, 8, 2)),
+        256: (PrefillConfig(64, 32, 8, 2), PrefillConfig(32, 32, 4, 2)),
+        576: (PrefillConfig(32, 16, 8, 1),),
+    },
+    "hip": {
+        64: (PrefillConfig(128, 64, 4, 1),),
+        128: (PrefillConfig(128, 64, 8, 1), PrefillConfig(64, 32, 4, 1)),
+        256: (PrefillConfig(64, 32, 4, 1),),
+        576: (PrefillConfig(32, 16, 4, 1),),
+    },
+    "rdna": {
+        64: (PrefillConfig(64, 32, 4, 1), PrefillConfig(32, 32, 2, 1)),
+        128: (PrefillConfig(64, 16, 4, 1), PrefillConfig(32, 16, 2, 1)),
+        256: (PrefillConfig(32, 16, 8, 1), PrefillConfig(16, 16, 4, 1)),
+        576: (PrefillConfig(16, 16, 8, 1),),
+    },
 }
 
 

@@ -5,14 +5,13 @@ What a config takes is fitted to compiled kernels of every arch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from math import floor
 
 from flexattn.device import Device, is_rdna
 from flexattn.kernels.base import features
 from flexattn.kernels.base.config import padded, pieces, power_above
-from flexattn.kernels.base.limits import Limits, Rule
+from flexattn.kernels.base.limits import Limits, Rule, StructureCase
 from flexattn.kernels.triton.config import (
     ORDERS,
     AmdDecodeConfig,
@@ -46,13 +45,8 @@ WMMA_ROWS = 128
 GATHER_REGISTERS = 8
 
 
-@dataclass(eq=False)
-class ConfigCase:
-    """A config for a structure on a device, whose threads have the registers that hints leave."""
-
-    config: PrefillConfig | DecodeConfig
-    structure: Structure
-    device: Device
+class ConfigCase(StructureCase[PrefillConfig | DecodeConfig]):
+    """A case whose device's threads have the registers that hints leave."""
 
     @property
     def use_tma(self) -> bool:
@@ -69,16 +63,6 @@ class ConfigCase:
     def is_hip(self) -> bool:
         """Whether AMD's compiler makes the kernel."""
         return self.device.backend == "hip"
-
-    @cached_property
-    def qk_padded(self) -> int:
-        """Columns of Q and K as tiles hold them."""
-        return padded(self.structure.head_dim_qk)
-
-    @cached_property
-    def v_padded(self) -> int:
-        """Columns of V as tiles hold them."""
-        return padded(self.structure.head_dim_v)
 
     # How products are made.
 

@@ -78,7 +78,7 @@ def render(
         score = print_score(structure, traits, ramps=multiplies_ramp(structure, device))
     if structure.mask is not None and runs:
         heads = structure.packed_heads
-        mask = mask_parts(structure.mask, traits, heads, _looks_ahead(structure), prefill)
+        mask = mask_parts(structure.mask, traits, heads, _compares_ends(structure), prefill)
     elif structure.mask is not None:
         needed = "masked" if structure.batch_invariant else "i < num_kv"
         mask = whole_mask(structure.mask, traits, needed)
@@ -116,7 +116,7 @@ def render(
         "keys_aligned": keys_aligned(structure, config.BLOCK_N),
     }
     ptxas = split_tiles_ptxas(structure, device) if prefill else ""
-    told = [f"assembled by {ptxas}: ptxas 12.8 makes wrong code of it"] if ptxas else []
+    assembled = [f"assembled by {ptxas}: ptxas 12.8 makes wrong code of it"] if ptxas else []
     if isinstance(config, PrefillConfig):
         found, context["use_tma"] = prefill_arguments(structure, config), config.use_tma
     else:
@@ -124,7 +124,7 @@ def render(
     return make_source(
         f"triton/{structure.kind}.py.jinja",
         device,
-        [title, f"config: {describe(config)}", *expressions(structure), *told],
+        [title, f"config: {describe(config)}", *expressions(structure), *assembled],
         context,
         found,
         config.num_warps,
@@ -140,8 +140,8 @@ def _loads_bytes(structure: Structure) -> bool:
     return "float8" in structure.dtype_of("k") and not wide
 
 
-def _looks_ahead(structure: Structure) -> bool:
-    """Whether a tile of rows looks at the numbers of its first and its last block of keys."""
+def _compares_ends(structure: Structure) -> bool:
+    """Whether a tile of rows compares the numbers of its first and its last block of keys."""
     sparsity = structure.sparsity
     return structure.kind == "prefill" and sparsity is not None and sparsity.kv_block <= 1024
 

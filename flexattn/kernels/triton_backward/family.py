@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from typing import Any
 
 from flexattn.device import Device, is_rdna
-from flexattn.kernels.base.config import Geometry, Language, padded, pieces, turned, words
+from flexattn.kernels.base.config import Geometry, Language, pieces, turned, words
 from flexattn.kernels.base.family import Around, Effort, KernelFamily
 from flexattn.kernels.base.features import fp32_products, tma_layout
-from flexattn.kernels.base.limits import Limits, Rule, is_power_of_two
+from flexattn.kernels.base.limits import Limits, Rule, StructureCase, is_power_of_two
 from flexattn.kernels.printers.gradient_printer import adds_along_diagonals
 from flexattn.kernels.triton_backward.config import (
     BackwardConfig,
@@ -23,30 +23,15 @@ from flexattn.kernels.triton_backward.config import (
     skips_blocks,
 )
 from flexattn.kernels.triton_backward.source import render, render_delta, rows_of_delta
-from flexattn.problem import Kind, Problem, Structure
+from flexattn.problem import Kind, Problem
 
 # Bytes of barriers and scratch, beside the tiles; registers of addresses and loop state, beside
 # those too.
 SHARED_SLACK, REGISTER_SLACK = 2048, 40
 
 
-@dataclass(eq=False)
-class ConfigCase:
+class ConfigCase(StructureCase[BackwardConfig]):
     """A config for a structure on a device."""
-
-    config: BackwardConfig
-    structure: Structure
-    device: Device
-
-    @cached_property
-    def qk_padded(self) -> int:
-        """Columns of Q and K as tiles hold them."""
-        return padded(self.structure.head_dim_qk)
-
-    @cached_property
-    def v_padded(self) -> int:
-        """Columns of V as tiles hold them."""
-        return padded(self.structure.head_dim_v)
 
     @property
     def wgmma(self) -> bool:
@@ -147,48 +132,39 @@ LIMITS: Limits[ConfigCase] = Limits(
 )
 
 
-_Table = tuple[tuple[int, tuple[BackwardConfig, ...]], ...]
+_Table = dict[int, tuple[BackwardConfig, ...]]
 
 # By the widest head dimension; chosen so that loops compile without spills.
 _TABLES: dict[str, _Table] = {
-    "sm_90": (
-        (
-            64,
-            (
-                BackwardConfig(64, 128, 128, 128, 8, 3, True),
-                BackwardConfig(64, 128, 128, 64, 8, 2),
-            ),
+    "sm_90": {
+        64: (
+            BackwardConfig(64, 128, 128, 128, 8, 3, True),
+            BackwardConfig(64, 128, 128, 64, 8, 2),
         ),
-        (
-            128,
-            (
-                BackwardConfig(64, 128, 128, 64, 8, 2, True),
-                BackwardConfig(32, 128, 128, 32, 8, 2, True),
-                BackwardConfig(32, 128, 128, 32, 8, 2),
-                BackwardConfig(64, 64, 64, 64, 8, 2),
-            ),
+        128: (
+            BackwardConfig(64, 128, 128, 64, 8, 2, True),
+            BackwardConfig(32, 128, 128, 32, 8, 2, True),
+            BackwardConfig(32, 128, 128, 32, 8, 2),
+            BackwardConfig(64, 64, 64, 64, 8, 2),
         ),
-        (192, (BackwardConfig(32, 64, 64, 64, 8, 2), BackwardConfig(32, 32, 64, 32, 8, 1))),
-        (
-            256,
-            (BackwardConfig(32, 32, 64, 32, 8, 2, True), BackwardConfig(32, 32, 64, 32, 8, 1)),
-        ),
-    ),
-    "small": (
-        (64, (BackwardConfig(32, 64, 64, 32, 4, 2),)),
-        (128, (BackwardConfig(32, 64, 64, 32, 8, 2), BackwardConfig(16, 64, 64, 32, 4, 2))),
-        (256, (BackwardConfig(16, 32, 32, 16, 4, 1), BackwardConfig(32, 32, 32, 32, 8, 1))),
-    ),
-    "hip": (
-        (64, (BackwardConfig(64, 64, 64, 64, 4, 1), BackwardConfig(32, 64, 64, 32, 4, 1))),
-        (128, (BackwardConfig(32, 64, 64, 32, 4, 1), BackwardConfig(16, 64, 64, 16, 4, 1))),
-        (256, (BackwardConfig(16, 32, 32, 16, 4, 1),)),
-    ),
-    "rdna": (
-        (64, (BackwardConfig(16, 32, 32, 16, 4, 1),)),
-        (128, (BackwardConfig(16, 16, 16, 16, 4, 1),)),
-        (256, (BackwardConfig(16, 16, 16, 16, 8, 1),)),
-    ),
+        192: (BackwardConfig(32, 64, 64, 64, 8, 2), BackwardConfig(32, 32, 64, 32, 8, 1)),
+        256: (BackwardConfig(32, 32, 64, 32, 8, 2, True), BackwardConfig(32, 32, 64, 32, 8, 1)),
+    },
+    "small": {
+        64: (BackwardConfig(32, 64, 64, 32, 4, 2),),
+        128: (BackwardConfig(32, 64, 64, 32, 8, 2), BackwardConfig(16, 64, 64, 32, 4, 2)),
+        256: (BackwardConfig(16, 32, 32, 16, 4, 1), BackwardConfig(32, 32, 32, 32, 8, 1)),
+    },
+    "hip": {
+        64: (BackwardConfig(64, 64, 64, 64, 4, 1), BackwardConfig(32, 64, 64, 32, 4, 1)),
+        128: (BackwardConfig(32, 64, 64, 32, 4, 1), BackwardConfig(16, 64, 64, 16, 4, 1)),
+        256: (BackwardConfig(16, 32, 32, 16, 4, 1),),
+    },
+    "rdna": {
+        64: (BackwardConfig(16, 32, 32, 16, 4, 1),),
+        128: (BackwardConfig(16, 16, 16, 16, 4, 1),),
+        256: (BackwardConfig(16, 16, 16, 16, 8, 1),),
+    },
 }
 # Where the gradient of a relative bias is summed along diagonals, on sm_90 up to 64 and up to 128
 # columns: sums take registers and shared memory, with which the table's first ones spill.
@@ -214,7 +190,7 @@ def defaults(problem: Problem, device: Device) -> Iterator[BackwardConfig]:
         yield from _FLOAT32 if widest <= 64 else ()
         yield from reversed(_SMALLEST)
     else:
-        table = next((found for limit, found in _table(device) if widest <= limit), ())
+        table = next((found for limit, found in _table(device).items() if widest <= limit), ())
         if structure.dropout and widest > 64:
             # Random bits take registers: of 64 rows at a time the loops of sm_90 spill.
             table = tuple(replace(each, BLOCK_M1=min(each.BLOCK_M1, 32)) for each in table)

@@ -8,7 +8,7 @@ import torch
 import flexattn
 from flexattn.catalogue import causal, relative_bias, softcap
 from flexattn.device import named
-from flexattn.kernels.base.limits import ASKED, rooms
+from flexattn.kernels.base.limits import VARIED, rooms
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper.config import HopperPrefillConfig
@@ -34,7 +34,7 @@ def test_a_symbol_goes_as_far_as_numbers_that_are_tried(device, kind, D, mods):
     found = rooms(limits, config, structure, device)
     assert found
     for room in found:
-        tried = [replace(config, **{room.name: value}) for value in ASKED[room.name]]
+        tried = [replace(config, **{room.name: value}) for value in VARIED[room.name]]
         able = [each for each in tried if not limits.violated(each, structure, device)]
         assert room.largest == max(getattr(each, room.name) for each in able)
         for each in able[:1] if room.value == getattr(able[0], room.name) else ():
