@@ -44,8 +44,14 @@ def bind_arguments(
     Raises ArgumentError for an argument without a value, a value without an argument, and a name
     that two values have.
     """
-    boxes = boxes or {}
-    found = _names(arguments, (tuple(fixed), tuple(given), tuple(boxes), tuple(spare)))
+    boxes, arguments = boxes or {}, tuple(arguments)
+    key = (id(arguments), tuple(fixed), tuple(given), tuple(boxes), tuple(spare))
+    known = _known.get(key)
+    if known is None:
+        # The arguments are kept, so that no others get their id while it is in a key.
+        known = arguments, _match(arguments, *key[1:])
+        _known.put(key, known)
+    found = known[1]
     return Binding(
         found.types,
         tuple([fixed.get(name) for name in found.names]),
@@ -63,58 +69,46 @@ class _Names(NamedTuple):
     given: tuple[tuple[int, int], ...]
     described: tuple[str, ...]
 
-    @classmethod
-    def of(
-        cls,
-        arguments: Sequence[Argument],
-        fixed: tuple[str, ...],
-        given: tuple[str, ...],
-        boxes: tuple[str, ...],
-        spare: tuple[str, ...],
-    ) -> _Names:
-        """Raises as bind_arguments does."""
-        names = [argument.name for argument in arguments]
-        described = [argument.name for argument in arguments if argument.type[0] == "t"]
-        _unique("the kernel's arguments", names)
-        _unique("what a launch passes", given)
-        missing = [name for name in names if name not in fixed and name not in given]
-        missing += [f"the box of {name}" for name in described if name not in boxes]
-        if missing:
-            raise ArgumentError(
-                f"nothing is given for {', '.join(missing)} of a kernel that takes "
-                f"{', '.join(names)}",
-                "every argument of a kernel has a value of its name",
-            )
-        twice = [name for name in given if name in fixed]
-        unknown = [name for name in (*fixed, *given) if name not in names] + twice
-        unknown = [name for name in unknown if name not in spare]
-        unknown += [f"the box of {name}" for name in boxes if name not in described]
-        if unknown:
-            raise ArgumentError(
-                f"{', '.join(unknown)} for a kernel that takes {', '.join(names)}",
-                "every value is that of one argument, which a launch gives or which is fixed",
-            )
-        places = {name: place for place, name in enumerate(given)}
-        return cls(
-            tuple(names),
-            tuple(argument.type for argument in arguments),
-            tuple((i, places[name]) for i, name in enumerate(names) if name not in fixed),
-            tuple(described),
+
+def _match(
+    arguments: tuple[Argument, ...],
+    fixed: tuple[str, ...],
+    given: tuple[str, ...],
+    boxes: tuple[str, ...],
+    spare: tuple[str, ...],
+) -> _Names:
+    """Where each argument finds its value, by name; raises as bind_arguments does."""
+    names = [argument.name for argument in arguments]
+    described = [argument.name for argument in arguments if argument.type[0] == "t"]
+    _unique("the kernel's arguments", names)
+    _unique("what a launch passes", given)
+    missing = [name for name in names if name not in fixed and name not in given]
+    missing += [f"the box of {name}" for name in described if name not in boxes]
+    if missing:
+        raise ArgumentError(
+            f"nothing is given for {', '.join(missing)} of a kernel that takes {', '.join(names)}",
+            "every argument of a kernel has a value of its name",
         )
+    twice = [name for name in given if name in fixed]
+    unknown = [name for name in (*fixed, *given) if name not in names] + twice
+    unknown = [name for name in unknown if name not in spare]
+    unknown += [f"the box of {name}" for name in boxes if name not in described]
+    if unknown:
+        raise ArgumentError(
+            f"{', '.join(unknown)} for a kernel that takes {', '.join(names)}",
+            "every value is that of one argument, which a launch gives or which is fixed",
+        )
+    places = {name: place for place, name in enumerate(given)}
+    return _Names(
+        tuple(names),
+        tuple(argument.type for argument in arguments),
+        tuple((i, places[name]) for i, name in enumerate(names) if name not in fixed),
+        tuple(described),
+    )
 
 
 # By the arguments' id and the other names: each bucket of a growing cache binds them anew.
-_known: Lru[tuple[Any, ...], tuple[Sequence[Argument], _Names]] = Lru(1024)
-
-
-def _names(arguments: Sequence[Argument], others: tuple[tuple[str, ...], ...]) -> _Names:
-    known = _known.get((id(arguments), *others)) if type(arguments) is tuple else None
-    if known is None:
-        known = arguments, _Names.of(arguments, *others)
-        # The arguments are kept, so that no others get their id while it is in a key.
-        if type(arguments) is tuple:
-            _known.put((id(arguments), *others), known)
-    return known[1]
+_known: Lru[tuple[Any, ...], tuple[tuple[Argument, ...], _Names]] = Lru(1024)
 
 
 def strides(prefix: str, axes: str, tensor: Tensor) -> dict[str, int]:

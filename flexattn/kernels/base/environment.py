@@ -6,7 +6,6 @@ import ast
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -121,12 +120,6 @@ _WIDTH = 94
 _CONSTANT = "gl.constexpr"
 
 
-@dataclass(frozen=True, slots=True)
-class _Body:
-    arguments: tuple[str, ...]
-    results: tuple[str, ...]
-
-
 def outline(text: str) -> str:
     """Functions whose loops marked `# body: name` call a function of that name, which comes first.
 
@@ -148,18 +141,18 @@ def _replace(lines: list[str], head: int) -> list[str]:
     name = found.group(2)
     function, loops = _enclosing(ast.parse("\n".join(lines)), head + 1)
     loop = loops[-1]
-    body = _analyse(function, loops)
+    needs, results = _analyse(function, loops)
     end = loop.body[-1].end_lineno or 0
     depth = loop.body[0].col_offset
     constants = {arg.arg for arg in function.args.args if _is_constant(arg)}
-    arguments = [f"{a}: {_CONSTANT}" if a in constants else a for a in body.arguments]
+    arguments = [f"{a}: {_CONSTANT}" if a in constants else a for a in needs]
     defined = ["@gluon.jit", f"def {name}(", *_wrapped(arguments, 4), "):"]
     defined += [" " * 4 + line[depth:] if line.strip() else "" for line in lines[head + 1 : end]]
-    if body.results:
-        defined += ["    return (", *_wrapped(body.results, 8), "    )"]
-    called = [f"{name}(", *_wrapped(body.arguments, 4), ")"]
-    if body.results:
-        called = ["(", *_wrapped(body.results, 4), f") = {called[0]}", *called[1:]]
+    if results:
+        defined += ["    return (", *_wrapped(results, 8), "    )"]
+    called = [f"{name}(", *_wrapped(needs, 4), ")"]
+    if results:
+        called = ["(", *_wrapped(results, 4), f") = {called[0]}", *called[1:]]
     start = min([function.lineno, *(each.lineno for each in function.decorator_list)]) - 1
     return [
         *lines[:start],
@@ -194,7 +187,10 @@ def _holds(statement: ast.stmt, line: int) -> bool:
     return statement.lineno <= line <= (statement.end_lineno or 0)
 
 
-def _analyse(function: ast.FunctionDef, loops: Sequence[ast.For | ast.While]) -> _Body:
+def _analyse(
+    function: ast.FunctionDef, loops: Sequence[ast.For | ast.While]
+) -> tuple[list[str], list[str]]:
+    """What the body of the last loop needs and what it leaves, by name."""
     loop = loops[-1]
     end = loop.end_lineno or 0
     names = [n for n in ast.walk(function) if isinstance(n, ast.Name)]
@@ -216,7 +212,7 @@ def _analyse(function: ast.FunctionDef, loops: Sequence[ast.For | ast.While]) ->
         and (name in needed or name in sure or name in before)
     ]
     arguments += [name for name in results if name not in sure and name not in needed]
-    return _Body(tuple(arguments), tuple(results))
+    return arguments, results
 
 
 def _known_at(loop: ast.stmt, statements: Sequence[ast.stmt], known: set[str]) -> set[str]:
