@@ -151,6 +151,7 @@ def render_append(form: AppendForm, device: Device) -> Source:
     pieces = [("k", form.head_dim_qk)] + [("v", form.head_dim_v)] * (form.head_dim_v > 0)
     fewest = rows * min(_power(dim) for _, dim in pieces)
     context: dict[str, object] = {
+        "form": form,
         "constants": tuple(settings.items()),
         "tensors": [(x, x.upper(), _power(dim), dim) for x, dim in pieces],
         "eight": eight,
@@ -160,14 +161,8 @@ def render_append(form: AppendForm, device: Device) -> Source:
         else "",
         "element": triton_type(form.kv_dtype),
         "same": form.dtype == form.kv_dtype,
-        "by_table": form.by_table,
-        "ragged": form.slots == "ragged table",
-        "scales": form.scales,
         "scale_axes": AXES[form.scales],
-        "computed": form.computed,
-        "whole_tokens": form.scales == "token",
         "several": form.scales == "token" and form.heads > rows,
-        "rope": form.rope,
     }
     title = (
         f"append to a cache {form.dtype} as {form.kv_dtype} "
