@@ -206,7 +206,7 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
         mask_mod=_text(structure.mask),
         candidates=choice.attempts,
         backward=_backward(call) if wants_grad(call) else None,
-        verified=verification(LaunchedKernels.of(choice, launch.combine is not None)),
+        verified=verification(LaunchedKernels.of(choice, launch.merges)),
     )
 
 

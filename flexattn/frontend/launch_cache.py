@@ -28,7 +28,7 @@ from flexattn.problem.inputs import NO_DESCALES
 from flexattn.problem.mask_lists import UNKNOWN, known_class, known_runs, unwritten, versions
 from flexattn.records.store import generation
 from flexattn.runtime.dispatch import dispatcher
-from flexattn.runtime.launch import Launch, Lists, Outputs, prepare_launch
+from flexattn.runtime.launch import ForwardLaunch, Lists, Outputs, prepare_launch
 from flexattn.settings import Settings, current
 from flexattn.util.locks import Lru
 
@@ -58,7 +58,7 @@ class LaunchCache:
         self._calls: Lru[tuple[Any, ...], tuple[CachedCall, ...]] = Lru(1024)
         self._launches: Lru[Any, Any] = Lru(8192)
 
-    def find(self, key: CallKey | None, given: Call) -> tuple[CachedCall, Launch] | None:
+    def find(self, key: CallKey | None, given: Call) -> tuple[CachedCall, ForwardLaunch] | None:
         """The entry and the launch of a call; None if none is known."""
         if key is None:
             return None
@@ -163,7 +163,7 @@ def remember(
     key: CallKey | None,
     given: Call,
     call: Call,
-    launch: Launch,
+    launch: ForwardLaunch,
     lists: Lists | None,
     rest: tuple[Any, ...],
     grads: GradCall | None = None,
@@ -253,8 +253,8 @@ class CachedCall:
     bound to. grads: of a call with gradients.
     """
 
-    launches: dict[tuple[Any, ...], Launch]
-    latest: Launch
+    launches: dict[tuple[Any, ...], ForwardLaunch]
+    latest: ForwardLaunch
     grows: bool
     rest: tuple[Any, ...]
     scale: float
@@ -287,7 +287,7 @@ class CachedCall:
             return self.mask.holds(given.block_mask)
         return self.mask.grew(given.block_mask, (given.q.shape[2], given.k.shape[2]))
 
-    def grown(self, length: tuple[Any, ...], given: Call) -> Launch | None:
+    def grown(self, length: tuple[Any, ...], given: Call) -> ForwardLaunch | None:
         """The launch of a call that differs in its number of keys; None where it is another call.
 
         In most of a bucket the kernel and the grid are those of before, with other arguments.
@@ -313,7 +313,7 @@ class CachedCall:
         self.launches[length] = launch
         return launch
 
-    def run(self, launch: Launch, given: Call) -> Outputs:
+    def run(self, launch: ForwardLaunch, given: Call) -> Outputs:
         """The outputs of a call by one of the launches."""
         if self.checked is not None:
             score, mask = self.checked

@@ -24,7 +24,7 @@ from flexattn.records.untuned import note
 from flexattn.reference.parts import SavedForward
 from flexattn.runtime.backward import BackwardLaunch, Gradients
 from flexattn.runtime.dispatch import dispatcher
-from flexattn.runtime.launch import Launch, Lists, Outputs, prepare_launch
+from flexattn.runtime.launch import ForwardLaunch, Lists, Outputs, prepare_launch
 from flexattn.verify.first_use import (
     Attended,
     LaunchedKernels,
@@ -41,7 +41,7 @@ from flexattn.verify.made_up import ChosenKernels, borders_of, judge_backward, j
 class Plan(NamedTuple):
     """A prepared launch with the tensors that this call gives it."""
 
-    launch: Launch
+    launch: ForwardLaunch
     call: Call
     lists: Lists | None
 
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
         return self.launch.rest_of(self.lists, score, call.mask, call.dropout)
 
     def run(self, rest: tuple[Any, ...] | None = None) -> Outputs:
-        """Launch on the current stream; rest: what `rest` gave, where it was asked."""
+        """ForwardLaunch on the current stream; rest: what `rest` gave, where it was asked."""
         call, rest = self.call, self.rest() if rest is None else rest
         return self.launch.run(call.q, call.k, call.v, call.scale, rest, call.sinks, call.descales)
 
@@ -78,7 +78,7 @@ def plan(call: Call, facts: tuple[Any, ...] | None = None) -> Plan:
     return Plan(launch_cache.prepared(key, lambda: _prepare(call, masked, lists)), call, lists)
 
 
-def _prepare(call: Call, masked: str, lists: Lists | None) -> Launch:
+def _prepare(call: Call, masked: str, lists: Lists | None) -> ForwardLaunch:
     """Make the launch; masked: the mask's class."""
     call = call._replace(score=call.score and without_stops(call.score))
     target, chosen = detect(call.q.device), call.options
@@ -221,8 +221,8 @@ def _worse(verdict: Verdict, chosen: ChosenKernels) -> Verdict:
     return judge_backward(chosen)
 
 
-def _subject(launch: Launch) -> LaunchedKernels:
-    return LaunchedKernels.of(launch.choice, launch.combine is not None)
+def _subject(launch: ForwardLaunch) -> LaunchedKernels:
+    return LaunchedKernels.of(launch.choice, launch.merges)
 
 
 def _apart(q: Tensor) -> bool:

@@ -17,27 +17,22 @@ from torch import Tensor
 
 from flexattn.device import Device
 from flexattn.kernels.base.binding import strides
-from flexattn.kernels.base.config import Geometry
-from flexattn.kernels.base.family import Around
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.printers.gradient_printer import grad_name
-from flexattn.mods import Bound
 from flexattn.mods.expr import walk
 from flexattn.problem import Problem
-from flexattn.problem.inputs import Dropout
-from flexattn.runtime.build import Launcher, builder
-from flexattn.runtime.decay_skip import TILES_FOUND, VISITS_ALL, DecayBlocks
-from flexattn.runtime.dispatch import Choice, Dispatcher
+from flexattn.runtime.build import Before, Launcher, Scratch, builder
+from flexattn.runtime.decay_skip import TILES_FOUND, VISITS_ALL, decay_tiles
+from flexattn.runtime.dispatch import Dispatcher
 from flexattn.runtime.key_lists import BothLists
-from flexattn.runtime.launch import raw_stream, rest_names, rest_values
+from flexattn.runtime.launch import Launch, raw_stream, rest_names, widths
 from flexattn.runtime.layout import DescriptorBox, box_of, dense_box, input_strides, strides_like
 
 _TILES = ("Q_TILES", "DO_TILES", "K_TILES", "V_TILES")
 _GIVEN = (
     "Q", "K", "V", "OUT", "DO", "LSE", "DLSE", "DELTA", "DQ", "DK", "DV", "sm_scale", *_TILES,
-    *TILES_FOUND,
 )  # fmt: skip
 _RESULTS = ("DQ", "DK", "DV")
 
@@ -53,75 +48,10 @@ class Gradients(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _AroundLaunch:
-    """What is launched before and after the kernel, and the memory that they share with it.
+class BackwardLaunch(Launch):
+    """The launch of a call's gradients; through_lse: its kernels where lse has a gradient too."""
 
-    before: without and with a gradient of lse. trim: before both.
-    """
-
-    before: tuple[Launcher, Launcher]
-    after: Launcher | None
-    trim: Launcher | None
-    scratch: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(
-        cls,
-        around: Around,
-        target: Device,
-        index: int,
-        fixed: dict[str, Any],
-        given: Sequence[str],
-        trimmed: TrimmedRuns | None,
-    ) -> _AroundLaunch:
-        def prepared(source: Source, programs: int = around.programs) -> Launcher:
-            kernel = builder().kernel(source, target, index)
-            return kernel.prepare(programs, fixed, given, spare=(*fixed, *given))
-
-        before, through_lse = map(prepared, around.before)
-        after = None if around.after is None else prepared(around.after)
-        trim = None
-        if around.trim is not None and trimmed is not None:
-            trim = prepared(around.trim, trimmed.programs)
-        return cls((before, through_lse), after, trim, tuple(x for _, x in around.scratch))
-
-    def allocate(self, device: torch.device) -> list[Tensor]:
-        return [torch.empty(x, dtype=torch.float32, device=device) for x in self.scratch]
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardLaunch:
-    """A chosen kernel, and those around it, with what does not change while shapes do not.
-
-    rest: names of what `rest_of` gives. deterministic: whether dq's sums are in order. decay: what
-    finds the tiles that have weights, where far ones are proven to have none.
-    """
-
-    choice: Choice
-    geometry: Geometry
-    gpu: int
-    around: _AroundLaunch
-    attend: Launcher
-    runs: bool
-    rest: tuple[str, ...]
-    deterministic: bool = False
-    decay: DecayBlocks | None = None
-
-    @property
-    def problem(self) -> Problem:
-        """What the kernel was chosen for."""
-        return self.choice.problem
-
-    def rest_of(
-        self,
-        lists: BothLists | None,
-        score: Bound | None,
-        mask: Bound | None,
-        dropout: Dropout | None = None,
-    ) -> tuple[Any, ...]:
-        """What the mask's lists hold and what the mods capture, as the kernel is given it."""
-        read = {} if lists is None else lists.read(self.runs, self.deterministic)
-        return rest_values(self.rest, self.problem, read, score, mask, dropout)
+    through_lse: tuple[Launcher, ...]
 
     def run(
         self,
@@ -149,19 +79,12 @@ class BackwardLaunch:
         dq, dk, dv = map(like, inputs) if into is None else into
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=out.device) for x in captured]
         q, k, v = inputs
-        around = self.around
-        scratch = around.allocate(out.device)
-        near = (None,) * 3 if self.decay is None else self.decay.empty(out.device)
-        given = (q, k, v, out, dout, lse, dlse, delta, dq, dk, dv, scale, q, dout, k, v)
-        given = (*given, *near, *scratch, *rest, *sums)
-        if self.decay is not None:
-            self.decay.run(given, stream)
-        if around.trim is not None:
-            around.trim.launch(stream, given)
-        around.before[dlse is not None].launch(stream, given)
-        self.attend.launch(stream, given)
-        if around.after is not None:
-            around.after.launch(stream, given)
+        given = (
+            q, k, v, out, dout, lse, dlse, delta, dq, dk, dv, scale, q, dout, k, v,
+            *[each.empty(out.device) for each in self.scratch], *rest, *sums,
+        )  # fmt: skip
+        for each in self.kernels if dlse is None else self.through_lse:
+            each.launch(stream, given)
         found = [total.to(x.dtype) for total, x in zip(sums, captured, strict=True)]
         return Gradients(dq, dk, dv, tuple(found), delta)
 
@@ -227,12 +150,18 @@ def prepare_backward(
         "q_len": problem.q_len, "kv_len": problem.kv_len,
         **family.bind(problem, config, grid),
     }  # fmt: skip
+    around = family.around(problem, config, target)
+    assert around is not None
     names = {each.name: each for each in choice.source.arguments}
     runs = not names.keys().isdisjoint(("KV_RUNS", "Q_RUNS", TRIMMED))
-    deterministic = "Q_ORDER" in names
+    read: dict[str, Tensor] = {}
     if lists is not None:
-        fixed |= _mask_strides(lists, runs, deterministic)
-    rest = rest_names(structure, () if lists is None else lists.read(runs, deterministic))
+        read = lists.read(runs, "Q_ORDER" in names)
+        fixed |= {**lists.by_query.strides("kv_mask"), **lists.by_key.strides("q_mask")}
+        fixed |= widths(read)
+        if "Q_ORDER" in names:
+            fixed["Q_ORDER_WIDTH"] = lists.by_query.kv_num.shape[-1]
+    rest = rest_names(structure, read)
     boxes = {name: box_of(x) for name, x in zip("QKV", inputs, strict=True)}
     boxes |= {f"{name}_TILES": box for name, box in boxes.items()}
     boxes |= {"DO": box_of(dout), "DO_TILES": box_of(dout)}
@@ -240,38 +169,46 @@ def prepare_backward(
         name: DescriptorBox(tuple(x.shape), steps)
         for name, x, steps in zip(_RESULTS, inputs, (dq, dk, dv), strict=True)
     }
-    around = family.around(problem, config, target)
-    assert around is not None
-    trimmed = None
+    scratch = [Scratch(name, shape) for name, shape in around.scratch]
+    boxes |= {each.name: dense_box(each.shape) for each in scratch}
+    trims = 0
     if around.trim is not None:
         assert lists is not None
-        trimmed = TrimmedRuns.of(problem, grid, lists)
-        fixed |= trimmed.told
-        around = around._replace(scratch=(*around.scratch, (TRIMMED, trimmed.shape)))
-    given = (
-        *_GIVEN,
-        *(name for name, _ in around.scratch),
-        *rest,
-        *map(grad_name, structure.grads),
-    )
-    boxes |= {name: dense_box(shape) for name, shape in around.scratch}
-    decay = None
+        (batches, heads), told = trimmed_for(problem, lists, grid.num_tiles)
+        trims, fixed = batches * heads * grid.num_tiles, fixed | told
+        scratch.append(Scratch(TRIMMED, (batches, heads, grid.num_tiles, 4)))
+    behind = (*(each.name for each in scratch), *rest, *map(grad_name, structure.grads))
+    given, before = (*_GIVEN, *behind), Before()
     if around.blocks is not None:
-        decay = DecayBlocks.of(problem, around.blocks, inputs, fixed, given, target, index)
-        # Where nothing is left out their addresses are 0, and the same kernel visits all tiles.
-        fixed |= VISITS_ALL if decay is None else {}
-    launched = _AroundLaunch.of(around, target, index, fixed, given, trimmed)
+        longer = (*_GIVEN, *TILES_FOUND, *behind)
+        found = decay_tiles(problem, around.blocks, inputs, fixed, longer, target, index)
+        if found is None:
+            # Their addresses are 0, and the same kernel visits all tiles.
+            fixed |= VISITS_ALL
+        else:
+            before, given = found, longer
+
+    def prepared(source: Source | None, programs: int = around.programs) -> tuple[Launcher, ...]:
+        if source is None:
+            return ()
+        made = builder().kernel(source, target, index)
+        return (made.prepare(programs, fixed, given, spare=(*fixed, *given)),)
+
+    first = (*before.kernels, *prepared(around.trim, trims))
     boxes = {name: box for name, box in boxes.items() if name in names and names[name].described}
+    attend = kernel.prepare(grid.programs, fixed, given, boxes, spare=(*fixed, *given))
+    last = (attend, *prepared(around.after))
+    plain, through_lse = ((*first, *prepared(each), *last) for each in around.before)
     return BackwardLaunch(
+        plain,
         choice,
         grid,
+        device,
         index,
-        launched,
-        kernel.prepare(grid.programs, fixed, given, boxes, spare=(*fixed, *given)),
+        (*before.scratch, *scratch),
         runs,
         rest,
-        deterministic,
-        decay,
+        through_lse,
     )
 
 
@@ -279,48 +216,26 @@ def _named(prefix: str, axes: str, steps: Sequence[int]) -> dict[str, int]:
     return {f"{prefix}{axis}": step for axis, step in zip(axes, steps, strict=False)}
 
 
-def _mask_strides(lists: BothLists, runs: bool, deterministic: bool) -> dict[str, int]:
-    """Rows between batches and heads, 0 where the mask broadcasts, and the widths of lists."""
-    found: dict[str, int] = {}
-    for name, each in (("kv", lists.by_query), ("q", lists.by_key)):
-        B, H, blocks = each.kv_num.shape
-        found[f"stride_{name}_mask_b"] = 0 if B == 1 else H * blocks
-        found[f"stride_{name}_mask_h"] = 0 if H == 1 else blocks
-    if deterministic:
-        found["Q_ORDER_WIDTH"] = lists.by_query.kv_num.shape[-1]
-    if not runs:
-        found |= {
-            key.replace("IDX", "WIDTH"): tensor.shape[-1]
-            for key, tensor in lists.read(runs).items()
-            if key.endswith("IDX")
-        }
-    return found
-
-
+# The ends of a backward's walks, where a mask's runs are trimmed to its tiles.
 TRIMMED = "M_RUNS"
 
 
-class TrimmedRuns(NamedTuple):
-    """M_RUNS of one problem: its shape, the programs that fill it, what kernels are told."""
+def trimmed_for(
+    problem: Problem, lists: BothLists, tiles: int
+) -> tuple[tuple[int, int], dict[str, int]]:
+    """Batches and heads of TRIMMED, [batches, heads, tiles, 4], and what kernels are told of it.
 
-    shape: tuple[int, ...]
-    programs: int
-    told: dict[str, int]
-
-    @classmethod
-    def of(cls, problem: Problem, grid: Geometry, lists: BothLists) -> TrimmedRuns:
-        """Of as many heads and batches as a mask's lists have, or as its mask_mod tells apart."""
-        assert problem.structure.mask is not None
-        names = {x.value for x in walk(problem.structure.mask.mod.expr) if x.op == "var"}
-        listed = lists.by_key.kv_num.shape
-        batches, heads = (
-            size if name in names or listed[axis] > 1 else 1
-            for axis, (name, size) in enumerate((("b", problem.B), ("h", problem.Hq)))
-        )
-        tiles = grid.num_tiles
-        told = {
-            "mask_heads": heads,
-            "stride_m_runs_b": heads * tiles if batches > 1 else 0,
-            "stride_m_runs_h": tiles if heads > 1 else 0,
-        }
-        return cls((batches, heads, tiles, 4), batches * heads * tiles, told)
+    As many as a mask's lists have, or as its mask_mod tells apart.
+    """
+    assert problem.structure.mask is not None
+    names = {x.value for x in walk(problem.structure.mask.mod.expr) if x.op == "var"}
+    listed = lists.by_key.kv_num.shape
+    batches, heads = (
+        size if name in names or listed[axis] > 1 else 1
+        for axis, (name, size) in enumerate((("b", problem.B), ("h", problem.Hq)))
+    )
+    return (batches, heads), {
+        "mask_heads": heads,
+        "stride_m_runs_b": heads * tiles if batches > 1 else 0,
+        "stride_m_runs_h": tiles if heads > 1 else 0,
+    }

@@ -11,7 +11,10 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
 
 from flexattn.device import Device
 from flexattn.errors import BuildError, FlexAttnError
@@ -87,6 +90,37 @@ class Launcher(Protocol):
 
     def launch(self, stream: int, given: Sequence[Any]) -> None:
         """Launch on a stream, with the values whose names it was prepared for, in their order."""
+
+
+class Scratch(NamedTuple):
+    """Memory that one kernel of a launch writes for another: the name of their argument for it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    def empty(self, device: torch.device) -> Tensor:
+        """The memory, for one launch."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class InOrder:
+    """Prepared kernels that are launched one after the other, each with the same values."""
+
+    kernels: tuple[Launcher, ...]
+
+    def launch(self, stream: int, given: Sequence[Any]) -> None:
+        """As Launcher.launch."""
+        for each in self.kernels:
+            each.launch(stream, given)
+
+
+class Before(NamedTuple):
+    """Kernels that are launched before attention's, and the memory that these then read."""
+
+    kernels: tuple[Launcher, ...] = ()
+    scratch: tuple[Scratch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,8 +380,6 @@ class Builder:
         return Kernel(source, None, index, binary)
 
     def _compile(self, source: Source, device: Device, index: int) -> Kernel:
-        import torch
-
         with torch.cuda.device(index):
             compiled = compile_source(source, device)
         binary = binary_of(compiled, device.arch)

@@ -42,17 +42,14 @@ class BothLists(NamedTuple):
             return cls(by_query._replace(runs=None), by_key._replace(runs=None))
         return cls(by_query, by_key)
 
-    def read(self, runs: bool, deterministic: bool = False) -> dict[str, Tensor]:
-        """The tensors that a kernel takes, by its names for them.
-
-        deterministic: whether dq's sums are in order.
-        """
+    def read(self, runs: bool, ordered: bool = False) -> dict[str, Tensor]:
+        """As ReadLists.read."""
         found: dict[str, Tensor] = {}
         for name, lists in (("KV", self.by_query), ("Q", self.by_key)):
             for key, tensor in lists.read(runs).items():
                 listed = key.replace("KV", name).replace("FULL", f"FULL_{name}")
                 found[f"{name}_RUNS" if runs else listed] = tensor
-        if deterministic:
+        if ordered:
             found["Q_ORDER"] = self._order()
         return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ from flexattn.problem import Problem, Sparsity, Structure, out_dtype
 from flexattn.problem.inputs import NO_DESCALES, Descales, Dropout
 from flexattn.problem.mask_lists import known_runs, query_lists
 from flexattn.problem.problem import longest_of_bucket
-from flexattn.runtime.build import Launcher
-from flexattn.runtime.decay_skip import DecaySkip, begin as begin_decay_skip, pays
+from flexattn.runtime.build import Before, InOrder, Scratch
+from flexattn.runtime.decay_skip import begin, decay_window, pays
 from flexattn.runtime.dispatch import Choice, Dispatcher
 from flexattn.runtime.layout import (
     DescriptorBox,
@@ -38,11 +38,12 @@ from flexattn.runtime.layout import (
     strides_like,
 )
 
-# What a call passes to its launches, by the names that kernels have for it; the mask's lists and
-# what the mods capture follow. None stands for what no kernel of this call takes.
+# What a call passes to its launches, by the names that kernels have for it; memory that kernels
+# share, the mask's lists and what the mods capture follow. None stands for what no kernel of this
+# call takes.
 _GIVEN = (
-    "Q", "K", "V", "OUT", "LSE", "MAX", "WORKSPACE", "COUNTER", "sm_scale", "SINKS", "Q_DESCALE",
-    "K_DESCALE", "V_DESCALE", "DECAY_WINDOW",
+    "Q", "K", "V", "OUT", "LSE", "MAX", "COUNTER", "sm_scale", "SINKS", "Q_DESCALE", "K_DESCALE",
+    "V_DESCALE",
 )  # fmt: skip
 # What a decode gives with each call: its cache may have grown by a token since the last one.
 _KV_ARGUMENTS = (
@@ -74,8 +75,8 @@ class Lists(NamedTuple):
         assert num is not None and idx is not None
         return cls(num, idx, full_num, full_idx, runs)
 
-    def read(self, runs: bool) -> dict[str, Tensor]:
-        """The tensors that a kernel takes, by its names for them."""
+    def read(self, runs: bool, ordered: bool = False) -> dict[str, Tensor]:
+        """As ReadLists.read; these have no order."""
         if runs:
             assert self.runs is not None, "a kernel of runs is chosen for a mask that has them"
             return {"RUNS": self.runs}
@@ -83,6 +84,12 @@ class Lists(NamedTuple):
         if self.full_num is not None and self.full_idx is not None:
             found |= {"FULL_NUM": self.full_num, "FULL_IDX": self.full_idx}
         return found
+
+    def strides(self, mask: str) -> dict[str, int]:
+        """Rows between batches and heads, 0 where the lists broadcast; mask: in their names."""
+        B, H, blocks = self.kv_num.shape
+        b, h = f"stride_{mask}_b", f"stride_{mask}_h"
+        return {b: 0 if B == 1 else H * blocks, h: 0 if H == 1 else blocks}
 
     def to(self, where: torch.device) -> Lists:
         """The lists on a device."""
@@ -105,40 +112,82 @@ class Outputs(NamedTuple):
     max_scores: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A chosen kernel with the arguments that calls of the same shapes and strides share.
+class ReadLists(Protocol):
+    """A mask's lists, by query or in both directions."""
 
-    gpu: the device's index, -1 where it is none. dtype, out_shape, out_strides: of the output.
-    combine: decode's second kernel, where there are splits to merge. workspace: floats that the
-    splits leave for it. runs: the kernel reads a mask's runs, not its lists. rest: the names of
-    the arguments that `rest_of` gives. counts: its blocks take their tiles from a counter.
-    decay_skip: the kernels that find which keys are too far to count, where the call is long
-    enough for that. kv_arguments: values of _KV_ARGUMENTS, of a decode.
+    def read(self, runs: bool, ordered: bool = False) -> dict[str, Tensor]:
+        """The tensors that kernels take, by their names for them.
+
+        ordered: of lists by key, the order in which blocks add up dQ is one of them.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Launch(InOrder):
+    """A chosen kernel and those around it, with what calls of the same shapes and strides share.
+
+    gpu: the device's index, -1 where it is none. scratch: memory that kernels write for others of
+    the launch. runs: they read a mask's runs, not its lists. rest: the names of the arguments that
+    `rest_of` gives.
     """
 
     choice: Choice
     geometry: Geometry
     device: torch.device
     gpu: int
-    dtype: torch.dtype
-    out_shape: tuple[int, ...]
-    out_strides: tuple[int, ...]
-    attend: Launcher
-    combine: Launcher | None
-    workspace: int
+    scratch: tuple[Scratch, ...]
     runs: bool
     rest: tuple[str, ...]
-    counts: bool = False
-    decay_skip: DecaySkip | None = None
-    kv_arguments: tuple[int, ...] = ()
 
     @property
     def problem(self) -> Problem:
         """What the kernel was chosen for."""
         return self.choice.problem
 
-    def with_kv_len(self, keys: int, k: Tensor, v: Tensor) -> Launch | None:
+    def rest_of(
+        self,
+        lists: ReadLists | None,
+        score: Bound | None,
+        mask: Bound | None,
+        dropout: Dropout | None = None,
+    ) -> tuple[Any, ...]:
+        """What the mask's lists hold and what the mods capture, as the kernels are given it.
+
+        The values are the same for as long as these tensors have the sizes and strides they have.
+        """
+        if not self.rest:
+            return ()
+        values: dict[str, Any] = {}
+        if lists is not None:
+            values |= lists.read(self.runs, "Q_ORDER" in self.rest)
+        structure = self.problem.structure
+        for captures, bound in ((structure.score, score), (structure.mask, mask)):
+            values |= captured_values(captures, bound)
+        if dropout is not None:
+            values |= dropout.arguments()
+        return tuple([values[name] for name in self.rest])
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardLaunch(Launch):
+    """The launch of a call.
+
+    dtype, out_shape, out_strides: of the output. counts: its blocks take their tiles from a
+    counter. kv_arguments: values of _KV_ARGUMENTS, of a decode.
+    """
+
+    dtype: torch.dtype
+    out_shape: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    counts: bool = False
+    kv_arguments: tuple[int, ...] = ()
+
+    @property
+    def merges(self) -> bool:
+        """Whether a second kernel merges what the splits of a decode leave."""
+        return self.choice.combine is not None and self.geometry.num_splits > 1
+
+    def with_kv_len(self, keys: int, k: Tensor, v: Tensor) -> ForwardLaunch | None:
         """The same launch over a cache of so many keys; None where that is another kernel or grid.
 
         k, v: laid out as before, but for the strides that the number of keys changes.
@@ -150,24 +199,8 @@ class Launch:
         grid = family_of(choice.config).grid(problem, choice.config, choice.device)
         if grid != self.geometry:
             return None
-        # What else depends on kv_len is prefill's alone.
-        assert self.decay_skip is None
         values = _kv_arguments_of(problem, key_strides(problem, k, v))
         return replace(self, choice=replace(choice, problem=problem), kv_arguments=values)
-
-    def rest_of(
-        self,
-        lists: Lists | None,
-        score: Bound | None,
-        mask: Bound | None,
-        dropout: Dropout | None = None,
-    ) -> tuple[Any, ...]:
-        """What the mask's lists hold and what the mods capture, as the kernel is given it.
-
-        The values are the same for as long as these tensors have the sizes and strides they have.
-        """
-        read = {} if lists is None or not self.rest else lists.read(self.runs)
-        return rest_values(self.rest, self.problem, read, score, mask, dropout)
 
     def run(
         self,
@@ -188,49 +221,25 @@ class Launch:
                 return self.run(q, k, v, scale, rest, sinks, descales)
         stream = raw_stream(gpu) if gpu >= 0 else -1
         out = torch.empty_strided(shape, self.out_strides, dtype=self.dtype, device=device)
-        lse = maxima = workspace = zero = window = None
+        lse = maxima = zero = None
         if structure.lse:
             lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
         if structure.max_scores:
             maxima = torch.empty(shape[:3], dtype=torch.float32, device=device)
         if structure.fp8:
             v = v.to(self.dtype, memory_format=torch.contiguous_format)
-        if self.workspace:
-            workspace = torch.empty(self.workspace, dtype=torch.float32, device=device)
         if self.counts:
             zero = counter(device, stream)
-        if self.decay_skip is not None:
-            window = self.decay_skip.empty(device)
-        # In the order of _GIVEN, then of _KV_ARGUMENTS where calls give them, then of `rest`.
+        # In the order of _GIVEN, then of the scratch, of _KV_ARGUMENTS where calls give them, and
+        # of `rest`.
         given = (
-            q, k, v, out, lse, maxima, workspace, zero, scale, sinks, *descales, window,
+            q, k, v, out, lse, maxima, zero, scale, sinks, *descales,
+            *([each.empty(device) for each in self.scratch] if self.scratch else ()),
             *self.kv_arguments, *rest,
         )  # fmt: skip
-        if self.decay_skip is not None:
-            self.decay_skip.run(given, stream)
-        self.attend.launch(stream, given)
-        if self.combine is not None:
-            self.combine.launch(stream, given)
+        for each in self.kernels:
+            each.launch(stream, given)
         return Outputs(out, lse, maxima)
-
-
-def rest_values(
-    rest: Sequence[str],
-    problem: Problem,
-    read: Mapping[str, Tensor],
-    score: Bound | None,
-    mask: Bound | None,
-    dropout: Dropout | None,
-) -> tuple[Any, ...]:
-    """What a call gives for the arguments of these names; read: of its mask's lists."""
-    if not rest:
-        return ()
-    values: dict[str, Any] = {**read}
-    for captures, bound in ((problem.structure.score, score), (problem.structure.mask, mask)):
-        values |= captured_values(captures, bound)
-    if dropout is not None:
-        values |= dropout.arguments()
-    return tuple([values[name] for name in rest])
 
 
 def rest_names(structure: Structure, read: Iterable[str]) -> tuple[str, ...]:
@@ -261,10 +270,10 @@ def prepare_launch(
     v: Tensor,
     lists: Lists | None,
     descales: Descales = NO_DESCALES,
-) -> Launch:
+) -> ForwardLaunch:
     """Choose and build the kernel for a problem and compute what its shapes and strides decide."""
     index = device.index if device.type == "cuda" else -1
-    begin_decay_skip(problem.structure, target, index)
+    begin(problem.structure, target, index)
     choice, kernel, merger = dispatcher.kernels(problem, target, index, options)
     config, structure = choice.config, problem.structure
     family = family_of(config)
@@ -284,21 +293,29 @@ def prepare_launch(
         # A factor that is not given has address 0, which the kernel reads as 1.
         fixed |= {f"{x.upper()}_DESCALE": 0 for x in "qkv" if getattr(descales, x) is None}
     if lists is not None:
-        fixed |= _mask_strides(lists, runs)
+        fixed |= {**lists.strides("mask"), **widths(lists.read(runs))}
     rest = rest_names(structure, () if lists is None else lists.read(runs))
     names = {each.name: each for each in choice.source.arguments}
     each_call = _KV_ARGUMENTS if structure.kind == "decode" else ()
     kv_arguments = _kv_arguments_of(problem, fixed) if each_call else ()
     for name in each_call:
         del fixed[name]
-    given, decay_skip = (*_GIVEN, *each_call, *rest), None
+    rows, before = problem.B * problem.Hq * problem.q_len, Before()
+    shared: tuple[Scratch, ...] = ()
+    behind = (*each_call, *rest)
+    if merger is not None and grid.num_splits > 1:
+        words = rows * grid.num_splits * (structure.head_dim_v + 2)
+        shared, behind = (Scratch("WORKSPACE", (words,)),), ("WORKSPACE", *behind)
+    given = (*_GIVEN, *behind)
     if skips_far(structure, config):
         # Where it would not pay it has address 0, and the same kernel visits all keys; its own
         # kernels are built for every length, so that a longer call compiles nothing.
-        decay_skip = DecaySkip.of(problem, q, k, given, target, index)
-        decay_skip = decay_skip if pays(problem) else None
-        if decay_skip is None:
+        longer = (*_GIVEN, "DECAY_WINDOW", *behind)
+        found = decay_window(problem, q, k, longer, target, index)
+        if found is None or not pays(problem):
             fixed["DECAY_WINDOW"] = 0
+        else:
+            before, given = found, longer
     described: dict[str, Callable[[], DescriptorBox]] = {
         "Q": lambda: box_of(q),
         "K": lambda: box_of(k),
@@ -306,25 +323,23 @@ def prepare_launch(
         "OUT": lambda: DescriptorBox(out_shape, out_strides),
     }
     boxes = {name: make() for name, make in described.items() if names[name].described}
-    combine, rows = None, problem.B * problem.Hq * problem.q_len
+    kernels = [*before.kernels, kernel.prepare(grid.programs, fixed, given, boxes, spare=_GIVEN)]
     if merger is not None and grid.num_splits > 1:
         # It takes some of what the other one takes.
-        combine = merger.prepare(rows, fixed, given, spare=(*fixed, *given))
-    return Launch(
+        kernels.append(merger.prepare(rows, fixed, given, spare=(*fixed, *given)))
+    return ForwardLaunch(
+        tuple(kernels),
         choice,
         grid,
         device,
         index,
+        (*before.scratch, *shared),
+        runs,
+        rest,
         out_dtype(q.dtype),
         out_shape,
         out_strides,
-        kernel.prepare(grid.programs, fixed, given, boxes, spare=_GIVEN),
-        combine,
-        rows * grid.num_splits * (structure.head_dim_v + 2) if combine is not None else 0,
-        runs,
-        rest,
         "COUNTER" in names,
-        decay_skip,
         kv_arguments,
     )
 
@@ -334,19 +349,10 @@ def _kv_arguments_of(problem: Problem, numbers: Mapping[str, int]) -> tuple[int,
     return (problem.kv_len, *[numbers[name] for name in _KV_ARGUMENTS[1:]])
 
 
-def _mask_strides(lists: Lists, runs: bool) -> dict[str, int]:
-    """Rows between batches and heads (0 where the mask broadcasts), and the widths of lists."""
-    B, H, blocks = lists.kv_num.shape
-    found = {
-        "stride_mask_b": 0 if B == 1 else H * blocks,
-        "stride_mask_h": 0 if H == 1 else blocks,
-    }
-    if runs:
-        return found
-    tensors = lists.read(runs).items()
-    return found | {
-        name.replace("IDX", "WIDTH"): x.shape[-1] for name, x in tensors if name.endswith("IDX")
-    }
+def widths(read: Mapping[str, Tensor]) -> dict[str, int]:
+    """Blocks between rows of a mask's lists, by kernels' names; read: what these are given."""
+    named = read.items()
+    return {name.replace("IDX", "WIDTH"): x.shape[-1] for name, x in named if "IDX" in name}
 
 
 # A zero of its own would cost a call an allocation and a launch: 5 us of the host, and on the GPU

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from flexattn.kernels.paged_decode.source import stepped_axes, tied
 from flexattn.mods import bind
 from flexattn.problem import captures_of
 from flexattn.problem.checks import check_scale
-from flexattn.runtime.build import Launcher
+from flexattn.runtime.build import InOrder
 from flexattn.serving import checks
 from flexattn.serving.cache import (
     KVCache,
@@ -44,21 +43,16 @@ _TENSORS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
-    """Launchers that hold what shapes and strides decide, and the plan's own outputs for them."""
+class _Ready(InOrder):
+    """Kernels that hold what shapes and strides decide, and the plan's own outputs for them.
 
-    attend: Launcher
-    combine: Launcher | None
+    They are given what `_TENSORS` names.
+    """
+
     out: Tensor
     lse: Tensor | None
     keys: int
     pages: int
-
-    def launch(self, stream: int, given: Sequence[Any]) -> None:
-        """Launch on a stream, with what `_TENSORS` names."""
-        self.attend.launch(stream, given)
-        if self.combine is not None:
-            self.combine.launch(stream, given)
 
 
 class DecodePlan:
@@ -370,13 +364,13 @@ class DecodePlan:
             fixed |= {f"stride_{name.lower()}{a}": by_axis["pnh".index(a)] for a in axes}
             if self.config.by_tma:
                 boxes[name] = cache_box(name, tensor, m)
-        kernels, combine = self._kernels, None
-        attend = kernels.attend.prepare(kernels.programs, fixed, _TENSORS, boxes, _TENSORS)
+        kernels = self._kernels
+        ready = [kernels.attend.prepare(kernels.programs, fixed, _TENSORS, boxes, _TENSORS)]
         if kernels.combine is not None:
             # It takes some of what the other one takes.
             every = (*fixed, *_TENSORS)
-            combine = kernels.combine.prepare(kernels.merges, fixed, _TENSORS, spare=every)
+            ready.append(kernels.combine.prepare(kernels.merges, fixed, _TENSORS, spare=every))
         shape = (*q.shape[:-1], m.head_dim_v)
         lse = None if self._lse is None else self._lse[:rows].view(shape[:-1])
         out = self._out[:rows].view(shape)
-        return _Ready(attend, combine, out, lse, keys, cache.pages)
+        return _Ready(tuple(ready), out, lse, keys, cache.pages)

@@ -6,7 +6,7 @@ import torch
 import flexattn
 from flexattn.catalogue import causal
 from flexattn.runtime.backward import BackwardLaunch
-from flexattn.runtime.launch import Launch
+from flexattn.runtime.launch import ForwardLaunch
 from tests.compiled import as_on_a_gpu, compiling
 from tests.support import DECODE, PREFILL, block_mask, inputs, poison
 
@@ -28,7 +28,7 @@ def test_the_same_launch_serves_compiled_and_eager_calls(monkeypatch, kind):
     length = 5 if kind is DECODE else 37
     q, k, v = inputs(2, 4, 2, length, 53, 16)
     mask = block_mask(causal, q, k, 16)
-    launches, run = [], Launch.run
+    launches, run = [], ForwardLaunch.run
 
     def poisoned(launch, *given):
         launches.append(launch)
@@ -36,7 +36,7 @@ def test_the_same_launch_serves_compiled_and_eager_calls(monkeypatch, kind):
             poison(patch)
             return run(launch, *given)
 
-    monkeypatch.setattr(Launch, "run", poisoned)
+    monkeypatch.setattr(ForwardLaunch, "run", poisoned)
 
     def layer(q, k, v, table, slope):
         def mod(score, b, h, q_idx, kv_idx):

@@ -25,7 +25,7 @@ from flexattn.kernels.decay_skip.source import ALL_KEYS
 from flexattn.mods import bind
 from flexattn.problem import Layout, Shape, make_problem
 from flexattn.problem.mask_lists import mask_class
-from flexattn.runtime.decay_skip import DecaySkip
+from flexattn.runtime.decay_skip import decay_window
 from flexattn.settings import override
 from tests.covering import each_choice
 from tests.support import (
@@ -260,9 +260,10 @@ def window_of(q, k, slopes, scale):
     problem = make_problem("prefill", "float32", shape, score, None, None, layout)
     values = {"Q": q, "K": k, "sm_scale": scale, "DECAY_WINDOW": None}
     values |= captured_values(problem.structure.score, score)
-    found = DecaySkip.of(problem, q, k, list(values), detect(q.device), -1)
-    memory = values["DECAY_WINDOW"] = found.empty(q.device)
-    found.run(list(values.values()), -1)
+    found = decay_window(problem, q, k, list(values), detect(q.device), -1)
+    memory = values["DECAY_WINDOW"] = found.scratch[0].empty(q.device)
+    for kernel in found.kernels:
+        kernel.launch(-1, list(values.values()))
     return memory[: B * Hq].view(B, Hq)
 
 

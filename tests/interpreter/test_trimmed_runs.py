@@ -9,12 +9,11 @@ from flexattn.catalogue import causal, causal_offset, document, sliding_window
 from flexattn.device import detect, named
 from flexattn.frontend.gradients import AskedGradients, _problem
 from flexattn.kernels.base.arguments import captured_values
-from flexattn.kernels.base.config import Geometry
 from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.hopper_backward.source import render_trim
 from flexattn.mods import bind
-from flexattn.runtime.backward import TRIMMED, TrimmedRuns
+from flexattn.runtime.backward import TRIMMED, trimmed_for
 from flexattn.runtime.build import builder
 from flexattn.runtime.key_lists import BothLists
 
@@ -57,22 +56,24 @@ def test_runs_end_where_the_mask_keeps_something(name, tile):
     config = HopperBackwardConfig(*tile, 2, trimmed=True)
     source = render_trim(problem.structure, config, CPU)
     tiles = -(-KEYS // keys)
-    trimmed = TrimmedRuns.of(problem, Geometry(tiles, tiles, tiles), lists)
-    assert trimmed.shape == (sizes[0] or 1, sizes[1] or 1, tiles, 4)
+    (batches, heads), told = trimmed_for(problem, lists, tiles)
+    assert (batches, heads) == (sizes[0] or 1, sizes[1] or 1)
     runs = lists.by_key.runs
     assert runs is not None
-    found = torch.full(trimmed.shape, -7, dtype=torch.int32)
+    found = torch.full((batches, heads, tiles, 4), -7, dtype=torch.int32)
     fixed = {
         "Q_RUNS": runs, TRIMMED: found, "num_tiles": tiles, "q_len": ROWS, "kv_len": KEYS,
         "stride_q_mask_b": runs.shape[1] * runs.shape[2], "stride_q_mask_h": runs.shape[2],
-        **trimmed.told, **captured_values(problem.structure.mask, bound),
+        **told, **captured_values(problem.structure.mask, bound),
     }  # fmt: skip
-    launch = builder().kernel(source, CPU, -1).prepare(trimmed.programs, fixed, (), spare=fixed)
+    launch = (
+        builder().kernel(source, CPU, -1).prepare(batches * heads * tiles, fixed, (), spare=fixed)
+    )
     launch.launch(-1, ())
 
     q_idx, kv_idx = torch.arange(ROWS)[:, None], torch.arange(KEYS)[None]
-    for b in range(trimmed.shape[0]):
-        for h in range(trimmed.shape[1]):
+    for b in range(batches):
+        for h in range(heads):
             kept = mask_mod(torch.tensor(b), torch.tensor(h), q_idx, kv_idx)
             for n, run in enumerate(found[b, h].tolist()):
                 first, full_first, full_end, end = run

@@ -20,6 +20,7 @@ from flexattn.mods import bind as bound
 from flexattn.problem.inputs import Dropout
 from flexattn.reference import attention
 from flexattn.runtime import backward, decay_skip
+from flexattn.runtime.build import Before, Scratch
 from flexattn.runtime.dispatch import Candidate
 from flexattn.runtime.key_lists import BothLists
 from tests.emulated_gluon import run
@@ -162,10 +163,10 @@ def gradients(
 
     for each in (backward, decay_skip):
         monkeypatch.setattr(each, "builder", lambda: SimpleNamespace(kernel=build))
-    windows = SimpleNamespace(empty=lambda device: None, run=lambda given, stream: None)
+    windows = Before((), (Scratch("DECAY_WINDOW", (1,)),))
     monkeypatch.setattr(decay_skip, "pays", lambda problem: tiles is not None)
     monkeypatch.setattr(decay_skip, "LEAST_BACKWARD_KEYS", 0)
-    monkeypatch.setattr(decay_skip.DecaySkip, "of", lambda *_: windows)
+    monkeypatch.setattr(decay_skip, "decay_window", lambda *_: windows)
     out, lse, _ = attention(
         q, k, v, score_mod=score_mod, block_mask=mask, scale=0.1, dropout=dropout
     )
