@@ -8,23 +8,26 @@ views and copies stands between, a kernel can write them there itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from flexattn.runtime.backward import stride_step
+from flexattn.util.ambient import without_modes
 
 _aten = torch.ops.aten
-_ALIKE = {_aten.clone.default, _aten.alias.default}
-_VIEWS = {
-    _aten.view.default, _aten.reshape.default, _aten._unsafe_view.default,
-    _aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims,
+_ONE_INPUT = {
+    _aten.permute.default, _aten.clone.default, _aten.alias.default, _aten.view.default,
+    _aten.reshape.default, _aten._unsafe_view.default, _aten.unsqueeze.default,
+    _aten.squeeze.dim, _aten.squeeze.dims,
 }  # fmt: skip
-_ONE_INPUT = {_aten.permute.default, *_ALIKE, *_VIEWS}
 _JOINS = {
     _aten.cat.default, _aten.add.Tensor, _aten.select_scatter.default, _aten.slice_scatter.default
 }  # fmt: skip
@@ -61,7 +64,7 @@ def packed_gradients(backward: Node) -> SideBySide | None:
         try:
             places = _packed_in(node, grads)
         # What is not understood is lowered as it stands.
-        except (_NotSideBySide, AttributeError, LookupError, TypeError):
+        except (_NotSideBySide, AttributeError, LookupError, RuntimeError, TypeError):
             continue
         between = {x for chain in (first, *others) for x in chain[: chain.index(node)]}
         return SideBySide(node, places, frozenset(between))
@@ -77,22 +80,31 @@ def _below(node: Node) -> Iterator[Node]:
         yield node
 
 
+@without_modes()
 def _packed_in(node: Node, grads: Sequence[Node]) -> list[int]:
+    """Where each of the gradients lies in what a node computes, as SideBySide has the places.
+
+    What leads there moves numbers and changes none: its derivative with respect to each gradient
+    is the part of the node's own that the gradient is copied to, a view of the same memory.
+    """
     whole: Tensor = node.meta["val"]
     if not _fixed(whole) or not whole.is_contiguous() or _leaves(node):
         raise _NotSideBySide
-    found: dict[Node, Tensor] = {}
-    memory = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
-    _place(node, memory, found, frozenset(grads))
-    if len(found) != len(grads):
-        raise _NotSideBySide
+    memory = _like(whole)
+    with torch.enable_grad():
+        given = [_like(x.meta["val"]).requires_grad_() for x in grads]
+        computed = _computed(node, dict(zip(grads, given, strict=True)))
+        found = torch.autograd.grad(computed, given, memory)
     places: list[int] = []
-    for each in (found[x] for x in grads):
+    for each in found:
         step = stride_step(each.shape[3], each.element_size())
-        numbers = list(map(int, (each.storage_offset(), *each.stride()[:3])))
-        if each.stride(3) != 1 or any(n % step for n in numbers):
+        numbers = [int(each.storage_offset()), *map(int, each.stride()[:3])]
+        same = each.untyped_storage()._cdata == memory.untyped_storage()._cdata
+        if not same or each.stride(3) != 1 or any(n % step for n in numbers):
             raise _NotSideBySide
         places += numbers
+    if sum(x.numel() for x in found) != whole.numel() or not _disjoint(found):
+        raise _NotSideBySide
     return places
 
 
@@ -101,128 +113,64 @@ def _leaves(node: Node) -> bool:
     return any(use.op == "output" for use in node.users)
 
 
-def _place(node: Node, memory: Tensor, found: dict[Node, Tensor], grads: frozenset[Node]) -> None:
-    """Find which part of memory each gradient is, where all of memory is what a node computes."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or not _fixed(value) or value.dtype != memory.dtype:
+def _like(value: Tensor) -> Tensor:
+    """A tensor that lies as a value does, without memory."""
+    if not _fixed(value):
         raise _NotSideBySide
-    if value.shape != memory.shape:
-        raise _NotSideBySide
-    if node in grads:
-        if node in found:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _computed(node: Node, known: dict[Node, Tensor]) -> Tensor:
+    """What a node computes of known tensors and zeros, by what moves them unchanged."""
+    if node not in known:
+        if node.target is _aten.full.default and node.args[1] == 0:
+            known[node] = _like(node.meta["val"])
+        elif (stacked := _stacked(node)) is not None:
+            parts, dim = stacked
+            known[node] = torch.stack([_computed(part, known) for part in parts], dim)
+        elif node.target in _ONE_INPUT | _JOINS:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda each: _computed(each, known))
+            run: Any = node.target
+            known[node] = run(*args, **kwargs)
+        else:
             raise _NotSideBySide
-        found[node] = memory
-        return
-    stacked = _stacked(node)
-    if node.target in _ONE_INPUT and stacked is None:
-        (above,) = node.all_input_nodes
-        _place(above, _back(node, memory, above), found, grads)
-    else:
-        dim, pieces = stacked or _pieces(node)
-        dim %= memory.dim()
-        end = 0
-        for begin, above, part in sorted(pieces, key=lambda piece: piece[0]):
-            if begin != end:
-                raise _NotSideBySide
-            here, end = part(memory, dim)
-            _place(above, here, found, grads)
-        if end != memory.shape[dim]:
-            raise _NotSideBySide
+    return known[node]
 
 
-def _back(node: Node, memory: Tensor, above: Node) -> Tensor:
-    """What the input of a view or copy is, where its output is memory."""
-    if node.target in _ALIKE:
-        return memory
-    if node.target is _aten.permute.default:
-        dims: Any = node.args[1]
-        order = [dim % memory.dim() for dim in dims]
-        return memory.permute([order.index(i) for i in range(len(order))])
-    try:
-        return memory.view(above.meta["val"].shape)
-    except RuntimeError:
-        raise _NotSideBySide from None
-
-
-# Where a piece begins along a dimension, what it is, and which part of memory it is and its end.
-_Piece = tuple[int, Node, Callable[[Tensor, int], tuple[Tensor, int]]]
-
-
-def _stacked(node: Node) -> tuple[int, list[_Piece]] | None:
-    """The pieces of a stack, which is a concatenation with its dimension split; None of others."""
-    if node.target not in _VIEWS:
+def _stacked(node: Node) -> tuple[Sequence[Node], int] | None:
+    """What a node stacks, and where: a graph has a concatenation whose dimension a view splits."""
+    above = node.args[0] if node.target in _ONE_INPUT else None
+    if not isinstance(above, Node) or above.target is not _aten.cat.default:
         return None
-    above: Any = node.all_input_nodes[0]
-    if above.target is not _aten.cat.default:
-        return None
-    dim, pieces = _pieces(above)
-    dim %= above.meta["val"].dim()
-    each = list(pieces[0][1].meta["val"].shape)
-    if list(node.meta["val"].shape) != [*each[:dim], len(pieces), *each[dim:]]:
-        return None
-    return dim, [(i, part, _select(i)) for i, (_, part, _) in enumerate(pieces)]
+    parts: Any = above.args[0]
+    each: Any = above.args[1] if len(above.args) > 1 else above.kwargs.get("dim", 0)
+    first = list(parts[0].meta["val"].shape)
+    dim = each % len(first)
+    same = list(node.meta["val"].shape) == [*first[:dim], len(parts), *first[dim:]]
+    return (parts, dim) if same else None
 
 
-def _pieces(node: Node) -> tuple[int, list[_Piece]]:
-    """What a node puts side by side, and along which dimension."""
-    if node.target is _aten.cat.default:
-        parts: Any = node.args[0]
-        dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-        pieces, begin = [], 0
-        for part in parts:
-            size = part.meta["val"].shape[dim]
-            pieces.append((begin, part, _slice(begin, begin + size)))
-            begin += size
-        return dim, pieces
-    terms = [_scattered(term) for term in _terms(node)]
-    dims = {dim for dim, _ in terms}
-    if len(dims) != 1:
-        raise _NotSideBySide
-    return dims.pop(), [piece for _, piece in terms]
+def _disjoint(parts: Sequence[Tensor]) -> bool:
+    """Whether no two of these views have an element in common; False where that is not clear.
 
-
-def _terms(node: Node) -> list[Node]:
-    if node.target is not _aten.add.Tensor:
-        return [node]
-    if node.kwargs:
-        raise _NotSideBySide
-    given: Any = node.args
-    return [term for each in given for term in _terms(each)]
-
-
-def _scattered(node: Node) -> tuple[int, _Piece]:
-    """A value among zeros, and the dimension along which it has a place."""
-    if node.target not in (_aten.select_scatter.default, _aten.slice_scatter.default):
-        raise _NotSideBySide
-    names = [argument.name for argument in node.target._schema.arguments]
-    defaults = {"dim": 0, "start": None, "end": None, "step": 1}
-    said: dict[str, Any] = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
-    zeros, src, dim = said[names[0]], said["src"], said["dim"]
-    if zeros.target is not _aten.full.default or zeros.args[1] != 0:
-        raise _NotSideBySide
-    dim %= node.meta["val"].dim()
-    size = node.meta["val"].shape[dim]
-    if "index" in said:
-        index = said["index"] % size
-        return dim, (index, src, _select(index))
-    begin, end = _inside(said["start"], 0, size), _inside(said["end"], size, size)
-    if said["step"] != 1:
-        raise _NotSideBySide
-    return dim, (begin, src, _slice(begin, end))
-
-
-def _inside(bound: int | None, default: int, size: int) -> int:
-    if bound is None:
-        return default
-    return max(0, min(size, bound + size if bound < 0 else bound))
-
-
-def _select(index: int) -> Callable[[Tensor, int], tuple[Tensor, int]]:
-    return lambda memory, dim: (memory.select(dim, index), index + 1)
-
-
-def _slice(begin: int, end: int) -> Callable[[Tensor, int], tuple[Tensor, int]]:
-    return lambda memory, dim: (memory.narrow(dim, begin, end - begin), end)
+    An offset has a digit for each stride of any part, and a part a range of values of each digit.
+    """
+    strides = {step for x in parts for n, step in zip(x.shape, x.stride(), strict=True) if n > 1}
+    digits: list[list[range]] = []
+    for x in parts:
+        counts = {step: n for n, step in zip(x.shape, x.stride(), strict=True) if n > 1}
+        left, above, ranges = int(x.storage_offset()), math.inf, []
+        for step in sorted(strides, reverse=True):
+            first, left = divmod(left, step)
+            ranges.append(range(first, first + counts.get(step, 1)))
+            if ranges[-1].stop * step > above:
+                return False
+            above = step
+        digits.append(ranges)
+    return all(
+        any(x.stop <= y.start or y.stop <= x.start for x, y in zip(one, other, strict=True))
+        for one, other in combinations(digits, 2)
+    )
 
 
 def _fixed(value: Tensor) -> bool:
