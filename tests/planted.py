@@ -5,9 +5,7 @@ from contextlib import contextmanager
 from flexattn.frontend.launch_cache import launch_cache
 from flexattn.runtime import build, dispatch
 from flexattn.runtime.outcomes import memory
-from flexattn.serving import append, decode
-
-_MEMOS = (launch_cache, build._functions)
+from flexattn.serving.launching import kept_plans
 
 
 @contextmanager
@@ -34,6 +32,6 @@ def planted(monkeypatch, old, new, within=""):
 def _forget():
     dispatch.dispatcher.cache_clear()
     build.builder.cache_clear()
-    for memo in (*_MEMOS, decode._plans, append._plans):
+    for memo in (launch_cache, kept_plans):
         memo.clear()
     memory.cache_clear()

@@ -28,7 +28,7 @@ from flexattn.problem.inputs import NO_DESCALES
 from flexattn.problem.mask_lists import UNKNOWN, known_class, known_runs, unwritten, versions
 from flexattn.records.store import generation
 from flexattn.runtime.dispatch import dispatcher
-from flexattn.runtime.launch import ForwardLaunch, Lists, Outputs, prepare_launch
+from flexattn.runtime.launch import ForwardLaunch, Launch, Lists, Outputs, launches, prepare_launch
 from flexattn.settings import Settings, current
 from flexattn.util.locks import Lru
 
@@ -56,7 +56,6 @@ class LaunchCache:
 
     def __init__(self) -> None:
         self._calls: Lru[tuple[Any, ...], tuple[CachedCall, ...]] = Lru(1024)
-        self._launches: Lru[Any, Any] = Lru(8192)
 
     def find(self, key: CallKey | None, given: Call) -> tuple[CachedCall, ForwardLaunch] | None:
         """The entry and the launch of a call; None if none is known."""
@@ -106,27 +105,27 @@ class LaunchCache:
         settings = current()
         places = settings.mode, settings.cache, settings.cache_dir, settings.batch_invariant
         key = (*key, places, generation())
-        found = self._launches.get(key)
+        found = launches.get(key)
         if found is None:
             found = make()
-            self._launches.put(key, found)
+            launches.put(key, found)
         return found
 
     def launches(self) -> list[Any]:
-        """All launches that `prepared` holds."""
-        return [found for _, found in self._launches.items() if found is not True]
+        """All launches of calls and of gradients that are held."""
+        return [found for _, found in launches.items() if isinstance(found, Launch)]
 
     def forget_lengths(self) -> None:
         """Forget all launches, but not the entries: a decode is known by its next length."""
         for _, entries in self._calls.items():
             for entry in entries:
                 entry.launches.clear()
-        self._launches.clear()
+        launches.clear()
 
     def clear(self) -> None:
         """Forget all launches; kernels stay built."""
         self._calls.clear()
-        self._launches.clear()
+        launches.clear()
 
 
 launch_cache = LaunchCache()

@@ -7,7 +7,6 @@ Masks of one class take the same config; two of different classes may not, at th
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -257,7 +256,6 @@ class Kept(NamedTuple):
     imbalance: float
 
 
-@lru_cache(maxsize=256)
 def kept(name: str) -> Kept:
     """What a class says of a mask's blocks; of "", all of them, and of "unknown", causal's."""
     if not name:

@@ -179,9 +179,6 @@ def _interpret(function: Any, programs: int, types: Sequence[str], args: Sequenc
         function[(programs,)](*typed)
 
 
-_functions: Lru[Path, Any] = Lru(4096)
-
-
 def path_of(source: Source) -> Path:
     """The file of a source, for people and profilers; it is written if need be."""
     return text_file(f"kernel_{source.hash[:24]}.py", source.text)
@@ -194,12 +191,7 @@ def _load(source: Source) -> Any:
     """
     if source.stored:
         raise RenderAnew(source.hash)
-    path = path_of(source)
-    found = _functions.get(path)
-    if found is None:
-        found = getattr(module_of(path, source.text), source.entry)
-        _functions.put(path, found)
-    return found
+    return getattr(module_of(path_of(source), source.text), source.entry)
 
 
 def compile_source(source: Source, device: Device) -> Any:

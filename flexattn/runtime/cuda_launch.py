@@ -203,7 +203,6 @@ def _order_of(types: tuple[str, ...], given: tuple[tuple[int, int], ...]) -> _Or
     )
 
 
-@lru_cache(maxsize=1024)
 def _packer(types: tuple[str, ...]) -> struct.Struct:
     """Writes arguments of these types, as Triton's signature spells them."""
     kinds = ("Q" if kind[0] in "*t" else _FORMATS.get(kind, "q") for kind in types)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from flexattn.kernels.decay_skip.source import (
 )
 from flexattn.problem import Problem, Structure
 from flexattn.runtime.build import Before, Kernel, Scratch, builder
+from flexattn.runtime.dispatch import known_sources
 from flexattn.runtime.outcomes import concerns_the_device, memory, outcome_of
 from flexattn.settings import current, say_once
 
@@ -45,9 +45,11 @@ def sources(structure: Structure, config: Config, target: Device) -> tuple[Sourc
     return _rendered(structure, target)
 
 
-@lru_cache(maxsize=1024)
-def _rendered(structure: Structure, target: Device) -> tuple[Source, Source]:
-    return render_norms(structure, target), render_window(structure, target)
+def _rendered(structure: Structure, target: Device) -> tuple[Source, ...]:
+    return known_sources(
+        ("decay", structure, target),
+        lambda: (render_norms(structure, target), render_window(structure, target)),
+    )
 
 
 def begin(structure: Structure, target: Device, index: int) -> None:

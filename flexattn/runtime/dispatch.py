@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
@@ -90,18 +89,29 @@ class Candidate:
     @property
     def exported(self) -> bool:
         """Whether its sources lie in the directory of binaries."""
-        return self._read() is not None
+        return bool(self._read())
 
-    def _read(self) -> tuple[Source, Source | None] | None:
+    def _read(self) -> tuple[Source, ...]:
         root = current().binaries if self.stored else None
-        structure = self.problem.structure
-        return None if root is None else _stored(root, structure, self.config, self.device)
+        if root is None:
+            return ()
+        key = self.problem.structure, self.config, self.device
+        return known_sources((root, *key), lambda: KernelStore(root).sources(*key))
 
     def choice(self) -> Choice:
-        """The candidate with its sources, rendered or read."""
-        known, problem, device = self._read(), self.problem, self.device
-        source, combine = known or _rendered(problem, self.config, device)
-        return Choice(problem, device, self.config, self.how, self.origin, source, combine)
+        """The candidate with its sources, rendered or read.
+
+        Their header names the first problem of its structure.
+        """
+        problem, config, device = self.problem, self.config, self.device
+        family, structure = family_of(config), problem.structure
+        title = f"{problem.describe()} for {device.arch}"
+        source, *merges = self._read() or known_sources(
+            (structure, family.as_rendered(config), device),
+            lambda: family.sources(structure, config, device, title),
+        )
+        combine = merges[0] if merges else None
+        return Choice(problem, device, config, self.how, self.origin, source, combine)
 
     def sources(self) -> tuple[Source, ...]:
         """The kernel, and decode's combine kernel."""
@@ -267,28 +277,18 @@ def _forced(problem: Problem, device: Device, options: Options) -> Config:
     return config
 
 
-@lru_cache(maxsize=1024)
-def _stored(
-    root: Path, structure: Structure, config: Config, device: Device
-) -> tuple[Source, Source | None] | None:
-    found = KernelStore(root).sources(structure, config, device)
-    return None if found is None else (found[0], found[1] if len(found) > 1 else None)
+# Sources by what they follow from: filling a template takes tens of milliseconds, and of a new
+# length, or of another number of splits, only the header would differ.
+_texts: Lru[tuple[Any, ...], tuple[Source, ...]] = Lru(2048)
 
 
-# A structure's texts by config and device: filling a template takes tens of milliseconds, and of a
-# new length, or of another number of splits, only the header would differ.
-_texts: Lru[tuple[Structure, Config, Device], tuple[Source, Source | None]] = Lru(1024)
-
-
-def _rendered(problem: Problem, config: Config, device: Device) -> tuple[Source, Source | None]:
-    """A problem's sources; their header names the first problem of its structure."""
-    family = family_of(config)
-    key = problem.structure, family.as_rendered(config), device
+def known_sources(
+    key: tuple[Any, ...], make: Callable[[], tuple[Source, ...] | None]
+) -> tuple[Source, ...]:
+    """The sources of a key, made once; none where there are none."""
     found = _texts.get(key)
     if found is None:
-        title = f"{problem.describe()} for {device.arch}"
-        source, *merges = family.sources(problem.structure, config, device, title)
-        found = source, merges[0] if merges else None
+        found = make() or ()
         _texts.put(key, found)
     return found
 

@@ -37,6 +37,7 @@ from flexattn.runtime.layout import (
     key_strides,
     strides_like,
 )
+from flexattn.util.locks import Lru
 
 # What a call passes to its launches, by the names that kernels have for it; memory that kernels
 # share, the mask's lists and what the mods capture follow. None stands for what no kernel of this
@@ -49,6 +50,10 @@ _GIVEN = (
 _KV_ARGUMENTS = (
     "kv_len", "stride_kb", "stride_kh", "stride_kn", "stride_vb", "stride_vh", "stride_vn",
 )  # fmt: skip
+
+
+# Launches by all that decides them: of calls, of their gradients, and of states that are merged.
+launches: Lru[Any, Any] = Lru(8192)
 
 
 class Lists(NamedTuple):

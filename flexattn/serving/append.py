@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -16,18 +15,15 @@ from flexattn.runtime.build import Launcher, builder
 from flexattn.serving.append_checks import Append, Rope, admitted, append_form, inspect_append
 from flexattn.serving.cache import KVCache, Scaled, halves
 from flexattn.serving.checks import pair, whole
-from flexattn.serving.launching import facts, launch_here
+from flexattn.serving.launching import facts, kept_plans, launch_here, making
 from flexattn.serving.verified import check_append
 from flexattn.settings import current
 from flexattn.util.ambient import without_modes
-from flexattn.util.locks import Lru, renewed
 
 # Launches that a plan remembers, one for each set of shapes and strides that it was given.
 _REMEMBERED = 256
 # What a plan has for shapes that it does not know; of no tokens it has None.
 _UNKNOWN: Any = object()
-_plans: Lru[Any, AppendPlan] = Lru(64)
-_making = renewed(threading.Lock())
 
 
 class AppendPlan:
@@ -208,12 +204,12 @@ def append_paged_kv_cache(
         "shared_kv": v is None,
         "device": k.device,
     }
-    key = tuple(about.values())
-    plan = _plans.get(key)
+    key = ("append", *about.values())
+    plan: AppendPlan | None = kept_plans.get(key)
     if plan is None:
-        with _making:
+        with making:
             plan = AppendPlan(**about)
-        _plans.put(key, plan)
+        kept_plans.put(key, plan)
     plan.run(
         k, v, kv_cache, slot_mapping=slot_mapping, positions=positions, block_table=block_table,
         seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, k_scale=k_scale, v_scale=v_scale, cos=cos,

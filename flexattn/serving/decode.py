@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from flexattn.problem import rounded
 from flexattn.problem.serving import LAYOUTS
 from flexattn.serving.cache import KVCache, Scaled, halves
 from flexattn.serving.checks import refuse_types
+from flexattn.serving.launching import kept_plans, making
 from flexattn.serving.plan import DecodePlan
 from flexattn.settings import current
-from flexattn.util.locks import Lru, renewed
+from flexattn.util.locks import renewed
 
 
 class _Kept(NamedTuple):
@@ -29,10 +30,6 @@ class _Kept(NamedTuple):
     plan: DecodePlan
     bound: Sequence[Bound | None]
     running: threading.Lock
-
-
-_plans: Lru[Any, _Kept] = Lru(64)
-_making = renewed(threading.Lock())
 
 
 def flex_decode(
@@ -107,9 +104,9 @@ def flex_decode(
     )  # fmt: skip
     # A graph may outlive a kept plan; one that is made while it captures is filled by its replays.
     captured = _captured(q)
-    found = None if captured else _plans.get(key)
+    found: _Kept | None = None if captured else kept_plans.get(key)
     if found is None:
-        with _making:
+        with making:
             plan = DecodePlan(
                 batch=_above(seq_lens.shape[0]),
                 kv_len=_above(kv_len),
@@ -133,7 +130,7 @@ def flex_decode(
             )
         found = _Kept(plan, bound, renewed(threading.Lock()))
         if not captured:
-            _plans.put(key, found)
+            kept_plans.put(key, found)
     plan = found.plan
     out = torch.empty((*q.shape[:-1], plan.problem.head_dim_v), dtype=q.dtype, device=q.device)
     lse = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,11 @@ from torch import Tensor
 from flexattn.errors import StalledError
 from flexattn.problem.facts import facts_of
 from flexattn.runtime.build import Launcher
+from flexattn.util.locks import Lru, renewed
 
+# Plans that calls have made which hold none, by what these are for; one is made at a time.
+kept_plans: Lru[Any, Any] = Lru(128)
+making = renewed(threading.Lock())
 # Pairs that are known at once: the caches of a model's layers, lengths and tables of its batches.
 _KNOWN = 256
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -12,6 +10,7 @@ from flexattn.errors import InputError
 from flexattn.kernels.paged_decode.merges import merge_rows, render_merge_states
 from flexattn.problem import DTYPES
 from flexattn.runtime.build import Launcher, builder
+from flexattn.runtime.launch import launches
 from flexattn.serving.checks import gradients
 from flexattn.serving.launching import launch_here
 from flexattn.settings import current
@@ -104,10 +103,14 @@ def _plain(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[
     return merged.to(out_a.dtype), total
 
 
-@lru_cache(maxsize=1024)
 def _launcher(dtype: str, head_dim: int, rows: int, device: torch.device) -> Launcher:
-    target = detect(device)
-    index = device.index if device.type == "cuda" else -1
-    kernel = builder().kernel(render_merge_states(dtype, head_dim, target), target, index)
-    programs = -(-rows // merge_rows(head_dim))
-    return kernel.prepare(programs, {"num_rows": rows}, _GIVEN)
+    key = "merge", dtype, head_dim, rows, device
+    found: Launcher | None = launches.get(key)
+    if found is None:
+        target = detect(device)
+        index = device.index if device.type == "cuda" else -1
+        kernel = builder().kernel(render_merge_states(dtype, head_dim, target), target, index)
+        programs = -(-rows // merge_rows(head_dim))
+        found = kernel.prepare(programs, {"num_rows": rows}, _GIVEN)
+        launches.put(key, found)
+    return found

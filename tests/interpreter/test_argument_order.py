@@ -12,8 +12,9 @@ from flexattn.device import named
 from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.base import source
 from flexattn.kernels.choose.registry import families
-from flexattn.runtime import build, decay_skip, dispatch
-from flexattn.serving import ServingConfig, decode, merge
+from flexattn.runtime import build, dispatch
+from flexattn.serving import ServingConfig
+from flexattn.serving.launching import kept_plans
 from flexattn.util.locks import Lru
 from tests.interpreter import (
     test_block_mask as block_masks,
@@ -28,12 +29,9 @@ pytestmark = pytest.mark.interpreter
 
 def clear():
     """Forget every kernel and launch, those that other tests made too."""
-    for each in (dispatch.dispatcher, decay_skip._rendered, build.builder):
+    for each in (dispatch.dispatcher, build.builder):
         each.cache_clear()
-    merge._launcher.cache_clear()
-    for table in (
-        block_kernels._sources, decode._plans, dispatch._texts,
-    ):  # fmt: skip
+    for table in (block_kernels._sources, kept_plans, dispatch._texts):
         assert isinstance(table, Lru)
         table.clear()
     launch_cache.clear()

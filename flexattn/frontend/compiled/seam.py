@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache, wraps
+from functools import wraps
 from importlib import import_module
 from types import CodeType
 from typing import Any
@@ -26,9 +26,8 @@ _TAKES = (
 _OPTIONS, _BACKWARD_OPTIONS = _TAKES.index("kernel_options"), 11
 
 
-@lru_cache(maxsize=1)
 def open_seam() -> str:
-    """Put our lowerings in front of torch's, once; returns why not where torch has moved them."""
+    """Put our lowerings in front of torch's; returns why not where torch has moved them."""
     try:
         import_module("torch._inductor.kernel.flex")  # it registers torch's own
         from torch._inductor.lowering import lowerings

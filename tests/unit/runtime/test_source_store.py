@@ -31,7 +31,7 @@ def fresh():
 
 
 def forget():
-    for each in (say_once, dispatch._stored):
+    for each in (say_once,):
         each.cache_clear()
     dispatch._texts.clear()
 

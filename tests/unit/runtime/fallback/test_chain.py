@@ -8,7 +8,7 @@ from flexattn.errors import BuildError, ConfigError, DriverError, RenderError
 from flexattn.frontend.explain import Explanation
 from flexattn.kernels.choose.options import NONE, Options, parse
 from flexattn.runtime import fallback
-from flexattn.runtime.dispatch import _stored, candidates_of
+from flexattn.runtime.dispatch import _texts, candidates_of
 from flexattn.runtime.fallback import MAX_SPILLED, serve
 from flexattn.runtime.kernel_store import KernelStore
 from flexattn.runtime.outcomes import memory, outcome_of
@@ -267,7 +267,7 @@ def test_what_an_exporter_took_is_looked_for_first(tmp_path):
     with override(binaries=tmp_path):
         assert next(candidates_of(WANTED, H200, NONE, stored=True)).config == choice.config
         assert next(candidates_of(WANTED, H200, NONE)).config != choice.config
-    _stored.cache_clear()
+    _texts.clear()
 
 
 # causes
