@@ -51,8 +51,8 @@ HOST = (
     Fault(
         "a batch of masks is read as one",
         LAUNCH,
-        '"stride_mask_b": 0 if B == 1 else H * blocks,',
-        '"stride_mask_b": 0,',
+        "b: 0 if B == 1 else H * blocks,",
+        "b: 0,",
         IN_SHAPES + "::test_masks_per_head_and_per_batch[per_head-per_batch-prefill]",
     ),
     Fault(
