@@ -198,3 +198,91 @@ class ServingProblem(Problem):
             self.mask_class,
         )
         return " ".join(filter(None, parts))
+
+
+# Of what there is one scale; "tensor" also stands for one of each head: a stride tells them apart.
+CacheScales: TypeAlias = Literal["", "tensor", "page", "page_head", "token", "token_head"]
+# Who says where a token goes: a slot of its own, or its request's page table.
+Slots: TypeAlias = Literal["int64", "int32", "table", "ragged table"]
+# What has scales of its own: pages, the tokens (n) of one, heads.
+AXES: dict[CacheScales, str] = {
+    "": "",
+    "tensor": "h",
+    "page": "p",
+    "page_head": "ph",
+    "token": "pn",
+    "token_head": "pnh",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeForm:
+    """How keys are rotated before they are stored.
+
+    dim: columns that are rotated, the first ones. table: dtype of cos and sin, "" of none.
+    """
+
+    dim: int
+    interleaved: bool
+    table: str
+
+
+@dataclass(frozen=True, slots=True)
+class AppendForm:
+    """Everything that decides the source of a kernel that stores: no length, and no stride.
+
+    head_dim_v: 0 where values are columns of the keys, or are not stored. aligned: addresses and
+    strides of what is read are multiples of 16 bytes.
+    """
+
+    dtype: str
+    kv_dtype: str
+    head_dim_qk: int
+    head_dim_v: int
+    heads: int
+    page: int
+    slots: Slots
+    scales: CacheScales = ""
+    rope: RopeForm | None = None
+    aligned: bool = True
+
+    @property
+    def by_table(self) -> bool:
+        """Whether tokens are found through their request's page table."""
+        return self.slots in ("table", "ragged table")
+
+    @property
+    def computed(self) -> bool:
+        """Whether the kernel computes and stores the scales."""
+        return self.scales in ("token", "token_head")
+
+
+@dataclass(frozen=True, slots=True)
+class AppendProblem:
+    """The work of an AppendPlan: its kernel's structure, and the layout of the cache."""
+
+    structure: AppendForm
+    cache_layout: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of new keys and values."""
+        return _BY_NAME[self.structure.dtype]
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of the cache."""
+        return _BY_NAME[self.structure.kv_dtype]
+
+    @property
+    def slots(self) -> torch.dtype | None:
+        """Of slots and positions; None where a page table says where tokens go."""
+        return {"int64": torch.int64, "int32": torch.int32}.get(self.structure.slots)
+
+    def describe(self) -> str:
+        """In one line."""
+        s = self.structure
+        return (
+            f"append {s.dtype} as {s.kv_dtype} heads={s.heads} D={s.head_dim_qk}/{s.head_dim_v} "
+            f"page={s.page} {self.cache_layout} {s.slots}"
+        )

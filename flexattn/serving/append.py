@@ -9,12 +9,12 @@ from torch import Tensor
 
 from flexattn.device import detect, usable
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.kernels.cache_append.source import AppendForm, append_programs, render_append
+from flexattn.kernels.cache_append.source import append_programs, render_append
 from flexattn.problem.serving import LAYOUTS
 from flexattn.runtime.build import Launcher, builder
-from flexattn.serving.append_checks import Append, Rope, admitted, append_form, inspect_append
+from flexattn.serving.append_checks import Rope, admitted, append_problem, inspect_append
 from flexattn.serving.cache import KVCache, Scaled, halves
-from flexattn.serving.checks import pair, whole
+from flexattn.serving.checks import pair, refuse_types, whole
 from flexattn.serving.launching import facts, kept_plans, launch_here, making
 from flexattn.serving.verified import check_append
 from flexattn.settings import current
@@ -65,11 +65,12 @@ class AppendPlan:
     ) -> None:
         both = head_dim if isinstance(head_dim, (tuple, list)) else (head_dim, head_dim)
         D, Dv = pair("head_dim", both, "D, or (D of keys, D of values)")
-        self.append = Append(
-            whole("heads", heads), D, 0 if shared_kv else Dv, whole("page_size", page_size),
-            layout, dtype, kv_dtype or dtype, slots,
+        self.problem = append_problem(
+            heads=whole("heads", heads), head_dim=(D, 0 if shared_kv else Dv),
+            page=whole("page_size", page_size), layout=layout, dtype=dtype,
+            kv_dtype=kv_dtype or dtype, scaled=scaled, rope=rope, slots=slots, ragged=ragged,
         )  # fmt: skip
-        self.form: AppendForm = append_form(self.append, scaled, rope, ragged)
+        self.form = self.problem.structure
         self.device = usable(device)
         if self.device.type == "cpu" and not current().interpret:
             raise UnsupportedError(
@@ -120,18 +121,31 @@ class AppendPlan:
         Two tokens of one slot leave it undefined which is stored. Raises InputError for tensors
         that do not fit the plan; see FLEXATTN_CHECK for their contents.
         """
-        caches = self.append.split(kv_cache)
         given: dict[str, Tensor | None] = {
-            "K": k, "V": v, "K_CACHE": caches[0], "V_CACHE": caches[1], "SLOTS": slot_mapping,
+            "K": k, "V": v, "K_CACHE": None, "V_CACHE": None, "SLOTS": slot_mapping,
             "POSITIONS": positions, "TABLE": block_table, "SEQ_LENS": seq_lens,
             "CU_SEQLENS": cu_seqlens_q, "K_SCALE": k_scale, "V_SCALE": v_scale, "COS": cos,
             "SIN": sin,
         }  # fmt: skip
-        self.append.refuse_types(given)
-        key = tuple([None if each is None else facts(each) for each in given.values()])
+        try:
+            if isinstance(kv_cache, tuple):
+                given["K_CACHE"], values = kv_cache
+                given["V_CACHE"] = values if self.form.head_dim_v else None
+            elif self.form.head_dim_v:
+                given["K_CACHE"], given["V_CACHE"] = halves(kv_cache)
+            else:
+                given["K_CACHE"] = kv_cache
+            key = tuple([None if each is None else facts(each) for each in given.values()])
+        except (AttributeError, TypeError, ValueError):
+            refuse_types(
+                kv_cache, k=k, v=v, slot_mapping=slot_mapping, positions=positions,
+                block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
+                k_scale=k_scale, v_scale=v_scale, cos=cos, sin=sin,
+            )  # fmt: skip
+            raise
         launcher = self._ready.get(key, _UNKNOWN)
         if launcher is _UNKNOWN:
-            numbers, launcher = admitted(self.append, self.form, given, self.device), None
+            numbers, launcher = admitted(self.problem, given, self.device), None
             programs = append_programs(self.form, k.shape[0])
             if programs:
                 names = tuple(given)
@@ -142,7 +156,7 @@ class AppendPlan:
                 self._ready.clear()
             self._ready[key] = launcher
         if current().check:
-            inspect_append(self.append, given)
+            inspect_append(self.problem, given)
         if launcher is None:
             return
         launch_here(launcher, self._gpu, tuple(given.values()))

@@ -9,20 +9,29 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flexattn.errors import InputError, InputTypeError
-from flexattn.kernels.cache_append.source import (
-    EIGHT_BITS,
+from flexattn.errors import InputError
+from flexattn.kernels.cache_append.source import EIGHT_BITS, search_steps
+from flexattn.problem import DTYPES, MAX_HEADS
+from flexattn.problem.checks import MAX_HEAD_DIM
+from flexattn.problem.serving import (
+    KV_DTYPES,
+    LAYOUTS,
     AppendForm,
+    AppendProblem,
     CacheScales,
     RopeForm,
     Slots,
-    search_steps,
 )
-from flexattn.problem import DTYPES, MAX_HEADS
-from flexattn.problem.checks import MAX_HEAD_DIM
-from flexattn.problem.serving import KV_DTYPES, LAYOUTS
-from flexattn.serving.cache import KVCache, Scaled, asked_scales, halves, steps_by_axis
-from flexattn.serving.checks import devices, gradients, numbers
+from flexattn.serving.cache import Scaled, asked_scales, steps_by_axis
+from flexattn.serving.checks import (
+    devices,
+    ends_fit,
+    gradients,
+    numbers,
+    pages_exist,
+    present,
+    table_fits,
+)
 
 
 @dataclass(frozen=True)
@@ -75,94 +84,79 @@ _NAMES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Append:
-    """What all runs of a plan have in common; head_dim_v is 0 where there are no values."""
+def append_problem(
+    *,
+    heads: int,
+    head_dim: tuple[int, int],
+    page: int,
+    layout: str,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    scaled: Scaled,
+    rope: Rope | None,
+    slots: torch.dtype | None,
+    ragged: bool,
+) -> AppendProblem:
+    """A plan's problem, by AppendPlan's names; raises InputError for what no kernel stores.
 
-    heads: int
-    head_dim_qk: int
-    head_dim_v: int
-    page: int
-    layout: str
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    slots: torch.dtype | None
-
-    def split(self, kv_cache: KVCache) -> tuple[Any, Any]:
-        """K and V of a cache; V is None where there is none."""
-        if isinstance(kv_cache, tuple) and len(kv_cache) == 2:
-            return kv_cache[0], kv_cache[1] if self.head_dim_v else None
-        if not isinstance(kv_cache, Tensor):
-            raise InputTypeError(
-                f"kv_cache is a {type(kv_cache).__name__}",
-                "it is a tuple (K, V) of tensors, or one tensor",
-                "pass (K, V)",
-            )
-        if not self.head_dim_v:
-            return kv_cache, None
-        return halves(kv_cache)
-
-    def refuse_types(self, given: Mapping[str, object]) -> None:
-        """Raise InputTypeError for the first argument that is no tensor."""
-        for name, each in given.items():
-            if each is not None and not isinstance(each, Tensor):
-                raise InputTypeError(
-                    f"{_NAMES[name]} is a {type(each).__name__}",
-                    "it is a torch.Tensor on the plan's device",
-                )
-
-
-def append_form(a: Append, scaled: Scaled, rope: Rope | None, ragged: bool) -> AppendForm:
-    """The form of kernel; raises InputError for what no kernel stores."""
-    said = asked_scales(scaled, a.page)
+    head_dim: of keys, and of values, 0 where there are none.
+    """
+    asked = {
+        "heads": heads, "head_dim": head_dim, "page_size": page, "layout": layout, "dtype": dtype,
+        "kv_dtype": kv_dtype, "scaled": scaled, "slots": slots, "ragged": ragged,
+    }  # fmt: skip
+    said = asked_scales(scaled, page)
     scales: CacheScales = "tensor" if said.scaled else said.scales
-    eight = KV_DTYPES.get(a.kv_dtype, "") in EIGHT_BITS
+    eight = KV_DTYPES.get(kv_dtype, "") in EIGHT_BITS
+    D, Dv = head_dim
     rules = (
-        (1 <= a.heads <= MAX_HEADS, f"heads are between 1 and {MAX_HEADS}"),
-        (1 <= a.head_dim_qk <= MAX_HEAD_DIM, f"head_dim is between 1 and {MAX_HEAD_DIM}"),
-        (0 <= a.head_dim_v <= MAX_HEAD_DIM, f"head_dim is between 1 and {MAX_HEAD_DIM}"),
-        (1 <= a.page < 2**31, "a page has at least one key"),
-        (a.layout in LAYOUTS, f"layout is one of {', '.join(LAYOUTS)}"),
-        (a.dtype in DTYPES, f"dtype is one of {', '.join(map(str, DTYPES))}"),
-        (a.kv_dtype in KV_DTYPES, f"kv_dtype is one of {', '.join(map(str, KV_DTYPES))}"),
+        (1 <= heads <= MAX_HEADS, f"heads are between 1 and {MAX_HEADS}"),
+        (1 <= D <= MAX_HEAD_DIM, f"head_dim is between 1 and {MAX_HEAD_DIM}"),
+        (0 <= Dv <= MAX_HEAD_DIM, f"head_dim is between 1 and {MAX_HEAD_DIM}"),
+        (1 <= page < 2**31, "a page has at least one key"),
+        (layout in LAYOUTS, f"layout is one of {', '.join(LAYOUTS)}"),
+        (dtype in DTYPES, f"dtype is one of {', '.join(map(str, DTYPES))}"),
+        (kv_dtype in KV_DTYPES, f"kv_dtype is one of {', '.join(map(str, KV_DTYPES))}"),
         (eight or not scales, "scales are of a cache of 8 bits"),
         (
-            a.slots is None or a.slots in _SLOTS,
+            slots is None or slots in _SLOTS,
             "slots are int64 or int32, None with a block_table",
         ),
-        (a.slots is None or not ragged, "ragged tells of a block_table's rows: slots is None"),
+        (slots is None or not ragged, "ragged tells of a block_table's rows: slots is None"),
         (rope is None or isinstance(rope, Rope), "rope is a flexattn.serving.Rope"),
     )
     for kept, rule in rules:
         if not kept:
-            raise InputError(f"AppendPlan for {a}, scaled={scaled!r}", rule)
-    slots: Slots = "ragged table" if ragged else "table"
-    dims = [a.head_dim_qk, a.head_dim_v]
-    sizes = [dim * dtype.itemsize for dim in dims for dtype in (a.dtype, a.kv_dtype)]
-    return AppendForm(
-        dtype=DTYPES[a.dtype],
-        kv_dtype=KV_DTYPES[a.kv_dtype],
-        head_dim_qk=a.head_dim_qk,
-        head_dim_v=a.head_dim_v,
-        heads=a.heads,
-        page=a.page,
-        slots=slots if a.slots is None else _SLOTS[a.slots],
+            told = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+            raise InputError(f"AppendPlan({told})", rule)
+    sizes = [dim * each.itemsize for dim in head_dim for each in (dtype, kv_dtype)]
+    by_table: Slots = "ragged table" if ragged else "table"
+    form = AppendForm(
+        dtype=DTYPES[dtype],
+        kv_dtype=KV_DTYPES[kv_dtype],
+        head_dim_qk=D,
+        head_dim_v=Dv,
+        heads=heads,
+        page=page,
+        slots=by_table if slots is None else _SLOTS[slots],
         scales=scales,
-        rope=None if rope is None else rope.form(a.head_dim_qk),
+        rope=None if rope is None else rope.form(D),
         aligned=all(size % 16 == 0 for size in sizes),
     )
+    return AppendProblem(form, layout)
 
 
 def admitted(
-    a: Append, form: AppendForm, given: Mapping[str, Tensor | None], device: torch.device
+    m: AppendProblem, given: Mapping[str, Tensor | None], device: torch.device
 ) -> dict[str, Any]:
     """Check a run's tensors; the numbers that its launch takes. Raises InputError."""
-    _present(form, given)
+    form = m.structure
+    present({_NAMES[name]: each for name, each in given.items()}, _wanted(form))
     there = {_NAMES[name]: each for name, each in given.items() if each is not None}
     devices(device, there)
     gradients({_NAMES[name]: given[name] for name in ("K", "V", "K_CACHE", "V_CACHE")})
-    tensors = [("K", a.head_dim_qk)] + [("V", a.head_dim_v)] * (a.head_dim_v > 0)
-    keys_at, heads_at = LAYOUTS[a.layout]
+    tensors = [("K", form.head_dim_qk)] + [("V", form.head_dim_v)] * (form.head_dim_v > 0)
+    keys_at, heads_at = LAYOUTS[m.cache_layout]
     for name in ("K", "K_CACHE"):
         if not (each := cast(Tensor, given[name])).dim():
             raise InputError(f"{_NAMES[name]} is {list(each.shape)}", "it has tokens, or pages")
@@ -170,20 +164,20 @@ def admitted(
     found: dict[str, Any] = {"num_tokens": tokens, "num_pages": pages}
     for name, dim in tensors:
         new, cache = cast(Tensor, given[name]), cast(Tensor, given[f"{name}_CACHE"])
-        sizes = [pages, a.heads, a.heads, dim]
-        sizes[keys_at] = a.page
-        _shaped(_NAMES[name], new, [tokens, a.heads, dim], a.dtype, form.aligned)
-        _shaped(_NAMES[f"{name}_CACHE"], cache, sizes, a.kv_dtype, form.aligned)
+        sizes = [pages, form.heads, form.heads, dim]
+        sizes[keys_at] = form.page
+        _shaped(_NAMES[name], new, [tokens, form.heads, dim], m.dtype, form.aligned)
+        _shaped(_NAMES[f"{name}_CACHE"], cache, sizes, m.kv_dtype, form.aligned)
         axes = {"t": new.stride(0), "h": new.stride(1), "cp": cache.stride(0)}
         axes |= {"cn": cache.stride(keys_at), "ch": cache.stride(heads_at)}
         found |= {f"stride_{name.lower()}{axis}": step for axis, step in axes.items()}
-    if pages < 1 or tokens * a.heads >= 2**31 or pages >= 2**31:
+    if pages < 1 or tokens * form.heads >= 2**31 or pages >= 2**31:
         raise InputError(
-            f"{tokens} tokens of {a.heads} heads, {pages} pages",
+            f"{tokens} tokens of {form.heads} heads, {pages} pages",
             "a cache has a page, and rows and pages are counted in 32 bits",
         )
-    found |= _places(a, form, given, tokens)
-    found |= _scales(a, form, given, pages)
+    found |= _places(m, given, tokens)
+    found |= _scales(m, given, pages)
     if form.rope is not None and form.rope.table:
         cos, sin = cast(Tensor, given["COS"]), cast(Tensor, given["SIN"])
         for name, each in (("cos", cos), ("sin", sin)):
@@ -200,20 +194,21 @@ def admitted(
     return found
 
 
-def inspect_append(a: Append, given: Mapping[str, Tensor | None]) -> None:
+def inspect_append(m: AppendProblem, given: Mapping[str, Tensor | None]) -> None:
     """Checked mode: raise InputError for slots and pages that the kernel leaves out.
 
     What is left out on purpose is no fault: negative slots, and tokens before a request's first
     key. It waits for the device, so a stream that is being captured is not inspected.
     """
+    page = m.structure.page
     k, cache, slots = given["K"], given["K_CACHE"], given["SLOTS"]
     assert k is not None and cache is not None
     if k.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     if slots is None:
-        _inspect_pages(a, given, k.shape[0], cache.shape[0])
+        _inspect_pages(page, given, k.shape[0], cache.shape[0])
         return
-    found, count = slots.cpu(), cache.shape[0] * a.page
+    found, count = slots.cpu(), cache.shape[0] * page
     wrong = (found >= count).nonzero()
     if len(wrong):
         place = int(wrong[0])
@@ -230,11 +225,11 @@ def inspect_append(a: Append, given: Mapping[str, Tensor | None]) -> None:
             )
 
 
-def _inspect_pages(a: Append, given: Mapping[str, Tensor | None], tokens: int, pages: int) -> None:
+def _inspect_pages(page: int, given: Mapping[str, Tensor | None], tokens: int, pages: int) -> None:
     """That a request's last keys, which are stored, have pages."""
     lengths, table = (cast(Tensor, given[name]).cpu() for name in ("SEQ_LENS", "TABLE"))
     count = len(lengths)
-    room = table.shape[1] * a.page
+    room = table.shape[1] * page
     long = (lengths > room).nonzero()
     if len(long):
         b = int(long[0])
@@ -251,19 +246,13 @@ def _inspect_pages(a: Append, given: Mapping[str, Tensor | None], tokens: int, p
         raise InputError(f"a request of {longest} keys", f"cos and sin have {cos.shape[0]} rows")
     first = (lengths - new).clamp(min=0)
     place = torch.arange(table.shape[1], device="cpu")
-    used = (place >= (first // a.page)[:, None]) & (place * a.page < lengths[:, None])
+    used = (place >= (first // page)[:, None]) & (place * page < lengths[:, None])
     used &= (new > 0)[:, None]
-    wrong = (((table[:count] < 0) | (table[:count] >= pages)) & used).nonzero()
-    if len(wrong):
-        b, at = (int(each) for each in wrong[0])
-        raise InputError(
-            f"block_table[{b}, {at}] is {int(table[b, at])}",
-            f"the cache has pages 0 to {pages - 1}",
-        )
+    pages_exist(table[:count], used, pages)
 
 
-def _present(form: AppendForm, given: Mapping[str, Tensor | None]) -> None:
-    """That what the plan was built to take is given, and nothing else."""
+def _wanted(form: AppendForm) -> dict[str, bool]:
+    """Which arguments of `run` a plan was built to take."""
     tables = form.rope is not None and form.rope.table != ""
     values = form.head_dim_v > 0
     wanted = {
@@ -273,13 +262,7 @@ def _present(form: AppendForm, given: Mapping[str, Tensor | None]) -> None:
         "K_SCALE": form.scales != "", "V_SCALE": form.scales != "" and values, "COS": tables,
         "SIN": tables,
     }  # fmt: skip
-    for name, each in given.items():
-        if (each is not None) != wanted[name]:
-            raise InputError(
-                f"{_NAMES[name]} is {'missing' if each is None else 'given'}",
-                "a run is given what its plan was built for",
-                "say so when the plan is made",
-            )
+    return {_NAMES[name]: each for name, each in wanted.items()}
 
 
 def _shaped(
@@ -299,41 +282,30 @@ def _shaped(
         )
 
 
-def _places(
-    a: Append, form: AppendForm, given: Mapping[str, Tensor | None], tokens: int
-) -> dict[str, Any]:
+def _places(m: AppendProblem, given: Mapping[str, Tensor | None], tokens: int) -> dict[str, Any]:
     """What says where tokens go."""
+    form = m.structure
     if not form.by_table:
         for name in ("SLOTS", "POSITIONS"):
             each = given[name]
             if each is not None and (
-                each.dtype != a.slots or each.shape != (tokens,) or not each.is_contiguous()
+                each.dtype != m.slots or each.shape != (tokens,) or not each.is_contiguous()
             ):
                 raise InputError(
                     f"{_NAMES[name]} is {each.dtype} {list(each.shape)}",
-                    f"it is contiguous {a.slots} [{tokens}]",
+                    f"it is contiguous {m.slots} [{tokens}]",
                 )
         return {}
     table, lengths = cast(Tensor, given["TABLE"]), cast(Tensor, given["SEQ_LENS"])
-    numbers("block_table", table, 2)
     numbers("seq_lens", lengths, 1)
     requests = lengths.shape[0]
-    if table.shape[0] < requests:
-        raise InputError(
-            f"block_table {list(table.shape)} for {requests} requests", "it has a row for each"
-        )
+    table_fits(table, requests)
     if tokens and not requests:
         raise InputError(f"{tokens} tokens of 0 requests", "each token is a request's")
     found = {"stride_table": table.stride(0), "table_width": table.shape[1]}
     found["num_requests"] = requests
     if form.slots == "ragged table":
-        ends = cast(Tensor, given["CU_SEQLENS"])
-        numbers("cu_seqlens_q", ends, 1)
-        if ends.shape[0] != requests + 1:
-            raise InputError(
-                f"cu_seqlens_q has {ends.shape[0]} elements, seq_lens {requests}",
-                "it has one more than there are requests",
-            )
+        ends_fit(cast(Tensor, given["CU_SEQLENS"]), requests)
         return found | {"steps": search_steps(requests)}
     if requests and tokens % requests:
         raise InputError(
@@ -343,14 +315,13 @@ def _places(
     return found | {"q_len": max(1, tokens // max(1, requests))}
 
 
-def _scales(
-    a: Append, form: AppendForm, given: Mapping[str, Tensor | None], pages: int
-) -> dict[str, Any]:
+def _scales(m: AppendProblem, given: Mapping[str, Tensor | None], pages: int) -> dict[str, Any]:
     """The steps between scales."""
     named = {
         _NAMES[name]: each for name in ("K_SCALE", "V_SCALE") if (each := given[name]) is not None
     }
     if not named:
         return {}
-    found = steps_by_axis(named, form.scales, a.layout, (pages, a.page, a.heads))
+    form = m.structure
+    found = steps_by_axis(named, form.scales, m.cache_layout, (pages, form.page, form.heads))
     return {f"stride_s{axis}": step for axis, step in found.items()}

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import InputError, InputTypeError
-from flexattn.kernels.cache_append.source import AXES, CacheScales
-from flexattn.problem.serving import LAYOUTS, Scales, ServingProblem
+from flexattn.problem.serving import AXES, LAYOUTS, CacheScales, Scales, ServingProblem
 from flexattn.runtime.layout import DescriptorBox, box_of
 
 KVCache: TypeAlias = Tensor | tuple[Tensor, Tensor]

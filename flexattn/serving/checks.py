@@ -46,7 +46,7 @@ def check_choices(config: object, flags: Mapping[str, object]) -> None:
         check_config(config)
 
 
-def refuse_types(q: object, kv_cache: object, **named: object) -> None:
+def refuse_types(kv_cache: object, **named: object) -> None:
     """Raise InputTypeError for the first of a run's arguments that is no tensor."""
     cache = kv_cache if isinstance(kv_cache, tuple) else (kv_cache,)
     two = not isinstance(kv_cache, tuple) or len(kv_cache) == 2
@@ -58,7 +58,7 @@ def refuse_types(q: object, kv_cache: object, **named: object) -> None:
             "it is a tuple (K, V) of tensors, or one tensor",
             "pass (K, V)",
         )
-    for name, each in {"q": q, **named}.items():
+    for name, each in named.items():
         needed = name in ("q", "seq_lens")
         if not isinstance(each, Tensor) and (needed or each is not None):
             raise InputTypeError(
@@ -86,13 +86,27 @@ def requests(m: ServingProblem, seq_lens: Tensor, cu_seqlens: Tensor | None) -> 
             "a plan with total_q is given cu_seqlens_q, one with q_len is not",
         )
     if cu_seqlens is not None:
-        numbers("cu_seqlens_q", cu_seqlens, 1)
-        if cu_seqlens.shape[0] != found + 1:
-            raise InputError(
-                f"cu_seqlens_q has {cu_seqlens.shape[0]} elements, seq_lens {found}",
-                "it has one more than there are requests",
-            )
+        ends_fit(cu_seqlens, found)
     return found
+
+
+def ends_fit(cu_seqlens: Tensor, requests: int) -> None:
+    """That cu_seqlens_q cuts rows of so many requests; raises InputError."""
+    numbers("cu_seqlens_q", cu_seqlens, 1)
+    if cu_seqlens.shape[0] != requests + 1:
+        raise InputError(
+            f"cu_seqlens_q has {cu_seqlens.shape[0]} elements, seq_lens {requests}",
+            "it has one more than there are requests",
+        )
+
+
+def table_fits(table: Tensor, requests: int) -> None:
+    """That a block_table has a row for each request; raises InputError."""
+    numbers("block_table", table, 2)
+    if table.shape[0] < requests:
+        raise InputError(
+            f"block_table {list(table.shape)} for {requests} requests", "it has a row for each"
+        )
 
 
 def rows(m: ServingProblem, q: Tensor, requests: int) -> tuple[int, tuple[int, int]]:
@@ -151,12 +165,19 @@ def keys(m: ServingProblem, table: Tensor | None, cache: Cache, requests: int) -
                 f"a cache of {cache.pages} requests for {requests}", "each request has its keys"
             )
         return cache.keys
-    numbers("block_table", table, 2)
-    if table.shape[0] < requests:
-        raise InputError(
-            f"block_table {list(table.shape)} for {requests} requests", "it has a row for each"
-        )
+    table_fits(table, requests)
     return table.shape[1] * m.page
+
+
+def present(given: Mapping[str, Tensor | None], wanted: Mapping[str, bool]) -> None:
+    """That what a plan was built to take is given, and nothing else; raises InputError."""
+    for name, needed in wanted.items():
+        if (given[name] is not None) != needed:
+            raise InputError(
+                f"{name} is {'missing' if needed else 'given'}",
+                "a run is given what its plan was built for",
+                "say so when the plan is made",
+            )
 
 
 def extras(
@@ -171,22 +192,12 @@ def extras(
     """
     form = m.structure
     scaled = form.scaled or form.scales != ""
-    for name, wanted in (
-        ("sinks", form.sinks != ""),
-        ("k_scale", scaled),
-        ("v_scale", scaled),
-        ("kv_start", form.offset),
-        ("row_lens", form.prefix),
-    ):
-        tensor = given[name]
-        if (tensor is not None) != wanted:
-            raise InputError(
-                f"{name} is {'missing' if wanted else 'given'}",
-                "a run is given what its plan was built for",
-                "say so when the plan is made",
-            )
-        if tensor is not None:
-            devices(device, {name: tensor})
+    wanted = {
+        "sinks": form.sinks != "", "k_scale": scaled, "v_scale": scaled, "kv_start": form.offset,
+        "row_lens": form.prefix,
+    }  # fmt: skip
+    present(given, wanted)
+    devices(device, {name: each for name in wanted if (each := given[name]) is not None})
     for name in ("kv_start", "row_lens"):
         if (each := given[name]) is not None:
             numbers(name, each, 1)
@@ -312,13 +323,7 @@ def inspect(
         _within("seq_lens", own, 0, keys, f"block_table lists {width} pages of {m.page} keys")
         used = torch.arange(width, device="cpu") < -(-own[:, None] // m.page)
         table = block_table.cpu()[: len(own)]
-        wrong = ((table < 0) | (table >= pages)) & used
-        if bool(wrong.any()):
-            b, place = (int(each) for each in wrong.nonzero()[0])
-            raise InputError(
-                f"block_table[{b}, {place}] is {int(table[b, place])}",
-                f"the cache has pages 0 to {pages - 1}",
-            )
+        pages_exist(table, used, pages)
     if cu_seqlens is not None:
         ends = cu_seqlens.cpu()
         _within("cu_seqlens_q", ends, 0, m.total_q, f"the plan has {m.total_q} rows")
@@ -336,6 +341,17 @@ def inspect(
                 "give a request no more rows than keys: cu_seqlens_q cuts them",
             )
     return seq_lens, block_table, cu_seqlens, kv_start
+
+
+def pages_exist(table: Tensor, used: Tensor, pages: int) -> None:
+    """That a cache has the pages that the used entries of a table name; raises InputError."""
+    wrong = (((table < 0) | (table >= pages)) & used).nonzero()
+    if len(wrong):
+        b, place = (int(each) for each in wrong[0])
+        raise InputError(
+            f"block_table[{b}, {place}] is {int(table[b, place])}",
+            f"the cache has pages 0 to {pages - 1}",
+        )
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def flex_decode(
     ModError and UnsupportedError.
     """
     refuse_types(
-        q, kv_cache, seq_lens=seq_lens, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
+        kv_cache, q=q, seq_lens=seq_lens, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
         sinks=sinks, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     dims = {"q": (q, 3 + (cu_seqlens_q is None)), "seq_lens": (seq_lens, 1)}

@@ -253,7 +253,7 @@ class DecodePlan:
             )  # fmt: skip
         except (AttributeError, TypeError, ValueError):
             refuse_types(
-                q, kv_cache, seq_lens=seq_lens, block_table=table, cu_seqlens_q=cu_seqlens_q,
+                kv_cache, q=q, seq_lens=seq_lens, block_table=table, cu_seqlens_q=cu_seqlens_q,
                 sinks=sinks, k_scale=k_scale, v_scale=v_scale, kv_start=kv_start,
                 row_lens=row_lens,
             )  # fmt: skip

@@ -318,7 +318,7 @@ def check_append(
     plan: AppendPlan, source: Source, target: Device, scaled: Any, rope: Rope | None
 ) -> None:
     """Raise WrongKernelError unless a new plan's kernel is verified, or stores what torch does."""
-    title = f"append for {plan.append}"
+    title = plan.problem.describe()
     subject = LaunchedKernels(
         (source,), target, lambda: (title, "its one kernel"), Outcome("built")
     )
@@ -331,24 +331,24 @@ def check_append(
 
 
 def _judge_append(plan: AppendPlan, scaled: Any, rope: Rope | None) -> Verdict:
-    a, where = plan.append, plan.device
+    m, a, where = plan.problem, plan.form, plan.device
     pages = _PAGES if a.page > 3 else _TOKENS
     if pages * a.page * a.heads * (a.head_dim_qk + a.head_dim_v) > _ELEMENTS:
         raise Unjudged("its pages are too large for a made-up cache")
     draw = torch.Generator(where).manual_seed(0)
-    heads = [a.heads] if a.layout == "HND" else []
+    heads = [a.heads] if m.cache_layout == "HND" else []
     shape = [pages, *heads, a.page, *([] if heads else [a.heads])]
     dims = [dim for dim in (a.head_dim_qk, a.head_dim_v) if dim]
     with apart(where):
         new = [torch.randn(_TOKENS, a.heads, d, generator=draw, device=where) for d in dims]
-        k = new[0].to(a.dtype)
-        v = new[1].to(a.dtype) if len(dims) > 1 else None
-        cache = [torch.zeros(*shape, d, device=where).to(a.kv_dtype) for d in dims]
+        k = new[0].to(m.dtype)
+        v = new[1].to(m.dtype) if len(dims) > 1 else None
+        cache = [torch.zeros(*shape, d, device=where).to(m.kv_dtype) for d in dims]
         scales: list[Tensor | None] = [None] * len(dims)
         if scaled:
             size = [1]
             if scaled not in (True, "tensor", "head"):
-                size = list(scales_shape(scaled, a.layout, (pages, a.page, a.heads)))
+                size = list(scales_shape(scaled, m.cache_layout, (pages, a.page, a.heads)))
             scales = [
                 0.01 + torch.rand(size, generator=draw, device=where, dtype=torch.float32)
                 for _ in dims
@@ -360,15 +360,15 @@ def _judge_append(plan: AppendPlan, scaled: Any, rope: Rope | None) -> Verdict:
                 1.0, rope.dim // 2 + 1, device=where
             )
             tables = angles.cos().to(rope.table), angles.sin().to(rope.table)
-        about = {"page": a.page, "layout": a.layout, "scaled": scaled, "rope": rope}
+        about = {"page": a.page, "layout": m.cache_layout, "scaled": scaled, "rope": rope}
         caches, steps = appended(
             k, v, (*cache, None)[:2], (*scales, None)[:2], slots.tolist(),
             positions=positions, tables=tables, **about,
         )  # fmt: skip
         names = ("k_scale", "v_scale")
         found |= {name: x for name, x in zip(names, scales, strict=False) if x is not None}
-        if rope is not None and plan.append.slots is not None:
-            found["positions"] = positions.to(plan.append.slots)
+        if rope is not None and plan.problem.slots is not None:
+            found["positions"] = positions.to(plan.problem.slots)
         found |= dict(zip(("cos", "sin"), tables, strict=False))
         plan.run(k, v, (cache[0], cache[-1]) if v is not None else cache[0], **found)
         pairs = [*zip(cache, caches, strict=False), *zip(scales, steps, strict=False)]
@@ -378,10 +378,10 @@ def _judge_append(plan: AppendPlan, scaled: Any, rope: Rope | None) -> Verdict:
 
 def _placed(plan: AppendPlan, pages: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Of each token its slot and position, and what tells a run where tokens go."""
-    a, where = plan.append, plan.device
-    if a.slots is not None:
+    m, a, where = plan.problem, plan.form, plan.device
+    if m.slots is not None:
         slots = torch.arange(_TOKENS, device=where) * 3 % (pages * a.page)
-        return slots, slots % 13, {"slot_mapping": slots.to(a.slots)}
+        return slots, slots % 13, {"slot_mapping": slots.to(m.slots)}
     # One request, whose last keys are the tokens, in pages in reverse.
     keys = min(pages * a.page, _TOKENS + a.page // 2)
     positions = torch.arange(keys - _TOKENS, keys, device=where)

@@ -7,8 +7,9 @@ import torch
 
 from flexattn.catalogue import causal
 from flexattn.device import named
-from flexattn.kernels.cache_append.source import AppendForm, RopeForm, render_append
+from flexattn.kernels.cache_append.source import render_append
 from flexattn.kernels.paged_decode.source import render_serving
+from flexattn.problem.serving import AppendForm, RopeForm
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.kernel_store import binary_of
 from flexattn.runtime.resources import resources

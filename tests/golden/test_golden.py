@@ -22,7 +22,7 @@ from flexattn.catalogue import (
 )
 from flexattn.device import named
 from flexattn.kernels.block_mask.source import render_block_mask
-from flexattn.kernels.cache_append.source import AppendForm, RopeForm, render_append
+from flexattn.kernels.cache_append.source import render_append
 from flexattn.kernels.decay_skip.source import render_blocks, render_norms, render_window
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.paged_decode.config import ServingConfig
@@ -35,7 +35,7 @@ from flexattn.kernels.triton_backward.source import render_delta
 from flexattn.mods import bind
 from flexattn.mods.derivative import loaded_floats
 from flexattn.problem import Layout, captures_of
-from flexattn.problem.serving import ServingForm
+from flexattn.problem.serving import AppendForm, RopeForm, ServingForm
 from tests.cases import causal_score
 from tests.families import render
 from tests.problems import problem

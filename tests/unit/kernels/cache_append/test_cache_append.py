@@ -6,14 +6,12 @@ import pytest
 
 from flexattn.device import named
 from flexattn.kernels.cache_append.source import (
-    AXES,
-    AppendForm,
-    RopeForm,
     append_arguments,
     append_programs,
     append_rows,
     render_append,
 )
+from flexattn.problem.serving import AXES, AppendForm, RopeForm
 from tests.rendered_names import undefined
 
 H200 = named("nvidia-h200")
