@@ -17,8 +17,7 @@ from bench.refusal import Refusal
 from bench.rows import Row
 from bench.runner import Kind, Method, poison
 from flexattn.mods import bind
-from flexattn.problem.learned import slots_of
-from flexattn.runtime.backward import Gradients
+from flexattn.runtime.backward import Gradients, slots_of
 from flexattn.verify.gate import Verdict
 from flexattn.verify.gradients import Differentiated, judge_of, judged_heads
 from flexattn.verify.oracle import gradient_like

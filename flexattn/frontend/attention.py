@@ -32,8 +32,7 @@ from flexattn.problem import FP8, checks, out_dtype
 from flexattn.problem.inputs import add_sinks
 from flexattn.problem.mask_lists import query_lists
 from flexattn.runtime.codecache import without_collections
-from flexattn.runtime.launch import Outputs
-from flexattn.runtime.layout import strides_like
+from flexattn.runtime.launch import Outputs, strides_like
 from flexattn.settings import current, say_once
 
 Route = Literal["kernel", "interpreter", "reference", "torch", "empty"]

@@ -27,12 +27,18 @@ from flexattn.mods.expr import ScoreMod
 from flexattn.problem import Problem, Shape, checks, make_problem
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of, products_for, setting_of
 from flexattn.problem.inputs import Dropout
-from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_lists import mask_class
 from flexattn.records.untuned import note
 from flexattn.reference import attention
 from flexattn.reference.parts import SavedForward
-from flexattn.runtime.backward import BackwardLaunch, Gradients, fits, like, prepare_backward
+from flexattn.runtime.backward import (
+    BackwardLaunch,
+    Gradients,
+    fits,
+    like,
+    prepare_backward,
+    slots_of,
+)
 from flexattn.runtime.dispatch import Choice, dispatcher
 from flexattn.runtime.key_lists import BothLists
 from flexattn.settings import say_once

@@ -21,14 +21,26 @@ from flexattn.kernels.base.source import Source
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.printers.gradient_printer import grad_name
+from flexattn.mods import Bound
+from flexattn.mods.derivative import loaded_floats
 from flexattn.mods.expr import walk
 from flexattn.problem import Problem
+from flexattn.problem.problem import captures_of
 from flexattn.runtime.build import Before, Launcher, Scratch, builder
 from flexattn.runtime.decay_skip import TILES_FOUND, VISITS_ALL, decay_tiles
 from flexattn.runtime.dispatch import Dispatcher
 from flexattn.runtime.key_lists import BothLists
-from flexattn.runtime.launch import Launch, raw_stream, rest_names, widths
-from flexattn.runtime.layout import DescriptorBox, box_of, dense_box, input_strides, strides_like
+from flexattn.runtime.launch import (
+    DescriptorBox,
+    Launch,
+    box_of,
+    dense_box,
+    input_strides,
+    raw_stream,
+    rest_names,
+    strides_like,
+    widths,
+)
 
 _TILES = ("Q_TILES", "DO_TILES", "K_TILES", "V_TILES")
 _GIVEN = (
@@ -239,3 +251,10 @@ def trimmed_for(
         "stride_m_runs_b": heads * tiles if batches > 1 else 0,
         "stride_m_runs_h": tiles if heads > 1 else 0,
     }
+
+
+def slots_of(score: Bound | None) -> tuple[int, ...]:
+    """The slots of a score_mod's tensors that require a gradient."""
+    if score is None or captures_of(score) is None:
+        return ()
+    return tuple(s for s in loaded_floats(score.mod) if score.tensors[s].requires_grad)

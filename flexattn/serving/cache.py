@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexattn.errors import InputError, InputTypeError
 from flexattn.problem.serving import AXES, LAYOUTS, CacheScales, Scales, ServingProblem
-from flexattn.runtime.layout import DescriptorBox, box_of
+from flexattn.runtime.launch import DescriptorBox, box_of
 
 KVCache: TypeAlias = Tensor | tuple[Tensor, Tensor]
 

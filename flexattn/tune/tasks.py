@@ -23,11 +23,11 @@ from flexattn.mods.expr import walk
 from flexattn.mods.path import load_path, role_of
 from flexattn.problem import DTYPES, FP8, Shape, Sparsity, checks, kind_for, make_problem
 from flexattn.problem.facts import products_for, torch_setting
-from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_lists import mask_class, representative
 from flexattn.problem.serving import KV_DTYPES, Lengths
 from flexattn.records.record import Key, Policy, key_of
 from flexattn.records.untuned import Untuned, bound_of, read_untuned
+from flexattn.runtime.backward import slots_of
 from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Lists
 from flexattn.serving.kernels import plan_problem

@@ -2,7 +2,6 @@
 
 from tests.faults.fault import Fault
 
-LAYOUT = "flexattn/runtime/layout.py"
 LAUNCH = "flexattn/runtime/launch.py"
 BINDING = "flexattn/kernels/base/binding.py"
 KEY = "flexattn/records/record.py"
@@ -43,7 +42,7 @@ IN_ORACLE = "tests/unit/verify/test_oracle.py"
 HOST = (
     Fault(
         "an output in the order of BHSD, whatever q's is",
-        LAYOUT,
+        LAUNCH,
         "order = sorted(range(3), key=lambda dim: (like[dim], -dim), reverse=True)",
         "order = [0, 1, 2]",
         IN_OUTPUT_STRIDES + "::test_the_strides_are_torchs[(0, 2, 1, 3)]",
@@ -219,7 +218,7 @@ HOST = (
     ),
     Fault(
         "a box of a descriptor has a stride of 0",
-        LAYOUT,
+        LAUNCH,
         "return DescriptorBox(tuple(tensor.shape), (b or span, h or span, n or span, 1))",
         "return DescriptorBox(tuple(tensor.shape), (b, h, n, 1))",
         IN_CUDA_LAUNCH + "::test_a_box_has_strides_that_the_copy_engine_takes[(1, 1, 1, 100)]",

@@ -43,8 +43,7 @@ from flexattn.problem.mask_lists import keep_class, keep_runs, known_class, know
 from flexattn.problem.problem import NARROWER
 from flexattn.runtime.backward import like
 from flexattn.runtime.key_lists import BothLists, has_more_rows, keep_by_key, made_by_key
-from flexattn.runtime.launch import Lists
-from flexattn.runtime.layout import dense_strides
+from flexattn.runtime.launch import Lists, dense_strides
 
 OP_NAME = "flexattn::attend"
 _SCHEMA = (

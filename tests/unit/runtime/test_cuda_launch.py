@@ -14,7 +14,7 @@ from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.binding import bind_arguments
 from flexattn.runtime.cuda_launch import CudaLaunch, loaded
 from flexattn.runtime.kernel_store import Binary, TensorMap
-from flexattn.runtime.layout import DescriptorBox, box_of
+from flexattn.runtime.launch import DescriptorBox, box_of
 
 BOX = DescriptorBox((2, 3, 40, 64), (7680, 2560, 64, 1))
 FORMATS = {"i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
