@@ -138,7 +138,7 @@ class AppendPlan:
             key = tuple([None if each is None else facts(each) for each in given.values()])
         except (AttributeError, TypeError, ValueError):
             refuse_types(
-                kv_cache, k=k, v=v, slot_mapping=slot_mapping, positions=positions,
+                kv_cache, (), k=k, v=v, slot_mapping=slot_mapping, positions=positions,
                 block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
                 k_scale=k_scale, v_scale=v_scale, cos=cos, sin=sin,
             )  # fmt: skip

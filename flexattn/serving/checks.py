@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -46,8 +46,13 @@ def check_choices(config: object, flags: Mapping[str, object]) -> None:
         check_config(config)
 
 
-def refuse_types(kv_cache: object, **named: object) -> None:
-    """Raise InputTypeError for the first of a run's arguments that is no tensor."""
+def refuse_types(
+    kv_cache: object, needed: Collection[str] = ("q", "seq_lens"), **named: object
+) -> None:
+    """Raise InputTypeError for the first of a run's arguments that is no tensor.
+
+    needed: of the others those that may not be None.
+    """
     cache = kv_cache if isinstance(kv_cache, tuple) else (kv_cache,)
     two = not isinstance(kv_cache, tuple) or len(kv_cache) == 2
     if not two or not all(isinstance(each, Tensor) for each in cache):
@@ -59,8 +64,7 @@ def refuse_types(kv_cache: object, **named: object) -> None:
             "pass (K, V)",
         )
     for name, each in named.items():
-        needed = name in ("q", "seq_lens")
-        if not isinstance(each, Tensor) and (needed or each is not None):
+        if not isinstance(each, Tensor) and (name in needed or each is not None):
             raise InputTypeError(
                 f"{name} is a {type(each).__name__}",
                 "it is a torch.Tensor on the plan's device",
