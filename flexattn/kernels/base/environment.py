@@ -80,26 +80,26 @@ def block(text: str, width: int) -> str:
 
 
 @lru_cache(maxsize=64)
-def _template(name: str) -> tuple[str, tuple[str, ...]]:
-    """A template's text without its comments, and the names of those that it includes."""
+def _template(name: str) -> tuple[str, str]:
+    """A template's text with all that it includes, and its hash, without comments."""
     text = _environment().loader.get_source(_environment(), name)[0]  # type: ignore[union-attr]
-    included = re.findall(r'{%-? *(?:import|include|from) "([^"]+)"', text)
     bare = re.sub(r"{#.*?#}", "", text, flags=re.DOTALL)
     bare = "\n".join(line for line in bare.splitlines() if not line.lstrip().startswith("# "))
-    return bare, tuple(included)
+    names = re.findall(r'{%-? *(?:import|include|from) "([^"]+)"', text)
+    included = [_template(each) for each in names]
+    parts = "\n".join([bare, *(each for _, each in included)])
+    whole = "\n".join([bare, *(each for each, _ in included)])
+    return whole, hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
 def template_hash(name: str) -> str:
     """A hash of one template and all that it includes, comments stripped."""
-    bare, included = _template(name)
-    parts = [bare, *(template_hash(each) for each in included)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return _template(name)[1]
 
 
 def template_text(name: str) -> str:
     """One template and all that it includes, comments stripped."""
-    bare, included = _template(name)
-    return "\n".join([bare, *map(template_text, included)])
+    return _template(name)[0]
 
 
 def render_template(name: str, context: dict[str, object]) -> str:

@@ -153,9 +153,11 @@ def mod_context(
 ) -> dict[str, object]:
     """What a template needs to know of the statements it holds: helpers and imports."""
     called = "\n".join(line for each in printed for line in each)
-    helpers = ""
-    every = render_template("base/helpers.jinja", {"dialect": dialect})
-    for function in reversed(every.strip().split("\n\n\n")):
+    helpers, functions = "", []
+    if called:
+        every = render_template("base/helpers.jinja", {"dialect": dialect})
+        functions = every.strip().split("\n\n\n")
+    for function in reversed(functions):
         name = function[function.index("def ") + 4 : function.index("(")]
         # `tl.sigmoid(` calls no helper.
         if re.search(rf"(?<![.\w]){name}\(", called):

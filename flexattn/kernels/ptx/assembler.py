@@ -67,12 +67,19 @@ def for_split_tiles() -> Ptxas:
 
 
 @lru_cache(maxsize=1)
-def triton_version() -> str:
-    """Triton's version, from its text: a process that compiles nothing need not import it."""
-    package = _package()
-    text = "" if package is None else (package / "__init__.py").read_text(encoding="utf-8")
+def _installed() -> tuple[Path | None, str]:
+    """Triton's folder and its version, from its text; None and "" where there is none."""
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        return None, ""
+    text = Path(spec.origin).read_text(encoding="utf-8")
     found = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.MULTILINE)
-    return found.group(1) if found else ""
+    return Path(spec.origin).parent, found.group(1) if found else ""
+
+
+def triton_version() -> str:
+    """Triton's version: a process that compiles nothing need not import it."""
+    return _installed()[1]
 
 
 def own_ptxas() -> str:
@@ -89,13 +96,8 @@ def _release() -> tuple[int, ...]:
     return tuple(int(part) for part in triton_version().split(".")[:2] if part.isdigit())
 
 
-def _package() -> Path | None:
-    spec = importlib.util.find_spec("triton")
-    return Path(spec.origin).parent if spec and spec.origin else None
-
-
 def _tool(name: str) -> Path:
-    package = _package()
+    package, _ = _installed()
     assert package is not None, "assemblers() names none where there is no Triton"
     return package / "backends" / "nvidia" / "bin" / name
 
