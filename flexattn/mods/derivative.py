@@ -10,11 +10,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from flexattn.errors import UnsupportedError
-from flexattn.mods.expr import Expr, Mod, const, walk
+from flexattn.mods.expr import Expr, Mod, const, kept, walk
 from flexattn.mods.ops import DETACH, OPS, OWN_GRADIENT, is_float
 from flexattn.mods.simplify import make, renumber
 from flexattn.mods.site import Bound, interned
@@ -72,7 +72,7 @@ def loaded_floats(mod: Mod) -> tuple[int, ...]:
     return tuple(slot for slot, buffer in enumerate(mod.buffers) if is_float(buffer.dtype))
 
 
-@lru_cache(maxsize=256)
+@kept
 def derivatives(mod: Mod, slots: tuple[int, ...] = ()) -> Derivatives:
     """The derivatives of a score_mod with respect to the score, and to its loads of these slots.
 
@@ -372,26 +372,27 @@ def without_idle_stops(expr: Expr, kind: str) -> Expr:
 
 def without_stops(bound: Bound) -> Bound:
     """A mod as a forward computes it."""
-    mod, tensors, scalars = _forward(bound.mod)
-    if mod is bound.mod:
+    forward = _forward(bound.mod)
+    if forward is None:
         return bound
+    mod, tensors, scalars = forward
     return Bound(
         mod, tuple(bound.tensors[i] for i in tensors), tuple(bound.scalars[i] for i in scalars)
     )
 
 
-@lru_cache(maxsize=1024)
+@kept
 def has_own_gradient(mod: Mod) -> bool:
     """Whether a gradient of a score_mod is not that of its expression."""
     return any(node.op == OWN_GRADIENT for node in walk(mod.expr))
 
 
-@lru_cache(maxsize=1024)
-def _forward(mod: Mod) -> tuple[Mod, tuple[int, ...], tuple[int, ...]]:
-    """The Mod without stops, and which slots of the other it has."""
+@kept
+def _forward(mod: Mod) -> tuple[Mod, tuple[int, ...], tuple[int, ...]] | None:
+    """The Mod without stops, and which slots of the other it has; None where it has no stop."""
     stops = [node for node in walk(mod.expr) if node.op in _STOPS]
     if not stops:
-        return mod, (), ()
+        return None
     expr, tensors, scalars = renumber(_without(mod.expr, stops))
     buffers = tuple(mod.buffers[i] for i in tensors)
     dtypes = tuple(mod.scalars[i] for i in scalars)

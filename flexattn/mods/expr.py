@@ -7,16 +7,19 @@ import struct
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import wraps
+from typing import Any, TypeAlias, TypeVar, cast
 
+import torch
 from torch import Tensor
 
-from flexattn.mods.ops import OPS
+from flexattn.mods.ops import OPS, dtype_of
 from flexattn.util.locks import renewed
 
 Value = int | float | bool | str | None
+_Work = TypeVar("_Work", bound=Callable[..., Any])
 
 VARS = {"score": "float32", "b": "int64", "h": "int64", "q_idx": "int64", "kv_idx": "int64"}
 
@@ -33,8 +36,9 @@ _lock = renewed(threading.Lock())
 class _Interned:
     """What an Expr carries beside its fields; a slotted dataclass cannot declare these itself."""
 
-    __slots__ = ("__weakref__", "order", "variables")
+    __slots__ = ("__weakref__", "facts", "order", "variables")
 
+    facts: dict[Any, Any]
     order: tuple[int, bytes, bytes]
     variables: frozenset[str]
 
@@ -47,7 +51,8 @@ class Expr(_Interned):
     much of the graph is shared. `value` is a variable's name ("var"), a number ("const"), or
     a slot ("scalar", "load"); it is None for every other operation.
     `order` sorts the operands of commutative operations: it does not depend on slots unless
-    nothing else tells two operands apart. `variables` are those that reach it.
+    nothing else tells two operands apart. `variables` are those that reach it. `facts` is what
+    `kept` functions found of it.
     """
 
     op: str
@@ -69,6 +74,7 @@ class Expr(_Interned):
                     object.__setattr__(node, name, field)
                 object.__setattr__(node, "order", _order(node, bits))
                 object.__setattr__(node, "variables", _variables(node))
+                object.__setattr__(node, "facts", {})
                 _nodes[key] = node
         return node
 
@@ -112,6 +118,27 @@ class Mod:
     scalars: tuple[str, ...]
     fingerprint: str
 
+    @property
+    def facts(self) -> dict[Any, Any]:
+        """Those of its expression."""
+        return self.expr.facts
+
+
+def kept(work: _Work) -> _Work:
+    """A function of an Expr, or of a Mod's, that keeps what it found with it.
+
+    Its other arguments are given by position, and have a hash.
+    """
+
+    @wraps(work)
+    def found(of: Expr | Mod, *args: Any) -> Any:
+        key = (work, *args)
+        if key not in of.facts:
+            of.facts[key] = work(of, *args)
+        return of.facts[key]
+
+    return cast(_Work, found)
+
 
 def const(value: int | float | bool, dtype: str) -> Expr:
     """A number of the given dtype; the caller has rounded it to that dtype."""
@@ -121,6 +148,16 @@ def const(value: int | float | bool, dtype: str) -> Expr:
 def integer(value: int) -> Expr:
     """An int64 number."""
     return const(value, "int64")
+
+
+def computed(node: Expr, args: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """What torch makes of the operands' values, for a constant or an operation on others."""
+    if node.op == "const":
+        return torch.tensor(node.value, dtype=dtype_of(node.dtype), device=device)
+    if node.op == "cast":
+        return args[0].to(dtype_of(node.dtype))
+    op = OPS[node.op]
+    return op.function(*args, **op.kwargs)
 
 
 def walk(*roots: Expr, enter: Callable[[Expr], bool] | None = None) -> Iterator[Expr]:

@@ -12,7 +12,6 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,11 +21,12 @@ from torch.utils._pytree import tree_map
 from flexattn.mods.expr import Expr
 from flexattn.mods.refusal import Refusal
 
-_Program = Callable[[Sequence[int | float]], tuple[Any, ...]]
+Program = Callable[[Sequence[int | float]], tuple[Any, ...]]
 
 # What is computed at greater length is a constant: a text may double at every step of a loop.
 _LONGEST = 400
 _PLAIN = (int, float, bool)
+_UNDEFINED = (ArithmeticError, ValueError, TypeError)
 _NAMES = {
     "abs": abs,
     "bool": bool,
@@ -75,14 +75,12 @@ _ALIKE = frozenset((
 _ALIKE |= {f"{side}{name}" for side in "ri" for name in _ALIKE}
 
 
-@lru_cache(maxsize=4096)
-def program(texts: tuple[str, ...]) -> _Program:
+def program(texts: tuple[str, ...]) -> Program:
     """What computes these texts of a callable's scalars, which are `s` in them."""
-    found: _Program = eval(f"lambda s: ({''.join(f'{text}, ' for text in texts)})", dict(_NAMES))
+    found: Program = eval(f"lambda s: ({''.join(f'{text}, ' for text in texts)})", dict(_NAMES))
     return found
 
 
-@lru_cache(maxsize=4096)
 def scalars_of(text: str) -> frozenset[int]:
     """Indices of the captured scalars that a text reads."""
     return frozenset(map(int, re.findall(r"s\[(\d+)\]", text)))
@@ -95,13 +93,13 @@ def scalar_of(text: str) -> int | None:
 
 
 def host_values(
-    texts: tuple[str, ...], kinds: tuple[type, ...], scalars: Sequence[int | float]
+    compute: Program, kinds: tuple[type, ...], scalars: Sequence[int | float]
 ) -> tuple[int | float, ...] | None:
-    """What texts of these types are now; None where Python raises, or has another type, or torch
-    would not take it."""
+    """What a program of texts of these types gives now; None where Python raises, or has another
+    type, or torch would not take it."""
     try:
-        found: tuple[int | float, ...] = program(texts)(scalars)
-    except (ArithmeticError, ValueError, TypeError):
+        found: tuple[int | float, ...] = compute(scalars)
+    except _UNDEFINED:
         return None
     if tuple(map(type, found)) != kinds:
         return None
@@ -111,16 +109,14 @@ def host_values(
     return found
 
 
-def guard_values(texts: tuple[str, ...], scalars: Sequence[int | float]) -> tuple[Any, ...]:
-    """What guards are now, as parts of a key; a guard of another branch may be undefined."""
+def guard_value(guard: Program, scalars: Sequence[int | float]) -> Any:
+    """What a guard is now, as a part of a key; a guard of another branch may be undefined."""
     try:
-        found = program(texts)(scalars)
-    except (ArithmeticError, ValueError, TypeError):
-        if len(texts) == 1:
-            return (None,)
-        return tuple(each for text in texts for each in guard_values((text,), scalars))
+        (found,) = guard(scalars)
+    except _UNDEFINED:
+        return None
     # By its text a NaN is itself, and 0.0 is not -0.0.
-    return tuple((type(x), repr(x) if type(x) is float else x) for x in found)
+    return type(found), repr(found) if type(found) is float else found
 
 
 class Recording:

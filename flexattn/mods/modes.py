@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -123,7 +123,7 @@ class FunctionMode(TorchFunctionMode):
 
 
 class DispatchMode(TorchDispatchMode):
-    """Lets pass what `known` holds; leaves the user's line on every node of the graph.
+    """Lets pass what is `known`; leaves the user's line on every node of the graph.
 
     A registered operator is replaced by what it is known to compute. A write passes where a mod
     made the tensor itself: `arguments` are others', and so is what is no fake tensor beside fake
@@ -133,7 +133,7 @@ class DispatchMode(TorchDispatchMode):
 
     def __init__(
         self,
-        known: Container[str] | None,
+        known: Callable[[Any], bool] | None,
         arguments: Iterable[torch.Tensor],
         *,
         stops: bool = False,
@@ -198,7 +198,7 @@ class DispatchMode(TorchDispatchMode):
                     captured = True
                 if captured or (writes(func) and _shares(each, self.arguments)):
                     raise Write(name, captured)
-        elif self.known is not None and name not in self.known:
+        elif self.known is not None and not self.known(func):
             raise unknown(func)
 
 

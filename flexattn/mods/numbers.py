@@ -10,10 +10,9 @@ Montgomery, "Division by invariant integers using multiplication" (PLDI 1994), C
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
-from flexattn.mods.expr import Expr, const, walk
+from flexattn.mods.expr import Expr, const, kept, walk
 from flexattn.mods.ops import OPS, Range
 from flexattn.mods.simplify import make, plug, rebuilt
 from flexattn.util.locks import Lru
@@ -25,9 +24,9 @@ _ON_HOST = frozenset(op.name for op in OPS.values() if op.interval is not None)
 # products of two smaller numbers, and of a position with one of at most 31, have 32 bits, too.
 _LARGEST, _OF_FACTORS = 2**28, (31, 2**15)
 _LARGEST_DIVISOR = 2**31 - 1
+# How many values of a number are kept.
+_VALUES = 256
 _NARROW, _INT64 = "int32", (-(2**63), 2**63 - 1)
-
-_known: Lru[tuple[Expr, tuple[int | float, ...]], int] = Lru(4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,10 @@ class Number:
 
     expr: Expr
     limits: Range | None = None
+    # What it was, by the scalars that it reads.
+    found: Lru[tuple[int | float, ...], int] = field(
+        default_factory=lambda: Lru(_VALUES), compare=False
+    )
 
     @property
     def dtype(self) -> str:
@@ -49,11 +52,28 @@ class Number:
     def value(self, scalars: Sequence[int | float]) -> int | float | None:
         """What it is now; None where it is outside of its limits or its dtype, or undefined."""
         expr = self.expr
-        found = scalars[int(expr.value or 0)] if expr.op == "scalar" else _computed(expr, scalars)
+        found = scalars[int(expr.value or 0)] if expr.op == "scalar" else self._computed(scalars)
         if found is None or (self.limits is None and expr.dtype != "int64"):
             return found
         limits = self.limits or _INT64
         return found if limits[0] <= found <= limits[1] else None
+
+    def _computed(self, scalars: Sequence[int | float]) -> int | None:
+        slots = _slots(self.expr)
+        values = tuple([scalars[slot] for slot in slots])
+        found = self.found.get(values)
+        if found is None:
+            result = plug(self.expr, dict(zip(slots, values, strict=True)))
+            if result.op != "const":
+                return None
+            found = int(result.value or 0)
+            self.found.put(values, found)
+        return found
+
+
+@kept
+def _slots(expr: Expr) -> tuple[int, ...]:
+    return tuple(int(node.value or 0) for node in walk(expr) if node.op == "scalar")
 
 
 def reaching_divisors(expr: Expr) -> set[int]:
@@ -61,9 +81,7 @@ def reaching_divisors(expr: Expr) -> set[int]:
     found: set[int] = set()
     for node in walk(expr):
         if node.op in DIVISIONS and node.dtype == "int64":
-            found.update(
-                int(each.value or 0) for each in walk(node.args[1]) if each.op == "scalar"
-            )
+            found.update(_slots(node.args[1]))
     return found
 
 
@@ -126,7 +144,7 @@ def divisor_of(node: Expr) -> int | None:
     return found[0] if found is not None and found[1][0] > 0 else None
 
 
-@lru_cache(maxsize=1024)
+@kept
 def divisors(expr: Expr) -> tuple[int, ...]:
     """Slots of the numbers that `divisor_of` finds in an expression, in order."""
     found = {divisor_of(node) for node in walk(expr)}
@@ -144,19 +162,6 @@ def invariant(divisor: int) -> tuple[int, int]:
     """
     shift = (divisor - 1).bit_length()
     return -(-(1 << (31 + shift)) // divisor), shift
-
-
-def _computed(expr: Expr, scalars: Sequence[int | float]) -> int | float | None:
-    slots = [int(node.value or 0) for node in walk(expr) if node.op == "scalar"]
-    key = expr, tuple([scalars[slot] for slot in slots])
-    found: int | float | None = _known.get(key)
-    if found is None:
-        result = plug(expr, dict(zip(slots, key[1], strict=True)))
-        if result.op != "const":
-            return None
-        found = int(result.value or 0)
-        _known.put(key, found)
-    return found
 
 
 def _roots(expr: Expr) -> list[Expr]:

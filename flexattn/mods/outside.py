@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flexattn.mods.analysis.intervals import intervals_of
-from flexattn.mods.expr import Expr, walk
-from flexattn.mods.ops import OPS, Range, dtype_of
+from flexattn.mods.expr import Expr, computed, walk
+from flexattn.mods.ops import Range
 
 
 def unproven(
@@ -69,11 +69,13 @@ def evaluated(
         unsure = sure
         for arg in args:
             unsure = unsure | arg.unsure
-        if node.op == "load":
+        if node.op == "var":
+            found[node] = Evaluated(env[str(node.value)], sure)
+        elif node.op == "load":
             value, outside = read_places(buffer_of(node, tensors), values)
             found[node] = Evaluated(value, unsure | outside)
         elif node.op in ("and", "or") and node.dtype == "bool":
-            value = OPS[node.op].function(*values)
+            value = computed(node, values, device)
             found[node] = Evaluated(value, unsure & ~_settled(args, node.op == "or"))
         elif node.op == "where":
             condition, one, other = args
@@ -81,21 +83,8 @@ def evaluated(
             value = torch.where(condition.value, one.value, other.value)
             found[node] = Evaluated(value, chosen | condition.unsure)
         else:
-            found[node] = Evaluated(_value(node, values, env, device), unsure)
+            found[node] = Evaluated(computed(node, values, device), unsure)
     return found
-
-
-def _value(
-    node: Expr, values: Sequence[Tensor], env: Mapping[str, Tensor], device: torch.device
-) -> Tensor:
-    if node.op == "var":
-        return env[str(node.value)]
-    if node.op == "const":
-        return torch.tensor(node.value, dtype=dtype_of(node.dtype), device=device)
-    if node.op == "cast":
-        return values[0].to(dtype_of(node.dtype))
-    op = OPS[node.op]
-    return op.function(*values, **op.kwargs)
 
 
 def _settled(args: Sequence[Evaluated], by: bool) -> Tensor:

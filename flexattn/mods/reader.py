@@ -274,7 +274,6 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     }
 
 
-@lru_cache(maxsize=1)
-def known_operations() -> frozenset[str]:
-    """Names of the operations that are read, or decompose to ones that are."""
-    return frozenset(TABLE) | {op_name(op) for op in decompositions()}
+def is_known(op: Any) -> bool:
+    """Whether an operator is read, or decomposes to ones that are."""
+    return op_name(op) in TABLE or op in decompositions()

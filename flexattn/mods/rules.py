@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 from flexattn.mods.analysis.affine import FREE, Variables, along_diagonals, slope_of
-from flexattn.mods.expr import VARS, Expr, Mod, const, pretty, walk
+from flexattn.mods.expr import VARS, Expr, Mod, const, kept, pretty, walk
 from flexattn.mods.ops import OPS
 from flexattn.mods.simplify import make, rebuilt
 
@@ -356,7 +355,7 @@ def _whole(mod: Mod) -> Terms:
     return Terms(mod.expr)
 
 
-@lru_cache(maxsize=512)
+@kept
 def split(mod: Mod, allowed: frozenset[str] = ALL) -> Terms:
     """A score_mod's terms, by the rules that are allowed; at most a few milliseconds, once."""
     return _Split(mod, allowed).run()

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from flexattn.mods.expr import Expr, Value, const, walk
-from flexattn.mods.ops import OPS, dtype_of, is_float, is_int
+from flexattn.mods.expr import Expr, Value, computed, const, walk
+from flexattn.mods.ops import OPS, is_float, is_int
 
 _Rule = Callable[[Expr], Expr | None]
+_CPU = torch.device("cpu")
 
 # How long a chain of "and" or "or" is at most, to be sorted.
 _SORTED = 64
@@ -51,22 +52,13 @@ def _fold(node: Expr) -> Expr | None:
     if shift and not 0 <= int(node.args[1].value or 0) < 64:  # undefined: left to the machine
         return None
     try:
-        args = [_folded_operand(arg) for arg in node.args]
-        if node.op == "cast":
-            result = args[0].to(dtype_of(node.dtype))
-        else:
-            op = OPS[node.op]
-            result = op.function(*args, **op.kwargs)
+        args = [computed(arg, (), _CPU) for arg in node.args]
+        value = computed(node, args, _CPU).item()
     except (RuntimeError, ArithmeticError, NotImplementedError, TypeError):
         return None
-    value = result.item()
     if node.op == "cast" and not is_float(node.dtype) and not _finite(node.args[0]):
         return None
     return const(value, node.dtype)
-
-
-def _folded_operand(node: Expr) -> torch.Tensor:
-    return torch.tensor(node.value, dtype=dtype_of(node.dtype), device="cpu")
 
 
 def _finite(node: Expr) -> bool:

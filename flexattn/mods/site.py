@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexattn.mods.expr import Buffer, Expr, Mod, fingerprint
-from flexattn.mods.host_numbers import guard_values, host_values
+from flexattn.mods.host_numbers import Program, guard_value, host_values, program
 from flexattn.mods.identity import MISSING, Identity
 from flexattn.mods.numbers import Number
 from flexattn.util.locks import Lru, renewed
@@ -50,11 +50,13 @@ class Variant:
     numbers: tuple[Number, ...]
     texts: tuple[str, ...] = ()
     kinds: tuple[type, ...] = ()
-    # What is bound where there is no slot to fill.
+    # What is bound where there is no slot to fill, and the program of the texts.
     empty: Bound = field(init=False)
+    compute: Program = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "empty", Bound(self.mod, (), ()))
+        object.__setattr__(self, "compute", program(self.texts))
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Bound:
         """The Mod of a trace that has no slots for numbers."""
@@ -65,7 +67,7 @@ class Variant:
         if not self.tensors and not self.numbers:
             return self.empty
         if self.texts:
-            scalars = host_values(self.texts, self.kinds, scalars)
+            scalars = host_values(self.compute, self.kinds, scalars)
             if scalars is None:
                 return None
         values = [number.value(scalars) for number in self.numbers]
@@ -91,6 +93,10 @@ class SiteLayout:
     variants: Lru[tuple[Any, ...], tuple[Variant, ...]] = field(
         default_factory=lambda: Lru(_VARIANTS), compare=False
     )
+    programs: tuple[Program, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "programs", tuple(program((each,)) for each in self.guards))
 
     def key(self, identity: Identity) -> tuple[Any, ...]:
         """What tells this call's variant from the others."""
@@ -101,7 +107,7 @@ class SiteLayout:
         values = tuple([scalars[i] or repr(scalars[i]) for i in self.constants])
         tensors = identity.tensors
         if self.guards:
-            values += guard_values(self.guards, scalars)
+            values += tuple([guard_value(guard, scalars) for guard in self.programs])
         return (*values, *(getattr(t, name) for name in self.asked for t in tensors))
 
     def alike(self, identity: Identity) -> tuple[Variant, ...]:

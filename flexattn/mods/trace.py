@@ -28,7 +28,7 @@ from flexattn.mods.reader import (
     check_size,
     decompositions,
     functional,
-    known_operations,
+    is_known,
     single_result,
 )
 from flexattn.mods.refusal import Asked, Refusal, SourceLine, line_of, looked_up, unread
@@ -98,7 +98,7 @@ def trace(
     def run(mapped: bool, *inputs: torch.Tensor) -> Any:
         called = _mapped(fn) if mapped else fn
         modes.append(FunctionMode())
-        guards.append(DispatchMode(known_operations(), inputs, stops=grad))
+        guards.append(DispatchMode(is_known, inputs, stops=grad))
         with (
             torch.set_grad_enabled(grad), _no_autocast(device), _no_hooks(), guards[-1], modes[-1],
         ):  # fmt: skip

@@ -23,10 +23,9 @@ from flexattn.mods.algebra.whole import (
     truth,
 )
 from flexattn.mods.analysis.intervals import dtype_range
-from flexattn.mods.expr import Expr, Mod, integer, walk
+from flexattn.mods.expr import Expr, Mod, integer, kept, walk
 from flexattn.mods.ops import is_float, is_int
 from flexattn.mods.simplify import applied, make
-from flexattn.util.locks import Lru
 
 # What a tile is told by; each with the numbers that it never leaves.
 _LENGTH, _HEADS = 2**30, 2**20
@@ -35,8 +34,6 @@ CORNERS = {"b": _LENGTH, "h": _HEADS, **dict.fromkeys(("q_lo", "q_hi", "kv_lo", 
 _REMEMBERED = 2**48
 # Of these torch has no comparison to tell whether they are sorted.
 _UNORDERED = ("uint16", "uint32", "uint64")
-
-_bounds: Lru[str, Bounds] = Lru(256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +61,10 @@ class Bounds:
     tables: tuple[TableUse, ...]
 
 
+@kept
 def bounds_of(mod: Mod) -> Bounds:
     """The verdicts of a mask_mod; worked out once for each mod."""
-    found = _bounds.get(mod.fingerprint)
-    if found is None:
-        found = _Lowering().run(mod)
-        _bounds.put(mod.fingerprint, found)
-    return found
+    return _Lowering().run(mod)
 
 
 class _Lowering:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from flexattn.mods.algebra.lower import Bounds, TableUse
-from flexattn.mods.expr import Expr, walk
-from flexattn.mods.ops import OPS, dtype_of
+from flexattn.mods.expr import Expr, computed, walk
+from flexattn.mods.ops import dtype_of
 
 # A tensor that is not sorted is first cut into pieces, of which a tile holds whole ones, until
 # this many are left; a short one is not.
@@ -131,8 +131,6 @@ def verdicts(
         args = [found[arg] for arg in node.args]
         if node.op == "var":
             found[node] = corners[str(node.value)]
-        elif node.op == "const":
-            found[node] = torch.tensor(node.value, dtype=dtype_of(node.dtype), device=device)
         elif node.op == "scalar":
             number = scalars[int(node.value or 0)]
             found[node] = torch.tensor(number, dtype=dtype_of(node.dtype), device=device)
@@ -144,11 +142,8 @@ def verdicts(
             searched = bounds.tables[number].dim
             read = _read(tables[number], args, searched, node.op == "table_max")
             found[node] = read.to(dtype_of(node.dtype))
-        elif node.op == "cast":
-            found[node] = args[0].to(dtype_of(node.dtype))
         else:
-            op = OPS[node.op]
-            found[node] = op.function(*args, **op.kwargs)
+            found[node] = computed(node, args, device)
     return found[bounds.must], found[bounds.may]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial, reduce
+from functools import partial, reduce
 
 from flexattn.mods.analysis.affine import (
     LARGE,
@@ -19,7 +19,7 @@ from flexattn.mods.analysis.affine import (
     free_edges,
 )
 from flexattn.mods.analysis.intervals import Intervals, dtype_range
-from flexattn.mods.expr import Expr, depending, integer, reads, terms_of, walk
+from flexattn.mods.expr import Expr, depending, integer, kept, reads, terms_of, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import Range, is_int
 from flexattn.mods.simplify import applied, make
@@ -354,7 +354,7 @@ def mask_form(expr: Expr, ranges: Mapping[str, Range]) -> MaskForm:
     return _mask_form(expr, tuple(ranges.items()))
 
 
-@lru_cache(maxsize=512)
+@kept
 def _mask_form(expr: Expr, items: tuple[tuple[str, Range], ...]) -> MaskForm:
     ranges = dict(items)
     span = key_span(expr, ranges)
