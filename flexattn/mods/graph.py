@@ -18,7 +18,7 @@ from flexattn.mods.arrays import Array, buffer
 from flexattn.mods.bind import variant_of
 from flexattn.mods.derivative import without_idle_stops
 from flexattn.mods.expr import RESULTS, VARS, Buffer, Expr, Mod
-from flexattn.mods.host_numbers import TEXTS, host_values
+from flexattn.mods.host_numbers import TEXTS, Program, host_values, program
 from flexattn.mods.operators import meaning_of, op_name
 from flexattn.mods.pointwise import cast
 from flexattn.mods.reader import Reader, check_size, decompositions, functional, single_result
@@ -66,6 +66,10 @@ class GraphMod:
     numbers: tuple[str, ...]
     sources: tuple[tuple[str, int], ...]
     variants: list[Variant] = field(default_factory=list)
+    compute: Program = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.compute = program(self.numbers)
 
     def bound(self, tensors: Sequence[Tensor], integers: Sequence[int]) -> Bound:
         """The Mod that kernels know, with the values of its slots, as `bind` gives it.
@@ -76,7 +80,7 @@ class GraphMod:
             tensors[i].item() if kind == "tensor" else integers[i] for kind, i in self.sources
         ]
         kinds = tuple(float if each == "float64" else int for each in self.mod.scalars)
-        scalars = host_values(self.numbers, kinds, captured)
+        scalars = host_values(self.compute, kinds, captured)
         if scalars is None:
             raise UnsupportedError(
                 f"a mod under torch.compile computes {', '.join(self.numbers)} of s = {captured}",

@@ -65,13 +65,14 @@ TEXTS: dict[Callable[..., Any], str] = {
     operator.abs: "abs({})", round: "round({})",
 }  # fmt: skip
 # Functions of torch that compute alike of a Python number and of a tensor without dimensions.
-_ALIKE = frozenset((
-    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "truediv",
-    "floor_divide", "floordiv", "remainder", "mod", "fmod", "pow", "lshift", "rshift", "and", "or",
-    "xor", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or", "bitwise_xor",
-    "bitwise_left_shift", "bitwise_right_shift", "where", "clamp", "clip", "clamp_min",
-    "clamp_max", "masked_fill",
-))  # fmt: skip
+_ALIKE = set(
+    (
+        "add sub subtract mul multiply div divide true_divide truediv floor_divide floordiv "
+        "remainder mod fmod pow lshift rshift and or xor eq ne lt le gt ge bitwise_and "
+        "bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift where clamp clip "
+        "clamp_min clamp_max masked_fill"
+    ).split()
+)
 _ALIKE |= {f"{side}{name}" for side in "ri" for name in _ALIKE}
 
 

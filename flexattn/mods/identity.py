@@ -385,14 +385,15 @@ _CONTAINERS = (dict, list, tuple)
 _MANAGED_WEAKREF, _MANAGED_DICT = 1 << 3, 1 << 4
 _POINTER = tuple.__itemsize__
 # What Python keeps in a class, and adds to when it copies an instance.
-_PYTHONS = frozenset((
-    "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__",
-    "__annotate__", "__annotate_func__", "__annotations_cache__", "__slots__", "__slotnames__",
-    "__hash__", "__abstractmethods__", "_abc_impl", "__parameters__", "__orig_bases__",
-    "__dataclass_fields__", "__dataclass_params__", "__match_args__", "__firstlineno__",
-    "__static_attributes__", "__new__", "__protocol_attrs__", "__non_callable_proto_members__",
-    "__attrs_attrs__", "__attrs_props__",
-))  # fmt: skip
+_PYTHONS = frozenset(
+    (
+        "__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__ "
+        "__annotate_func__ __annotations_cache__ __slots__ __slotnames__ __hash__ "
+        "__abstractmethods__ _abc_impl __parameters__ __orig_bases__ __dataclass_fields__ "
+        "__dataclass_params__ __match_args__ __firstlineno__ __static_attributes__ __new__ "
+        "__protocol_attrs__ __non_callable_proto_members__ __attrs_attrs__ __attrs_props__"
+    ).split()
+)
 
 
 def visit_object(self: Identity, value: Any, cls: type, path: Path) -> None:

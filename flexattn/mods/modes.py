@@ -51,28 +51,22 @@ _SIZES: frozenset[Any] = frozenset(
 _BYTES: Any = torch.Tensor.nbytes
 _SIZES |= {_BYTES.__get__, torch.numel}
 # What stays the same for tensors of one dtype, rank and kind of device.
-_KEPT = frozenset(
-    (
-        *(
-            getattr(torch.Tensor, name)
-            for name in (
-                "dim", "ndimension", "is_floating_point", "is_complex", "is_signed",
-                "element_size", "type", "get_device",
-            )
-        ),
-        *(
-            getattr(torch.Tensor, name).__get__
-            for name in (
-                "dtype", "device", "ndim", "itemsize", "layout", "is_cuda", "is_cpu", "is_meta",
-                "is_xpu", "is_mps", "is_sparse", "is_quantized", "is_nested",
-            )
-        ),
-        *(
-            getattr(torch, name)
-            for name in ("is_floating_point", "is_complex", "is_signed", "result_type")
-        ),
-    )
-)  # fmt: skip
+_KEPT = {
+    *(
+        getattr(torch.Tensor, name)
+        for name in (
+            "dim ndimension is_floating_point is_complex is_signed element_size type get_device"
+        ).split()
+    ),
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in (
+            "dtype device ndim itemsize layout is_cuda is_cpu is_meta is_xpu is_mps is_sparse "
+            "is_quantized is_nested"
+        ).split()
+    ),
+    *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.result_type),
+}
 _GRAD: Any = torch.Tensor.grad
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 

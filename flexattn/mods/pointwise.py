@@ -101,16 +101,9 @@ def _where(condition: Operand, x: Operand, y: Operand) -> Array:
     return Array(shape, dtype, at, parts=parts)
 
 
-def _scaled(y: Operand, alpha: Operand) -> Operand:
-    return y if not isinstance(alpha, Array) and alpha == 1 else pointwise("mul", y, alpha)
-
-
-def _add(x: Operand, y: Operand, alpha: Operand = 1) -> Array:
-    return pointwise("add", x, _scaled(y, alpha))
-
-
-def _sub(x: Operand, y: Operand, alpha: Operand = 1) -> Array:
-    return pointwise("sub", x, _scaled(y, alpha))
+def _sum(op: str, x: Operand, y: Operand, alpha: Operand = 1) -> Array:
+    scaled = y if not isinstance(alpha, Array) and alpha == 1 else pointwise("mul", y, alpha)
+    return pointwise(op, x, scaled)
 
 
 def _div(x: Operand, y: Operand, rounding_mode: str | None = None) -> Array:
@@ -225,8 +218,7 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     **{f"logical_{op}": partial(_logical, op) for op in ("and", "or", "xor", "not")},
     **dict.fromkeys(("clone", "alias", "lift_fresh", "lift_fresh_copy", "positive"), _same),
     "detach": stopped,
-    "add": _add,
-    "sub": _sub,
+    **{op: partial(_sum, op) for op in ("add", "sub")},
     "div": _div,
     "pow": _pow,
     "clamp": _clamp,

@@ -12,18 +12,17 @@ Attributes = tuple[tuple[str, ...], ...]
 # What these hold is taken to be constant, apart from the arguments they are given.
 LIBRARIES = frozenset(
     (
-        *("torch", "numpy", "math", "cmath", "builtins", "operator", "functools", "itertools"),
-        *("collections", "dataclasses", "enum", "abc", "typing", "types", "copy", "contextlib"),
-    )
+        "torch numpy math cmath builtins operator functools itertools collections "
+        "dataclasses enum abc typing types copy contextlib"
+    ).split()
 )
 
 # Functions of torch that tell how the process is set, with no argument.
 SWITCHES = frozenset(
     (
-        *("is_grad_enabled", "is_inference_mode_enabled", "is_anomaly_enabled"),
-        *("get_default_device", "get_float32_matmul_precision", "get_num_threads"),
-        "are_deterministic_algorithms_enabled",
-    )
+        "is_grad_enabled is_inference_mode_enabled is_anomaly_enabled get_default_device "
+        "get_float32_matmul_precision get_num_threads are_deterministic_algorithms_enabled"
+    ).split()
 )
 
 _OBSCURE = frozenset(["eval", "exec", "globals", "locals", "vars", "__import__", "open", "input"])

@@ -43,7 +43,7 @@ from flexattn.mods.expr import (
 from flexattn.mods.identity import Identity
 from flexattn.mods.operators import taught
 from flexattn.mods.ops import OPS, is_float, is_int, name_of
-from flexattn.mods.reads import LIBRARIES, Reads
+from flexattn.mods.reads import Reads, is_library
 from flexattn.mods.site import Site, SiteLayout, Variant, interned
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
@@ -54,9 +54,7 @@ MAX_VARIANTS, _SCALARS = 64, 4096
 _FIELDS = {"schema", "first", "sized", "variants"}
 _VARIANT = {"constants", "shapes", "mod", "tensors"}
 # Code that names one of these may give another expression on another kind of device.
-_OF_DEVICES = frozenset(
-    ("device", "get_device", "is_cuda", "is_cpu", "is_meta", "is_xpu", "is_mps", "cpu")
-)
+_OF_DEVICES = frozenset("device get_device is_cuda is_cpu is_meta is_xpu is_mps cpu".split())
 _PLAIN = (int, float, complex, bool, str, bytes, range, type(None), type(Ellipsis))
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.Size)
 # Classes whose instances are values of their own kind: a name and a repr do not say it all.
@@ -253,7 +251,7 @@ def _class(reference: weakref.ref[type]) -> str:
     cls = reference()
     if cls is None:
         raise _Unknown
-    if _root(cls.__module__) in LIBRARIES:
+    if is_library(cls.__module__):
         return f"class {_library(cls)}"
     ancestors = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
     if issubclass(cls, _VALUES) or _root(type(cls).__module__) not in ("builtins", "abc"):
@@ -264,7 +262,7 @@ def _class(reference: weakref.ref[type]) -> str:
 def _library(thing: Any) -> str:
     """The name of something that torch or Python brings."""
     module, name = thing.__module__, thing.__qualname__
-    if module is None or _root(module) not in LIBRARIES:
+    if module is None or not is_library(module):
         raise _Unknown
     return f"{module}.{name} {_version(_root(module))}"
 

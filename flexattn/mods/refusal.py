@@ -117,15 +117,10 @@ def too_long(size: str) -> Refusal:
     )
 
 
-def _describe(fn: Callable[..., Any]) -> str:
-    """A callable's name, for messages."""
-    name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
-    return repr(name)
-
-
 def named_mod(fn: Callable[..., Any], kind: str, line: SourceLine | None = None) -> str:
     """A mod's kind, name and line, as messages begin; the line is its definition's where None."""
-    return f"{kind}_mod {_describe(fn)} {_place(line or line_of_definition(fn))}".rstrip()
+    name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    return f"{kind}_mod {name!r} {_place(line or line_of_definition(fn))}".rstrip()
 
 
 def line_of_frame(frame: FrameType | None) -> SourceLine | None:
@@ -139,8 +134,12 @@ def line_of_frame(frame: FrameType | None) -> SourceLine | None:
 
 def line_of(trace: TracebackType | None) -> SourceLine | None:
     """The innermost line of user code in a traceback that starts inside this package."""
-    lines = [line for line in _lines(trace) if _is_user_file(line[0])]
-    return lines[-1] if lines else None
+    found = None
+    while trace is not None:
+        if _is_user_file(file := trace.tb_frame.f_code.co_filename):
+            found = file, trace.tb_lineno
+        trace = trace.tb_next
+    return found
 
 
 def line_of_definition(fn: Callable[..., Any]) -> SourceLine | None:
@@ -161,12 +160,6 @@ def _place(line: SourceLine | None) -> str:
         return ""
     source = linecache.getline(*line).strip()
     return f"({line[0]}:{line[1]}{f': `{source}`' if source else ''}) "
-
-
-def _lines(trace: TracebackType | None) -> Iterator[SourceLine]:
-    while trace is not None:
-        yield trace.tb_frame.f_code.co_filename, trace.tb_lineno
-        trace = trace.tb_next
 
 
 def _is_user_file(name: str) -> bool:

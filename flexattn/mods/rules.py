@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from flexattn.mods.analysis.affine import FREE, Variables, along_diagonals, slope_of
+from flexattn.mods.analysis.affine import FREE, along_diagonals, slope_of
 from flexattn.mods.expr import VARS, Expr, Mod, const, kept, pretty, walk
 from flexattn.mods.ops import OPS
 from flexattn.mods.simplify import make, rebuilt
@@ -71,7 +71,7 @@ def times(x: Expr, y: Expr) -> Expr:
     return y if x is ONE else x if y is ONE else make("mul", FLOAT, (x, y))
 
 
-def masked(expr: Expr, reads: Variables) -> tuple[Expr | None, Expr]:
+def masked(expr: Expr) -> tuple[Expr | None, Expr]:
     """Rule "mask": (where the score is kept, the score there).
 
     A lane of -inf has weight exp(-inf) = 0, and so has one that a mask removes; a row of nothing
@@ -79,7 +79,7 @@ def masked(expr: Expr, reads: Variables) -> tuple[Expr | None, Expr]:
     mask is decided before there is one.
     """
     kept: Expr | None = None
-    while expr.op == "where" and "score" not in reads(expr.args[0]):
+    while expr.op == "where" and "score" not in expr.args[0].variables:
         condition, x, y = expr.args
         if _is_minus_infinity(x):
             condition, x, y = make("not", "bool", (condition,)), y, x
@@ -99,7 +99,7 @@ def _reciprocal(divisor: Expr) -> Expr:
     return make("div", FLOAT, (ONE, divisor))
 
 
-def spread_terms(expr: Expr, allowed: frozenset[str], reads: Variables, note: Note) -> list[Term]:
+def spread_terms(expr: Expr, allowed: frozenset[str], note: Note) -> list[Term]:
     """Rules "scale" and "distribute": expr as a sum of terms, of which only values read the score.
 
     Sums and differences that the score reaches are taken apart. With "scale", a factor or divisor
@@ -119,8 +119,8 @@ def spread_terms(expr: Expr, allowed: frozenset[str], reads: Variables, note: No
         term = pending.pop()
         factor, node = term.factor, term.value
         opened = None
-        if "score" in reads(node) and node.dtype == FLOAT:
-            opened = _opened(node, factor, allowed, reads, lambda *told: noted.append(told))
+        if "score" in node.variables and node.dtype == FLOAT:
+            opened = _opened(node, factor, allowed, lambda *told: noted.append(told))
         if opened is None:
             found.append(term)
         else:
@@ -132,9 +132,7 @@ def spread_terms(expr: Expr, allowed: frozenset[str], reads: Variables, note: No
     return found
 
 
-def _opened(
-    node: Expr, factor: Expr, allowed: frozenset[str], reads: Variables, note: Note
-) -> list[Term] | None:
+def _opened(node: Expr, factor: Expr, allowed: frozenset[str], note: Note) -> list[Term] | None:
     if node.op in ("add", "sub") and (factor is ONE or "distribute" in allowed):
         if factor is not ONE:
             note("distribute", times(factor, node))
@@ -147,19 +145,19 @@ def _opened(
         return [Term(make("neg", FLOAT, (factor,)), node.args[0])]
     if node.op == "mul":
         for x, y in (node.args, node.args[::-1]):
-            if _leaves(y, reads) and "score" in reads(x):
+            if _leaves(y) and "score" in x.variables:
                 return [Term(times(factor, y), x)]
-    if node.op == "div" and "reciprocal" in allowed and _leaves(node.args[1], reads):
+    if node.op == "div" and "reciprocal" in allowed and _leaves(node.args[1]):
         note("reciprocal", node)
         return [Term(times(factor, _reciprocal(node.args[1])), node.args[0])]
     return None
 
 
-def _leaves(factor: Expr, reads: Variables) -> bool:
-    return not reads(factor) & {"score", "kv_idx"}
+def _leaves(factor: Expr) -> bool:
+    return not factor.variables & {"score", "kv_idx"}
 
 
-def place(term: Expr, allowed: frozenset[str], reads: Variables) -> _Place:
+def place(term: Expr, allowed: frozenset[str]) -> _Place:
     """Rules "row" and "column", and which other one takes a term that does not read the score.
 
     "row": a term r that reads no key is the same for all scores of a row, and softmax does not see
@@ -170,17 +168,17 @@ def place(term: Expr, allowed: frozenset[str], reads: Variables) -> _Place:
     "column": a term that reads no query is computed and multiplied by log2(e) once for each key
     of a tile, and added by the instruction that scales the score: a * x + c in one rounding.
     """
-    read = reads(term)
+    read = term.variables
     if "kv_idx" not in read:
         return "row" if "row" in allowed else "rest"
     if "q_idx" not in read:
         return "column" if "column" in allowed else "rest"
-    if {"row_slope", "row", "column"} <= allowed and row_slope(term, reads) is not None:
+    if {"row_slope", "row", "column"} <= allowed and row_slope(term) is not None:
         return "row_slope"
-    return "diagonal" if "diagonal" in allowed and diagonal(term, reads) else "rest"
+    return "diagonal" if "diagonal" in allowed and diagonal(term) else "rest"
 
 
-def row_slope(term: Expr, reads: Variables) -> RowSlope | None:
+def row_slope(term: Expr) -> RowSlope | None:
     """Rule "row_slope": t(q, k) = t(r, k) + s (q - r), where s reads no position and r is any row.
 
     For a t that is affine in q. The first part is a value for each key, the second is constant
@@ -190,11 +188,11 @@ def row_slope(term: Expr, reads: Variables) -> RowSlope | None:
     2^-24 s BLOCK_M, far below what rounding P to 16 bits costs. In float32 it would count, so the
     rule is for 16-bit inputs alone. A slope of an infinity or NaN makes its rows NaN.
     """
-    slope = slope_of(term, "q_idx", reads)
+    slope = slope_of(term, "q_idx")
     return None if slope is None else RowSlope(term, make("cast", FLOAT, (slope,)))
 
 
-def rise(terms: Iterable[Expr], reads: Variables) -> Rise | None:
+def rise(terms: Iterable[Expr]) -> Rise | None:
     """Rule "decay_skip": how much more each key adds to its row's score than the key before it.
 
     Where it is above 0, as ALiBi's slope is, keys far behind one that the row keeps count nothing.
@@ -215,21 +213,21 @@ def rise(terms: Iterable[Expr], reads: Variables) -> Rise | None:
     step: Expr | None = None
     span: Expr | None = None
     for term in terms:
-        slope = slope_of(term, "kv_idx", reads)
-        if slope is None or slope_of(term, "q_idx", reads) is None:
+        slope = slope_of(term, "kv_idx")
+        if slope is None or slope_of(term, "q_idx") is None:
             return None
-        slope, wide = make("cast", FLOAT, (slope,)), _span(term, reads)
+        slope, wide = make("cast", FLOAT, (slope,)), _span(term)
         step = slope if step is None else make("add", FLOAT, (step, slope))
         span = wide if span is None else make("add", FLOAT, (span, wide))
     return None if step is None or span is None else Rise(step, span)
 
 
-def _span(term: Expr, reads: Variables) -> Expr:
+def _span(term: Expr) -> Expr:
     """An affine term as a sum of what is added on the way to it, none of which is larger."""
     done: dict[Expr, Expr] = {}
     for node in walk(term):
         args = tuple(done[arg] for arg in node.args)
-        if node.op == "var" or not reads(node) & {"q_idx", "kv_idx"}:
+        if node.op == "var" or not node.variables & {"q_idx", "kv_idx"}:
             done[node] = make("abs", FLOAT, (make("cast", FLOAT, (node,)),))
         elif node.op in ("neg", "cast"):
             (done[node],) = args
@@ -238,7 +236,7 @@ def _span(term: Expr, reads: Variables) -> Expr:
     return done[term]
 
 
-def diagonal(term: Expr, reads: Variables) -> bool:
+def diagonal(term: Expr) -> bool:
     """Rule "diagonal": whether a tile's strip of diagonals should hold the term's values.
 
     A tile of M rows and N keys has M + N - 1 differences q - k, so a t(q - k) has as many values,
@@ -251,7 +249,7 @@ def diagonal(term: Expr, reads: Variables) -> bool:
     pending, seen = [term], {term}
     while pending:
         node = pending.pop()
-        if reads(node) <= FREE:
+        if node.variables <= FREE:
             continue
         if node.op in _COSTLY:
             return True
@@ -328,7 +326,7 @@ class Terms:
         """
         if self.column is None or self.added != (self.column,) or not self.linear:
             return None
-        return slope_of(self.column, "kv_idx", Variables()) if self.positive(self.outer) else None
+        return slope_of(self.column, "kv_idx") if self.positive(self.outer) else None
 
     @property
     def rise(self) -> Rise | None:
@@ -340,7 +338,7 @@ class Terms:
             return None
         if not self.positive(self.outer):
             return None
-        found = rise(self.added, Variables())
+        found = rise(self.added)
         if found is None or (found.step.op == "const" and not self.positive(found.step)):
             return None
         return found
@@ -364,19 +362,18 @@ def split(mod: Mod, allowed: frozenset[str] = ALL) -> Terms:
 class _Split:
     def __init__(self, mod: Mod, allowed: frozenset[str]) -> None:
         self.expr, self.allowed = mod.expr, allowed
-        self.reads = Variables()
         self.steps: dict[tuple[str, Expr], None] = {}
         self.parts: dict[str, Expr] = {}
 
     def run(self) -> Terms:
         keep, expr = None, self.expr
         if "mask" in self.allowed:
-            keep, expr = masked(expr, self.reads)
+            keep, expr = masked(expr)
         if keep is not None:
             self._applied("mask", keep)
         scored: list[Term] = []
-        for term in spread_terms(expr, self.allowed, self.reads, self._applied):
-            if "score" in self.reads(term.value):
+        for term in spread_terms(expr, self.allowed, self._applied):
+            if "score" in term.value.variables:
                 scored.append(term)
             else:
                 self._add(times(term.factor, term.value))
@@ -390,10 +387,10 @@ class _Split:
 
     def _add(self, term: Expr) -> None:
         """Put a term without the score where it is cheapest."""
-        where = place(term, self.allowed, self.reads)
+        where = place(term, self.allowed)
         if where != "rest":
             self._applied(where, term)
-        sloped = row_slope(term, self.reads) if where == "row_slope" else None
+        sloped = row_slope(term) if where == "row_slope" else None
         if sloped is None:
             self._sum(where, term)
         else:
@@ -451,9 +448,9 @@ class _Split:
         return times(term.factor, found)
 
     def _linear(self, node: Expr) -> Expr:
-        if "scale" not in self.allowed or "score" not in self.reads(node):
+        if "scale" not in self.allowed or "score" not in node.variables:
             return node
-        terms = spread_terms(node, self.allowed, self.reads, self._applied)
+        terms = spread_terms(node, self.allowed, self._applied)
         found: Expr | None = None
         for term in terms:
             new = times(term.factor, term.value)
@@ -469,6 +466,6 @@ class _Split:
             return core, ONE
         (user,) = users
         others = [arg for arg in user.args if arg is not SCORE]
-        if user.op != "mul" or len(others) != 1 or self.reads(others[0]) & {"score", "kv_idx"}:
+        if user.op != "mul" or len(others) != 1 or others[0].variables & {"score", "kv_idx"}:
             return core, ONE
         return rebuilt(core, {user: SCORE}.get), others[0]

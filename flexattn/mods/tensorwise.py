@@ -328,16 +328,11 @@ def _reduced(
     return Array(shape if keepdim else [x.shape[dim] for dim in kept], dtype, at)
 
 
-def _sum(
-    x: Array, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+def _total(
+    op: str, x: Array, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Array:
     result = name_of(dtype) if dtype else x.dtype if is_float(x.dtype) else "int64"
-    return _reduced("add", x, dims, keepdim, dtype=result, inner=_accumulator(result))
-
-
-def _prod(x: Array, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
-    result = name_of(dtype) if dtype else x.dtype if is_float(x.dtype) else "int64"
-    return _reduced("mul", x, dims, keepdim, dtype=result, inner=_accumulator(result))
+    return _reduced(op, x, dims, keepdim, dtype=result, inner=_accumulator(result))
 
 
 def _mean(
@@ -407,8 +402,8 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
     "mv": _mv,
     "bucketize": _bucketize,
     "searchsorted": _searchsorted,
-    "sum": _sum,
-    "prod": _prod,
+    "sum": partial(_total, "add"),
+    "prod": partial(_total, "mul"),
     "mean": _mean,
     "var": _var,
     "any": partial(_truth, "or"),

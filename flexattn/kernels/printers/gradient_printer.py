@@ -15,7 +15,7 @@ from flexattn.kernels.printers.triton_printer import (
     View,
     print_mod,
 )
-from flexattn.mods.analysis.affine import FREE, Variables, along_diagonals, slope_of
+from flexattn.mods.analysis.affine import FREE, along_diagonals, slope_of
 from flexattn.mods.derivative import Derivatives, LoadDerivative, derivatives
 from flexattn.mods.expr import Expr, reads
 from flexattn.problem import Captures, Structure
@@ -113,7 +113,7 @@ class DiagonalPrinter(MultiPrinter):
         slot, last, slope = int(load.value or 0), load.args[-1], _slope(load)
         if not (slope and self.captures.contiguous[slot]):
             return ""
-        if any(not Variables()(arg) <= FREE for arg in load.args[:-1]):
+        if any(not arg.variables <= FREE for arg in load.args[:-1]):
             return ""
         # A thread's first diagonal may lie one before its warp's part of a tile.
         ends = [("start_m", "(start_n + BLOCK_N)"), ("(start_m + BLOCK_M - 1)", "start_n")]
@@ -174,7 +174,7 @@ class _AlongPrinter(MultiPrinter):
 
 def _slope(load: Expr) -> int:
     """What the last index rises by from diagonal to diagonal; 0 where that is not the same."""
-    found = slope_of(load.args[-1], "q_idx", Variables())
+    found = slope_of(load.args[-1], "q_idx")
     return int(found.value or 0) if found is not None and found.op == "const" else 0
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from flexattn.kernels.printers.spelling import in_base_2
 from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
-from flexattn.mods.analysis.affine import FREE, Variables, slope_of
+from flexattn.mods.analysis.affine import FREE, slope_of
 from flexattn.mods.analysis.intervals import reaches_end
 from flexattn.mods.expr import Expr, const, terms_of, walk
 from flexattn.mods.ops import is_int
@@ -131,7 +131,6 @@ class _Score:
         assert score is not None and terms is not None
         self.captures, self.terms = score, terms
         self.dialect, self.tl = self.traits.dialect, self.traits.dialect.module
-        self.reads = Variables()
 
     def run(self) -> PrintedScore:
         structure, terms = self.structure, self.terms
@@ -202,7 +201,7 @@ class _Score:
     def _slope(self) -> Expr | None:
         """What a column rises by from key to key, where that is always the same."""
         column = self.terms.column
-        return None if column is None else slope_of(column, "kv_idx", self.reads)
+        return None if column is None else slope_of(column, "kv_idx")
 
     def _ramp(self, reference: str) -> Ramp | None:
         """What is added to the scores, where it rises evenly along the keys of a tile.
@@ -316,7 +315,7 @@ class _Score:
         """expr * log2(e), with the constant where it is multiplied least often."""
         if expr.op == "mul":
             for x, y in (expr.args, expr.args[::-1]):
-                if self.reads(y) <= FREE:
+                if y.variables <= FREE:
                     return make("mul", FLOAT, (x, times(y, LOG2E)))
         return make("mul", FLOAT, (expr, LOG2E))
 
@@ -396,7 +395,7 @@ class _Score:
         if len(parts) > _CONDITIONS:
             return None
         for i, part in enumerate(parts):
-            slopes = _affine(part, self.reads)
+            slopes = _affine(part)
             if slopes is None:
                 return None
             row = "row_start" if slopes[0] >= 0 else f"(row_start + {self.dialect.rows} - 1)"
@@ -413,7 +412,7 @@ class _Score:
         lines: list[str] = []
         first, last = "0", "kv_len"
         for i, part in enumerate(terms_of(keep, "and")[:_CONDITIONS]):
-            slopes = _affine(part, self.reads)
+            slopes = _affine(part)
             if slopes is None or abs(slopes[1]) != 1:
                 continue
             x, y = part.args
@@ -442,7 +441,7 @@ def _sum(texts: list[str]) -> str:
     return "".join(f" + {text}" for text in texts)
 
 
-def _affine(part: Expr, reads: Variables) -> tuple[int, int] | None:
+def _affine(part: Expr) -> tuple[int, int] | None:
     """For x < y or x <= y of integers: the constant slopes of y - x in q_idx and kv_idx."""
     if part.op not in ("lt", "le") or not is_int(part.args[0].dtype):
         return None
@@ -450,7 +449,7 @@ def _affine(part: Expr, reads: Variables) -> tuple[int, int] | None:
     slack = make("sub", x.dtype, (y, x))
     found = []
     for name in ("q_idx", "kv_idx"):
-        slope = slope_of(slack, name, reads)
+        slope = slope_of(slack, name)
         if slope is None or slope.op != "const":
             return None
         found.append(int(slope.value or 0))

@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from flexattn.mods.algebra import real, whole
 from flexattn.mods.algebra.real import Real
 from flexattn.mods.algebra.whole import (
+    TRUE,
     Flag,
     Whole,
     both,
-    constant,
     settled,
     single,
-    truth,
 )
 from flexattn.mods.analysis.intervals import dtype_range
-from flexattn.mods.expr import Expr, Mod, integer, kept, walk
+from flexattn.mods.expr import Expr, Mod, const, integer, kept, walk
 from flexattn.mods.ops import is_float, is_int
 from flexattn.mods.simplify import applied, make
 
@@ -87,7 +86,7 @@ class _Lowering:
 
     def _flag(self, node: Expr) -> Flag:
         if node.op == "const":
-            return whole.known(truth(bool(node.value)))
+            return whole.known(const(bool(node.value), "bool"))
         if node.op == "scalar":
             return whole.known(node)
         if node.op == "load":
@@ -104,12 +103,12 @@ class _Lowering:
 
     def _whole(self, node: Expr) -> Whole | None:
         if node.op == "const":
-            return Whole(constant(int(node.value or 0)), truth(True))
+            return Whole.of(int(node.value or 0))
         if node.op == "var":
             return _variable(str(node.value))
         if node.op == "scalar":
             number = make("cast", "int64", (node,))
-            return _limited(number, number, node.dtype, truth(True))
+            return _limited(number, number, node.dtype, TRUE)
         if node.op == "load":
             return self._load(node)
         if node.op == "where":
@@ -187,7 +186,7 @@ class _Lowering:
 def _variable(name: str) -> Whole:
     ends = {"q_idx": ("q_lo", "q_hi"), "kv_idx": ("kv_lo", "kv_hi")}.get(name, (name, name))
     low, high = (Expr("var", "int64", (), end) for end in ends)
-    return Whole(single(low, high, 0, CORNERS[ends[1]]), truth(True))
+    return Whole(single(low, high, 0, CORNERS[ends[1]]))
 
 
 def _ends(index: Whole, size: Expr) -> tuple[Expr, Expr]:

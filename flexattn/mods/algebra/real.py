@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flexattn.mods.algebra.whole import OPEN, Flag, Whole, both, single, truth
+from flexattn.mods.algebra.whole import FALSE, OPEN, TRUE, Flag, Whole, both, either, single
 from flexattn.mods.expr import Expr, const
 from flexattn.mods.ops import EVERYWHERE, OPS
 from flexattn.mods.simplify import applied, make
@@ -31,7 +31,7 @@ class Real:
 
     low: Expr
     high: Expr
-    sure: Expr
+    sure: Expr = TRUE
 
 
 def exact(low: Expr, high: Expr, dtype: str) -> Real | None:
@@ -52,7 +52,7 @@ def of_whole(x: Whole | None, dtype: str) -> Real | None:
 def of_flag(flag: Flag) -> Real:
     """A condition as 0.0 or 1.0."""
     low, high = (make("cast", "float64", (end,)) for end in (flag.must, flag.may))
-    return Real(low, high, truth(True))
+    return Real(low, high)
 
 
 def to_whole(x: Real | None) -> Whole | None:
@@ -82,12 +82,8 @@ def choose(condition: Flag, x: Real | None, y: Real | None) -> Real | None:
     if x is None or y is None:
         return None
 
-    def end(op: str, first: Expr, second: Expr) -> Expr:
-        either = applied(op, first, second)
-        inner = applied("where", condition.must, first, either)
-        return applied("where", condition.may, inner, second)
-
-    low, high = end("minimum", x.low, y.low), end("maximum", x.high, y.high)
+    low = either("minimum", condition, x.low, y.low)
+    high = either("maximum", condition, x.high, y.high)
     return Real(low, high, both(x.sure, y.sure))
 
 
@@ -103,7 +99,7 @@ def compare(op: str, operands: Sequence[Real | None]) -> Flag:
     elif op in ("eq", "ne"):
         meet = both(applied("le", x.low, y.high), applied("le", y.low, x.high))
         apart = applied("not", meet)
-        must, may = (truth(False), meet) if op == "eq" else (apart, truth(True))
+        must, may = (FALSE, meet) if op == "eq" else (apart, TRUE)
     else:
         return OPEN
     sure = both(x.sure, y.sure)
@@ -138,25 +134,21 @@ def _clamped(x: Expr) -> Expr:
     return applied("minimum", least, _number(float(_WHOLE)))
 
 
-def _real(low: Expr, high: Expr, sure: Expr | None = None) -> Real:
-    return Real(low, high, truth(True) if sure is None else sure)
-
-
 def _add(x: Real, y: Real) -> Real:
-    return _real(*(applied("add", *ends) for ends in ((x.low, y.low), (x.high, y.high))))
+    return Real(*(applied("add", *ends) for ends in ((x.low, y.low), (x.high, y.high))))
 
 
 def _neg(x: Real) -> Real:
-    return _real(*(applied("neg", end) for end in (x.high, x.low)))
+    return Real(*(applied("neg", end) for end in (x.high, x.low)))
 
 
-def _corners(op: str, x: Real, y: Real, sure: Expr) -> Real:
+def _corners(op: str, x: Real, y: Real, sure: Expr = TRUE) -> Real:
     low = high = applied(op, x.low, y.low)
     for corner in ((x.low, y.high), (x.high, y.low), (x.high, y.high)):
         value = applied(op, *corner)
         low = applied("minimum", low, value)
         high = applied("maximum", high, value)
-    return _real(low, high, sure)
+    return Real(low, high, sure)
 
 
 def _div(x: Real, y: Real) -> Real:
@@ -171,8 +163,8 @@ def _abs(x: Real) -> Real:
     zero = _number(0.0)
     sizes = [applied("abs", end) for end in (x.low, x.high)]
     around = both(applied("le", x.low, zero), applied("le", zero, x.high))
-    low = applied("where", around, zero, applied("minimum", *(sizes)))
-    return _real(low, applied("maximum", *(sizes)))
+    low = applied("where", around, zero, applied("minimum", *sizes))
+    return Real(low, applied("maximum", *sizes))
 
 
 def _rising(op: str, least: float) -> Callable[..., Real]:
@@ -181,10 +173,10 @@ def _rising(op: str, least: float) -> Callable[..., Real]:
     def rule(*operands: Real) -> Real:
         low = applied(op, *(x.low for x in operands))
         high = applied(op, *(x.high for x in operands))
-        sure = truth(True)
+        sure = TRUE
         if least != EVERYWHERE:
             sure = applied("lt", _number(least), operands[0].low)
-        return _real(low, high, sure)
+        return Real(low, high, sure)
 
     return rule
 
@@ -192,7 +184,7 @@ def _rising(op: str, least: float) -> Callable[..., Real]:
 _RULES: dict[str, Callable[..., Real]] = {
     "add": _add,
     "sub": lambda x, y: _add(x, _neg(y)),
-    "mul": lambda x, y: _corners("mul", x, y, truth(True)),
+    "mul": lambda x, y: _corners("mul", x, y),
     "div": _div,
     "neg": _neg,
     "abs": _abs,

@@ -19,6 +19,8 @@ from flexattn.mods.simplify import applied, make
 LARGEST = 2**61
 # A sum of more unknowns becomes one: of a recurrence each step may add another.
 _TERMS = 16
+# Verdicts that are known.
+TRUE, FALSE = const(True, "bool"), const(False, "bool")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,14 +102,9 @@ def single(low: Expr, high: Expr, least: int, most: int) -> Form:
     return Form({Atom(low, high, least, most): 1}, 0)
 
 
-def truth(value: bool) -> Expr:
-    """A verdict that is known."""
-    return const(value, "bool")
-
-
 def both(*terms: Expr) -> Expr:
     """The conjunction of conditions."""
-    return reduce(partial(applied, "and"), terms, truth(True))
+    return reduce(partial(applied, "and"), terms, TRUE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +115,12 @@ class Whole:
     """
 
     form: Form
-    sure: Expr
+    sure: Expr = TRUE
 
     @classmethod
     def of(cls, value: int) -> Whole:
         """A number."""
-        return cls(constant(value), truth(True))
+        return cls(constant(value))
 
     @property
     def number(self) -> int | None:
@@ -160,7 +157,7 @@ def apply(op: str, operands: Sequence[Whole | None]) -> Whole | None:
 def of_flag(flag: Flag) -> Whole:
     """0 or 1."""
     low, high = (make("cast", "int64", (end,)) for end in (flag.must, flag.may))
-    return Whole(single(low, high, 0, 1), truth(True))
+    return Whole(single(low, high, 0, 1))
 
 
 def choose(condition: Flag, x: Whole | None, y: Whole | None) -> Whole | None:
@@ -168,33 +165,35 @@ def choose(condition: Flag, x: Whole | None, y: Whole | None) -> Whole | None:
     if x is None or y is None:
         return None
 
-    def end(op: str, first: Expr, second: Expr) -> Expr:
-        open_or_first = applied("where", condition.must, first, applied(op, first, second))
-        return applied("where", condition.may, open_or_first, second)
-
-    low = end("minimum", x.form.low, y.form.low)
-    high = end("maximum", x.form.high, y.form.high)
+    low = either("minimum", condition, x.form.low, y.form.low)
+    high = either("maximum", condition, x.form.high, y.form.high)
     ranges = (x.form.range, y.form.range)
     form = single(low, high, min(r[0] for r in ranges), max(r[1] for r in ranges))
     return Whole(form, both(x.sure, y.sure))
 
 
+def either(op: str, condition: Flag, x: Expr, y: Expr) -> Expr:
+    """An end of where(condition, x, y); op: of both ends, where the condition does not decide."""
+    first = applied("where", condition.must, x, applied(op, x, y))
+    return applied("where", condition.may, first, y)
+
+
 def _ends(low: Expr, high: Expr, least: int, most: int) -> Whole:
-    return Whole(single(low, high, least, most), truth(True))
+    return Whole(single(low, high, least, most))
 
 
 def _add(x: Whole, y: Whole) -> Whole:
-    return Whole(x.form.plus(y.form), truth(True))
+    return Whole(x.form.plus(y.form))
 
 
 def _sub(x: Whole, y: Whole) -> Whole:
-    return Whole(x.form.plus(y.form, -1), truth(True))
+    return Whole(x.form.plus(y.form, -1))
 
 
 def _mul(x: Whole, y: Whole) -> Whole | None:
     for one, other in ((x, y), (y, x)):
         if other.number is not None:
-            return Whole(one.form.times(other.number), truth(True))
+            return Whole(one.form.times(other.number))
     corners = [i * j for i in x.form.range for j in y.form.range]
     if max(map(abs, corners)) > LARGEST:
         return None
@@ -250,7 +249,7 @@ def _floor_div(x: Whole, y: Whole) -> Whole | None:
         )
         return _ends(low, high, x.form.range[0] // y.number, x.form.range[1] // y.number)
     # A divisor that is not above zero is made 1, and the result is not sure.
-    sure = truth(True) if least > 0 else applied("lt", integer(0), y.form.low)
+    sure = TRUE if least > 0 else applied("lt", integer(0), y.form.low)
     low, high = (applied("maximum", end, integer(1)) for end in (y.form.low, y.form.high))
     found = _hull(
         x,
@@ -273,7 +272,7 @@ def _floor_mod(x: Whole, y: Whole) -> Whole | None:
         return x
     if y.form.low is not y.form.high or y.form.range[1] < 1:
         return None
-    sure = truth(True) if y.form.range[0] > 0 else applied("lt", integer(0), y.form.low)
+    sure = TRUE if y.form.range[0] > 0 else applied("lt", integer(0), y.form.low)
     size = applied("maximum", y.form.low, integer(1))
     low, high = x.form.low, x.form.high
     periods = [applied("floor_div", end, size) for end in (low, high)]
@@ -313,8 +312,8 @@ _RULES: dict[str, Callable[..., Whole | None]] = {
     "add": _add,
     "sub": _sub,
     "mul": _mul,
-    "neg": lambda x: Whole(x.form.times(-1), truth(True)),
-    "not": lambda x: Whole(x.form.times(-1).plus(constant(1), -1), truth(True)),
+    "neg": lambda x: Whole(x.form.times(-1)),
+    "not": lambda x: Whole(x.form.times(-1).plus(constant(1), -1)),
     "abs": _abs,
     "minimum": _extreme("minimum"),
     "maximum": _extreme("maximum"),
@@ -337,7 +336,7 @@ class Flag:
     may: Expr
 
 
-OPEN = Flag(truth(False), truth(True))
+OPEN = Flag(FALSE, TRUE)
 
 
 def known(value: Expr) -> Flag:

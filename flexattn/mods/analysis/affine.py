@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flexattn.mods.analysis.intervals import Intervals, dtype_range, interval_of
-from flexattn.mods.expr import Expr, const, depending, integer, reads, terms_of, walk
+from flexattn.mods.expr import Expr, const, integer, reads, terms_of, walk
 from flexattn.mods.ops import Range, is_int
 from flexattn.mods.simplify import applied, make
 
@@ -70,16 +70,14 @@ def affine_forms(roots: tuple[Expr, ...], ranges: Mapping[str, Range]) -> dict[E
 
     Sums of 64 bits are taken not to wrap; a narrower one has a form where its interval says so.
     """
-    nodes = list(walk(*roots))
-    moving = depending(nodes, ("score", "q_idx", "kv_idx"))
     interval = Intervals(ranges)
     forms: dict[Expr, Affine] = {}
-    for node in nodes:
+    for node in walk(*roots):
         if not is_int(node.dtype):
             continue
         if node.op == "const":
             form: Affine | None = Affine(number=int(node.value or 0))
-        elif node not in moving:
+        elif not reads(node, "score", "q_idx", "kv_idx"):
             form = Affine(rest=make("cast", "int64", (node,)))
         elif node.dtype != "int64" and interval(node) == dtype_range(node.dtype):
             form = None  # it may wrap
@@ -180,13 +178,6 @@ _COMPARE = ("eq", "ne", "lt", "le")
 STEPS = 31
 
 
-class Variables:
-    """The variables that reach an Expr."""
-
-    def __call__(self, expr: Expr) -> frozenset[str]:
-        return expr.variables
-
-
 def same_in_tiles(expr: Expr, rows: int, keys: int) -> bool:
     """Whether an Expr is one value in every tile of rows x keys that begins at a multiple of both.
 
@@ -208,7 +199,7 @@ def _divides(size: int, node: Expr) -> bool:
     return divisor > 0 and divisor % size == 0
 
 
-def slope_of(expr: Expr, name: str, reads: Variables) -> Expr | None:
+def slope_of(expr: Expr, name: str) -> Expr | None:
     """The k of expr(x) = expr(x0) + k (x - x0) in the variable `name`; None where there is none.
 
     k reads no position. It has expr's dtype, and is the constant 0 where expr does not read the
@@ -217,12 +208,12 @@ def slope_of(expr: Expr, name: str, reads: Variables) -> Expr | None:
     """
     done: dict[Expr, Expr | None] = {}
     for node in walk(expr):
-        if name not in reads(node):
+        if name not in node.variables:
             done[node] = _zero(node.dtype) if _is_number(node.dtype) else None
         elif node.op == "var":
             done[node] = const(1, node.dtype)
         else:
-            found = _slope(node, [done[arg] for arg in node.args], name, reads)
+            found = _slope(node, [done[arg] for arg in node.args], name)
             done[node] = found if found is None or _stays(node.dtype, found) else None
     return done[expr]
 
@@ -235,7 +226,7 @@ def _stays(dtype: str, slope: Expr) -> bool:
     return dtype == "int64" or (dtype == "int32" and steps is not None and steps <= STEPS)
 
 
-def _slope(node: Expr, slopes: list[Expr | None], name: str, reads: Variables) -> Expr | None:
+def _slope(node: Expr, slopes: list[Expr | None], name: str) -> Expr | None:
     found = [slope for slope in slopes if slope is not None]
     if len(found) < len(slopes):
         return None
@@ -246,9 +237,9 @@ def _slope(node: Expr, slopes: list[Expr | None], name: str, reads: Variables) -
     if node.op == "mul":
         for i, (x, y) in enumerate((node.args, node.args[::-1])):
             # The other factor must be the same for the whole tile, or the slope would not be.
-            if name in reads(x) and reads(y) <= FREE:
+            if name in x.variables and y.variables <= FREE:
                 return make("mul", node.dtype, (found[i], y))
-    if node.op == "div" and reads(node.args[1]) <= FREE and not is_int(node.dtype):
+    if node.op == "div" and node.args[1].variables <= FREE and not is_int(node.dtype):
         return make("div", node.dtype, (found[0], node.args[1]))
     return None
 

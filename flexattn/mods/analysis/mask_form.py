@@ -19,7 +19,7 @@ from flexattn.mods.analysis.affine import (
     free_edges,
 )
 from flexattn.mods.analysis.intervals import Intervals, dtype_range
-from flexattn.mods.expr import Expr, depending, integer, kept, reads, terms_of, walk
+from flexattn.mods.expr import Expr, integer, kept, reads, terms_of, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import Range, is_int
 from flexattn.mods.simplify import applied, make
@@ -384,7 +384,7 @@ def _loads_keys_alone(expr: Expr) -> bool:
 
 def _loads(expr: Expr, name: str) -> set[Expr]:
     """What is read from memory at places that depend on a variable."""
-    return {node for node in depending(walk(expr), (name,)) if node.op == "load"}
+    return {node for node in walk(expr) if node.op == "load" and reads(node, name)}
 
 
 def documents_of(expr: Expr) -> DocumentIds | None:

@@ -223,7 +223,7 @@ def test_no_verdict_on_a_random_mask_is_wrong(examples):
 @pytest.mark.parametrize("entry", [c for c in CASES if c.make(1, 2, 1, 37, 53).mask_mod], ids=str)
 def test_symbolic_work_is_done_once_for_a_mod_and_in_few_calls(entry, monkeypatch):
     mod = bind(entry.make(2, 3, 1, 61, 97).mask_mod, "mask").mod
-    lower._bounds.clear()
+    mod.expr.facts.clear()
     calls = 0
 
     def counted(frame, event, arg):
