@@ -170,6 +170,11 @@ class Op:
         return found
 
 
+def _float(name: str, triton: str, gradient: Gradient | str, **more: Any) -> Op:
+    """A function of one operand, of which integers become floats before."""
+    return Op(name, triton, (gradient,), result="float", **more)
+
+
 # torch hands NaN through minimum and maximum; the hardware's instructions drop it.
 _NAN = ", propagate_nan=tl.PropagateNan.ALL)"
 _LEAST, _MOST = "{tl}.minimum({0}, {1}", "{tl}.maximum({0}, {1}"
@@ -314,12 +319,7 @@ ARITHMETIC = (
         slow=True,
         symbol="**",
     ),
-    Op(
-        "reciprocal",
-        "(1.0 / {0})",
-        (lambda g, x: -g * x.reciprocal() * x.reciprocal(),),
-        result="float",
-    ),
+    _float("reciprocal", "(1.0 / {0})", lambda g, x: -g * x.reciprocal() * x.reciprocal()),
 )
 
 
@@ -380,32 +380,21 @@ _LN2, _LN10 = math.log(2.0), math.log(10.0)
 _ERF = 2.0 / math.sqrt(math.pi)
 
 FUNCTIONS = (
-    Op("exp", "{tl}.exp({0})", (lambda g, x: g * x.exp(),), result="float", rises=EVERYWHERE),
-    Op(
-        "exp2",
-        "{tl}.exp2({0})",
-        (lambda g, x: g * x.exp2() * _LN2,),
-        result="float",
-        rises=EVERYWHERE,
-    ),
-    Op("expm1", "libdevice.expm1({0})", (lambda g, x: g * (x.expm1() + 1.0),), result="float"),
-    Op("log", "{tl}.log({0})", (lambda g, x: g / x,), result="float", rises=0.0),
-    Op("log2", "{tl}.log2({0})", (lambda g, x: g / (x * _LN2),), result="float", rises=0.0),
-    Op("log10", "libdevice.log10({0})", (lambda g, x: g / (x * _LN10),), result="float"),
-    Op("log1p", "libdevice.log1p({0})", (lambda g, x: g / (x + 1.0),), result="float"),
-    Op("sqrt", "{tl}.sqrt({0})", (lambda g, x: g / (x.sqrt() * 2.0),), result="float", rises=0.0),
-    Op(
-        "rsqrt",
-        "{tl}.rsqrt({0})",
-        (lambda g, x: g * -0.5 * x.rsqrt() * x.rsqrt() * x.rsqrt(),),
-        result="float",
-    ),
-    Op("sin", "{tl}.sin({0})", (lambda g, x: g * x.cos(),), result="float"),
-    Op("cos", "{tl}.cos({0})", (lambda g, x: -g * x.sin(),), result="float"),
-    Op("tan", "libdevice.tan({0})", (lambda g, x: g * (x.tan() * x.tan() + 1.0),), result="float"),
-    Op("asin", "libdevice.asin({0})", (lambda g, x: g * (1.0 - x * x).rsqrt(),), result="float"),
-    Op("acos", "libdevice.acos({0})", (lambda g, x: -g * (1.0 - x * x).rsqrt(),), result="float"),
-    Op("atan", "libdevice.atan({0})", (lambda g, x: g / (x * x + 1.0),), result="float"),
+    _float("exp", "{tl}.exp({0})", lambda g, x: g * x.exp(), rises=EVERYWHERE),
+    _float("exp2", "{tl}.exp2({0})", lambda g, x: g * x.exp2() * _LN2, rises=EVERYWHERE),
+    _float("expm1", "libdevice.expm1({0})", lambda g, x: g * (x.expm1() + 1.0)),
+    _float("log", "{tl}.log({0})", lambda g, x: g / x, rises=0.0),
+    _float("log2", "{tl}.log2({0})", lambda g, x: g / (x * _LN2), rises=0.0),
+    _float("log10", "libdevice.log10({0})", lambda g, x: g / (x * _LN10)),
+    _float("log1p", "libdevice.log1p({0})", lambda g, x: g / (x + 1.0)),
+    _float("sqrt", "{tl}.sqrt({0})", lambda g, x: g / (x.sqrt() * 2.0), rises=0.0),
+    _float("rsqrt", "{tl}.rsqrt({0})", lambda g, x: g * -0.5 * x.rsqrt() * x.rsqrt() * x.rsqrt()),
+    _float("sin", "{tl}.sin({0})", lambda g, x: g * x.cos()),
+    _float("cos", "{tl}.cos({0})", lambda g, x: -g * x.sin()),
+    _float("tan", "libdevice.tan({0})", lambda g, x: g * (x.tan() * x.tan() + 1.0)),
+    _float("asin", "libdevice.asin({0})", lambda g, x: g * (1.0 - x * x).rsqrt()),
+    _float("acos", "libdevice.acos({0})", lambda g, x: -g * (1.0 - x * x).rsqrt()),
+    _float("atan", "libdevice.atan({0})", lambda g, x: g / (x * x + 1.0)),
     Op(
         "atan2",
         "libdevice.atan2({0}, {1})",
@@ -430,33 +419,24 @@ FUNCTIONS = (
         (lambda g, x, y: (g * (x.copysign(y) / x)).where(x != 0.0, 0.0), lambda g, x, y: 0.0),
         result="float",
     ),
-    Op("asinh", "libdevice.asinh({0})", (lambda g, x: g * (x * x + 1.0).rsqrt(),), result="float"),
-    Op("acosh", "libdevice.acosh({0})", (lambda g, x: g * (x * x - 1.0).rsqrt(),), result="float"),
-    Op("atanh", "libdevice.atanh({0})", (lambda g, x: g / (1.0 - x * x),), result="float"),
-    Op("sinh", "libdevice.sinh({0})", (lambda g, x: g * x.cosh(),), result="float"),
-    Op("cosh", "libdevice.cosh({0})", (lambda g, x: g * x.sinh(),), result="float"),
-    Op(
-        "tanh",
-        "libdevice.tanh({0})",
-        (lambda g, x: g * (1.0 - x.tanh() * x.tanh()),),
-        result="float",
-    ),
-    Op(
+    _float("asinh", "libdevice.asinh({0})", lambda g, x: g * (x * x + 1.0).rsqrt()),
+    _float("acosh", "libdevice.acosh({0})", lambda g, x: g * (x * x - 1.0).rsqrt()),
+    _float("atanh", "libdevice.atanh({0})", lambda g, x: g / (1.0 - x * x)),
+    _float("sinh", "libdevice.sinh({0})", lambda g, x: g * x.cosh()),
+    _float("cosh", "libdevice.cosh({0})", lambda g, x: g * x.sinh()),
+    _float("tanh", "libdevice.tanh({0})", lambda g, x: g * (1.0 - x.tanh() * x.tanh())),
+    _float(
         "sigmoid",
         "{tl}.sigmoid({0})",
-        (lambda g, x: g * (1.0 - x.sigmoid()) * x.sigmoid(),),
-        result="float",
+        lambda g, x: g * (1.0 - x.sigmoid()) * x.sigmoid(),
         gluon="sigmoid({0})",
     ),
-    Op("erf", "{tl}.erf({0})", (lambda g, x: g * _ERF * (-x * x).exp(),), result="float"),
-    Op("erfc", "libdevice.erfc({0})", (lambda g, x: -g * _ERF * (-x * x).exp(),), result="float"),
-    Op(
-        "erfinv",
-        "libdevice.erfinv({0})",
-        (lambda g, x: g / _ERF * (x.erfinv() * x.erfinv()).exp(),),
-        result="float",
+    _float("erf", "{tl}.erf({0})", lambda g, x: g * _ERF * (-x * x).exp()),
+    _float("erfc", "libdevice.erfc({0})", lambda g, x: -g * _ERF * (-x * x).exp()),
+    _float(
+        "erfinv", "libdevice.erfinv({0})", lambda g, x: g / _ERF * (x.erfinv() * x.erfinv()).exp()
     ),
-    Op("lgamma", "libdevice.lgamma({0})", ("it is digamma, which Triton lacks",), result="float"),
+    _float("lgamma", "libdevice.lgamma({0})", "it is digamma, which Triton lacks"),
     Op("floor", "{tl}.floor({0})", (lambda g, x: 0.0,), result="rounded", rises=EVERYWHERE),
     Op("ceil", "{tl}.ceil({0})", (lambda g, x: 0.0,), result="rounded", rises=EVERYWHERE),
     Op("round", "libdevice.rint({0})", (lambda g, x: 0.0,), result="rounded"),

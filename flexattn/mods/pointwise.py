@@ -22,12 +22,9 @@ def as_array(x: Operand) -> Array:
     """An operand as an array; Python numbers become weak constants."""
     if isinstance(x, Array):
         return x
-    if isinstance(x, bool):
-        return Array.scalar(const(x, "bool"), weak=True)
-    if isinstance(x, int):
-        return Array.scalar(const(x, "int64"), weak=True)
-    if isinstance(x, float):
-        return Array.scalar(const(x, "float64"), weak=True)
+    for kind, dtype in ((bool, "bool"), (int, "int64"), (float, "float64")):
+        if isinstance(x, kind):
+            return Array.scalar(const(x, dtype), weak=True)
     raise unread("the place of an extreme" if x is None else f"a {type(x).__name__} as a number")
 
 

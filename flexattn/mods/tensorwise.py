@@ -24,7 +24,7 @@ from flexattn.mods.arrays import (
 )
 from flexattn.mods.expr import Expr, const, integer
 from flexattn.mods.ops import dtype_of, is_float, name_of
-from flexattn.mods.pointwise import Operand, as_array, cast, pointwise
+from flexattn.mods.pointwise import Operand, as_array, cast, pointwise, promoted
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import applied, make
 
@@ -126,7 +126,7 @@ def _split(x: Array, size: int | Sequence[int], dim: int = 0) -> list[Array]:
 
 def _cat(arrays: Sequence[Array], dim: int = 0) -> Array:
     dim %= len(arrays[0].shape)
-    dtype = _common(arrays)
+    dtype = promoted([*arrays])
     ends = [sum(a.shape[dim] for a in arrays[: i + 1]) for i in range(len(arrays))]
     shape = (*arrays[0].shape[:dim], ends[-1], *arrays[0].shape[dim + 1 :])
 
@@ -144,14 +144,6 @@ def _cat(arrays: Sequence[Array], dim: int = 0) -> Array:
         return here
 
     return Array(shape, dtype, at)
-
-
-def _common(arrays: Sequence[Array]) -> str:
-    dtypes = [getattr(torch, array.dtype) for array in arrays]
-    common = dtypes[0]
-    for dtype in dtypes:
-        common = torch.promote_types(common, dtype)
-    return name_of(common)
 
 
 def _flip(x: Array, dims: Sequence[int]) -> Array:

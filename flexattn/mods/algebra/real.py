@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flexattn.mods.algebra.whole import FALSE, OPEN, TRUE, Flag, Whole, both, either, single
+from flexattn.mods.algebra.whole import (
+    FALSE,
+    OPEN,
+    TRUE,
+    Flag,
+    Whole,
+    both,
+    by_rule,
+    either,
+    single,
+)
 from flexattn.mods.expr import Expr, const
 from flexattn.mods.ops import EVERYWHERE, OPS
 from flexattn.mods.simplify import applied, make
@@ -69,12 +79,8 @@ def to_whole(x: Real | None) -> Whole | None:
 
 def apply(op: str, operands: Sequence[Real | None], dtype: str) -> Real | None:
     """The result of an operation in its dtype; None: nothing is known."""
-    rule = _RULES.get(op)
-    known = [x for x in operands if x is not None]
-    if rule is None or len(known) < len(operands) or not known:
-        return None
-    found: Real = rule(*known)
-    return _rounded(Real(found.low, found.high, both(found.sure, *(x.sure for x in known))), dtype)
+    found: Real | None = by_rule(_RULES, op, operands)
+    return None if found is None else _rounded(found, dtype)
 
 
 def choose(condition: Flag, x: Real | None, y: Real | None) -> Real | None:
@@ -88,12 +94,10 @@ def choose(condition: Flag, x: Real | None, y: Real | None) -> Real | None:
 
 
 def compare(op: str, operands: Sequence[Real | None]) -> Flag:
-    """lt, le, gt, ge, eq or ne of two floats."""
+    """lt, le, eq or ne of two floats."""
     x, y = operands if len(operands) == 2 else (None, None)
     if x is None or y is None:
         return OPEN
-    if op in ("gt", "ge"):
-        op, x, y = {"gt": "lt", "ge": "le"}[op], y, x
     if op in ("lt", "le"):
         must, may = applied(op, x.high, y.low), applied(op, x.low, y.high)
     elif op in ("eq", "ne"):

@@ -7,9 +7,10 @@ difference of two ranges is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from typing import Any
 
 from flexattn.mods.analysis.intervals import dtype_range
 from flexattn.mods.expr import Expr, const, integer
@@ -142,16 +143,20 @@ def settled(x: Whole, dtype: str) -> Whole | None:
     return Whole(x.form, sure)
 
 
-def apply(op: str, operands: Sequence[Whole | None]) -> Whole | None:
-    """The result of an operation before its dtype limits it; None: nothing is known."""
-    rule = _RULES.get(op)
-    known = [x for x in operands if x is not None]
-    if rule is None or len(known) < len(operands) or not known:
+def by_rule(rules: Mapping[str, Callable[..., Any]], op: str, operands: Sequence[Any]) -> Any:
+    """What an operation's rule makes of integers or of floats; None: nothing is known."""
+    if op not in rules or not operands or None in operands:
         return None
-    found: Whole | None = rule(*known)
+    found = rules[op](*operands)
     if found is None:
         return None
-    return replace(found, sure=both(found.sure, *(x.sure for x in known)))
+    return replace(found, sure=both(found.sure, *(x.sure for x in operands)))
+
+
+def apply(op: str, operands: Sequence[Whole | None]) -> Whole | None:
+    """The result of an operation before its dtype limits it; None: nothing is known."""
+    found: Whole | None = by_rule(_RULES, op, operands)
+    return found
 
 
 def of_flag(flag: Flag) -> Whole:
@@ -350,7 +355,7 @@ def nonzero(x: Whole | None) -> Flag:
 
 
 def compare(op: str, operands: Sequence[Whole | None]) -> Flag:
-    """lt, le, gt, ge, eq or ne of two integers: by the range of their difference."""
+    """lt, le, eq or ne of two integers: by the range of their difference."""
     x, y = operands if len(operands) == 2 else (None, None)
     if x is None or y is None or op not in _COMPARISONS:
         return OPEN
@@ -385,8 +390,6 @@ def _is(op: str, x: Expr) -> Expr:
 _COMPARISONS: dict[str, Callable[[Expr, Expr], tuple[Expr, Expr]]] = {
     "lt": lambda low, high: (_is("lt", high), _is("lt", low)),
     "le": lambda low, high: (_is("le", high), _is("le", low)),
-    "gt": lambda low, high: (_is("gt", low), _is("gt", high)),
-    "ge": lambda low, high: (_is("ge", low), _is("ge", high)),
     "eq": _equal,
     "ne": _differ,
 }
@@ -425,8 +428,6 @@ _LOGIC: dict[str, Callable[..., Flag]] = {
     "eq": lambda x, y: _opposite(_xor(x, y)),
     "lt": lambda x, y: _all(_opposite(x), y),
     "le": lambda x, y: _any(_opposite(x), y),
-    "gt": lambda x, y: _all(x, _opposite(y)),
-    "ge": lambda x, y: _any(x, _opposite(y)),
     "not": _opposite,
     "where": _chosen,
     "cast": lambda x: x,

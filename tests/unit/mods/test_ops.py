@@ -12,7 +12,7 @@ from flexattn.errors import UnsupportedError
 from flexattn.mods import bind
 from flexattn.mods.derivative import gradient
 from flexattn.mods.expr import Expr, const, walk
-from flexattn.mods.ops import OPS, Op, is_float
+from flexattn.mods.ops import OPS, _float, is_float
 from flexattn.mods.outside import evaluated
 
 EACH = [
@@ -43,8 +43,8 @@ def test_what_a_row_names_exists(name):
 
 def test_the_worked_example_is_the_tables_row():
     docs = Path(__file__).parents[3] / "docs" / "adding.md"
-    (line,) = re.findall(r"^\+ +(Op\(.*\)),$", docs.read_text(encoding="utf-8"), re.MULTILINE)
-    row = eval(line, {"Op": Op})
+    (line,) = re.findall(r"^\+ +(_float\(.*\)),$", docs.read_text(encoding="utf-8"), re.MULTILINE)
+    row = eval(line, {"_float": _float})
     assert row == OPS[row.name]
 
 
