@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from flexattn.errors import UnsupportedError
-from flexattn.mods.expr import Expr, Mod, const, kept, walk
+from flexattn.mods.expr import Expr, Mod, const, once, walk
 from flexattn.mods.ops import DETACH, OPS, OWN_GRADIENT, is_float
 from flexattn.mods.simplify import make, renumber
 from flexattn.mods.site import Bound, interned
@@ -72,7 +72,7 @@ def loaded_floats(mod: Mod) -> tuple[int, ...]:
     return tuple(slot for slot, buffer in enumerate(mod.buffers) if is_float(buffer.dtype))
 
 
-@kept
+@once
 def derivatives(mod: Mod, slots: tuple[int, ...] = ()) -> Derivatives:
     """The derivatives of a score_mod with respect to the score, and to its loads of these slots.
 
@@ -381,13 +381,13 @@ def without_stops(bound: Bound) -> Bound:
     )
 
 
-@kept
+@once
 def has_own_gradient(mod: Mod) -> bool:
     """Whether a gradient of a score_mod is not that of its expression."""
     return any(node.op == OWN_GRADIENT for node in walk(mod.expr))
 
 
-@kept
+@once
 def _forward(mod: Mod) -> tuple[Mod, tuple[int, ...], tuple[int, ...]] | None:
     """The Mod without stops, and which slots of the other it has; None where it has no stop."""
     stops = [node for node in walk(mod.expr) if node.op in _STOPS]

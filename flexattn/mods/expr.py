@@ -52,7 +52,7 @@ class Expr(_Interned):
     a slot ("scalar", "load"); it is None for every other operation.
     `order` sorts the operands of commutative operations: it does not depend on slots unless
     nothing else tells two operands apart. `variables` are those that reach it. `facts` is what
-    `kept` functions found of it.
+    `once` functions found of it.
     """
 
     op: str
@@ -124,7 +124,7 @@ class Mod:
         return self.expr.facts
 
 
-def kept(work: _Work) -> _Work:
+def once(work: _Work) -> _Work:
     """A function of an Expr, or of a Mod's, that keeps what it found with it.
 
     Its other arguments are given by position, and have a hash.

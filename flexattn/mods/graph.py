@@ -18,7 +18,7 @@ from flexattn.mods.arrays import Array, buffer
 from flexattn.mods.bind import variant_of
 from flexattn.mods.derivative import without_idle_stops
 from flexattn.mods.expr import RESULTS, VARS, Buffer, Expr, Mod
-from flexattn.mods.host_numbers import TEXTS, Program, host_values, program
+from flexattn.mods.host_numbers import TEXTS, HostProgram, host_values, program
 from flexattn.mods.operators import meaning_of, op_name
 from flexattn.mods.pointwise import cast
 from flexattn.mods.reader import Reader, check_size, decompositions, functional, single_result
@@ -66,7 +66,7 @@ class GraphMod:
     numbers: tuple[str, ...]
     sources: tuple[tuple[str, int], ...]
     variants: list[Variant] = field(default_factory=list)
-    compute: Program = field(init=False, compare=False)
+    compute: HostProgram = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         self.compute = program(self.numbers)

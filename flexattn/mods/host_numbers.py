@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from flexattn.mods.expr import Expr
 from flexattn.mods.refusal import Refusal
 
-Program = Callable[[Sequence[int | float]], tuple[Any, ...]]
+HostProgram = Callable[[Sequence[int | float]], tuple[Any, ...]]
 
 # What is computed at greater length is a constant: a text may double at every step of a loop.
 _LONGEST = 400
@@ -76,9 +76,11 @@ _ALIKE = set(
 _ALIKE |= {f"{side}{name}" for side in "ri" for name in _ALIKE}
 
 
-def program(texts: tuple[str, ...]) -> Program:
+def program(texts: tuple[str, ...]) -> HostProgram:
     """What computes these texts of a callable's scalars, which are `s` in them."""
-    found: Program = eval(f"lambda s: ({''.join(f'{text}, ' for text in texts)})", dict(_NAMES))
+    found: HostProgram = eval(
+        f"lambda s: ({''.join(f'{text}, ' for text in texts)})", dict(_NAMES)
+    )
     return found
 
 
@@ -94,7 +96,7 @@ def scalar_of(text: str) -> int | None:
 
 
 def host_values(
-    compute: Program, kinds: tuple[type, ...], scalars: Sequence[int | float]
+    compute: HostProgram, kinds: tuple[type, ...], scalars: Sequence[int | float]
 ) -> tuple[int | float, ...] | None:
     """What a program of texts of these types gives now; None where Python raises, or has another
     type, or torch would not take it."""
@@ -110,7 +112,7 @@ def host_values(
     return found
 
 
-def guard_value(guard: Program, scalars: Sequence[int | float]) -> Any:
+def guard_value(guard: HostProgram, scalars: Sequence[int | float]) -> Any:
     """What a guard is now, as a part of a key; a guard of another branch may be undefined."""
     try:
         (found,) = guard(scalars)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flexattn.mods.expr import Expr, const, kept, walk
+from flexattn.mods.expr import Expr, const, once, walk
 from flexattn.mods.ops import OPS, Range
 from flexattn.mods.simplify import make, plug, rebuilt
 from flexattn.util.locks import Lru
@@ -71,7 +71,7 @@ class Number:
         return found
 
 
-@kept
+@once
 def _slots(expr: Expr) -> tuple[int, ...]:
     return tuple(int(node.value or 0) for node in walk(expr) if node.op == "scalar")
 
@@ -144,7 +144,7 @@ def divisor_of(node: Expr) -> int | None:
     return found[0] if found is not None and found[1][0] > 0 else None
 
 
-@kept
+@once
 def divisors(expr: Expr) -> tuple[int, ...]:
     """Slots of the numbers that `divisor_of` finds in an expression, in order."""
     found = {divisor_of(node) for node in walk(expr)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexattn.mods.analysis.affine import FREE, along_diagonals, slope_of
-from flexattn.mods.expr import VARS, Expr, Mod, const, kept, pretty, walk
+from flexattn.mods.expr import VARS, Expr, Mod, const, once, pretty, walk
 from flexattn.mods.ops import OPS
 from flexattn.mods.simplify import make, rebuilt
 
@@ -353,7 +353,7 @@ def _whole(mod: Mod) -> Terms:
     return Terms(mod.expr)
 
 
-@kept
+@once
 def split(mod: Mod, allowed: frozenset[str] = ALL) -> Terms:
     """A score_mod's terms, by the rules that are allowed; at most a few milliseconds, once."""
     return _Split(mod, allowed).run()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexattn.mods.expr import Buffer, Expr, Mod, fingerprint
-from flexattn.mods.host_numbers import Program, guard_value, host_values, program
+from flexattn.mods.host_numbers import HostProgram, guard_value, host_values, program
 from flexattn.mods.identity import MISSING, Identity
 from flexattn.mods.numbers import Number
 from flexattn.util.locks import Lru, renewed
@@ -52,7 +52,7 @@ class Variant:
     kinds: tuple[type, ...] = ()
     # What is bound where there is no slot to fill, and the program of the texts.
     empty: Bound = field(init=False)
-    compute: Program = field(init=False, compare=False)
+    compute: HostProgram = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "empty", Bound(self.mod, (), ()))
@@ -93,7 +93,7 @@ class SiteLayout:
     variants: Lru[tuple[Any, ...], tuple[Variant, ...]] = field(
         default_factory=lambda: Lru(_VARIANTS), compare=False
     )
-    programs: tuple[Program, ...] = field(init=False, compare=False)
+    programs: tuple[HostProgram, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "programs", tuple(program((each,)) for each in self.guards))

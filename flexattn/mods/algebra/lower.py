@@ -22,7 +22,7 @@ from flexattn.mods.algebra.whole import (
     single,
 )
 from flexattn.mods.analysis.intervals import dtype_range
-from flexattn.mods.expr import Expr, Mod, const, integer, kept, walk
+from flexattn.mods.expr import Expr, Mod, const, integer, once, walk
 from flexattn.mods.ops import is_float, is_int
 from flexattn.mods.simplify import applied, make
 
@@ -60,7 +60,7 @@ class Bounds:
     tables: tuple[TableUse, ...]
 
 
-@kept
+@once
 def bounds_of(mod: Mod) -> Bounds:
     """The verdicts of a mask_mod; worked out once for each mod."""
     return _Lowering().run(mod)

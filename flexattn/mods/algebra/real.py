@@ -18,7 +18,7 @@ from flexattn.mods.algebra.whole import (
     Whole,
     both,
     by_rule,
-    either,
+    chosen_end,
     single,
 )
 from flexattn.mods.expr import Expr, const
@@ -88,8 +88,8 @@ def choose(condition: Flag, x: Real | None, y: Real | None) -> Real | None:
     if x is None or y is None:
         return None
 
-    low = either("minimum", condition, x.low, y.low)
-    high = either("maximum", condition, x.high, y.high)
+    low = chosen_end("minimum", condition, x.low, y.low)
+    high = chosen_end("maximum", condition, x.high, y.high)
     return Real(low, high, both(x.sure, y.sure))
 
 

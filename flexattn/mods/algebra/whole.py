@@ -170,14 +170,14 @@ def choose(condition: Flag, x: Whole | None, y: Whole | None) -> Whole | None:
     if x is None or y is None:
         return None
 
-    low = either("minimum", condition, x.form.low, y.form.low)
-    high = either("maximum", condition, x.form.high, y.form.high)
+    low = chosen_end("minimum", condition, x.form.low, y.form.low)
+    high = chosen_end("maximum", condition, x.form.high, y.form.high)
     ranges = (x.form.range, y.form.range)
     form = single(low, high, min(r[0] for r in ranges), max(r[1] for r in ranges))
     return Whole(form, both(x.sure, y.sure))
 
 
-def either(op: str, condition: Flag, x: Expr, y: Expr) -> Expr:
+def chosen_end(op: str, condition: Flag, x: Expr, y: Expr) -> Expr:
     """An end of where(condition, x, y); op: of both ends, where the condition does not decide."""
     first = applied("where", condition.must, x, applied(op, x, y))
     return applied("where", condition.may, first, y)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from flexattn.mods.expr import Expr, kept, walk
+from flexattn.mods.expr import Expr, once, walk
 from flexattn.mods.ops import OPS, Range, is_float, is_int
 
 
@@ -90,7 +90,7 @@ _BOUNDED = frozenset(("tanh", "sigmoid", "erf", "erfc", "sin", "cos", "sign", "a
 _WIDE = ("float32", "float64", "bfloat16")
 
 
-@kept
+@once
 def reaches_end(expr: Expr) -> bool:
     """Whether an Expr may be a finite number beyond 2.3e38, of either sign.
 

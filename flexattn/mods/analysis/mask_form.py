@@ -19,7 +19,7 @@ from flexattn.mods.analysis.affine import (
     free_edges,
 )
 from flexattn.mods.analysis.intervals import Intervals, dtype_range
-from flexattn.mods.expr import Expr, integer, kept, reads, terms_of, walk
+from flexattn.mods.expr import Expr, integer, once, reads, terms_of, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import Range, is_int
 from flexattn.mods.simplify import applied, make
@@ -354,7 +354,7 @@ def mask_form(expr: Expr, ranges: Mapping[str, Range]) -> MaskForm:
     return _mask_form(expr, tuple(ranges.items()))
 
 
-@kept
+@once
 def _mask_form(expr: Expr, items: tuple[tuple[str, Range], ...]) -> MaskForm:
     ranges = dict(items)
     span = key_span(expr, ranges)
