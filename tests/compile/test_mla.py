@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from flexattn.catalogue import causal, sliding_window, softcap
-from flexattn.kernels.paged_decode import mla
+from flexattn.kernels.paged_decode.family import mla_space
 from flexattn.kernels.paged_decode.limits import serving_reasons
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
 from flexattn.runtime.build import compile_source
@@ -17,7 +17,7 @@ from tests.compile.test_serving import DEVICE, form
 from tests.odd_mods import checkerboard
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
-DEFAULT = next(mla.mla_space())
+DEFAULT = next(mla_space())
 MLA = {
     "128 heads": {"heads": (128, 1)},
     "drafts": {"heads": (16, 1), "q_len": 4, "mask": causal, "lse": True},

@@ -14,12 +14,8 @@ from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.device import named
 from flexattn.kernels.paged_decode.config import ServingConfig, workspace
 from flexattn.kernels.paged_decode.limits import serving_reasons
-from flexattn.kernels.paged_decode.merges import join_programs, render_join
-from flexattn.kernels.paged_decode.source import (
-    render_merge_states,
-    render_serving,
-    render_serving_combine,
-)
+from flexattn.kernels.paged_decode.merges import join_programs, render_join, render_merge_states
+from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.kernel_store import binary_of
