@@ -158,7 +158,7 @@ HOST = (
         CALL,
         "[t.stride()[-1:] == (1,) for t in bound.tensors]",
         "[True for t in bound.tensors]",
-        IN_MODS + "::test_strides_of_a_captured_tensor[strided]",
+        IN_MODS + "::test_strides_of_a_captured_tensor",
     ),
     Fault(
         "a repeated call ignores lists that were written",
