@@ -44,6 +44,13 @@ class Rule(Generic[CaseT]):
     holds: Callable[[CaseT], bool]
 
 
+SHARED_MEMORY: Rule[Any] = Rule(
+    "shared memory",
+    "shared memory: about {c.shared_memory} bytes, {c.device.name} has {c.device.shared_memory}",
+    lambda c: c.shared_memory <= c.device.shared_memory,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Limits(Generic[CaseT]):
     """The rules of one family.

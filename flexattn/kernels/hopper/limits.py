@@ -8,7 +8,7 @@ from math import floor
 
 from flexattn.device import Device
 from flexattn.kernels.base.features import loads_by_key, loads_diagonals, loads_tiles, tma_layout
-from flexattn.kernels.base.limits import Limits, Rule
+from flexattn.kernels.base.limits import SHARED_MEMORY, Limits, Rule
 from flexattn.kernels.hopper.config import (
     BOX,
     CONSUMER_ROWS,
@@ -464,12 +464,7 @@ LIMITS: Limits[ConfigCase] = Limits(
                 or not c.structure.sparsity.per_head
             ),
         ),
-        Rule(
-            "shared memory",
-            "shared memory: about {c.shared_memory} bytes, {c.device.name} has "
-            "{c.device.shared_memory}",
-            lambda c: c.shared_memory <= c.device.shared_memory,
-        ),
+        SHARED_MEMORY,
         Rule(
             "registers",
             "registers: about {c.registers} a thread, a consumer has {c.config.consumer_regs}",

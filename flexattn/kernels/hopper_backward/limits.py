@@ -7,7 +7,7 @@ from functools import cached_property
 
 from flexattn.device import Device
 from flexattn.kernels.base.features import tma_layout
-from flexattn.kernels.base.limits import Limits, Rule
+from flexattn.kernels.base.limits import SHARED_MEMORY, Limits, Rule
 from flexattn.kernels.hopper_backward.config import (
     BACKWARD_REGISTERS,
     EARLY,
@@ -250,12 +250,7 @@ LIMITS: Limits[ConfigCase] = Limits(
             " or not along q_idx - kv_idx",
             lambda c: not loads_pairs(c.structure),
         ),
-        Rule(
-            "shared memory",
-            "shared memory: about {c.shared_memory} bytes, {c.device.name} has "
-            "{c.device.shared_memory}",
-            lambda c: c.shared_memory <= c.device.shared_memory,
-        ),
+        SHARED_MEMORY,
         Rule(
             "dq",
             "a tile of dQ of {c.config.BLOCK_M}x{c.columns} has more than 64 registers a thread",

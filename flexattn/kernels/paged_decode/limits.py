@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import padded
-from flexattn.kernels.base.limits import Limits, Rule, is_power_of_two
+from flexattn.kernels.base.limits import SHARED_MEMORY, Limits, Rule, is_power_of_two
 from flexattn.kernels.paged_decode.config import (
     Combine,
     ServingConfig,
@@ -134,9 +134,6 @@ def overlaps(device: Device) -> bool:
     return device.backend == "interpreter" or device.capability >= 90
 
 
-_SHARED_MEMORY = (
-    "tiles need about {c.shared_memory} of {c.device.shared_memory} bytes of shared memory"
-)
 _ENOUGH: Rule[ConfigCase] = Rule(
     "programs",
     "per_sm and least are at least 1",
@@ -176,7 +173,7 @@ PROGRAMS_LIMITS: Limits[ConfigCase] = Limits(
             lambda c: c.config.num_warps in (1, 2, 4, 8) and c.config.num_stages >= 1,
         ),
         _ENOUGH,
-        Rule("shared memory", _SHARED_MEMORY, lambda c: c.shared_memory <= c.device.shared_memory),
+        SHARED_MEMORY,
         Rule(
             "registers",
             "{c.accumulators} accumulators do not fit {c.config.num_warps} warps' registers",
@@ -415,7 +412,7 @@ SPECIALIZED_LIMITS: Limits[ConfigCase] = Limits(
         _ENOUGH,
         Rule(
             "shared memory",
-            _SHARED_MEMORY,
+            SHARED_MEMORY.says,
             lambda c: (
                 c.shared_memory <= c.device.shared_memory
                 and c.config.per_sm * c.shared_memory <= c.device.shared_memory + KEPT_BY_AN_SM

@@ -11,7 +11,7 @@ from math import floor
 from flexattn.device import Device, is_rdna
 from flexattn.kernels.base import features
 from flexattn.kernels.base.config import padded, pieces, power_above
-from flexattn.kernels.base.limits import Limits, Rule, StructureCase
+from flexattn.kernels.base.limits import SHARED_MEMORY, Limits, Rule, StructureCase
 from flexattn.kernels.triton.config import (
     ORDERS,
     AmdDecodeConfig,
@@ -302,12 +302,7 @@ LIMITS: Limits[ConfigCase] = Limits(
             lambda c: not c.use_tma or features.tma_layout(c.structure),
         ),
         *map(_tma_reads, ("head_dim_qk", "head_dim_v")),
-        Rule(
-            "shared memory",
-            "shared memory: about {c.shared_memory} bytes, {c.device.name} has "
-            "{c.device.shared_memory}",
-            lambda c: c.shared_memory <= c.device.shared_memory,
-        ),
+        SHARED_MEMORY,
         Rule(
             "registers",
             "registers: about {c.registers} a thread, {c.device.arch} has "

@@ -12,7 +12,13 @@ from flexattn.device import Device, is_rdna
 from flexattn.kernels.base.config import Geometry, Language, pieces, turned, words
 from flexattn.kernels.base.family import Around, Effort, KernelFamily
 from flexattn.kernels.base.features import fp32_products, tma_layout
-from flexattn.kernels.base.limits import Limits, Rule, StructureCase, is_power_of_two
+from flexattn.kernels.base.limits import (
+    SHARED_MEMORY,
+    Limits,
+    Rule,
+    StructureCase,
+    is_power_of_two,
+)
 from flexattn.kernels.printers.gradient_printer import adds_along_diagonals
 from flexattn.kernels.triton_backward.config import (
     BackwardConfig,
@@ -110,12 +116,7 @@ LIMITS: Limits[ConfigCase] = Limits(
         ),
     ),
     fit=(
-        Rule(
-            "shared memory",
-            "shared memory: about {c.shared_memory} bytes, {c.device.name} has "
-            "{c.device.shared_memory}",
-            lambda c: c.shared_memory <= c.device.shared_memory,
-        ),
+        SHARED_MEMORY,
         Rule(
             "registers",
             "about {c.registers} registers a thread, {c.device.name} has {c.device.max_registers}",
