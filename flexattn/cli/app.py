@@ -17,8 +17,8 @@ from flexattn.cli.terminal import say, say_text
 from flexattn.errors import FlexAttnError
 from flexattn.settings import current
 
-# What a verb is asked for, and the function below flexattn.cli that runs it with an object of
-# that class. It raises FlexAttnError for a bad request.
+# A verb's options, and the function below flexattn.cli that runs the verb with them. The function
+# raises FlexAttnError if a request is bad.
 VERBS: dict[str, tuple[type, str]] = {
     "tune": (options.Tune, "tune:run"),
     "build": (options.Build, "build:run"),

@@ -115,7 +115,7 @@ def show_gpu(
 
 
 def gpu_sentences(done: Sequence[Benched], name: str) -> tuple[str, str, str]:
-    """What somebody may repeat: how fast, how exact, and from what."""
+    """The demo's results in three sentences: the speed, the error, and the config's source."""
     ratios = [(row.title, ratio) for row in done if (ratio := row.ratio.get(TORCH)) is not None]
     told = ", ".join(f"{ratio:.2f} times for {title}" for title, ratio in ratios)
     beside = (
@@ -209,7 +209,7 @@ def show_cpu(console: Console, out: Path) -> bool:
 
 
 def cpu_sentences(found: Parts) -> tuple[str, str, str]:
-    """What somebody may repeat: how exact, what compiles, and what nobody has timed."""
+    """The results without a GPU in three sentences: the error, the compiles, and no times."""
     used = max(trial.error / trial.budget for trial in found.trials)
     built = [each for each in found.compiled if not each.note]
     spills = sum(each.spills for each in built)
@@ -246,7 +246,7 @@ _DEADLINE = 300
 
 @dataclass(frozen=True)
 class CompiledWorkload:
-    """What one config of a workload takes of its device, as Resources has it; or why it cannot."""
+    """The Resources of a config's kernel on its device, or the reason why it does not compile."""
 
     workload: str
     config: str
@@ -259,7 +259,7 @@ class CompiledWorkload:
 
 @dataclass(frozen=True)
 class Parts:
-    """What both children found; `failures` are the last words of a child that did not end well."""
+    """The results of both child processes; `failures`: the last lines of one that failed."""
 
     trials: tuple[DemoTrial, ...]
     compiled: tuple[CompiledWorkload, ...]

@@ -112,7 +112,7 @@ def resolve(
 
 
 def _called(function: Callable[..., Any]) -> bool:
-    """Whether it makes a mod, and is none itself."""
+    """True if a function returns a mod and is no mod itself."""
     return next(iter(inspect.signature(function).parameters), "") not in ("score", "b", "batch")
 
 

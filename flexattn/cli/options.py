@@ -36,7 +36,7 @@ OFFLINE = "nvidia-h200"
 
 
 def choice(option: str, word: str, names: Sequence[str], others: Mapping[str, str] = {}) -> str:
-    """The name that a word stands for, whatever its case; others: further words for them.
+    """The name that a word means, in upper or lower case; others: more words for the names.
 
     Raises InputError that lists the names, with the nearest one.
     """

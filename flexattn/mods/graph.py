@@ -26,7 +26,7 @@ from flexattn.mods.refusal import Refusal
 from flexattn.mods.site import Bound, Variant, interned
 from flexattn.mods.trace import ARGUMENTS, Trace
 
-# What Dynamo computes of Python numbers before a tensor meets them.
+# Operations on Python numbers that Dynamo leaves in a graph, as texts for the host.
 _OF_NUMBERS: dict[Any, str] = TEXTS | {
     torch.sym_int: "trunc({})",
     torch.sym_float: "float({})",
@@ -160,7 +160,7 @@ class _Number(NamedTuple):
 
 
 def _computed(function: Any, operands: Sequence[_Number | float]) -> _Number:
-    """What Python computes of numbers; raises Refusal for what `_OF_NUMBERS` has not."""
+    """The number that an operation of `_OF_NUMBERS` makes; raises Refusal for its other forms."""
     pattern = _OF_NUMBERS[function]
     if pattern.count("{}") != len(operands):
         raise Refusal(f"calls {function.__name__} with {len(operands)} of Python's numbers")

@@ -287,7 +287,7 @@ class _Node(NamedTuple):
 
     @property
     def reads_floats(self) -> bool:
-        """Whether a mod captures a Python float, which Inductor's kernel has no argument for."""
+        """True if a mod captures a Python float: Inductor's kernel has no argument for one."""
         mods = [mod for mod in (self.score, self.mask) if mod is not None]
         return any(kind == "tensor" for mod in mods for kind, _ in mod.sources)
 
