@@ -70,12 +70,12 @@ def batches(draw, told, plan, count):
         if m.total_q:
             pieces = random_pieces(draw, told, [1, 1, 1, 3, 17, 128, 300])
         else:
-            many = draw.randint(1, m.batch)
+            many = draw.randint(1, m.B)
             told_long = [each for each in told if len(each) >= m.q_len]
             ends = [(s, draw.randint(m.q_len, len(s))) for s in draw.choices(told_long, k=many)]
             pieces = [Piece(story, last - m.q_len, last) for story, last in ends]
         rows = sum(each.last - each.first for each in pieces)
-        if len(pieces) <= m.batch and rows <= (m.total_q or rows):
+        if len(pieces) <= m.B and rows <= (m.total_q or rows):
             found.append(pieces)
     return found
 
@@ -90,8 +90,7 @@ def test_500_random_batches_have_the_bits_of_each_row_alone(name):
         for plan in plans(told, options, maxima, page):
             each = batches(draw, told, plan, 16)
             eager, graph = (
-                Bench(plan, each[0], requests=plan.problem.batch, keys=KEYS, **call)
-                for _ in range(2)
+                Bench(plan, each[0], requests=plan.problem.B, keys=KEYS, **call) for _ in range(2)
             )
             graph.fill(each[0])
             graph.capture()

@@ -57,12 +57,12 @@ def run_disturbed(plan, cache, page):
     """200 runs, while another stream writes lengths and page ids, wild ones among them."""
     m = plan.problem
     wild = [0, 1, 17, 4096, KEYS, KEYS + 1, 10**6, -5, 2**31 - 1]
-    q = torch.randn(m.batch, 1, m.Hq, m.head_dim_qk, **BF16)
-    out = q.new_zeros(m.batch, 1, m.Hq, m.head_dim_v)  # whose rows a merge may not find
+    q = torch.randn(m.B, 1, m.Hq, m.head_dim_qk, **BF16)
+    out = q.new_zeros(m.B, 1, m.Hq, m.head_dim_v)  # whose rows a merge may not find
     draw = torch.Generator().manual_seed(1)
-    picks = torch.randint(0, len(wild), (64, m.batch), generator=draw)
+    picks = torch.randint(0, len(wild), (64, m.B), generator=draw)
     lengths = torch.tensor(wild, dtype=torch.int64)[picks].to("cuda", torch.int32)
-    shape = (8, m.batch, KEYS // page)
+    shape = (8, m.B, KEYS // page)
     tables = torch.randint(-(2**31), 2**31 - 1, shape, device="cuda").int()
     lens, table = lengths[0].clone(), tables[0].clone()
     side = torch.cuda.Stream()

@@ -33,6 +33,7 @@ from tests.serving import (
     poisoned_pages,
     quantized,
     run,
+    with_rows,
 )
 from tests.support import DTYPES
 
@@ -78,7 +79,7 @@ def test_warps_that_walk_alone(numbers):
     config = ServingConfig(*numbers, combine="await", split_policy="heads")
     q_len = numbers[0] // 8
     for page in (0, 3, 16, 64):
-        each = batch([q_len] * 7, LENGTHS, 32, 8, 128, **BF16)
+        each = batch([q_len] * 7, with_rows(LENGTHS, q_len), 32, 8, 128, **BF16)
         check(
             each, config=config, page=page, score_mod=softcap(30.0), mask_mod=sliding_window(700)
         )
@@ -93,13 +94,13 @@ def test_heads_of_256_columns(numbers):
     config = ServingConfig(*numbers, 1, per_sm, combine="await", split_policy="heads")
     q_len = numbers[0] // 4
     for page in (0, 3, 16, 64):
-        each = batch([q_len] * 7, LENGTHS, 16, 4, 256, **BF16)
+        each = batch([q_len] * 7, with_rows(LENGTHS, q_len), 16, 4, 256, **BF16)
         check(
             each, config=config, page=page, score_mod=softcap(30.0), mask_mod=sliding_window(700)
         )
     each = batch([q_len], [131_071], 3, 1, 256, dtype=torch.float16, device="cuda")
     check(each, config=config, sinks=torch.randn(3, device="cuda"))
-    each = batch([q_len] * 7, LENGTHS, 8, 4, 256, 128, **BF16)
+    each = batch([q_len] * 7, with_rows(LENGTHS, q_len), 8, 4, 256, 128, **BF16)
     check(each, config=config, page=16)
 
 
@@ -108,7 +109,7 @@ def test_heads_of_256_columns(numbers):
 )
 def test_defaults_of_256_columns(heads, q_len):
     for page in (0, 16):
-        each = batch([q_len] * 7, LENGTHS, *heads, 256, **BF16)
+        each = batch([q_len] * 7, with_rows(LENGTHS, q_len), *heads, 256, **BF16)
         check(each, page=page, mask_mod=causal)
         check(batch([q_len], [8191], *heads, 256, **BF16), page=page)
     few, wide, k_scale, v_scale = quantized(each, torch.float8_e4m3fn, per_head=True)
@@ -143,13 +144,15 @@ def test_tiles_of_one_request_go_round(page):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 3, 5, 8, 40])
 def test_any_number_of_query_heads_per_key_head(group, dtype):
-    each = batch([3] * 7, LENGTHS, 2 * group, 2, 64, dtype=DTYPES[dtype], device="cuda")
+    each = batch(
+        [3] * 7, with_rows(LENGTHS, 3), 2 * group, 2, 64, dtype=DTYPES[dtype], device="cuda"
+    )
     check(each, mask_mod=causal, score_mod=alibi(2 * group, "cuda"))
 
 
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), (80, 80), (192, 128), (256, 256)])
 def test_head_dimensions(D, Dv):
-    check(batch([16] * 7, LENGTHS, 8, 2, D, Dv, **BF16), mask_mod=causal)
+    check(batch([16] * 7, with_rows(LENGTHS, 16), 8, 2, D, Dv, **BF16), mask_mod=causal)
 
 
 @pytest.mark.parametrize("name", ["window", "document", "alibi", "sinks"])
@@ -161,7 +164,7 @@ def test_mods(name):
         "alibi": {"score_mod": alibi(32, "cuda")},
         "sinks": {"sinks": torch.randn(32, device="cuda")},
     }[name]
-    check(batch([4] * 7, LENGTHS, 32, 8, 128, **BF16), **mods)
+    check(batch([4] * 7, with_rows(LENGTHS, 4), 32, 8, 128, **BF16), **mods)
 
 
 def test_a_mixed_batch_of_chunks_and_single_tokens():

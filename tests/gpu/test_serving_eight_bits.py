@@ -5,7 +5,7 @@ import torch
 
 from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.serving import DecodePlan, ServingConfig
-from tests.serving import EIGHT_BITS, assert_right, batch, plan_for, quantized, run
+from tests.serving import EIGHT_BITS, assert_right, batch, plan_for, quantized, run, with_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 CONFIGS = {
@@ -20,7 +20,7 @@ LENGTHS = [2047, 0, 1, 517, 9001, 33, 128]
 
 def check(config, dtype, D=128, Dv=None, page=16, q_len=1, **mods):
     going_round = config.split_policy == "round"
-    lengths = [30_011] if going_round else LENGTHS
+    lengths = [30_011] if going_round else with_rows(LENGTHS, q_len)
     each = batch(
         [q_len] * len(lengths), lengths, 32, 8, D, Dv, dtype=torch.bfloat16, device="cuda"
     )

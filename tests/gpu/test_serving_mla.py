@@ -8,7 +8,7 @@ import torch
 from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.serving import ServingConfig
 from tests.odd_mods import checkerboard
-from tests.serving import assert_right, batch, plan_for, run
+from tests.serving import assert_right, batch, plan_for, run, with_rows
 from tests.support import ON_SM_90
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned"), ON_SM_90]
@@ -55,6 +55,7 @@ def test_numbers(name):
     about = dict(CASES[name])
     heads, q_len = about.pop("heads", 16), about.pop("q_len", 1)
     lengths, dtype = about.pop("lengths", LENGTHS), about.pop("dtype", torch.bfloat16)
+    lengths = with_rows(lengths, q_len)
     each = batch([q_len] * len(lengths), lengths, heads, 1, 576, 512, dtype, "cuda")
     each = replace(each, v=[x[..., :512] for x in each.k])
     page, layout = about.pop("page", 64), about.pop("layout", "NHD")

@@ -17,6 +17,7 @@ from tests.serving import (
     plan_for,
     run,
     scale_tensors,
+    with_rows,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
@@ -35,7 +36,8 @@ def check(
     scales, *, config=None, dtype=E4M3, page=16, layout="NHD", q_len=1, D=128, Dv=None, **mods
 ):
     q_lens = q_len if isinstance(q_len, list) else [q_len] * len(LENGTHS)
-    each = batch(q_lens, LENGTHS, 32, 8, D, Dv, dtype=torch.bfloat16, device="cuda")
+    lengths = LENGTHS if isinstance(q_len, list) else with_rows(LENGTHS, q_len)
+    each = batch(q_lens, lengths, 32, 8, D, Dv, dtype=torch.bfloat16, device="cuda")
     few, wide, steps = finely_quantized(each, dtype, scales, page)
     plan = plan_for(
         few, page=page, config=config, scaled=scales, kv_dtype=dtype, layout=layout,

@@ -8,7 +8,14 @@ import torch
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.serving import ServingConfig
 from tests.odd_mods import checkerboard
-from tests.serving import assert_right, assert_right_of_shared_keys, batch, plan_for, run
+from tests.serving import (
+    assert_right,
+    assert_right_of_shared_keys,
+    batch,
+    plan_for,
+    run,
+    with_rows,
+)
 from tests.support import ON_SM_90
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned"), ON_SM_90]
@@ -47,6 +54,7 @@ def test_numbers(name):
     about = dict(CASES[name])
     heads, q_len, D = about.pop("heads", (48, 1)), about.pop("q_len", 1), about.pop("D", 128)
     lengths, dtype = about.pop("lengths", LENGTHS), about.pop("dtype", torch.bfloat16)
+    lengths = with_rows(lengths, q_len)
     each = batch([q_len] * len(lengths), lengths, *heads, D, dtype=dtype, device="cuda")
     page, layout = about.pop("page", 16), about.pop("layout", "NHD")
     config, sinks = about.pop("config", PAIR), about.pop("sinks", False)
@@ -80,7 +88,7 @@ def test_the_default(name):
     """Plans without a config, whose template the static default is."""
     about = dict(SERVED[name])
     heads, q_len, D = about.pop("heads", (48, 1)), about.pop("q_len", 1), about.pop("D", 128)
-    lengths, page = about.pop("lengths", LENGTHS), about.pop("page", 16)
+    lengths, page = with_rows(about.pop("lengths", LENGTHS), q_len), about.pop("page", 16)
     each = batch([q_len] * len(lengths), lengths, *heads, D, dtype=torch.bfloat16, device="cuda")
     sinks = about.pop("sinks", False)
     plan = plan_for(each, page=page, sinks=sinks, **about)

@@ -133,9 +133,16 @@ def _gradients(
 
 
 class _Graph(Interpreter):
-    """Runs a graph with captures that are smaller than those it was made for."""
+    """Runs a graph with captures that are smaller than those it was made for, in float32.
+
+    torch traces a joint graph with scores of the query's dtype, and rounds what autograd passes
+    on to it; kernels of either library do not.
+    """
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = map_aggregate(args, _wider), map_aggregate(kwargs, _wider)
+        if target is torch.ops.prims.convert_element_type.default:
+            return args[0].to(args[1])  # vmap has no rule for the other one, and warns
         if target is torch.ops.aten.index.Tensor:
             tensor, indices = args
             args = tensor, _inside(indices, tensor.shape)
@@ -144,6 +151,11 @@ class _Graph(Interpreter):
             shape = _smaller(shape)
             args = shape, _inside(indices, shape), *rest
         return super().call_function(target, args, kwargs)
+
+
+def _wider(argument: Any) -> Any:
+    short = argument is torch.float16 or argument is torch.bfloat16
+    return torch.float32 if short else argument
 
 
 def _inside(indices: Sequence[Any], shape: Sequence[int]) -> list[Any]:
