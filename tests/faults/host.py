@@ -268,8 +268,15 @@ HOST = (
     Fault(
         "a negated view of keys is taken for its memory",
         CALL,
-        "k.dtype, k.get_device(), k.data_ptr() % 16, k.is_neg())",
-        "k.dtype, k.get_device(), k.data_ptr() % 16, False)",
+        "in_k, k.dtype, k.get_device(), k.data_ptr() % 16, k.is_neg())",
+        "in_k, k.dtype, k.get_device(), k.data_ptr() % 16, False)",
+        IN_CALL + "::test_a_fact_of_a_tensor_that_differs[negated]",
+    ),
+    Fault(
+        "a negated view of a decode's keys is taken for its memory",
+        CALL,
+        "k3, k.dtype, k.get_device(), k.data_ptr() % 16, k.is_neg())",
+        "k3, k.dtype, k.get_device(), k.data_ptr() % 16, False)",
         IN_CALL + "::test_a_fact_of_a_tensor_that_differs[negated]",
     ),
     Fault(

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -104,8 +105,9 @@ CHANGED = {
 def test_a_fact_of_a_tensor_that_differs(name):
     one, other = TensorFacts(*facts_of(PLAIN)), TensorFacts(*facts_of(CHANGED[name]))
     assert getattr(one, name) != getattr(other, name)
-    for field in ("q", "k", "v", "sinks", *sorted(EIGHT)):
-        given = BASE._replace(**{field: PLAIN})
+    prefill, decode = BASE, BASE._replace(q=BASE.q[:, :, :1])  # whose keys are written apart
+    for base, field in product((prefill, decode), ("q", "k", "v", "sinks", *sorted(EIGHT))):
+        given = base._replace(**{field: PLAIN})
         assert call_key(given) != call_key(given._replace(**{field: CHANGED[name]}))
     # The index of a GPU is all that is left.
     assert {*CHANGED, "device"} == {*TensorFacts._fields}
