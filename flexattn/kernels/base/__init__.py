@@ -1,1 +1,1 @@
-"""What names no family of kernels: Source, arguments by name, tiles, rules, Jinja."""
+"""The parts that all families of kernels share: Source, arguments by name, tiles, rules, Jinja."""

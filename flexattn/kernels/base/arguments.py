@@ -32,7 +32,7 @@ class Argument:
 
     @property
     def described(self) -> bool:
-        """Whether it is a tensor descriptor."""
+        """True if the argument is a tensor descriptor."""
         return self.type.startswith("tensordesc")
 
 
@@ -80,7 +80,7 @@ def descriptor(name: str, dtype: str, rows: int, width: int) -> tuple[str, str]:
 
 
 def captured_values(captures: Captures | None, bound: Bound | None) -> dict[str, Any]:
-    """What a launch passes for `captured_arguments`, by name."""
+    """The values that a launch passes for `captured_arguments`, by name."""
     if captures is None or bound is None:
         return {}
     values: dict[str, Any] = {}
@@ -109,7 +109,7 @@ def pointer(tensor: str, structure: Structure) -> Argument:
 
 
 def outputs(structure: Structure) -> list[Argument]:
-    """What a kernel writes."""
+    """The arguments to which a kernel writes its output and its statistics."""
     found = [Argument("OUT", f"*{signature_type(structure.out_dtype)}", 16)]
     statistics = ("LSE",) * structure.lse + ("MAX",) * structure.max_scores
     return found + several("*fp32", *statistics, divisible_by=16)
@@ -121,7 +121,7 @@ def _strides(structure: Structure) -> list[Argument]:
 
 
 def strides_of(tensor: str, structure: Structure) -> list[Argument]:
-    """Those of "q", "k" or "v": the head dimension's where it is not 1."""
+    """The strides of "q", "k" or "v"; the head dimension's stride only where it is not 1."""
     layout = structure.layout
     divisor = 16 // ITEMSIZE[structure.dtype_of(tensor)] if layout.aligned else 1
     inner = {"q": layout.q_contiguous, "k": layout.k_contiguous, "v": layout.v_contiguous}
@@ -131,7 +131,9 @@ def strides_of(tensor: str, structure: Structure) -> list[Argument]:
 
 
 def output_strides(structure: Structure) -> list[Argument]:
-    """Those of a dense output, all multiples of its rows: a thread stores 16 bytes at once."""
+    """The strides of a dense output. All are multiples of its rows: a thread stores 16 bytes at
+    once.
+    """
     return dense_stride_arguments("o", "bhm", structure.head_dim_v)
 
 
@@ -149,7 +151,9 @@ def dropout_arguments(structure: Structure) -> list[Argument]:
 
 
 def _descales(structure: Structure) -> list[Argument]:
-    """What the heads of q, k and v are multiplied by, each tensor with its strides."""
+    """The factors by which the heads of q, k and v are multiplied, and the strides of each
+    tensor.
+    """
     if not structure.fp8:
         return []
     found = several("*fp32", "Q_DESCALE", "K_DESCALE", "V_DESCALE")
@@ -168,7 +172,7 @@ def _sparse(structure: Structure, config: Config) -> list[Argument]:
 
 
 def captured_arguments(captures: Captures | None) -> list[Argument]:
-    """What a kernel takes for a mod: its captured tensors, its numbers, what divides by them."""
+    """The arguments of a kernel for a mod: its captured tensors, its numbers and its divisors."""
     if captures is None:
         return []
     mod = captures.mod
@@ -220,7 +224,7 @@ M_BLOCK_MAX, N_BLOCK_MIN = Argument("M_BLOCK_MAX", "*i32", 4), Argument("N_BLOCK
 
 
 def skips_vanished(structure: Structure, config: Config) -> bool:
-    """Whether a backward's kernel leaves out tiles of keys too far before one that its rows keep.
+    """True if a backward's kernel leaves out tiles of keys too far before one that its rows keep.
 
     It does so where a forward does. A weight exp(S' - lse) that is 0 in float32 is a factor of all
     that its score adds to gradients, those of lse and of captured tensors among them.

@@ -1,4 +1,4 @@
-"""Which value each argument of a kernel gets: by name, found when a launch is prepared."""
+"""The binding of values to a kernel's arguments: by name, made when a launch is prepared."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def bind_arguments(
 
 
 class _Names(NamedTuple):
-    """What of a binding its names alone decide. described: the names of tensor descriptors."""
+    """The part of a binding that names alone decide. described: the names of tensor
+    descriptors.
+    """
 
     names: tuple[str, ...]
     types: tuple[str, ...]
@@ -77,7 +79,7 @@ def _match(
     boxes: tuple[str, ...],
     spare: tuple[str, ...],
 ) -> _Names:
-    """Where each argument finds its value, by name; raises as bind_arguments does."""
+    """The place of each argument's value, by name; raises as bind_arguments does."""
     names = [argument.name for argument in arguments]
     described = [argument.name for argument in arguments if argument.type[0] == "t"]
     _unique("the kernel's arguments", names)

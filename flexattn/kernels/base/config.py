@@ -1,4 +1,4 @@
-"""What the config of any family has: numbers and their words, tiles and grids, and knobs.
+"""The common parts of all configs: numbers and their words, tiles and grids, and knobs.
 
 A knob is a field that a search turns and a template reads, with nothing said elsewhere. It changes
 neither a config's tiles nor the memory and registers that limits count.
@@ -100,7 +100,7 @@ def tiles_per_q(structure: Structure, config: Config) -> int:
 
 
 def walks_runs(structure: Structure, config: Config) -> bool:
-    """Whether the kernel walks a mask's runs: whole tiles from one end to the other, no lists."""
+    """True if the kernel walks a mask's runs: whole tiles from one end to the other, no lists."""
     sparsity = structure.sparsity
     return sparsity is not None and sparsity.runs and sparsity.kv_block % config.BLOCK_N == 0
 

@@ -174,7 +174,7 @@ def _enclosing(tree: ast.Module, line: int) -> tuple[ast.FunctionDef, list[ast.F
 
 
 def _loops(statements: Sequence[ast.stmt], line: int) -> Iterator[ast.For | ast.While]:
-    """Those among statements that hold a line, the outermost first."""
+    """The loops among statements that hold a line, the outermost first."""
     for each in statements:
         if _holds(each, line):
             if isinstance(each, (ast.For, ast.While)):
@@ -190,7 +190,7 @@ def _holds(statement: ast.stmt, line: int) -> bool:
 def _analyse(
     function: ast.FunctionDef, loops: Sequence[ast.For | ast.While]
 ) -> tuple[list[str], list[str]]:
-    """What the body of the last loop needs and what it leaves, by name."""
+    """The names that the body of the last loop needs, and the names that it leaves."""
     loop = loops[-1]
     end = loop.end_lineno or 0
     names = [n for n in ast.walk(function) if isinstance(n, ast.Name)]
@@ -216,7 +216,9 @@ def _analyse(
 
 
 def _known_at(loop: ast.stmt, statements: Sequence[ast.stmt], known: set[str]) -> set[str]:
-    """What is surely assigned where the loop begins, among statements that hold it."""
+    """The names surely assigned where the loop begins. The loop is one of the statements or in
+    one.
+    """
     for each in statements:
         if each is loop:
             break

@@ -41,7 +41,7 @@ class Estimate:
 
 
 def bandwidth(device: Device) -> float:
-    """Of a device's memory, in bytes a microsecond."""
+    """The bandwidth of a device's memory, in bytes a microsecond."""
     peaks = PEAKS.get(device.name)
     return peaks.bandwidth * 1e6 if peaks else _BANDWIDTH
 

@@ -20,7 +20,8 @@ _NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 
 
 class Around(NamedTuple):
-    """What a backward launches before and after its kernel, each `programs` programs.
+    """The kernels that a backward launches before and after its own, each with `programs`
+    programs.
 
     before: what makes delta, without and with a gradient of lse. scratch: names and shapes of the
     memory that all share, of four bytes an element. blocks: rows and keys of the tiles that the
@@ -53,11 +54,12 @@ class KernelFamily(ABC, Generic[_C]):
     quick = 12
 
     def offered(self, device: Device) -> bool:
-        """Whether the installed Triton, and the device, have what the template is written in."""
+        """True if the installed Triton, and the device, have the language of the template."""
         return True
 
     def leads(self, structure: Structure, device: Device) -> bool:
-        """Whether the static defaults try it, in the registry's order; the last of a kind always.
+        """True if the static defaults try it, in the registry's order. The last of a kind is
+        always tried.
 
         `offered` is not asked before it.
         """
@@ -68,12 +70,12 @@ class KernelFamily(ABC, Generic[_C]):
         """Configs to start from, best first, cut to the mask's blocks; not all of them can run."""
 
     def can_run(self, problem: Problem, device: Device) -> Callable[[_C], bool]:
-        """Whether a config breaks no rule for a problem on a device, as a function of it."""
+        """A function of a config: True if the config breaks no rule for a problem on a device."""
         violated, structure = self.limits.violated, problem.structure
         return lambda config: not violated(config, structure, device)
 
     def able(self, problem: Problem, device: Device) -> Iterator[_C]:
-        """Those of its defaults that can run, in their order."""
+        """The defaults of the family that can run, in their order."""
         return filter(self.can_run(problem, device), self.defaults(problem, device))
 
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[_C]:
@@ -84,7 +86,7 @@ class KernelFamily(ABC, Generic[_C]):
         return iter(())
 
     def expected(self, problem: Problem, config: _C, device: Device) -> Estimate | None:
-        """What a launch is expected to take; None where no model was fitted to measured ones."""
+        """The estimate of a launch; None where no model was fitted to measured launches."""
         return None
 
     def variants(self, config: _C) -> Iterator[_C]:
@@ -100,7 +102,7 @@ class KernelFamily(ABC, Generic[_C]):
         return at_rest(config)
 
     def template(self, config: _C) -> str:
-        """Of the family's templates the one that a config is of."""
+        """The name of the family's template that a config belongs to."""
         return config.language
 
     def uncompiled(self, config: _C) -> _C:
@@ -144,7 +146,7 @@ class KernelFamily(ABC, Generic[_C]):
         """Programs of a launch; raises ConfigError where the sizes do not allow the config."""
 
     def serves(self, config: _C, measured: Problem, problem: Problem, device: Device) -> bool:
-        """Whether a config that was measured at some sizes may serve a problem of other sizes."""
+        """True if a config that was measured at some sizes may serve a problem of other sizes."""
         return True
 
     def at_sizes(self, config: _C, measured: Problem, problem: Problem, device: Device) -> _C:
@@ -184,7 +186,7 @@ class KernelFamily(ABC, Generic[_C]):
         return None
 
     def launch_key(self, config: _C) -> tuple[object, ...]:
-        """What of a config decides a launch beside the kernel's code."""
+        """The parts of a config that decide a launch beside the kernel's code."""
         return config.BLOCK_M, config.num_warps
 
     def short(self, config: _C) -> str:

@@ -23,7 +23,7 @@ Unit: TypeAlias = tuple[int, int]
 
 
 def multiplies_ramp(structure: Structure, device: Device) -> bool:
-    """Whether what rises evenly along the keys is one more product of a tile's scores.
+    """True if a term that rises evenly along the keys is one more product of a tile's scores.
 
     On an H200 ALiBi (causal, D 128, 8k) runs at 0.951 of plain attention so, and at 0.945 with an
     addition for each score.
@@ -47,12 +47,12 @@ def keys_aligned(structure: Structure, *tiles: int) -> int:
 
 
 def fp32_products(structure: Structure) -> str:
-    """How tiles of float32 are multiplied; "" for tiles of another dtype."""
+    """The way to multiply tiles of float32; "" for tiles of another dtype."""
     return structure.fp32_products if structure.dtype == "float32" else ""
 
 
 def decays(structure: Structure) -> bool:
-    """Whether keys may be proven too far behind to count: rule "decay_skip" of mods/rules.py.
+    """True if keys may be proven too far behind to count: rule "decay_skip" of mods/rules.py.
 
     The key that all rows of a tile are known to keep is the last one of all where there is no
     mask, and else the last one of the run's full blocks, which every row of theirs keeps whatever
@@ -68,7 +68,8 @@ def decays(structure: Structure) -> bool:
 
 
 def skips_far(structure: Structure, config: Config) -> bool:
-    """Whether a kernel leaves out such keys: of a mask, one that walks its runs.
+    """True if a kernel leaves out such keys; beside a mask it does so where it walks the mask's
+    runs.
 
     Heads that share a tile need other keys each.
     """
@@ -79,7 +80,7 @@ def skips_far(structure: Structure, config: Config) -> bool:
 
 
 def loads_tiles(structure: Structure, unit: Unit | None = None) -> bool:
-    """Whether a mod reads a value of its own for every score, which takes a tile to rearrange.
+    """True if a mod reads a value of its own for every score, which takes a tile to rearrange.
 
     unit: of a template that asks a mask_mod once for a unit where each has one answer.
     """
@@ -87,7 +88,7 @@ def loads_tiles(structure: Structure, unit: Unit | None = None) -> bool:
 
 
 def loads_by_key(structure: Structure, unit: Unit | None = None) -> bool:
-    """Whether a mod reads a value for every key, the same for all rows of a tile."""
+    """True if a mod reads a value for every key, the same for all rows of a tile."""
     terms = structure.terms
     column = () if terms is None or terms.column is None else (terms.column,)
     # A column's q_idx is one row, so what it loads is the same for all.
@@ -97,7 +98,8 @@ def loads_by_key(structure: Structure, unit: Unit | None = None) -> bool:
 
 
 def values_by_key(structure: Structure) -> int:
-    """How many values a score_mod reads for every key, each the same for all rows of a tile.
+    """The number of values that a score_mod reads for every key, each the same for all rows of a
+    tile.
 
     A dot product with a captured tensor's rows reads one for each of its terms.
     """
@@ -112,7 +114,7 @@ def values_by_key(structure: Structure) -> int:
 
 
 def compares_numbers(structure: Structure) -> bool:
-    """Whether all that mods read by key are documents' numbers, which few tiles of runs compare.
+    """True if mods read nothing by key but documents' numbers, which few tiles of runs compare.
 
     Then they take no registers beside those of the softmax, which are free while they are needed;
     but numbers of 64 bits, or a bound on the keys before them, spill (128x64, D 128, sm_90).
@@ -132,7 +134,7 @@ def compares_numbers(structure: Structure) -> bool:
 
 
 def loads_early(structure: Structure) -> bool:
-    """Whether a config's early_loads moves anything: what a score_mod reads by key alone."""
+    """True if a config's early_loads has an effect: a score_mod reads something by key alone."""
     terms = structure.terms
     if terms is None:
         return False
@@ -147,7 +149,7 @@ def loads_early(structure: Structure) -> bool:
 
 
 def loads_diagonals(structure: Structure) -> bool:
-    """Whether a score_mod reads a value for every diagonal of a tile."""
+    """True if a score_mod reads a value for every diagonal of a tile."""
     terms = structure.terms
     if terms is None or terms.diagonal is None:
         return False
@@ -155,12 +157,12 @@ def loads_diagonals(structure: Structure) -> bool:
 
 
 def asked_once(mask: Expr, unit: Unit | None) -> bool:
-    """Whether every unit of a template has one answer."""
+    """True if every unit of a template has one answer of the mask."""
     return unit is not None and same_in_tiles(mask, *unit)
 
 
 def _tiles(structure: Structure, unit: Unit | None) -> list[Expr]:
-    """What is computed for every score of a tile."""
+    """The expressions that are computed for every score of a tile."""
     terms = structure.terms
     found = [] if terms is None else [terms.core, terms.rest, terms.keep]
     mask = None if structure.mask is None else structure.mask.mod.expr
@@ -183,7 +185,7 @@ def _loads(expr: Expr, by_row: bool, head_per_row: bool = False) -> tuple[Expr, 
 
 
 def tma_layout(structure: Structure) -> bool:
-    """Whether q, k and v lie as the bulk copy engine reads them."""
+    """True if q, k and v lie as the bulk copy engine reads them."""
     layout = structure.layout
     contiguous = layout.q_contiguous and layout.k_contiguous and layout.v_contiguous
     return contiguous and layout.aligned

@@ -84,7 +84,7 @@ class Limits(Generic[CaseT]):
         return self.broken(self.case_of(config, structure, device))
 
     def reasons(self, config: Any, structure: Any, device: Any) -> list[str]:
-        """Why a config cannot run for a structure on a device; an empty list when it can."""
+        """The reasons why a config cannot run for a structure on a device; empty when it can."""
         return self.said(self.case_of(config, structure, device))
 
     def unpromising(self, config: Any, structure: Any, device: Any) -> list[Rule[CaseT]]:
@@ -121,7 +121,7 @@ class StructureCase(Generic[_C]):
 
 
 def is_power_of_two(size: int) -> bool:
-    """Whether a size is a power of two, 1 among them."""
+    """True if a size is a power of two, 1 among them."""
     return size >= 1 and size & (size - 1) == 0
 
 

@@ -50,7 +50,7 @@ class Source:
 
     @property
     def launch_pdl(self) -> bool:
-        """Whether it waits itself for the kernel before it: programmatic dependent launch."""
+        """True if the kernel waits itself for the one before it: programmatic dependent launch."""
         return "griddepcontrol.wait" in self.text
 
 
@@ -136,7 +136,7 @@ def digest_of(source: Source) -> str:
 
 
 def traits_of(device: Device, structure: Structure) -> Traits:
-    """How a structure's mods are printed for a device."""
+    """The traits by which a structure's mods are printed for a device."""
     half = structure.out_dtype in ("bfloat16", "float16")
     brief = structure.out_dtype == "bfloat16"
     fast = structure.tanh == "fast" or (structure.tanh == "auto" and brief)
@@ -151,7 +151,7 @@ def traits_of(device: Device, structure: Structure) -> Traits:
 def mod_context(
     printed: Iterable[tuple[str, ...]], device: Device, dialect: Dialect = TRITON
 ) -> dict[str, object]:
-    """What a template needs to know of the statements it holds: helpers and imports."""
+    """The helpers and imports that a template needs for the statements it holds."""
     called = "\n".join(line for each in printed for line in each)
     helpers, functions = "", []
     if called:
@@ -182,7 +182,7 @@ def named_pieces(prefix: str, head_dim: int) -> tuple[_Piece, ...]:
 
 
 def structure_context(structure: Structure, device: Device) -> dict[str, object]:
-    """What a template knows of a structure: itself, its tiles, and how they are computed."""
+    """The template's variables for a structure: itself, its tiles, and how they are computed."""
     qk, v = named_pieces("qk", structure.head_dim_qk), named_pieces("v", structure.head_dim_v)
     sparsity, sinks = structure.sparsity, structure.sinks != ""
     return {

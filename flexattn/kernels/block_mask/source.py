@@ -73,7 +73,7 @@ def table_names(number: int, use: TableUse, rank: int) -> tuple[tuple[str, str],
 
 
 def table_values(number: int, use: TableUse, table: Extremes) -> dict[str, Any]:
-    """What a launch passes for `table_names`, by name."""
+    """The values that a launch passes for `table_names`, by name."""
     base = f"table{number}"
     strides = table.least.stride()[1:-1]
     values: dict[str, Any] = {f"{base}_stride{dim}": stride for dim, stride in enumerate(strides)}

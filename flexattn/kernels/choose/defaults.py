@@ -19,7 +19,7 @@ from flexattn.problem import Problem, Structure
 
 
 def reasons(config: Config, structure: Structure, device: Device) -> list[str]:
-    """Why a config cannot run for a structure on a device; an empty list when it can."""
+    """The reasons why a config cannot run for a structure on a device; empty when it can."""
     return family_of(config).limits.reasons(config, structure, device)
 
 
@@ -84,7 +84,9 @@ def default(problem: Problem, device: Device, language: Language | None = None) 
 
 
 def refused(problem: Problem, device: Device, language: Language) -> str:
-    """Why no config of a language's template can run for a problem; "" where one can."""
+    """The reason why no config of a language's template can run for a problem; "" where one
+    can.
+    """
     family = by_language(problem.structure.kind, language)
     if family is None:
         return f"no {problem.structure.kind} template is written in it"
@@ -198,7 +200,7 @@ def _nearest(problem: Problem, device: Device, offered: list[Config]) -> list[Co
 
 
 def _step(problem: Problem, device: Device, first: Config, config: Config, name: str) -> float:
-    """How far a field moved: doublings of a number, 1 for any other change."""
+    """The distance that a field moved: doublings of a number, 1 for any other change."""
     one, other = getattr(first, name), getattr(config, name)
     if name == "num_splits":
         grids = (family_of(each).grid(problem, each, device) for each in (first, config))

@@ -67,7 +67,7 @@ def bare_key(key: object) -> str:
 
 
 def acts(key: str) -> bool:
-    """Whether a key decides something in a forward kernel here.
+    """True if a key decides something in a forward kernel here.
 
     Raises ConfigError for one that nobody has, and for what is an argument of the call instead.
     """
@@ -88,7 +88,7 @@ def acts(key: str) -> bool:
 
 
 def acts_behind(key: str) -> bool:
-    """Whether a key decides something in a backward kernel here: its tiles, or a bwd_ number."""
+    """True if a key decides something in a backward kernel here: its tiles, or a bwd_ number."""
     name = bare_key(key)
     own = key.startswith("bwd_") and name in ("num_warps", "num_stages", "USE_TMA")
     return own or (name in TILES and not key.startswith("fwd_"))
@@ -116,7 +116,7 @@ _FP32["tf32x3"] = "bf16x6"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the caller decided: a template, and numbers that override the config's.
+    """The caller's decisions: a template, and numbers that override the config's.
 
     kind, language: of the template. merge_consumers, ptxas: how one of Hopper's is compiled.
     exact: the whole config, where a tuner decides; the numbers are then not looked at.
@@ -154,7 +154,7 @@ class Options:
 
     @property
     def overrides(self) -> bool:
-        """Whether any number of a config is forced."""
+        """True if any number of a config is forced."""
         return self.exact is not None or any(getattr(self, name) is not None for name in _NUMBERS)
 
     def apply(self, config: Config) -> Config:
@@ -252,7 +252,7 @@ def _power(chosen: Mapping[str, Any], name: str) -> int | None:
 
 
 def check_mapping(kernel_options: object) -> None:
-    """That kernel_options are a mapping, or None; raises InputError."""
+    """Raises InputError if kernel_options are neither a mapping nor None."""
     if kernel_options is not None and not isinstance(kernel_options, Mapping):
         raise InputError(
             f"kernel_options is a {type(kernel_options).__name__}",
@@ -262,7 +262,7 @@ def check_mapping(kernel_options: object) -> None:
 
 
 def asks_flash(kernel_options: Mapping[str, Any] | None) -> bool:
-    """Whether they name FlashAttention, which no kernel here is."""
+    """True if kernel_options name FlashAttention, which no kernel here is."""
     given = (kernel_options or {}).items()
     return any(bare_key(key) == "BACKEND" and value == "FLASH" for key, value in given)
 
@@ -322,7 +322,7 @@ def _rules(value: object) -> tuple[str, ...]:
 
 
 def _one_of(name: str, value: object, among: Mapping[_T, _V]) -> _V:
-    """What a key's value stands for among those there are."""
+    """The meaning of a key's value, one of `among`; raises ConfigError for another value."""
     for known, meaning in among.items():
         if value == known:
             return meaning

@@ -13,7 +13,7 @@ from flexattn.problem import Kind, Structure
 
 
 class FamilyRow(NamedTuple):
-    """Where a family stands: a folder of kernels/, imported when it is asked for.
+    """The place of a family: a folder of kernels/, imported when it is asked for.
 
     family: the name of its object in the folder's module `family`. configs: its config classes,
     in the folder's module `config`. plugin: the folder is one of flexattn/ itself
@@ -61,7 +61,7 @@ def config_class(name: str) -> type:
 
 
 def is_config(value: object) -> bool:
-    """Whether a value is a config of any family."""
+    """True if a value is a config of any family."""
     name = type(value).__name__
     return name in _ROW_OF and type(value) is config_class(name)
 
@@ -88,7 +88,7 @@ def short(config: Any) -> str:
 
 
 def launch_key(config: Any) -> tuple[object, ...]:
-    """What of a config of any GPU's family decides a launch beside the kernel's code."""
+    """The parts of a GPU config that decide a launch beside the kernel's code, for any family."""
     return family_of(config).launch_key(config)
 
 

@@ -38,7 +38,7 @@ HUGE = 1e18
 
 
 def rows_of_part(head_dim: int) -> int:
-    """How many rows of q or k one program takes the norms of."""
+    """The number of rows of q or k of which one program takes the norms."""
     return max(16, min(128, _ELEMENTS // power_above(head_dim)))
 
 

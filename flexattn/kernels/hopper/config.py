@@ -107,12 +107,12 @@ class HopperPrefillConfig:
 
     @property
     def merges(self) -> bool:
-        """Whether a pass makes the PTX of one consumer that of all."""
+        """True if a pass makes the PTX of one consumer that of all."""
         return self.merge_consumers and self.consumers > 1
 
     @property
     def persistent(self) -> bool:
-        """Whether a block stays, and takes one tile of rows after another."""
+        """True if a block stays, and takes one tile of rows after another."""
         return self.tile_scheduler != "grid"
 
     @property
@@ -215,7 +215,7 @@ def _powers(width: int) -> tuple[tuple[int, int], ...]:
 
 
 def runs_of(structure: Structure, config: HopperPrefillConfig) -> int:
-    """How many rows of a mask's blocks one tile of rows may touch; 0 where lists are walked.
+    """The number of rows of a mask's blocks that one tile may touch; 0 where lists are walked.
 
     A tile that no block's rows divide still works on runs: each consumer has those of its own.
     """
@@ -254,7 +254,7 @@ def multiplied(head_dim: int, v_box: int) -> int:
 
 
 def shares_keys(problem: Problem, config: HopperPrefillConfig) -> bool:
-    """Whether the heads of a tile are of one group."""
+    """True if the heads of a tile are of one group."""
     return problem.Hq // problem.Hkv % config.heads == 0
 
 

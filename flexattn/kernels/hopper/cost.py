@@ -1,4 +1,4 @@
-"""What Hopper's prefill is expected to take: tiles of rows over SMs, each with its keys.
+"""A model of the time of Hopper's prefill: tiles of rows over SMs, each with its keys.
 
 A tile of rows takes a start and a step for each tile of its keys. A step is its two products and
 what of its softmax no other consumer's products hide, or the time in which memory gives its keys,
@@ -58,7 +58,7 @@ COSTS = HopperCosts()
 def expected(
     problem: Problem, config: HopperPrefillConfig, device: Device, costs: HopperCosts = COSTS
 ) -> Estimate | None:
-    """What a config is expected to take.
+    """The estimate of a config's time.
 
     None for inputs of eight bits and head dimensions above 256, which nobody fitted.
     """

@@ -40,7 +40,7 @@ _RACED_ROWS = 2 * CONSUMER_ROWS
 
 
 def _raced(structure: Structure) -> bool:
-    """Whether heads above 256 columns are served as they were raced, with whole tiles of rows."""
+    """True if heads above 256 columns are served as they were raced, with whole tiles of rows."""
     dims, sparsity = (structure.head_dim_qk, structure.head_dim_v), structure.sparsity
     whole = sparsity is None or sparsity.runs or sparsity.q_block % _RACED_ROWS == 0
     return dims in WIDE_DEFAULTS and whole

@@ -73,7 +73,7 @@ class ConfigCase:
 
     @property
     def boxed(self) -> bool:
-        """Whether copies of Q, K and the output have 64 columns, of any head dimensions."""
+        """True if copies of Q, K and the output have 64 columns, of any head dimensions."""
         return self.config.v_box > 0
 
     @cached_property
@@ -102,12 +102,12 @@ class ConfigCase:
 
     @cached_property
     def three(self) -> bool:
-        """Whether tiles of 192 columns are three parts of 64, each at an address of its own."""
+        """True if tiles of 192 columns are three parts of 64, each at an address of its own."""
         return not self.boxed and self.qk_padded == 192
 
     @property
     def wide(self) -> bool:
-        """Whether Q and K are in parts, above 256 columns."""
+        """True if Q and K are in parts, above 256 columns."""
         return self.qk_padded > WIDEST
 
     # Shared memory, in bytes: Q, the stages of K and V, the output where it does not leave through
@@ -131,7 +131,7 @@ class ConfigCase:
 
     @property
     def halved(self) -> bool:
-        """Whether an output of 256 columns leaves a block that stays in two halves."""
+        """True if an output of 256 columns leaves a block that stays in two halves."""
         return self.config.persistent and not self.boxed and self.qk_padded == self.v_padded == 256
 
     @cached_property
@@ -142,7 +142,7 @@ class ConfigCase:
 
     @property
     def through_q(self) -> bool:
-        """Whether the output can leave through Q's place: through one or two parts of it, through
+        """True if the output can leave through Q's place: through one or two parts of it, through
         all of it, or through boxes.
         """
         if self.structure.itemsize != ITEMSIZE_OUT:
@@ -157,7 +157,7 @@ class ConfigCase:
 
     @cached_property
     def own_output(self) -> bool:
-        """Whether the output has tiles of its own.
+        """True if the output has tiles of its own.
 
         A block that stays loads its next Q while an output leaves, if there is room.
         """
@@ -220,7 +220,7 @@ def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -
 
 
 def _known_dim(c: ConfigCase, dim: int, among: tuple[int, ...]) -> bool:
-    """Whether tiles are made for a head dimension, or boxes or parts of any."""
+    """True if tiles are made for a head dimension, or boxes or parts of any."""
     in_parts = (
         c.structure.head_dim_qk > WIDEST
         and c.structure.itemsize == 2
@@ -235,7 +235,7 @@ def _in_boxes(c: ConfigCase, dim: int) -> bool:
 
 
 def _holds_q(c: ConfigCase) -> bool:
-    """Whether so many columns of Q can be in registers.
+    """True if so many columns of Q can be in registers.
 
     Parts of Q are cut where a tile's width is a power of two, at whole rows of its swizzle. The
     pass that narrows products of V tells them by an operand in registers, and by their width.
@@ -252,7 +252,7 @@ def _holds_q(c: ConfigCase) -> bool:
 
 
 def _divides_block(c: ConfigCase) -> bool:
-    """Whether no tile has rows of two blocks; along runs each consumer may have its own block."""
+    """True if no tile has rows of two blocks; along runs each consumer may have its own block."""
     sparsity = c.structure.sparsity
     if sparsity is None or (sparsity.runs and sparsity.q_block % CONSUMER_ROWS == 0):
         return True

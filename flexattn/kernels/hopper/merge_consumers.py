@@ -60,7 +60,7 @@ _NAMES = re.compile(r"^(?=\t\.reg \.pred \t%p<)", re.MULTILINE)
 
 
 def announcement(consumers: int, registers: int) -> str:
-    """What a kernel's assembly says of its consumers; registers: of each of their threads."""
+    """The line about consumers in a kernel's assembly; registers: of each of their threads."""
     return f"{NAME} {FORM}: {consumers} consumers of {registers} registers"
 
 

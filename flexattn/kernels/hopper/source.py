@@ -66,7 +66,7 @@ def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argume
 def consumer_arguments(
     found: tuple[Argument, ...], work_tile_in_smem: bool, fp8: bool
 ) -> list[str]:
-    """What the consumers take from the kernel beside the output and shared memory.
+    """The arguments that the kernel hands to the consumers beside the output and shared memory.
 
     work_tile_in_smem: the producer writes their work tile into shared memory. fp8: they read a
     head's factors.
@@ -81,7 +81,7 @@ def consumer_arguments(
 
 
 def producer_arguments(found: tuple[Argument, ...], masked: bool) -> list[str]:
-    """What the producer takes from the kernel beside descriptors and shared memory.
+    """The arguments that the kernel hands to the producer beside descriptors and shared memory.
 
     masked: it computes something of the mask_mod.
     """
@@ -139,7 +139,9 @@ class MaskPieces:
 
     @property
     def holds(self) -> bool:
-        """Whether more than one bound is held over the loop, or what is asked of single keys."""
+        """True if the loop holds more than one bound, or the mask's rest depends on single
+        keys.
+        """
         asked = () if self.rest is None else self.rest.lines
         return (
             self.low is not None or self.exchanged != () or any("kv_idx" in line for line in asked)
@@ -152,7 +154,7 @@ class MaskPieces:
 
     @property
     def hoisted(self) -> tuple[str, ...]:
-        """What is computed before the loop over keys."""
+        """The statements that are computed before the loop over keys."""
         return tuple(line for each in self.printed for line in each.hoisted)
 
     @property

@@ -42,7 +42,7 @@ _API = Path("experimental/gluon/language/nvidia/hopper")
 
 @lru_cache(maxsize=1)
 def offered() -> bool:
-    """Whether the Triton that is installed has what this template is written in.
+    """True if the installed Triton has the language of this template.
 
     What it makes of a kernel is seen when the kernel is compiled: see flexattn.runtime.fallback.
     """
@@ -167,7 +167,7 @@ def _in_boxes(config: HopperPrefillConfig, v_box: int) -> HopperPrefillConfig:
 
 
 def _merges(structure: Structure, widest: int) -> bool:
-    """Whether one copy of the consumers' code is as fast as one each, which takes twice the time
+    """True if one copy of the consumers' code is as fast as one each, which takes twice the time
     to compile: it is 1 to 5 % faster where mods are read and at D 64, and 2 % slower where every
     tile is nothing but products 128 wide (H200).
     """
@@ -186,7 +186,9 @@ def forms(config: HopperPrefillConfig) -> Iterator[HopperPrefillConfig]:
 
 
 def _rescales_lazily(structure: Structure, widest: int, reads: bool) -> bool:
-    """Whether registers are left for it, beside what mods read and what lists or runs keep."""
+    """True if lazy rescaling has registers left beside those of the mods' reads and of lists or
+    runs.
+    """
     if structure.fp8:
         return 64 < widest <= 128 and structure.score is None
     if widest > 192 and reads:
@@ -200,7 +202,7 @@ def _rescales_lazily(structure: Structure, widest: int, reads: bool) -> bool:
 
 
 def _takes_turns(structure: Structure, widest: int, reads: bool) -> bool:
-    """Whether one consumer's softmax fills another's products: 2 to 6 % on the H200.
+    """True if one consumer's softmax fills another's products: 2 to 6 % on the H200.
 
     It does not where products alone, of whole tiles 128 wide, leave the tensor cores no time.
     Along runs it gains 0 to 9 % at D 256, and with lazy_rescale 5 to 9 % at 192/128.
@@ -229,7 +231,7 @@ def _forms(structure: Structure, scheduler: TileScheduler) -> tuple[bool, ...]:
 
 
 def _moves(structure: Structure) -> bool:
-    """Whether the keys of later rows are other keys: then few of all heads' are at work at once.
+    """True if later rows have other keys: then few of all heads' keys are at work at once.
 
     So it is for windows and documents: tiles of all heads side by side end 1 and 6 % earlier.
     """
@@ -360,7 +362,7 @@ def sized(problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
 def alternatives(
     problem: Problem, rules: Sequence[HopperPrefillConfig]
 ) -> Iterator[HopperPrefillConfig]:
-    """What sizes change of the first preference: six kernels at most.
+    """The first preference with the changes that sizes ask for: six kernels at most.
 
     Fewer rows of a tile, or heads of a group that share one; each softmax rescaled at once, where
     keys are few; heads side by side where a mask makes their tiles uneven, else tiles that end

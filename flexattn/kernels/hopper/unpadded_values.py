@@ -23,7 +23,9 @@ _ANNOUNCED = re.compile(rf"{_NAME} {_FORM}: (?P<columns>\d+) of (?P<padded>\d+) 
 
 
 def announcement(columns: int, padded: int) -> str:
-    """What a kernel's assembly says of the products of P and V; padded: as it is written."""
+    """The line about products of P and V in a kernel's assembly; padded: their width as
+    written.
+    """
     return f"{_NAME} {_FORM}: {columns} of {padded} columns"
 
 

@@ -137,7 +137,7 @@ class HopperBackwardConfig:
 
     @property
     def split(self) -> bool:
-        """Whether the warpgroups share the columns of a tile, not its keys."""
+        """True if the warpgroups share the columns of a tile, not its keys."""
         return self.BLOCK_N == 64 and not self.by_product
 
 
@@ -210,7 +210,7 @@ def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str,
 
 
 def trims_runs(structure: Structure, config: HopperBackwardConfig) -> bool:
-    """Whether the ends of a mask's runs are trimmed before: in order, all listed blocks count."""
+    """True if the ends of a mask's runs are trimmed before: in order, all listed blocks count."""
     return config.trimmed and not config.deterministic and walks_runs(structure, config)
 
 

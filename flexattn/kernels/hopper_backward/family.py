@@ -88,7 +88,7 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
 
 
 def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> HopperBackwardConfig:
-    """What is taken beside dq_tma, as measured on an H200; nothing with diagonals.
+    """The config with the knobs for dq_tma, as measured on an H200; unchanged with diagonals.
 
     Where a block walks most rows of a head, without a mask and with a causal one, each warpgroup
     hands on its half of dQ by itself. At 64 columns persistent blocks are faster than that: 0.92
@@ -138,7 +138,7 @@ def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> Hoppe
 
 
 def axes(problem: Problem, every: bool) -> Iterator[HopperBackwardConfig]:
-    """What a search may try; every: all settings of the knobs on all tiles."""
+    """The configs that a search may try; every: all settings of the knobs on all tiles."""
     if every:
         for rows, keys, stages, ds in product((64, 128), (64, 128), (1, 2, 3), (1, 2)):
             config = at_sizes(HopperBackwardConfig(rows, keys, stages, ds_stages=ds), problem)
@@ -199,7 +199,7 @@ def _keeps_weights(problem: Problem) -> bool:
 
 
 def _walks_far(structure: Structure) -> bool:
-    """Whether a block walks most rows of a head: without a mask, or with a causal one."""
+    """True if a block walks most rows of a head: without a mask, or with a causal one."""
     if structure.mask is None:
         return True
     band = band_of(structure.mask.mod.expr)
@@ -207,7 +207,7 @@ def _walks_far(structure: Structure) -> bool:
 
 
 def _few_registers(structure: Structure) -> bool:
-    """Whether mods take none: no score_mod, and no mask_mod but a band."""
+    """True if mods take no registers: no score_mod, and no mask_mod but a band."""
     mask = structure.mask
     return structure.score is None and (mask is None or band_of(mask.mod.expr) is not None)
 
@@ -227,7 +227,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         return device.has_wgmma and any((Path(each) / _API).is_dir() for each in places)
 
     def leads(self, structure: Structure, device: Device) -> bool:
-        """Where tiles are not much wider than heads: of 72 to 88 columns 128 are multiplied."""
+        """True if tiles are not much wider than heads: of 72 to 88 columns 128 are multiplied."""
         return self.offered(device) and not 64 < _widest(structure) < 96
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[HopperBackwardConfig]:

@@ -38,7 +38,7 @@ class ConfigCase:
 
     @property
     def pipelined(self) -> bool:
-        """Whether dK's product goes on when the next tile begins."""
+        """True if dK's product goes on when the next tile begins."""
         return self.config.pipelined != ""
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What Hopper's backward asks of mods beside their text: the band of a mask, and stray scores."""
+"""Facts about mods that Hopper's backward needs beside their text: a mask's band, stray scores."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def band_of(mask: Expr) -> Band | None:
 
 
 def band_and_rest(mask: Expr) -> tuple[Band | None, Expr | None]:
-    """What a mask has of a band, and what else it asks for; None where there is no such part.
+    """The band of a mask, and the rest of its conditions; None for a part that is not there.
 
     Bounds that exclude each other stay in the rest: one unsigned comparison needs low <= high.
     """
@@ -58,14 +58,14 @@ def band_and_rest(mask: Expr) -> tuple[Band | None, Expr | None]:
 
 
 def _is_bound(found: Comparison) -> bool:
-    """Whether it bounds q_idx - kv_idx by a number."""
+    """True if a comparison bounds q_idx - kv_idx by a number."""
     form = found.form
     bounds = found.op in ("lt", "le") and form.rest is None
     return bounds and form.relative and abs(form.q) == 1
 
 
 def loads_pairs(structure: Structure) -> bool:
-    """Whether a mod reads memory at places of a query and a key, or of a score.
+    """True if a mod reads memory at places of a query and a key, or of a score.
 
     But what score_mod reads along diagonals of a tile.
     """
@@ -82,14 +82,14 @@ def loads_pairs(structure: Structure) -> bool:
 
 
 def reads_diagonals(structure: Structure) -> bool:
-    """Whether a score_mod reads something along diagonals of a tile."""
+    """True if a score_mod reads something along diagonals of a tile."""
     return structure.score is not None and any(
         map(reads_by_diagonal, walk(structure.score.mod.expr))
     )
 
 
 def sums_diagonals(structure: Structure) -> bool:
-    """Whether all that gets a gradient is read along diagonals of a tile."""
+    """True if all that gets a gradient is read along diagonals of a tile."""
     if structure.score is None or not structure.grads:
         return not structure.grads
     found = derivatives(structure.score.mod, structure.grads)
@@ -97,7 +97,7 @@ def sums_diagonals(structure: Structure) -> bool:
 
 
 def may_be_no_number(score: Expr) -> bool:
-    """Whether a modified score may be NaN or infinite in a row behind the last one.
+    """True if a modified score may be NaN or infinite in a row behind the last one.
 
     There the product is 0, and what is read by the row is 0 or whatever lies behind. -inf does no
     harm, as which `where` removes scores.
@@ -113,7 +113,9 @@ def _is_infinite(node: Expr) -> bool:
 
 
 def _may_end(node: Expr, by_row: set[Expr]) -> bool:
-    """Whether finite operands may give something else; of divisors that no row decides, not."""
+    """True if finite operands may give NaN or infinity; divisors that no row decides never
+    count.
+    """
     if not is_float(node.dtype):
         return False
     if node.op in _DIVISIONS:

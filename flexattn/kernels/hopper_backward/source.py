@@ -70,7 +70,7 @@ def flags_of(config: HopperBackwardConfig) -> str:
 
 
 def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
-    """Of the kernel, in order."""
+    """The arguments of the kernel, in order."""
     dtype, width = structure.dtype, columns(structure)
     rows, keys = config.BLOCK_M, config.BLOCK_N
     tiles = {"Q": rows, "K": keys, "V": keys, "DO": rows}
@@ -91,7 +91,9 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
 
 
 def mod_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
-    """Of the tiles that are walked, of what mods capture, and of its gradients."""
+    """The arguments for the tiles that are walked, for what mods capture, and for its
+    gradients.
+    """
     found = list_arguments(structure, config)
     for captures in (structure.score, structure.mask):
         found += captured_arguments(captures)
@@ -100,7 +102,7 @@ def mod_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[A
 
 
 def list_arguments(structure: Structure, config: HopperBackwardConfig) -> list[Argument]:
-    """Of tensors that say which tiles are walked: where weights vanish, and the lists by key."""
+    """The tensors that say which tiles are walked: where weights vanish, and the lists by key."""
     found = [M_BLOCK_MAX] if skips_vanished(structure, config) else []
     if found and config.deterministic:
         found.append(N_BLOCK_MIN)
@@ -110,7 +112,7 @@ def list_arguments(structure: Structure, config: HopperBackwardConfig) -> list[A
 def before_arguments(
     structure: Structure, config: HopperBackwardConfig, through_lse: bool
 ) -> tuple[Argument, ...]:
-    """Of the kernel that makes delta and STATS, and clears DQ_ACC, or its flags."""
+    """The arguments of the kernel that makes delta and STATS, and clears DQ_ACC, or its flags."""
     found = delta_arguments(structure, through_lse)
     cleared = Argument(flags_of(config), "*i32", 16) if config.dq_tma else _SUMS
     found += [Argument("STATS", "*fp32", 16), cleared]
@@ -120,7 +122,7 @@ def before_arguments(
 
 
 def trim_arguments(structure: Structure) -> tuple[Argument, ...]:
-    """Of the kernel that trims a mask's runs."""
+    """The arguments of the kernel that trims a mask's runs."""
     found = [M_RUNS, Argument("Q_RUNS", "*i32", 4)]
     found += [Argument(f"stride_q_mask_{axis}", "i64") for axis in "bh"]
     found += [Argument(name, "i32") for name in ("mask_heads", "num_tiles", "q_len", "kv_len")]
@@ -128,7 +130,7 @@ def trim_arguments(structure: Structure) -> tuple[Argument, ...]:
 
 
 def after_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
-    """Of the kernel that makes DQ of DQ_ACC."""
+    """The arguments of the kernel that makes DQ of DQ_ACC."""
     divisor = gcd(16, structure.head_dim_qk)
     found = [Argument(flags_of(config), "*i32", 16)] if config.dq_tma else []
     found += [_SUMS, Argument("DQ", f"*{signature_type(structure.dtype)}", 16)]
@@ -296,7 +298,7 @@ def _remaining(mask: Captures | None, rest: Expr | None) -> Captures | None:
 
 
 def _selects_twice(band: Band | None, rest: Expr | None) -> bool:
-    """Whether a mask is a conjunction whose rest differs by query and key."""
+    """True if a mask is a conjunction whose rest differs by query and key."""
     if rest is None or (band is None and rest.op != "and"):
         return False
     return all(reads(rest, name) for name in ("q_idx", "kv_idx"))
@@ -387,7 +389,7 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
 
 
 def _of_blocks(structure: Structure, config: HopperBackwardConfig) -> dict[str, object]:
-    """What the lists of a mask are of: its blocks, or tiles where its runs are trimmed."""
+    """The sizes of a mask's listed units: blocks, or tiles where its runs are trimmed."""
     sparsity = structure.sparsity
     if sparsity is None or trims_runs(structure, config):
         return {"SPARSE_KV": config.BLOCK_N, "TILES_PER_Q": 1}
@@ -416,7 +418,7 @@ def _beside(structure: Structure, config: HopperBackwardConfig) -> list[int]:
 
 
 def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:
-    """How the warps share the tiles."""
+    """The layout of warps over the tiles, as the template's constants."""
     rows = config.BLOCK_M
     shared: dict[str, object] = {
         "s_warps": [4, 2] if config.split else [8, 1],
@@ -430,7 +432,7 @@ def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:
 
 
 def _places(config: HopperBackwardConfig, width: int) -> dict[str, object]:
-    """How the warps share a tile of dq, `width` columns wide."""
+    """The layout of warps over a tile of dq, `width` columns wide, as the template's constants."""
     tall = config.BLOCK_M == 64 * BLOCK_WARPS // 4
     return {
         "dq_warps": [BLOCK_WARPS, 1] if tall else [BLOCK_WARPS // 2, 2],

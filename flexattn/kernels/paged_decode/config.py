@@ -73,42 +73,42 @@ class ServingConfig:
 
     @property
     def warp_private(self) -> bool:
-        """Whether each warp has keys of a tile for itself; else a program's warps share it."""
+        """True if each warp has keys of a tile for itself; else a program's warps share it."""
         return self.split_policy not in ("even", "whole")
 
     @property
     def by_tma(self) -> bool:
-        """Whether a warp loads keys by TMA for warpgroups that multiply them."""
+        """True if a warp loads keys by TMA for warpgroups that multiply them."""
         return self.split_policy == "whole"
 
     @property
     def warp_specialized(self) -> bool:
-        """Whether it loads values apart from keys then."""
+        """True if a TMA kernel loads values apart from keys."""
         return self.by_tma and self.BLOCK_M == self.BLOCK_N == 64
 
     @property
     def for_mla(self) -> bool:
-        """Whether keys are values too."""
+        """True if a TMA kernel uses keys as values too."""
         return self.by_tma and not self.warp_specialized
 
     @property
     def swap_ab(self) -> bool:
-        """Whether keys are rows of both products then, and few packed rows their columns."""
+        """True if keys are the rows of both MLA products, and few packed rows their columns."""
         return self.for_mla and self.BLOCK_M < 64
 
     @property
     def merges_apart(self) -> bool:
-        """Whether a second kernel merges parts."""
+        """True if a second kernel merges parts."""
         return self.combine in ("launch", "dependent")
 
     @property
     def dependent(self) -> bool:
-        """Whether it begins while the first one runs."""
+        """True if the second kernel begins while the first one runs."""
         return self.by_tma or self.combine == "dependent"
 
     @property
     def template(self) -> str:
-        """Which of the templates that is."""
+        """The name of the template that serves the config."""
         if self.warp_specialized:
             return "warp_specialized"
         if self.swap_ab:
@@ -146,7 +146,7 @@ class ServingConfig:
 
 
 def fits_l2(problem: ServingProblem) -> bool:
-    """Whether a batch's keys, as often as tiles of 16 rows read them, fit the L2 cache.
+    """True if a batch's keys, as often as tiles of 16 rows read them, fit the L2 cache.
 
     Of rows that cu_seqlens_q cuts nobody knows.
     """
@@ -158,7 +158,7 @@ def fits_l2(problem: ServingProblem) -> bool:
 
 
 def check_config(config: object) -> None:
-    """That a plan's config is one; raises InputTypeError."""
+    """Raises InputTypeError if a plan's config is not a ServingConfig."""
     if not isinstance(config, ServingConfig):
         raise InputTypeError(
             f"config is {config!r:.80}",

@@ -1,4 +1,4 @@
-"""What each engine of serving knows beside what all do: register layouts, waits, TMA's tiles."""
+"""The parts of serving that differ by engine: register layouts, waits, TMA's tiles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HELD = 16
 
 
 def await_context(vector: int, vectors: int, threads: int, columns: int) -> dict[str, object]:
-    """What the template says of it: a thread has `vectors` vectors of `vector` words in a tensor.
+    """The template's variables for the wait: a thread has `vectors` vectors of `vector` words.
 
     An element is a vector of a part's output, with its row's weight. threads: a power of two of
     them share a row, numbered from a multiple of it. columns: of a row; threads beyond its vectors
@@ -116,7 +116,7 @@ AWAITED = 16
 
 
 def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, object]:
-    """What the template of warps on their own knows beside what all serving templates do.
+    """The variables of the template of warps on their own, beside those of all serving templates.
 
     The layouts are those of `mma.m16n8k16`, lane 4 g + j: of its first operand a thread has rows g
     and g + 8 and columns 2 j, 2 j + 1, 2 j + 8, 2 j + 9. K's columns are elements of a head, of
@@ -310,7 +310,7 @@ SPECIALIZED_STAGES = _SLOTS - 2
 
 
 def dialect(config: ServingConfig) -> Dialect:
-    """How mods of a config's kernel are printed."""
+    """The dialect in which the mods of a config's kernel are printed."""
     if config.warp_private:
         return WARPS_DIALECT
     if not config.by_tma:
@@ -350,7 +350,7 @@ def _box(form: ServingForm) -> int:
 
 
 def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
-    """What an engine's template knows beside what all serving templates do."""
+    """The variables of an engine's template, beside those of all serving templates."""
     if config.warp_private:
         return serving_layouts(form, config)
     if not config.by_tma:

@@ -100,7 +100,7 @@ def tall_defaults(problem: ServingProblem) -> Iterator[ServingConfig]:
 def filling(
     configs: Iterable[ServingConfig], form: ServingForm, device: Device
 ) -> Iterator[ServingConfig]:
-    """Those that leave few programs idle, as each head has the same number of them.
+    """The configs that leave few programs idle, as each head has the same number of them.
 
     More idle ones than an eighth cost more than walking apart gives. Where more than a sixteenth
     are idle, twice as many programs of half the warps may fill the heads better: 40 heads leave 24
@@ -233,7 +233,7 @@ def mla_space(rows: int = TMA_ROWS) -> Iterator[ServingConfig]:
 
 
 def mla_defaults(form: ServingForm) -> Iterator[ServingConfig]:
-    """Where to start: at most 16 rows with operands swapped, then as many rows are.
+    """The first configs to try: at most 16 rows with operands swapped, then as many rows are.
 
     Beside two tiles the combine kernel has room to begin. On an H200 they are 1.18 and 1.62 times
     as fast as 64 rows (64 requests of 4k keys, one of 16k), three tiles 1.16 and 1.50 times.
@@ -310,7 +310,9 @@ class _PagedDecode(KernelFamily[ServingConfig]):
         return config.template
 
     def grid(self, problem: Any, config: Any, device: Device) -> Geometry:
-        """Of the largest batch; programs share tiles out among them, whatever there are."""
+        """The grid of the largest batch; programs share tiles out among them, whatever there
+        are.
+        """
         packed, B, q_len = problem.Hq // problem.Hkv, problem.B, problem.q_len
         tiles = B * -(-q_len * packed // config.BLOCK_M)
         if problem.total_q:
@@ -338,7 +340,7 @@ class _PagedDecode(KernelFamily[ServingConfig]):
         return attend, render_serving_combine(structure, config, device)
 
     def serves(self, config: ServingConfig, measured: Any, problem: Any, device: Device) -> bool:
-        """Whether as many rows were measured, or a tile holds these as well as the default's.
+        """True if as many rows were measured, or a tile holds these as well as the default's.
 
         Several short tiles would each read the keys again, and a tall one computes rows of nobody.
         """

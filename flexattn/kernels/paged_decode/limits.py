@@ -61,7 +61,7 @@ class ConfigCase:
 
     @property
     def interpreted(self) -> bool:
-        """Whether there is no device."""
+        """True if there is no device."""
         return self.device.backend == "interpreter"
 
     @property
@@ -119,7 +119,7 @@ class ConfigCase:
 
     @property
     def whole_boxes(self) -> bool:
-        """Whether a page is a power of two of keys, or there are none."""
+        """True if a page is a power of two of keys, or there are no pages."""
         page = self.form.page
         return page == 0 or (page >= LEAST_PAGE and is_power_of_two(page))
 
@@ -130,7 +130,7 @@ class ConfigCase:
 
 
 def overlaps(device: Device) -> bool:
-    """Whether a kernel may begin while the one before it runs."""
+    """True if a kernel may begin while the one before it runs."""
     return device.backend == "interpreter" or device.capability >= 90
 
 
@@ -337,7 +337,7 @@ def _by_tma(name: str) -> tuple[Rule[ConfigCase], ...]:
 
 
 def _mla_tile(c: ConfigCase) -> bool:
-    """Whether tiles are those of 64 rows, or of few rows with operands swapped."""
+    """True if tiles are those of 64 rows, or of few rows with operands swapped."""
     config = c.config
     if config.num_warps != 4 or config.per_sm != 1 or config.least < 1:
         return False
@@ -487,5 +487,5 @@ SERVING_LIMITS = _OfTemplates(ConfigCase, (), ())
 
 
 def serving_reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
-    """Why a config cannot run for a form on a device; empty where it can."""
+    """The reasons why a config cannot run for a form on a device; empty where it can."""
     return SERVING_LIMITS.reasons(config, form, device)

@@ -1,4 +1,4 @@
-"""What a serving kernel reads beside Q, K and V: lengths, scales, and what its mods capture."""
+"""The inputs of a serving kernel beside Q, K and V: lengths, scales, and what its mods capture."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def request_sizes(
 
 
 def located(form: ServingForm) -> tuple[tuple[str, str], ...]:
-    """What is known of a work tile's request, and the vectors of all requests that it is from."""
+    """The known values of a work tile's request, each with the vector of all requests it comes
+    from.
+    """
     found = [("b", "requests"), ("ends_at", "ends"), ("kv_len", "kv_lens")]
     if form.ragged:
         found += [("row", "rows_at"), ("q_len", "q_lens")]
@@ -62,7 +64,7 @@ def scale_arguments(form: ServingForm) -> list[Argument]:
 
 
 def scale_context(form: ServingForm) -> dict[str, object]:
-    """What templates know of them."""
+    """The templates' variables for the scales."""
     return {
         "scales": form.scales,
         "scale_by_token": by_token(form),
@@ -76,12 +78,12 @@ def scale_constants(form: ServingForm) -> dict[str, float]:
 
 
 def by_token(form: ServingForm) -> bool:
-    """Whether the tokens of a page have scales of their own."""
+    """True if the tokens of a page have scales of their own."""
     return form.scales in ("token", "token_head")
 
 
 def by_head(form: ServingForm) -> bool:
-    """Whether heads have scales of their own."""
+    """True if heads have scales of their own."""
     return form.scales in ("page_head", "token_head")
 
 
@@ -137,7 +139,7 @@ def prefetched(captures: Captures | None) -> Iterator[Prefetched]:
 
 
 def reads_last_keys(captures: Captures) -> bool:
-    """Whether a mask reads memory for each key, and only for the last keys of a request."""
+    """True if a mask reads memory for each key, and only for the last keys of a request."""
     form = mask_form(captures.mod.expr, INDEX_RANGES)
     free = form.free_edges
     return form.loads_by_key and free is not None and not any(edge.lowest for edge in free)

@@ -38,7 +38,7 @@ from flexattn.problem.serving import SERVING_ITEMSIZE, ServingForm
 
 
 def tied(form: ServingForm) -> bool:
-    """Whether the tile of V is the first tile of K, so that it is read once."""
+    """True if the tile of V is the first tile of K, so that it is read once."""
     if not form.shared_kv:
         return False
     v = pieces(form.head_dim_v)
@@ -218,7 +218,7 @@ _CONTIGUOUS = {"q_contiguous": True, "k_contiguous": True, "v_contiguous": True}
 
 
 def _written(form: ServingForm) -> list[Argument]:
-    """What both kernels write, and what one of them leaves to the other."""
+    """The arguments that both kernels write, and those that one of them leaves to the other."""
     found = [Argument("OUT", f"*{signature_type(form.dtype)}", 16)]
     if form.lse:
         found.append(Argument("LSE", "*fp32", 4))
@@ -231,7 +231,7 @@ def _written(form: ServingForm) -> list[Argument]:
 
 
 def _described(form: ServingForm) -> list[Argument]:
-    """What both kernels cut the batch by."""
+    """The arguments by which both kernels cut the batch."""
     found = [Argument("SEQ_LENS", "*i32", 4)]
     if form.offset:
         found.append(Argument("KV_START", "*i32", 4))
@@ -249,7 +249,7 @@ def _shared(
     dialect: Dialect,
     num_warps: int,
 ) -> dict[str, object]:
-    """What the templates of both kernels know."""
+    """The variables of the templates of both kernels."""
     found: tuple[PrintedEdge, ...] = ()
     free: tuple[PrintedEdge, ...] | None = None
     if form.mask is not None and not form.prefix:

@@ -27,18 +27,18 @@ _READ, SUMS = "diagonal", "summed"
 
 
 def on_diagonals(load: Expr) -> bool:
-    """Whether all scores of a diagonal of a tile read one place."""
+    """True if all scores of a diagonal of a tile read one place."""
     return reads(load, "kv_idx") and all(map(along_diagonals, load.args))
 
 
 def reads_by_diagonal(load: Expr) -> bool:
-    """Whether a load is printed once for each diagonal of a warp."""
+    """True if a load is printed once for each diagonal of a warp."""
     return load.op == "load" and load.dtype in _SHUFFLED and on_diagonals(load)
 
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """Where a load reads along diagonals.
+    """The places that a load reads along diagonals.
 
     checked: statements that make its indices. places: these, each with whether it is inside.
     value: what reads there. within: the name of whether a tile's places are all inside, "" where
@@ -81,7 +81,7 @@ class DiagonalPrinter(MultiPrinter):
         self.within: dict[Expr, str] = {}
 
     def along(self, load: Expr, prefix: str, lanes: str = _READ) -> Along:
-        """Where a load reads; what does not change over a tile goes before the loop."""
+        """The places that a load reads; what does not change over a tile goes before the loop."""
         printer, places = self._at(load, prefix, f"{lanes}_q", f"is_{lanes}")
         found = Along(places, printer.places[load], printer.values[load])
         if load not in self.within:
@@ -162,7 +162,7 @@ class _AlongPrinter(MultiPrinter):
         return places
 
     def _read(self, dtype: str, address: str, inside: str, key: bool) -> str:
-        """What is given to other lanes is read as bits."""
+        """The text of a read. Values that are given to other lanes are read as bits."""
         if self.node is self.roots[0]:
             return f"read_where({address}, {inside})"
         return super()._read(dtype, address, inside, key)
@@ -173,7 +173,7 @@ class _AlongPrinter(MultiPrinter):
 
 
 def _slope(load: Expr) -> int:
-    """What the last index rises by from diagonal to diagonal; 0 where that is not the same."""
+    """The rise of the last index from diagonal to diagonal; 0 where it is not the same for all."""
     found = slope_of(load.args[-1], "q_idx")
     return int(found.value or 0) if found is not None and found.op == "const" else 0
 
@@ -196,7 +196,7 @@ OVER_ROWS = Dialect(
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """What adds the gradient of one load to a captured tensor's: statements.
+    """The statements that add the gradient of one load to a captured tensor's.
 
     before, inside, after: the loop over keys, in which `ds` is the gradient of the tile's modified
     scores, and `p` their weights. In a tile of Gluon's, after: the products that ds goes into.
@@ -238,7 +238,7 @@ def grad_name(slot: int) -> str:
 
 
 def adds_along_diagonals(structure: Structure) -> bool:
-    """Whether a load that gets a gradient has one place for all of a diagonal of a tile."""
+    """True if a load that gets a gradient has one place for all of a diagonal of a tile."""
     if structure.score is None or not structure.grads:
         return False
     found = derivatives(structure.score.mod, structure.grads)
@@ -321,7 +321,9 @@ class _PlacePrinter(MultiPrinter):
 
 
 def _along_diagonals(printer: MultiPrinter, load: Expr, prefix: str) -> _PlacePrinter:
-    """Where a load reads on the diagonals of a tile: of its first row, and keys `diagonal_kv`."""
+    """The places of a load on the diagonals of a tile: of its first row, and keys
+    `diagonal_kv`.
+    """
     view = View(prefix, q_idx="start_m", kv_idx="diagonal_kv", by_row=False)
     dialect = replace(printer.dialect, key=TensorForm("[BLOCK_N2]"))
     traits = replace(printer.traits, dialect=dialect)

@@ -1,4 +1,4 @@
-"""What Gluon kernels that know no shared memory call, for Triton's CPU interpreter.
+"""The functions of Gluon kernels without shared memory, for Triton's CPU interpreter.
 
 There a tensor has no layout: what only moves values between threads does nothing.
 """

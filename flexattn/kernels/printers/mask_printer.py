@@ -27,7 +27,7 @@ class MaskPart:
 
     @property
     def names_keys(self) -> bool:
-        """Whether the statements name the indices of the tile's keys."""
+        """True if the statements name the indices of the tile's keys."""
         return any("kv_idx" in line for line in self.printed.lines)
 
 
@@ -78,7 +78,7 @@ class MaskParts:
 
     @property
     def hoisted(self) -> tuple[str, ...]:
-        """What the parts compute before the loop over keys."""
+        """The statements of the parts that are computed before the loop over keys."""
         return tuple(line for part in self.parts for line in part.printed.hoisted)
 
     @property

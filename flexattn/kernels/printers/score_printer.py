@@ -20,7 +20,7 @@ Fused = Literal["", "ramp", "columns", "diagonals", "softcap"]
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Which keys a prefill tile can need, where the score_mod's own mask says so.
+    """The keys that a prefill tile can need, where the score_mod's own mask says so.
 
     lines: statements on row_start. first, last: the first key, and one past the last.
     """
@@ -69,7 +69,7 @@ class PrintedScore:
 
     @property
     def reads_keys(self) -> bool:
-        """Whether the tile's statements name the indices of its keys."""
+        """True if the tile's statements name the indices of its keys."""
         return any("kv_idx" in line for line in (*self.early, *self.body))
 
     @property
@@ -168,7 +168,9 @@ class _Score:
         )
 
     def _fused(self, folded: bool) -> Fused:
-        """What the softmax can do of it; folded: whether what scales scores keeps their order."""
+        """The part that the softmax can do itself; folded: the scale of scores keeps their
+        order.
+        """
         terms = self.terms
         if not folded or terms.core is None:
             return ""
@@ -199,12 +201,12 @@ class _Score:
             self._even(slope, terms.column, reference)
 
     def _slope(self) -> Expr | None:
-        """What a column rises by from key to key, where that is always the same."""
+        """The rise of a column from key to key, where it is always the same; else None."""
         column = self.terms.column
         return None if column is None else slope_of(column, "kv_idx")
 
     def _ramp(self, reference: str) -> Ramp | None:
-        """What is added to the scores, where it rises evenly along the keys of a tile.
+        """The term added to the scores, where it rises evenly along the keys of a tile; else None.
 
         Then it needs no instruction for each score: see the template.
         """
@@ -306,7 +308,7 @@ class _Score:
         return f"{tl}.fma((keys & ~6).to({tl}.float32), slope, column)"
 
     def _placed(self, expr: Expr, view: View) -> str:
-        """What is added to scores, in base 2."""
+        """The text of a term that is added to scores, in base 2."""
         if reaches_end(expr):
             return in_base_2(self._place(expr, view), True, self.tl)
         return self._place(self._base_2(expr), view)
@@ -347,7 +349,7 @@ class _Score:
         return f"strip.reshape({rows}, BLOCK_N)"
 
     def _rows(self, reference: str) -> tuple[str, ...]:
-        """What rows get back, printed for vectors of rows after the loop."""
+        """The terms that rows get back, printed for vectors of rows after the loop."""
         terms = self.terms
         head = "offs_h" if self.structure.kind == "decode" else "h"
         view = View("row", q_idx="row_q", h=head, by_row=False, by_key=False)

@@ -1,4 +1,4 @@
-"""How kernels' texts are spelled: dtypes, constants, names of arguments, base 2, and dialects."""
+"""The spelling of kernels' texts: dtypes, constants, names of arguments, base 2, and dialects."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def literal(value: object, dtype: str) -> str:
 
 
 def is_literal(text: str) -> bool:
-    """Whether a printed operand is a constant."""
+    """True if a printed operand is a constant."""
     return text.replace(".", "").replace("-", "").replace("e", "").isdigit() or text.startswith(
         ("float(", "True", "False")
     )
@@ -148,7 +148,7 @@ class TensorForm:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How statements are spelled in one kind of template.
+    """The spelling of statements in one kind of template.
 
     module: the language's name. jit: its decorator. gluon: whether it is Gluon.
     rows: the number of rows of a tile. tile, key, row, diagonal: tensors with an element for each

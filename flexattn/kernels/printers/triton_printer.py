@@ -30,13 +30,13 @@ _DEEPEST, _LONGEST = 24, 1000
 
 
 class _Nesting:
-    """How many operations lie within one another in the text of each node."""
+    """The depth of nested operations in the text of each node."""
 
     def __init__(self) -> None:
         self._depths: dict[Expr, int] = {}
 
     def ends(self, node: Expr, text: str, named: bool) -> bool:
-        """Whether a node gets a name: it is named anyway, or its text grows too deep or long."""
+        """True if a node gets a name: it is named anyway, or its text grows too deep or long."""
         depth = 1 + max((self._depths.get(arg, 0) for arg in node.args), default=0)
         if named or depth > _DEEPEST or len(text) > _LONGEST:
             return True
@@ -45,7 +45,7 @@ class _Nesting:
 
 
 def _feeding_loads(nodes: list[Expr]) -> set[Expr]:
-    """Of nodes in walk's order: loads that do not wait for the score, and what they need."""
+    """The loads that do not wait for the score, and what they need; nodes are in walk's order."""
     scored = depending(nodes, ("score",))
     found: set[Expr] = set()
     for node in reversed(nodes):
@@ -85,7 +85,7 @@ INT32: Range = (-(2**31), 2**31 - 1)
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What the target's language lacks or has: it changes how a function is spelled.
+    """The features of the target's language that change how a function is spelled.
 
     interpreted: Triton's CPU interpreter. head_per_row: `h` is a column of heads, one a row, not
     a number; batch_per_row: `b` is one too. fast_tanh: the hardware's tanh is accurate enough
@@ -105,7 +105,7 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where an expression is computed, which decides what its variables are called there.
+    """The place where an expression is computed, which decides the names of its variables.
 
     prefix: of the names given to statements; "" is the mod's kind. q_idx, kv_idx, h: texts; a name
     of its own is the ordinary one. by_row, by_key: whether those texts differ by row and by key.
@@ -393,7 +393,7 @@ class MultiPrinter:
         return self._guarded(loaded) if guarded else self._name(loaded)
 
     def _read(self, dtype: str, address: str, inside: str, key: bool) -> str:
-        """What reads an address, 0 where it is not inside; "" is everywhere."""
+        """The expression that reads an address, 0 where it is not inside; "" is everywhere."""
         if key and inside and self.traits.predicated_loads:
             return f"predicated_load_{dtype}({address}, {inside})"
         # No integer becomes a number of eight bits.
@@ -422,7 +422,8 @@ class MultiPrinter:
         return places
 
     def _whole(self, node: Expr) -> tuple[str, str]:
-        """Whether a load of what is walked has a whole tile inside, and an element's own check.
+        """Two conditions of a load of what is walked: the whole tile is inside, and one element
+        is.
 
         Both are "" for other loads, and where a dialect has no end of a tile.
         """

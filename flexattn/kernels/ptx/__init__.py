@@ -1,1 +1,3 @@
-"""What happens to a kernel between Triton's PTX and its machine code: passes, and which ptxas."""
+"""The steps of a kernel between Triton's PTX and its machine code: passes, and the choice of
+ptxas.
+"""

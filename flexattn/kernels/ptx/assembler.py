@@ -1,4 +1,4 @@
-"""Which ptxas makes machine code of a kernel's PTX: Triton's own choice, or the other it brings.
+"""The choice of the ptxas for a kernel's PTX: Triton's own choice, or the other it brings.
 
 Triton's wheels hold two: `ptxas` and `ptxas-blackwell`, of an older and a newer CUDA. Releases up
 to 3.8 assemble for sm_90 with the first (12.8, 12.9), 3.9 with the second (13.4). Where a loop
@@ -88,7 +88,7 @@ def own_ptxas() -> str:
 
 
 def waits_meet() -> bool:
-    """Whether Triton lets a partition's warps meet behind each wait for products, as 3.9 does."""
+    """True if Triton lets a partition's warps meet behind each wait for products, as 3.9 does."""
     return _release() >= _MEETS
 
 
@@ -107,7 +107,7 @@ _path: ContextVar[str | None] = ContextVar("flexattn_ptxas", default=None)
 
 @contextmanager
 def assembled_by(ptxas: Ptxas) -> Iterator[None]:
-    """What this thread assembles inside is assembled by that ptxas; other threads' is not."""
+    """A context in which that ptxas assembles this thread's kernels; other threads keep theirs."""
     if not ptxas:
         yield
         return

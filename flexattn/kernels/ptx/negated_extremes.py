@@ -58,7 +58,7 @@ def merged(ptx: str) -> str:
     writes = Counter(re.findall(r"%\w+", " ".join(_WRITTEN.findall(ptx))))
 
     def absolute(found: re.Match[str]) -> str:
-        """Of registers written once: they are what they were where it was negated."""
+        """`abs` in place of the maximum of x and -x, if each is written once; else the text."""
         for x, negated in (found.group("one", "other"), found.group("other", "one")):
             once = writes[x] == writes[negated] == 1
             if found["name"] == "max" and once and source.get(negated) == x:

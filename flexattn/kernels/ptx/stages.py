@@ -23,7 +23,7 @@ from flexattn.util.locks import renewed
 
 
 class Pass(Protocol):
-    """What the module of a pass gives."""
+    """The interface of a pass's module."""
 
     def merged(self, ptx: str) -> str:
         """The PTX after the pass; raises RenderError where it is not as the pass knows it."""
@@ -63,7 +63,7 @@ _before: Callable[..., Any] | None = None
 
 @contextmanager
 def compiled_by(stages: Stages) -> Iterator[None]:
-    """What this thread compiles inside passes through these stages."""
+    """A context in which this thread's compiles pass through these stages."""
     if stages == OWN_STAGES:
         yield
         return
@@ -91,7 +91,7 @@ def _install(step: int) -> None:
 
 
 def _hook(*given: Any) -> Any:
-    """As Triton calls it: with a compile's stages; later releases also without, for a key.
+    """The hook that Triton calls: with a compile's stages; later releases also without, for a key.
 
     Of the key are the passes' own texts: what another text of one made is compiled again.
     """

@@ -65,7 +65,7 @@ SIMDS = 4
 
 @dataclass(frozen=True, slots=True)
 class AmdPrefillConfig(PrefillConfig):
-    """As PrefillConfig, with hints.
+    """A PrefillConfig with hints for AMD's compiler.
 
     waves_per_eu: waves that share the registers of a SIMD; 0 leaves the number to the compiler.
     matrix_instr_nonkdim: rows of a matrix instruction; 0 leaves them to it, too.
@@ -77,7 +77,7 @@ class AmdPrefillConfig(PrefillConfig):
 
 @dataclass(frozen=True, slots=True)
 class AmdDecodeConfig(DecodeConfig):
-    """As DecodeConfig, with the hints of AmdPrefillConfig."""
+    """A DecodeConfig with the hints of AmdPrefillConfig."""
 
     waves_per_eu: int = 0
     matrix_instr_nonkdim: int = 0
@@ -95,7 +95,7 @@ def for_device(config: TritonConfigT, device: Device) -> TritonConfigT:
 
 
 def hints(config: Config) -> tuple[tuple[str, int], ...]:
-    """What the compiler is found of a config beside its warps and stages, by Triton's names."""
+    """The options of a config for the compiler beside its warps and stages, by Triton's names."""
     if not isinstance(config, AmdPrefillConfig | AmdDecodeConfig):
         return ()
     found = (

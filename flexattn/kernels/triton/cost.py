@@ -1,4 +1,4 @@
-"""What calls of the Triton templates are expected to take on Hopper: models of both.
+"""Models of the time of calls of the Triton templates on Hopper: prefill and decode.
 
 Prefill: tiles of rows share SMs, by turns, and programs that share one hide each other's waits. So
 a call takes what an SM's products and softmaxes keep it busy, or the turns of its programs, each
@@ -69,7 +69,7 @@ _RESERVED, _BARRIERS = 1024, 64
 
 
 def is_modelled(structure: Structure) -> bool:
-    """Whether the model was fitted to structures like this one, and its choices raced.
+    """True if the model was fitted to structures like this one, and its choices raced.
 
     Other heads, inputs of 8 bits, of two dtypes or at odd addresses, float32, score_mods, dropout,
     and masks that read tensors were not.
@@ -84,20 +84,22 @@ def is_modelled(structure: Structure) -> bool:
 
 
 def other_tiles(first: PrefillConfig) -> Iterator[PrefillConfig]:
-    """What sizes change of the first config: more tiles, or more of them on an SM at a time."""
+    """The first config with other tiles: more tiles, or more of them on an SM at a time."""
     for rows, keys, stages in ((64, 64, 3), (64, 64, 2), (128, 32, 3)):
         yield replace(first, BLOCK_M=rows, BLOCK_N=keys, num_warps=_WARPS, num_stages=stages)
 
 
 def margin(problem: Problem) -> float:
-    """What another tile must be expected to gain: nothing at lengths that were measured."""
+    """The gain that another tile must be expected to have: 1.0, none, at lengths that were
+    measured.
+    """
     return 1.0 if max(problem.q_len, problem.kv_len) <= _LONGEST else ESTIMATE_MARGIN
 
 
 def expected_prefill(
     problem: Problem, config: PrefillConfig, device: Device, costs: PrefillCosts = PREFILL_COSTS
 ) -> Estimate | None:
-    """What a config is expected to take; None where nobody fitted it, or nothing is to do."""
+    """The estimate of a config's time; None where nobody fitted it, or nothing is to do."""
     structure = problem.structure
     if not is_modelled(structure):
         return None
@@ -179,7 +181,7 @@ _TALL_REGISTERS = 80
 def expected_decode(
     problem: Problem, config: DecodeConfig, device: Device, costs: DecodeCosts = DECODE_COSTS
 ) -> Estimate | None:
-    """What a decode config is expected to take; None where there is nothing to do."""
+    """The estimate of a decode config's time; None where there is nothing to do."""
     if not problem.q_len or not problem.kv_len or not problem.B:
         return None
     costs = TALL if config.BLOCK_M > _SHORT_ROWS else costs

@@ -37,7 +37,7 @@ from flexattn.settings import log
 
 
 class _Family(KernelFamily[TritonConfigT]):
-    """What prefill and decode have in common."""
+    """The common parts of prefill and decode."""
 
     name = "triton"
     language: Language = "triton"
@@ -87,7 +87,7 @@ class _Prefill(_Family[PrefillConfig]):
         return self._modelled(rules, cost.other_tiles, problem, device, margin)
 
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[PrefillConfig]:
-        """What may come before Hopper's template, or first where that is not there."""
+        """The configs that may come before Hopper's template, or first where that is not there."""
         if device.has_wgmma and cost.is_modelled(problem.structure):
             able = filter(self.can_run(problem, device), prefill_rules(problem, device))
             for first in islice(able, 1):

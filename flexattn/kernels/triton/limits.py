@@ -50,7 +50,7 @@ class ConfigCase(StructureCase[PrefillConfig | DecodeConfig]):
 
     @property
     def use_tma(self) -> bool:
-        """Whether tiles are read by the copy engine."""
+        """True if tiles are read by the copy engine."""
         return isinstance(self.config, PrefillConfig) and self.config.use_tma
 
     @property
@@ -61,7 +61,7 @@ class ConfigCase(StructureCase[PrefillConfig | DecodeConfig]):
 
     @property
     def is_hip(self) -> bool:
-        """Whether AMD's compiler makes the kernel."""
+        """True if AMD's compiler makes the kernel."""
         return self.device.backend == "hip"
 
     # How products are made.
@@ -73,37 +73,39 @@ class ConfigCase(StructureCase[PrefillConfig | DecodeConfig]):
 
     @property
     def splits(self) -> bool:
-        """Whether each product is six of bfloat16."""
+        """True if each product is six of bfloat16."""
         return self.fp32_products == "bf16x6"
 
     @property
     def warpgroups(self) -> bool:
-        """Whether warpgroups can multiply the tile: 64 rows each, K and V in shared memory."""
+        """True if warpgroups can multiply the tile: 64 rows each, K and V in shared memory."""
         return self.device.has_wgmma and self.config.BLOCK_M >= 64 and self.config.num_warps >= 4
 
     @cached_property
     def wgmma(self) -> bool:
-        """Whether they do, in 16 bits."""
+        """True if warpgroups multiply the tile in 16 bits."""
         return self.warpgroups and self.structure.itemsize == 2
 
     @cached_property
     def split_wgmma(self) -> bool:
-        """Whether they do in three parts of bfloat16, of which Q's lie in shared memory too."""
+        """True if warpgroups multiply it in three parts of bfloat16; Q's parts lie in shared
+        memory too.
+        """
         return self.warpgroups and self.splits
 
     @property
     def rows_per_warp(self) -> bool:
-        """Whether each warp has 16 rows or more of its own."""
+        """True if each warp has 16 rows or more of its own."""
         return self.config.BLOCK_M >= 16 * self.config.num_warps
 
     @cached_property
     def loads_tile(self) -> bool:
-        """Whether a mod reads a value for each score."""
+        """True if a mod reads a value for each score."""
         return features.loads_tiles(self.structure)
 
     @property
     def loads_keys(self) -> bool:
-        """Whether a mod reads a value for each key, beside documents' numbers."""
+        """True if a mod reads a value for each key, beside documents' numbers."""
         structure = self.structure
         return features.loads_by_key(structure) and not features.compares_numbers(structure)
 
@@ -214,7 +216,7 @@ def _tma_reads(dim: str) -> Rule[ConfigCase]:
 
 
 def _known_hints(c: ConfigCase) -> bool:
-    """Whether the compiler knows a config's hints.
+    """True if the compiler knows a config's hints.
 
     Of rows of a matrix instruction RDNA has 16, CDNA 16 or 32. Compilers drop other hints without
     a word, or multiply tiles without matrix instructions.

@@ -134,20 +134,20 @@ def render(
 
 
 def _loads_bytes(structure: Structure) -> bool:
-    """Whether each byte of K and V is a load: of eight bits, in rows of no alignment."""
+    """True if each byte of K and V is a load: of eight bits, in rows of no alignment."""
     layout = structure.layout
     wide = layout.aligned and layout.k_contiguous and layout.v_contiguous
     return "float8" in structure.dtype_of("k") and not wide
 
 
 def _compares_ends(structure: Structure) -> bool:
-    """Whether a tile of rows compares the numbers of its first and its last block of keys."""
+    """True if a tile of rows compares the numbers of its first and its last block of keys."""
     sparsity = structure.sparsity
     return structure.kind == "prefill" and sparsity is not None and sparsity.kv_block <= 1024
 
 
 def _moves_out_of_loops(structure: Structure, config: Config, device: Device) -> bool:
-    """Whether LLVM may move what does not change out of the loop over keys.
+    """True if LLVM may move what does not change out of the loop over keys.
 
     There it stays in registers, which a warpgroup's accumulator and scores have filled. A mod that
     gathers a value for every score loses more by computing its addresses anew.

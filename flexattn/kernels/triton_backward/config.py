@@ -13,7 +13,7 @@ from flexattn.problem import Problem, Sparsity, Structure
 
 
 def _loads_for_keys(structure: Structure) -> bool:
-    """Whether a score_mod reads memory inside of the loops."""
+    """True if a score_mod reads memory inside of the loops."""
     if structure.score is None:
         return False
     loads = (each for each in walk(structure.score.mod.expr) if each.op == "load")
@@ -21,7 +21,7 @@ def _loads_for_keys(structure: Structure) -> bool:
 
 
 def serialises(structure: Structure) -> bool:
-    """Whether ptxas was seen to serialise the products of such a structure, unguarded."""
+    """True if ptxas was seen to serialise the products of such a structure, unguarded."""
     return max(structure.head_dims) > 128 or _loads_for_keys(structure)
 
 
@@ -84,7 +84,7 @@ def fit_to_mask(config: BackwardConfig, structure: Structure) -> BackwardConfig:
 
 
 def reads_runs(structure: Structure, config: BackwardConfig) -> bool:
-    """Whether the kernel walks a mask's runs, in both directions: whole tiles of whole blocks."""
+    """True if the kernel walks a mask's runs, in both directions: whole tiles of whole blocks."""
     sparsity = structure.sparsity
     if sparsity is None or not sparsity.runs:
         return False
@@ -106,7 +106,7 @@ def skips_blocks(structure: Structure, config: BackwardConfig) -> tuple[int, int
 
 
 def tile_counts(sparsity: Sparsity, config: BackwardConfig) -> dict[str, int]:
-    """How many tiles cover a block, by the names of a kernel's constants."""
+    """The number of tiles that cover a block, by the names of a kernel's constants."""
     return {
         "TILES_PER_Q1": -(-sparsity.q_block // config.BLOCK_M1),
         "TILES_PER_KV1": -(-sparsity.kv_block // config.BLOCK_N1),

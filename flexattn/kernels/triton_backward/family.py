@@ -41,13 +41,13 @@ class ConfigCase(StructureCase[BackwardConfig]):
 
     @property
     def wgmma(self) -> bool:
-        """Whether warpgroups multiply operands that lie in shared memory."""
+        """True if warpgroups multiply operands that lie in shared memory."""
         in_16_bits = self.structure.itemsize == 2
         return self.device.has_wgmma and in_16_bits and self.config.num_warps >= 4
 
     @property
     def has_tma(self) -> bool:
-        """Whether the copy engine reads the tiles: of one tile a head dimension, and rows of the
+        """True if the copy engine reads the tiles: of one tile a head dimension, and rows of the
         output of whole 16 bytes.
         """
         one = all(len(pieces(dim)) == 1 for dim in self.structure.head_dims)
@@ -204,7 +204,7 @@ def defaults(problem: Problem, device: Device) -> Iterator[BackwardConfig]:
 
 
 def axes(problem: Problem, device: Device, every: bool) -> Iterator[BackwardConfig]:
-    """What a search may try."""
+    """The configs that a search may try."""
     held = (32, 64, 128) if every else (64, 128)
     walked = (16, 32, 64, 128) if every else (32, 64)
     stages = (1, 2, 3) if every else (2, 3)

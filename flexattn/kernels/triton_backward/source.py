@@ -60,7 +60,9 @@ _LISTS = ("KV", "Q")
 def backward_arguments(
     structure: Structure, config: BackwardConfig, runs: bool
 ) -> tuple[Argument, ...]:
-    """Of the kernel that makes dQ, dK and dV; runs: it reads the runs of a mask's rows."""
+    """The arguments of the kernel that makes dQ, dK and dV; runs: it reads the runs of a mask's
+    rows.
+    """
     element = f"*{signature_type(structure.dtype)}"
     found = [pointer(tensor, structure) for tensor in "qkv"]
     found += several(element, "DO", divisible_by=16)
@@ -160,7 +162,7 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
 
 
 def rows_of_delta(structure: Structure) -> int:
-    """How many query rows of a head a program of delta takes."""
+    """The number of query rows of a head that a program of delta takes."""
     return max(16, min(128, _ELEMENTS // power_above(padded(structure.head_dim_v))))
 
 
