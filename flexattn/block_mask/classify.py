@@ -1,4 +1,4 @@
-"""Which blocks of a mask are empty, partial or full: by its bounds, by elements where left open.
+"""The kind of each block of a mask, empty, partial or full: by bounds, by elements where open.
 
 A causal mask of 1M x 1M has 67M blocks, and all but 8192 of them follow from their corners.
 """
@@ -42,7 +42,7 @@ _SAMPLED = 4
 def block_kinds(
     bound: Bound, sizes: tuple[int, int, int, int], block: tuple[int, int], device: torch.device
 ) -> Tensor:
-    """Whether each block is EMPTY, PARTIAL or FULL: int8 [B, H, q_blocks, kv_blocks].
+    """The kind of each block, EMPTY, PARTIAL or FULL: int8 [B, H, q_blocks, kv_blocks].
 
     A block that reaches past a length is never FULL, as in torch.
     """

@@ -147,12 +147,12 @@ def lazy_mask(
 
 
 def lists_pending(mask: BlockMask) -> bool:
-    """Whether a mask's lists by key are not made yet."""
+    """True if a mask's lists by key are not made yet."""
     return "q_num_blocks" not in mask.__dict__ or "q_indices" not in mask.__dict__
 
 
 def decided(mask: BlockMask) -> bool:
-    """Whether a mask's lists are known to hold only what mask_mod keeps."""
+    """True if a mask's lists are known to hold only what mask_mod keeps."""
     beside = mask.__dict__.get("_flexattn")
     return beside is not None and bool(beside.decided)
 
@@ -227,7 +227,7 @@ def queue_of(device: torch.device) -> tuple[torch.device, int, bool]:
 
 
 def positions(B: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> _Positions:
-    """What a mask_mod is given for all elements at once: b, h, q_idx and kv_idx.
+    """The arguments of a mask_mod for all elements at once: b, h, q_idx and kv_idx.
 
     int64 [B, 1, 1], [], [1, Q_LEN, 1] and [KV_LEN, up to whole blocks], where the last key stands
     for those past it. Not to be written to: who asks again on the same stream gets the same.

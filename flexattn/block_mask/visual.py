@@ -29,7 +29,7 @@ _CLASSES = ("empty", "partial", "full")
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """What `visualize` found.
+    """The result of `visualize`.
 
     share: of a mask, how much of each cell is kept, 0 to 1, float32 [rows, columns]. classes: 0
     empty, 1 partial, 2 full, of per_cell x per_cell blocks each. scores: of a score_mod, its value
@@ -123,7 +123,7 @@ class Picture:
         return path
 
     def _repr_png_(self) -> bytes | None:
-        """What a notebook shows; it falls back on characters without matplotlib."""
+        """The picture that a notebook shows; None without matplotlib: it then shows characters."""
         try:
             figure = self.figure()
         except UnsupportedError:
@@ -265,7 +265,7 @@ class _View:
         return kinds[b, h].cpu()
 
     def share(self, rows: Ends, columns: Ends) -> Tensor:
-        """How much of each cell is kept, an estimate in open cells: float32 [rows, columns].
+        """The share of each cell that is kept, an estimate in open cells: float32 [rows, columns].
 
         0 and 1 in a cell that the bounds decide are exact; an estimate is between the two.
         """

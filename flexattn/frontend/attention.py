@@ -100,7 +100,7 @@ def flex_attention(
 def answer(
     arguments: tuple[Any, ...],
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-    """What flex_attention returns for its arguments, outside of any graph."""
+    """The results of flex_attention for its arguments, outside of any graph."""
     given = Call(*arguments)
     key = call_key(given)
     outputs = launch_cache.serve(key, given) or on_cpu.run_compiled(given) or _serve(key, given)
@@ -155,7 +155,7 @@ def _without_kernels(call: Call, error: WrongKernelError) -> tuple[Route, str]:
 
 
 def run_admitted(call: Call) -> Outputs:
-    """What an admitted call gives; nothing of it is remembered but its launch."""
+    """The outputs of an admitted call; nothing of it is stored but its launch."""
     route, why = _checked_route(call)
     if route not in PLANLESS:
         try:
@@ -192,7 +192,7 @@ def _planless(route: Route, why: str, call: Call) -> Outputs:
 
 
 def route_of(call: Call) -> tuple[Route, str]:
-    """Which path a call takes, with the reason in words."""
+    """The path that a call takes, with the reason in words."""
     q, fp8, wants = call.q, call.q.dtype in FP8, wants_grad(call)
     if wants and (fp8 or checks.mixes(q, call.k)):
         what, better = "mixed dtypes", "key and value in query's dtype"
@@ -265,7 +265,7 @@ def route_of(call: Call) -> tuple[Route, str]:
 
 
 def _nothing(call: Call) -> bool:
-    """Whether there is no query, or no key to attend to: no number is added to another."""
+    """True if there is no query, or no key to attend to: no number is added to another."""
     return call.q.numel() == 0 or call.k.numel() == 0 or call.v.shape[-1] == 0
 
 
@@ -368,7 +368,7 @@ def _torch(call: Call) -> Outputs:
 
 
 def check_kernels_drop(call: Call) -> None:
-    """That kernels can drop weights of a call; raises UnsupportedError where none can."""
+    """Raises UnsupportedError if no kernel can drop weights of a call."""
     got = f"dropout_p={call.dropout_p} on {call.q.device}"
     why = ""
     if call.q.dtype in FP8:

@@ -31,7 +31,7 @@ from flexattn.settings import current
 
 
 def prepared(call: Call) -> tuple[Plan, GradCall]:
-    """What serves an admitted call whose results can be differentiated.
+    """The plan, and the gradients' part, of an admitted call whose results can be differentiated.
 
     In q, k, v, sinks and the floating tensors that score_mod captures, through out and lse.
     max_scores has no gradient. Raises UnsupportedError for what has no derivative, before it runs.
@@ -88,7 +88,7 @@ class GradCall:
         return Outputs(out, lse if self.lse else None, maxima)
 
     def holds(self) -> bool:
-        """Whether another such call, of the same mods, is checked and differentiated alike."""
+        """True if another such call, of the same mods, is checked and differentiated alike."""
         if self._summed and torch.are_deterministic_algorithms_enabled():
             return False
         return [each.requires_grad for each in self.captured] == self.learns
@@ -123,7 +123,7 @@ class GradCall:
 def with_tensors(
     asked: AskedGradients, mask: BlockMask | None, others: list[Tensor]
 ) -> AskedGradients:
-    """What a backward keeps of its call, with the block mask, the mods' tensors and the seed."""
+    """The data that a backward keeps of its call, with block mask, mods' tensors and seed."""
     count = 0 if asked.score is None else len(asked.score.mod.buffers)
     score, masked, dropout = tuple(others[:count]), tuple(others[count:]), asked.dropout
     if dropout is not None:
@@ -165,7 +165,7 @@ def _parts(mask: BlockMask | None) -> tuple[Any, ...]:
 
 
 class _Attention(torch.autograd.Function):
-    """Of (grads, mask, q, k, v, sinks, *score_mod's tensors): out, lse and max_scores."""
+    """(out, lse, max_scores) of (grads, mask, q, k, v, sinks, *score_mod's tensors)."""
 
     @staticmethod
     def forward(
@@ -229,7 +229,7 @@ def _gradients(
     dlse: Tensor | None,
     *saved: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Those of (q, k, v, sinks, *captured), where wanted; call: the ctx of _Attention."""
+    """The gradients of (q, k, v, sinks, *captured), where wanted; call: the ctx of _Attention."""
     q, k, v, out, lse, sinks, *others = saved
     asked, grads, mask = call.asked, call.grads(), call.mask
     if mask is not None:
@@ -269,7 +269,7 @@ def _as_read(mask: BlockMask, saved: list[Tensor | None], sizes: tuple[Any, Any]
 
 
 def _alike(saved: Tensor | None, now: Tensor | None) -> bool:
-    """Whether nothing was saved, or what is there now: a checkpoint gives an alias of it."""
+    """True if nothing was saved, or what is there now: a checkpoint gives an alias of it."""
     if saved is None or now is None or saved is now:
         return saved is None or saved is now
     same = saved.data_ptr() == now.data_ptr() and saved.shape == now.shape

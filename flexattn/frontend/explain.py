@@ -36,7 +36,7 @@ from flexattn.verify.first_use import LaunchedKernels, verification
 
 @dataclass(frozen=True)
 class Backward:
-    """What computes the gradients of a call: as the fields of Explanation for its forward.
+    """The kernel of a call's gradients, in fields as those of Explanation for its forward.
 
     language_why: as of the forward. score_gradient: what the gradient of the modified score is
     multiplied by; None without one.
@@ -69,7 +69,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which path a call takes and why; the kernel's fields are None where no kernel runs.
+    """The path of a call and its reason; the kernel's fields are None where no kernel runs.
 
     route: "kernel", "interpreter", "reference" (plain torch on the CPU), "torch" (mods that no
     kernel computes, gradients that an autograd Function of the score_mod decides, and devices that
@@ -155,7 +155,7 @@ def explain(
     v_descale: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Explanation:
-    """What `flex_attention` would run for the same arguments; compiles, but launches nothing.
+    """The path and kernel of `flex_attention` for these arguments; compiles, but launches nothing.
 
     Raises what flex_attention would raise.
     """
@@ -234,7 +234,7 @@ def _backward(call: Call) -> Backward:
 
 
 def _why_this_language(choice: Choice, asked: Options) -> str | None:
-    """Why a prefill or a backward on Hopper runs this of its two templates; None elsewhere."""
+    """The reason for one of Hopper's two templates of a prefill or a backward; None elsewhere."""
     problem, device = choice.problem, choice.device
     backward = problem.structure.kind == "backward"
     if not device.has_wgmma or problem.structure.kind == "decode":

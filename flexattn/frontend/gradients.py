@@ -46,7 +46,7 @@ from flexattn.verify.made_up import ChosenKernels
 
 
 class AskedGradients(NamedTuple):
-    """What a backward keeps of its call beside the saved tensors.
+    """The data that a backward keeps of its call beside the saved tensors.
 
     score, mask, dropout: the mods as bound, and what is dropped, without their tensors while they
     are saved apart. slots: of the score_mod's tensors that get a gradient.
@@ -62,14 +62,14 @@ class AskedGradients(NamedTuple):
 
     @classmethod
     def of(cls, call: Call) -> AskedGradients:
-        """What the backward of an admitted call keeps."""
+        """The data that the backward of an admitted call keeps."""
         return cls(
             call.score, call.mask, call.block_mask, call.scale, call.options,
             slots_of(call.score), call.dropout,
         )  # fmt: skip
 
     def lists(self) -> BothLists | None:
-        """Those of the block mask, by query and by key."""
+        """The lists of the block mask, by query and by key."""
         return None if self.block_mask is None else BothLists.of(self.block_mask)
 
 
@@ -81,7 +81,7 @@ class BackwardPlan(NamedTuple):
 
 
 def check_gradients(call: Call) -> AskedGradients:
-    """What the backward of a call keeps; raises UnsupportedError and ConfigError where none is."""
+    """The data that a backward keeps; raises UnsupportedError, ConfigError if none can run."""
     asked = AskedGradients.of(call)
     check_order(asked)
     mask = call.block_mask
@@ -102,7 +102,7 @@ def check_gradients(call: Call) -> AskedGradients:
 def check_backward(
     asked: AskedGradients, q: Tensor, k: Tensor, v: Tensor, lists: BothLists | None, target: Device
 ) -> None:
-    """That there is a kernel for these gradients; raises as `check_gradients`. Reads no values."""
+    """Raises as `check_gradients` if there is no kernel for these gradients. Reads no values."""
     if asked.score is not None:
         derivatives(asked.score.mod, asked.slots)
     problem = _problem(asked, q, k, v, lists, target)
@@ -117,7 +117,7 @@ def check_backward(
 
 
 def check_order(asked: AskedGradients) -> None:
-    """That no sum over many programs, which has no order, is asked to be deterministic."""
+    """Raises if a sum over many programs, which has no order, is asked to be deterministic."""
     if asked.score is None or not derivatives(asked.score.mod, asked.slots).summed(asked.slots):
         return
     demanded = torch.are_deterministic_algorithms_enabled()
@@ -138,7 +138,7 @@ def check_order(asked: AskedGradients) -> None:
 
 
 def choice_of(call: Call) -> tuple[Problem, Choice]:
-    """What the backward of an admitted call runs; it is built, and nothing is launched."""
+    """The problem and the choice of an admitted call's backward; it is built, not launched."""
     target, index = detect(call.q.device), call.q.device.index if call.q.is_cuda else -1
     asked = AskedGradients.of(call)
     problem = _problem(asked, call.q, call.k, call.v, asked.lists(), target)
@@ -370,7 +370,7 @@ def _problem(
 
 
 def _options(given: Options, problem: Problem, target: Device) -> Options:
-    """Those of a call that mean its backward: numbers of a config, over the static default's."""
+    """The options of a call's backward: numbers of a config, over the static default's."""
     language = _language(given, problem, target)
     if not given.backward:
         return replace(NONE, language=language, deterministic=repeats_bits(given))
@@ -379,7 +379,7 @@ def _options(given: Options, problem: Problem, target: Device) -> Options:
 
 
 def _language(given: Options, problem: Problem, target: Device) -> Language | None:
-    """What a backward's template is written in, where the caller decided; None where open.
+    """The language of a backward's template, where the caller decided; None where open.
 
     Where Gluon's cannot serve, or not with the same bits in every run, Triton's does, whatever was
     asked of the forward.
@@ -392,5 +392,5 @@ def _language(given: Options, problem: Problem, target: Device) -> Language | No
 
 
 def repeats_bits(given: Options) -> bool:
-    """Whether gradients of the same bits in every run are asked for."""
+    """True if gradients of the same bits in every run are asked for."""
     return given.deterministic or torch.are_deterministic_algorithms_enabled()

@@ -25,7 +25,7 @@ _NAME = "_flexattn_serve"
 
 
 class Installed:
-    """What `install` gives: a context manager that uninstalls, and who served what.
+    """The result of `install`: a context manager that uninstalls, and counts of who served what.
 
     served: how often, by "flexattn", or "torch: " and why; nodes of compiled graphs are counted
     as they are compiled.
@@ -84,7 +84,7 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Whether torch's function is served by this library."""
+    """True if torch's function is served by this library."""
     return _NAME in theirs.__globals__
 
 

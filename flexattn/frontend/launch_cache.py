@@ -150,7 +150,7 @@ def call_key(given: Call) -> CallKey | None:
 
 
 def as_given(given: Call, call: Call) -> bool:
-    """Whether a call that was admitted has what was given, to which its key belongs.
+    """True if an admitted call has the tensors and dropout as given, to which its key belongs.
 
     Autocast makes other tensors, sinks with gaps are copied, and a dropout_p may round to 0.
     """
@@ -210,7 +210,7 @@ class ScoreGuard(NamedTuple):
     guards: Guards
 
     def holds(self, mod: Any) -> bool:
-        """Whether a score_mod is the one that was seen, and reads what it read."""
+        """True if a score_mod is the one that was seen, and reads what it read."""
         same = self.mod() is mod
         return same and self.guards.hold(mod)
 
@@ -229,14 +229,14 @@ class MaskGuard(NamedTuple):
     guards: Guards
 
     def holds(self, mask: Any) -> bool:
-        """Whether a mask is the one that was seen, and has what it had."""
+        """True if a mask is the one that was seen, and has what it had."""
         same = self.mask() is mask
         parts = parts_of(mask)
         same = same and all(map(is_, parts, self.parts)) and self.unchanged(self.seen)
         return same and self.guards.hold(parts[0])
 
     def grew(self, mask: Any, lengths: tuple[int, int]) -> bool:
-        """Whether a mask has the same lists and mask_mod, not copies, and is of these lengths."""
+        """True if a mask has the same lists and mask_mod, not copies, and is of these lengths."""
         *parts, block, sizes = parts_of(mask)
         same = all(map(is_, parts, self.parts)) and (block, sizes) == (self.parts[5], lengths)
         return same and self.unchanged(self.seen) and self.guards.hold(parts[0])
@@ -267,7 +267,7 @@ class CachedCall:
     options: Options
 
     def holds(self, given: Call) -> bool:
-        """Whether a call of the entry's key is served as the one that was seen."""
+        """True if a call of the entry's key is served as the one that was seen."""
         if self.settings is not current() or self.generation != generation():
             return False
         # Within torch.func.jvp a tensor may have a tangent, which a launch would drop; what traces
@@ -323,7 +323,7 @@ class CachedCall:
         return launch.run(given.q, given.k, given.v, self.scale, self.rest, given.sinks, descales)
 
     def replaced_by(self, other: CachedCall, length: tuple[Any, ...]) -> bool:
-        """Whether another entry, of a call of this length, serves in its place."""
+        """True if another entry, of a call of this length, serves in its place."""
         alike = (self.grads is None) == (other.grads is None)
         return alike and (length in self.launches or (self.grows and other.grows))
 
@@ -360,7 +360,7 @@ def _as_large(seen: list[Any]) -> bool:
 
 
 def _converts(where: str, given: Call) -> bool:
-    """Whether autocast is on, and would convert an input."""
+    """True if autocast is on, and would convert an input."""
     if not torch.is_autocast_enabled(where):
         return False
     dtype = torch.get_autocast_dtype(where)
@@ -368,7 +368,7 @@ def _converts(where: str, given: Call) -> bool:
 
 
 def _requires_grad(entry: CachedCall, given: Call) -> bool:
-    """Whether an input of a call, or a tensor that its score_mod was seen to capture, does."""
+    """True if an input, or a tensor that the score_mod captures, requires a gradient."""
     for tensor in given.tensors:
         if tensor is not None and tensor.requires_grad:
             return True

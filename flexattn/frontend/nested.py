@@ -31,7 +31,7 @@ class Packed:
     mask_mod: Callable[..., Tensor]
 
     def unpack(self, out: Tensor) -> Tensor:
-        """What flex_attention returned, as a nested tensor of query's lengths (jagged layout).
+        """A result of flex_attention as a nested tensor of query's lengths (jagged layout).
 
         out [1, Hq, rows, Ev], or lse [1, Hq, rows]. Raises InputError for other rows.
         """

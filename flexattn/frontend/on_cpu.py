@@ -33,7 +33,7 @@ _MOST = 8
 
 @dataclass(slots=True)
 class _Mods:
-    """What is known of one pair of mods: how often they came, and what was compiled for them."""
+    """The state of one pair of mods: how often they came, and what was compiled for them."""
 
     calls: int = 0
     compiles: int = 0
@@ -48,7 +48,7 @@ _compiling = renewed(threading.Lock())
 
 
 def run_compiled(given: Call) -> Outputs | None:
-    """What compiled code gives for a call, as it was given; None where there is none for it."""
+    """The outputs of compiled code for a call, as it was given; None where there is none."""
     known = _known.get(_key(given)) if _plain(given) else None
     if known is None or known.run is None:
         return None
@@ -94,7 +94,7 @@ def forget() -> None:
 
 
 def _plain(given: Call) -> bool:
-    """Whether a call is one of those that the kernel computes, and no mode watches it."""
+    """True if a call is one of those that the kernel computes, and no mode watches it."""
     settings, q = current(), given.q
     if not settings.cpu_compile or settings.check or settings.interpret:
         return False
@@ -115,7 +115,7 @@ def _plain(given: Call) -> bool:
 
 
 def _key(given: Call) -> tuple[Any, ...]:
-    """What tells pairs of mods apart: their code, whoever made them anew."""
+    """The key of a pair of mods: their code, whoever made them anew."""
     mask_mod = getattr(given.block_mask, "mask_mod", None)
     mods = (given.score_mod, mask_mod)
     return (given.q.dtype, *(getattr(mod, "__code__", type(mod)) for mod in mods))

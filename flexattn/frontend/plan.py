@@ -99,7 +99,7 @@ def _prepare(call: Call, masked: str, lists: Lists | None) -> ForwardLaunch:
 
 
 def _problem(call: Call, masked: str, lists: Lists | None, target: Device) -> Problem:
-    """What a call asks; all that is read here stands in the key of its launch."""
+    """The problem of a call; all that is read here stands in the key of its launch."""
     q, k, v = (TensorFacts(*facts_of(x)) for x in (call.q, call.k, call.v))
     chosen = call.options
     B, Hq, q_len, head_dim = q.shape
@@ -198,7 +198,7 @@ def wrong_gradients(
     found: Gradients,
     call: Callable[[], tuple[SavedForward, ChosenKernels]],
 ) -> bool:
-    """Whether the first launch of a backward gave other gradients than plain torch.
+    """True if the first launch of a backward gave other gradients than plain torch.
 
     call: what was differentiated, as plain torch and as a made-up call take it. Those of captured
     tensors, which are sums over all of a call, are judged on the made-up one.
@@ -226,7 +226,7 @@ def _subject(launch: ForwardLaunch) -> LaunchedKernels:
 
 
 def _apart(q: Tensor) -> bool:
-    """Whether a made-up call is checked in place of this one.
+    """True if a made-up call is checked in place of this one.
 
     Nothing is computed while a graph is captured. Processes of a group have other inputs each, and
     are to choose the same kernels.

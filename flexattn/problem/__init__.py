@@ -1,4 +1,4 @@
-"""What a call asks, as one value, and the checks of it."""
+"""A call's request as one value, and the checks of it."""
 
 from flexattn.problem.kind import kind_for
 from flexattn.problem.problem import (

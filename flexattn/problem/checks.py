@@ -47,12 +47,12 @@ def _named(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def mixes(q: Tensor, k: Tensor) -> bool:
-    """Whether key and value are narrower than query, as a kernel that converts them takes them."""
+    """True if key and value are narrower than query, as a kernel that converts them takes them."""
     return k.dtype in NARROWER.get(q.dtype, ())
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """That query, key and value are dense tensors of four dimensions; raises InputError."""
+    """Raises InputError if query, key or value is not a dense tensor of four dimensions."""
     for name, tensor in _named(q, k, v):
         if not isinstance(tensor, Tensor):
             raise InputTypeError(
@@ -159,7 +159,7 @@ def number(value: Any) -> float | None:
 
 
 def _check_is_block_mask(mask: object) -> None:
-    """That a block_mask is torch's BlockMask with a mask_mod; raises InputError."""
+    """Raises InputError if a block_mask is not torch's BlockMask with a mask_mod."""
     if not isinstance(mask, BlockMask):
         raise InputTypeError(
             f"block_mask is a {type(mask).__name__}",
@@ -176,7 +176,7 @@ def _check_is_block_mask(mask: object) -> None:
 
 
 def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
-    """That a BlockMask was made for these tensors; raises InputError."""
+    """Raises InputError if a BlockMask was not made for these tensors."""
     _check_is_block_mask(mask)
     batch, heads, *lengths = *q.shape[:3], k.shape[2]
     if list(mask.seq_lengths) != lengths:
@@ -211,7 +211,7 @@ def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
 
 
 def _check_lists(mask: BlockMask) -> None:
-    """That counts and indices stand in the same rows, and kernels can count them."""
+    """Raises InputError if lists differ in rows, or have more entries than kernels count."""
     rows = mask.kv_num_blocks.shape
     for name, counts, indices in (
         ("kv", mask.kv_num_blocks, mask.kv_indices),
@@ -234,7 +234,7 @@ def _check_lists(mask: BlockMask) -> None:
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:
-    """That sinks are one logit for each query head, where query is; raises InputError."""
+    """Raises InputError if sinks are not one logit for each query head, on query's device."""
     rule = "sinks are one logit for each query head, [Hq]"
     if not isinstance(sinks, Tensor):
         raise InputTypeError(f"sinks is a {type(sinks).__name__}", f"{rule}, in a torch.Tensor")
@@ -248,7 +248,7 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
 
 
 def check_descales(descales: Descales, q: Tensor, k: Tensor) -> None:
-    """That descales are fp32 factors of each head of fp8 inputs, where they are."""
+    """Raises InputError if a descale is not a fp32 factor of each head of fp8 inputs."""
     for letter, x, like in zip("qkv", descales, (q, k, k), strict=True):
         if x is None:
             continue
@@ -283,7 +283,7 @@ def _check_place(name: str, tensor: Tensor, q: Tensor) -> None:
 
 
 def check_devices(q: Tensor) -> None:
-    """That the tensors are where something can compute them; raises InputError."""
+    """Raises InputError if nothing can compute tensors on their device."""
     if q.device.type not in ("cpu", "cuda", *TORCHS):
         raise InputError(
             f"query is on {q.device}",

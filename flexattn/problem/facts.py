@@ -1,4 +1,4 @@
-"""What kernels depend on in tensors beside their numbers, and how float32 is multiplied."""
+"""The facts of tensors, beside their numbers, that decide kernels; and float32's products."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexattn.problem.problem import Fp32Products, Layout
 
 
 class TensorFacts(NamedTuple):
-    """How a tensor lies in memory.
+    """The layout of a tensor in memory.
 
     kind: its class. device: the index of its GPU, -1 for none. offset: bytes of its address above
     a multiple of 16. negated: it is a view that stands for the negative of its memory, as a
@@ -28,7 +28,7 @@ class TensorFacts(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Whether the address and the strides but the last are multiples of 16 bytes.
+        """True if the address and the strides but the last are multiples of 16 bytes.
 
         No stride is 0 but the batch's: kernels that read through tensor descriptors, which know
         none, ask for that one alone.
@@ -51,7 +51,7 @@ def facts_of(tensor: Tensor | None) -> Any:
 
 
 def layout_of(q: TensorFacts, k: TensorFacts, v: TensorFacts) -> Layout:
-    """How query, key and value lie in memory, as far as a kernel's code depends on it."""
+    """The layout of query, key and value in memory, as far as a kernel's code depends on it."""
     whole = q.aligned and k.aligned and v.aligned and (q.shape[0] == 1 or q.strides[0] > 0)
     return Layout(q.strides[-1] == 1, k.strides[-1] == 1, v.strides[-1] == 1, whole)
 
@@ -71,7 +71,7 @@ def torch_setting() -> Fp32Setting:
 
 
 def setting_of(q: Tensor, asked: Fp32Setting | None = None) -> Fp32Setting:
-    """As asked, else as torch has it; "ieee" where NVIDIA's units do not multiply q."""
+    """The setting as asked, else torch's; "ieee" where NVIDIA's units do not multiply q."""
     if q.dtype != torch.float32 or not q.is_cuda or torch.version.hip is not None:
         return "ieee"
     return torch_setting() if asked is None else asked
@@ -80,7 +80,7 @@ def setting_of(q: Tensor, asked: Fp32Setting | None = None) -> Fp32Setting:
 def products_for(
     setting: Fp32Setting, kind: str, head_dims: tuple[int, int], capability: int, narrower: bool
 ) -> Fp32Products:
-    """What a setting is for a kind of kernel on a device.
+    """The products of float32 that a setting means for a kind of kernel on a device.
 
     head_dims: of q and k, and of v. capability: 90 for sm_90, 0 for what is not NVIDIA's.
     narrower: k and v have another dtype than q.

@@ -1,4 +1,4 @@
-"""What a call may have beside q, k and v: sinks, factors of each head, and dropout."""
+"""The optional inputs of a call beside q, k and v: sinks, factors of each head, and dropout."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ RANDOM_NUMBERS = 2**15
 
 
 class Dropout(NamedTuple):
-    """Which weights are dropped, by a random number of 15 bits for each.
+    """The rule that drops weights, by a random number of 15 bits for each.
 
     below: of the 2^15 numbers, how many drop a weight, from 1 to all of them: those under it.
     seed: int64 [1] on the call's device, None where nothing is drawn yet. The mask is a function
@@ -68,13 +68,13 @@ class Dropout(NamedTuple):
 
     @classmethod
     def of(cls, p: float) -> Dropout | None:
-        """What drops weights with probability p, from 0 to 1; None where that rounds to 0."""
+        """The Dropout of probability p, from 0 to 1; None where that rounds to 0."""
         below = round(p * RANDOM_NUMBERS)
         return cls(below) if below else None
 
     @property
     def scale(self) -> float:
-        """What weights that are kept are multiplied by, so that their mean stays; 1 of none."""
+        """The factor of weights that are kept, so that their mean stays; 1 where none are kept."""
         kept = RANDOM_NUMBERS - self.below
         return RANDOM_NUMBERS / kept if kept else 1.0
 
@@ -83,11 +83,11 @@ class Dropout(NamedTuple):
         return self._replace(seed=torch.randint(2**63 - 1, (1,), device=device))
 
     def keeps(self, numbers: Tensor) -> Tensor:
-        """Which of the numbers keep their weights."""
+        """True for each of the numbers that keeps its weight."""
         return numbers >= self.below
 
     def arguments(self) -> dict[str, Any]:
-        """What kernels take, by their names for it.
+        """The arguments of kernels, by their names for them.
 
         last_dropped: the greatest number that drops a weight. It has 15 bits, as numbers have, so
         that kernels compare bit by bit.

@@ -64,7 +64,7 @@ def kind_for(
 
 
 def _columns(sizes: Shape | Problem) -> float:
-    """Of a key and of a value, in the mean."""
+    """The mean number of columns of a key and of a value."""
     if isinstance(sizes, Problem):
         return (sizes.structure.head_dim_qk + sizes.structure.head_dim_v) / 2
     return (sizes.D + sizes.Dv) / 2

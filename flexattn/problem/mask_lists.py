@@ -18,7 +18,7 @@ _RUNS = "_flexattn_runs"
 
 
 class Rows(NamedTuple):
-    """What the lists of a mask say of its rows, each [..., rows].
+    """The facts of a mask's rows by its lists, each [..., rows].
 
     listed: how many blocks. first, end: the lowest one, and one past the highest; the same number
     where there is none. runs [..., rows, 4] int32: (first, first full, end of full, end) in
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What was found in lists, the lists, and how often those had been written to."""
+    """A finding in lists, the lists, and how often those had been written to."""
 
     found: Any
     lists: tuple[Tensor | None, ...]
@@ -69,7 +69,7 @@ def rows_of(
 
 
 def _ends(counts: Tensor, indices: Tensor, kv_blocks: int) -> tuple[Tensor, ...]:
-    """Of each row: the lowest and the highest listed block, or `kv_blocks` and -1 of an empty one.
+    """The lowest and the highest listed block of each row; `kv_blocks` and -1 of an empty one.
 
     Then which entries are listed, and whether every row lists its blocks once and in order.
     """
@@ -108,7 +108,7 @@ def keep_with(mask: BlockMask, attribute: str, found: Any) -> None:
 
 
 def kept_with(mask: BlockMask, attribute: str) -> Any:
-    """What `keep_with` kept; None where there is nothing that still holds."""
+    """The value that `keep_with` stored; None where there is none that still holds."""
     kept: _Kept | None = getattr(mask, attribute, None)
     if kept is None or not all(map(is_, query_lists(mask), kept.lists)):
         return None
@@ -124,7 +124,7 @@ def versions(lists: list[Tensor]) -> list[Any]:
 
 
 def unwritten(seen: list[Any]) -> bool:
-    """Whether lists still are as `versions` saw them."""
+    """True if lists still are as `versions` saw them."""
     for each, version, place, shape, dense in seen:
         if each._version != version or each.data_ptr() != place:
             return False
@@ -199,7 +199,7 @@ def known_class(mask: BlockMask) -> str | None:
 
 
 def keeps_all(mask: BlockMask) -> bool:
-    """Whether a mask is the one block of everything that torch has for calls without a mask.
+    """True if a mask is the one block of everything that torch has for calls without a mask.
 
     Such a mask fits any lengths, whatever its own are. It reads two numbers back from the device;
     while these cannot be read, as under the capture of a CUDA graph, the answer is no.
@@ -237,7 +237,7 @@ def look_at_lists(lists: tuple[Tensor | None, ...], kv_blocks: int) -> tuple[str
 
 
 def _readable(tensor: Tensor) -> bool:
-    """Whether numbers can be read back now: real data, and no graph under capture."""
+    """True if numbers can be read back now: real data, and no graph under capture."""
     if tensor.is_meta or _is_fake(tensor):
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -257,7 +257,7 @@ class Kept(NamedTuple):
 
 
 def kept(name: str) -> Kept:
-    """What a class says of a mask's blocks; of "", all of them, and of "unknown", causal's."""
+    """The kept share and imbalance of a class of masks; "" keeps all, "unknown" is as causal."""
     if not name:
         return Kept(1.0, 1.0)
     if name == "empty":

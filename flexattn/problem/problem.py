@@ -69,7 +69,7 @@ def out_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Sparsity:
-    """What a BlockMask means to a kernel's code: block sizes, and whether it lists full blocks.
+    """The facts of a BlockMask for a kernel's code: block sizes, and whether it lists full blocks.
 
     per_head: the lists differ between the query heads of one KV head. runs: the blocks of each
     row join up, and so do its full ones, so that their ends say where they are.
@@ -84,7 +84,7 @@ class Sparsity:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How q, k and v lie in memory, as far as the code depends on it.
+    """The layout of q, k and v in memory, as far as the code depends on it.
 
     *_contiguous: the head dimension has stride 1. aligned: base addresses and all other
     strides are multiples of 16 bytes, so loads can be 16 bytes wide and TMA can read them.
@@ -108,7 +108,7 @@ class Captures:
 
 
 def captures_of(bound: Bound | None) -> Captures | None:
-    """What a kernel's code takes from a mod; None where the mod changes nothing."""
+    """The part of a mod that a kernel's code depends on; None where the mod changes nothing."""
     if bound is None or _keeps_everything(bound):
         return None
     return Captures(bound.mod, tuple(t.stride()[-1:] == (1,) for t in bound.tensors))
@@ -161,12 +161,12 @@ class Structure:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Of q and k, and of v."""
+        """The head dimensions: of q and k, and of v."""
         return self.head_dim_qk, self.head_dim_v
 
     @property
     def far(self) -> bool:
-        """Whether scores can be so far from 0 that base 2 needs care: printers/spelling.py."""
+        """True if scores can be so far from 0 that base 2 needs care: printers/spelling.py."""
         return self.score is not None and reaches_end(self.score.mod.expr)
 
     @property
@@ -182,7 +182,7 @@ class Structure:
 
     @property
     def fp8(self) -> bool:
-        """Whether q, k and v have eight bits, each head with a factor."""
+        """True if q, k and v have eight bits, each head with a factor."""
         return self.dtype == "float8_e4m3fn"
 
     @property
@@ -275,7 +275,7 @@ class Problem:
         return " ".join(found + ["dropout"] * s.dropout)
 
     def unserved(self) -> tuple[str, str]:
-        """Of what template there is no config where nothing can run, and what to do then."""
+        """The template without any config that can run, and the advice to the user."""
         if self.structure.fp8:
             do = "convert to bfloat16: of e4m3 queries Hopper has a prefill, "
             return self.structure.kind, do + "and nothing has the rest"

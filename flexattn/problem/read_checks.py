@@ -35,7 +35,7 @@ _CHUNK = 2**22
 
 
 def check_mask_reads(fn: _Mod, bound: Bound, sizes: _Sizes, device: torch.device) -> None:
-    """That a mask_mod reads inside its tensors at all positions of B, H, q_len, kv_len.
+    """Raises CaptureError if a mask_mod reads outside its tensors, in sizes B, H, q_len, kv_len.
 
     It may read outside where it is False whatever stands there. Raises CaptureError.
     """
@@ -52,7 +52,7 @@ def check_reads(
     block_mask: BlockMask | None,
     mask: Bound | None,
 ) -> None:
-    """That the mods of a call read inside their tensors, where the mask keeps what they give.
+    """Raises CaptureError if mods read outside their tensors where the mask keeps the score.
 
     q [B, Hq, L, E], k [Bkv, Hkv, S, E]; score and mask: what the mods are bound to. A mask_mod is
     asked in its listed blocks but the full ones. Raises CaptureError. It waits for the device, so
@@ -110,11 +110,11 @@ class _KeptLanes:
         return dense_blocks(counts, indices, -(-self.kv_len // self.blocks.BLOCK_SIZE[1]))
 
     def partial_lanes(self, lanes: Lanes) -> Tensor:
-        """Where mask_mod is asked, [b, h, m, n]."""
+        """True at each element where mask_mod is asked, [b, h, m, n]."""
         return spread(self.partial, self.blocks.BLOCK_SIZE, lanes)
 
     def lanes(self, lanes: Lanes) -> Tensor:
-        """Where a score counts, [b, h, m, n]."""
+        """True at each element where a score counts, [b, h, m, n]."""
         expr = self.mask.expr
         inside = evaluated((expr,), self.mask.tensors, _env(lanes))[expr].value
         kept = self.partial_lanes(lanes) & inside
@@ -143,7 +143,7 @@ class _Scores:
 
 @dataclass(slots=True)
 class _Seen:
-    """Of one dimension of one load: the least and largest index, and where it is first outside."""
+    """The least and largest index of one dimension of one load, and where it is first outside."""
 
     low: int = 0
     high: int = 0
@@ -152,7 +152,7 @@ class _Seen:
     any: bool = False
 
     def add(self, index: Tensor, lanes: Tensor, size: int, corner: Sequence[int]) -> None:
-        """What positions of a chunk read; corner: of its first one."""
+        """Adds the indices that positions of a chunk read; corner: of its first one."""
         read = index.expand(lanes.shape)[lanes]
         if not read.numel():
             return
@@ -204,7 +204,7 @@ class _Check:
         roots: Sequence[Expr],
         loads: Sequence[Expr],
     ) -> dict[tuple[Expr, int], _Seen]:
-        """What each dimension of each load reads, where the mod counts."""
+        """The indices that each dimension of each load reads, where the mod counts."""
         seen = {(load, dim): _Seen() for load in loads for dim in range(len(load.args))}
         for lanes in _chunks(sizes, self.device):
             env = _env(lanes)

@@ -74,17 +74,17 @@ class ServingForm(Structure):
 
     @property
     def aligned(self) -> bool:
-        """Whether addresses and strides are multiples of 16 bytes."""
+        """True if addresses and strides are multiples of 16 bytes."""
         return self.layout.aligned
 
     @property
     def ragged(self) -> bool:
-        """Whether cu_seqlens_q gives each request's number of queries."""
+        """True if cu_seqlens_q gives each request's number of queries."""
         return self.rows == 0
 
     @property
     def far(self) -> bool:
-        """Whether scores or sinks can be so far from 0 that base 2 needs care: base/base_2.py."""
+        """True if scores or sinks can be so far from 0 that base 2 needs care: base/base_2.py."""
         return self.sinks != "" or (self.score is not None and reaches_end(self.score.mod.expr))
 
     @property
@@ -132,12 +132,12 @@ class ServingProblem(Problem):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of queries and outputs."""
+        """The dtype of queries and outputs."""
         return _BY_NAME[self.structure.dtype]
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Of the cache."""
+        """The dtype of the cache."""
         return _BY_NAME[self.structure.kv_dtype]
 
     @property
@@ -184,7 +184,7 @@ class ServingProblem(Problem):
         return " ".join(found + ["scaled"] * s.scaled + ["signed-scale"] * (not s.positive_scale))
 
     def unserved(self) -> tuple[str, str]:
-        """Of what template there is no config where nothing can run, and what to do then."""
+        """The template without any config that can run, and the advice to the user."""
         if self.structure.split_keys:
             return "batch-invariant serving", "use head dimensions of 64, 128 or 256"
         return "serving", "use smaller head dimensions"
@@ -217,7 +217,7 @@ AXES: dict[CacheScales, str] = {
 
 @dataclass(frozen=True, slots=True)
 class RopeForm:
-    """How keys are rotated before they are stored.
+    """The rotation of keys before they are stored.
 
     dim: columns that are rotated, the first ones. table: dtype of cos and sin, "" of none.
     """
@@ -248,12 +248,12 @@ class AppendForm:
 
     @property
     def by_table(self) -> bool:
-        """Whether tokens are found through their request's page table."""
+        """True if tokens are found through their request's page table."""
         return self.slots in ("table", "ragged table")
 
     @property
     def computed(self) -> bool:
-        """Whether the kernel computes and stores the scales."""
+        """True if the kernel computes and stores the scales."""
         return self.scales in ("token", "token_head")
 
 
@@ -266,17 +266,17 @@ class AppendProblem:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of new keys and values."""
+        """The dtype of new keys and values."""
         return _BY_NAME[self.structure.dtype]
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Of the cache."""
+        """The dtype of the cache."""
         return _BY_NAME[self.structure.kv_dtype]
 
     @property
     def slots(self) -> torch.dtype | None:
-        """Of slots and positions; None where a page table says where tokens go."""
+        """The dtype of slots and positions; None where a page table says where tokens go."""
         return {"int64": torch.int64, "int32": torch.int32}.get(self.structure.slots)
 
     def describe(self) -> str:

@@ -50,7 +50,7 @@ _RESULTS = ("DQ", "DK", "DV")
 
 
 class Gradients(NamedTuple):
-    """Of q, k and v in their shapes; of captured tensors, by the slots of the structure."""
+    """The gradients of q, k, v in their shapes; of captured tensors, by the structure's slots."""
 
     dq: Tensor
     dk: Tensor
@@ -108,7 +108,7 @@ def like(tensor: Tensor) -> Tensor:
 
 
 def stride_step(width: int, itemsize: int) -> int:
-    """What strides of a gradient with rows of a width are multiples of, in elements.
+    """The divisor of all strides of a gradient with rows of a width, in elements.
 
     Those of a dense one are of its width, and a kernel may have been compiled for that.
     """
@@ -116,7 +116,7 @@ def stride_step(width: int, itemsize: int) -> int:
 
 
 def fits(tensor: Tensor) -> bool:
-    """Whether kernels can read an output or its gradient as it lies: dense, rows aligned."""
+    """True if kernels can read an output or its gradient as it lies: dense, rows aligned."""
     if tensor.data_ptr() % 16 or tensor.stride(-1) != 1:
         return False
     return tensor.stride() == strides_like(tensor, tuple(tensor.shape))

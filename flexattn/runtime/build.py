@@ -111,7 +111,7 @@ class InOrder:
     kernels: tuple[Launcher, ...]
 
     def launch(self, stream: int, given: Sequence[Any]) -> None:
-        """As Launcher.launch."""
+        """Launches the kernels in order; see Launcher.launch."""
         for each in self.kernels:
             each.launch(stream, given)
 
@@ -133,7 +133,7 @@ class TritonLaunch:
     index: int
 
     def launch(self, stream: int, given: Sequence[Any]) -> None:
-        """As Launcher.launch."""
+        """Launches the kernel by Triton's launcher, or in the interpreter; see Launcher.launch."""
         bound = self.bound
         if len(given) != bound.passed:
             raise ValueError(f"{len(given)} values for {bound.passed} names")
@@ -210,7 +210,7 @@ def compile_source(source: Source, device: Device) -> Any:
 
 
 def _unguarded(compiled: Any, device: Device) -> bool:
-    """Whether ptxas may have dropped a negation, as it does without the pass that hides them."""
+    """True if ptxas may have dropped a negation, as it does without the pass that hides them."""
     ptx = compiled.asm.get("ptx", "")
     return bool(guarded(OWN_STAGES, device.capability).passes) and merged(ptx) != ptx
 

@@ -83,7 +83,7 @@ def _kept(path: Path, text: str) -> Path:
 
 
 def _holds(path: Path, text: bytes) -> bool:
-    """Whether a file of this user or of root holds a text, whatever the comments at its head."""
+    """True if a file of this user or of root holds a text, whatever the comments at its head."""
     try:
         found = read_regular(path, _MAX_TEXT, trusted=True)
     except CacheError:
@@ -187,7 +187,7 @@ _REFUSALS = frozenset({
 
 
 def with_triton_cache(compile: Callable[P, _T], *args: P.args, **kwargs: P.kwargs) -> _T:
-    """What `compile` returns, a second time in this process's private folder if it must.
+    """The result of `compile`, called again with this process's private folder if it must be.
 
     Triton writes each step of a compile to TRITON_CACHE_DIR, and raises OSError where it cannot.
     """
@@ -249,7 +249,7 @@ class _Switch:
 
 
 def source_lines(wanted: bool) -> AbstractContextManager[None]:
-    """What is compiled inside knows its lines if wanted, else as the rest of the process does.
+    """A context whose compiles keep source lines if wanted, else as the rest of the process does.
 
     Without them a kernel compiles in four fifths of the time, to the same instructions.
     """
@@ -257,7 +257,7 @@ def source_lines(wanted: bool) -> AbstractContextManager[None]:
 
 
 def anew() -> AbstractContextManager[None]:
-    """What is compiled inside is not looked for in Triton's cache, and replaces what is there."""
+    """A context whose compiles do not look in Triton's cache, and replace what is there."""
     return _cached.off()
 
 
@@ -271,7 +271,7 @@ def without_collections() -> AbstractContextManager[None]:
 
 
 def without_dumps() -> AbstractContextManager[None]:
-    """Where ptxas refuses a kernel inside, its whole PTX is not printed; the error says why."""
+    """A context in which a PTX that ptxas refuses is not printed whole; the error says why."""
     return _dumps.off()
 
 
@@ -300,7 +300,7 @@ def _turn_lines(on: bool) -> None:
 
 
 class _Dumps:
-    """What Triton's compiler for NVIDIA prints by: a name of its module, while it is ours."""
+    """The `print` of Triton's compiler for NVIDIA: a name of its module, while it is ours."""
 
     def turn(self, on: bool) -> None:
         try:

@@ -140,7 +140,7 @@ class CudaLaunch:
         return frame
 
     def _too_large(self, given: Sequence[Any]) -> InputError:
-        """Which of a call's values do not fit their slots: sizes have 32 bits, numbers 64."""
+        """An error that names the values too large for slots: sizes have 32 bits, numbers 64."""
         kinds = [self._types[i] for i in self._order[len(self._tensors) : self._given]]
         numbers = [
             str(given[place]) for place, kind in zip(self._numbers, kinds, strict=True)
@@ -170,7 +170,7 @@ class CudaLaunch:
 
 
 class _Order(NamedTuple):
-    """Where the arguments of a kernel lie in a frame, which their types and places decide.
+    """The places of a kernel's arguments in a frame, which their types and places decide.
 
     slots: the argument of each slot. tensors, numbers: places of what a call gives, the first
     with their slots. described: the slot of each tensor descriptor, numbered. behind: bytes before

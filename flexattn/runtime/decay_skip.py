@@ -1,4 +1,4 @@
-"""Which keys of a decaying score may count: by norms of q and k, and by tiles of a backward."""
+"""The keys of a decaying score that may count: by norms of q and k, and by tiles of a backward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEAST_KEYS, LEAST_ROWS, LEAST_SCORES = 1024, 256, 10**8
 
 
 def pays(problem: Problem) -> bool:
-    """Whether a call is long enough for keys to be left out of it: by its shape alone."""
+    """True if a call is long enough for keys to be left out of it: by its shape alone."""
     scores = problem.B * problem.Hq * problem.q_len * problem.kv_len
     long = problem.kv_len >= LEAST_KEYS and problem.q_len >= LEAST_ROWS
     return long and scores >= LEAST_SCORES

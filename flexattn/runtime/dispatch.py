@@ -31,7 +31,7 @@ _How = Literal["hit", "hint", "nearest", "default", "forced"]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen for a problem: config, where it came from, rendered sources.
+    """The choice for a problem: config, where it came from, rendered sources.
 
     how: from a tuned record (as flexattn.records.layers says it), the static default, or forced by
     the caller. origin: the same in words. attempts: the candidates that were tried, the one that
@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def form(self) -> str:
-        """Of the template; a record's config is unlike the static defaults."""
+        """The form of the template; a record's config is unlike the static defaults."""
         how = self.how
         return family_of(self.config).template(self.config) if how == "default" else how
 
@@ -78,7 +78,7 @@ class Candidate:
 
     @property
     def kernel(self) -> tuple[Structure, Config, Device, bool, bool]:
-        """What its sources follow from, and how they are judged."""
+        """The facts from which its sources follow, and how they are judged."""
         config = family_of(self.config).as_rendered(self.config)
         return self.problem.structure, config, self.device, self.measured, self.stored
 
@@ -88,7 +88,7 @@ class Candidate:
 
     @property
     def exported(self) -> bool:
-        """Whether its sources lie in the directory of binaries."""
+        """True if its sources lie in the directory of binaries."""
         return bool(self._read())
 
     def _read(self) -> tuple[Source, ...]:
@@ -122,7 +122,7 @@ class Candidate:
 def candidates_of(
     problem: Problem, device: Device, options: Options, stored: bool = False
 ) -> Iterator[Candidate]:
-    """What may serve a problem, best first.
+    """The candidates that may serve a problem, best first.
 
     The caller's numbers alone where there are any; else the tuned config and static defaults.
     stored: sources may come from the directory of binaries, for whoever loads those.
@@ -241,7 +241,7 @@ def first_served(
     build: Callable[[Source], Kernel],
     known: Memory | None,
 ) -> tuple[Choice, Kernel, Kernel | None]:
-    """Of candidates the choice that serves, its kernel, and the one that merges."""
+    """The choice that serves, of candidates; then its kernel, and the one that merges."""
     served = serve(candidates, build, device, problem.describe(), known)
     choice, attempts = served.candidate.choice(), served.attempts
     origin = choice.origin
@@ -252,7 +252,7 @@ def first_served(
 
 
 def _tuned(problem: Problem, device: Device, first: Callable[[], Config] | None) -> Found | None:
-    """What the cache says; nothing for the interpreter, whose times nobody asks for."""
+    """The cached record; None for the interpreter, whose times nobody asks for."""
     if current().mode == "off" or device.backend == "interpreter":
         return None
     return find(problem, device, first)

@@ -83,7 +83,7 @@ class Served(Generic[_C]):
 
 
 class _Failed(Exception):
-    """What became of a candidate that does not serve, and the error where it was tried now."""
+    """The outcome of a candidate that does not serve, and the error where it was tried now."""
 
     def __init__(self, outcome: Outcome, error: Exception | None = None) -> None:
         self.outcome, self.error = outcome, error
@@ -144,7 +144,7 @@ def serve(
 
 
 def told(candidates: Iterable[Servable], device: Device, memory: Memory) -> list[Attempt]:
-    """What is known of candidates without compiling any."""
+    """The known outcomes of candidates, without compiling any."""
     found = []
     for candidate in candidates:
         try:
@@ -216,7 +216,7 @@ class _Chance:
         raise _Failed(outcome, error)
 
     def _spills(self, kernel: Kernel, source: Source) -> Outcome:
-        """What its loops spill, kept beside the binary where that had to be disassembled."""
+        """The outcome with the loops' spills; it is stored if the binary was disassembled."""
         try:
             spills, code, stack = spills_of(kernel)
         except (BuildError, ValueError) as error:
@@ -229,7 +229,9 @@ class _Chance:
 
 
 def spills_of(kernel: Kernel) -> tuple[int, int, int]:
-    """As `resources.loop_spills`, of a kernel that was built; zeros in the interpreter."""
+    """The spills of a kernel that was built, as `loop_spills` has them; zeros in the
+    interpreter.
+    """
     if kernel.binary is not None:
         return loop_spills(kernel.binary.code)
     text = getattr(kernel.compiled, "asm", {})
@@ -241,7 +243,7 @@ def spills_of(kernel: Kernel) -> tuple[int, int, int]:
 
 
 def _next(left: Sequence[_C], failed: _C, outcome: Outcome) -> list[_C]:
-    """Which of the others to try, after one did not serve.
+    """The other candidates to try, in order, after one did not serve.
 
     What spills: the last tiles of its form, which have the most registers left, then the next
     form. What the compiler refuses in a text it refuses with other numbers in it: the next form's
@@ -261,7 +263,7 @@ def _next(left: Sequence[_C], failed: _C, outcome: Outcome) -> list[_C]:
 
 
 def _strict(outcome: Outcome) -> bool:
-    """Whether a first candidate's failure is an error.
+    """True if a first candidate's failure is an error.
 
     An estimate of shared memory that was too low is no failure: it is what smaller tiles are for.
     """

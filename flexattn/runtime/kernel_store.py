@@ -41,7 +41,7 @@ from flexattn.util.files import publish, read_regular, sealed, unsealed
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """How the copy engine reads a tensor: one copy's block, outermost first, and its swizzle."""
+    """The copy engine's view of a tensor: one copy's block, outermost first, and its swizzle."""
 
     block: tuple[int, ...]
     swizzle: int
@@ -67,7 +67,7 @@ class Binary:
 
 
 def binary_of(compiled: Any, arch: str) -> Binary | None:
-    """What Triton compiled; None where only Triton's own launcher can launch it.
+    """The binary that Triton compiled; None where only Triton's own launcher can launch it.
 
     That is code for AMD's GPUs, and code that wants clusters, scratch memory or a special launch.
     """
@@ -98,7 +98,7 @@ def binary_of(compiled: Any, arch: str) -> Binary | None:
 
 
 def _parameters(ptx: str) -> int:
-    """How many parameters the kernel of a PTX text takes."""
+    """The number of parameters of the kernel of a PTX text."""
     entry = re.search(r"\.entry\s+\w+\((.*?)\)", ptx, re.DOTALL)
     return 0 if entry is None else len(re.findall(r"\.param", entry.group(1)))
 

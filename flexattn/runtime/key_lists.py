@@ -43,7 +43,7 @@ class BothLists(NamedTuple):
         return cls(by_query, by_key)
 
     def read(self, runs: bool, ordered: bool = False) -> dict[str, Tensor]:
-        """As ReadLists.read."""
+        """The tensors of both lists by a kernel's names for them; see ReadLists.read."""
         found: dict[str, Tensor] = {}
         for name, lists in (("KV", self.by_query), ("Q", self.by_key)):
             for key, tensor in lists.read(runs).items():
@@ -79,7 +79,7 @@ def keep_by_key(mask: BlockMask, by_key: Lists) -> None:
 
 
 def has_more_rows(mask: BlockMask) -> bool:
-    """Whether lists by query go on past the mask's last query, as those of a mask made shorter.
+    """True if lists by query go on past the mask's last query, as those of a mask made shorter.
 
     Lists by key that name such rows would send a backward there.
     """
@@ -87,7 +87,9 @@ def has_more_rows(mask: BlockMask) -> bool:
 
 
 def made_by_key(mask: BlockMask, by_query: Lists) -> Lists:
-    """Those of a mask's lists by query; one number is read back where these have runs."""
+    """The lists by key of a mask's lists by query; one number is read back where these have
+    runs.
+    """
     rows, kv_blocks = _blocks(mask)
     num, idx = _transposed(by_query.kv_num, by_query.kv_idx, rows, kv_blocks)
     full_num = full_idx = runs = None
@@ -100,7 +102,7 @@ def made_by_key(mask: BlockMask, by_query: Lists) -> Lists:
 
 
 def _blocks(mask: BlockMask) -> tuple[int, int]:
-    """How many blocks a mask's queries and keys have."""
+    """The numbers of blocks of a mask's queries and of its keys."""
     q_blocks, kv_blocks = (
         -(-length // size) for length, size in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True)
     )

@@ -75,7 +75,9 @@ class Lists(NamedTuple):
         return cls(num, idx, full_num, full_idx, runs)
 
     def read(self, runs: bool, ordered: bool = False) -> dict[str, Tensor]:
-        """As ReadLists.read; these have no order."""
+        """The tensors of the lists by a kernel's names for them, as in ReadLists.read; without
+        order.
+        """
         if runs:
             assert self.runs is not None, "a kernel of runs is chosen for a mask that has them"
             return {"RUNS": self.runs}
@@ -95,7 +97,7 @@ class Lists(NamedTuple):
         return Lists(*(None if x is None else x.to(where) for x in self))  # type: ignore[arg-type]
 
     def sparsity(self, block_size: tuple[int, int], group: int) -> Sparsity:
-        """What they mean to a kernel's code; `group` query heads share a KV head."""
+        """The facts of the lists for a kernel's code; `group` query heads share a KV head."""
         per_head = group > 1 and self.kv_num.shape[1] > 1
         q_block, kv_block = map(int, block_size)  # as a kernel prints them, of whatever class
         return Sparsity(
@@ -104,7 +106,7 @@ class Lists(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a kernel writes: out [B, Hq, q_len, Dv]; lse and max_scores fp32 [B, Hq, q_len]."""
+    """The outputs of a kernel: out [B, Hq, q_len, Dv]; lse, max_scores fp32 [B, Hq, q_len]."""
 
     out: Tensor
     lse: Tensor | None
@@ -140,7 +142,7 @@ class Launch(InOrder):
 
     @property
     def problem(self) -> Problem:
-        """What the kernel was chosen for."""
+        """The problem that the kernel was chosen for."""
         return self.choice.problem
 
     def rest_of(
@@ -150,7 +152,7 @@ class Launch(InOrder):
         mask: Bound | None,
         dropout: Dropout | None = None,
     ) -> tuple[Any, ...]:
-        """What the mask's lists hold and what the mods capture, as the kernels are given it.
+        """The kernels' values for the mask's lists and for what the mods capture.
 
         The values are the same for as long as these tensors have the sizes and strides they have.
         """
@@ -183,7 +185,7 @@ class ForwardLaunch(Launch):
 
     @property
     def merges(self) -> bool:
-        """Whether a second kernel merges what the splits of a decode leave."""
+        """True if a second kernel merges what the splits of a decode leave."""
         return self.choice.combine is not None and self.geometry.num_splits > 1
 
     def with_kv_len(self, keys: int, k: Tensor, v: Tensor) -> ForwardLaunch | None:
@@ -390,7 +392,7 @@ def counter(device: torch.device, stream: int) -> Tensor:
 
 
 class DescriptorBox(NamedTuple):
-    """What a tensor descriptor of q, k or v needs beside the address."""
+    """The fields of a tensor descriptor of q, k or v beside the address."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -406,7 +408,7 @@ def input_strides(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str
 
 
 def key_strides(problem: Problem, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Those of k and v alone."""
+    """The strides of k and v alone."""
     layout = problem.structure.layout
     return {
         **strides("stride_k", "bhn" if layout.k_contiguous else "bhnd", k),
@@ -436,7 +438,7 @@ _known_strides = lru_cache(maxsize=4096)(dense_strides)
 
 
 def dense_box(shape: tuple[int, ...]) -> DescriptorBox:
-    """Of what lies contiguous: scratch memory, and fp8's V in bfloat16 or with keys innermost."""
+    """The box of contiguous memory: scratch, and fp8's V in bfloat16 or with keys innermost."""
     _, heads, rows, width = shape
     return DescriptorBox(tuple(shape), (heads * rows * width, rows * width, width, 1))
 

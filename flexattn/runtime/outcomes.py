@@ -54,7 +54,7 @@ _MAX_REASON = 240
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one source.
+    """The outcome of one source.
 
     kind: "built"; refused for good by the "compiler", by a "check" of flexattn's own, for "shared
     memory", or by the "loader"; or "passing": a failure that another try may not meet (a killed
@@ -74,27 +74,29 @@ class Outcome:
 
     @property
     def built(self) -> bool:
-        """Whether there is a kernel that can be launched."""
+        """True if there is a kernel that can be launched."""
         return self.kind == "built"
 
     @property
     def starved(self) -> bool:
-        """Whether there is one whose loops work on spilled registers, too many for its length."""
+        """True if there is a kernel whose loops spill registers, too often for the loops'
+        length.
+        """
         return self.built and spills_too_much(self.loop_spills, self.loop_instructions, self.stack)
 
     @property
     def disassembled(self) -> bool:
-        """Whether it took the disassembler to know what its loops spill."""
+        """True if its loop spills are known from the disassembler."""
         return self.built and starved(1, self.stack)
 
     @property
     def of_text(self) -> bool:
-        """Whether it is likely to befall every tile size of the same template."""
+        """True if every tile size of the same template likely has the same outcome."""
         return self.kind in ("compiler", "check", "passing", "wrong")
 
     @property
     def of_assembly(self) -> bool:
-        """Whether it befell the PTX, or what became of it, and not the source."""
+        """True if the failure lies in the PTX, or in what became of it, and not in the source."""
         by_ptxas = self.kind == "compiler" and "ptxas" in self.reason.lower()
         return by_ptxas or self.kind in ("check", "loader")
 
@@ -111,12 +113,13 @@ class Outcome:
 
 
 def too_large(needed: int, limit: int) -> Outcome:
-    """Of a kernel that compiled and needs more shared memory than a block may have."""
+    """The outcome of a kernel that compiled and needs more shared memory than a block may have."""
     return Outcome("shared memory", f"it needs {needed} bytes of {limit}")
 
 
 def outcome_of(error: Exception) -> Outcome:
-    """Of an error that building raised: a refusal, unless it is known that it may pass.
+    """The outcome of an error that building raised: a refusal, unless it is known that it may
+    pass.
 
     Python's chain of causes is searched: BuildError and Triton's own errors wrap what happened.
     """
@@ -141,7 +144,7 @@ def outcome_of(error: Exception) -> Outcome:
 
 
 def concerns_the_device(error: Exception) -> bool:
-    """Whether the driver failed for a reason that no other kernel would change."""
+    """True if the driver failed for a reason that no other kernel would change."""
     return any(
         isinstance(each, DriverError) and each.word not in (*_REFUSED_BY_LOADER, _FULL)
         for each in _chain(error)
@@ -157,7 +160,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _passing(error: BaseException) -> str:
-    """Why an error may pass; "" where it will not."""
+    """The reason why an error may pass; "" where it will not."""
     if isinstance(error, (MemoryError, TimeoutError, subprocess.TimeoutExpired, OSError)):
         return f"{type(error).__name__}: {_line(str(error))}"
     if isinstance(error, DriverError):
@@ -211,7 +214,7 @@ def compiler_of(device: Device) -> str:
 
 
 def folder_name(device: Device) -> str:
-    """Of the outcomes that hold for a device here; raises as `compiler_of`."""
+    """The name of the folder of the outcomes for a device here; raises as `compiler_of`."""
     driver = cuda_driver.version() if device.backend == "cuda" else 0
     told = f"{compiler_of(device)}\n{driver}\n{_code()}"
     digest = hashlib.sha256(told.encode()).hexdigest()[:16]
@@ -264,7 +267,7 @@ def root() -> Path:
 
 
 class Memory:
-    """What is known of sources before they are compiled."""
+    """The known outcomes of sources, asked before they are compiled."""
 
     def __init__(self) -> None:
         self._known: Lru[tuple[Path, str, str], tuple[Outcome | None]] = Lru(4096)
@@ -274,7 +277,9 @@ class Memory:
         self._noted = False
 
     def wrong(self, source: Source, device: Device) -> Outcome | None:
-        """What this process found of a source whose numbers are wrong; None of any other."""
+        """The outcome that this process found for a source with wrong numbers; None of any
+        other.
+        """
         return self._wrong.get((source.hash, device.arch))
 
     def trust(self, source: Source, device: Device) -> None:
@@ -282,11 +287,11 @@ class Memory:
         self._trusted.put((source.hash, device.arch), True)
 
     def trusts(self, source: Source, device: Device) -> bool:
-        """Whether a kernel is taken for verified in this process."""
+        """True if a kernel is taken for verified in this process."""
         return self._trusted.get((source.hash, device.arch)) is not None
 
     def find(self, source: Source, device: Device) -> Outcome | None:
-        """What became of a source in this environment; None where nobody knows.
+        """The outcome of a source in this environment; None where nobody knows.
 
         A file is asked for once in a process. One that is not sound is said, and ignored.
         """
@@ -358,7 +363,7 @@ def memory() -> Memory:
 
 
 def _folder(device: Device) -> Path | None:
-    """Where the outcomes of this environment lie; None where no compiler can be named.
+    """The folder of this environment's outcomes; None where no compiler can be named.
 
     Of the interpreter a process remembers them, and no file does.
     """
@@ -416,7 +421,7 @@ def _make_room(folder: Path) -> None:
 
 
 def is_verified(source: Source, device: Device) -> bool:
-    """Whether this process or an earlier one verified a kernel, by this compiler and driver."""
+    """True if this process or an earlier one verified a kernel, by this compiler and driver."""
     known = memory()
     if known.trusts(source, device):
         return True

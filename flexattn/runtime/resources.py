@@ -1,4 +1,4 @@
-"""What a compiled kernel takes from its device, and a hash of its code: read with no device."""
+"""The resources that a compiled kernel needs, and a hash of its code: read with no device."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Resources:
 
     @property
     def starved(self) -> bool:
-        """Whether a loop works on spilled registers; a word or four are the compiler's choice."""
+        """True if a loop works on spilled registers; a word or four are the compiler's choice."""
         return starved(self.loop_spills, self.stack)
 
 
 def spills_too_much(loop_spills: int, loop_instructions: int, stack: int) -> bool:
-    """Whether a kernel is worth leaving for another: its loops spill much for their length."""
+    """True if a kernel is worth leaving for another: its loops spill much for their length."""
     many = loop_spills * MOST_SPILLS > loop_instructions
     return many and starved(loop_spills, stack)
 
@@ -77,7 +77,7 @@ def starved(loop_spills: int, stack: int) -> bool:
 
 
 def loop_spills(cubin: bytes) -> tuple[int, int, int]:
-    """What loops spill: (loads and stores of spilled registers, instructions, bytes of stack).
+    """The spills of loops: (loads and stores of spilled registers, instructions, bytes of stack).
 
     A stack too small to matter is read from the file in 0.2 ms, and 0 spills are returned; the
     others are disassembled, in about a second. Raises BuildError where Triton's tool fails.
@@ -169,7 +169,7 @@ def _amd(assembly: str, shared: int) -> Resources:
 
 
 def loop_spills_amd(assembly: str) -> tuple[int, int, int]:
-    """As loop_spills, of AMD's assembly."""
+    """The spills of loops in AMD's assembly, as loop_spills has them."""
     spills, code = _in_loops(assembly)
     found = re.search(r"\.private_segment_fixed_size:\s+(\d+)", assembly)
     return spills, code, int(found.group(1)) if found else 0

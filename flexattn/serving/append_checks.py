@@ -1,4 +1,4 @@
-"""What an AppendPlan is made for, and what the tensors of its runs must be."""
+"""The problem that an AppendPlan is made for, and the checks of its runs' tensors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class Rope:
     table: torch.dtype = torch.float32
 
     def form(self, head_dim: int) -> RopeForm:
-        """What of it decides a kernel; raises InputError for what no head of this width has."""
+        """The part of it that decides a kernel; raises InputError for what no head of this width
+        has.
+        """
         if self.dim < 2 or self.dim % 2 or self.dim > head_dim:
             raise InputError(
                 f"rope of {self.dim} columns, heads of {head_dim}",
@@ -226,7 +228,7 @@ def inspect_append(m: AppendProblem, given: Mapping[str, Tensor | None]) -> None
 
 
 def _inspect_pages(page: int, given: Mapping[str, Tensor | None], tokens: int, pages: int) -> None:
-    """That a request's last keys, which are stored, have pages."""
+    """Raises InputError if a request's last keys, which are stored, have no pages."""
     lengths, table = (cast(Tensor, given[name]).cpu() for name in ("SEQ_LENS", "TABLE"))
     count = len(lengths)
     room = table.shape[1] * page
@@ -252,7 +254,7 @@ def _inspect_pages(page: int, given: Mapping[str, Tensor | None], tokens: int, p
 
 
 def _wanted(form: AppendForm) -> dict[str, bool]:
-    """Which arguments of `run` a plan was built to take."""
+    """The arguments of `run` by name, each True if a plan was built to take it."""
     tables = form.rope is not None and form.rope.table != ""
     values = form.head_dim_v > 0
     wanted = {
@@ -283,7 +285,7 @@ def _shaped(
 
 
 def _places(m: AppendProblem, given: Mapping[str, Tensor | None], tokens: int) -> dict[str, Any]:
-    """What says where tokens go."""
+    """The arguments that say where tokens go; raises InputError for wrong ones."""
     form = m.structure
     if not form.by_table:
         for name in ("SLOTS", "POSITIONS"):

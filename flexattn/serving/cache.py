@@ -84,7 +84,7 @@ def describe_cache(k: Tensor, v: Tensor, m: ServingProblem, tile: int) -> Cache:
 
 
 def cache_box(name: str, tensor: Tensor, m: ServingProblem) -> DescriptorBox:
-    """How a tensor descriptor sees K or V; raises InputError for strides of 0.
+    """The box of a tensor descriptor of K or V; raises InputError for strides of 0.
 
     Keys that all requests of a contiguous cache share are one request's, and kernels ask for that.
     """
@@ -146,7 +146,7 @@ class AskedScales(NamedTuple):
 
 
 def asked_scales(scaled: object, page: int) -> AskedScales:
-    """What a plan was told of scales; raises InputError for what is none of the choices."""
+    """The scales that a plan was asked for; raises InputError for what is none of the choices."""
     if isinstance(scaled, str):
         if scaled not in _COARSE and scaled not in _FINE:
             raise InputError(

@@ -137,7 +137,7 @@ _JOINED = ("A", "LSE_A", "B", "LSE_B", "OUT", "LSE", "SEQ_LENS", "V_SCALE")
 
 
 class Join:
-    """What follows a run of `prefix`, a plan whose config says combine="launch".
+    """The kernel that follows a run of `prefix`, a plan whose config says combine="launch".
 
     It reads the parts of the prefix where that run left them, so that no kernel merges them
     before, and adds them up in float32. It compiles when it is built.
@@ -237,7 +237,8 @@ class CascadePlan:
         check_cascade(self, None if self._join is None else self._join.source)
 
     def _joined(self, asked: ServingConfig | None, arguments: dict[str, Any]) -> Join | None:
-        """What merges the prefix's parts and both states; None where `merge_states` does.
+        """The kernel that merges the prefix's parts and both states; None where `merge_states`
+        does.
 
         Where it does not build, the prefix's own kernel merges its parts, unless the caller's
         config says otherwise.

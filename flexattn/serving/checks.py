@@ -34,7 +34,9 @@ def pair(name: str, value: Any, meaning: str) -> tuple[int, int]:
 
 
 def check_choices(config: object, flags: Mapping[str, object]) -> None:
-    """That what a plan is asked for are choices and not tensors; raises InputError."""
+    """Raises InputError if the choices that a plan is made with are not choices but, say,
+    tensors.
+    """
     for name, flag in flags.items():
         if not isinstance(flag, (bool, int)):
             raise InputTypeError(
@@ -73,7 +75,7 @@ def refuse_types(
 
 
 def requests(m: ServingProblem, seq_lens: Tensor, cu_seqlens: Tensor | None) -> int:
-    """How many requests a run has; raises InputError for lengths that are not as they must be."""
+    """The number of requests of a run; raises InputError for wrong lengths."""
     numbers("seq_lens", seq_lens, 1)
     found = seq_lens.shape[0]
     if m.structure.prefix:
@@ -95,7 +97,7 @@ def requests(m: ServingProblem, seq_lens: Tensor, cu_seqlens: Tensor | None) -> 
 
 
 def ends_fit(cu_seqlens: Tensor, requests: int) -> None:
-    """That cu_seqlens_q cuts rows of so many requests; raises InputError."""
+    """Raises InputError if cu_seqlens_q does not cut rows of so many requests."""
     numbers("cu_seqlens_q", cu_seqlens, 1)
     if cu_seqlens.shape[0] != requests + 1:
         raise InputError(
@@ -105,7 +107,7 @@ def ends_fit(cu_seqlens: Tensor, requests: int) -> None:
 
 
 def table_fits(table: Tensor, requests: int) -> None:
-    """That a block_table has a row for each request; raises InputError."""
+    """Raises InputError if a block_table has fewer rows than there are requests."""
     numbers("block_table", table, 2)
     if table.shape[0] < requests:
         raise InputError(
@@ -157,7 +159,7 @@ def rows(m: ServingProblem, q: Tensor, requests: int) -> tuple[int, tuple[int, i
 
 
 def keys(m: ServingProblem, table: Tensor | None, cache: Cache, requests: int) -> int:
-    """How many keys of one request the cache has room for."""
+    """The number of keys of one request for which the cache has room; raises InputError."""
     if (table is None) != (m.page == 0):
         raise InputError(
             f"block_table is {'missing' if table is None else 'given'}",
@@ -174,7 +176,7 @@ def keys(m: ServingProblem, table: Tensor | None, cache: Cache, requests: int) -
 
 
 def present(given: Mapping[str, Tensor | None], wanted: Mapping[str, bool]) -> None:
-    """That what a plan was built to take is given, and nothing else; raises InputError."""
+    """Raises InputError if a run lacks an argument of its plan, or is given another one."""
     for name, needed in wanted.items():
         if (given[name] is not None) != needed:
             raise InputError(
@@ -190,7 +192,7 @@ def extras(
     device: torch.device,
     batch: int,
 ) -> None:
-    """That what the plan was built to take is given, and nothing else; raises InputError.
+    """Raises InputError if a run lacks an argument of its plan, or is given another one.
 
     given: by the names that `run` has for it. batch: requests whose rows q has.
     """
@@ -221,7 +223,7 @@ def extras(
 
 
 def gradients(named: dict[str, Tensor | None]) -> None:
-    """That no gradient is asked for; raises UnsupportedError."""
+    """Raises UnsupportedError if a gradient is asked for."""
     for name, tensor in named.items() if torch.is_grad_enabled() else ():
         if tensor is not None and tensor.requires_grad:
             raise UnsupportedError(
@@ -232,7 +234,9 @@ def gradients(named: dict[str, Tensor | None]) -> None:
 
 
 def devices(device: torch.device, named: dict[str, Tensor]) -> None:
-    """That tensors are on the plan's device, as they lie in memory; raises InputError."""
+    """Raises InputError if a tensor is not on the plan's device, or has no memory to read as it
+    lies.
+    """
     for name, tensor in named.items():
         if tensor.device != device:
             raise InputError(f"{name} is on {tensor.device}", f"the plan is on {device}")
@@ -251,7 +255,7 @@ def devices(device: torch.device, named: dict[str, Tensor]) -> None:
 
 
 def numbers(name: str, tensor: Tensor, rank: int) -> None:
-    """That a tensor holds int32 numbers without gaps; raises InputError."""
+    """Raises InputError if a tensor does not hold int32 numbers without gaps."""
     spaced = tensor.dim() == rank and tensor.shape[-1] > 1 and tensor.stride(-1) != 1
     if tensor.dtype != torch.int32 or tensor.dim() != rank or spaced:
         raise InputError(
@@ -262,7 +266,7 @@ def numbers(name: str, tensor: Tensor, rank: int) -> None:
 
 
 def check_captured(bound: Bound | None, device: torch.device) -> None:
-    """That runs can read what a mod captures where it lies; raises InputError."""
+    """Raises InputError if runs cannot read what a mod captures where it lies."""
     for tensor in () if bound is None else bound.tensors:
         if tensor.device != device or tensor.is_neg():
             raise InputError(
@@ -274,7 +278,7 @@ def check_captured(bound: Bound | None, device: torch.device) -> None:
 
 
 def output_fits(got: object, wanted: Tensor) -> bool:
-    """Whether a run can write to a tensor in place of the plan's own output."""
+    """True if a run can write to a tensor in place of the plan's own output."""
     if not isinstance(got, Tensor):
         return False
     same = got.shape == wanted.shape and got.dtype == wanted.dtype and got.device == wanted.device
@@ -348,7 +352,7 @@ def inspect(
 
 
 def pages_exist(table: Tensor, used: Tensor, pages: int) -> None:
-    """That a cache has the pages that the used entries of a table name; raises InputError."""
+    """Raises InputError if the used entries of a table name pages that the cache does not have."""
     wrong = (((table < 0) | (table >= pages)) & used).nonzero()
     if len(wrong):
         b, place = (int(each) for each in wrong[0])

@@ -144,12 +144,12 @@ def flex_decode(
 
 
 def _captured(q: Tensor) -> bool:
-    """Whether a CUDA graph captures what is launched now."""
+    """True if a CUDA graph captures what is launched now."""
     return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _above(size: int) -> int:
-    """What a maximum is rounded up to, so that few plans serve many batches."""
+    """A maximum, rounded up so that few plans serve many batches."""
     return rounded(max(1, size))
 
 

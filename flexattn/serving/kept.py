@@ -14,7 +14,7 @@ from flexattn.serving.checks import pair, whole
 
 
 class KeptKeys:
-    """Where the keys stand that a request's cache still holds, for the mods of a DecodePlan.
+    """The places of the keys that a request's cache still holds, for the mods of a DecodePlan.
 
     batch: the most requests. keys: the most kept keys of one, a plan's kv_len. page: of how many
     neighbouring keys one position is known: the cache's page size where whole pages are evicted

@@ -144,7 +144,8 @@ _UNCOUNTED = 2**16
 
 
 class Kernels(NamedTuple):
-    """What a plan launches. programs: of the serving kernel; merges: of the one that merges.
+    """The kernels that a plan launches. programs: of the serving kernel; merges: of the merging
+    one.
 
     combine: None also for a shared prefix, whose parts the last kernel of its cascade merges.
     row_tiles: the most that one KV head has. gpu: its index, -1 where there is none.
@@ -194,7 +195,9 @@ def build(problem: ServingProblem, device: torch.device, config: ServingConfig |
 def plan_candidates(
     problem: ServingProblem, target: Device, config: ServingConfig | None
 ) -> Iterator[Candidate]:
-    """What to try in turn: the caller's config alone, or a record's, then the static defaults."""
+    """The candidates in turn: the caller's config alone, or a record's, then the static
+    defaults.
+    """
     if config is None:
         yield from open_candidates(problem, target)
         return

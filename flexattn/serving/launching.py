@@ -41,7 +41,7 @@ NOTHING = Seen(_nothing, _nothing, ())
 
 
 def see(known: dict[int, Seen], first: Tensor, second: Tensor | None) -> Seen:
-    """What is known of two tensors, by the first one's id; read now where it is nothing."""
+    """The known facts of two tensors, by the first one's id; read now where there are none."""
     found = known.get(id(first))
     if found is None or found.first() is not first or found.second() is not second:
         if len(known) >= _KNOWN:

@@ -304,7 +304,7 @@ class DecodePlan:
     def _outputs(
         self, ready: _Ready, out: Tensor | None, lse: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """What a run writes: given by the caller, or the plan's own."""
+        """The tensors that a run writes: given by the caller, or the plan's own."""
         if out is None:
             out = ready.out
         elif not checks.output_fits(out, ready.out):

@@ -53,7 +53,7 @@ class PrefixTree:
     def from_paths(
         cls, paths: Sequence[Sequence[int]], parents: Sequence[int], keys: Sequence[int]
     ) -> PrefixTree:
-        """Of each request its nodes from the root down; an empty path shares nothing."""
+        """A tree of each request's nodes from the root down; an empty path shares nothing."""
         tree = cls(tuple(parents), tuple(keys), tuple(path[-1] if path else -1 for path in paths))
         for request, path in enumerate(paths):
             wanted = tuple(tree.path(tree.requests[request]))
@@ -68,7 +68,8 @@ class PrefixTree:
     def from_tables(
         cls, tables: Sequence[Sequence[int]], lengths: Sequence[int], page: int
     ) -> PrefixTree:
-        """Of block tables on the host: requests share the pages with which their rows begin.
+        """A tree of block tables on the host: requests share the pages with which their rows
+        begin.
 
         lengths: keys of each request. Its last page is its own: that is where it writes.
         """
@@ -116,14 +117,14 @@ class PrefixTree:
         return found[::-1]
 
     def ends(self) -> list[int]:
-        """Of each node the position behind its last key."""
+        """The position behind the last key of each node."""
         found: list[int] = []
         for parent, keys in zip(self.parents, self.keys, strict=True):
             found.append(keys + (found[parent] if parent >= 0 else 0))
         return found
 
     def below(self) -> list[tuple[int, ...]]:
-        """Of each node the requests whose paths hold it, in their order."""
+        """The requests whose paths hold each node, in their order."""
         found: list[list[int]] = [[] for _ in self.parents]
         for request, node in enumerate(self.requests):
             for each in self.path(node):
@@ -133,7 +134,7 @@ class PrefixTree:
 
 @dataclass(frozen=True, slots=True)
 class ReadCost:
-    """What reading costs, in bytes of device memory's traffic.
+    """The cost of reads, in bytes of device memory's traffic.
 
     key: of K and V of one key. state: of one request's state over keys that are read once: its
     queries are gathered, its outputs are written, and read where states are merged. rows: of
@@ -149,7 +150,7 @@ class ReadCost:
     fixed: int
 
     def shared(self, keys: int, requests: int) -> float:
-        """Of keys that requests read together."""
+        """The cost of keys that requests read together."""
         tiles = -(-requests // self.rows)
         return keys * self.key * (1 + self.again * (tiles - 1)) + requests * self.state
 
@@ -166,7 +167,7 @@ class SharedRead:
 
 @dataclass(frozen=True, slots=True)
 class TreeReads:
-    """What is read once, and from which key on each request reads alone.
+    """The keys that are read once, and the key from which on each request reads alone.
 
     shared: in the order of the nodes, so a request's are in the order of their keys. starts: of
     each request the first key that it reads itself. cost, flat: bytes by a ReadCost, of this and
@@ -287,7 +288,7 @@ class TreeTables:
         }
 
     def spans(self) -> dict[str, slice]:
-        """Where each table lies in the row."""
+        """The place of each table in the row."""
         sizes = self.sizes()
         ends = accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes.values())
         starts = [0, *ends]
@@ -349,7 +350,7 @@ def from_first(first: Tensor, mask_mod: _Mod | None) -> _Mod:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Which query a row of the launch over shared keys is, where `b` is a shared read.
+    """The query of each row of the launch over shared keys, where `b` is a shared read.
 
     gather, before: of TreeTables. lens int32 [batch]: keys of each request. q_len: query positions
     of each, of which the last one stands at its last key.

@@ -193,7 +193,7 @@ class TreePlan:
         return found
 
     def explain(self) -> str:
-        """What is read once, for whom, and the estimate by which it was chosen."""
+        """The keys that are read once, for whom, and the estimate by which they were chosen."""
         return str(self.reads)
 
     @property
@@ -302,6 +302,6 @@ class TreePlan:
 
 
 def _pair(found: Any) -> tuple[Tensor, Tensor]:
-    """What a plan with lse returns."""
+    """The results of a plan with lse: (out, lse)."""
     out, lse = found
     return out, lse

@@ -147,7 +147,7 @@ def make_batch(
 
 
 def serving_judge(batch: Batch, scale: float, score: Bound | None, mask: Bound | None) -> Judge:
-    """What holds the rows of some requests to the oracle, which is computed here, once."""
+    """A judge that compares some requests' rows with the oracle, which is computed here, once."""
     count, mods = len(batch.kv_lens), (scale, score, mask)
     chosen = sorted({0, count - 1, *range(0, count, max(1, count // JUDGED))})
     starts = torch.tensor([0, *batch.q_lens]).cumsum(0).tolist()
@@ -213,7 +213,7 @@ _REQUESTS = 3
 
 
 def is_right(plan: DecodePlan, choice: Choice) -> bool:
-    """Whether a new plan's kernels are verified, or agree with plain torch on a made-up batch.
+    """True if a new plan's kernels are verified, or agree with plain torch on a made-up batch.
 
     The first pass of a cascade leaves parts: `check_cascade` judges them when they are merged.
     """
@@ -377,7 +377,7 @@ def _judge_append(plan: AppendPlan, scaled: Any, rope: Rope | None) -> Verdict:
 
 
 def _placed(plan: AppendPlan, pages: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Of each token its slot and position, and what tells a run where tokens go."""
+    """The slot and position of each token, and the arguments that tell a run where tokens go."""
     m, a, where = plan.problem, plan.form, plan.device
     if m.slots is not None:
         slots = torch.arange(_TOKENS, device=where) * 3 % (pages * a.page)

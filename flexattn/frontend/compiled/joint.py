@@ -1,4 +1,4 @@
-"""What the joint graph of a node's backward says: who gets a gradient, and whether it is ours.
+"""The joint graph of a node's backward: the tensors that get a gradient, and its check by ours.
 
 torch's tracers drop from the graph of a forward what a mod kept from autograd, by detach, by
 torch.no_grad, by an autograd Function. An eager call's trace has it (mods/derivative.py); here
@@ -36,7 +36,7 @@ _known: Lru[Any, bool] = Lru(256)
 
 
 def with_gradients(joint: GraphModule) -> list[int]:
-    """Which captures of a joint graph get a gradient, counted among all that it takes."""
+    """The captures of a joint graph that get a gradient, counted among all that it takes."""
     given = joint.graph.output_node().args[0]
     assert isinstance(given, Sequence)
     return [i for i, each in enumerate(given[_POSITION:]) if each is not None]
@@ -59,7 +59,7 @@ class Examples:
 def joint_agrees(
     joint: GraphModule, bound: Bound, examples: Examples, sizes: Sequence[int]
 ) -> bool:
-    """Whether a joint graph computes what the derivatives of the mod's expression are.
+    """True if a joint graph computes the same as the derivatives of the mod's expression.
 
     A graph of the forward has lost what its mod kept from autograd: a detached value, an autograd
     Function with a backward of its own. bound: of the examples. sizes: of B, Hq, L and S.
@@ -82,7 +82,7 @@ def joint_agrees(
 
 
 def _numbers(joint: GraphModule) -> list[float]:
-    """Those of the graph: of its forward some may be gone, as where both sides were the same."""
+    """The numbers of the graph; some of its forward's may be gone, as where both sides agreed."""
     found: list[Any] = []
     for node in joint.graph.nodes:
         map_aggregate(node.args, found.append)
@@ -112,7 +112,7 @@ def _gradients(
     captures: Sequence[Any],
     places: Sequence[int],
 ) -> list[Tensor]:
-    """Of the score, one for each point, and of these captures, summed over the points."""
+    """The gradients of the score, one a point, and of these captures, summed over the points."""
     points = [env[name] for name in ("score", "b", "h", "q_idx", "kv_idx")]
     mapped: list[bool] = []
 
@@ -181,7 +181,7 @@ def same_gradients(
     others: Callable[[dict[str, Tensor], Tensor], Sequence[Tensor]],
     numbers: Sequence[float],
 ) -> bool:
-    """Whether a score_mod's derivatives are others, at positions of sizes (B, Hq, L, S).
+    """True if `others` gives a score_mod's derivatives, at positions of sizes (B, Hq, L, S).
 
     others(env, weight): the gradients of the sum of weight times the mod's values, [points], with
     respect to the score and to the tensors of the slots. env: the score, b, h, q_idx and kv_idx.
@@ -261,7 +261,7 @@ class _Sum:
         self.grads.append(grads)
 
     def agrees(self, other: Tensor, tolerance: float) -> bool:
-        """Whether a dense gradient is the same there; what is no number in one says nothing."""
+        """True if a dense gradient is the same there; what is no number in one says nothing."""
         if not self.places or not other.numel():
             return not bool((other != 0).any())
         flat, inverse = torch.unique(torch.cat(self.places), return_inverse=True)

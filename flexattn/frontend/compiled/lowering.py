@@ -191,7 +191,7 @@ def with_lists_by_key(args: Sequence[Any]) -> Sequence[Any]:
 
 
 def _torch_runs(query: Any, kernel_options: dict[str, Any], options: dict[str, Any]) -> bool:
-    """Whether Inductor's C++ kernel serves a node on a CPU, where ours is plain torch.
+    """True if Inductor's C++ kernel serves a node on a CPU, where ours is plain torch.
 
     Not where statistics are asked, which it has none of, and not where what mods read is checked.
     """
@@ -209,7 +209,7 @@ def _torch_runs(query: Any, kernel_options: dict[str, Any], options: dict[str, A
 
 
 def _unmade(block_mask: Any) -> bool:
-    """Whether lists by query stand for those by key of a node, as `node` leaves it."""
+    """True if lists by query stand for those by key of a node, as `node` leaves it."""
     return all(map(is_, block_mask[_LISTS], block_mask[_BY_KEY]))
 
 
@@ -236,7 +236,7 @@ def _call(qualified: str, given: Sequence[Any]) -> Any:
 
 
 class _Node(NamedTuple):
-    """What a node of either direction says beside its tensors of rows and keys.
+    """The data of a node of either direction, beside its tensors of rows and keys.
 
     captures: of the score_mod. mask_captures: of the mask_mod. tensors, integers: what the
     score_mod and the mask_mod capture.
@@ -292,7 +292,7 @@ class _Node(NamedTuple):
         return any(kind == "tensor" for mod in mods for kind, _ in mod.sources)
 
     def strays(self, sizes: Sequence[int]) -> bool:
-        """Whether a mod may read outside of a tensor, of which Inductor's kernel makes an error.
+        """True if a mod may read outside of a tensor, of which Inductor's kernel makes an error.
 
         It does also where the mask removes what was read. sizes: of B, Hq, L and S.
         """
@@ -306,13 +306,13 @@ class _Node(NamedTuple):
 
 
 def _asked(bound: Bound, wanted: Sequence[Any], chosen: Options) -> AskedGradients:
-    """What a backward is asked, of examples; its mask makes no difference to what can run."""
+    """A backward's request, of examples; its mask makes no difference to what can run."""
     slots = tuple(s for s, x in enumerate(bound.tensors) if any(x is each for each in wanted))
     return AskedGradients(bound, None, None, 1.0, chosen, slots)
 
 
 def _check(asked: AskedGradients, inputs: Any) -> None:
-    """That there is a kernel for these gradients; raises as an eager call does."""
+    """Raises, as an eager call does, if there is no kernel for these gradients."""
     q, k, v = (node.meta["val"] for node in inputs[:3])
     device = torch.device(q.device)
     q, k, v = (torch.empty(_expected(x.shape), dtype=x.dtype, device="meta") for x in (q, k, v))
@@ -348,7 +348,7 @@ def _read(
 
 
 def _captured(given: Any, node: Any, where: torch.device) -> Captured | None:
-    """What is known of a captured tensor; None for an integer, which Inductor has as a symbol."""
+    """The facts of a captured tensor; None for an integer, which Inductor has as a symbol."""
     if not _is_tensor(given):
         # An int, or a symbol of sympy's.
         if not isinstance(given, int) and getattr(given, "is_integer", False) is not True:
@@ -381,7 +381,7 @@ def _fixed(scale: Any) -> float:
 
 
 def _kept(lists: Sequence[Any]) -> bool:
-    """Whether lists are inputs of the graph that nothing but torch's operations writes to."""
+    """True if lists are inputs of the graph that nothing but torch's operations writes to."""
     if config.triton.cudagraphs:
         return False
     inner = [getattr(getattr(each, "data", None), "data", None) for each in lists]

@@ -175,7 +175,7 @@ def _on(q: Tensor, mod: GraphMod, tensors: Sequence[Tensor], integers: Sequence[
 
 @dataclass(slots=True)
 class _Look:
-    """What was found in lists, and how often they had been written to.
+    """The result of reading lists, and how often they had been written to.
 
     by_key: the same lists by key, once a backward asked for them, and what they were made for.
     """
@@ -293,7 +293,7 @@ def lower_widened(x: Any, factor: Any, dtype: torch.dtype) -> Any:
 
 
 def widened_sources(given: Any, nodes: Any) -> list[tuple[Any, Any, Any]]:
-    """Of query, key and value: the input itself, its node, and its factor.
+    """The input itself, its node, and its factor, for each of query, key and value.
 
     given, nodes: as a lowering of torch's node has them.
     """
@@ -376,7 +376,7 @@ def attend_backward(
 
 
 def attend_backward_packed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Any]:
-    """As `attend_backward`, the gradients of q, k and v side by side in one tensor [elements].
+    """`attend_backward` with the gradients of q, k and v side by side in one tensor [elements].
 
     The last of rest, places: of each its offset, and its strides of batch, head and row, in
     elements; they cover the tensor.

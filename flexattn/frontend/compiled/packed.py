@@ -72,7 +72,7 @@ def packed_gradients(backward: Node) -> SideBySide | None:
 
 
 def _below(node: Node) -> Iterator[Node]:
-    """What a value goes into, while it goes into one thing alone that moves it unchanged."""
+    """The nodes behind a value, while it has one user alone, which moves it unchanged."""
     while len(node.users) == 1:
         node = next(iter(node.users))
         if node.target not in _ONE_INPUT | _JOINS:
@@ -82,7 +82,7 @@ def _below(node: Node) -> Iterator[Node]:
 
 @without_modes()
 def _packed_in(node: Node, grads: Sequence[Node]) -> list[int]:
-    """Where each of the gradients lies in what a node computes, as SideBySide has the places.
+    """The place of each gradient in what a node computes, as SideBySide has the places.
 
     What leads there moves numbers and changes none: its derivative with respect to each gradient
     is the part of the node's own that the gradient is copied to, a view of the same memory.
@@ -109,7 +109,7 @@ def _packed_in(node: Node, grads: Sequence[Node]) -> list[int]:
 
 
 def _leaves(node: Node) -> bool:
-    """Whether a value is a result of the graph, in whose layout others have a say."""
+    """True if a value is a result of the graph, in whose layout others have a say."""
     return any(use.op == "output" for use in node.users)
 
 
@@ -121,7 +121,7 @@ def _like(value: Tensor) -> Tensor:
 
 
 def _computed(node: Node, known: dict[Node, Tensor]) -> Tensor:
-    """What a node computes of known tensors and zeros, by what moves them unchanged."""
+    """The value of a node for known tensors and zeros; its operations move numbers unchanged."""
     if node not in known:
         if node.target is _aten.full.default and node.args[1] == 0:
             known[node] = _like(node.meta["val"])
@@ -138,7 +138,7 @@ def _computed(node: Node, known: dict[Node, Tensor]) -> Tensor:
 
 
 def _stacked(node: Node) -> tuple[Sequence[Node], int] | None:
-    """What a node stacks, and where: a graph has a concatenation whose dimension a view splits."""
+    """The nodes that a node stacks, and where: a concatenation whose dimension a view splits."""
     above = node.args[0] if node.target in _ONE_INPUT else None
     if not isinstance(above, Node) or above.target is not _aten.cat.default:
         return None
@@ -151,7 +151,7 @@ def _stacked(node: Node) -> tuple[Sequence[Node], int] | None:
 
 
 def _disjoint(parts: Sequence[Tensor]) -> bool:
-    """Whether no two of these views have an element in common; False where that is not clear.
+    """True if no two of these views have an element in common; False where that is not clear.
 
     An offset has a digit for each stride of any part, and a part a range of values of each digit.
     """

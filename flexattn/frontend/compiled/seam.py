@@ -1,4 +1,4 @@
-"""Where Inductor asks what torch's node becomes: our lowerings stand in front of its own."""
+"""The seam to Inductor's lowerings of torch's node: ours stand in front of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which calls become a node of a graph, and its data beside tensors: options, and a Spec as text.
+"""The calls that become a node of a graph, and a node's data beside tensors: options, and a Spec.
 
 The keys say that torch's node is a call of ours, and what it asked. A Spec is all of a call in a
 compiled graph that is no tensor and no size, as the one string that our op takes.
@@ -33,7 +33,7 @@ _NAMES = {"score", "mask", "block", "lse", "max_scores", "options", "looks", "ba
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What one node computes.
+    """The work of one node.
 
     score, mask: its mods. block: query rows and keys of a block of its mask, None without one.
     lse, max_scores: whether they are asked. options: kernel_options as they were given, chosen:
@@ -54,7 +54,7 @@ class Spec:
 
     @property
     def statistics(self) -> AuxRequest:
-        """What comes out beside the attention itself."""
+        """The statistics that the node returns beside the attention itself."""
         return AuxRequest(self.lse, self.max_scores)
 
 
@@ -140,7 +140,7 @@ LARGEST_SIZE = 2**30
 
 
 def breaks(call: Call) -> str:
-    """Why a call runs outside of a graph, in words; nothing where it is a node of it.
+    """The reason why a call runs outside of a graph, in words; "" where it is a node of it.
 
     Dynamo reads this function: it asks for nothing but types, sizes, dtypes and devices.
     """
@@ -181,7 +181,7 @@ def breaks(call: Call) -> str:
 
 
 def _fits(factor: Tensor, like: Tensor, q: Tensor) -> bool:
-    """Whether a descale is one that `check_descales` takes."""
+    """True if a descale is one that `check_descales` takes."""
     return (
         isinstance(factor, Tensor)
         and q.dtype in FP8

@@ -131,9 +131,7 @@ def strides_of(tensor: str, structure: Structure) -> list[Argument]:
 
 
 def output_strides(structure: Structure) -> list[Argument]:
-    """The strides of a dense output. All are multiples of its rows: a thread stores 16 bytes at
-    once.
-    """
+    """The strides of a dense output, multiples of its rows: a thread stores 16 bytes at once."""
     return dense_stride_arguments("o", "bhm", structure.head_dim_v)
 
 
@@ -151,9 +149,7 @@ def dropout_arguments(structure: Structure) -> list[Argument]:
 
 
 def _descales(structure: Structure) -> list[Argument]:
-    """The factors by which the heads of q, k and v are multiplied, and the strides of each
-    tensor.
-    """
+    """The factors of the heads of q, k and v, each tensor with its strides."""
     if not structure.fp8:
         return []
     found = several("*fp32", "Q_DESCALE", "K_DESCALE", "V_DESCALE")

@@ -62,9 +62,7 @@ def bind_arguments(
 
 
 class _Names(NamedTuple):
-    """The part of a binding that names alone decide. described: the names of tensor
-    descriptors.
-    """
+    """The part of a binding that names decide. described: the names of tensor descriptors."""
 
     names: tuple[str, ...]
     types: tuple[str, ...]

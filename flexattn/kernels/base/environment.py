@@ -216,9 +216,7 @@ def _analyse(
 
 
 def _known_at(loop: ast.stmt, statements: Sequence[ast.stmt], known: set[str]) -> set[str]:
-    """The names surely assigned where the loop begins. The loop is one of the statements or in
-    one.
-    """
+    """The names surely assigned where the loop begins, which is in these statements."""
     for each in statements:
         if each is loop:
             break

@@ -20,8 +20,7 @@ _NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 
 
 class Around(NamedTuple):
-    """The kernels that a backward launches before and after its own, each with `programs`
-    programs.
+    """The kernels before and after a backward's own, each of `programs` programs.
 
     before: what makes delta, without and with a gradient of lse. scratch: names and shapes of the
     memory that all share, of four bytes an element. blocks: rows and keys of the tiles that the
@@ -58,8 +57,7 @@ class KernelFamily(ABC, Generic[_C]):
         return True
 
     def leads(self, structure: Structure, device: Device) -> bool:
-        """True if the static defaults try it, in the registry's order. The last of a kind is
-        always tried.
+        """True if the static defaults try it, in the registry's order; the last of a kind always.
 
         `offered` is not asked before it.
         """

@@ -68,8 +68,7 @@ def decays(structure: Structure) -> bool:
 
 
 def skips_far(structure: Structure, config: Config) -> bool:
-    """True if a kernel leaves out such keys; beside a mask it does so where it walks the mask's
-    runs.
+    """True if a kernel leaves out keys too far behind; beside a mask, only if it walks its runs.
 
     Heads that share a tile need other keys each.
     """
@@ -98,8 +97,7 @@ def loads_by_key(structure: Structure, unit: Unit | None = None) -> bool:
 
 
 def values_by_key(structure: Structure) -> int:
-    """The number of values that a score_mod reads for every key, each the same for all rows of a
-    tile.
+    """The number of values a score_mod reads for every key, each the same for all rows of a tile.
 
     A dot product with a captured tensor's rows reads one for each of its terms.
     """

@@ -139,9 +139,7 @@ class MaskPieces:
 
     @property
     def holds(self) -> bool:
-        """True if the loop holds more than one bound, or the mask's rest depends on single
-        keys.
-        """
+        """True if the loop holds more than one bound, or the rest depends on single keys."""
         asked = () if self.rest is None else self.rest.lines
         return (
             self.low is not None or self.exchanged != () or any("kv_idx" in line for line in asked)

@@ -186,9 +186,7 @@ def forms(config: HopperPrefillConfig) -> Iterator[HopperPrefillConfig]:
 
 
 def _rescales_lazily(structure: Structure, widest: int, reads: bool) -> bool:
-    """True if lazy rescaling has registers left beside those of the mods' reads and of lists or
-    runs.
-    """
+    """True if lazy rescaling has registers left beside those of mods' reads, lists or runs."""
     if structure.fp8:
         return 64 < widest <= 128 and structure.score is None
     if widest > 192 and reads:

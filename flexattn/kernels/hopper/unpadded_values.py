@@ -23,9 +23,7 @@ _ANNOUNCED = re.compile(rf"{_NAME} {_FORM}: (?P<columns>\d+) of (?P<padded>\d+) 
 
 
 def announcement(columns: int, padded: int) -> str:
-    """The line about products of P and V in a kernel's assembly; padded: their width as
-    written.
-    """
+    """The line about products of P and V in an assembly; padded: their width as written."""
     return f"{_NAME} {_FORM}: {columns} of {padded} columns"
 
 

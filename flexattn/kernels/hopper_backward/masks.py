@@ -113,9 +113,7 @@ def _is_infinite(node: Expr) -> bool:
 
 
 def _may_end(node: Expr, by_row: set[Expr]) -> bool:
-    """True if finite operands may give NaN or infinity; divisors that no row decides never
-    count.
-    """
+    """True if finite operands may give NaN or infinity; divisors that no row decides do not."""
     if not is_float(node.dtype):
         return False
     if node.op in _DIVISIONS:

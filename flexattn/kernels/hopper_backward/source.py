@@ -91,9 +91,7 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
 
 
 def mod_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
-    """The arguments for the tiles that are walked, for what mods capture, and for its
-    gradients.
-    """
+    """The arguments for the walked tiles, for what mods capture, and for its gradients."""
     found = list_arguments(structure, config)
     for captures in (structure.score, structure.mask):
         found += captured_arguments(captures)
@@ -389,7 +387,7 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
 
 
 def _of_blocks(structure: Structure, config: HopperBackwardConfig) -> dict[str, object]:
-    """The sizes of a mask's listed units: blocks, or tiles where its runs are trimmed."""
+    """The size of what a mask lists, in keys and tiles: blocks, or tiles of trimmed runs."""
     sparsity = structure.sparsity
     if sparsity is None or trims_runs(structure, config):
         return {"SPARSE_KV": config.BLOCK_N, "TILES_PER_Q": 1}

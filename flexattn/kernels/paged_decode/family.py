@@ -310,9 +310,7 @@ class _PagedDecode(KernelFamily[ServingConfig]):
         return config.template
 
     def grid(self, problem: Any, config: Any, device: Device) -> Geometry:
-        """The grid of the largest batch; programs share tiles out among them, whatever there
-        are.
-        """
+        """The grid of the largest batch; programs share out whatever tiles there are."""
         packed, B, q_len = problem.Hq // problem.Hkv, problem.B, problem.q_len
         tiles = B * -(-q_len * packed // config.BLOCK_M)
         if problem.total_q:

@@ -37,9 +37,7 @@ def request_sizes(
 
 
 def located(form: ServingForm) -> tuple[tuple[str, str], ...]:
-    """The known values of a work tile's request, each with the vector of all requests it comes
-    from.
-    """
+    """The values of a work tile's request, each with the vector of all requests it is from."""
     found = [("b", "requests"), ("ends_at", "ends"), ("kv_len", "kv_lens")]
     if form.ragged:
         found += [("row", "rows_at"), ("q_len", "q_lens")]

@@ -321,9 +321,7 @@ class _PlacePrinter(MultiPrinter):
 
 
 def _along_diagonals(printer: MultiPrinter, load: Expr, prefix: str) -> _PlacePrinter:
-    """The places of a load on the diagonals of a tile: of its first row, and keys
-    `diagonal_kv`.
-    """
+    """The places of a load on a tile's diagonals: of its first row, and keys `diagonal_kv`."""
     view = View(prefix, q_idx="start_m", kv_idx="diagonal_kv", by_row=False)
     dialect = replace(printer.dialect, key=TensorForm("[BLOCK_N2]"))
     traits = replace(printer.traits, dialect=dialect)

@@ -168,9 +168,7 @@ class _Score:
         )
 
     def _fused(self, folded: bool) -> Fused:
-        """The part that the softmax can do itself; folded: the scale of scores keeps their
-        order.
-        """
+        """The part that the softmax can do; folded: the scale of scores keeps their order."""
         terms = self.terms
         if not folded or terms.core is None:
             return ""

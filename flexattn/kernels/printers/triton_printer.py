@@ -422,8 +422,7 @@ class MultiPrinter:
         return places
 
     def _whole(self, node: Expr) -> tuple[str, str]:
-        """Two conditions of a load of what is walked: the whole tile is inside, and one element
-        is.
+        """Two conditions of a load of what is walked: a whole tile is inside, an element is.
 
         Both are "" for other loads, and where a dialect has no end of a tile.
         """

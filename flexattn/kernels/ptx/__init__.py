@@ -1,3 +1,1 @@
-"""The steps of a kernel between Triton's PTX and its machine code: passes, and the choice of
-ptxas.
-"""
+"""The steps between Triton's PTX and machine code: passes, and the choice of ptxas."""

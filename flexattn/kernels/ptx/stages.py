@@ -93,8 +93,7 @@ def _install(step: int) -> None:
 def _hook(*given: Any) -> Any:
     """The hook that Triton calls: with a compile's stages; later releases also without, for a key.
 
-    Of the key are the passes' own texts: what another text of one made is compiled again.
-    """
+    The key holds the texts of the passes, so a kernel is compiled again after one changes."""
     found = _before(*given) if _before is not None else None
     stages = _wanted.get()
     if not given:

@@ -90,9 +90,7 @@ def other_tiles(first: PrefillConfig) -> Iterator[PrefillConfig]:
 
 
 def margin(problem: Problem) -> float:
-    """The gain that another tile must be expected to have: 1.0, none, at lengths that were
-    measured.
-    """
+    """The factor by which another tile must be faster; 1.0 at lengths that were measured."""
     return 1.0 if max(problem.q_len, problem.kv_len) <= _LONGEST else ESTIMATE_MARGIN
 
 
