@@ -104,7 +104,7 @@ class CacheError(FlexAttnError):
 
     @property
     def line(self) -> str:
-        """What was got and the rule, for a warning of one line."""
+        """The value that was got and the rule, for a warning of one line."""
         return f"{self.got} (rule: {self.rule})" if self.rule else self.got
 
 

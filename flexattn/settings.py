@@ -1,4 +1,4 @@
-"""What the environment says, read here and nowhere else."""
+"""The settings that the environment holds, read here and nowhere else."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ def neuron_environment(artifacts: Path, target: str) -> dict[str, str]:
 
 
 def names_ptxas() -> bool:
-    """Whether the environment names a ptxas for Triton: whoever does wants that one."""
+    """True if the environment names a ptxas for Triton: the user then wants that one."""
     names = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
     return any(os.environ.get(name) for name in names)
 

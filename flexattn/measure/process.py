@@ -150,7 +150,7 @@ class Spawned:
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """True if the process still runs."""
         return self._process.poll() is None
 
     def kill(self) -> None:
@@ -168,7 +168,9 @@ class Spawned:
             log.warning("process %d does not die; its GPU may stay busy", self.pid)
 
     def ended(self, patience: float) -> str:
-        """How it ended, within a few seconds, in a word: a signal's name, or its exit status."""
+        """The end of the process in a word, a signal's name or its exit status; waits a few
+        seconds.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience)  # the pipe closes a moment before the process is gone
         self.end()
@@ -176,7 +178,7 @@ class Spawned:
         return signal.Signals(-status).name if status < 0 else f"exit status {status}"
 
     def told(self, what: str) -> str:
-        """What became of it, with its last words."""
+        """The text `what`, with the last words of the process."""
         handle = self._printed.fileno()
         begin = max(0, os.fstat(handle).st_size - _KEPT_BYTES)
         words = os.pread(handle, _KEPT_BYTES, begin).decode(errors="replace")
@@ -262,7 +264,7 @@ def failed(error: str, message: str, stage: Stage) -> Failed:
 
 
 def is_sticky(failure: Failed) -> bool:
-    """Whether the CUDA context that raised this is lost, and with it the process."""
+    """True if the CUDA context that raised this is lost, and with it the process."""
     return failure.stage == "crash" or bool(_STICKY.search(failure.message))
 
 

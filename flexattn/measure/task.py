@@ -43,7 +43,7 @@ class Task:
 
     @property
     def kind(self) -> Kind:
-        """Of its record."""
+        """The kind of its record."""
         return self.problem.structure.kind
 
 

@@ -189,7 +189,9 @@ def paired_ratio(a: Samples, b: Samples) -> Ratio:
 
 
 def _ranks_outside(n: int) -> int:
-    """How many of n values may be cut at each end while the rest covers the median at 95 %."""
+    """The number of n values that may be cut at each end while the rest covers the median at 95
+    %.
+    """
     tail, cut = 0.0, 0
     while cut < n // 2:
         tail += math.comb(n, cut) / 2**n

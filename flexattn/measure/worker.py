@@ -167,7 +167,9 @@ class Worker(Closing):
         return self._child
 
     def _blamed(self, failure: Failed) -> MeasureError:
-        """What to raise where no config is the culprit; DeviceError where no child starts now."""
+        """The error to raise where no config is the culprit; DeviceError where no child starts
+        now.
+        """
         self._started()
         return _lost(failure)
 

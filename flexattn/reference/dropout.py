@@ -1,4 +1,4 @@
-"""Which weights dropout keeps, in torch: the bits that kernels make, for the same seed.
+"""The weights that dropout keeps, in torch: the bits that kernels make, for the same seed.
 
 `templates/base/dropout.jinja` says the same in Triton and Gluon: a change here is a change there.
 """
@@ -75,7 +75,7 @@ def dropout_numbers(rows: Tensor, keys: Tensor, head: Tensor, seed: Tensor) -> T
 
 
 def kept_weights(dropout: Dropout, lanes: tuple[Tensor, ...], heads: int) -> Tensor:
-    """Of each weight whether it is kept, bool [b, h, m, n].
+    """True for each weight that is kept, bool [b, h, m, n].
 
     lanes: batches, query heads, rows and keys, int64 of one dimension each. heads: query heads.
     One call of Philox has 32 weights: rows r and r + 8, keys k, k + 1, and those that are 8, 16, …

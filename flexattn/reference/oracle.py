@@ -57,7 +57,9 @@ class SomeRows(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What attention returns: out [B, Hq, L, Ev], lse and max_scores [B, Hq, L] in natural log."""
+    """The results of attention: out [B, Hq, L, Ev], lse and max_scores [B, Hq, L] in natural
+    log.
+    """
 
     out: Tensor
     lse: Tensor
@@ -244,7 +246,7 @@ class AttentionSlice:
         return scores if kept is None else torch.where(kept, scores, -math.inf)
 
     def drop(self, lanes: tuple[Tensor, ...], scores: Tensor) -> Tensor | None:
-        """What dropout multiplies weights by: 0, or what keeps their mean."""
+        """The factors by which dropout multiplies weights: 0, or the one that keeps their mean."""
         if self.dropout is None:
             return None
         heads = self.heads if self.at is None else self.at.heads

@@ -1,4 +1,4 @@
-"""How the oracle, the reference run and the CPU path round: what the accuracy rule is made of.
+"""The rounding of the oracle, the reference run and the CPU path: the base of the accuracy rule.
 
 The softmax of the reference run has a backward that rounds as kernels do: a kernel saves the
 output in its dtype and lse in float32, and makes the weights and delta of them anew. Autograd
@@ -23,7 +23,7 @@ RAISED = 256.0
 
 
 class Precision(enum.Enum):
-    """How a run rounds: see the accuracy rule.
+    """The rounding of a run: see the accuracy rule.
 
     ORACLE computes and returns float64. ROUNDED is the reference run whose error sets the budget:
     QK^T and P are rounded to the inputs' dtype (tf32 where torch allows it), all else is fp32. For
@@ -43,7 +43,7 @@ class Precision(enum.Enum):
 
 @dataclass(frozen=True)
 class Rounding:
-    """Which dtype each value is rounded to on its way; `work` is what it is computed in.
+    """The dtype to which each value is rounded on its way; `work` is the dtype of computation.
 
     saves: a backward starts from the output and lse as they are stored, as a kernel's does.
     """

@@ -234,7 +234,7 @@ DEADLINE = 120.0
 
 @dataclass(frozen=True, slots=True)
 class BuiltConfig:
-    """What the compiler made of a config, or why it made nothing of it.
+    """The result of compiling a config, or the reason why there is none.
 
     registers, stack, shared_memory: of a thread, of a thread in bytes, of a block in bytes.
     spills, loop_spills, matrix_instructions: counted in the code. code_hash: of the machine code.
@@ -267,7 +267,7 @@ class BuiltConfig:
 
 @dataclass(frozen=True, slots=True)
 class BuildOrder:
-    """What a building process receives: sources as text, for a device that need not be there."""
+    """The input of a building process: sources as text, for a device that need not be there."""
 
     config: Any
     source: Source
@@ -324,7 +324,7 @@ def build_all(
 def orders_for(
     problem: Problem, configs: Sequence[Config], device: Device
 ) -> Iterator[BuildOrder]:
-    """What a building process is told of each config."""
+    """The order to a building process for each config."""
     structure, title = problem.structure, f"{problem.describe()} for {device.arch}"
     for config in configs:
         family = family_of(config)
@@ -364,12 +364,12 @@ def compile_one(order: BuildOrder) -> _Compiled:
 
 
 def _multiplies(structure: Structure) -> bool:
-    """Whether a structure's products are of matrix instructions."""
+    """True if a structure's products are of matrix instructions."""
     return fp32_products(structure) != "ieee"
 
 
 def unfit(taken: Resources, matrix: bool, device: Device) -> Failed | None:
-    """Why a kernel that compiled is not worth timing; None where it is.
+    """The reason why a kernel that compiled is not worth timing; None where it is.
 
     The one rule of ranking before there is a time: it must fit, work out of registers, and
     multiply by matrix instructions where its dtype has them (`matrix`).

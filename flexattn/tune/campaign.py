@@ -32,7 +32,7 @@ _POLL_S = 0.3
 
 @dataclass(frozen=True)
 class TuningOutcome:
-    """What became of one problem. kept: the store had its record already."""
+    """The outcome of one problem. kept: the store had its record already."""
 
     title: str
     key: Key
@@ -43,7 +43,7 @@ class TuningOutcome:
 
 
 def environment_of(task: Task) -> Environment:
-    """Where a task's record will hold exactly."""
+    """The environment in which a task's record holds exactly."""
     return environment(task.kind, task.device, task.policy)
 
 
@@ -210,7 +210,7 @@ class Campaign:
 
 
 def _replaces(new: Record, old: Record) -> bool:
-    """What was tuned from dispatch's list has a mask and captured tensors that were made up."""
+    """False if a record of made-up masks and tensors would replace a measured one."""
     return not (new.provenance == "untuned" and old.provenance == "measured")
 
 

@@ -59,7 +59,9 @@ class Journal:
             file.write(json.dumps([encode(entry) for entry in entries]) + "\n")
 
     def batches(self) -> Iterator[tuple[Entry, ...]]:
-        """What earlier runs finished; a line that a dying process left half is skipped."""
+        """The batches that earlier runs finished; a line that a dying process left half is
+        skipped.
+        """
         try:
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
@@ -119,7 +121,7 @@ class Evaluator:
         return share * self.method.budget_s - measuring
 
     def built(self, index: int) -> bool:
-        """Whether the config was built, or is known to need no build."""
+        """True if the config was built, or is known to need no build."""
         return index in self._code_of or self.table[index].failed is not None
 
     def build(self, indices: Iterable[int]) -> None:

@@ -192,7 +192,7 @@ class SharedStudy:
 
     @_patient
     def results(self) -> dict[int, str]:
-        """What was told of each point that is complete."""
+        """The result of each point that is complete."""
         done = {p: each for p, each in self._owners().items() if each.state.name == "COMPLETE"}
         return {point: each.user_attrs[RESULT] for point, each in done.items()}
 

@@ -251,7 +251,7 @@ class TrialTable:
 
     @property
     def infeasible(self) -> int:
-        """How many the compiler or a check refused for good."""
+        """The number of configs that the compiler or a check refused for good."""
         failed = (trial.failed for trial in self._trials)
         return sum(each is not None and each.stage == "infeasible" for each in failed)
 
@@ -275,7 +275,7 @@ class TrialTable:
             self.fail(index, Failed("gate", "Inaccurate", text))
 
     def healthy(self, index: int) -> bool:
-        """Whether the config may still be timed itself: no failure, no twin that was timed."""
+        """True if the config may still be timed itself: no failure, no twin that was timed."""
         trial = self._trials[index]
         return trial.failed is None and trial.same_code_as is None
 
@@ -307,7 +307,7 @@ class TrialTable:
                 yield index, taken
 
     def cost(self, index: int) -> float:
-        """As the function of this name, for the trials as they stand."""
+        """The cost of a config, by the function of this name, for the trials as they stand."""
         return cost(self._trials, index, self.default)
 
     def ranked(self) -> list[int]:
@@ -424,7 +424,7 @@ def race_trials(
 
 
 def _undecided(table: TrialTable, running: list[int], decision: Decision) -> list[int]:
-    """Who must run on; nobody once it is settled.
+    """The configs that must run on; none once it is settled.
 
     A challenger leaves when it is surely not above the margin, or surely slower than the winner;
     the winner has won when the others that are left tie with it.

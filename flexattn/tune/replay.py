@@ -133,7 +133,7 @@ class ReplayMeasurer:
         """Nothing is held."""
 
     def build(self, configs: Sequence[Config]) -> list[BuiltConfig]:
-        """What the study keeps of each build; twins have one code."""
+        """The stored result of each build; twins have one code."""
         return [self._built(config) for config in configs]
 
     def gate(self, config: Config) -> Gated | Failed:

@@ -46,7 +46,9 @@ class Everything:
         return taken
 
     def tell(self, index: int, cost: float) -> None:
-        """What an index cost, infinite where it failed: it changes nothing, all are measured."""
+        """Takes the cost of an index, infinite where it failed; nothing changes, as all are
+        measured.
+        """
 
     def known(self, index: int, cost: float) -> None:
         """A result from before: it counts as asked for."""
@@ -160,7 +162,7 @@ class Guided:
         return [self._next() for _ in range(min(count, self.total - asked))]
 
     def tell(self, index: int, cost: float) -> None:
-        """What an index cost, infinite where it failed."""
+        """Takes the cost of an index, infinite where it failed."""
         self._costs[index] = cost
         trial = self._running.pop(index, None)
         if trial is not None:

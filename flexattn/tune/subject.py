@@ -1,4 +1,4 @@
-"""What is tuned, and how: a Subject's configs, a Method's amount of work, a Progress to tell."""
+"""The subject and method of a tuning: its configs, its amount of work, a Progress to report to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Subject:
     title: str = ""
 
     def index(self, configs: Sequence[Config]) -> list[int]:
-        """Where these stand; those that are not among the subject's are left out."""
+        """The places of these configs; those that are not among the subject's are left out."""
         known = {config: index for index, config in enumerate(self.configs)}
         return [known[config] for config in configs if config in known]
 
@@ -64,7 +64,7 @@ SCREENING_MS = 2.0
 
 @dataclass(frozen=True)
 class Method:
-    """How a problem is tuned. budget_s: of measuring; building and the first run are not.
+    """The method of tuning a problem. budget_s: of measuring; building and the first run are not.
 
     rounds: of the screening. batch: configs that are screened in one race, each of which holds its
     outputs and maybe a CUDA graph. all_up_to: spaces up to this size are measured whole, larger

@@ -173,7 +173,7 @@ def tune_subject(
     journal: Journal | None = None,
     progress: Progress = SILENT,
 ) -> Record:
-    """As `tune`, for a subject whose task the measurer has open already."""
+    """`tune` for a subject whose task the measurer has open already."""
     return _tuned(Evaluator(subject, measurer, build, method, progress), seeds, journal)
 
 

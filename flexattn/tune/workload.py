@@ -126,7 +126,9 @@ class Workload:
 
 
 def policy_for(kind: Kind, device: Device, changes: tuple[tuple[str, float], ...] = ()) -> Policy:
-    """How times are taken unless a workload says otherwise: as dispatch will look for them."""
+    """The policy of timing unless a workload says otherwise: the one that dispatch will look
+    for.
+    """
     graph, cold_l2 = serving_policy(kind, device)
     base = Policy(graph, cold_l2, rounds=20, min_ms=5.0)
     return replace(base, **dict(changes))  # type: ignore[arg-type]
@@ -248,7 +250,7 @@ def _served(call: Table, said: Callable[[str], Table]) -> list[ServedRow | None]
 
 
 def _told(served: ServedRow | None, plans: Sequence[ServedRow | None]) -> str:
-    """What tells a plan's row from the others of its call."""
+    """The words that tell a plan's row from the others of its call."""
     if served is None or len(plans) == 1:
         return ""
     return f" page {served.page} {served.lengths}"

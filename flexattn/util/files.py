@@ -185,7 +185,7 @@ def try_lock(path: Path) -> int | None:
 
 
 def _same(handle: int, path: Path) -> bool:
-    """Whether a file was not replaced while this process waited for it."""
+    """True if a file was not replaced while this process waited for it."""
     try:
         return os.path.samestat(os.fstat(handle), os.lstat(path))
     except FileNotFoundError:
@@ -239,7 +239,7 @@ def listing(folder: Path) -> list[str]:
 
 
 def is_closed(folder: Path) -> bool:
-    """Whether a folder, or one above it, is another user's and not for this one to look into."""
+    """True if a folder, or one above it, is another user's and not for this one to look into."""
     try:
         os.stat(folder / ".")
     except PermissionError:

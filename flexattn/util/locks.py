@@ -1,4 +1,4 @@
-"""What threads share: locks that a fork renews, turns by key, and a bounded dict.
+"""The tools that threads share: locks that a fork renews, turns by key, and a bounded dict.
 
 A forked child has one thread, so what another one held is free there. It can finish no work that a
 thread of its parent began: in this package work counts as begun only while a lock is held.
