@@ -30,6 +30,7 @@ from flexattn.problem.inputs import NO_DESCALES, Descales, Dropout
 from flexattn.problem.kind import FEW_ROWS
 from flexattn.problem.mask_lists import keeps_all
 from flexattn.problem.read_checks import check_reads
+from flexattn.records.record import rounded
 from flexattn.settings import current, say_once
 from flexattn.util.locks import Lru
 
@@ -109,12 +110,12 @@ class Call(NamedTuple):
         (kb, kh, keys, kd), (vb, vh, values, vd) = of_k, of_v
         (k0, k1, k2, k3), (v0, v1, v2, v3) = in_k, in_v = k.stride(), v.stride()
         # Kernels that read whole lines serve where strides allow it, which their last bits tell;
-        # of another power of two (`rounded`) records may tell something else.
+        # of another power of two records may tell something else.
         return (
             of_q,
             (type(k), kb, kh, kd, k3, k.dtype, k.get_device(), k.data_ptr() % 16, k.is_neg()),
             (type(v), vb, vh, vd, v3, v.dtype, v.get_device(), v.data_ptr() % 16, v.is_neg()),
-            (k0 | k1 | k2) % 16, (v0 | v1 | v2) % 16, keys and (2 * keys - 1).bit_length(), rest,
+            (k0 | k1 | k2) % 16, (v0 | v1 | v2) % 16, rounded(keys), rest,
         ), (keys, values, in_k, in_v)  # fmt: skip
 
     @property
