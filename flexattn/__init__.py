@@ -24,8 +24,12 @@ from typing import TYPE_CHECKING
 from flexattn import settings  # first: it reads FLEXATTN_INTERPRET before triton is imported
 
 if TYPE_CHECKING:
+    from flexattn.block_mask.visual import visualize
+    from flexattn.deploy.warm import warm
     from flexattn.public import *
 
+# Names that no call of flex_attention needs, by where they are made.
+_APART = {"visualize": "flexattn.block_mask.visual", "warm": "flexattn.deploy.warm"}
 __version__ = "0.2.0"
 
 __all__ = [
@@ -59,7 +63,7 @@ def __getattr__(name: str) -> object:
     So the command line says --help without torch, which takes seconds to import.
     """
     if name in __all__:
-        globals()[name] = found = getattr(import_module("flexattn.public"), name)
+        globals()[name] = found = getattr(import_module(_APART.get(name, "flexattn.public")), name)
         return found
     try:
         return import_module(f"flexattn.{name}")

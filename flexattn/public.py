@@ -12,8 +12,6 @@ from torch.nn.attention.flex_attention import (
 )
 
 from flexattn.block_mask.create import create_block_mask as create_block_mask
-from flexattn.block_mask.visual import visualize as visualize
-from flexattn.deploy.warm import warm as warm
 from flexattn.frontend.attention import flex_attention as flex_attention
 from flexattn.frontend.explain import (
     Explanation as Explanation,
