@@ -9,7 +9,6 @@ import torch
 from flexattn.device import detect, named
 from flexattn.kernels.paged_decode import family
 from flexattn.kernels.paged_decode.source import render_serving_combine
-from flexattn.runtime import dispatch
 from flexattn.runtime.build import DESCRIPTOR, builder
 from flexattn.serving import kernels
 from flexattn.util.locks import Lru
@@ -82,4 +81,4 @@ def emulate(monkeypatch, number):
     monkeypatch.setattr(kernels, "builder", Builder)
     monkeypatch.setattr(family, "render_serving_combine", combine)
     # Texts that were rendered for a device whose merges are not interpreted, and those of here.
-    monkeypatch.setattr(dispatch, "_texts", Lru(64))
+    monkeypatch.setattr(builder(), "rendered", Lru(64))

@@ -84,6 +84,5 @@ def forget():
     clear()
     builder.cache_clear()
     dispatch.dispatcher.cache_clear()
-    dispatch._texts.clear()
+    builder().rendered.clear()
     launch_cache.clear()
-    classify._sources.clear()

@@ -24,7 +24,6 @@ from flexattn.mods.algebra import Bounds, Extremes, bounds_of, tables_of, verdic
 from flexattn.mods.expr import walk
 from flexattn.problem import Captures
 from flexattn.runtime.build import builder
-from flexattn.util.locks import Lru
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _OPEN = 3
@@ -211,9 +210,6 @@ def _unflat(number: Tensor, heads: int, blocks: list[int]) -> list[Tensor]:
     return [rest // heads, rest % heads, row, column]
 
 
-_sources: Lru[tuple[Any, ...], Source] = Lru(256)
-
-
 class BlockClassifier:
     """The kernel of one mask, with what it captures now and the tables that its bounds read.
 
@@ -255,11 +251,8 @@ class BlockClassifier:
 
 
 def _mask_source(captures: Captures, block: tuple[int, int], target: Device) -> Source:
-    key = (captures.mod.fingerprint, captures.contiguous, block, target.name)
-    found = _sources.get(key)
-    if found is None:
-        found = render_block_mask(captures, *block, target)
-        _sources.put(key, found)
+    key = ("blocks", captures.mod.fingerprint, captures.contiguous, block, target.name)
+    (found,) = builder().sources(key, lambda: (render_block_mask(captures, *block, target),))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -309,9 +309,22 @@ class Builder:
 
     def __init__(self) -> None:
         self._kernels: Lru[tuple[str, str, int], Kernel] = Lru(512)
+        # Sources by what they follow from: filling a template takes tens of milliseconds, and of
+        # a new length, or of another number of splits, only the header would differ.
+        self.rendered: Lru[tuple[Any, ...], tuple[Source, ...]] = Lru(2048)
         self._turns = Turns()
         self._guard = renewed(threading.Lock())
         self.compiled = self.loaded = 0
+
+    def sources(
+        self, key: tuple[Any, ...], make: Callable[[], tuple[Source, ...] | None]
+    ) -> tuple[Source, ...]:
+        """The sources of a key, made once; none where there are none."""
+        found = self.rendered.get(key)
+        if found is None:
+            found = make() or ()
+            self.rendered.put(key, found)
+        return found
 
     def kernel(self, source: Source, device: Device, index: int) -> Kernel:
         """The kernel of a source on the GPU with this index (-1: the interpreter)."""

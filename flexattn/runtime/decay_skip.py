@@ -22,7 +22,6 @@ from flexattn.kernels.decay_skip.source import (
 )
 from flexattn.problem import Problem, Structure
 from flexattn.runtime.build import Before, Kernel, Scratch, builder
-from flexattn.runtime.dispatch import known_sources
 from flexattn.runtime.outcomes import concerns_the_device, memory, outcome_of
 from flexattn.settings import current, say_once
 
@@ -46,7 +45,7 @@ def sources(structure: Structure, config: Config, target: Device) -> tuple[Sourc
 
 
 def _rendered(structure: Structure, target: Device) -> tuple[Source, ...]:
-    return known_sources(
+    return builder().sources(
         ("decay", structure, target),
         lambda: (render_norms(structure, target), render_window(structure, target)),
     )

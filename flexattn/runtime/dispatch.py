@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
@@ -96,7 +96,7 @@ class Candidate:
         if root is None:
             return ()
         key = self.problem.structure, self.config, self.device
-        return known_sources((root, *key), lambda: KernelStore(root).sources(*key))
+        return builder().sources((root, *key), lambda: KernelStore(root).sources(*key))
 
     def choice(self) -> Choice:
         """The candidate with its sources, rendered or read.
@@ -106,7 +106,7 @@ class Candidate:
         problem, config, device = self.problem, self.config, self.device
         family, structure = family_of(config), problem.structure
         title = f"{problem.describe()} for {device.arch}"
-        source, *merges = self._read() or known_sources(
+        source, *merges = self._read() or builder().sources(
             (structure, family.as_rendered(config), device),
             lambda: family.sources(structure, config, device, title),
         )
@@ -275,22 +275,6 @@ def _forced(problem: Problem, device: Device, options: Options) -> Config:
             f"leave the choice open, or start from {start}",
         )
     return config
-
-
-# Sources by what they follow from: filling a template takes tens of milliseconds, and of a new
-# length, or of another number of splits, only the header would differ.
-_texts: Lru[tuple[Any, ...], tuple[Source, ...]] = Lru(2048)
-
-
-def known_sources(
-    key: tuple[Any, ...], make: Callable[[], tuple[Source, ...] | None]
-) -> tuple[Source, ...]:
-    """The sources of a key, made once; none where there are none."""
-    found = _texts.get(key)
-    if found is None:
-        found = make() or ()
-        _texts.put(key, found)
-    return found
 
 
 class Dispatcher:

@@ -12,7 +12,7 @@ from flexattn.device import named
 from flexattn.errors import BuildError
 from flexattn.kernels.base.source import digest_of
 from flexattn.kernels.choose.options import NONE, parse
-from flexattn.runtime.build import unloaded
+from flexattn.runtime.build import builder, unloaded
 from flexattn.runtime.dispatch import candidates_of, chosen
 from flexattn.runtime.outcomes import Memory, outcome_of
 from flexattn.runtime.resources import loop_spills, resources
@@ -38,7 +38,6 @@ def place(tmp_path):
 def broken(monkeypatch):
     """Hopper's template with a name that nothing defines, as a printer once wrote sigmoid."""
     from flexattn.kernels.hopper import source
-    from flexattn.runtime import dispatch
 
     make = source.make_source
 
@@ -49,9 +48,9 @@ def broken(monkeypatch):
         return replace(made, text=text, hash=digest_of(replace(made, text=text)))
 
     monkeypatch.setattr(source, "make_source", spoiled)
-    dispatch._texts.clear()
+    builder().rendered.clear()
     yield
-    dispatch._texts.clear()
+    builder().rendered.clear()
 
 
 def test_what_hoppers_template_cannot_compile_is_served_by_tritons(broken, place, caplog, capsys):

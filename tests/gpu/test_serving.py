@@ -13,7 +13,6 @@ from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
 from flexattn.errors import StalledError
 from flexattn.kernels.base.source import digest_of
 from flexattn.kernels.paged_decode import family
-from flexattn.runtime import dispatch
 from flexattn.runtime.build import builder
 from flexattn.serving import (
     CascadePlan,
@@ -334,7 +333,7 @@ def test_who_waits_in_vain_gives_up_and_the_next_run_says_so(monkeypatch):
         return replace(source, hash=digest_of(source))
 
     monkeypatch.setattr(family, "render_serving", never_stored)
-    monkeypatch.setattr(dispatch, "_texts", Lru(64))
+    monkeypatch.setattr(builder(), "rendered", Lru(64))
     each = batch([1], [8192], 32, 8, 128, **BF16)
     config = ServingConfig(8, 128, 4, 1, 2, combine="await", split_policy="heads")
     plan = plan_for(each, config=config)

@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from flexattn.block_mask import classify as block_kernels
 from flexattn.catalogue import alibi, causal
 from flexattn.device import named
 from flexattn.frontend.launch_cache import launch_cache
@@ -15,7 +14,6 @@ from flexattn.kernels.choose.registry import families
 from flexattn.runtime import build, dispatch
 from flexattn.serving import ServingConfig
 from flexattn.serving.launching import kept_plans
-from flexattn.util.locks import Lru
 from tests.interpreter import (
     test_block_mask as block_masks,
     test_decay_skip,
@@ -31,9 +29,7 @@ def clear():
     """Forget every kernel and launch, those that other tests made too."""
     for each in (dispatch.dispatcher, build.builder):
         each.cache_clear()
-    for table in (block_kernels._sources, kept_plans, dispatch._texts):
-        assert isinstance(table, Lru)
-        table.clear()
+    kept_plans.clear()
     launch_cache.clear()
 
 

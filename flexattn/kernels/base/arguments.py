@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import gcd
 from types import MappingProxyType
 from typing import Any
@@ -189,7 +188,6 @@ def captured_arguments(captures: Captures | None) -> list[Argument]:
     return found
 
 
-@lru_cache(maxsize=1024)
 def _captured_names(
     kind: str, slot: int, rank: int, inner: bool
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from importlib.util import find_spec
 from itertools import islice, product
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from flexattn.kernels.hopper.config import (
 )
 from flexattn.kernels.hopper.cost import expected
 from flexattn.kernels.hopper.limits import LIMITS, QK_DIMS, V_DIMS
-from flexattn.kernels.ptx.assembler import assemblers, preferred
+from flexattn.kernels.ptx.assembler import assemblers, preferred, triton_package
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Problem, Structure
 
@@ -40,16 +38,13 @@ EVERY_HEAD = 64
 _API = Path("experimental/gluon/language/nvidia/hopper")
 
 
-@lru_cache(maxsize=1)
 def offered() -> bool:
     """True if the installed Triton has the language of this template.
 
     What it makes of a kernel is seen when the kernel is compiled: see flexattn.runtime.fallback.
     """
-    found = find_spec("triton")
-    return found is not None and any(
-        (Path(each) / _API).is_dir() for each in found.submodule_search_locations or ()
-    )
+    package = triton_package()
+    return package is not None and (package / _API).is_dir()
 
 
 def config(

@@ -77,6 +77,11 @@ def _installed() -> tuple[Path | None, str]:
     return Path(spec.origin).parent, found.group(1) if found else ""
 
 
+def triton_package() -> Path | None:
+    """The folder of Triton's package; None where there is none."""
+    return _installed()[0]
+
+
 def triton_version() -> str:
     """Triton's version: a process that compiles nothing need not import it."""
     return _installed()[1]
@@ -97,7 +102,7 @@ def _release() -> tuple[int, ...]:
 
 
 def _tool(name: str) -> Path:
-    package, _ = _installed()
+    package = triton_package()
     assert package is not None, "assemblers() names none where there is no Triton"
     return package / "backends" / "nvidia" / "bin" / name
 

@@ -11,7 +11,7 @@ from flexattn.deploy.warm import at_other_sizes, rows_like, warm
 from flexattn.device import named
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.choose.options import NONE
-from flexattn.runtime import dispatch
+from flexattn.runtime.build import builder
 from flexattn.runtime.decay_skip import sources
 from flexattn.runtime.dispatch import Dispatcher
 from flexattn.settings import override
@@ -64,7 +64,7 @@ def test_random_lengths_ask_for_no_other_kernel(name, monkeypatch):
     No template is filled either: a batch whose keys are split otherwise filled decode's anew.
     """
     draw = random.Random(name)
-    dispatch._texts.clear()
+    builder().rendered.clear()
     with override(mode="off"):
         prefill, decode = rows(name)
         warmed = {found for row in rows(name) for each in rows_like(row)
@@ -90,7 +90,7 @@ def test_a_new_length_fills_no_template(monkeypatch):
     row = rows("causal")[0]
     problem = task_from(row, *mods_of(row), H200, torch.device("cpu")).problem
     dispatcher = Dispatcher(Builder())
-    dispatch._texts.clear()
+    builder().rendered.clear()
     with override(mode="off"):
         for options in (NONE, *at_other_sizes(problem, H200)):
             dispatcher.kernels(problem, H200, 0, options)
@@ -105,7 +105,7 @@ def test_another_number_of_splits_fills_no_template(monkeypatch):
     _, row = rows("groups of four")
     problem = task_from(row, *mods_of(row), H200, torch.device("cpu")).problem
     dispatcher = Dispatcher(Builder())
-    dispatch._texts.clear()
+    builder().rendered.clear()
     with override(mode="off"):
         first = dispatcher.kernels(problem, H200, 0, NONE)[0]
         filled = renders(monkeypatch)

@@ -24,7 +24,7 @@ from flexattn.records.record import key_of, sizes_of
 from flexattn.records.store import Store
 from flexattn.records.untuned import note, untuned_path
 from flexattn.runtime import dispatch
-from flexattn.runtime.build import Kernel
+from flexattn.runtime.build import Kernel, builder
 from flexattn.runtime.dispatch import Dispatcher, candidates_of
 from flexattn.runtime.launch import Lists
 from flexattn.settings import override
@@ -98,7 +98,7 @@ class Rows(int, enum.Enum):
 
 def test_a_number_prints_as_a_number():
     """A kernel's file had `BLOCK_M = Rows.FEW`, and later calls with BLOCK_M=32 took it too."""
-    dispatch._texts.clear()
+    builder().rendered.clear()
     mask = create_block_mask(causal, None, None, 64, 64, "cpu", Rows.FEW)
     sparsity = Lists.of(mask).sparsity(mask.BLOCK_SIZE, 1)
     asked = parse({"BACKEND": "TRITON", "BLOCK_M": Rows.FEW, "BLOCK_N": Rows.FEW})

@@ -11,8 +11,8 @@ from flexattn.errors import BuildError
 from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.choose.registry import families
 from flexattn.records.environment import _read, source_hash
-from flexattn.runtime import build, dispatch
-from flexattn.runtime.build import Builder, Kernel
+from flexattn.runtime import build
+from flexattn.runtime.build import Builder, Kernel, builder
 from flexattn.runtime.dispatch import Dispatcher
 from flexattn.runtime.kernel_store import Binary, KernelStore
 from flexattn.settings import override, say_once
@@ -33,7 +33,7 @@ def fresh():
 def forget():
     for each in (say_once,):
         each.cache_clear()
-    dispatch._texts.clear()
+    builder().rendered.clear()
 
 
 def best(wanted, device=H200):

@@ -8,7 +8,8 @@ from flexattn.errors import BuildError, ConfigError, DriverError, RenderError
 from flexattn.frontend.explain import Explanation
 from flexattn.kernels.choose.options import NONE, Options, parse
 from flexattn.runtime import fallback
-from flexattn.runtime.dispatch import _texts, candidates_of
+from flexattn.runtime.build import builder
+from flexattn.runtime.dispatch import candidates_of
 from flexattn.runtime.fallback import MAX_SPILLED, serve
 from flexattn.runtime.kernel_store import KernelStore
 from flexattn.runtime.outcomes import memory, outcome_of
@@ -87,19 +88,18 @@ def test_no_candidate_is_listed_behind_one_that_serves():
 def test_a_template_that_raises_gives_way(monkeypatch, said, place):
     """A printer that lacks a function raises, and the other template is asked."""
     from flexattn.kernels.hopper.family import PREFILL as HOPPER
-    from flexattn.runtime import dispatch
 
     def broken(structure, config, device, title):
         raise KeyError("sigmoid")
 
     monkeypatch.setattr(HOPPER, "render", broken)
-    dispatch._texts.clear()
+    builder().rendered.clear()
     found = served(Builder())
     assert found.config.language == "triton" and "sigmoid" in said()[0]
     assert not list(place.glob("outcomes/*/*"))  # nothing was compiled that a process could save
     with override(strict=True), pytest.raises(RenderError, match="sigmoid"):
         served(Builder())
-    dispatch._texts.clear()
+    builder().rendered.clear()
 
 
 def test_the_combine_kernel_of_decode_is_part_of_a_candidate():
@@ -267,7 +267,7 @@ def test_what_an_exporter_took_is_looked_for_first(tmp_path):
     with override(binaries=tmp_path):
         assert next(candidates_of(WANTED, H200, NONE, stored=True)).config == choice.config
         assert next(candidates_of(WANTED, H200, NONE)).config != choice.config
-    _texts.clear()
+    builder().rendered.clear()
 
 
 # causes
