@@ -10,7 +10,7 @@ none of these names, makes them then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -183,8 +183,9 @@ KEY_BLOCK = 128
 # Of a row that keeps most blocks, as that of a causal mask does.
 _CLASS = "d1 i1 runs"
 _Positions = tuple[Tensor, Tensor, Tensor, Tensor]
+_T = TypeVar("_T", bound=tuple[Tensor, ...])
 # Made once for the steps of a cache whose size stays; memory of another stream is not read.
-_positions: Lru[tuple[int, int, int, torch.device, int], _Positions] = Lru(8)
+_kept: Lru[tuple[Any, ...], Any] = Lru(16)
 
 
 def few_rows(
@@ -232,21 +233,33 @@ def positions(B: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> _Positio
     int64 [B, 1, 1], [], [1, Q_LEN, 1] and [KV_LEN, up to whole blocks], where the last key stands
     for those past it. Not to be written to: who asks again on the same stream gets the same.
     """
+    return kept_tensors(_made_positions, (B, Q_LEN, KV_LEN), device)
+
+
+def _made_positions(B: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> _Positions:
+    b, q_idx, kv_idx = (
+        torch.arange(size, device=device)
+        for size in (B, Q_LEN, -(-KV_LEN // KEY_BLOCK) * KEY_BLOCK)
+    )
+    kv_idx = kv_idx.clamp(max=KV_LEN - 1)
+    return b.view(-1, 1, 1), kv_idx[0], q_idx.view(1, -1, 1), kv_idx
+
+
+def kept_tensors(make: Callable[..., _T], sizes: tuple[int, ...], device: torch.device) -> _T:
+    """The tensors of make(*sizes, device): who asks again on the same stream gets the same.
+
+    Nobody writes to them. Those of a capture, or of a trace, are kept for nobody.
+    """
     device, stream, capturing = queue_of(device)
-    key = B, Q_LEN, KV_LEN, device, stream
-    found = None if capturing else _positions.get(key)
+    key = make, sizes, device, stream
+    found: _T | None = None if capturing else _kept.get(key)
     if found is None:
         # What is made in inference mode could not be read by a graph that is differentiated.
         with torch.inference_mode(False):
-            b, q_idx, kv_idx = (
-                torch.arange(size, device=device)
-                for size in (B, Q_LEN, -(-KV_LEN // KEY_BLOCK) * KEY_BLOCK)
-            )
-            kv_idx = kv_idx.clamp(max=KV_LEN - 1)
-            found = b.view(-1, 1, 1), kv_idx[0], q_idx.view(1, -1, 1), kv_idx
+            found = make(*sizes, device)
         # A tensor of another class, as of a trace, is of no use to others.
-        if not capturing and type(kv_idx) is Tensor:
-            _positions.put(key, found)
+        if not capturing and type(found[-1]) is Tensor:
+            _kept.put(key, found)
     return found
 
 

@@ -29,7 +29,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from flexattn import catalogue
-from flexattn.block_mask.lists import KEY_BLOCK, few_rows, queue_of, relisted, with_lists
+from flexattn.block_mask.lists import KEY_BLOCK, few_rows, kept_tensors, relisted, with_lists
 from flexattn.frontend.launch_cache import parts_of
 from flexattn.runtime.launch import raw_stream
 from flexattn.util.locks import Lru, renewed
@@ -59,27 +59,22 @@ class _Tables(NamedTuple):
     @classmethod
     def of(cls, B: int, keys: int, device: torch.device) -> _Tables:
         last = -(-keys // KEY_BLOCK)
-        with torch.inference_mode(False):
-            key = torch.arange(keys, dtype=torch.int32, device=device)
-            blocks = key // KEY_BLOCK
-            twice = torch.arange(last, dtype=torch.int32, device=device).repeat(2)
-            found = cls(
-                torch.stack([key, key, key, key, blocks + 1], 1),
-                torch.arange(last + 1, dtype=torch.int32, device=device)[:, None].repeat(1, 4),
-                blocks,
-                twice[:last].view(1, 1, 1, -1),
-                twice.as_strided((last, last), (1, 1)),
-                torch.zeros(B, keys, dtype=torch.bool, device=device),
-            )
+        key = torch.arange(keys, dtype=torch.int32, device=device)
+        blocks = key // KEY_BLOCK
+        twice = torch.arange(last, dtype=torch.int32, device=device).repeat(2)
+        found = cls(
+            torch.stack([key, key, key, key, blocks + 1], 1),
+            torch.arange(last + 1, dtype=torch.int32, device=device)[:, None].repeat(1, 4),
+            blocks,
+            twice[:last].view(1, 1, 1, -1),
+            twice.as_strided((last, last), (1, 1)),
+            torch.zeros(B, keys, dtype=torch.bool, device=device),
+        )
         # A CUDA graph reads it where it lies, in place of copying it in every step. A static cache
         # of transformers has imported what makes graphs; nobody else waits for that here.
         if "torch._dynamo" in sys.modules:
             torch._dynamo.mark_static_address(found.order)
         return found
-
-
-# Memory that another stream writes is not read.
-_tables: Lru[tuple[int, int, torch.device, int], _Tables] = Lru(16)
 
 
 def static_mask(
@@ -109,7 +104,7 @@ def static_mask(
         kept = None if here is None else pad(here, (0, keys - here.shape[1]))
         mask_mod = _moved(mask_function, _own(at, device), _number(offset, device))
         return few_rows(_padded(mask_mod, kept), B, 1, keys, device)
-    tables = _known(B, keys, device)
+    tables = kept_tensors(_Tables.of, (B, keys), device)
     kept = None
     if here is not None:
         kept = torch.cat((here, tables.unseen[:, here.shape[1] :]), 1)
@@ -145,18 +140,6 @@ def not_after(mask_function: Any) -> bool:
     if not parts or mask_function.__code__ is not both().__code__:
         return False
     return any(map(not_after, parts[0].cell_contents))
-
-
-def _known(B: int, keys: int, device: torch.device) -> _Tables:
-    device, stream, capturing = queue_of(device)
-    key = B, keys, device, stream
-    found = None if capturing else _tables.get(key)
-    if found is None:
-        found = _Tables.of(B, keys, device)
-        # A tensor of another class, as of a trace, is of no use to others.
-        if not capturing and type(found.order) is Tensor:
-            _tables.put(key, found)
-    return found
 
 
 def _own(at: int | Tensor, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from flexattn import create_block_mask
+from flexattn.block_mask import lists
 from flexattn.catalogue import causal, sliding_window
 from flexattn.integrations import decode_masks
 from flexattn.integrations.decode_masks import not_after
@@ -17,7 +18,7 @@ from tests.support import Operations
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    decode_masks._tables.clear()
+    lists._kept.clear()
 
 
 def made(keys, at, seen=None, batch=2, **more):
