@@ -56,8 +56,8 @@ EDGES = {
     # Another library's attention, made of calls that any user could write.
     "integrations": {"frontend", "serving"},
     # What users import, at the first use of it.
-    "__init__": {"public"},
-    "public": {"frontend", "deploy"},
+    "__init__": {"public", "deploy"},
+    "public": {"frontend"},
     "__main__": {"cli"},
 }
 # On top of the package; everything else is in a folder.
