@@ -25,6 +25,7 @@ from flexattn.kernels.decay_skip.source import ALL_KEYS
 from flexattn.mods import bind
 from flexattn.problem import Layout, Shape, make_problem
 from flexattn.problem.mask_lists import mask_class
+from flexattn.runtime.build import builder
 from flexattn.runtime.decay_skip import decay_window
 from flexattn.settings import override
 from tests.covering import each_choice
@@ -221,8 +222,8 @@ def test_where_its_kernels_do_not_build_all_keys_are_visited(monkeypatch, caplog
         raise BuildError("a check refused it")
 
     launch_cache.clear()
-    builder = SimpleNamespace(kernel=refused)
-    monkeypatch.setattr("flexattn.runtime.decay_skip.builder", lambda: builder)
+    double = SimpleNamespace(kernel=refused, sources=builder().sources)
+    monkeypatch.setattr("flexattn.runtime.decay_skip.builder", lambda: double)
     with override(strict=False):
         found = both(q, k, v, score_mod=alibi())
     assert torch.equal(found.out, wanted.out) and "far keys are not left out" in caplog.text
