@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from flexattn.deploy.warm import warm
     from flexattn.public import *
 
-# Names that no call of flex_attention needs, by where they are made.
+# The modules of names that no call of flex_attention needs.
 _APART = {"visualize": "flexattn.block_mask.visual", "warm": "flexattn.deploy.warm"}
 __version__ = "0.2.0"
 

@@ -246,9 +246,9 @@ def _made_positions(B: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> _P
 
 
 def kept_tensors(make: Callable[..., _T], sizes: tuple[int, ...], device: torch.device) -> _T:
-    """The tensors of make(*sizes, device): who asks again on the same stream gets the same.
+    """The tensors of make(*sizes, device), the same for every call on one stream.
 
-    Nobody writes to them. Those of a capture, or of a trace, are kept for nobody.
+    The caller does not write to them. Those of a graph's capture or of a trace are not kept.
     """
     device, stream, capturing = queue_of(device)
     key = make, sizes, device, stream

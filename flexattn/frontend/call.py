@@ -109,8 +109,8 @@ class Call(NamedTuple):
             ), ()  # fmt: skip
         (kb, kh, keys, kd), (vb, vh, values, vd) = of_k, of_v
         (k0, k1, k2, k3), (v0, v1, v2, v3) = in_k, in_v = k.stride(), v.stride()
-        # Kernels that read whole lines serve where strides allow it, which their last bits tell;
-        # of another power of two records may tell something else.
+        # The last bits of strides say if kernels can read whole lines. Another power of two may
+        # have another record.
         return (
             of_q,
             (type(k), kb, kh, kd, k3, k.dtype, k.get_device(), k.data_ptr() % 16, k.is_neg()),

@@ -117,7 +117,10 @@ def check_backward(
 
 
 def check_order(asked: AskedGradients) -> None:
-    """Raises if a sum over many programs, which has no order, is asked to be deterministic."""
+    """Raises UnsupportedError if a sum over many programs has to be deterministic.
+
+    Such a sum is added up atomically, in no order.
+    """
     if asked.score is None or not derivatives(asked.score.mod, asked.slots).summed(asked.slots):
         return
     demanded = torch.are_deterministic_algorithms_enabled()

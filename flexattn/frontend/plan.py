@@ -99,7 +99,7 @@ def _prepare(call: Call, masked: str, lists: Lists | None) -> ForwardLaunch:
 
 
 def _problem(call: Call, masked: str, lists: Lists | None, target: Device) -> Problem:
-    """The problem of a call; all that is read here stands in the key of its launch."""
+    """The problem of a call. The key of its launch contains everything that is read here."""
     q, k, v = (TensorFacts(*facts_of(x)) for x in (call.q, call.k, call.v))
     chosen = call.options
     B, Hq, q_len, head_dim = q.shape

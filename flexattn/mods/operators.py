@@ -16,7 +16,8 @@ from flexattn.errors import InputError
 
 _TORCHS = ("aten", "prim", "prims")
 # By the operator's name as torch prints it. The first is attention-gym's, for soft-capping.
-_meanings: dict[str, Callable[..., Any]] = {"approx.tanh": torch.tanh}
+_KNOWN: dict[str, Callable[..., Any]] = {"approx.tanh": torch.tanh}
+_meanings = dict(_KNOWN)
 
 
 def register_op(name: str, meaning: Callable[..., Any]) -> None:
@@ -49,7 +50,7 @@ def meaning_of(op: object) -> Callable[..., Any] | None:
 
 def taught() -> bool:
     """Whether this process was told what other operators compute, or what known ones do."""
-    return _meanings != {"approx.tanh": torch.tanh}
+    return _meanings != _KNOWN
 
 
 def writes(op: Any) -> bool:

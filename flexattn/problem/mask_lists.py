@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """A finding in lists, the lists, and how often those had been written to."""
+    """A value computed from lists, these lists, and their versions at that time."""
 
     found: Any
     lists: tuple[Tensor | None, ...]

@@ -275,7 +275,7 @@ class Problem:
         return " ".join(found + ["dropout"] * s.dropout)
 
     def unserved(self) -> tuple[str, str]:
-        """The template without any config that can run, and the advice to the user."""
+        """The kind of template that has no config that can run, and advice for the user."""
         if self.structure.fp8:
             do = "convert to bfloat16: of e4m3 queries Hopper has a prefill, "
             return self.structure.kind, do + "and nothing has the rest"

@@ -110,7 +110,7 @@ class _KeptLanes:
         return dense_blocks(counts, indices, -(-self.kv_len // self.blocks.BLOCK_SIZE[1]))
 
     def partial_lanes(self, lanes: Lanes) -> Tensor:
-        """True at each element where mask_mod is asked, [b, h, m, n]."""
+        """True at each element on which mask_mod is called, [b, h, m, n]."""
         return spread(self.partial, self.blocks.BLOCK_SIZE, lanes)
 
     def lanes(self, lanes: Lanes) -> Tensor:

@@ -184,7 +184,7 @@ class ServingProblem(Problem):
         return " ".join(found + ["scaled"] * s.scaled + ["signed-scale"] * (not s.positive_scale))
 
     def unserved(self) -> tuple[str, str]:
-        """The template without any config that can run, and the advice to the user."""
+        """The kind of template that has no config that can run, and advice for the user."""
         if self.structure.split_keys:
             return "batch-invariant serving", "use head dimensions of 64, 128 or 256"
         return "serving", "use smaller head dimensions"

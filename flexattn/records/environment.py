@@ -216,6 +216,7 @@ def _read(module: str) -> tuple[str, frozenset[str]]:
     return source, frozenset(homes - {module})
 
 
+@lru_cache(maxsize=1024)
 def home(module: str, name: str) -> str:
     """The module that defines a name which is imported from `module`."""
     path = module_path(module)
@@ -223,7 +224,7 @@ def home(module: str, name: str) -> str:
         return module
     if module_path(f"{module}.{name}") is not None:
         return f"{module}.{name}"
-    for source, passed in imports_of(_read(module)[0]):
+    for source, passed in imports_of(bare(path.read_text(encoding="utf-8"))):
         if passed == name:
             return home(source, passed)
     return module

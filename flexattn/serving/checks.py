@@ -223,7 +223,7 @@ def extras(
 
 
 def gradients(named: dict[str, Tensor | None]) -> None:
-    """Raises UnsupportedError if a gradient is asked for."""
+    """Raises UnsupportedError if an input requires grad."""
     for name, tensor in named.items() if torch.is_grad_enabled() else ():
         if tensor is not None and tensor.requires_grad:
             raise UnsupportedError(

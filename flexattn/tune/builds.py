@@ -324,7 +324,7 @@ def build_all(
 def orders_for(
     problem: Problem, configs: Sequence[Config], device: Device
 ) -> Iterator[BuildOrder]:
-    """The order to a building process for each config."""
+    """The orders of a building process, one for each config."""
     structure, title = problem.structure, f"{problem.describe()} for {device.arch}"
     for config in configs:
         family = family_of(config)

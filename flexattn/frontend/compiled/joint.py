@@ -133,16 +133,16 @@ def _gradients(
 
 
 class _Graph(Interpreter):
-    """Runs a graph with captures that are smaller than those it was made for, in float32.
+    """Runs a graph in float32, with captures that are smaller than those it was made for.
 
-    torch traces a joint graph with scores of the query's dtype, and rounds what autograd passes
-    on to it; kernels of either library do not.
+    torch traces a joint graph with scores of the query's dtype and rounds gradients to it. Its
+    kernels and ours keep float32.
     """
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = map_aggregate(args, _wider), map_aggregate(kwargs, _wider)
         if target is torch.ops.prims.convert_element_type.default:
-            return args[0].to(args[1])  # vmap has no rule for the other one, and warns
+            return args[0].to(args[1])  # vmap warns about prims: it has no rule for them
         if target is torch.ops.aten.index.Tensor:
             tensor, indices = args
             args = tensor, _inside(indices, tensor.shape)

@@ -209,7 +209,7 @@ def _torch_runs(query: Any, kernel_options: dict[str, Any], options: dict[str, A
 
 
 def _unmade(block_mask: Any) -> bool:
-    """True if lists by query stand for those by key of a node, as `node` leaves it."""
+    """True if a node has its lists by query in the place of lists by key, as `node` makes it."""
     return all(map(is_, block_mask[_LISTS], block_mask[_BY_KEY]))
 
 

@@ -1,4 +1,4 @@
-"""The seam to Inductor's lowerings of torch's node: ours stand in front of its own."""
+"""Our lowerings of torch's node in Inductor: they are tried before torch's own."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from flexattn.problem import Kind, Structure
 
 
 class FamilyRow(NamedTuple):
-    """The place of a family: a folder of kernels/, imported when it is asked for.
+    """The folder of a family in kernels/, which is imported on first use.
 
     family: the name of its object in the folder's module `family`. configs: its config classes,
     in the folder's module `config`. plugin: the folder is one of flexattn/ itself

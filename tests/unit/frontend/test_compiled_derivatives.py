@@ -54,9 +54,9 @@ def test_a_graph_that_keeps_something_from_autograd_is_torchs(mod, same, dtype):
     """torch's graphs lose what was computed without grad mode: the derivative would be another.
 
     Random positions missed a single key, and what was less than 2 % of a gradient. The captured
-    tensor stands for one of a million elements, which no check can afford. A graph of 16 bits
-    rounds scores and gradients between its operations, which once made every soft cap of bfloat16
-    another function.
+    tensor has a million elements, and the check reads a smaller one in its place. A graph of 16
+    bits rounds scores and gradients between its operations. The check once took that for another
+    function, and torch's backward computed the gradients of every soft cap in bfloat16.
     """
     from torch._higher_order_ops.flex_attention import create_fw_bw_graph
     from torch._inductor.decomposition import select_decomp_table
