@@ -100,7 +100,9 @@ class _Gather(TorchFunctionMode):
         if meaning is not None:  # vmap would call the operator itself once for each element
             with self:
                 return meaning(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        value = func(*args, **(kwargs or {}))
+        # The form in which mods that were printed for torch read a tensor.
+        return self._shielded(value) if func is torch.ops.aten.index.Tensor else value
 
     def _gather(self, x: Tensor, index: tuple[Tensor | int, ...]) -> Tensor:
         if 0 in x.shape[: len(index)]:
@@ -113,7 +115,10 @@ class _Gather(TorchFunctionMode):
             places.append(i.clamp(-n, n - 1))
         # A gradient that is added up in 16 bits stops growing long before the last score.
         wide = x.float() if x.requires_grad and x.dtype in _HALVES else x
-        value: Tensor = torch.ops.aten.index.Tensor(wide, places).to(x.dtype)
+        return self._shielded(torch.ops.aten.index.Tensor(wide, places).to(x.dtype))
+
+    def _shielded(self, value: Tensor) -> Tensor:
+        """An element that a removed lane passes no gradient to."""
         if self.kept is not None and value.dim() == 0 and value.is_floating_point():
             value = torch.where(self.kept, value, value.detach())
         return value

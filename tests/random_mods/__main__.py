@@ -76,6 +76,8 @@ def main() -> int:
             found.append(each)
             if asked.what != "battery" or asked.only is not None:
                 told(each, len(found), len(tasks), verbose=asked.only is not None)
+            if asked.seconds is not None and time.monotonic() - begin > asked.seconds:
+                break
     seconds = round(time.monotonic() - begin)
     print(f"\n{asked.what}, seed {asked.seed}, Triton {triton_version()}, {seconds} s")
     print(parts(found, asked.seed) if asked.what == "battery" else table(found))
@@ -107,6 +109,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--start", type=int, default=0, help="index of the first")
     parser.add_argument("--only", type=int, help="this index alone, with all that is known")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, help="stop after this time and report what ended")
     parser.add_argument("--jobs", type=int, default=default_jobs())
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one mod")
     parser.add_argument(

@@ -88,12 +88,13 @@ def _judge(got: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor) -> Non
     """Hold the mean error of several calls: of a few numbers, the largest of one call is luck.
 
     Three times the reference run's, whose lse is not rounded in base 2 as a forward's is, which
-    gradients that cancel show. Where the root of |0| is differentiated autograd has no number.
+    gradients that cancel show. Where the root of |0| is differentiated autograd has no number,
+    and a kernel needs none.
     """
     known = exact.isfinite()
     error, allowed = ((x.double() - exact)[known].square().mean().sqrt() for x in (got, rounded))
     eps = torch.finfo(got.dtype).eps
-    assert got.isfinite().all(), "a gradient is no number"
+    assert got[known].isfinite().all(), "a gradient is no number"
     allowed = 3 * allowed + eps * exact[known].square().mean().sqrt()
     assert not known.any() or error <= allowed, f"an error of {error:.2e}, not {allowed:.2e}"
 
