@@ -14,6 +14,7 @@ from bench.backward_peers import Trained, Trainer
 from bench.inputs import Inputs, make
 from bench.oracle import judge_slices
 from bench.refusal import Refusal
+from bench.results import Gate
 from bench.rows import Row
 from bench.runner import Kind, Method, poison
 from flexattn.mods import bind
@@ -63,16 +64,16 @@ def _prepare(peer: Trainer, step: Step) -> Run | Refusal:
     return Run(trained, trained.forward if step.judge is None else trained.backward())
 
 
-def _judge(run: Callable[[], Any], step: Step) -> Verdict:
+def _judge(run: Callable[[], Any], step: Step) -> Gate:
     call = step.call
     if step.judge is None:
         poison(call.q)
         out: Tensor = run()
-        return judge_slices(out.detach(), step.x)
+        return Gate.of(judge_slices(out.detach(), step.x))
     with call.judged_alone():
         poison(call.q, call.k, call.v)
         dq, dk, dv, *captured = run()
-    return step.judge(Gradients(dq, dk, dv, tuple(captured), call.dout))
+    return Gate.of(step.judge(Gradients(dq, dk, dv, tuple(captured), call.dout)))
 
 
 def _work(row: Row) -> float:

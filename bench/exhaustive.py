@@ -6,30 +6,28 @@ import argparse
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
 from bench.command import chosen_rows
-from bench.rows import Row
 from bench.tasks import STUDIED, task
-from flexattn.device import Device, detect, named
+from flexattn.device import detect
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.base.family import Effort
 from flexattn.measure.task import Measurer, Task
 from flexattn.measure.worker import Worker
-from flexattn.records.environment import environment
 from flexattn.records.record import SCHEMA, slug
-from flexattn.tune.builds import BuiltConfig, Pool, build_all, compilers
+from flexattn.tune.builds import BuiltConfig, build_all, compilers
+from flexattn.tune.campaign import environment_of
 from flexattn.tune.evaluator import Evaluator
 from flexattn.tune.race import screen
 from flexattn.tune.replay import Study, load_study, save
-from flexattn.tune.subject import SILENT, Method, Subject, subject_of
+from flexattn.tune.subject import SILENT, Method, Subject, method_for, subject_of
+from flexattn.tune.tuner import build_ahead
 
 __all__ = ["Plan", "main", "measured"]
 
@@ -40,7 +38,7 @@ BATCH = 24
 
 @dataclass(frozen=True)
 class Plan:
-    """How a problem is measured: rounds of at least min_ms each, within `seconds` on the GPU."""
+    """The rounds of a problem's configs, of at least min_ms each, within `seconds` on the GPU."""
 
     effort: Effort = "exhaustive"
     rounds: int = 12
@@ -89,64 +87,39 @@ def measured(
     )
 
 
-def _ahead(
-    rows: Sequence[Row], plan: Plan, pool: Pool, target: Device, where: str
-) -> Iterator[tuple[Row, Future[tuple[Task, Subject, list[BuiltConfig]]]]]:
-    """Each row with its builds, made while the row before it is measured."""
-
-    def make(row: Row) -> tuple[Task, Subject, list[BuiltConfig]]:
-        begin = time.monotonic()
-        job = task(row, target, where)
-        kept = environment(job.problem.structure.kind, target, job.policy)
-        subject = subject_of(job, kept, plan.effort)
-        built = build_all(job.problem, subject.configs, target, pool=pool)
-        took = time.monotonic() - begin
-        print(f"  {row.name}: {len(built)} configs built in {took:.0f} s", flush=True)
-        return job, subject, built
-
-    with ThreadPoolExecutor(1) as thread:
-        coming = [thread.submit(make, row) for row in rows[:1]]
-        for row, following in zip_longest(rows, rows[1:]):
-            now = coming.pop()
-            now.exception()  # waits: one problem is built at a time
-            if following is not None:
-                coming.append(thread.submit(make, following))
-            yield row, now
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the rows; the status is 1 if one of them has no study in the end."""
     args = _parser().parse_args(argv)
     plan = Plan(args.effort, args.rounds, args.min_ms, args.seconds)
     try:
         rows = chosen_rows(STUDIED, args.rows)
+        if args.list:
+            print("\n".join(row.name for row in rows))
+            return 0
+        target = detect(torch.device("cuda"))
     except FlexAttnError as error:
         print(error, file=sys.stderr)
         return 2
-    if args.list:
-        print("\n".join(row.name for row in rows))
-        return 0
-    where = "cpu" if args.build_only else "cuda"
-    target = named(args.build_only) if args.build_only else detect(torch.device("cuda"))
     folder = args.out or Path("configs/studies") / slug(target.name)
-    if not args.again:
-        rows = [row for row in rows if not (folder / f"{row.name}.json").exists()]
+    paths = {row.name: folder / f"{row.name}.json" for row in rows}
+    jobs = [
+        task(row, target, "cuda") for row in rows if args.again or not paths[row.name].exists()
+    ]
     failed = 0
     with compilers(args.jobs) as pool, Worker() as worker:
-        for row, future in _ahead(rows, plan, pool, target, where):
-            begin = time.monotonic()
+        build_ahead(jobs, method_for(plan.effort), pool)
+        for job in jobs:
+            begin, name = time.monotonic(), job.title
             try:
-                job, subject, built = future.result()
-                if args.build_only:
-                    continue
+                subject = subject_of(job, environment_of(job), plan.effort)
+                built = build_all(job.problem, subject.configs, target, pool=pool)
                 study = measured(subject, job, built, worker, plan)
-                path = folder / f"{row.name}.json"
-                save(study, path)
-                load_study(path)
-                print(f"{row.name}: {_said(study)}, {time.monotonic() - begin:.0f} s", flush=True)
+                save(study, paths[name])
+                load_study(paths[name])
+                print(f"{name}: {_said(study)}, {time.monotonic() - begin:.0f} s", flush=True)
             except Exception:  # the others may still be measured, whatever this one met
                 failed += 1
-                print(f"{row.name}: failed\n{traceback.format_exc()}", flush=True)
+                print(f"{name}: failed\n{traceback.format_exc()}", flush=True)
     return int(failed > 0)
 
 
@@ -169,7 +142,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--min-ms", type=float, default=1.0, help="least time of one sample")
     add("--effort", default="exhaustive", choices=("quick", "full", "exhaustive"))
     add("--jobs", type=int, default=0, help="processes that compile; 0 for all cores")
-    add("--build-only", metavar="DEVICE", help="compile for this device, on any machine")
     return parser
 
 

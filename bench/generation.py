@@ -10,27 +10,24 @@ attention is faster than.
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.environment import describe
-from bench.peers import OURS
-from bench.results import Gate, Report, RowResult, save
-from bench.runner import Method
+from bench.command import main
+from bench.peers import OURS, Refusal
+from bench.results import Gate
+from bench.runner import Kind, Method
 from flexattn.frontend.launch_cache import launch_cache
 from flexattn.integrations.transformers import register
-from flexattn.measure.timing import Samples, paired_ratio
+from flexattn.measure.timing import Samples
 
-__all__ = ["FREE", "ROWS", "GenerationRow", "main", "table"]
+__all__ = ["FREE", "ROWS", "GenerationRow", "run"]
 
 SHORT, LONG = 16, 80
 FREE = "no attention"
@@ -69,6 +66,9 @@ class GenerationRow:
     batch: int = 4
     prompt: int = 1000
     options: dict[str, Any] = field(default_factory=dict)
+    group: str = "generation"
+    flops: float = 0.0
+    kv_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -166,27 +166,59 @@ def _ms_a_token(model: Any, row: GenerationRow, given: tuple[Tensor, Tensor]) ->
     return (end - begin) / (LONG - SHORT) * 1e3
 
 
-def measure(row: GenerationRow, rounds: int) -> RowResult:
-    """Ours and the rival in turns, on one model's weights."""
+@dataclass(frozen=True)
+class Prompted:
+    """A row's prompts, the exact logits and tokens after them, and the logits of its peers."""
+
+    row: GenerationRow
+    given: tuple[Tensor, Tensor]
+    exact: Tensor
+    tokens: Tensor
+    logits: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A peer's model of a row; a call generates."""
+
+    name: str
+    model: Any
+    x: Prompted
+
+    def __call__(self) -> None:
+        for count in (SHORT, LONG):
+            _generated(self.model, self.x.row, self.x.given, count)
+
+
+def _make(row: GenerationRow, method: Method) -> Prompted:
     # Rows share what is compiled in transformers: past the limit of its variants all run eagerly.
     torch.compiler.reset()
-    given, logits, ms = _prompts(row), {}, {}
-    exact, tokens = _exact(row, given)
-    models = {}
-    for name in (OURS, row.rival, FREE):
-        models[name] = _model(row.model)
-        models[name].set_attn_implementation(_FREE if name == FREE else name)
-        if name != FREE:
-            logits[name] = _logits(models[name], row, given, tokens)[0]
-        for count in (SHORT, LONG):
-            _generated(models[name], row, given, count)
-        ms[name] = [0.0] * rounds
-    for i in range(rounds):
-        for name, model in models.items():
-            ms[name][i] = _ms_a_token(model, row, given)
-    samples = {name: Samples(tuple(each * 1e3 for each in found)) for name, found in ms.items()}
-    gate = judge(logits[OURS], logits[row.rival], exact, row.rival)
-    return RowResult(row.name, "generation", 0.0, 0, {OURS: gate}, samples, {})
+    given = _prompts(row)
+    return Prompted(row, given, *_exact(row, given))
+
+
+def _prepare(name: str, x: Prompted) -> Generator | Refusal:
+    if name not in (x.row.rival, OURS, FREE):
+        return Refusal(f"its rival is {x.row.rival}")
+    model = _model(x.row.model)
+    model.set_attn_implementation(_FREE if name == FREE else name)
+    if name != FREE:
+        x.logits[name] = _logits(model, x.row, x.given, x.tokens)[0]
+    return Generator(name, model, x)
+
+
+def _judge(found: Generator, x: Prompted) -> Gate:
+    rival = x.row.rival
+    return judge(x.logits[OURS], x.logits[rival], x.exact, rival)
+
+
+def _race(calls: Mapping[str, Generator], x: Prompted, method: Method) -> dict[str, Samples]:
+    """Microseconds a token of all models in turns."""
+    us: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(method.rounds):
+        for name, each in calls.items():
+            us[name].append(1e3 * _ms_a_token(each.model, x.row, x.given))
+    return {name: Samples(tuple(found)) for name, found in us.items()}
 
 
 def register_free() -> None:
@@ -207,47 +239,17 @@ def _exact(row: GenerationRow, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Te
     return _logits(model, replace(row, options={}), given, None)
 
 
-def table(report: Report) -> str:
-    """A line each row: milliseconds a token, ours over the rival's, and without attention."""
-    lines = []
-    for row in report.rows:
-        (rival,) = set(row.samples) - {OURS, FREE}
-        ratio = paired_ratio(row.samples[OURS], row.samples[rival])
-        ours, theirs = (row.samples[name].median / 1e3 for name in (OURS, rival))
-        least = ""
-        if FREE in row.samples:
-            least = f", {FREE} {paired_ratio(row.samples[FREE], row.samples[rival]).value:.3f}"
-        lines.append(
-            f"{row.name}: {OURS} {ours:.3f} ms a token, {rival} {theirs:.3f}: {ratio.value:.3f} "
-            f"({ratio.low:.3f} to {ratio.high:.3f}){least}; {row.gates[OURS].message}"
-        )
-    return "\n".join(lines)
+GENERATION = Kind(_make, _judge, _prepare, race=_race)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench; the status is 1 where logits are further off than that, 2 without a GPU."""
-    parser = argparse.ArgumentParser(prog="python -m bench.generation", description=__doc__)
-    parser.add_argument("--rows", default="", help="a regular expression of names")
-    parser.add_argument("--rounds", type=int, default=METHOD.rounds)
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
-    asked = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("no GPU is visible to torch: tokens are timed on one", file=sys.stderr)
-        return 2
+def run(argv: Sequence[str] | None = None) -> int:
+    """The bench's command; the status as bench.command.main's."""
     register(OURS)
     register_free()
-    found: list[RowResult] = []
-    method = replace(METHOD, rounds=asked.rounds).facts()
-    for row in ROWS:
-        if re.search(asked.rows, row.name):
-            found.append(measure(row, asked.rounds))
-            report = Report("generation", method, (describe(),), tuple(found))
-            if asked.out:
-                save(report, asked.out)
-            print(table(replace(report, rows=(found[-1],))), flush=True)
-            torch.cuda.empty_cache()
-    return 0 if all(row.gates[OURS].passed for row in found) else 1
+    # A gate compares ours with the rival, which therefore comes first.
+    known = {name: name for name in ("sdpa", "eager", OURS, FREE)}
+    return main("generation", ROWS, METHOD, argv, known=known, named={}, kind=GENERATION)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -1,8 +1,8 @@
 """`python -m bench.random_shapes`: static defaults against a quick tuning of thirty random shapes.
 
 Ten shapes from each of three seeds (bench/random_draw.py); `--rows ^random` of bench.prefill,
-decode and serving races them against rivals. The same command goes on where it ended: shapes that
---out has are not run again.
+decode and serving races them against rivals. The records of the tunings lie in a folder beside
+--out, and the same command goes on where it ended.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ import math
 import re
 import statistics
 import sys
-import time
-import traceback
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,24 +20,22 @@ import torch
 from bench.environment import describe
 from bench.measured import paired
 from bench.random_draw import SEEDS, Case, drawn
-from bench.results import Report, RowResult, load, merge, save
+from bench.results import Report, RowResult, save
 from bench.serving_rows import ServingRow
 from bench.table import BARS
 from bench.tasks import task
-from bench.time_limit import time_limit
+from flexattn.cli.tune import run_tuning
 from flexattn.device import Device, detect
 from flexattn.errors import FlexAttnError, InputError
-from flexattn.kernels.choose.registry import short
-from flexattn.measure.task import Measurer, Task
+from flexattn.measure.task import Task
 from flexattn.measure.timing import Samples, paired_ratio
-from flexattn.measure.worker import Worker
 from flexattn.problem import Shape as Sizes
-from flexattn.records.record import Record
+from flexattn.records.record import Record, key_of
+from flexattn.records.store import Store
 from flexattn.settings import override
-from flexattn.tune.builds import Pool, build_all, compilers
-from flexattn.tune.subject import Method as Tuning, method_for
+from flexattn.tune.campaign import environment_of
+from flexattn.tune.subject import method_for
 from flexattn.tune.tasks import plan_task
-from flexattn.tune.tuner import build_ahead, tune
 from flexattn.tune.workload import Row as Call, ServedRow
 
 __all__ = ["BENCH", "cases", "gains", "main", "table", "task_of_case", "tuned_row"]
@@ -68,7 +63,7 @@ def task_of_case(case: Case, device: Device, where: str) -> Task:
     return plan_task(call, device)
 
 
-def tuned_row(case: Case, record: Record) -> RowResult:
+def tuned_row(name: str, record: Record) -> RowResult:
     """A tuning as a row: samples of the default and of the fastest, from rounds that both ran."""
     found = paired(record.trials, record.decision.default)
     both = min(
@@ -80,7 +75,7 @@ def tuned_row(case: Case, record: Record) -> RowResult:
         for index, who in enumerate((BEST, DEFAULT))
         if both
     }
-    return RowResult(f"{case.name} {TUNED}", TUNED, 0.0, 0, {}, samples, refused)
+    return RowResult(f"{name} {TUNED}", TUNED, 0.0, 0, {}, samples, refused)
 
 
 def gains(rows: Iterable[RowResult]) -> dict[str, float]:
@@ -120,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--budget", type=float, default=4.0, help="seconds of measuring for each tuning")
     add("--seconds", type=float, default=math.inf, help="after which nothing new begins")
     add("--jobs", type=int, default=0, help="processes that compile; 0 for all cores")
-    add("--out", type=Path, metavar="FILE.json", help="write after each shape; go on from there")
+    add("--out", type=Path, metavar="FILE.json", default=Path("random-tuned.json"))
     args = parser.parse_args(argv)
     try:
         chosen = cases(args.rows)
@@ -129,53 +124,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if not torch.cuda.is_available():
             raise InputError("no GPU is visible to torch", "a bench times a GPU")
-        report, failed = _run(chosen, args)
+        store, device = Store(args.out.with_suffix(".records")), detect(torch.device("cuda"))
+        tasks = {each.name: task_of_case(each, device, "cuda") for each in chosen}
+        with override(mode="off"):  # the default is the static one, whatever records there are
+            ran = run_tuning(
+                list(tasks.values()), store, method_for("quick", args.budget), args.jobs, False,
+                None, args.seconds,
+            )  # fmt: skip
+            found = {
+                name: store.read(environment_of(each), key_of(each.problem))
+                for name, each in tasks.items()
+            }
     except FlexAttnError as error:
         print(error, file=sys.stderr)
         return 2
+    rows = tuple(tuned_row(name, record) for name, record in found.items() if record is not None)
+    report = Report(BENCH, {"budget": args.budget}, (describe(),), rows)
+    save(report, args.out)
     print(table(report))
-    return int(failed)
-
-
-def _run(chosen: Sequence[Case], args: argparse.Namespace) -> tuple[Report, bool]:
-    """Every shape that --out has not, until the seconds are over; whether one of them failed."""
-    until = time.monotonic() + args.seconds
-    report = Report(BENCH, {"budget": args.budget}, (describe(),), ())
-    if args.out and args.out.exists():
-        report = merge([load(args.out), report])
-    device, tuning = detect(torch.device("cuda")), method_for("quick", args.budget)
-    have, failed = {row.name for row in report.rows}, False
-    waiting = [each for each in chosen if f"{each.name} {TUNED}" not in have]
-    with compilers(args.jobs) as pool, Worker() as worker:
-        tasks = {each.name: task_of_case(each, device, "cuda") for each in waiting}
-        with override(mode="off"):
-            build_ahead(list(tasks.values()), tuning, pool)
-        for case in waiting:
-            if time.monotonic() > until:
-                break
-            try:
-                with time_limit():
-                    record = _tuned(tasks[case.name], worker, pool, tuning)
-            except Exception:  # the others may still be run, whatever this one met
-                failed = True
-                print(f"{case.name}: failed\n{traceback.format_exc()}", flush=True)
-                continue
-            fresh = Report(BENCH, report.method, (describe(),), (tuned_row(case, record),))
-            report = merge([report, fresh]) if report.rows else fresh
-            if args.out:
-                save(report, args.out)
-            print(f"{case.name}: {gains(fresh.rows)}", flush=True)
-    return report, failed
-
-
-def _tuned(job: Task, worker: Measurer, pool: Pool, tuning: Tuning) -> Record:
-    """A quick tuning whose default is the static one, whatever records there are."""
-    with override(mode="off"):
-        build = partial(build_all, job.problem, device=job.device, pool=pool)
-        found = tune(job, worker, build, tuning)
-    default = found.trials[found.decision.default].config
-    print(f"  {short(default)} -> {short(found.config)}", flush=True)
-    return found
+    return int(any(outcome.status == "failed" for outcome in ran.outcomes))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from bench.peers import OURS, Refusal
 from bench.results import Gate, Report, RowResult
 from bench.time_limit import time_limit
 from flexattn.measure.timing import Samples, time_interleaved
-from flexattn.verify.gate import Verdict
 
 __all__ = [
     "FORWARD",
@@ -32,6 +31,9 @@ __all__ = [
     "prepare",
     "run",
     "run_row",
+    "timed",
+    "wall_us",
+    "walls",
 ]
 
 HOST_CALLS = 200  # below the launches that a driver queues, so that a call never waits for the GPU
@@ -57,6 +59,51 @@ class Method:
         return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
 
 
+def host_bursts(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Samples]:
+    """Mean host time of a call in microseconds, for each of `rounds` bursts of all in turns."""
+    us: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            begin = time.perf_counter_ns()
+            for _ in range(HOST_CALLS):
+                call()
+            spent = (time.perf_counter_ns() - begin) / HOST_CALLS / 1e3
+            us[name] += [spent] * (turn > 0)  # the first burst fills every cache
+    return {name: Samples(tuple(found), calls=HOST_CALLS) for name, found in us.items()}
+
+
+def timed(calls: Mapping[str, Any], inputs: Any, method: Method) -> dict[str, Samples]:
+    """All calls interleaved, as the method says."""
+    if method.clock == "host":
+        return host_bursts(calls, method.rounds)
+    return time_interleaved(
+        calls, rounds=method.rounds, min_ms=method.min_ms, flush_l2=method.flush_l2,
+        graph=method.graph, clock=method.clock,
+    )  # fmt: skip
+
+
+def walls(calls: Mapping[str, Any], inputs: Any, method: Method) -> dict[str, Samples]:
+    """Calls in turns, each until the GPU has ended it: its wall time."""
+    us: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(method.rounds):
+        for name, call in calls.items():
+            us[name].append(wall_us(call))
+    return {name: Samples(tuple(found), calls=1) for name, found in us.items()}
+
+
+def wall_us(call: Callable[[], Any]) -> float:
+    """Microseconds until the GPU has ended a call."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    begin = time.perf_counter_ns()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter_ns() - begin) / 1e3
+
+
 def no_memory(call: Any, inputs: Any) -> int:
     """Bytes at a call's peak: not measured."""
     return 0
@@ -66,24 +113,25 @@ def no_memory(call: Any, inputs: Any) -> int:
 class Kind:
     """The properties that rows of one kind share.
 
-    make: inputs of a row. prepare: the call that is timed, of a peer and inputs. judge: the gate's
-    verdict on a call of ours. work: operations of a row. grad: whether calls are differentiated.
+    make: inputs of a row. prepare: the call that is timed, of a peer and inputs. judge: the gate
+    of a call of ours. work: operations of a row. grad: whether calls are differentiated.
     memory: bytes at the peak of a call that passed, 0 where nobody measures them; bar: the most
-    that they may be, under the name "bar".
+    that they may be, under the name "bar". race: samples of the calls on a row's inputs.
     """
 
     make: Callable[[Any, Method], Any]
-    judge: Callable[[Callable[[], Any], Any], Verdict]
+    judge: Callable[[Callable[[], Any], Any], Gate]
     prepare: Callable[[Any, Any], Callable[[], Any] | Refusal] = lambda peer, inputs: peer(inputs)
     work: Callable[[Any], float] = lambda row: row.flops
     grad: bool = False
     memory: Callable[[Any, Any], int] = no_memory
     bar: Callable[[Any], int] = lambda inputs: 0
+    race: Callable[[Mapping[str, Any], Any, Method], dict[str, Samples]] = timed
 
 
-def _judged(call: Callable[[], Tensor], x: Inputs) -> Verdict:
+def _judged(call: Callable[[], Tensor], x: Inputs) -> Gate:
     poison(x.q)
-    return judge_slices(call(), x)
+    return Gate.of(judge_slices(call(), x))
 
 
 FORWARD = Kind(lambda row, method: make(row, method.device, method.dtype), _judged)
@@ -130,7 +178,7 @@ def run_row(row: Any, peers: Mapping[str, Any], method: Method, kind: Kind = FOR
                 refused[name] = call.reason
                 continue
             if name.startswith(OURS):
-                gates[name] = Gate.of(kind.judge(call, inputs))
+                gates[name] = kind.judge(call, inputs)
                 if not gates[name].passed:
                     refused[name] = "the accuracy gate is red"
                     continue
@@ -139,13 +187,8 @@ def run_row(row: Any, peers: Mapping[str, Any], method: Method, kind: Kind = FOR
                 memory[name] = peak
         if OURS in gates and not gates[OURS].passed:
             refused |= dict.fromkeys(calls, f"{OURS} is red in this row")
-        elif method.clock == "host":
-            samples = host_bursts(calls, method.rounds)
         else:
-            samples = time_interleaved(
-                calls, rounds=method.rounds, min_ms=method.min_ms, flush_l2=method.flush_l2,
-                graph=method.graph, clock=method.clock,
-            )  # fmt: skip
+            samples = kind.race(calls, inputs, method)
     if memory:
         memory["bar"] = kind.bar(inputs)
     now, work = clocks(), kind.work(row)
@@ -167,21 +210,6 @@ def prepare(rows: Iterable[Any], peers: Mapping[str, Any], method: Method, kind:
                     _prepared(kind, peer, inputs)
         inputs = None
         forget(method)
-
-
-def host_bursts(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Samples]:
-    """Mean host time of a call in microseconds, for each of `rounds` bursts of all in turns."""
-    us: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
-        for name, call in calls.items():
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            begin = time.perf_counter_ns()
-            for _ in range(HOST_CALLS):
-                call()
-            spent = (time.perf_counter_ns() - begin) / HOST_CALLS / 1e3
-            us[name] += [spent] * (turn > 0)  # the first burst fills every cache
-    return {name: Samples(tuple(found), calls=HOST_CALLS) for name, found in us.items()}
 
 
 def _prepared(kind: Kind, peer: Any, inputs: Any) -> Callable[[], Any] | Refusal:

@@ -35,8 +35,10 @@ def markdown(report: Report) -> str:
     """
     names = _names(report.rows)
     peers = [name for name in names if name != OURS]
-    unit = "TB/s" if report.bench == "decode" else "TFLOP/s"
-    shown = [f"{name} µs" if report.bench == "host" else f"{name} µs ({unit})" for name in names]
+    unit = " (TB/s)" if report.bench == "decode" else " (TFLOP/s)"
+    if report.bench == "host" or not any(row.flops or row.kv_bytes for row in report.rows):
+        unit = ""
+    shown = [f"{name} µs{unit}" for name in names]
     head = ["row", *shown, *(f"ours vs {name}" for name in peers)]
     lines = [_line(head), _line(["---"] * len(head))]
     for row in report.rows:
@@ -74,9 +76,9 @@ def _time(row: RowResult, name: str, bench: str) -> str:
     if samples is None or samples.failure:
         return "failed" if samples else "-"
     text = f"{samples.median:.1f} ±{50 * samples.spread:.1f}%"
-    if bench == "host":
-        return text
     work = row.kv_bytes if bench == "decode" else row.flops
+    if bench == "host" or not work:
+        return text
     rate = work / samples.median / 1e6
     return f"{text} ({rate:.2f})" if bench == "decode" else f"{text} ({rate:.0f})"
 

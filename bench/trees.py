@@ -3,7 +3,9 @@
 Each checkout runs in a process of its own, by its public names alone, as a user would run it.
 Rounds alternate between them, in an order that alternates too. A row whose results are wrong on
 one side has no times. The table gives the old time over the new: above 1, NEW is faster. With
---out FILE.json the rows that it has already are not run again.
+--out FILE.json the rows that it has already are not run again. With --python each side has an
+interpreter of its own: `--python A/bin/python B/bin/python HERE HERE` races two releases of Triton
+on one checkout.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ PROCESSES = 6
 class Checkout:
     """A process of one checkout, which answers lines of JSON; where it has ended, another one."""
 
-    def __init__(self, root: Path, cache: Path, device: str) -> None:
-        self._root, self._cache, self._device = root.resolve(), cache, device
+    def __init__(self, root: Path, cache: Path, device: str, python: str) -> None:
+        self._root, self._cache = root.resolve(), cache
+        self._command = [python, "-P", "-m", "bench.trees_child", device]
         self._process = self._started()
 
     def _started(self) -> subprocess.Popen[str]:
@@ -56,9 +59,8 @@ class Checkout:
             "TRITON_CACHE_DIR": str(self._cache / "triton"),
         }  # fmt: skip
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "bench.trees_child", self._device], cwd=self._root,
-            env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            self._command, cwd=self._root, env=environment, text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
     def send(self, **message: Any) -> None:
@@ -178,7 +180,7 @@ def begun(out: Path | None, report: Report) -> Report:
 
 
 def _environment(sides: dict[str, Checkout]) -> dict[str, str]:
-    """Versions and device, which are one for both, and the code of each side."""
+    """The device, the versions, and the code of each side; of a version that differs, both."""
     found: dict[str, str] = {}
     for label, side in sides.items():
         side.send(about=True)
@@ -186,7 +188,10 @@ def _environment(sides: dict[str, Checkout]) -> dict[str, str]:
         if "error" in facts:
             raise ValueError(f"{label}: {facts['error']}")
         found[label] = facts.pop("code")
-        found |= facts
+        found |= {
+            key: value if found.get(key, value) == value else f"{found[key]} and {value}"
+            for key, value in facts.items()
+        }
     return found
 
 
@@ -218,6 +223,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=16, help="samples of each side")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="every sample; resumes")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--python", nargs=2, default=[sys.executable] * 2, metavar=("OLD", "NEW"),
+        help="the interpreters of both sides",
+    )  # fmt: skip
     parser.add_argument("--shrink", type=int, default=1, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     rows = [
@@ -235,8 +244,8 @@ def main(argv: list[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         sides = {
-            label: Checkout(root, Path(folder) / label, args.device)
-            for label, root in zip(SIDES, (args.old, args.new), strict=True)
+            label: Checkout(root, Path(folder) / label, args.device, python)
+            for label, root, python in zip(SIDES, (args.old, args.new), args.python, strict=True)
         }
         try:
             report = _run(args, rows, sides, show)

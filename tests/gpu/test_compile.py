@@ -151,7 +151,7 @@ def test_gradients_are_written_into_that_of_the_product(inductor, monkeypatch, g
 def test_a_block_of_the_bench_copies_nothing_for_its_attention(inductor):
     """No gradient is concatenated, no output laid out anew, and no list of its mask is made."""
     documents = Namespace(batch=2, length=1024, mean=300)
-    attend, mask = training_step._attends(documents, "cuda")[training_step.OURS]()
+    attend, mask = training_step.attends(documents, "cuda")[training_step.OURS]()
     block = training_step.GPT(1, attend).to("cuda", torch.bfloat16).blocks[0]
     x, grad = torch.randn(2, 2, 1024, training_step.WIDTH, device="cuda", dtype=torch.bfloat16)
     leaves = [x.requires_grad_(), *block.parameters()]
@@ -164,7 +164,7 @@ def test_a_block_of_the_bench_copies_nothing_for_its_attention(inductor):
         mine = gradients(model)
     for got, wanted in zip(mine, eager, strict=True):
         assert (got - wanted).float().norm() < 2e-2 * wanted.float().norm()
-    kernels = training_step._kernels(lambda: gradients(model))
+    kernels = training_step.kernels(lambda: gradients(model))
     copies = "CatArray", "direct_copy", "clone", "sort", "index_put", "scatter"
     assert not [name for name in kernels if any(copy in name for copy in copies)]
     assert lists_pending(mask) and inductor.counter.frame_count == 1

@@ -1,33 +1,36 @@
-"""The block mask bench: it runs on a CPU, and says which limit was passed."""
+"""The block mask bench: a row on the CPU, and the limits that make it red."""
 
-import json
+from dataclasses import replace
 
 import pytest
 
-from bench.blocks import failures, main, table
+from bench import blocks
+from bench.runner import Method, run_row
 
-GOOD = {
-    "first": 0.4, "seconds": [0.003, 0.004, 0.009], "beyond": 1_000_000,
-    "result": 2_000_000, "partial": 3, "full": 4,
-}  # fmt: skip
+ROWS = {row.name: row for row in blocks.ROWS}
+METHOD = Method(rounds=1, device="cpu")
 
 
 @pytest.mark.long
-def test_a_row_on_the_cpu(tmp_path, capsys):
-    out = tmp_path / "blocks.json"
-    main(["--rows", "causal-64k", "--device", "cpu", "--rounds", "1", "--out", str(out)])
-    found = json.loads(out.read_text())["samples"]["causal-64k"]
-    assert (found["partial"], found["full"]) == (512, 512 * 511 // 2)
-    assert "| causal-64k |" in capsys.readouterr().out
-    assert main(["--rows", "causal-1m", "--device", "cpu"]) == 2
+def test_a_row_on_the_cpu():
+    row = replace(ROWS["causal-64k"], limit_ms=1e6)
+    x = blocks.BLOCKS.make(row, METHOD)
+    assert int(x().kv_num_blocks.sum()) == 512
+    assert len(run_row(row, {"flexattn": None}, METHOD, blocks.BLOCKS).samples["flexattn"].us) == 1
 
 
-def test_limits():
-    assert failures({"causal-64k": GOOD, "causal-1m": GOOD}, "cuda") == []
-    slow = GOOD | {"first": 0.6, "seconds": [0.021], "beyond": 60_000_000}
-    assert len(failures({"causal-64k": slow}, "cuda")) == 3
-    assert len(failures({"causal-1m": slow}, "cuda")) == 2
-    assert failures({"causal-64k": slow}, "cpu") == []
-    assert "| causal-64k | 400.00 | 4.00 | 9.00 | 5 | 2.0 | 1.0 | 3 | 4 |" in table(
-        {"causal-64k": GOOD}, "cuda"
-    )
+@pytest.mark.parametrize(
+    ("ms", "over", "row", "passed"),
+    [
+        (4.9, 10**6, "causal-64k", True),
+        (5.1, 10**6, "causal-64k", False),
+        (4.9, 51_000_000, "causal-64k", False),
+        (19.0, 51_000_000, "causal-1m", True),
+        (21.0, 0, "causal-1m", False),
+    ],
+)
+def test_limits(monkeypatch, ms, over, row, passed):
+    monkeypatch.setattr(blocks, "wall_us", lambda call: ms * 1e3)
+    monkeypatch.setattr(blocks, "beyond", lambda x: over)
+    x = blocks.Masked(ROWS[row], None, "cpu")
+    assert blocks._judge(x, x).passed == passed

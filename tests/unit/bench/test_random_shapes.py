@@ -117,7 +117,7 @@ def test_a_tuning_is_the_default_beside_the_fastest_of_its_rounds():
         Trial(config, failed=Failed("run", "Error", "no")),
     )
     decision = Decision(0, 0, 1.0, 1.0, 1.02, 0.95, "")
-    found = tuned_row(case, replace(made, trials=trials, decision=decision))
+    found = tuned_row(case.name, replace(made, trials=trials, decision=decision))
     assert found.samples["best"].us == (5.0, 5.5) and found.samples[DEFAULT].us == (11.0, 10.0)
     assert gains([found])[case.name] == pytest.approx((5 / 11 + 5.5 / 10) / 2)
 

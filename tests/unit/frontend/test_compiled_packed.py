@@ -197,7 +197,7 @@ def bench_s_block(monkeypatch):
     monkeypatch.setattr(training_step, "WIDTH", 64)
     monkeypatch.setattr(training_step, "HEADS", 4)
     documents = SimpleNamespace(batch=B, length=40, mean=16)
-    attend, mask = training_step._attends(documents, "cpu")[training_step.OURS]()
+    attend, mask = training_step.attends(documents, "cpu")[training_step.OURS]()
     torch.manual_seed(0)
     block = training_step.GPT(1, attend).blocks[0]
     return block, torch.randn(B, 40, 64, requires_grad=True), mask
