@@ -116,7 +116,7 @@ def verified(task: Task, problem: Problem, options: Options, where: torch.device
     while True:
         kernels = dispatcher().kernels(problem, task.device, index, options)
         chosen = ChosenKernels(*kernels, where, task.scale, score, mask, lists)
-        if accepted(LaunchedKernels.of(kernels[0]), partial(judged, chosen)):
+        if accepted(LaunchedKernels.of(kernels[0]), [partial(judged, chosen)]):
             return kernels[0]
 
 

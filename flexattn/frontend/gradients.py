@@ -16,7 +16,7 @@ from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, UnsupportedError, WrongKernelError
 from flexattn.frontend.call import Call, identity
 from flexattn.frontend.launch_cache import launch_cache
-from flexattn.frontend.plan import wrong_gradients
+from flexattn.frontend.plan import right_gradients
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.choose.defaults import default, reasons, refused
 from flexattn.kernels.choose.options import NONE, Options
@@ -185,7 +185,7 @@ def run_backward(
             return _plain(asked_of(), inputs, out, (dout, dlse), summed, into, sinks)
         found = launch.run(inputs, out, lse, (dout, dlse), scale, rest, summed, into)
         given = partial(_as_given, asked_of, launch, inputs, (out, lse), (dout, dlse))
-        if not wrong_gradients(launch, found, given):
+        if right_gradients(launch, found, given):
             return found
 
 

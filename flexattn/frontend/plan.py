@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,9 +28,9 @@ from flexattn.runtime.launch import ForwardLaunch, Lists, Outputs, prepare_launc
 from flexattn.verify.first_use import (
     Attended,
     LaunchedKernels,
+    Way,
     accepted,
     beyond,
-    due,
     judge_gradients,
     judge_rows,
 )
@@ -179,39 +179,41 @@ def verified_plan(make: Callable[[], Plan]) -> tuple[Plan, Outputs | None]:
     make: plans again once kernels are known to be wrong. Raises BuildError where none is left.
     """
     while True:
-        planned = make()
-        subject = _subject(planned.launch)
-        if not due(subject):
-            return planned, None
-        call, found = planned.call, None
-        ways: list[Callable[[], Verdict]] = [partial(judge_forward, _chosen(planned))]
-        if not _apart(call.q):
-            with torch.no_grad():
-                found = planned.run()
-            ways.insert(0, partial(_judge, planned, found))
-        if accepted(subject, *ways):
-            return planned, found
+        planned, found = make(), list[Outputs]()
+        launch = planned.launch
+        subject = LaunchedKernels.of(launch.choice, launch.merges)
+        if accepted(subject, _ways(planned, found)):
+            return planned, found[0] if found else None
 
 
-def wrong_gradients(
+def _ways(planned: Plan, found: list[Outputs]) -> Iterator[Way]:
+    """The call itself, whose outputs go into `found`, then a made-up one."""
+    if not _apart(planned.call.q):
+        with torch.no_grad():
+            found.append(planned.run())
+        yield partial(_judge, planned, found[0])
+    yield partial(judge_forward, _chosen(planned))
+
+
+def right_gradients(
     launch: BackwardLaunch,
     found: Gradients,
     call: Callable[[], tuple[SavedForward, ChosenKernels]],
 ) -> bool:
-    """True if the first launch of a backward gave other gradients than plain torch.
+    """False if the first launch of a backward gave other gradients than plain torch.
 
     call: what was differentiated, as plain torch and as a made-up call take it. Those of captured
     tensors, which are sums over all of a call, are judged on the made-up one.
     """
-    subject = LaunchedKernels.of(launch.choice)
-    if not due(subject):
-        return False
-    saved, chosen = call()
-    ways: list[Callable[[], Verdict]] = [partial(judge_backward, chosen)]
-    if not _apart(saved.q):
-        borders = borders_of(launch.choice)
-        ways.insert(0, lambda: _worse(judge_gradients(saved, found, borders), chosen))
-    return not accepted(subject, *ways)
+
+    def ways() -> Iterator[Way]:
+        saved, chosen = call()
+        if not _apart(saved.q):
+            borders = borders_of(launch.choice)
+            yield lambda: _worse(judge_gradients(saved, found, borders), chosen)
+        yield partial(judge_backward, chosen)
+
+    return accepted(LaunchedKernels.of(launch.choice), ways())
 
 
 def _worse(verdict: Verdict, chosen: ChosenKernels) -> Verdict:
@@ -219,10 +221,6 @@ def _worse(verdict: Verdict, chosen: ChosenKernels) -> Verdict:
     if not chosen.choice.problem.structure.grads or beyond(verdict):
         return verdict
     return judge_backward(chosen)
-
-
-def _subject(launch: ForwardLaunch) -> LaunchedKernels:
-    return LaunchedKernels.of(launch.choice, launch.merges)
 
 
 def _apart(q: Tensor) -> bool:

@@ -20,7 +20,7 @@ from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Outputs, prepare_launch
 from flexattn.serving.plan import DecodePlan
-from flexattn.serving.verified import Batch, make_batch, serving_judge
+from flexattn.serving.verified import Batch, make_batch, runs_of, serving_judge
 from flexattn.verify.gate import Verdict
 from flexattn.verify.gradients import Saved, judge_of, judged_heads, make_saved
 from flexattn.verify.oracle import (
@@ -92,10 +92,7 @@ def _forward(task: Task, where: torch.device) -> Opened:
 def plan_call(
     task: Task, batch: Batch, config: ServingConfig, where: torch.device
 ) -> Callable[[], Outputs]:
-    """A plan with this config, and a call that runs it on the batch.
-
-    The outputs hold NaN before the first run.
-    """
+    """A plan with this config, and a call that runs it on the batch; see `runs_of`."""
     m, form = batch.problem, batch.problem.structure
     plan = DecodePlan(
         batch=m.B,
@@ -119,16 +116,4 @@ def plan_call(
         batch_invariant=form.split_keys > 0,
         config=config,
     )
-    q = batch.q if m.total_q else batch.q.unflatten(0, (len(task.q_lens), -1))
-    out = torch.full((*q.shape[:-1], m.head_dim_v), torch.nan, dtype=m.dtype, device=where)
-    lse = torch.full(q.shape[:-1], torch.nan, device=where) if form.lse else None
-    cache = (batch.k, batch.v)
-
-    def call() -> Outputs:
-        plan.run(
-            q, cache, seq_lens=batch.lens, block_table=batch.table, cu_seqlens_q=batch.cu_seqlens,
-            sinks=batch.sinks, k_scale=batch.k_scale, v_scale=batch.v_scale, out=out, lse=lse,
-        )  # fmt: skip
-        return Outputs(out, lse, None)
-
-    return call
+    return runs_of(plan, batch)

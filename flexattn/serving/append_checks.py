@@ -22,7 +22,7 @@ from flexattn.problem.serving import (
     RopeForm,
     Slots,
 )
-from flexattn.serving.cache import Scaled, asked_scales, steps_by_axis
+from flexattn.serving.cache import Scaled, asked_scales, cache_shape, steps_by_axis
 from flexattn.serving.checks import (
     devices,
     ends_fit,
@@ -166,8 +166,7 @@ def admitted(
     found: dict[str, Any] = {"num_tokens": tokens, "num_pages": pages}
     for name, dim in tensors:
         new, cache = cast(Tensor, given[name]), cast(Tensor, given[f"{name}_CACHE"])
-        sizes = [pages, form.heads, form.heads, dim]
-        sizes[keys_at] = form.page
+        sizes = [*cache_shape(m.cache_layout, pages, form.page, form.heads), dim]
         _shaped(_NAMES[name], new, [tokens, form.heads, dim], m.dtype, form.aligned)
         _shaped(_NAMES[f"{name}_CACHE"], cache, sizes, m.kv_dtype, form.aligned)
         axes = {"t": new.stride(0), "h": new.stride(1), "cp": cache.stride(0)}

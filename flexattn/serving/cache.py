@@ -83,6 +83,11 @@ def describe_cache(k: Tensor, v: Tensor, m: ServingProblem, tile: int) -> Cache:
     return Cache(k, v, steps[0], steps[1], k.shape[0], k.shape[keys_at])
 
 
+def cache_shape(layout: str, pages: int, keys: int, heads: int) -> list[int]:
+    """The shape of a cache without its head dimension."""
+    return [pages, heads, keys] if layout == "HND" else [pages, keys, heads]
+
+
 def cache_box(name: str, tensor: Tensor, m: ServingProblem) -> DescriptorBox:
     """The box of a tensor descriptor of K or V; raises InputError for strides of 0.
 

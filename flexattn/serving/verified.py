@@ -1,8 +1,10 @@
-"""Made-up batches and tokens of a plan, and its runs on them held to the oracle."""
+"""Made-up batches and tokens of a plan, and the checks of its first runs on them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +22,8 @@ from flexattn.runtime.dispatch import Choice
 from flexattn.runtime.launch import Outputs
 from flexattn.runtime.outcomes import Outcome
 from flexattn.serving.append_checks import Rope
-from flexattn.serving.cache import scales_shape, spread_scale
-from flexattn.verify.first_use import LaunchedKernels, Unjudged, accepted
+from flexattn.serving.cache import cache_shape, scales_shape, spread_scale
+from flexattn.verify.first_use import LaunchedKernels, Unjudged, Way, accepted
 from flexattn.verify.gate import ErrorRow, Verdict, judge
 from flexattn.verify.made_up import apart
 from flexattn.verify.oracle import Judge, moved
@@ -107,9 +109,7 @@ def make_batch(
 
     counts = [-(-n // m.page) if m.page else 1 for n in kv_lens]
     pages, keys = (sum(counts), m.page) if m.page else (len(counts), max(kv_lens))
-    shape = [pages, 0, 0]
-    keys_at, heads_at = LAYOUTS[m.cache_layout]
-    shape[keys_at], shape[heads_at] = keys, m.Hkv
+    shape = cache_shape(m.cache_layout, pages, keys, m.Hkv)
     table = None
     if m.page:
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).tolist()
@@ -144,6 +144,25 @@ def make_batch(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+
+
+def runs_of(plan: DecodePlan, batch: Batch) -> Callable[[], Outputs]:
+    """A call that runs a plan on a batch; its outputs hold NaN before the first run."""
+    m, where = batch.problem, plan.device
+    q = batch.q if m.total_q else batch.q.unflatten(0, (len(batch.q_lens), -1))
+    out = q.new_full((*q.shape[:-1], m.head_dim_v), torch.nan)
+    lse = torch.full(q.shape[:-1], torch.nan, device=where) if plan.form.lse else None
+    given: dict[str, Any] = {
+        "seq_lens": batch.lens, "block_table": batch.table, "cu_seqlens_q": batch.cu_seqlens,
+        "sinks": batch.sinks, "k_scale": batch.k_scale, "v_scale": batch.v_scale, "out": out,
+        "lse": lse, "kv_start": torch.zeros_like(batch.lens) if plan.form.offset else None,
+    }  # fmt: skip
+
+    def run() -> Outputs:
+        plan.run(q, (batch.k, batch.v), **given)
+        return Outputs(out, lse, None)
+
+    return run
 
 
 def serving_judge(batch: Batch, scale: float, score: Bound | None, mask: Bound | None) -> Judge:
@@ -217,10 +236,7 @@ def is_right(plan: DecodePlan, choice: Choice) -> bool:
 
     The first pass of a cascade leaves parts: `check_cascade` judges them when they are merged.
     """
-    if plan.form.prefix:
-        return True
-    subject = LaunchedKernels.of(choice)
-    return accepted(subject, lambda: _judge(plan))
+    return plan.form.prefix or accepted(LaunchedKernels.of(choice), [partial(_judge, plan)])
 
 
 def _judge(plan: DecodePlan) -> Verdict:
@@ -235,19 +251,8 @@ def _judge(plan: DecodePlan) -> Verdict:
     lens = (kv, max(q_lens[-1], kv // 3), max(q_lens[-1], kv // 2 + 1))[:requests]
     with apart(where):
         batch = make_batch(m, q_lens, lens, where)
-        q = batch.q if m.total_q else batch.q.unflatten(0, (requests, -1))
-        start = (
-            torch.zeros(requests, dtype=torch.int32, device=where) if plan.form.offset else None
-        )
-        out = q.new_full((*q.shape[:-1], m.head_dim_v), torch.nan)
-        lse = torch.full(q.shape[:-1], torch.nan, device=where) if plan.form.lse else None
-        plan.run(
-            q, (batch.k, batch.v), seq_lens=batch.lens, block_table=batch.table,
-            cu_seqlens_q=batch.cu_seqlens, sinks=batch.sinks, k_scale=batch.k_scale,
-            v_scale=batch.v_scale, kv_start=start, out=out, lse=lse,
-        )  # fmt: skip
         judged = serving_judge(batch, plan.scale, plan._score, plan._mask)
-        return judged(Outputs(out, lse, None))
+        return judged(runs_of(plan, batch)())
 
 
 def check_cascade(cascade: CascadePlan, merge: Source | None) -> None:
@@ -260,12 +265,14 @@ def check_cascade(cascade: CascadePlan, merge: Source | None) -> None:
     )
     sources = first.sources if merge is None else (*first.sources, merge)
     subject = replace(first, sources=sources, tuned=own.tuned and first.tuned)
-    if not accepted(subject, lambda: _judge_cascade(cascade)):
-        raise WrongKernelError(
-            f"a cascade of {subject.title}: its kernels are wrong on {subject.device.name}",
-            "a kernel's first launch agrees with plain torch",
-            "use a DecodePlan, and send the file that was named",
-        )
+    wrong = f"a cascade of {subject.title}: its kernels are wrong on {subject.device.name}"
+    _need(subject, partial(_judge_cascade, cascade), wrong, "use a DecodePlan")
+
+
+def _need(subject: LaunchedKernels, judged: Way, wrong: str, do: str) -> None:
+    if not accepted(subject, [judged]):
+        rule = "a kernel's first launch agrees with plain torch"
+        raise WrongKernelError(wrong, rule, f"{do}, and send the file that was named")
 
 
 def _judge_cascade(cascade: CascadePlan) -> Verdict:
@@ -322,12 +329,9 @@ def check_append(
     subject = LaunchedKernels(
         (source,), target, lambda: (title, "its one kernel"), Outcome("built")
     )
-    if not accepted(subject, lambda: _judge_append(plan, scaled, rope)):
-        raise WrongKernelError(
-            f"{title}: the kernel stores other numbers than plain torch on {target.name}",
-            "a kernel's first launch agrees with plain torch",
-            "store with torch's index_put, and send the file that was named",
-        )
+    wrong = f"{title}: the kernel stores other numbers than plain torch on {target.name}"
+    judged = partial(_judge_append, plan, scaled, rope)
+    _need(subject, judged, wrong, "store with torch's index_put")
 
 
 def _judge_append(plan: AppendPlan, scaled: Any, rope: Rope | None) -> Verdict:
@@ -336,8 +340,7 @@ def _judge_append(plan: AppendPlan, scaled: Any, rope: Rope | None) -> Verdict:
     if pages * a.page * a.heads * (a.head_dim_qk + a.head_dim_v) > _ELEMENTS:
         raise Unjudged("its pages are too large for a made-up cache")
     draw = torch.Generator(where).manual_seed(0)
-    heads = [a.heads] if m.cache_layout == "HND" else []
-    shape = [pages, *heads, a.page, *([] if heads else [a.heads])]
+    shape = cache_shape(m.cache_layout, pages, a.page, a.heads)
     dims = [dim for dim in (a.head_dim_qk, a.head_dim_v) if dim]
     with apart(where):
         new = [torch.randn(_TOKENS, a.heads, d, generator=draw, device=where) for d in dims]

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,6 +42,10 @@ class Unjudged(Exception):
     """Why a launch cannot be compared with plain torch on its own inputs."""
 
 
+# A function that judges a launch, or raises Unjudged.
+Way: TypeAlias = Callable[[], Verdict]
+
+
 class Attended(NamedTuple):
     """A forward's inputs. score_mod, block_mask: as plain torch runs them."""
 
@@ -57,7 +61,7 @@ class Attended(NamedTuple):
 
 
 def beyond(verdict: Verdict) -> bool:
-    """Whether a sample's error is more than rounding."""
+    """True if a sample's error is more than rounding."""
     return bool(verdict.faults) or any(
         not row.error <= _MARGIN * row.budget for row in verdict.rows
     )
@@ -225,8 +229,8 @@ class LaunchedKernels:
         return self.described()[1]
 
 
-def due(subject: LaunchedKernels) -> bool:
-    """Whether a launch of these kernels is to be checked."""
+def _due(subject: LaunchedKernels) -> bool:
+    """True if a launch of these kernels is to be checked."""
     mode = current().verify
     if mode != "first":
         return mode == "always"
@@ -244,14 +248,14 @@ def verification(subject: LaunchedKernels) -> str:
     return "" if current().verify == "off" else "not yet"
 
 
-def accepted(subject: LaunchedKernels, *ways: Callable[[], Verdict]) -> bool:
+def accepted(subject: LaunchedKernels, ways: Iterable[Way]) -> bool:
     """Check kernels where it is due, and keep the outcome; False where they compute wrong numbers.
 
-    ways: functions that judge a launch, tried in turn until one can. A wrong kernel is reported
+    ways: read where a check is due; tried in turn until one can judge. A wrong kernel is reported
     once, with a file that describes it, and is never chosen again: the caller asks dispatch for
     the next one. A kernel that none of them can judge is used, and not recorded as verified.
     """
-    if not due(subject):
+    if not _due(subject):
         return True
     verdict = None
     for judged in ways:
