@@ -85,8 +85,8 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
     (
         "FLEXATTN_CACHE_DIR",
         "~/.cache/flexattn",
-        "where rendered kernel sources (kernels), the user's tuned records (records), what the "
-        "compiler refused (outcomes) and the list of problems without a record (untuned.jsonl) "
+        "where rendered kernel sources with what was refused or verified of them (kernels), the "
+        "user's tuned records (records) and the list of problems without a record (untuned.jsonl) "
         "are written; a temporary folder holds a process's sources where others may write "
         "kernels, or nobody can",
     ),

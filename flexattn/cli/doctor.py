@@ -34,7 +34,7 @@ from flexattn.records.environment import environment
 from flexattn.records.layers import RecordLayer
 from flexattn.records.untuned import COMMAND, read_untuned, untuned_path
 from flexattn.records.why import why
-from flexattn.runtime.outcomes import Outcome, compiler_of, memory
+from flexattn.runtime.outcomes import FORMER, Outcome, compiler_of, memory
 from flexattn.settings import current
 from flexattn.tune.tuner import plugin_of
 
@@ -208,6 +208,8 @@ def _print_outcomes(facts: dict[str, Any]) -> None:
     """Print which kernels the compiler refused, whose loops spill, and which are wrong."""
     if facts["cleared"]:
         say(f"{'outcomes':<12}{facts['cleared']} cleared")
+    if (old := current().cache_dir / FORMER).is_dir():
+        say(f"{'outcomes':<12}{old} is of an earlier version; --clear-outcomes removes it")
     verified = sum(each["verified"] for each in facts["outcomes"])
     say(f"{'verified':<12}{verified} kernels by their first launch; {facts['settings']['verify']}")
     for each in facts["outcomes"]:

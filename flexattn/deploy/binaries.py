@@ -28,7 +28,7 @@ from flexattn.runtime.build import Kernel, path_of, unloaded
 from flexattn.runtime.decay_skip import sources
 from flexattn.runtime.dispatch import Choice, chosen
 from flexattn.runtime.kernel_store import KernelStore
-from flexattn.runtime.outcomes import is_verified
+from flexattn.runtime.outcomes import memory
 from flexattn.settings import current, override
 from flexattn.tune.subject import SILENT, Progress
 
@@ -150,6 +150,6 @@ class _Writer:
             raise UnsupportedError(
                 f"{path_of(source)} as a binary", "it needs what only Triton's own launcher does"
             )
-        binary = replace(kernel.binary, verified=is_verified(source, self._device))
+        binary = replace(kernel.binary, verified=memory().verified(source, self._device))
         self._store.write_binary(source, binary, kernel.compiled.metadata.triton_version)
         self._written.add(source.hash)

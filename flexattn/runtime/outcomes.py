@@ -1,8 +1,8 @@
 """Outcomes: what became of building sources, and what their first launches showed, remembered.
 
-    <FLEXATTN_CACHE_DIR>/outcomes/<arch>-<environment>/<hash of the source>.json
+    <FLEXATTN_CACHE_DIR>/kernels/<arch>-<environment>/<hash of the source>.json
 
-One sealed file a source: what was refused, what spills, and what was verified by its first launch
+One sealed file a source, beside the texts of kernels: what was refused, what spills, and what was verified by its first launch
 or found wrong, so that no later process compiles it again. An environment is a compiler, a driver
 and an arch; the hash covers a source's whole text, so that what a template's edit changes is
 compiled anew. Nothing is kept of a failure that may pass, nor of a kernel whose loops cannot
@@ -234,6 +234,8 @@ _SCHEMA = 2
 _MAX_FILE = 2**14
 # Files of one environment; the oldest go first.
 MAX_FILES = 2048
+# Where releases up to 0.2 kept them, by a hash of their own code: nothing there holds here.
+FORMER = "outcomes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +265,7 @@ class Noted:
 
 def root() -> Path:
     """The folder of all environments."""
-    return current().cache_dir / "outcomes"
+    return current().cache_dir / "kernels"
 
 
 class Memory:
@@ -271,24 +273,26 @@ class Memory:
 
     def __init__(self) -> None:
         self._known: Lru[tuple[Path, str, str], tuple[Outcome | None]] = Lru(4096)
-        self._wrong: Lru[tuple[str, str], Outcome] = Lru(4096)
-        # What lasts of these is an Outcome, or lies beside an exported binary.
-        self._trusted: Lru[tuple[str, str], bool] = Lru(8192)
+        # What this process found out by a launch, or was told beside an exported binary.
+        self._launched: Lru[tuple[str, str], Outcome] = Lru(8192)
         self._noted = False
 
     def wrong(self, source: Source, device: Device) -> Outcome | None:
-        """The outcome that this process found for a source with wrong numbers; None of any
-        other.
-        """
-        return self._wrong.get((source.hash, device.arch))
+        """The outcome of a source that this process found to compute wrong numbers, or None."""
+        found = self._launched.get((source.hash, device.arch))
+        return None if found is None or found.built else found
 
     def trust(self, source: Source, device: Device) -> None:
         """Take a kernel for verified in this process."""
-        self._trusted.put((source.hash, device.arch), True)
+        self._launched.put((source.hash, device.arch), Outcome("built", verified=True))
 
-    def trusts(self, source: Source, device: Device) -> bool:
-        """True if a kernel is taken for verified in this process."""
-        return self._trusted.get((source.hash, device.arch)) is not None
+    def verified(self, source: Source, device: Device) -> bool:
+        """True if this process or an earlier one verified a kernel, by this compiler and driver."""
+        found = self._launched.get((source.hash, device.arch)) or self.find(source, device)
+        if found is None or not found.verified:
+            return False
+        self.trust(source, device)
+        return True
 
     def find(self, source: Source, device: Device) -> Outcome | None:
         """The outcome of a source in this environment; None where nobody knows.
@@ -306,14 +310,16 @@ class Memory:
         key = (folder, source.hash, device.arch)
         known = self._known.get(key)
         if known is None:
-            known = (_read(folder / _name(source)) if os.path.isdir(folder) else None,)
+            noted = _entry(folder / _name(source))
+            same = noted is not None and noted.source == source.hash
+            known = (noted.outcome if noted is not None and same else None,)
             self._known.put(key, known)
         return known[0]
 
     def note(self, source: Source, device: Device, outcome: Outcome, title: str) -> None:
-        """Remember an outcome; on disk too where it can be written, which is said once if not."""
+        """Keep an outcome; on disk too where it can be written, which is said once if not."""
         if outcome.kind == "wrong":
-            self._wrong.put((source.hash, device.arch), outcome)
+            self._launched.put((source.hash, device.arch), outcome)
         folder = _folder(device)
         if folder is None or outcome.kind == "passing":
             return
@@ -329,8 +335,11 @@ class Memory:
             title[:400], compiler_of(device), datetime.now(timezone.utc).isoformat()[:19],
         )  # fmt: skip
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            _make_room(folder)
+            # Not what the umask gives: texts of kernels lie there.
+            root().mkdir(mode=0o755, parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)
+            for path in sorted(folder.glob("*.json"), key=_age)[: 1 - MAX_FILES]:
+                path.unlink(missing_ok=True)
             publish(folder / _name(source), sealed(asdict(noted)))
         except OSError as error:
             say_once(f"{folder}: outcomes are not kept, later processes compile again: {error}")
@@ -338,21 +347,23 @@ class Memory:
     def entries(self, device: Device) -> list[Noted]:
         """All that is known in this environment of a device, the oldest first."""
         folder = _folder(device)
-        found = map(_entry, _files(folder)) if folder is not None else ()
+        found = map(_entry, folder.glob("*.json")) if folder is not None else ()
         return sorted((each for each in found if each is not None), key=lambda each: each.made)
 
     def clear(self) -> int:
         """Forget all environments; returns how many files went."""
         self._known.clear()
-        self._wrong.clear()
+        self._launched.clear()
         gone = 0
-        for folder in _folders():
-            for path in _files(folder):
+        for folder in (*root().glob("*"), *(current().cache_dir / FORMER).glob("*")):
+            for path in folder.glob("*.json"):
                 with suppress(OSError):
                     path.unlink()
                     gone += 1
-            with suppress(OSError):
+            with suppress(OSError):  # a file, or not empty
                 folder.rmdir()
+        with suppress(OSError):
+            (current().cache_dir / FORMER).rmdir()
         return gone
 
 
@@ -379,11 +390,6 @@ def _name(source: Source) -> str:
     return f"{source.hash[:32]}.json"
 
 
-def _read(path: Path) -> Outcome | None:
-    noted = _entry(path)
-    return None if noted is None or not noted.source.startswith(path.stem) else noted.outcome
-
-
 def _entry(path: Path) -> Noted | None:
     try:
         return read_sealed(path, Noted, "outcome", _SCHEMA, _MAX_FILE)
@@ -393,40 +399,7 @@ def _entry(path: Path) -> Noted | None:
         return None
 
 
-def _folders() -> Iterator[Path]:
+def _age(path: Path) -> float:
     with suppress(OSError):
-        yield from (each for each in root().iterdir() if each.is_dir())
-
-
-def _files(folder: Path) -> list[Path]:
-    with suppress(OSError):
-        return [each for each in folder.iterdir() if each.suffix == ".json"]
-    return []
-
-
-def _make_room(folder: Path) -> None:
-    """Drop the oldest files where one more would be too many."""
-    files = _files(folder)
-    if len(files) < MAX_FILES:
-        return
-
-    def age(path: Path) -> float:
-        with suppress(OSError):
-            return path.stat().st_mtime
-        return 0.0
-
-    for path in sorted(files, key=age)[: len(files) - MAX_FILES + 1]:
-        with suppress(OSError):
-            path.unlink()
-
-
-def is_verified(source: Source, device: Device) -> bool:
-    """True if this process or an earlier one verified a kernel, by this compiler and driver."""
-    known = memory()
-    if known.trusts(source, device):
-        return True
-    outcome = known.find(source, device)
-    if outcome is None or not outcome.verified:
-        return False
-    known.trust(source, device)
-    return True
+        return path.stat().st_mtime
+    return 0.0

@@ -25,7 +25,7 @@ from flexattn.reference.parts import SavedForward, gradient_of_rows, gradients_o
 from flexattn.runtime.backward import Gradients
 from flexattn.runtime.dispatch import Choice, dispatcher
 from flexattn.runtime.launch import Outputs
-from flexattn.runtime.outcomes import Outcome, compiler_of, is_verified, memory
+from flexattn.runtime.outcomes import Outcome, compiler_of, memory
 from flexattn.settings import current, log, say_once
 from flexattn.verify.gate import ErrorRow, Triple, Verdict, badness, judge, judge_named
 
@@ -219,6 +219,11 @@ class LaunchedKernels:
         )
 
     @property
+    def verified(self) -> bool:
+        """True if this process or an earlier one verified all of them."""
+        return all([memory().verified(each, self.device) for each in self.sources])
+
+    @property
     def title(self) -> str:
         """The problem, for people."""
         return self.described()[0]
@@ -236,14 +241,14 @@ def _due(subject: LaunchedKernels) -> bool:
         return mode == "always"
     if subject.tuned:
         return False
-    return not all([is_verified(each, subject.device) for each in subject.sources])
+    return not subject.verified
 
 
 def verification(subject: LaunchedKernels) -> str:
     """The verification of these kernels in words; empty if kernels are not checked."""
     if subject.tuned:
         return "by the tuner's gate, in this environment"
-    if all([is_verified(each, subject.device) for each in subject.sources]):
+    if subject.verified:
         return "by its first launch"
     return "" if current().verify == "off" else "not yet"
 

@@ -38,7 +38,7 @@ def test_what_is_refused_gives_way_and_is_remembered(name, said, place):
     assert served(again).config == found.config
     assert again.languages == ["triton"]
     assert served(again).attempts[0].remembered
-    assert len(list(place.glob("outcomes/sm_90-*/*.json"))) == len(builder.built) - 1
+    assert len(list(place.glob("kernels/sm_90-*/*.json"))) == len(builder.built) - 1
 
 
 @pytest.mark.parametrize("name", PASSING)
@@ -48,7 +48,7 @@ def test_what_may_pass_gives_way_and_is_not_remembered(name, said, place):
     assert found.config.language == "triton"
     assert found.attempts[0].outcome.kind == "passing" and words in str(found.attempts[0])
     assert len(said()) == 1
-    assert not list(place.glob("outcomes/*/*"))
+    assert not list(place.glob("kernels/*/*"))
     later = Builder()
     assert served(later).config.language == "gluon" and len(later.built) == 1
 
@@ -96,7 +96,7 @@ def test_a_template_that_raises_gives_way(monkeypatch, said, place):
     builder().rendered.clear()
     found = served(Builder())
     assert found.config.language == "triton" and "sigmoid" in said()[0]
-    assert not list(place.glob("outcomes/*/*"))  # nothing was compiled that a process could save
+    assert not list(place.glob("kernels/*/*"))  # nothing was compiled that a process could save
     with override(strict=True), pytest.raises(RenderError, match="sigmoid"):
         served(Builder())
     builder().rendered.clear()

@@ -44,7 +44,7 @@ def test_a_memory_is_one_of_its_environment(monkeypatch, place):
     assert (noted.outcome, noted.title, noted.source) == (REFUSED, "a problem", SOURCE.hash)
     assert "ptxas" in noted.compiler and Memory().entries(A100) == []
     assert known.clear() == 1 and known.find(SOURCE, H200) is None
-    assert not list(place.glob("outcomes/*"))
+    assert not list(place.glob("kernels/*"))
 
 
 @pytest.mark.parametrize("folder", ["a" * 300, "file", "loop", "closed"])
@@ -81,7 +81,7 @@ def test_all_passes_are_of_its_environment():
 @pytest.mark.parametrize("fault", ["bytes", "schema", "kind", "another source", "a link"])
 def test_a_file_that_is_not_sound_is_ignored_and_said(fault, place, said):
     Memory().note(SOURCE, H200, REFUSED, "a problem")
-    (path,) = place.glob("outcomes/*/*.json")
+    (path,) = place.glob("kernels/*/*.json")
     from flexattn.util.files import sealed, unsealed
 
     data = unsealed(path.read_bytes())
@@ -104,7 +104,7 @@ def test_a_file_that_is_not_sound_is_ignored_and_said(fault, place, said):
 
 
 def test_a_directory_that_cannot_be_written_stops_no_call(place, said):
-    (place / "outcomes").write_text("a file")
+    (place / "kernels").write_text("a file")
     found = served(Builder(gluon(LASTING["the compiler"][0])))
     assert found.config.language == "triton"
     assert len(said()) == 2 and any("not kept" in each for each in said())
@@ -116,9 +116,9 @@ def test_a_memory_has_an_end(monkeypatch, place):
     for number in range(5):
         source = replace(SOURCE, hash=f"{number:064}"[::-1])
         known.note(source, H200, REFUSED, "a problem")
-        (path,) = place.glob(f"outcomes/*/{source.hash[:32]}.json")
+        (path,) = place.glob(f"kernels/*/{source.hash[:32]}.json")
         os.utime(path, (number, number))
-    kept = {each.stem[0] for each in place.glob("outcomes/*/*.json")}
+    kept = {each.stem[0] for each in place.glob("kernels/*/*.json")}
     assert kept == {"2", "3", "4"}
 
 
