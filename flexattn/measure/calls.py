@@ -20,7 +20,7 @@ from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Outputs, prepare_launch
 from flexattn.serving.plan import DecodePlan
-from flexattn.serving.verified import Batch, make_batch, runs_of, serving_judge
+from flexattn.serving.verified import Batch, batch_run, make_batch, serving_judge
 from flexattn.verify.gate import Verdict
 from flexattn.verify.gradients import Saved, judge_of, judged_heads, make_saved
 from flexattn.verify.oracle import (
@@ -92,7 +92,7 @@ def _forward(task: Task, where: torch.device) -> Opened:
 def plan_call(
     task: Task, batch: Batch, config: ServingConfig, where: torch.device
 ) -> Callable[[], Outputs]:
-    """A plan with this config, and a call that runs it on the batch; see `runs_of`."""
+    """A plan with this config, and a call that runs it on the batch; see `batch_run`."""
     m, form = batch.problem, batch.problem.structure
     plan = DecodePlan(
         batch=m.B,
@@ -116,4 +116,4 @@ def plan_call(
         batch_invariant=form.split_keys > 0,
         config=config,
     )
-    return runs_of(plan, batch)
+    return batch_run(plan, batch)

@@ -2,11 +2,11 @@
 
     <FLEXATTN_CACHE_DIR>/kernels/<arch>-<environment>/<hash of the source>.json
 
-One sealed file a source, beside the texts of kernels: what was refused, what spills, and what was verified by its first launch
-or found wrong, so that no later process compiles it again. An environment is a compiler, a driver
-and an arch; the hash covers a source's whole text, so that what a template's edit changes is
-compiled anew. Nothing is kept of a failure that may pass, nor of a kernel whose loops cannot
-spill.
+One sealed file a source, beside the texts of kernels: what was refused, what spills, and what was
+verified by its first launch or found wrong, so that no later process compiles it again. An
+environment is a compiler, a driver and an arch; the hash covers a source's whole text, so that
+what a template's edit changes is compiled anew. Nothing is kept of a failure that may pass, nor
+of a kernel whose loops cannot spill.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class Memory:
         self._launched.put((source.hash, device.arch), Outcome("built", verified=True))
 
     def verified(self, source: Source, device: Device) -> bool:
-        """True if this process or an earlier one verified a kernel, by this compiler and driver."""
+        """True if this process or an earlier one, of the same environment, verified a kernel."""
         found = self._launched.get((source.hash, device.arch)) or self.find(source, device)
         if found is None or not found.verified:
             return False

@@ -146,7 +146,7 @@ def make_batch(
     )
 
 
-def runs_of(plan: DecodePlan, batch: Batch) -> Callable[[], Outputs]:
+def batch_run(plan: DecodePlan, batch: Batch) -> Callable[[], Outputs]:
     """A call that runs a plan on a batch; its outputs hold NaN before the first run."""
     m, where = batch.problem, plan.device
     q = batch.q if m.total_q else batch.q.unflatten(0, (len(batch.q_lens), -1))
@@ -252,7 +252,7 @@ def _judge(plan: DecodePlan) -> Verdict:
     with apart(where):
         batch = make_batch(m, q_lens, lens, where)
         judged = serving_judge(batch, plan.scale, plan._score, plan._mask)
-        return judged(runs_of(plan, batch)())
+        return judged(batch_run(plan, batch)())
 
 
 def check_cascade(cascade: CascadePlan, merge: Source | None) -> None:
