@@ -11,26 +11,33 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from typing import Any
 
-from bench.backward_peers import (
+import torch
+from torch import Tensor
+
+from bench.command import main, parse_config
+from bench.inputs import Inputs, check, check_gradients, make
+from bench.peers import (
     BACKWARD_PEERS,
     TORCH_PEERS,
-    Trainer,
+    Peer,
+    Ready,
+    Refusal,
     exactly_trained,
-    ours_trained,
-)
-from bench.backward_runner import BACKWARD, BAR
-from bench.command import main, parse_config
-from bench.results import Report
-from bench.rows import backward_rows
-from bench.runner import Method
-from bench.table import markdown
+    ours_with,
+)  # fmt: skip
+from bench.results import Gate
+from bench.rows import Row, backward_rows
+from bench.runner import Kind, Method, poison
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.triton_backward.config import BackwardConfig
 
-__all__ = ["METHOD", "run", "table", "variant"]
+__all__ = ["BACKWARD", "METHOD", "Backward", "allowed", "run", "variant"]
 
+# Five products where the forward has two.
+BACKWARD_FLOPS = 2.5
 # What serves where a field is of both.
 _CONFIGS: dict[str, type[HopperBackwardConfig] | type[BackwardConfig]] = {
     "GLUON": HopperBackwardConfig, "TRITON": BackwardConfig,
@@ -39,30 +46,93 @@ _CONFIGS: dict[str, type[HopperBackwardConfig] | type[BackwardConfig]] = {
 METHOD = Method(rounds=15, min_ms=10.0, flush_l2=False, graph=False)
 
 
-def table(report: Report) -> str:
-    """The table of times, and that of memory below it."""
-    names = list(dict.fromkeys(n for row in report.rows for n in row.memory if n != BAR))
-    lines = [["row", "bar, MiB", *names], ["---"] * (2 + len(names))]
-    for row in report.rows:
-        if row.memory:
-            shares = [row.memory[n] / row.memory[BAR] if n in row.memory else None for n in names]
-            cells = ["-" if share is None else f"{share:.3f}" for share in shares]
-            lines.append([row.name, f"{row.memory[BAR] / 2**20:.0f}", *cells])
-    text = ["| " + " | ".join(cells) + " |" for cells in lines] if names else []
-    return "\n".join([markdown(report), *["", "peak memory over the bar:"] * bool(text), *text])
+@dataclass(frozen=True)
+class Backward:
+    """A peer's backward of one forward, which may be called often; the forward alone of its rows.
+
+    leaves: q, k and v, then what the score_mod learns. dout: the gradient of out.
+    """
+
+    ready: Ready
+    leaves: tuple[Tensor, ...]
+    out: Tensor | None
+    dout: Tensor | None
+
+    @classmethod
+    def of(cls, ready: Ready, x: Inputs) -> Backward:
+        """The forward runs here."""
+        leaves = tuple(each.detach().requires_grad_() for each in ready.leaves)
+        if x.row.group == "forward":
+            return cls(ready, leaves, None, None)
+        draw = torch.Generator(x.q.device).manual_seed(1)
+        with torch.enable_grad():
+            out = ready.forward(*leaves)
+        dout = torch.empty_like(out).normal_(generator=draw)
+        return cls(ready, (*leaves, *x.learned), out, dout)
+
+    def __call__(self) -> Any:
+        if self.out is None:
+            return self.ready.forward(*self.leaves)
+        return torch.autograd.grad(self.out, self.leaves, self.dout, retain_graph=True)
 
 
-def variant(text: str) -> Trainer:
+def _prepare(peer: Peer, x: Inputs) -> Backward | Refusal:
+    found = peer(x)
+    return Backward.of(found, x) if isinstance(found, Ready) else found
+
+
+def _judge(run: Backward, x: Inputs) -> Gate:
+    poison(*x.tensors)
+    if run.dout is None:
+        return Gate.of(check(run().detach(), x))
+    return Gate.of(check_gradients(run(), run.dout, x))
+
+
+def _work(row: Row) -> float:
+    return row.flops * (1 if row.group == "forward" else BACKWARD_FLOPS)
+
+
+def _peak(run: Backward, x: Inputs) -> int:
+    """Bytes that a forward and its backward have at most, with what they are given."""
+    if run.out is None or not x.q.is_cuda:
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    Backward.of(run.ready, x)()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before + _given(x)
+
+
+def allowed(x: Inputs) -> int:
+    """Bytes of what is given, out, the gradients, lse and delta, and dq in float32."""
+    statistics = 2 * 4 * x.q.shape[:3].numel()
+    return 2 * _given(x) + statistics + 4 * x.q.numel()
+
+
+def _given(x: Inputs) -> int:
+    """Bytes of q, k, v, the gradient of out, and of what is learned."""
+    dout = x.q.nbytes // x.q.shape[-1] * x.v.shape[-1]
+    return dout + sum(each.nbytes for each in (*x.tensors, *x.learned))
+
+
+BACKWARD = Kind(
+    lambda row, method: make(row, method.device, method.dtype), _judge, _prepare, _work,
+    grad=True, memory=_peak, bar=allowed,
+)  # fmt: skip
+
+
+def variant(text: str) -> Peer:
     """Ours with kernel options, or with fields of a template's config: "dp_rs=1", "guarded=1"."""
     given = parse_config(text)
     if all(map(_is_option, given)):
-        return ours_trained(given)
+        return ours_with(given)
     for backend, config in _CONFIGS.items():
         known = {each.name: each.type for each in fields(config)}
         if given.keys() <= known.keys():
             found = {n: bool(x) if known[n] == "bool" else x for n, x in given.items()}
             return exactly_trained(found, backend)
-    return ours_trained(given)
+    return ours_with(given)
 
 
 def _is_option(name: str) -> bool:
@@ -72,8 +142,8 @@ def _is_option(name: str) -> bool:
 def run(argv: Sequence[str] | None = None) -> int:
     """The bench's command; the status as bench.command.main's."""
     return main(
-        "backward", backward_rows(), METHOD, argv, known=BACKWARD_PEERS, table=table,
-        named=TORCH_PEERS, variant=variant, kind=BACKWARD,
+        "backward", backward_rows(), METHOD, argv, known=BACKWARD_PEERS, named=TORCH_PEERS,
+        variant=variant, kind=BACKWARD,
     )  # fmt: skip
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from bench.choosing import matching
 from bench.peers import OURS, PEERS, TEMPLATES, Peer, ours_exactly, ours_with
 from bench.results import Report, RowResult, load, merge, save
 from bench.runner import FORWARD, Kind, Method, prepare, run
@@ -22,7 +22,7 @@ from bench.table import markdown
 from flexattn.errors import FlexAttnError, InputError
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConfig
 
-__all__ = ["chosen_rows", "main", "parse_config"]
+__all__ = ["chosen_rows", "main", "matching", "parse_config"]
 
 T = TypeVar("T")
 
@@ -33,15 +33,14 @@ def main(
     method: Method,
     argv: Sequence[str] | None = None,
     known: Mapping[str, Any] = PEERS,
-    table: Callable[[Report], str] = markdown,
     named: Mapping[str, Any] = TEMPLATES,
     variant: Callable[[str], Any] | None = None,
     kind: Kind = FORWARD,
 ) -> int:
     """Run a bench; the status is 0, 1 if ours has no time in some row, 2 for a bad request.
 
-    known: the peers there are; named: those that run where they are asked for. table: a report as
-    text. variant: ours with the text of --config. kind: how rows are made, called and judged.
+    known: the peers there are; named: those that run where they are asked for. variant: ours with
+    the text of --config. kind: how rows are made, called and judged.
     """
     args = _parser(bench, method, known, named).parse_args(argv)
     method = replace(method, rounds=args.rounds, min_ms=args.min_ms)
@@ -72,7 +71,7 @@ def main(
         return 2
     if args.out:
         save(report, args.out)
-    print(table(report))
+    print(markdown(report))
     return 1 if any(_ours_missing(row) for row in report.rows) else 0
 
 
@@ -91,6 +90,24 @@ def _compile_ahead(jobs: int) -> None:
 def _ours_missing(row: RowResult) -> bool:
     red = any(not gate.passed for gate in row.gates.values())
     return red or OURS in row.refused or (OURS in row.samples and not row.samples[OURS].us)
+
+
+def matching(
+    known: Iterable[T], pattern: str, option: str, noun: str, text: Callable[[T], str]
+) -> list[T]:
+    """Those whose text matches the pattern somewhere; raises InputError if none does.
+
+    option: where the pattern came from, as "--rows"; noun: what one of them is, as "row".
+    """
+    every = list(known)
+    try:
+        found = [each for each in every if re.search(pattern, text(each))]
+    except re.error as error:
+        raise InputError(f"{option} {pattern!r}", f"is a regular expression: {error}") from error
+    if not found:
+        names = ", ".join(map(text, every))
+        raise InputError(f"{option} {pattern!r} matches no {noun}", f"the {noun}s are {names}")
+    return found
 
 
 def chosen_rows(rows: Sequence[T], pattern: str) -> list[T]:

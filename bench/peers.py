@@ -1,57 +1,88 @@
-"""Who is timed: a peer turns a row's inputs into a callable, or says why it cannot run the row."""
+"""Candidates of a row: a peer turns its inputs into a call, or says why it cannot run the row."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import flexattn
-from bench.fa4 import fa4
 from bench.inputs import Inputs
-from bench.refusal import Refusal
+from flexattn.frontend.autograd import with_tensors
 from flexattn.frontend.call import make_call
+from flexattn.frontend.gradients import AskedGradients, BackwardPlan, plan_backward
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.options import Options as Exactly
+from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
+from flexattn.runtime.backward import prepare_backward
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import prepare_launch
 
-__all__ = ["OURS", "PEERS", "TEMPLATES", "Peer", "Refusal", "ours", "ours_exactly", "ours_with"]
+__all__ = [
+    "BACKWARD_PEERS", "OURS", "PEERS", "TEMPLATES", "TORCH_PEERS", "VARIED", "Peer", "Ready",
+    "Refusal", "call_of", "exactly_trained", "ours", "ours_exactly", "ours_with", "sdpa",
+]  # fmt: skip
 
 OURS = "flexattn"
-Options: TypeAlias = Mapping[str, int | str]
+# The row beside which ours is also differentiated with options of training.
+VARIED = "d128-8k-causal"
+# Folders in front of a file's name: where a peer was installed or built tells a reader nothing.
+_FOLDERS = re.compile(r"(?<![\w.])(?:/[\w.+-]+)+/(?=[\w.+-])")
+# Long sides keep cuBLAS at its best rate; random numbers draw the power that attention's draw.
+SIDE = 8192
 
 
-Peer: TypeAlias = Callable[[Inputs], "Callable[[], Tensor] | Refusal"]
+@dataclass(frozen=True)
+class Refusal:
+    """The reason why a peer has no call for a row."""
+
+    reason: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Refusal:
+        """The first line of what a peer raised, files by their names alone."""
+        lines = str(error).strip().splitlines()
+        return cls(_FOLDERS.sub("", f"{type(error).__name__}: {lines[0] if lines else ''}"))
 
 
-def ours(inputs: Inputs) -> Callable[[], Tensor] | Refusal:
+@dataclass(frozen=True)
+class Ready:
+    """A peer's forward, as a function of the leaves: q, k and v in the peer's own layout."""
+
+    forward: Callable[..., Tensor]
+    leaves: tuple[Tensor, ...]
+
+
+Peer: TypeAlias = Callable[[Inputs], Ready | Refusal]
+
+
+def call_of(peer: Peer, x: Inputs) -> Callable[[], Tensor] | Refusal:
+    """A peer's forward of a row."""
+    found = peer(x)
+    return partial(found.forward, *found.leaves) if isinstance(found, Ready) else found
+
+
+def ours(x: Inputs) -> Ready:
     """flexattn.flex_attention as a user calls it."""
-    return ours_with({})(inputs)
+    return ours_with({})(x)
 
 
-def ours_with(options: Options) -> Peer:
-    """The same, with a config of one's own through kernel_options."""
+def ours_with(options: Mapping[str, Any], **more: Any) -> Callable[[Inputs], Ready]:
+    """The same with kernel_options, and more arguments."""
 
-    def build(x: Inputs) -> Callable[[], Tensor]:
-        mask = _block_mask(x)
-        return lambda: flexattn.flex_attention(
-            x.q,
-            x.k,
-            x.v,
-            score_mod=x.score_mod,
-            block_mask=mask,
-            enable_gqa=x.gqa,
-            kernel_options=dict(options) or None,
-            **x.factors,
-        )
+    def build(x: Inputs) -> Ready:
+        given = x.arguments() | {"kernel_options": dict(options) or None} | more
+        return Ready(partial(flexattn.flex_attention, **given), x.tensors)
 
     return build
 
@@ -59,7 +90,7 @@ def ours_with(options: Options) -> Peer:
 def ours_by(backend: str) -> Peer:
     """One of our two prefill templates."""
 
-    def build(x: Inputs) -> Callable[[], Tensor] | Refusal:
+    def build(x: Inputs) -> Ready | Refusal:
         if x.row.shape.q_len <= 16:
             return Refusal(f"{backend} is for prefill")
         return ours_with({"BACKEND": backend})(x)
@@ -70,40 +101,79 @@ def ours_by(backend: str) -> Peer:
 def ours_exactly(config: HopperPrefillConfig | PrefillConfig) -> Peer:
     """Ours with a config whose numbers kernel_options cannot all say."""
 
-    def build(x: Inputs) -> Callable[[], Tensor]:
-        mask, options = _block_mask(x), {"BACKEND": config.language.upper()}
+    def build(x: Inputs) -> Ready:
+        mask, options = x.arguments()["block_mask"], {"BACKEND": config.language.upper()}
+        descales = x.factors or (None, None, None)
         call = make_call(
-            x.q, x.k, x.v, x.score_mod, mask, None, x.gqa, False, options, None, None, *x.descales
+            *x.tensors, x.score_mod, mask, None, x.gqa, False, options, None, None, *descales
         )
         made = plan(call)
         launch = prepare_launch(
             made.launch.problem, made.launch.choice.device, x.q.device, dispatcher(),
-            Exactly(exact=config), x.q, x.k, x.v, made.lists, x.descales,
+            Exactly(exact=config), *x.tensors, made.lists, call.descales,
         )  # fmt: skip
         exact = made._replace(launch=launch)
-        return lambda: exact.run().out
+        return Ready(lambda *leaves: exact.run().out, ())
 
     return build
 
 
-def _block_mask(x: Inputs) -> BlockMask | None:
-    if x.mask_mod is None:
-        return None
-    lengths = x.row.shape.q_len, x.row.shape.kv_len
-    return flexattn.create_block_mask(x.mask_mod, None, None, *lengths, x.q.device)
+class _Exactly:
+    """In place of the frontend's GradCall: plans of a backward have a config of one's own."""
+
+    def __init__(self, asked: AskedGradients, given: Mapping[str, Any]) -> None:
+        self._asked, self._given = asked, given
+        self._plan: BackwardPlan | None = None
+
+    def plan_backward(self, mask: Any, others: list[Tensor], *tensors: Tensor) -> BackwardPlan:
+        if self._plan is None:
+            q, k, v, out, dout = tensors
+            asked = with_tensors(self._asked, mask, others)
+            first, lists = plan_backward(asked, *tensors).launch, asked.lists()
+            problem, device = first.problem, first.choice.device
+            config = replace(first.choice.config, **self._given)
+            fitting = family_of(config).at_sizes(config, problem, problem, device)
+            exact = Exactly(exact=fitting)
+            launch = prepare_backward(
+                problem, device, q.device, dispatcher(), exact, (q, k, v), out, dout, lists,
+            )  # fmt: skip
+            rest = launch.rest_of(lists, asked.score, asked.mask, asked.dropout)
+            self._plan = BackwardPlan(launch, rest)
+        return self._plan
 
 
-def torch_flex_compiled(mode: str | None) -> Peer:
+def exactly_trained(given: Mapping[str, Any], backend: str = "GLUON") -> Peer:
+    """Ours whose backward has a backend's default but for fields that no option can say."""
+
+    def build(x: Inputs) -> Ready:
+        made = ours_with({"BACKEND": backend})(x)
+
+        def forward(*leaves: Tensor) -> Tensor:
+            out = made.forward(*leaves)
+            node: Any = out.grad_fn
+            served = _Exactly(node.asked, given)
+            node.grads = lambda: served
+            return out
+
+        return Ready(forward, made.leaves)
+
+    return build
+
+
+def torch_flex(mode: str | None) -> Peer:
     """torch's flex_attention under torch.compile, for static shapes."""
 
-    def build(x: Inputs) -> Callable[[], Tensor]:
+    def build(x: Inputs) -> Ready | Refusal:
+        if x.row.fp8:
+            return Refusal("torch takes no float8 with descales")
         s, mask = x.row.shape, None
         if x.mask_mod is not None:
             mask = create_block_mask(x.mask_mod, None, None, s.q_len, s.kv_len, x.q.device)
         compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
-        return lambda: compiled(
-            x.q, x.k, x.v, score_mod=x.score_mod, block_mask=mask, enable_gqa=x.gqa
-        )
+        # One forward is differentiated many times: its buffers are not to be given away.
+        torch._functorch.config.donated_buffer = False
+        given = {"score_mod": x.score_mod, "block_mask": mask, "enable_gqa": x.gqa}
+        return Ready(partial(compiled, **given), x.tensors)
 
     return build
 
@@ -111,54 +181,157 @@ def torch_flex_compiled(mode: str | None) -> Peer:
 def sdpa(backend: SDPBackend | None) -> Peer:
     """scaled_dot_product_attention by one backend, or by torch's own choice."""
 
-    def build(x: Inputs) -> Callable[[], Tensor] | Refusal:
+    def build(x: Inputs) -> Ready | Refusal:
         if not x.row.plain:
             return Refusal("SDPA takes no mods")
-
-        def call() -> Tensor:
-            causal = x.row.mask == "causal"
-            return scaled_dot_product_attention(x.q, x.k, x.v, is_causal=causal, enable_gqa=x.gqa)
-
+        if x.row.fp8:
+            return Refusal("SDPA takes no float8 with descales")
+        given = {"is_causal": x.row.mask == "causal", "enable_gqa": x.gqa}
+        call = partial(scaled_dot_product_attention, **given)
         if backend is None:
-            return call
+            return Ready(call, x.tensors)
 
-        def forced() -> Tensor:
+        def forced(*leaves: Tensor) -> Tensor:
             with sdpa_kernel(backend):
-                return call()
+                return call(*leaves)
 
-        return forced
-
-    return build
-
-
-def of_sixteen_bits(name: str, peer: Peer) -> Peer:
-    """A peer that has no form for e4m3 with a factor for each head."""
-
-    def build(x: Inputs) -> Callable[[], Tensor] | Refusal:
-        return Refusal(f"{name} takes no float8 with descales") if x.row.fp8 else peer(x)
+        return Ready(forced, x.tensors)
 
     return build
 
 
-def in_bfloat16(x: Inputs) -> Callable[[], Tensor] | Refusal:
+def fa4(x: Inputs) -> Ready | Refusal:
+    """FlashAttention-4 (package flash-attn-4), on [B, S, H, D] copies."""
+    if x.row.fp8:
+        return Refusal("FA4 takes no float8 with descales")
+    try:
+        from flash_attn.cute.interface import flash_attn_func
+    except ImportError as error:
+        return Refusal(f"flash_attn.cute cannot be imported: {error}")
+    if x.row.mask in ("documents", "blocks"):
+        return Refusal(f"FA4 has no {x.row.mask} beside block lists of its own making")
+    options: dict[str, Any] = {"causal": x.row.mask == "causal"}
+    if x.row.mask == "window":
+        options["window_size"] = (x.row.window, 0)
+    if x.row.score == "softcap":
+        options["softcap"] = x.row.cap
+    elif x.row.score != "none":
+        options |= _fa4_mod(x)
+
+    def forward(*leaves: Tensor) -> Tensor:
+        found = flash_attn_func(*leaves, **options)
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        return out
+
+    return Ready(forward, tuple(each.transpose(1, 2).contiguous() for each in x.tensors))
+
+
+def _fa4_mod(x: Inputs) -> dict[str, Any]:
+    """ALiBi from the head's number; a relative table through its aux_tensors."""
+    from cutlass import Float32, cute
+
+    if x.row.score == "alibi":
+        rate = -8.0 / x.row.shape.hq
+
+        @cute.jit
+        def alibi(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
+            slope = cute.math.exp2((h + 1).to(Float32) * rate, fastmath=True)
+            return score + slope * (kv_idx - q_idx).to(Float32)
+
+        return {"score_mod": alibi}
+    offset = x.row.shape.kv_len
+
+    @cute.jit
+    def relative(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
+        table = aux_tensors[0]
+        bias = cute.make_rmem_tensor(1, table.element_type)
+        distance = q_idx - kv_idx + offset
+        bias[0] = table[h[0], distance[0]]
+        return score + bias.load().to(Float32)
+
+    return {"score_mod": relative, "aux_tensors": [x.table]}
+
+
+def in_bfloat16(x: Inputs) -> Ready | Refusal:
     """Ours on the numbers of an fp8 row in bfloat16: what eight bits are compared with."""
     return ours(x.in_bfloat16()) if x.row.fp8 else Refusal("the row is of bfloat16 itself")
 
 
+def matmul(x: Inputs) -> Ready | Refusal:
+    """torch.matmul of as many operations as a row: what a card's matrix units and power allow.
+
+    A product [m, SIDE] x [SIDE, SIDE] with m chosen for the row's operations, of its dtype.
+    """
+    if x.row.fp8:
+        return Refusal("its products are of 16 bits or 32")
+    rows = max(128, round(x.row.flops / (2 * SIDE * SIDE) / 128) * 128)
+    draw = torch.Generator(x.q.device).manual_seed(1)
+    made = {"generator": draw, "device": x.q.device, "dtype": x.q.dtype}
+    return Ready(torch.matmul, (torch.randn(rows, SIDE, **made), torch.randn(SIDE, SIDE, **made)))
+
+
+def beside(options: Mapping[str, Any], **more: Any) -> Peer:
+    """Ours with options of training, beside ours in one row."""
+
+    def build(x: Inputs) -> Ready | Refusal:
+        if x.row.name != VARIED:
+            return Refusal(f"it is beside ours in {VARIED}")
+        return ours_with(options, **more)(x)
+
+    return build
+
+
+def without_lse(x: Inputs) -> Ready | Refusal:
+    """The forward that nobody differentiates, beside the one that saves lse for a backward."""
+    if x.row.group != "forward":
+        return Refusal("of a row of a forward alone")
+    return Ready(torch.no_grad()(ours(x).forward), x.tensors)
+
+
+def of_backwards(peer: Peer, scores: tuple[str, ...] = ()) -> Peer:
+    """A rival, whose forward says nothing of ours with and without lse.
+
+    scores: those that it can differentiate by itself; all of them where none is named.
+    """
+
+    def build(x: Inputs) -> Ready | Refusal:
+        if x.row.group == "forward":
+            return Refusal("bench.prefill times forwards")
+        if scores and x.row.score not in scores:
+            return Refusal(f"it takes {x.row.score} with a derivative that the caller writes")
+        return peer(x)
+
+    return build
+
+
+_CUDNN, _FLASH = (sdpa(b) for b in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION))
+_FLEX, _TUNED = (torch_flex(mode) for mode in (None, "max-autotune-no-cudagraphs"))
 PEERS: dict[str, Peer] = {
     OURS: ours,
-    "torch-flex": of_sixteen_bits("torch", torch_flex_compiled(None)),
-    "torch-flex-tuned": of_sixteen_bits(
-        "torch", torch_flex_compiled("max-autotune-no-cudagraphs")
-    ),
-    "sdpa-cudnn": of_sixteen_bits("SDPA", sdpa(SDPBackend.CUDNN_ATTENTION)),
-    "sdpa-flash2": of_sixteen_bits("SDPA", sdpa(SDPBackend.FLASH_ATTENTION)),
-    "fa4": of_sixteen_bits("FA4", fa4),
+    "torch-flex": _FLEX,
+    "torch-flex-tuned": _TUNED,
+    "sdpa-cudnn": _CUDNN,
+    "sdpa-flash2": _FLASH,
+    "fa4": fa4,
     "bf16": in_bfloat16,
 }
-# Ours by template: timed where they are named.
+# Timed where they are named: ours by template, and the card's own rate.
 TEMPLATES: dict[str, Peer] = {
     f"{OURS}-triton": ours_by("TRITON"),
     f"{OURS}-gluon": ours_by("GLUON"),
     f"{OURS}-split": ours_with({"BACKEND": "TRITON_DECODE"}),
+    "matmul": matmul,
+}
+BACKWARD_PEERS: dict[str, Peer] = {
+    OURS: ours,
+    f"{OURS}-without-lse": without_lse,
+    f"{OURS}-deterministic": beside({"DETERMINISTIC": True}),
+    "dropout": beside({}, dropout_p=0.1),
+    "fa4": of_backwards(fa4, scores=("none", "softcap")),
+    "sdpa-cudnn": of_backwards(_CUDNN),
+}
+# Timed where they are named: they compile for half a minute, tuned for minutes, a row.
+TORCH_PEERS: dict[str, Peer] = {
+    "torch-flex": of_backwards(_FLEX),
+    "torch-flex-tuned": of_backwards(_TUNED),
 }

@@ -5,17 +5,12 @@ from __future__ import annotations
 import sys
 
 from bench.command import main
-from bench.matmul import MATMUL, matmul
-from bench.peers import TEMPLATES
 from bench.random_draw import random_rows
-from bench.rows import mods_rows, prefill_rows
+from bench.rows import mods_rows, prefill_rows, shape_rows
 from bench.runner import Method
-from bench.shape_rows import shape_rows
 
 METHOD = Method(rounds=20, min_ms=10.0, flush_l2=False, graph=False)
 
 if __name__ == "__main__":
     rows = [*prefill_rows(), *mods_rows(), *shape_rows()]
-    named = {**TEMPLATES, MATMUL: matmul}
-    drawn = random_rows("prefill", "cross", "chunk")
-    sys.exit(main("prefill", [*rows, *drawn], METHOD, named=named))
+    sys.exit(main("prefill", [*rows, *random_rows("prefill", "cross", "chunk")], METHOD))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.inputs import make
-from bench.peers import Refusal, ours
+from bench.peers import Refusal, call_of, ours
 from bench.rows import mods_rows, prefill_rows
 
 __all__ = ["main"]
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     marks: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     for name in args.rows:
-        call = ours(make(rows[name], "cuda", torch.bfloat16))
+        call = call_of(ours, make(rows[name], "cuda"))
         assert not isinstance(call, Refusal)
         call()
         torch.cuda.synchronize()

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal, TypeAlias
 
-from bench.rows import Mask, Row
+from bench.rows import Mask, Row, Shape
 from bench.serving_rows import ServingRow
-from bench.shapes import Shape
 
 __all__ = ["MODELS", "SEEDS", "Case", "Draw", "drawn", "random_rows"]
 

@@ -1,4 +1,4 @@
-"""What a bench leaves behind: JSON with every sample, and slices of rows merged into one file."""
+"""The results of a bench: JSON with every sample, and slices of rows merged into one file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 from flexattn.errors import InputError
 from flexattn.measure.timing import Samples
 from flexattn.records.record import Failed
-from flexattn.verify.gate import Verdict
 
 __all__ = ["Gate", "Report", "RowResult", "laid_out", "load", "merge", "save", "write"]
 
@@ -20,18 +19,15 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Gate:
-    """What the accuracy gate said of one of our variants."""
+    """The verdict of the accuracy gate on one of our variants."""
 
     passed: bool
     message: str
 
     @classmethod
-    def of(cls, verdict: Verdict) -> Gate:
-        """The verdict in the form that is stored; of one that passed what was closest to red."""
-        if not verdict.passed or not verdict.rows:
-            return cls(verdict.passed, verdict.message())
-        row = max(verdict.rows, key=lambda each: each.error / (each.budget or 1.0))
-        return cls(True, f"passed, closest {row.name}: {row.error:.3e} of {row.budget:.3e}")
+    def of(cls, wrong: str) -> Gate:
+        """The gate of a check that names what is wrong, "" where nothing is."""
+        return cls(not wrong, wrong or "passed")
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ def laid_out(data: Any, indent: int = 0) -> str:
 
 
 def _depth(data: Any) -> int:
-    """How many objects stand within one another, at most."""
+    """The number of objects that stand within one another, at most."""
     if isinstance(data, dict):
         return 1 + max(map(_depth, data.values()), default=0)
     return max(map(_depth, data), default=0) if isinstance(data, list | tuple) else 0

@@ -1,24 +1,79 @@
-"""The rows of each bench: a shape, what is done to its scores and lanes, the useful work."""
+"""The rows of calls: a shape, a mask, a score, and the useful work."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Literal
 
-from bench.shapes import MODELS, Shape
-
 __all__ = [
-    "BLOCK", "DOCUMENTS", "Row", "backward_rows", "decode_rows", "mods_rows", "prefill_rows",
+    "BLOCK", "DIMS", "DOCUMENTS", "MODELS", "Row", "Shape", "backward_rows", "decode_rows",
+    "host_rows", "mods_rows", "prefill_rows", "shape_rows",
 ]  # fmt: skip
 
-Mask = Literal["full", "causal", "window", "documents", "blocks"]
+Mask = Literal["full", "causal", "window", "documents", "blocks", "natten"]
 Score = Literal["none", "alibi", "softcap", "relative"]
 
 TOKENS = 32 * 1024
 HEADS = {64: 32, 128: 16, 256: 8}
 BLOCK = 128
+# Keys of a neighbourhood, along each side of a canvas.
+NATTEN = 13
 # Eight documents of 8192 tokens; real lengths do not end where blocks do.
 DOCUMENTS = (311, 1777, 640, 2048, 129, 1500, 1024, 763)
+# Multiples of 8 up to 256 that are on no grid: of diffusion, vision, small and latent models.
+DIMS = (40, 48, 72, 80, 96, 112, 160, 192, 224)
+# As many elements of a token's heads as the grid has.
+WIDTH = 2048
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call: q [batch, hq, q_len, d], k and v [batch, hkv, kv_len, d]."""
+
+    batch: int
+    hq: int
+    hkv: int
+    q_len: int
+    kv_len: int
+    d: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """The attention of one model: heads, head dim, and what it does to the scores.
+
+    `window` is the number of keys before the query's own that a layer sees, 0 for all of them;
+    `softcap` is 0 where there is none.
+    """
+
+    hq: int
+    hkv: int
+    d: int
+    causal: bool = True
+    window: int = 0
+    softcap: float = 0.0
+
+    def prefill(self, batch: int, length: int) -> Shape:
+        """A whole prompt, or a whole image, at once."""
+        return Shape(batch, self.hq, self.hkv, length, length, self.d)
+
+    def decode(self, batch: int, length: int) -> Shape:
+        """One new token for each sequence of the batch."""
+        return Shape(batch, self.hq, self.hkv, 1, length, self.d)
+
+
+MODELS: dict[str, Model] = {
+    "llama3-8b": Model(hq=32, hkv=8, d=128),
+    "llama3-70b": Model(hq=64, hkv=8, d=128),
+    "mistral-7b": Model(hq=32, hkv=8, d=128, window=4096),
+    "qwen3-14b": Model(hq=40, hkv=8, d=128),
+    "qwen3-32b": Model(hq=64, hkv=8, d=128),
+    "gemma2-9b-local": Model(hq=16, hkv=8, d=256, window=4096, softcap=50.0),
+    "gemma2-9b-global": Model(hq=16, hkv=8, d=256, softcap=50.0),
+    "gemma2-27b-local": Model(hq=32, hkv=16, d=128, window=4096, softcap=50.0),
+    "sd21-768": Model(hq=5, hkv=5, d=64, causal=False),
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +102,7 @@ class Row:
 
     @property
     def plain(self) -> bool:
-        """Whether kernels without mods can run it: full or causal, and scores as they are."""
+        """True where kernels without mods can run it: full or causal, and scores as they are."""
         return self.mask in ("full", "causal") and self.score == "none"
 
     @property
@@ -60,13 +115,17 @@ class Row:
             return rows * keys / 2
         if self.mask == "documents":
             return sum(n * n for n in self.documents) / 2
+        if self.mask == "natten":
+            return rows * NATTEN**2
         seen = min(self.window + 1, keys)
         return seen * (seen + 1) / 2 + (rows - seen) * seen
 
     @property
     def documents(self) -> tuple[int, ...]:
-        """Lengths of the eight documents: DOCUMENTS, as many times longer as the keys are."""
-        return tuple(n * (self.shape.kv_len // sum(DOCUMENTS)) for n in DOCUMENTS)
+        """Lengths of the eight documents: DOCUMENTS, as much longer or shorter as the keys are."""
+        ends = accumulate(DOCUMENTS, initial=0)
+        scaled = [end * self.shape.kv_len // sum(DOCUMENTS) for end in ends]
+        return tuple(end - begin for begin, end in pairwise(scaled))
 
     @property
     def flops(self) -> float:
@@ -187,3 +246,38 @@ def decode_rows() -> list[Row]:
                 )
             )
     return rows
+
+
+def shape_rows() -> list[Row]:
+    """Each dimension of DIMS at 4k, full and causal; then a shape each of public models."""
+    rows = []
+    for d in DIMS:
+        shape = Shape(8, WIDTH // d, WIDTH // d, 4096, 4096, d)
+        rows.append(Row(f"dim{d}-4k-full", "dims", shape))
+        rows.append(Row(f"dim{d}-4k-causal", "dims", shape, "causal"))
+    return [
+        *rows,
+        Row("phi2-2k", "public", Shape(8, 32, 32, 2048, 2048, 80), "causal", dtype="float16"),
+        Row("siglip-729", "public", Shape(32, 16, 16, 729, 729, 72)),
+        Row("sd15-4k", "public", Shape(4, 8, 8, 4096, 4096, 40)),
+        Row("deepseek-4k", "public", Shape(2, 32, 32, 4096, 4096, 192), "causal", dv=128),
+        Row("bert-512", "public", Shape(64, 16, 16, 512, 512, 64)),
+        Row("cross-4k-77", "public", Shape(16, 20, 20, 4096, 77, 64)),
+        Row("gemma4-4k", "public", Shape(1, 8, 8, 4096, 4096, 512), "causal"),
+        Row("gemma4-4k-full", "public", Shape(1, 8, 8, 4096, 4096, 512)),
+        Row("gemma4-16k", "public", Shape(1, 8, 8, 16384, 16384, 512), "causal"),
+        Row("gemma4-16k-full", "public", Shape(1, 8, 8, 16384, 16384, 512)),
+        Row("fp32-2k", "public", Shape(4, 16, 16, 2048, 2048, 64), "causal", dtype="float32"),
+    ]
+
+
+def host_rows() -> list[Row]:
+    """Calls that the GPU ends sooner than the host: repeated ones, and of a cache that grows."""
+    llama, short = MODELS["llama3-8b"], Shape(1, 16, 16, 512, 512, 128)
+    return [
+        Row("host-decode", "host", llama.decode(1, 512)),
+        Row("host-plain", "host", short),
+        Row("host-causal", "host", short, "causal"),
+        Row("host-causal-captured", "host", short, "causal", "alibi"),
+        Row("host-growing", "host", llama.decode(1, 8192)),
+    ]

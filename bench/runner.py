@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from bench.environment import clocks, describe
-from bench.inputs import Inputs, make
-from bench.oracle import judge_slices
-from bench.peers import OURS, Refusal
+from bench.inputs import Inputs, check, make
+from bench.peers import OURS, Refusal, call_of
 from bench.results import Gate, Report, RowResult
+from bench.table import BAR
 from bench.time_limit import time_limit
 from flexattn.measure.timing import Samples, time_interleaved
 
@@ -116,12 +116,12 @@ class Kind:
     make: inputs of a row. prepare: the call that is timed, of a peer and inputs. judge: the gate
     of a call of ours. work: operations of a row. grad: whether calls are differentiated.
     memory: bytes at the peak of a call that passed, 0 where nobody measures them; bar: the most
-    that they may be, under the name "bar". race: samples of the calls on a row's inputs.
+    that they may be, under the name BAR. race: samples of the calls on a row's inputs.
     """
 
     make: Callable[[Any, Method], Any]
     judge: Callable[[Callable[[], Any], Any], Gate]
-    prepare: Callable[[Any, Any], Callable[[], Any] | Refusal] = lambda peer, inputs: peer(inputs)
+    prepare: Callable[[Any, Any], Callable[[], Any] | Refusal] = call_of
     work: Callable[[Any], float] = lambda row: row.flops
     grad: bool = False
     memory: Callable[[Any, Any], int] = no_memory
@@ -131,7 +131,7 @@ class Kind:
 
 def _judged(call: Callable[[], Tensor], x: Inputs) -> Gate:
     poison(x.q)
-    return Gate.of(judge_slices(call(), x))
+    return Gate.of(check(call(), x))
 
 
 FORWARD = Kind(lambda row, method: make(row, method.device, method.dtype), _judged)
@@ -190,7 +190,7 @@ def run_row(row: Any, peers: Mapping[str, Any], method: Method, kind: Kind = FOR
         else:
             samples = kind.race(calls, inputs, method)
     if memory:
-        memory["bar"] = kind.bar(inputs)
+        memory[BAR] = kind.bar(inputs)
     now, work = clocks(), kind.work(row)
     del calls, inputs
     forget(method)

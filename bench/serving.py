@@ -12,7 +12,7 @@ from bench.command import main, parse_config
 from bench.random_draw import random_rows
 from bench.results import Gate
 from bench.runner import Kind, Method
-from bench.serving_inputs import Served, judge_requests, make_served
+from bench.serving_inputs import Served, check_requests, make_served
 from bench.serving_peers import SERVING_PEERS, ServingPeer, served_with
 from bench.serving_rows import serving_rows
 
@@ -24,10 +24,13 @@ METHOD = Method(rounds=20, min_ms=5.0, flush_l2=True, graph=True)
 def _judge(call: Callable[[], Tensor], x: Served) -> Gate:
     """A plan's output is its own: what a run does not write stays NaN."""
     call().fill_(torch.nan)
-    return Gate.of(judge_requests(call(), x))
+    return Gate.of(check_requests(call(), x))
 
 
-SERVING = Kind(lambda row, method: make_served(row, method.device), _judge, work=lambda row: 0.0)
+SERVING = Kind(
+    lambda row, method: make_served(row, method.device), _judge, lambda peer, x: peer(x),
+    work=lambda row: 0.0,
+)  # fmt: skip
 
 
 def variant(text: str) -> ServingPeer:

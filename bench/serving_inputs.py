@@ -1,36 +1,36 @@
-"""Tensors of a serving row: a paged cache in random order, or a contiguous one, and its oracle."""
+"""Tensors of a serving row, the plan that serves it, and the check of what it computes.
+
+The same files serve every checkout that `bench.trees` races, so they need public names alone.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench.inputs import CHECKED, E4M3, attention, off
 from bench.serving_rows import WINDOWED, ServingRow
-from bench.trees_calls import draft_tree
-from bench.trees_plans import block_table
-from flexattn.catalogue.masks import MaskMod, causal, sliding_window
-from flexattn.catalogue.scores import ScoreMod, alibi, softcap
-from flexattn.reference import Precision, Reference, attention
-from flexattn.verify.gate import Verdict, judge
 
-__all__ = ["DTYPES", "Served", "judge_requests", "make_served", "mods_of"]
+__all__ = ["Served", "block_table", "check_requests", "make_served", "planned", "prefix_tree"]
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SCALE = 0.75  # of an eight-bit cache
-JUDGED = 4  # requests
+# Of a cascade or a tree, changes of the pass over a request's own keys: "own.per_sm=1".
+OWN = "own."
+Levels = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Served:
-    """q [B, q_len, Hq, D]; K and V [pages, page, Hkv, D], or [B, keys, Hkv, D] for page 0.
+    """q [B, q_len, Hq, D], or [rows, Hq, D] of a ragged batch; K and V [pages, page, Hkv, D].
 
-    table int32 [B, pages of a request], None for page 0. scales: of K, and the same of V. keys(b):
-    K and V of a request as they count, [keys, Hkv, D] in a float dtype.
+    K and V are [B, keys, Hkv, D] for page 0. lens int32 [B]. table int32 [B, pages of a request],
+    None for page 0. scales: of K, and the same of V.
     """
 
     row: ServingRow
@@ -39,25 +39,24 @@ class Served:
     v: Tensor
     lens: Tensor
     table: Tensor | None
-    score_mod: ScoreMod | None
-    mask_mod: MaskMod | None
+    score_mod: Any
+    mask_mod: Any
     sinks: Tensor | None
     scales: Tensor | None
 
     def keys(self, b: int) -> tuple[Tensor, Tensor]:
-        """K and V of request b."""
-        n = self.row.lens[b]
+        """K and V of request b as they count, [keys, Hkv, D] in a float dtype."""
+        n, own = self.row.lens[b], None
         k, v = self.k, self.v
         if self.table is None:
             k, v = k[b], v[b]
         else:
-            pages = self.table[b, : -(-n // self.row.page)].long()
-            k, v = k[pages].flatten(0, 1), v[pages].flatten(0, 1)
+            own = self.table[b, : -(-n // self.row.page)].long()
+            k, v = k[own].flatten(0, 1), v[own].flatten(0, 1)
         if self.scales is not None:
             scales = self.scales
-            if self.row.variant == "fp8-token-head":
-                assert self.table is not None
-                scales = scales[pages].flatten(0, 1)[..., None]
+            if self.row.scaled == "token_head":
+                scales = scales[own].flatten(0, 1)[..., None]
             k, v = k.float() * scales, v.float() * scales
         return k[:n], v[:n]
 
@@ -65,82 +64,198 @@ class Served:
 def make_served(row: ServingRow, device: str = "cuda") -> Served:
     """Normal random tensors, the same for a row's name on every run of one device type."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(row.name.encode()))
-    eight, dtype = row.eight_bits, DTYPES[row.dtype]
+    dtype, batch = getattr(torch, row.dtype), len(row.lens)
 
-    def normal(*shape: int) -> Tensor:
-        made = torch.randn(shape, generator=generator, device=device, dtype=dtype)
-        return made.to(torch.float8_e4m3fn) if eight and len(shape) == 4 else made
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    batch, table = len(row.lens), None
-    sizes = (batch, max(row.lens))
+    table, sizes = None, (batch, max(row.lens))
     if row.page:
         table, pages = block_table(row.lens, row.nodes, row.page)
-        sizes = (pages, row.page)
-        table = table.to(device)
+        table, sizes = table.to(device), (pages, row.page)
     k = normal(*sizes, row.hkv, row.d)
     v = k[..., : row.dv] if row.variant == "mla" else normal(*sizes, row.hkv, row.dv)
-    q = torch.randn(
-        (batch, row.q_len, row.hq, row.d), generator=generator, device=device, dtype=dtype
-    )
+    scales = None
+    if row.eight_bits:
+        k, v, scales = k.to(E4M3), v.to(E4M3), torch.full((1,), SCALE, device=device)
+        if row.scaled == "token_head":
+            scales = torch.rand(k.shape[:3], generator=generator, device=device) + SCALE
+    rows = (sum(row.new),) if row.new else (batch, row.q_len)
+    q = normal(*rows, row.hq, row.d)
     lens = torch.tensor(row.lens, dtype=torch.int32, device=device)
-    score_mod, mask_mod = mods_of(row, lens, device)
-    sinks = torch.randn(row.hq, generator=generator, device=device)
-    scales = torch.full((1,), SCALE, device=device)
-    if row.variant == "fp8-token-head":
-        scales = torch.rand(k.shape[:3], generator=generator, device=device) + SCALE
-    return Served(
-        row, q, k, v, lens, table, score_mod, mask_mod,
-        sinks if row.variant == "sinks" else None, scales if eight else None,
-    )  # fmt: skip
+    sinks = normal(row.hq, dtype=torch.float32) if row.variant == "sinks" else None
+    return Served(row, q, k, v, lens, table, *_mods_of(row, lens, device), sinks, scales)
 
 
-def judge_requests(out: Tensor, x: Served) -> Verdict:
-    """Hold some requests of out [B, q_len, Hq, Dv] to the oracle, the first and last included."""
-    count = len(x.row.lens)
-    chosen = sorted({0, count - 1, *range(0, count, max(1, count // JUDGED))})
-    found: list[tuple[Reference, Reference]] = []
-    for b in chosen:
-        exact, rounded = (_reference(x, b, each) for each in (Precision.ORACLE, Precision.ROUNDED))
-        found.append((exact, rounded))
-    exact, rounded = (torch.cat([pair[i].out for pair in found]) for i in (0, 1))
-    lse = torch.cat([pair[0].lse for pair in found])
-    got = out[torch.tensor(chosen, device=out.device)].transpose(1, 2)
-    return judge((got, None, None), (exact, lse, None), (rounded, lse, None), out.dtype)
-
-
-def _reference(x: Served, b: int, precision: Precision) -> Reference:
-    k, v = (each.transpose(0, 1)[None] for each in x.keys(b))
-    past = x.row.lens[b] - x.row.q_len
-    q = x.q[b].transpose(0, 1)[None]
-    score: Any = None
-    if x.score_mod is not None or x.mask_mod is not None:
-
-        def score(s: Tensor, i: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
-            if x.score_mod is not None:
-                s = x.score_mod(s, i + b, h, m + past, n)
-            if x.mask_mod is None:
-                return s
-            return torch.where(x.mask_mod(i + b, h, m + past, n), s, -torch.inf)
-
-    found = attention(q, k, v, score_mod=score, precision=precision)
-    if x.sinks is None:
-        return found
-    kept = torch.sigmoid(found.lse - x.sinks[:, None])
-    return Reference((found.out * kept[..., None]).to(found.out.dtype), found.lse, found.lse)
-
-
-def mods_of(row: ServingRow, lens: Tensor, device: str) -> tuple[ScoreMod | None, MaskMod | None]:
+def _mods_of(row: ServingRow, lens: Tensor, device: str) -> tuple[Any, Any]:
     """The row's score_mod and mask_mod; lens int32 [B] on the device."""
-    scores: dict[str, Callable[[], ScoreMod]] = {
-        "softcap": lambda: softcap(30.0),
-        "alibi": lambda: alibi(row.hq, device),
-    }
-    if row.variant in scores:
-        return scores[row.variant](), None
-    if row.variant == "window":
-        return None, sliding_window(max(row.lens) // WINDOWED - 1)
-    if row.variant == "causal":
-        return None, causal
-    if row.variant != "tree":
-        return None, None
-    return None, draft_tree(row.q_len, lens - row.q_len, device)
+    from flexattn import catalogue
+
+    score = mask = None
+    if row.variant == "softcap":
+        score = catalogue.softcap(30.0)
+    elif row.variant == "alibi":
+        score = catalogue.alibi(row.hq, device)
+    elif row.variant == "window":
+        mask = catalogue.sliding_window(max(row.lens) // WINDOWED - 1)
+    elif row.variant == "causal" or row.new:
+        mask = catalogue.causal
+    elif row.variant == "tree":
+        mask = _draft_tree(row.q_len, lens - row.q_len, device)
+    return score, mask
+
+
+def _draft_tree(nodes: int, past: Tensor, device: str) -> Any:
+    """Draft tokens see all keys before them, and their ancestors."""
+    above = torch.eye(nodes, dtype=torch.bool)
+    for node, parent in enumerate([0, 0, 0, 1, 1, 2, 3, 3][:nodes]):
+        above[node] |= above[parent]
+    above = above.to(device)
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx < past[b]) | above[q_idx - past[b], (kv_idx - past[b]).clamp(min=0)]
+
+    return mask_mod
+
+
+def check_requests(out: Tensor, x: Served) -> str:
+    """What is wrong with an output [B, q_len, Hq, Dv] or [rows, Hq, Dv], in words.
+
+    The first and the last head of the first two requests, of one between, and of the last.
+    """
+    row, found, first, batch = x.row, "", 0, len(x.row.lens)
+    q, flat = x.q.reshape(-1, row.hq, row.d), out.reshape(-1, row.hq, row.dv)
+    for b, (n, new) in enumerate(zip(row.lens, row.rows, strict=True)):
+        begin, first = first, first + new
+        if b not in (0, 1, batch // 2, batch - 1):
+            continue
+        k, v = (each.double() for each in x.keys(b))
+        some = torch.arange(new, device=q.device)[-CHECKED:]
+        for h in sorted({0, row.hq - 1}):
+            head = h // (row.hq // row.hkv)
+            given = (
+                q[begin + some, h].double(), k[:, head], v[:, head], (b, h), some + n - new,
+                x.score_mod, x.mask_mod, None if x.sinks is None else x.sinks[h],
+            )  # fmt: skip
+            exact, rounded = (attention(*given, coarse=each) for each in (None, x.q.dtype))
+            found += off(f"out[{b}, {h}]", flat[begin + some, h], exact, rounded)
+    return found
+
+
+def planned(
+    x: Served, changes: Mapping[str, Any] | None = None, invariant: bool = False
+) -> partial[Tensor]:
+    """A plan's run of a row, to which more may be given by name.
+
+    changes: fields of its config, and behind OWN those of the second pass where requests share
+    keys. invariant: each row's bits are its own.
+    """
+    from flexattn import serving
+
+    row = x.row
+    about: dict[str, Any] = {
+        "heads": (row.hq, row.hkv), "head_dim": (row.d, row.dv), "device": x.q.device,
+        "dtype": x.q.dtype, "page_size": row.page, "kv_dtype": x.k.dtype, "kv_len": max(row.lens),
+        "score_mod": x.score_mod, "mask_mod": x.mask_mod, "scaled": row.scaled,
+        "batch": len(row.lens),
+    }  # fmt: skip
+    about |= {"total_q": sum(row.new)} if row.new else {"q_len": row.q_len}
+    call: dict[str, Any] = {"seq_lens": x.lens, "block_table": x.table}
+    if row.shares:
+        return _sharing(x, about, call, changes or {})
+    about["sinks"] = x.sinks is not None
+    if row.variant == "mla":
+        about["shared_kv"] = True
+    if invariant:
+        about["batch_invariant"] = True
+    call |= {"k_scale": x.scales, "v_scale": x.scales, "sinks": x.sinks}
+    if row.new:
+        ends = torch.tensor([0, *row.new], device=x.q.device)
+        call["cu_seqlens_q"] = ends.cumsum(0, dtype=torch.int32)
+    plan = serving.DecodePlan(**about)
+    if changes:
+        plan = serving.DecodePlan(**about, config=replace(plan.config, **changes))
+    cache = x.k if row.variant == "mla" else (x.k, x.v)
+    return partial(plan.run, x.q, cache, **call)
+
+
+def _sharing(
+    x: Served, about: dict[str, Any], call: dict[str, Any], changes: Mapping[str, Any]
+) -> partial[Tensor]:
+    """A CascadePlan for one level where a checkout has one, else its TreePlan."""
+    from flexattn import serving
+
+    row, first = x.row, "shared"
+    assert x.table is not None
+    kind: Any = getattr(serving, "CascadePlan", None)
+    if len(row.nodes) == 1 and kind is not None:
+        pages, start = row.shared // row.page, torch.full_like(x.lens, row.shared)
+        del about["kv_len"]
+        about |= {"prefix_len": row.shared, "own_len": max(row.lens) - row.shared}
+        call |= {
+            "prefix_len": start[:1].clone(), "kv_start": start,
+            "prefix_table": x.table[:1, :pages].contiguous(),
+            "block_table": x.table[:, pages:].contiguous(),
+        }  # fmt: skip
+        first = "prefix"
+    else:
+        kind = serving.TreePlan
+    plan = kind(**about)
+    if changes:
+        rest = {key: value for key, value in changes.items() if OWN not in key}
+        own = {key.removeprefix(OWN): value for key, value in changes.items() if OWN in key}
+        about[f"{first}_config"] = replace(getattr(plan, first).config, **rest)
+        plan = kind(**about, config=replace(plan.own.config, **own))
+    if first == "shared":
+        plan.update(prefix_tree(len(row.lens), row.nodes), x.table)
+
+    def run(**more: Any) -> Tensor:
+        out: Tensor = plan.run(x.q, (x.k, x.v), **call, **more)[0]
+        return out
+
+    return partial(run)
+
+
+def node_of(request: int, nodes: int, requests: int) -> int:
+    """The node of a level of so many nodes that a request is below."""
+    return request * nodes // requests
+
+
+def block_table(lens: Sequence[int], levels: Levels, page: int) -> tuple[Tensor, int]:
+    """Pages of each request int32 [B, most pages], in random order; and how many there are.
+
+    levels: of what requests share the number of nodes, and keys of each.
+    """
+    shared = [(nodes, keys // page) for nodes, keys in levels]
+    common = sum(pages for _, pages in shared)
+    own = [-(-n // page) - common for n in lens]
+    total = sum(nodes * pages for nodes, pages in shared) + sum(own)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(1)).int()
+    table = torch.zeros(len(lens), common + max(own), dtype=torch.int32)
+    place = column = 0
+    for nodes, pages in shared:
+        for b in range(len(lens)):
+            start = place + node_of(b, nodes, len(lens)) * pages
+            table[b, column : column + pages] = order[start : start + pages]
+        place, column = place + nodes * pages, column + pages
+    for b, count in enumerate(own):
+        table[b, common : common + count] = order[place : place + count]
+        place += count
+    return table, total
+
+
+def prefix_tree(requests: int, levels: Levels) -> Any:
+    """The PrefixTree of such levels."""
+    from flexattn import serving
+
+    parents: list[int] = []
+    begins = [0]
+    for level, (nodes, _) in enumerate(levels):
+        above = [-1] * nodes
+        for b in range(requests) if level else ():
+            parent = node_of(b, levels[level - 1][0], requests)
+            above[node_of(b, nodes, requests)] = begins[-2] + parent
+        parents, begins = parents + above, [*begins, begins[-1] + nodes]
+    keys = tuple(each for nodes, each in levels for _ in range(nodes))
+    leaves = (begins[-2] + node_of(b, levels[-1][0], requests) for b in range(requests))
+    return serving.PrefixTree(tuple(parents), keys, tuple(leaves))

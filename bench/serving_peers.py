@@ -1,9 +1,8 @@
-"""Who serves a row: a peer turns its inputs into a callable that gives out [B, q_len, Hq, Dv]."""
+"""Candidates of a serving row: a peer turns its inputs into a call of out [B, q_len, Hq, Dv]."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -12,10 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.peers import OURS, Refusal
-from bench.serving_inputs import Served
+from bench.serving_inputs import Served, planned
 from bench.streaming import STREAMING, streaming
-from bench.trees_plans import prefix_tree
-from flexattn.serving import CascadePlan, DecodePlan, TreePlan
 
 __all__ = [
     "EMPTY",
@@ -27,8 +24,6 @@ __all__ = [
 
 EMPTY = "empty kernel"
 INVARIANT = f"{OURS} batch-invariant"
-# Of a cascade, changes of the second pass: "own.per_sm=1".
-OWN = "own."
 ServingPeer: TypeAlias = Callable[[Served], "Callable[[], Tensor] | Refusal"]
 
 
@@ -39,101 +34,11 @@ def served_with(changes: Mapping[str, Any], invariant: bool = False) -> ServingP
     """
 
     def build(x: Served) -> Callable[[], Tensor] | Refusal:
-        row = x.row
-        if invariant:
-            if row.variant in ("cascade", "mla", "prefix-tree"):
-                return Refusal("batch invariance is for one pass over heads of 64 or 128")
-            return _run(_changed(x, changes, batch_invariant=True), x)
-        if row.variant == "cascade":
-            return _cascade(x, changes)
-        if row.variant == "prefix-tree":
-            return _tree(x, changes)
-        return _run(_changed(x, changes), x)
+        if invariant and (x.row.shares or x.row.variant == "mla"):
+            return Refusal("batch invariance is for one pass over heads of 64 or 128")
+        return planned(x, changes, invariant)
 
     return build
-
-
-def _common(x: Served) -> dict[str, Any]:
-    row = x.row
-    return {
-        "heads": (row.hq, row.hkv), "head_dim": (row.d, row.dv), "q_len": row.q_len,
-        "device": x.q.device, "dtype": x.q.dtype, "page_size": row.page, "kv_dtype": x.k.dtype,
-        "score_mod": x.score_mod, "mask_mod": x.mask_mod, "scaled": row.scaled,
-        "batch": len(row.lens),
-    }  # fmt: skip
-
-
-def _plan(x: Served, **more: Any) -> DecodePlan:
-    return DecodePlan(
-        kv_len=max(x.row.lens), sinks=x.sinks is not None, shared_kv=x.row.variant == "mla",
-        **_common(x), **more,
-    )  # fmt: skip
-
-
-def _changed(x: Served, changes: Mapping[str, Any], **more: Any) -> DecodePlan:
-    found = _plan(x, **more)
-    if not changes:
-        return found
-    return _plan(x, config=replace(found.config, **changes), **more)
-
-
-def _run(plan: DecodePlan, x: Served) -> Callable[[], Tensor]:
-    cache = x.k if x.row.variant == "mla" else (x.k, x.v)
-    call = {
-        "seq_lens": x.lens, "block_table": x.table, "sinks": x.sinks, "k_scale": x.scales,
-        "v_scale": x.scales,
-    }  # fmt: skip
-    return lambda: plan.run(x.q, cache, **call)  # type: ignore[arg-type, return-value]
-
-
-def _split(changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Changes of the shared pass, and of the own one."""
-    own = {key.removeprefix(OWN): value for key, value in changes.items() if OWN in key}
-    return {key: value for key, value in changes.items() if OWN not in key}, own
-
-
-def _cascade(x: Served, changes: Mapping[str, Any]) -> Callable[[], Tensor]:
-    row = x.row
-    assert x.table is not None
-    pages = row.shared // row.page
-
-    def plan(**more: Any) -> CascadePlan:
-        own = max(row.lens) - row.shared
-        return CascadePlan(prefix_len=row.shared, own_len=own, **_common(x), **more)
-
-    found = plan()
-    if changes:
-        rest, own = _split(changes)
-        found = plan(
-            prefix_config=replace(found.prefix.config, **rest),
-            config=replace(found.own.config, **own),
-        )
-    start = torch.full_like(x.lens, row.shared)
-    call = {
-        "prefix_len": start[:1].clone(), "kv_start": start, "seq_lens": x.lens,
-        "prefix_table": x.table[:1, :pages].contiguous(),
-        "block_table": x.table[:, pages:].contiguous(),
-    }  # fmt: skip
-    return lambda: found.run(x.q, (x.k, x.v), **call)[0]
-
-
-def _tree(x: Served, changes: Mapping[str, Any]) -> Callable[[], Tensor]:
-    row = x.row
-    assert x.table is not None
-
-    def plan(**more: Any) -> TreePlan:
-        return TreePlan(kv_len=max(row.lens), **_common(x), **more)
-
-    found = plan()
-    if changes:
-        rest, own = _split(changes)
-        found = plan(
-            shared_config=replace(found.shared.config, **rest),
-            config=replace(found.own.config, **own),
-        )
-    found.update(prefix_tree(len(row.lens), row.nodes), x.table)
-    call = {"seq_lens": x.lens, "block_table": x.table}
-    return lambda: found.run(x.q, (x.k, x.v), **call)[0]
 
 
 def empty(x: Served) -> Callable[[], Tensor]:
@@ -148,7 +53,7 @@ def empty(x: Served) -> Callable[[], Tensor]:
 
 def cudnn(x: Served) -> Callable[[], Tensor] | Refusal:
     """cuDNN through SDPA, on a contiguous cache of its own."""
-    if not x.row.uniform or x.row.variant != "plain":
+    if not x.row.uniform:
         return Refusal("cuDNN through SDPA takes no lengths and no mods")
     k, v = (torch.stack([x.keys(b)[i] for b in range(len(x.row.lens))]) for i in (0, 1))
     k, v = (each.transpose(1, 2).contiguous() for each in (k, v))
@@ -192,7 +97,7 @@ def flashinfer(tensor_cores: bool) -> ServingPeer:
 def flashinfer_cascade(x: Served) -> Callable[[], Tensor] | Refusal:
     """FlashInfer's cascade of as many levels as a row shares, and one of own keys."""
     row = x.row
-    if row.variant not in ("cascade", "prefix-tree") or row.q_len != 1 or x.table is None:
+    if not row.shares or row.q_len != 1 or x.table is None:
         return Refusal("its cascade is for prefixes that requests share, and one token")
     import flashinfer
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flexattn.serving.cache import Scaled
-
 __all__ = ["ServingRow", "serving_rows"]
 
 Variant = Literal[
@@ -33,7 +31,8 @@ class ServingRow:
     shared: keys of the prefix that all requests of a cascade share, part of each one's length.
     dtype: of the queries, and of the cache where it has not eight bits.
     levels: of a prefix tree, how many nodes each level has, and keys of each; requests that follow
-    one another share them, and `shared` is the sum of the keys.
+    one another share them, and `shared` is the sum of the keys. new: query rows of each request of
+    a ragged batch, which is causal; none, and all have q_len.
     Llama-3 8B's heads: 32 of the query, 8 of the keys, of 128 elements.
     """
 
@@ -50,21 +49,32 @@ class ServingRow:
     d: int = 128
     dv: int = 128
     dtype: str = "bfloat16"
+    new: tuple[int, ...] = ()
 
     @property
     def uniform(self) -> bool:
-        """Whether peers that know no lengths can run it."""
+        """True where peers that know no lengths can run it."""
         return len(set(self.lens)) == 1 and self.variant == "plain" and self.q_len == 1
 
     @property
     def eight_bits(self) -> bool:
-        """Whether the cache is of eight bits."""
+        """True of a cache of eight bits."""
         return self.variant in ("fp8", "fp8-token-head")
 
     @property
-    def scaled(self) -> Scaled:
+    def scaled(self) -> Literal["token_head"] | bool:
         """Of what its cache has scales."""
         return "token_head" if self.variant == "fp8-token-head" else self.eight_bits
+
+    @property
+    def shares(self) -> bool:
+        """True where a plan reads the keys that requests share once."""
+        return self.variant in ("cascade", "prefix-tree")
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Query rows of each request."""
+        return self.new or (self.q_len,) * len(self.lens)
 
     @property
     def nodes(self) -> tuple[tuple[int, int], ...]:
@@ -75,7 +85,7 @@ class ServingRow:
     def kv_bytes(self) -> int:
         """Bytes of K and V that must be read once, at the cache's width, with their scales."""
         keys = sum(self.lens)
-        if self.variant in ("cascade", "prefix-tree"):
+        if self.shares:
             keys -= sum(each * (len(self.lens) - nodes) for nodes, each in self.nodes)
         if self.variant == "window":
             keys //= WINDOWED

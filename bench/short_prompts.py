@@ -21,9 +21,8 @@ from bench.environment import describe
 from bench.measured import Measured
 from bench.peers import OURS, ours_exactly
 from bench.results import RowResult
-from bench.rows import Row
+from bench.rows import Row, Shape
 from bench.runner import Method, run_row
-from bench.shapes import Shape
 from bench.tasks import task
 from flexattn.device import Device, named
 from flexattn.kernels.choose.registry import short

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.choosing import matching
+from bench.command import matching
 from flexattn.errors import FlexAttnError
 from flexattn.tune.tables import read_file
 
@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step ended. status: of its process; 124 where its time ended it."""
+    """The end of a step. status: of its process; 124 where its time ended it."""
 
     step: Step
     status: int

@@ -9,7 +9,10 @@ from bench.peers import OURS
 from bench.results import Report, RowResult
 from flexattn.measure.timing import paired_ratio
 
-__all__ = ["ASIDE", "BARS", "markdown", "ratios"]
+__all__ = ["ASIDE", "BAR", "BARS", "markdown", "ratios"]
+
+# The bytes that a row's calls may have at their peak, among those that peers have.
+BAR = "bar"
 
 # Peers that are no rivals: measures of the machine, and ours in another form.
 ASIDE = {"empty kernel", "streaming read", "bf16", "dropout", "matmul"}
@@ -47,7 +50,22 @@ def markdown(report: Report) -> str:
     if len(report.rows) > 1:
         means = [_means(ratios(report, name).values()) for name in peers]
         lines.append(_line(["geometric mean (least)", *[""] * len(names), *means]))
-    return "\n".join([*lines, "", *_best_rivals(report, peers), *_remarks(report)])
+    return "\n".join(
+        [*lines, *_memory(report), "", *_best_rivals(report, peers), *_remarks(report)]
+    )
+
+
+def _memory(report: Report) -> Iterable[str]:
+    """A table of memory at the peak, as shares of the bar."""
+    names = list(dict.fromkeys(n for row in report.rows for n in row.memory if n != BAR))
+    if names:
+        yield from ("", "peak memory over the bar:", _line(["row", "bar, MiB", *names]))
+        yield _line(["---"] * (2 + len(names)))
+    for row in report.rows:
+        if row.memory:
+            bar = row.memory[BAR]
+            shares = [f"{row.memory[n] / bar:.3f}" if n in row.memory else "-" for n in names]
+            yield _line([row.name, f"{bar / 2**20:.0f}", *shares])
 
 
 def _best_rivals(report: Report, peers: Iterable[str]) -> Iterable[str]:

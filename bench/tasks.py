@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.attention.flex_attention import and_masks
 
-from bench.rows import DOCUMENTS, Row
-from bench.shapes import MODELS, Shape
+from bench.rows import DOCUMENTS, MODELS, Row, Shape
 from flexattn.catalogue.masks import MaskMod, causal, document
 from flexattn.catalogue.scores import ScoreMod, relative_bias
 from flexattn.device import Device

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ class Checkout:
 def race(row: RaceRow, sides: dict[str, Checkout], rounds: int) -> RowResult:
     """One row of both checkouts; a wrong result or an error leaves it without times."""
     for side in sides.values():
-        side.send(row=row)  # both compile at once
+        side.send(row=asdict(row))  # both compile at once
     built = {label: side.answer() for label, side in sides.items()}
     gates = {k: Gate(not v["wrong"], v["wrong"]) for k, v in built.items() if "wrong" in v}
     refused = {k: v["error"] for k, v in built.items() if "error" in v}
@@ -115,8 +116,8 @@ def race(row: RaceRow, sides: dict[str, Checkout], rounds: int) -> RowResult:
             samples = _timed(row, sides, rounds, first["old"])
         except RuntimeError as error:
             refused["timing"] = str(error)
-    group = row["name"].split("/")[0]
-    return RowResult(row["name"], group, 0.0, 0, gates, samples, refused)
+    group = row.name.split("/")[0]
+    return RowResult(row.name, group, 0.0, 0, gates, samples, refused)
 
 
 def _timed(
@@ -124,9 +125,9 @@ def _timed(
 ) -> dict[str, Samples]:
     """Samples of both sides; estimate: microseconds of a call of the old one, roughly."""
     calls, enough = HOST_CALLS, MILLISECONDS * 1e3
-    if row["clock"] == "process":
+    if row.clock == "process":
         calls, rounds = 1, min(rounds, PROCESSES)
-    elif row["clock"] != "host":
+    elif row.clock != "host":
         estimate = estimate if estimate > enough else sides["old"].us(10)
         calls = min(max(math.ceil(enough / estimate), 1), MOST_CALLS)
     us: dict[str, list[float]] = {label: [] for label in sides}
@@ -203,7 +204,7 @@ def _run(
     report = begun(args.out, Report("trees", method, (_environment(sides),), ()))
     have = {row.name for row in report.rows}
     for row in rows:
-        if row["name"] in have:
+        if row.name in have:
             continue
         found = race(shrunk(row, args.shrink), sides, args.rounds)
         report = Report("trees", method, report.environments, (*report.rows, found))
@@ -234,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
         if any(re.search(pattern, name) for pattern in args.rows)
     ]  # fmt: skip
     if args.list:
-        print("\n".join(row["name"] for row in rows))
+        print("\n".join(row.name for row in rows))
         return 0
     if not (args.old and args.new):
         parser.error("two checkouts are raced: OLD NEW")

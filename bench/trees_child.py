@@ -12,21 +12,26 @@ import faulthandler
 import gc
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.trees_calls import Case, call_case
-from bench.trees_plans import append_case, plan_case
+from bench.inputs import E4M3, Inputs, check, check_gradients, make
+from bench.rows import Row
+from bench.serving_inputs import check_requests, make_served, planned
+from bench.serving_rows import ServingRow
+from bench.trees_rows import AppendRow, RaceRow, race_row
 
 # Of one request, which may compile for minutes.
 SECONDS = 600
@@ -36,28 +41,154 @@ IDLE_SECONDS, WARM_SECONDS = 0.5, 0.1
 cuda: Any = torch.cuda  # its streams, events and graphs carry no types
 
 
-def process_case(row: dict[str, Any], device: str) -> Case:
+class Case(NamedTuple):
+    """A call to time, and a check that returns in words what is wrong with its results."""
+
+    call: Callable[[], Any]
+    check: Callable[[], str]
+
+
+def case_of(row: RaceRow, device: str) -> Case:
+    """The case of a row that is not of a fresh process."""
+    if isinstance(row.of, Row):
+        return call_case(row, make(row.of, device))
+    return (
+        plan_case(row, device) if isinstance(row.of, ServingRow) else append_case(row.of, device)
+    )
+
+
+def call_case(row: RaceRow, x: Inputs) -> Case:
+    """A call of flex_attention, or its gradients by one backward of a forward that is kept."""
+    from flexattn import flex_attention
+
+    q, k, v = x.tensors
+    about = x.arguments()
+    if row.invariant:
+        about["kernel_options"] = {"BATCH_INVARIANT": True}
+    if row.backward:
+        leaves = [*(each.requires_grad_() for each in x.tensors), *x.learned]
+        with torch.enable_grad():
+            out = flex_attention(q, k, v, **about)
+        dout = torch.randn_like(out)
+
+        def call() -> Any:
+            return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+        return Case(call, lambda: check_gradients(call(), dout, x))
+
+    def check_call() -> str:
+        torch.full_like(q, math.nan, dtype=x.dtype)  # the allocator hands it out next
+        out = flex_attention(q, k, v, **about)
+        found = check(out, x)
+        if row.invariant:
+            alone = flex_attention(q[:1], k[:1], v[:1], **about)
+            found += "" if torch.equal(alone, out[:1]) else "bits follow the batch; "
+        return found
+
+    if row.grows:
+        lengths = cycle(range(row.grows, k.shape[2] + 1))
+
+        def growing() -> Tensor:
+            keys = next(lengths)
+            return flex_attention(q, k[:, :, :keys], v[:, :, :keys], **about)
+
+        return Case(growing, check_call)
+    return Case(lambda: flex_attention(q, k, v, **about), check_call)
+
+
+def plan_case(row: RaceRow, device: str) -> Case:
+    """A plan's run."""
+    assert isinstance(row.of, ServingRow)
+    x = make_served(row.of, device)
+    run = planned(x, invariant=row.invariant)
+
+    def check_plan() -> str:
+        if x.row.shares:
+            return check_requests(run(), x)
+        shape = *x.q.shape[:-1], x.row.dv
+        out = torch.full(shape, math.nan, device=device, dtype=x.q.dtype)
+        run(out=out)
+        found = check_requests(out, x)
+        if row.invariant:
+            one = {"seq_lens": x.lens[:1], "block_table": None if x.table is None else x.table[:1]}
+            alone = run.func(x.q[:1], *run.args[1:], **run.keywords | one)
+            found += "" if torch.equal(alone[:1], out[:1]) else "bits follow the batch; "
+        return found
+
+    return Case(run, check_plan)
+
+
+def append_case(x: AppendRow, device: str) -> Case:
+    """An AppendPlan's run: new tokens of bfloat16 into pages in random order."""
+    from flexattn import serving
+
+    k, v = (torch.randn(x.tokens, x.hkv, x.d, device=device).bfloat16() for _ in "kv")
+    pages = 4 * -(-x.tokens // x.page)
+    dtype = E4M3 if x.scaled else torch.bfloat16
+    caches = tuple(torch.zeros(pages, x.page, x.hkv, x.d, device=device).to(dtype) for _ in "kv")
+    slots = torch.randperm(pages * x.page, generator=torch.Generator().manual_seed(1))
+    slots = slots[: x.tokens].to(device)
+    call: dict[str, Any] = {"slot_mapping": slots}
+    scaled: Any = x.scaled if x.scaled == "token_head" else bool(x.scaled)
+    if x.scaled:
+        shape = (pages, x.page, x.hkv) if scaled == "token_head" else (1,)
+        call |= {name: torch.full(shape, 0.5, device=device) for name in ("k_scale", "v_scale")}
+    if x.rope:
+        call["positions"] = torch.arange(x.tokens, device=device)
+    plan = serving.AppendPlan(
+        heads=x.hkv, head_dim=x.d, page_size=x.page, kv_dtype=dtype, scaled=scaled, device=device,
+        rope=serving.Rope(x.d, base=1e4) if x.rope else None,
+    )  # fmt: skip
+
+    def check_append() -> str:
+        plan.run(k, v, caches, **call)
+        found = ""
+        for name, new, cache in zip("kv", (k.double(), v.double()), caches, strict=True):
+            if x.rope and name == "k":
+                half = torch.arange(0, x.d, 2, device=device).double() / x.d
+                turn = call["positions"][:, None, None].double() * 1e4**-half
+                a, b = new.chunk(2, -1)
+                new = torch.cat(
+                    [a * turn.cos() - b * turn.sin(), b * turn.cos() + a * turn.sin()], -1
+                )
+            stored = cache.flatten(0, 1)[slots].double()
+            scale = 1.0
+            if x.scaled:
+                scale = call[f"{name}_scale"]
+                scale = scale.flatten(0, 1)[slots, :, None] if scaled == "token_head" else scale
+            error = (stored * scale - new).abs()
+            # Half a step of e4m3, and float32's of an angle as large as the last position.
+            angle = x.tokens * 2**-23 * new.abs().amax(-1, keepdim=True) if x.rope else 0.0
+            if not bool((error <= new.abs() * 2**-4 + scale * 2**-9 + angle).all()):
+                found += f"{name}: stored numbers are off by {float(error.max()):.3e}; "
+        return found
+
+    return Case(lambda: plan.run(k, v, caches, **call), check_append)
+
+
+def process_case(row: RaceRow, device: str) -> Case:
     """A fresh process whose import or first call is timed, from disk caches that are warm."""
 
     def call() -> float:
+        command = [sys.executable, "-P", "-m", "bench.trees_child", device]
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "bench.trees_child", device, json.dumps(row)],
-            capture_output=True, text=True, check=False, timeout=SECONDS,
+            [*command, json.dumps(asdict(row))], capture_output=True, text=True, check=False,
+            timeout=SECONDS,
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(done.stderr.strip().splitlines()[-1])
         return float(done.stdout.split()[-1])
 
-    def check() -> str:
+    def check_process() -> str:
         call()  # fills the caches on disk
         return ""
 
-    return Case(call, check)
+    return Case(call, check_process)
 
 
-def once(device: str, row: dict[str, Any]) -> float:
-    """Microseconds of what a row of kind process says, in this process."""
-    if row["what"] == "import":
+def once(device: str, row: RaceRow) -> float:
+    """Microseconds of the first call or the import of a row, in this process."""
+    if row.first == "import":
         begin = time.perf_counter()
         import flexattn
 
@@ -68,11 +199,9 @@ def once(device: str, row: dict[str, Any]) -> float:
     _ = flex_attention, serving
     torch.randn(64, device=device, dtype=torch.bfloat16)
     synchronize(device)
-    x = SimpleNamespace(**row)
     begin = time.perf_counter()
     with torch.no_grad():
-        case = plan_case(x, device) if "lens" in row else call_case(x, device)
-        case.call()
+        case_of(row, device).call()
     synchronize(device)
     return (time.perf_counter() - begin) * 1e6
 
@@ -190,27 +319,26 @@ class Side:
         self.device, self.clock = device, Clock(device)
         self.sample: Any = None
 
-    def build(self, row: dict[str, Any]) -> dict[str, Any]:
+    def build(self, row: RaceRow) -> dict[str, Any]:
         """Build the row's call, check what it computes, warm it up."""
         self.sample = None
         gc.collect()
         if self.device != "cpu":
             cuda.empty_cache()
-        torch.manual_seed(zlib.crc32(row["name"].encode()))
-        kinds = {"call": call_case, "plan": plan_case, "append": append_case}
-        x = SimpleNamespace(**row)
-        process = row["kind"] == "process"
-        case = process_case(row, self.device) if process else kinds[row["kind"]](x, self.device)
+        torch.manual_seed(zlib.crc32(row.name.encode()))
+        case = (process_case if row.first else case_of)(row, self.device)
         found = case.check()
         if not found:
-            self.sample = self.clock.prepare(case.call, row["clock"])
+            self.sample = self.clock.prepare(case.call, row.clock)
         return {"wrong": found}
 
     def answer(self, line: dict[str, Any]) -> dict[str, Any]:
         """The answer to the parent."""
         if "about" in line:
             return about(self.device)
-        return {"us": self.sample(line["calls"])} if "calls" in line else self.build(line["row"])
+        if "calls" in line:
+            return {"us": self.sample(line["calls"])}
+        return self.build(race_row(line["row"]))
 
 
 def main(device: str) -> None:
@@ -230,6 +358,6 @@ def main(device: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        print(once(sys.argv[1], json.loads(sys.argv[2])))
+        print(once(sys.argv[1], race_row(json.loads(sys.argv[2]))))
     else:
         main(sys.argv[1])

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import backward_peers
-from bench.backward_peers import exactly_trained
+from bench import peers
+from bench.backward import Backward
 from bench.inputs import make
-from bench.rows import Row
-from bench.shapes import Shape
+from bench.peers import exactly_trained
+from bench.rows import Row, Shape
 
 pytestmark = pytest.mark.interpreter
 
@@ -17,14 +17,13 @@ pytestmark = pytest.mark.interpreter
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_a_bench_may_time_a_config_that_no_option_says(mask, monkeypatch):
     x = make(Row("row", "grid", Shape(1, 2, 1, 33, 33, 16), mask), "cpu", torch.float32)
-    dout, configs = torch.randn_like(x.q), []
-    prepared = backward_peers.prepare_backward
+    prepared, configs = peers.prepare_backward, []
     monkeypatch.setattr(
-        backward_peers, "prepare_backward",
-        lambda *a: configs.append(a[4].exact) or prepared(*a),
-    )  # fmt: skip
-    other, own = (exactly_trained(each, "TRITON")(x, dout) for each in ({}, {"BLOCK_M1": 16}))
-    run, again = other.backward(), own.backward()
+        peers, "prepare_backward", lambda *a: configs.append(a[4].exact) or prepared(*a)
+    )
+    run, again = (
+        Backward.of(exactly_trained(each, "TRITON")(x), x) for each in ({}, {"BLOCK_M1": 16})
+    )
     for _ in range(2):
         for one, two in zip(run(), again(), strict=True):
             torch.testing.assert_close(one, two)
@@ -36,9 +35,9 @@ def test_guarded_loops_give_the_same_gradients():
     row = Row("row", "mods", Shape(1, 2, 1, 150, 150, 16), "causal", "relative", learned=True)
     x = make(row, "cpu", torch.float32)
     x = replace(x, mask_mod=lambda b, h, q, k: (q > 130) & (k < 20))
-    dout = torch.randn_like(x.q)
-    plain, guarded = (exactly_trained({"guarded": on}, "TRITON")(x, dout) for on in (False, True))
-    found, wanted = guarded.backward()(), plain.backward()()
+    wanted, found = (
+        Backward.of(exactly_trained({"guarded": on}, "TRITON")(x), x)() for on in (False, True)
+    )
     for one, two in zip(found[:3], wanted[:3], strict=True):
         assert torch.equal(one, two)
     torch.testing.assert_close(found[3], wanted[3])

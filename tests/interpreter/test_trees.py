@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from bench.trees_plans import plan_case
+from bench.trees_child import plan_case
 from bench.trees_rows import race_rows, shrunk
 
 
@@ -19,4 +17,4 @@ def test_a_plans_row_passes_its_check(name):
     row = shrunk(race_rows()[f"serving/{name}"], 256)
     torch.manual_seed(0)
     with torch.no_grad():
-        assert plan_case(SimpleNamespace(**row), "cpu").check() == ""
+        assert plan_case(row, "cpu").check() == ""

@@ -10,13 +10,10 @@ import pytest
 import torch
 
 from bench import command, results, table
-from bench.inputs import make
-from bench.oracle import judge_slices
-from bench.peers import OURS, PEERS, Refusal
-from bench.rows import Row, decode_rows, mods_rows, prefill_rows
+from bench.inputs import check, make
+from bench.peers import OURS, PEERS, Ready, Refusal, call_of, sdpa
+from bench.rows import Row, Shape, decode_rows, mods_rows, prefill_rows, shape_rows
 from bench.runner import Method, run
-from bench.shape_rows import shape_rows
-from bench.shapes import Shape
 from flexattn.errors import InputError
 from flexattn.measure.timing import Samples
 from flexattn.reference import attention
@@ -40,13 +37,13 @@ def rightly(x):
     if x.mask_mod is not None:
         mask = create_block_mask(x.mask_mod, None, None, s.q_len, s.kv_len, "cpu")
     out = attention(x.q, x.k, x.v, score_mod=x.score_mod, block_mask=mask).out
-    return out.clone
+    return Ready(out.clone, ())
 
 
 def wrongly(x):
-    out = rightly(x)()
+    out = rightly(x).forward()
     out[-1, -1, -1] *= 1.01
-    return out.clone
+    return Ready(out.clone, ())
 
 
 def raises(x):
@@ -141,9 +138,8 @@ def test_inputs_are_repeatable():
 def test_slices_stand_for_the_whole(row):
     inputs = make(row, "cpu", torch.float32)
     with torch.no_grad():
-        verdict = judge_slices(rightly(inputs)(), inputs)
-        assert verdict.passed, verdict.message()
-        assert not judge_slices(wrongly(inputs)(), inputs).passed
+        assert check(call_of(rightly, inputs)(), inputs) == ""
+        assert "max error" in check(call_of(wrongly, inputs)(), inputs)
 
 
 def test_documents_and_short_queries_have_slices():
@@ -156,7 +152,7 @@ def test_documents_and_short_queries_have_slices():
     # bfloat16: two float32 matmuls of the CPU differ by more than an ulp on some machines.
     one = make(Row("one", "grid", Shape(3, 6, 2, 1, 77, 16)), "cpu", torch.bfloat16)
     with torch.no_grad():
-        assert judge_slices(rightly(one)(), one).passed
+        assert check(call_of(rightly, one)(), one) == ""
 
 
 def test_dry_run_gates_races_and_prints(tmp_path):
@@ -263,12 +259,9 @@ def test_kernel_options_of_a_variant():
 
 def test_sdpa_refuses_mods_and_equals_the_oracle():
     inputs = make(ROWS[1], "cpu", torch.float32)
-    from bench.peers import sdpa
-
     assert isinstance(PEERS["sdpa-cudnn"](make(ROWS[2], "cpu", torch.float32)), Refusal)
-    call = sdpa(None)(inputs)
-    assert not isinstance(call, Refusal)
-    assert judge_slices(call(), inputs).passed
+    call = call_of(sdpa(None), inputs)
+    assert check(call(), inputs) == ""
     assert math.isfinite(float(call().sum()))
 
 

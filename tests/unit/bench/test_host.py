@@ -4,24 +4,25 @@ from dataclasses import replace
 
 import torch
 
-from bench import host, runner
+from bench import decode, runner
 from bench.inputs import make
-from bench.peers import OURS
+from bench.peers import OURS, Ready, call_of
+from bench.rows import host_rows
 from bench.runner import Method, run
 from tests.unit.bench.test_bench import ROWS, rightly
 
 
 def test_each_call_of_a_growing_cache_has_a_key_more(monkeypatch):
-    monkeypatch.setattr(host, "FIRST", 257)
-    row = next(row for row in host.host_rows() if row.name == host.GROWING)
+    monkeypatch.setattr(decode, "FIRST", 257)
+    row = next(row for row in host_rows() if row.name == decode.GROWING)
     row = replace(row, shape=replace(row.shape, kv_len=259, hq=2, hkv=1, d=16))
     lengths = []
 
     def peer(given):
         assert given.row.shape.kv_len == given.k.shape[2] == given.v.shape[2]
-        return lambda: lengths.append(given.k.shape[2])
+        return Ready(lambda: lengths.append(given.k.shape[2]), ())
 
-    call = host.growing(peer)(make(row, "cpu", torch.float32))
+    call = call_of(decode.growing(peer), make(row, "cpu", torch.float32))
     for _ in range(4):
         call()
     assert lengths == [257, 258, 259, 257]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.refusal import Refusal
+from bench.peers import Refusal
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import ast
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench import trees, trees_calls, trees_child, trees_plans
+from bench import (
+    inputs,
+    random_draw,
+    rows,
+    serving_inputs,
+    serving_rows,
+    trees,
+    trees_child,
+    trees_rows,
+)
 from bench.results import Gate, Report, RowResult, load, save
-from bench.trees_rows import race_rows, shrunk
+from bench.rows import Row
+from bench.serving_rows import ServingRow
+from bench.trees_rows import RaceRow, race_row, race_rows, shrunk
 from flexattn import __all__ as names, catalogue, serving
 from flexattn.measure.timing import Samples
 
-CHILD = (trees_child, trees_calls, trees_plans)
+CHILD = (
+    trees_child, trees_rows, inputs, rows, serving_inputs, serving_rows, random_draw,
+)  # fmt: skip
 ROOT = Path(__file__).resolve().parents[3]
 TIMED = RowResult(
     "host/a", "host", 0.0, 0, {}, {"old": Samples((2.0, 4.0)), "new": Samples((1.0, 2.0))}, {}
@@ -42,23 +54,29 @@ def test_the_child_knows_public_names_alone():
 
 
 def test_every_group_has_rows_and_every_row_has_a_size():
-    rows = race_rows()
-    groups = {name.split("/")[0] for name in rows}
+    found = race_rows()
+    groups = {name.split("/")[0] for name in found}
     assert groups == {
         "prefill", "dims", "mods", "backward", "decode", "serving", "mla", "append", "invariant",
         "random", "host",
     }  # fmt: skip
-    assert sum(name.startswith("random/") for name in rows) == 30
-    for row in rows.values():
-        json.dumps(row)
-        small = shrunk(row, 128)
-        assert small.get("kv_len", 0) <= 1024 and max(small.get("lens", [0])) <= 1024 + 64
-        for each in (row, small) if "lens" in row else ():
-            assert all(n >= new for n, new in zip(each["lens"], each["new"], strict=True))
-            assert each["shared"] == sum(keys for _, keys in each["levels"])
-        if "documents" in row:
-            assert sum(row["documents"]) == row["kv_len"]
-            assert sum(small["documents"]) == small["kv_len"]
+    assert sum(name.startswith("random/") for name in found) == 30
+    for row in found.values():
+        assert asdict(race_row(json.loads(json.dumps(asdict(row))))) == listed(asdict(row))
+        small = shrunk(row, 128).of
+        if isinstance(small, Row):
+            assert small.shape.kv_len <= 1024 and sum(small.documents) == small.shape.kv_len
+        for each in (row.of, small) if isinstance(small, ServingRow) else ():
+            assert max(small.lens) <= 1024 + 64
+            assert all(n >= new for n, new in zip(each.lens, each.rows, strict=True))
+            assert each.shared == sum(keys for _, keys in each.nodes)
+
+
+def listed(x):
+    """What JSON makes of tuples."""
+    if isinstance(x, dict):
+        return {key: listed(each) for key, each in x.items()}
+    return [listed(each) for each in x] if isinstance(x, tuple | list) else x
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.02])
@@ -66,22 +84,17 @@ def test_the_check_sees_what_is_off_by_two_percent(scale):
     torch.manual_seed(0)
     q, k, v = (torch.randn(64, 64).bfloat16().double() for _ in "qkv")
     given = (q, k, v, (0, 0), torch.arange(64), None, catalogue.causal)
-    exact, rounded = (
-        trees_calls.attention(*given, coarse=each) for each in (None, torch.bfloat16)
-    )
-    assert bool(trees_calls.wrong("out", (scale * rounded).bfloat16(), exact, rounded)) == (
-        scale != 1
-    )
+    exact, rounded = (inputs.attention(*given, coarse=each) for each in (None, torch.bfloat16))
+    assert bool(inputs.off("out", (scale * rounded).bfloat16(), exact, rounded)) == (scale != 1)
     holed = rounded.bfloat16()
     holed[3, 4] = torch.nan
-    assert trees_calls.wrong("out", holed, exact, rounded)
+    assert inputs.off("out", holed, exact, rounded)
 
 
 def test_gradients_of_the_reference_are_those_of_the_whole_call():
     row = shrunk(race_rows()["backward/d128-8k-relative"], 128)
     torch.manual_seed(0)
-    case = trees_calls.call_case(SimpleNamespace(**row), "cpu")
-    assert case.check() == ""
+    assert trees_child.case_of(row, "cpu").check() == ""
 
 
 def test_a_summary_has_means_the_least_and_what_has_no_times():
@@ -113,7 +126,7 @@ class Stub:
 @pytest.mark.parametrize("built", [{"wrong": "out[0, 0]: off"}, {"error": "ModError: no"}])
 def test_a_side_that_is_wrong_or_fails_leaves_no_times(built):
     sides = {"old": Stub({"wrong": ""}), "new": Stub(built)}
-    found = trees.race({"name": "a/b", "clock": "eager"}, sides, 4)
+    found = trees.race(RaceRow("a/b", Row("b", "a", rows.Shape(1, 1, 1, 1, 1, 16))), sides, 4)
     assert not found.samples and next(iter(built.values())) in found.refused["new"]
     assert not sides["old"].calls and found.gates["old"] == Gate(True, "")
 
