@@ -71,7 +71,7 @@ def _task(row: Any, device: Any) -> Any:
 
 
 def _default(problem: Any, record: Any, device: Any) -> Any:
-    """What runs first where nothing is tuned."""
+    """The config that runs first where nothing is tuned."""
     if hasattr(problem, "form"):  # a plan's, of older trees
         from flexattn.kernels.paged_decode import space
 

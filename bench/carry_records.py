@@ -81,7 +81,7 @@ def carry(root: Path, old: dict[str, Any], new: dict[str, Any], *, dry: bool) ->
 
 
 def verdict(path: Path, old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
-    """What becomes of a record, in words, and the hash of its new environment."""
+    """The fate of a record, in words, and the hash of its new environment."""
     for tree, each in (("the old", old), ("this", new)):
         if "kernels" not in each:
             return f"not rendered by {tree} tree: {each.get('why', 'it is not there')}", ""
@@ -148,7 +148,7 @@ def _extract(revision: str, folder: Path) -> None:
 
 
 def _rendered(trees: Sequence[Path], root: Path) -> list[dict[str, Any]]:
-    """What each tree renders of the records below a root, both at once."""
+    """The kernels that each tree renders of the records below a root, both at once."""
     started = [
         subprocess.Popen(
             [sys.executable, "-", str(root)], cwd=tree, text=True,

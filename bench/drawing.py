@@ -107,7 +107,7 @@ def cells(picture: Mask, title: str = "") -> str:
 
 
 def curve(given: Sequence[float], got: Sequence[float]) -> str:
-    """What a score_mod that reads the score alone makes of it; thin, the score as it was."""
+    """A curve of a score_mod that reads the score alone; thin, the score as it was."""
     reach = max(map(abs, given))
     across = Scale(-reach, reach, _LEFT, _LEFT + _SIZE)
     upwards = Scale(-reach, reach, _TOP + _SIZE, _TOP)

@@ -1,4 +1,4 @@
-"""Where a measurement was taken: versions, device, clocks, revision."""
+"""The environment of a measurement: versions, device, clocks, revision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMI_FIELDS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "tempera
 
 
 def describe() -> dict[str, str]:
-    """What a reader needs to judge or repeat a run; what cannot be found out is left out."""
+    """Facts by which a reader may judge or repeat a run; unknown ones are left out."""
     facts = {
         "python": platform.python_version(),
         "flexattn": _version("flexattn"),

@@ -90,7 +90,7 @@ def _ratios(name: str, peer: str, pattern: str, ours: str) -> dict[str, float]:
 
 
 def ratio(name: str, peer: str, pattern: str = "", ours: str = OURS) -> str:
-    """How many times as fast as the peer: one row, or the geometric mean of those that match."""
+    """The peer's time over ours: of one row, or the geometric mean of those that match."""
     return f"{statistics.geometric_mean(_ratios(name, peer, pattern, ours).values()):.2f}"
 
 
@@ -104,22 +104,12 @@ def greatest(name: str, peer: str, pattern: str = "", ours: str = OURS) -> str:
     return f"{max(_ratios(name, peer, pattern, ours).values()):.2f}"
 
 
-def rows(name: str, peer: str, pattern: str = "") -> str:
-    """How many rows such a mean is of."""
-    return str(len(_ratios(name, peer, pattern, OURS)))
-
-
 def us(name: str, row: str, peer: str = OURS, digits: str = "1") -> str:
     """A median in microseconds; a peer's name may have `_` for a space, as in tables."""
     time = median(name, row, peer.replace("_", " "))
     if time is None:
         raise ValueError(f"{name}: {peer} has no time in {row}")
     return f"{time:.{digits}f}"
-
-
-def tflops(name: str, row: str, peer: str = OURS) -> str:
-    """TFLOP/s of a row, or TB/s."""
-    return _rate(name, row, peer) or f"no rate of {peer}"
 
 
 def number(name: str, path: str, digits: str = "2", factor: str = "1") -> str:
@@ -212,8 +202,7 @@ def _two(value: float | None) -> str:
 
 
 VERBS: Mapping[str, Callable[..., str]] = {
-    verb.__name__: verb
-    for verb in (ratio, least, greatest, rows, us, tflops, number, table, note, mods)
+    verb.__name__: verb for verb in (ratio, least, greatest, us, number, table, note, mods)
 }
 
 # Rows of the chart: FlashAttention-4 and cuDNN were raced in one run, torch's kernel in another.

@@ -91,7 +91,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def distribution(times: Sequence[float]) -> dict[str, float]:
-    """What a file keeps of many times, where it does not keep each one."""
+    """The figures that a file keeps of many times."""
     ordered = sorted(times)
     return {
         "count": len(times), "median": statistics.median(times),
@@ -100,13 +100,13 @@ def distribution(times: Sequence[float]) -> dict[str, float]:
 
 
 def _shortened(each: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a process: figures of its calls and the slowest ones, not every one."""
+    """The facts of a process that a file keeps: figures of its calls, and the slowest ones."""
     walls = {kind: distribution(ms) for kind, ms in each["wall_ms"].items()}
     return {**each, "wall_ms": walls, "slowest": each["slowest"][:SLOWEST]}
 
 
 def faults(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What the traffic should not have met, in words."""
+    """The faults that the traffic met, in words."""
     wrong = []
     for name, each in found.items():
         longest = max(ms for walls in each["wall_ms"].values() for ms in walls)
@@ -121,7 +121,7 @@ def faults(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _child(mode: str, asked: Sequence[str]) -> Any:
-    """What one fresh process finds, with directories of its own for everything that is kept."""
+    """The findings of one fresh process, which has directories of its own for all that is kept."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FLEXATTN_")}
     with tempfile.TemporaryDirectory() as empty:
         own = {

@@ -41,7 +41,7 @@ KEPT = 50
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the traffic is made of.
+    """The sizes of the traffic.
 
     longest: keys of a prompt or request. batch: of a prompt, at most. requests: of a plan. warmed:
     the one length that warm() is told.
@@ -62,7 +62,7 @@ SIZES = Sizes()
 
 
 def workload(sizes: Sizes) -> dict[str, Any]:
-    """What a server of two kinds of layers hands to warm(): its prompts and its decoding."""
+    """The workload that a server of two kinds of layers hands to warm()."""
     window = {"mod": "flexattn.catalogue:sliding_window", "args": [sizes.window]}
     cap = {"mod": "flexattn.catalogue.scores:softcap", "args": [CAP]}
     shared = {"heads": list(sizes.heads), "head_dim": sizes.head_dim, "score": cap}
@@ -103,7 +103,7 @@ class Traffic:
 
     @property
     def origin(self) -> str:
-        """Where the plan's config comes from."""
+        """The origin of the plan's config."""
         return self._plan.origin
 
     def requests(self) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -141,7 +141,7 @@ class Traffic:
 
 
 class Work:
-    """What the host has done so far that belongs before the traffic, counted inside of it."""
+    """Counts of the host's work during the traffic that belongs before it."""
 
     def __init__(self) -> None:
         self._filled = 0

@@ -120,7 +120,7 @@ def rows_of(model: Model, found: Sequence[Measured]) -> list[Row]:
 
 
 def loss(model: Model, costs: Any, rows: Iterable[Row]) -> float:
-    """How far ratios within a record are off, and a tenth of how far times are (Huber)."""
+    """The error of ratios within a record, and a tenth of that of times (Huber)."""
     total = 0.0
     for row in rows:
         errors = _errors(model, costs, row)
@@ -197,7 +197,7 @@ def _told(name: str, pairs: Sequence[tuple[float, float]]) -> str:
 
 
 def _off(model: Model, costs: Any, rows: Sequence[Row]) -> str:
-    """How far the model's times and ratios are off."""
+    """The errors of the model's times and ratios, in words."""
     times, ratios = [], []
     for row in rows:
         errors = _errors(model, costs, row)

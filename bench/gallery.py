@@ -52,7 +52,7 @@ class Entry:
     source: str
 
     def mod(self) -> Callable[..., Any]:
-        """What the lines make."""
+        """The mod that the lines make."""
         scope: dict[str, Any] = {"torch": torch, **vars(catalogue)}
         exec(self.line, scope)
         return scope["mask_mod"] if "mask_mod" in scope else scope["score_mod"]

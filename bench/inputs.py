@@ -212,7 +212,7 @@ def off(name: str, got: Tensor, exact: Tensor, rounded: Tensor) -> str:
 
 
 def check(out: Tensor, x: Inputs) -> str:
-    """What is wrong with an output, in words; "" where nothing is.
+    """The faults of an output, in words; "" where it has none.
 
     The rows at both ends and some between are looked at, of the first and the last head.
     """
@@ -236,7 +236,7 @@ def _plain_score(x: Inputs) -> Any:
 
 
 def check_gradients(got: tuple[Tensor, ...], dout: Tensor, x: Inputs) -> str:
-    """What is wrong with dq, dk, dv and a learned table's gradient, in words.
+    """The faults of dq, dk, dv and of a learned table's gradient, in words.
 
     Of the first key head in the last batch; those of a table are summed over all batches.
     """

@@ -1,4 +1,4 @@
-"""What was measured and kept: records and studies as problems, with the times of their configs."""
+"""Stored measurements: records and studies as problems, with the times of their configs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two kernels are one program whose names were changed.
+"""The test that two kernels are one program whose names were changed.
 
 Two modules are equal up to the names that they bind themselves, if numbering these in the order
 in which a walk of the syntax tree meets them gives equal trees: alpha-equivalence, by de Bruijn's
@@ -76,7 +76,7 @@ class _Numbered(ast.NodeTransformer):
         self.bound_by_function: set[str] = set()
 
     def number(self, name: str) -> str:
-        """What stands for a name here; itself where nothing here binds it."""
+        """The number that stands for a name here; the name itself where nothing here binds it."""
         if self.function is not None and name in self.function:
             return self.function[name]
         if name in self.kept:

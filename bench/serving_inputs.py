@@ -119,7 +119,7 @@ def _draft_tree(nodes: int, past: Tensor, device: str) -> Any:
 
 
 def check_requests(out: Tensor, x: Served) -> str:
-    """What is wrong with an output [B, q_len, Hq, Dv] or [rows, Hq, Dv], in words.
+    """The faults of an output [B, q_len, Hq, Dv] or [rows, Hq, Dv], in words.
 
     The first and the last head of the first two requests, of one between, and of the last.
     """

@@ -69,7 +69,7 @@ def configs_of(problem: Problem, device: Device) -> dict[str, Any]:
 
 
 def short_prompts(path: Path = RESULTS) -> Iterator[Measured]:
-    """What a results file has, for fits; nothing where there is none yet."""
+    """The rows of a results file, for fits; none where there is no file yet."""
     if not path.exists():
         return
     held = json.loads(path.read_text())

@@ -38,7 +38,7 @@ class Standing:
 
 
 def standing(found: Measured) -> Standing:
-    """Where today's default is among the times of a record."""
+    """The place of today's default among the times of a record."""
     problem, device = found.problem, found.device
     config = default(problem, device)
     own, best = found.time(config), min(found.times, key=lambda each: found.times[each])

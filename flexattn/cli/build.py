@@ -39,13 +39,13 @@ class BuildReport:
 
     @property
     def timed(self) -> int:
-        """How many configs a tuner would time."""
+        """The number of configs that a tuner would time."""
         pairs = zip(self.built, self.twins, strict=True)
         return sum(each.failed is None and twin is None for each, twin in pairs)
 
     @property
     def sound(self) -> bool:
-        """Whether the compiler ended well on all, and something is left to time."""
+        """True where the compiler ended well on all, and something is left to time."""
         ends = {each.failed.stage for each in self.built if each.failed is not None}
         return self.timed > 0 and ends <= {"resources"}
 

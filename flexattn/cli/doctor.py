@@ -144,7 +144,7 @@ def _tools(faults: list[str]) -> dict[str, str | None]:
 
 
 def _compiler(device: Device) -> str:
-    """What compiles for a device, as outcomes and calls have it."""
+    """The compiler for a device, by the name that outcomes and calls use."""
     try:
         return compiler_of(device)
     except (RuntimeError, OSError, SubprocessError) as error:
@@ -152,7 +152,7 @@ def _compiler(device: Device) -> str:
 
 
 def _unwritable(folder: Path) -> str:
-    """Where a folder's files cannot be written, the path that refuses them; else ""."""
+    """The path that refuses writes to a folder; "" where none does."""
     # Path's own exists() raises below a folder that may not be searched.
     there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     return "" if os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK) else str(there)
@@ -182,7 +182,7 @@ def _health(layer: RecordLayer, device: Device) -> dict[str, Any]:
 
 
 def _untuned(faults: list[str]) -> list[dict[str, str]]:
-    """What calls met without a tuned record, of every device."""
+    """The problems that calls met without a tuned record, of every device."""
     try:
         listed = read_untuned(untuned_path())
     except CacheError as error:
@@ -229,7 +229,7 @@ def _print_untuned(listed: list[dict[str, str]]) -> None:
 
 
 def _verdict(facts: dict[str, Any]) -> str:
-    """What works here, in a sentence or two."""
+    """A summary of what works here, in a sentence or two."""
     if facts["faults"]:
         count = len(facts["faults"])
         return f"broken: {count} fault{'s' * (count > 1)}, above; mend or remove what they name"

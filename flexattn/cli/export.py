@@ -26,7 +26,7 @@ from flexattn.tune.tasks import distinct, mods_of, tasks
 
 @dataclass(frozen=True)
 class Shipped:
-    """What went into a directory: records, and what did not, with the reason."""
+    """The outcome of an export: the number of records, and those left out, each with a reason."""
 
     written: int
     refused: tuple[tuple[str, str], ...]

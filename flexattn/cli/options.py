@@ -1,4 +1,4 @@
-"""What each verb is asked for: its arguments and options, whose docstring is its help.
+"""The arguments and options of each verb, whose docstring is its help.
 
 typer reads them before anything of the verb is imported: nothing here imports torch, so that help
 and completion come at once. The lists of words are held to those of the package by
@@ -74,7 +74,7 @@ def option(*flags: str, of: Sequence[str], help: str, shown: str | None = None) 
 
 
 def completing(names: Sequence[str]) -> Callable[[str], list[str]]:
-    """What completes the beginning of a name."""
+    """A function that completes the beginning of a name."""
 
     def complete(incomplete: str) -> list[str]:
         return [name for name in names if name.startswith(incomplete)]
@@ -89,9 +89,9 @@ ModArguments = Annotated[
     list[str] | None, typer.Option("--arg", help="An argument of a factory; repeatable.")
 ]
 RoleName = Annotated[
-    str | None, option("--as", of=ROLES, help="What MOD is, where arity cannot tell.")
+    str | None, option("--as", of=ROLES, help="The role of MOD, where its arity cannot tell.")
 ]
-KindName = Annotated[str, option("--kind", of=KIND_CHOICES, help="What the kernel computes.")]
+KindName = Annotated[str, option("--kind", of=KIND_CHOICES, help="The kind of kernel.")]
 AnyKind = Annotated[
     str | None, option("--kind", of=KIND_CHOICES, help="The lengths decide by default.")
 ]
@@ -130,7 +130,7 @@ Presets = Annotated[
            help=f"A shipped workload, repeatable: {', '.join(PRESETS)}."),
 ]  # fmt: skip
 Only = Annotated[str | None, typer.Option(help="A regular expression that titles match.")]
-EffortName = Annotated[str, option("--effort", of=EFFORTS, help="How much of the space.")]
+EffortName = Annotated[str, option("--effort", of=EFFORTS, help="The part of the space to try.")]
 
 
 def _device(names: Sequence[str]) -> Any:
@@ -157,7 +157,7 @@ class Chosen:
 
     @property
     def named(self) -> bool:
-        """Whether a file or a preset is."""
+        """True where a file or a preset is named."""
         return bool(self.workload or self.preset)
 
 
@@ -301,7 +301,7 @@ class Merge:
 
     sources: Annotated[list[Path], typer.Argument(help="Directories of records.")]
     out: Annotated[
-        Path | None, typer.Option(help="Where they go; the user's own records by default.")
+        Path | None, typer.Option(help="Folder of the merged records; the user's own by default.")
     ] = None
     as_json: AsJson = False
 
@@ -426,7 +426,7 @@ class Render(CallOptions):
     rules_off: Annotated[
         str | None, typer.Option(help='Rules to leave out, separated by commas, or "all".')
     ] = None
-    tanh: Annotated[str | None, option("--tanh", of=TANHS, help="How tanh is computed.")] = None
+    tanh: Annotated[str | None, option("--tanh", of=TANHS, help="The form of tanh.")] = None
     as_json: AsJson = False
 
 

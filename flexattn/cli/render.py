@@ -101,7 +101,7 @@ def run(args: asking.Render) -> None:
 
 
 def _expected(problem: Problem, device: Device, chosen: options.Options) -> Choice:
-    """What a call gets, as far as it is known without compiling anything."""
+    """The candidate that serves a call, as far as is known without compiling anything."""
     candidates = list(candidates_of(problem, device, chosen))
     for candidate in candidates:
         (attempt,) = told([candidate], device, memory())

@@ -61,7 +61,7 @@ def _plain(value: Any) -> Any:
 
 
 def _counted(problems: int, benches: Sequence[BenchResults]) -> str:
-    """What the page is of: of a bench alone it has no problems, and its rows."""
+    """The page's subject in words; with a bench alone that is its rows, and no problems."""
     words = [f"{problems} problems"] * bool(problems or not benches)
     return ", ".join(words + [f"{len(bench.rows)} rows of {bench.name}" for bench in benches])
 

@@ -1,4 +1,4 @@
-"""What a verb works on: rows of workload files and presets, a device, directories of records."""
+"""The objects of a verb: rows of workload files and presets, a device, folders of records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What verbs print passes here, so that the text of records and files shows and does nothing."""
+"""The way of all that verbs print: the text of records and files shows and does nothing."""
 
 from __future__ import annotations
 

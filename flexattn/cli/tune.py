@@ -202,7 +202,7 @@ def plan_of(
     again: bool,
     where: Where = environment_of,
 ) -> dict[str, Any]:
-    """What a tuning would do: problems with their keys, configs and rejections by reason."""
+    """The plan of a tuning: problems with their keys, configs and rejections by reason."""
     open_titles = {task.title for task in pending(chosen, store, again, where)}
     problems = []
     for task in chosen:
@@ -294,7 +294,7 @@ JOURNALS, LOCKS = "journals", "locks"
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What became of the tasks, whether Ctrl-C ended it, and which devices were lost, in words."""
+    """The outcomes of the tasks; true where Ctrl-C ended it; lost devices, in words."""
 
     outcomes: tuple[TuningOutcome, ...]
     interrupted: bool = False

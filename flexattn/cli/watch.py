@@ -1,4 +1,4 @@
-"""What long work shows on stderr: the problem, its stage, what is tried, the best so far."""
+"""The progress of long work on stderr: problem, stage, current config, best time so far."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Watch(Closing):
 
     @property
     def bars(self) -> bool:
-        """Whether somebody watches: without a terminal there are lines alone."""
+        """True on a terminal; without one there are lines alone."""
         return self._console.is_terminal
 
     def close(self) -> None:

@@ -55,12 +55,12 @@ def run(args: options.Why) -> None:
 
 
 def _tried(task: Task, device: Device) -> list[Attempt]:
-    """What is remembered of the configs that may serve a problem."""
+    """The known outcomes of the configs that may serve a problem."""
     return told(candidates_of(task.problem, device, NONE), device, memory())
 
 
 def _estimate(task: Task, found: ConfigExplanation) -> str | None:
-    """What the model of the config's family expects of it; None where it has none."""
+    """The estimate of a config by its family's model; None without a model."""
     known = family_of(found.config).expected(task.problem, found.config, task.device)
     return None if known is None else str(known)
 

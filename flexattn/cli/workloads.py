@@ -88,7 +88,7 @@ class DemoVariant:
 
 @dataclass(frozen=True)
 class DemoTrial:
-    """What one workload showed; the first variant is what a plain call runs.
+    """The results of one workload; the first variant is the one that a plain call runs.
 
     error, budget: the largest of `out` in the slice that uses most of its budget.
     """
@@ -101,7 +101,7 @@ class DemoTrial:
 
     @property
     def passed(self) -> bool:
-        """Whether the plain call's gate is green, and no variant's is red."""
+        """True where the plain call's gate is green, and no variant's is red."""
         return bool(self.variants) and all(variant.passed for variant in self.variants)
 
 

@@ -40,7 +40,7 @@ FEW_KEYS = 8192
 
 
 class _Tables(NamedTuple):
-    """What the steps of a cache of so many keys have in common; nobody writes to it.
+    """Tensors that the steps of a cache of so many keys share; nobody writes to them.
 
     places int32 [keys, 5]: a position, and in the last column, which is aligned as tensors of
     torch's are, how many blocks reach up to it. counts int32 [blocks + 1, 4]: the number of each
@@ -123,7 +123,7 @@ def static_mask(
 
 
 def not_after(mask_function: Any) -> bool:
-    """Whether a function is known to see no key after its row: False where nothing tells.
+    """True of a function that is known to keep no key after its row; False if in doubt.
 
     It is `catalogue.causal`, transformers' causal function, or transformers' intersection of one
     of these with others, as its windows are.
@@ -215,7 +215,7 @@ class _Table:
 
     @property
     def free(self) -> bool:
-        """Whether nobody holds the mask that was given last, or its mask_mod."""
+        """True where nobody holds the mask that was given last, or its mask_mod."""
         return self._last_mask_mod() is None
 
     def write(self, seen: Tensor) -> BlockMask:
@@ -271,7 +271,7 @@ _batches: Lru[tuple[int, torch.device, int], _Batch] = Lru(16)
 
 
 def is_few(seen: Tensor) -> bool:
-    """Whether `padded_mask` takes this padding: a plain tensor of few keys, and no gradients."""
+    """True of padding for `padded_mask`: a plain tensor of few keys, without gradients."""
     return 0 < seen.numel() <= FEW_KEYS and type(seen) is Tensor and not torch.is_grad_enabled()
 
 
@@ -346,7 +346,7 @@ class _Padding(NamedTuple):
     masks: Lru[int, BlockMask]
 
     def is_of(self, seen: Tensor) -> bool:
-        """Whether `seen` removes these keys and no others; waits for the device."""
+        """True where `seen` removes these keys and no others; waits for the device."""
         length = seen.shape[1]
         return length <= self.table.shape[1] and torch.equal(seen, self.table[:, :length])
 

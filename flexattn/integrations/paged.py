@@ -33,12 +33,12 @@ class _Place:
 
     @property
     def first(self) -> bool:
-        """Whether no layer of its kind came before it in this forward."""
+        """True of the first layer of its kind in this forward."""
         return bool(self.index == self.allocator.layer_indices[0])
 
     @property
     def begins(self) -> Tensor:
-        """Where each request's keys begin among those of all, and their end."""
+        """The offsets of each request's keys among those of all, and their end."""
         found: Tensor = self.batch["cu_seq_lens_k"][self.allocator.layer_type]
         return found
 
@@ -55,7 +55,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _Batch:
-    """What the layers of one kind have in common in a forward: written by the first of them.
+    """The batch of a forward for the layers of one kind; the first of them writes it.
 
     table [requests, width] int32: pages. lens [requests] int32: keys. rows [requests] int64: where
     the new key of a request goes, where pages alone say so.

@@ -1,4 +1,4 @@
-"""What adaptors share: a layer of a server's model, its plans, its mods, and its cache written."""
+"""Shared parts of the adaptors: a model's layer, its plans, its mods, writes to its cache."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Layer:
         return chain[0] if len(chain) == 1 else score_mod if chain else None
 
     def mask_mod(self, own: _Mod | None) -> _Mod:
-        """What the layer lets a row see, and what the user's mask leaves of it."""
+        """The layer's mask, and with the user's mask both of them."""
         window = self.window
         seen = catalogue.causal if window is None else catalogue.sliding_window(window - 1)
         return seen if own is None else and_masks(seen, own)
@@ -115,7 +115,7 @@ class Plans:
 
 
 def user_mods(layer: Layer) -> Mapping[str, _Mod]:
-    """What the function that FLEXATTN_MODS names says of a layer: score_mod, mask_mod, or neither.
+    """The mods of a layer by the function that FLEXATTN_MODS names: score_mod, mask_mod, neither.
 
     Raises SettingsError where it cannot be imported, and InputError for another answer.
     """

@@ -1,4 +1,4 @@
-"""What vLLM and SGLang call in each of their processes, by the entry points in pyproject.toml."""
+"""Entry points of pyproject.toml that vLLM and SGLang call in each of their processes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def register_sglang() -> None:
 
 
 def _sglang_backend(runner: Any) -> Any:
-    """What SGLang makes of a ModelRunner: its classes are imported when one is asked for."""
+    """SGLang's backend of a ModelRunner; its classes are imported when one is asked for."""
     from flexattn.integrations.sglang import FlexattnBackend
 
     return FlexattnBackend(runner)

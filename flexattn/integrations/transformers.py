@@ -247,14 +247,14 @@ def _contiguous(mask: BlockMask | None) -> BlockMask | None:
 
 
 def _graphed(mask: Tensor) -> bool:
-    """Whether no number can be read back now: a graph cannot hold the wait for a GPU."""
+    """True where no number can be read back: a graph cannot hold the wait for a GPU."""
     return torch.compiler.is_dynamo_compiling() or (
         mask.is_cuda and torch.cuda.is_current_stream_capturing()
     )
 
 
 def _asks(mask: Tensor | None, shape: tuple[int, int]) -> bool:
-    """Whether a mask is bool, of this shape, and may be asked what it removes."""
+    """True of a bool mask of this shape whose values may be read now."""
     found = mask is not None and mask.shape == shape and mask.dtype == torch.bool
     return found and mask is not None and not _graphed(mask)
 
@@ -275,7 +275,7 @@ def _padding(mask: Tensor | None, offset: int, keys: int, whole: bool) -> Tensor
 
 
 def _causes(module: torch.nn.Module) -> bool:
-    """Whether a layer without a mask is causal: of layers that do not say so, only sdpa's are."""
+    """True where a layer without a mask is causal: of those that do not say it, only sdpa's."""
     known = getattr(module, "is_causal", None)
     config = getattr(module, "config", None)
     return bool((config is None or mask_kind(type(config)) == "sdpa") if known is None else known)

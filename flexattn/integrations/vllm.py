@@ -69,7 +69,7 @@ class FlexattnBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Whether a kernel serves this head dimension."""
+        """True where a kernel serves this head dimension."""
         return 1 <= head_size <= MAX_HEAD_DIM
 
     @classmethod
@@ -93,7 +93,7 @@ class FlexattnBackend(AttentionBackend):
 
 @dataclass
 class FlexattnMetadata(AttentionMetadata):
-    """What the layers of a group have in common in a forward; tensors are vLLM's own buffers."""
+    """The batch of a forward for a group of layers; tensors are vLLM's own buffers."""
 
     num_actual_tokens: int
     max_query_len: int

@@ -1,1 +1,1 @@
-"""What only AWS Neuron needs: an interpreter of NKI, a lint, a cost model, and a runner."""
+"""Support of AWS Neuron alone: an interpreter of NKI, a lint, a cost model, and a runner."""

@@ -107,7 +107,7 @@ class NkiShape:
 
 
 def shape_of(problem: Problem, config: NkiConfig) -> NkiShape:
-    """What a config means for a problem."""
+    """The sizes of a kernel: a config applied to a problem."""
     structure = problem.structure
     block = structure.sparsity.kv_block if structure.sparsity else CHUNK
     section = max(block, config.section // block * block)

@@ -106,7 +106,7 @@ class NkiEmitter:
         self.body: list[str] = []
 
     def lines(self, *values: NkiValue) -> list[str]:
-        """Where an operation on these values goes."""
+        """The lines to which an operation on these values is added."""
         return self.body if any(value.place == "tile" for value in values) else self.hoisted
 
     def result(self, *args: NkiValue) -> NkiValue:

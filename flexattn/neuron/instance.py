@@ -102,7 +102,7 @@ class Instance:
 
 
 def instance(driver: Path | None = None) -> tuple[Instance | None, str]:
-    """What this machine is, or None and why it can measure nothing for Neuron."""
+    """This machine as an instance; or None, and the reason why it can measure nothing."""
     devices = sorted((driver or DRIVER).glob("neuron[0-9]*"))
     if not devices:
         return None, "the Neuron driver lists no device: this is no Neuron instance"

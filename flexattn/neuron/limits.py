@@ -25,7 +25,7 @@ BANK_COLUMNS = BANK_BYTES // 4
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a problem's mods ask of a kernel, with masks and scores in one form.
+    """The needs of a problem's mods, with masks and scores in one form.
 
     tiles: of each pool. range_select: whether the mask uses it. refused: why they cannot be
     expressed, "" if they can.
@@ -57,12 +57,12 @@ class NkiCase:
 
     @property
     def turned(self) -> bool:
-        """Whether keys lie on the partitions, so that nothing need turn P."""
+        """True where keys lie on the partitions, so that nothing need transpose P."""
         return self.config.form == "st"
 
     @property
     def dma(self) -> bool:
-        """Whether DMA turns P."""
+        """True where DMA transposes P."""
         return self.config.transpose == "dma" and not self.turned
 
 

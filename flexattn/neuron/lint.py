@@ -1,4 +1,4 @@
-"""What the NKI compiler refuses, looked for in a rendered source before anything runs it.
+"""A lint of rendered sources: it finds what the NKI compiler refuses before anything runs.
 
 The rules are those of the NKI language guide and of the release notes since 0.3. A source that
 passes is not known to compile: only the compiler knows that.

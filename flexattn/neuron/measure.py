@@ -169,7 +169,7 @@ class NeuronMeasurer(Closing):
     def _ran(
         self, source: NkiSource, values: tuple[Any, ...], target: str
     ) -> tuple[Sequence[Tensor], Program]:
-        """What a kernel gave, and its program; raises Died with what failed."""
+        """A kernel's results, and its program; raises Died with what failed."""
         place = Path(tempfile.mkdtemp(dir=self._folder))
         job = Job(nki_path(source), source.text, source.arguments, values)
         torch.save(job, place / "job.pt")
@@ -190,7 +190,7 @@ class NeuronMeasurer(Closing):
 
 
 def _called(command: list[str], environment: dict[str, str] | None, seconds: float) -> str:
-    """What a process printed; raises Died for one that ended badly or did not end."""
+    """The output of a process; raises Died for one that failed or did not end."""
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=seconds, check=False,

@@ -44,7 +44,7 @@ MOST_TILES, MOST_SECTIONS = 160, 4
 
 @dataclass(frozen=True, slots=True)
 class NkiEstimate:
-    """What the model says of one config, in microseconds of one core for the whole problem.
+    """The model's estimate of one config, in microseconds of one core for the whole problem.
 
     busy: of each engine. sbuf_bytes: of a partition. counts: of the walked sample.
     """
@@ -208,7 +208,7 @@ def rank(
 
 
 def ranking_environment(task: Task) -> Environment:
-    """Where a ranking holds: the templates, the model's sources and the target."""
+    """The environment in which a ranking holds: templates, the model's sources, the target."""
     device = task.device
     return Environment(
         schema=SCHEMA,

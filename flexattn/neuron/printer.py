@@ -112,7 +112,7 @@ class NkiPrinter(NkiEmitter):
         return is_static(node) and not (self.packed and reads(node, "h"))
 
     def _whole(self, node: Expr) -> bool:
-        """Whether a value is made at once, and not of its operands."""
+        """True of a value that is made at once, and not of its operands."""
         return node.op == "table" or node in self.affine or self._static(node)
 
     def _made(self, node: Expr) -> NkiValue:
@@ -179,7 +179,7 @@ class NkiPrinter(NkiEmitter):
         return f"[[1, keys], [keys, count], [{row}, rows]]"
 
     def _offset(self, table: NkiTable) -> str:
-        """Where a tile's first element lies in a table."""
+        """The place of a tile's first element in a table."""
         name, (b, h) = table.name, _place(table)
         start = f"({b} * {name}.shape[1] + {h}) * {name}.shape[2]"
         return {

@@ -51,7 +51,7 @@ class Prepared:
     extra: tuple[Any, ...]
 
     def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-        """What the kernel is called with; decode's rows are packed head by head."""
+        """The kernel's arguments; decode's rows are packed head by head."""
         return (self._packed(q), k.contiguous(), v.contiguous(), *self.extra)
 
     def _packed(self, q: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class Prepared:
         return interpret(self.combine.text, given, CORES[self.target], numerics=False)
 
     def _parts(self, q: Tensor) -> tuple[Tensor, ...]:
-        """What combine reads, of the right shapes."""
+        """The partial results that combine reads, of the right shapes."""
         B, units, rows, _ = q.shape
         shape = (B, units, self.config.num_splits, rows)
         partial = torch.empty(*shape, self.problem.structure.head_dim_v)

@@ -76,14 +76,14 @@ def linear_forms(parts: tuple[Expr, ...], packed: bool) -> dict[Expr, Affine]:
 
 
 def is_linear(form: Affine, packed: bool) -> bool:
-    """Whether Python knows all of a form but the rows and keys, and packed rows are not in it."""
+    """True where Python knows all of a form but rows and keys, and it has no packed rows."""
     if form.rest is None:
         return not (packed and form.q)
     return is_static(form.rest) and not (packed and (form.q or reads(form.rest, "h")))
 
 
 def is_static(node: Expr) -> bool:
-    """Whether Python knows its value when the kernel is specialised."""
+    """True where Python knows a node's value when the kernel is specialised."""
     nodes = walk(node, enter=lambda each: each.op in STATIC and not _is_given(each))
     return all(each.op in STATIC or _is_given(each) for each in nodes)
 
@@ -115,7 +115,7 @@ class _Cutter:
         return made[node]
 
     def _form(self, node: Expr) -> TableKind | Literal["kept", "cut"]:
-        """Whether a node becomes a table, stays as it is, or is made of what is cut itself."""
+        """The fate of a node: a kind of table, "kept" as it is, or made of "cut" operands."""
         if node.op in ("const", "scalar") or (node.op == "var" and node.value == "score"):
             return "kept"
         names = node.variables
@@ -149,7 +149,7 @@ class _Cutter:
         return "row" if rows else "uniform"
 
     def _easy(self, node: Expr) -> bool:
-        """What costs the chip an iota, or nothing: affine indices, and numbers Python knows."""
+        """True of what costs an iota or nothing: affine indices, and numbers that Python knows."""
         return node in self.affine or (
             is_static(node) and not (self.packed and "h" in node.variables)
         )

@@ -110,7 +110,7 @@ class Scale:
 
     @property
     def log(self) -> bool:
-        """Whether equal distances are equal factors."""
+        """True where equal distances are equal factors."""
         return self.low > 0 and self.high / self.low > LOG_SPAN
 
     def at(self, value: float) -> float:

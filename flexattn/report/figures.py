@@ -48,7 +48,7 @@ _BOUND = {"compute": "arithmetic", "memory": "memory bandwidth"}
 
 
 class Mark(NamedTuple):
-    """How the default or the winner is marked."""
+    """The mark of the default or the winner."""
 
     trial: int
     role: Role

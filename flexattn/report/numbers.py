@@ -1,4 +1,4 @@
-"""What a record says once its samples are summed up: pure numbers, no pictures."""
+"""Summaries of a record's samples: pure numbers, no pictures."""
 
 from __future__ import annotations
 

@@ -51,13 +51,13 @@ class Model:
 
     @property
     def changed(self) -> int:
-        """How many have a winner other than the static default."""
+        """The number of entries with a winner other than the static default."""
         return sum(entry.summary.changed for entry in self.entries)
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What `write` made; pictures: files, where they were asked for."""
+    """The files of `write`; pictures: none unless they were asked for."""
 
     page: Path
     pictures: tuple[Path, ...]

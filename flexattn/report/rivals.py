@@ -39,7 +39,7 @@ class RivalRow:
 
 @dataclass(frozen=True, slots=True)
 class BenchResults:
-    """What one bench measured: its name, the machine in words, its rows."""
+    """The results of one bench: its name, the machine in words, its rows."""
 
     name: str
     machine: str
@@ -56,7 +56,10 @@ class BenchResults:
 
 
 def read_bench(path: Path) -> BenchResults:
-    """What `python -m bench.…` or `flexattn bench --json` wrote; else raises InputError."""
+    """The results that `python -m bench.…` or `flexattn bench --json` wrote.
+
+    Raises InputError for any other file.
+    """
     try:
         data = json.loads(path.read_text())
         return _from_verb(data) if "schema" not in data else _from_project(data)

@@ -42,7 +42,7 @@ _RESERVED, _UNIT = KIB, 256
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a call must do: floating-point operations, and bytes of q, k, v and out, each once.
+    """The least work of a call: floating-point operations, and bytes of q, k, v and out, once.
 
     kept: the share of query and key pairs that the mask's listed blocks hold. density: "exact"
     without a mask; "class" where the mask's class says it, to a factor of about 1.4; "unknown"
@@ -123,7 +123,7 @@ def _of_plan(record: Record) -> Work:
 
 
 def reach(record: Record, us: float) -> Reach:
-    """What a call that takes `us` microseconds reaches of its device's limits."""
+    """The share of its device's limits that a call of `us` microseconds reaches."""
     done = work(record)
     tflops, bandwidth = done.flops / us / 1e6, done.bytes / us / 1e6
     found = limits_of(record.environment.device)
@@ -139,7 +139,7 @@ def reach(record: Record, us: float) -> Reach:
 
 
 def products_of(record: Record) -> str:
-    """How float32 is multiplied in this record's problem."""
+    """The way in which float32 is multiplied in this record's problem."""
     words = set(record.key.precision.split())
     return next((products for products, word in PRODUCT_WORDS.items() if word in words), "ieee")
 

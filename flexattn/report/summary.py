@@ -95,7 +95,7 @@ class Summary:
 
     @property
     def model(self) -> str:
-        """What a workload's titles begin with: its name."""
+        """The workload's name, with which its titles begin."""
         return (self.title.split() or [self.title])[0]
 
 
@@ -139,7 +139,7 @@ def summarize(record: Record, benches: tuple[BenchResults, ...] = ()) -> Summary
 
 
 def _missing(record: Record, known: bool, unranked: str) -> Iterator[str]:
-    """What could not be computed, and why, a sentence each."""
+    """Sentences on what could not be computed, and why."""
     device, times, same = record.environment.device, timed(record), comparable(record)
     if not times:
         yield "No config has a time, so there is nothing to draw."

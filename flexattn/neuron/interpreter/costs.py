@@ -1,4 +1,4 @@
-"""What an instruction costs, in cycles of its engine: AWS's published estimates, and no other.
+"""The costs of instructions in cycles of their engine: AWS's published estimates alone.
 
 [cost] is the "Estimated instruction cost" of each page of nki.isa in the documentation of SDK
 2.26.1 (later editions dropped these sections; the engines did not change). [arch2], [arch3],

@@ -34,7 +34,7 @@ _NAMES = {dtype: name for name, dtype in NKI_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Interpreted:
-    """What a run gave: its results as tensors, and what it took of the machine.
+    """The results of a run as tensors, and its use of the machine.
 
     counts: instructions by name, "<engine> instructions", "matmul cycles", "dma bytes". busy: each
     engine's nanoseconds. nanoseconds: the timeline's end, where every instruction waited for what

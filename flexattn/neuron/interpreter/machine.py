@@ -237,7 +237,7 @@ _INT_RANGE = {
 
 
 class Tensor:
-    """What nl.ndarray returns, and every view of it: shape, strides and offset in elements."""
+    """A result of nl.ndarray, or a view of one: shape, strides and offset in elements."""
 
     __slots__ = ("offset", "shape", "storage", "strides")
 

@@ -1,4 +1,4 @@
-"""What instructions share: operators, and checks of operands, their fit, and how they issue.
+"""Rules that instructions share: operators, checks of operands and shapes, and issue.
 
 [shared] is nki/api/nki.api.shared of the AWS Neuron documentation: its tables of math operators
 and of activation functions with their valid input ranges.
@@ -187,7 +187,7 @@ def issue(engine: str, cycles: float, reads: tuple[Any, ...], writes: tuple[Any,
 
 
 def _forget(written: Tensor) -> None:
-    """What another instruction wrote is no matmul's to accumulate onto."""
+    """Forget the matmul results that another instruction has overwritten: none may add to them."""
     storage, span = written.storage, written.span()
     storage.started = [
         (offset, shape)
