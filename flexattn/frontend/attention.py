@@ -14,6 +14,7 @@ from flexattn.errors import UnsupportedError, WrongKernelError
 from flexattn.frontend import on_cpu
 from flexattn.frontend.autograd import prepared
 from flexattn.frontend.call import (
+    NOT_ADMITTED,
     TENSORS,
     Call,
     admit,
@@ -101,9 +102,14 @@ def answer(
     arguments: tuple[Any, ...],
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """The results of flex_attention for its arguments, outside of any graph."""
-    given = Call(*arguments)
+    given: Call = tuple.__new__(Call, arguments + NOT_ADMITTED)  # in a third of Call's own time
     key = call_key(given)
-    outputs = launch_cache.serve(key, given) or on_cpu.run_compiled(given) or _serve(key, given)
+    known = launch_cache.find(key, given)
+    if known is not None:
+        entry, launch = known
+        outputs = entry.run(launch, given)
+    else:
+        outputs = on_cpu.run_compiled(given) or _serve(key, given)
     if given.return_aux is not None:
         return outputs.out, AuxOutput(lse=outputs.lse, max_scores=outputs.max_scores)
     if given.return_lse:

@@ -30,7 +30,6 @@ from flexattn.problem.inputs import NO_DESCALES, Descales, Dropout
 from flexattn.problem.kind import FEW_ROWS
 from flexattn.problem.mask_lists import keeps_all
 from flexattn.problem.read_checks import check_reads
-from flexattn.records.record import rounded
 from flexattn.settings import current, say_once
 from flexattn.util.locks import Lru
 
@@ -40,6 +39,8 @@ TENSORS = ("query", "key", "value", "sinks", "q_descale", "k_descale", "v_descal
 # A tensor of another class may mean more than its memory: its calls are not remembered.
 PLAIN = frozenset((Tensor, Parameter, NoneType))
 _FLOAT32 = torch.float32
+_PRE_DISPATCH: Any = torch._C.DispatchKey.PreDispatch
+_is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
 
 
 class Call(NamedTuple):
@@ -78,7 +79,7 @@ class Call(NamedTuple):
     def facts(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The facts that all calls of one launch share, in two parts.
 
-        The second is what a cache that grows changes: the numbers of keys and values, and their
+        The second has what a cache that grows changes: the numbers of keys and values, and their
         strides. It is empty for more than FEW_ROWS query rows, whose first part has all. The mods,
         the mask and the scale are in neither: each key tells those in its own way.
         """
@@ -89,34 +90,24 @@ class Call(NamedTuple):
         descales = None
         if not q_descale is k_descale is v_descale is None:
             descales = facts_of(q_descale), facts_of(k_descale), facts_of(v_descale)
-        rows, of_k, of_v = q.shape, k.shape, v.shape
+        rows = q.shape
+        # facts_of, written out: three calls of it take 3 % of the host time of a repeated call.
         rest = (
+            type(q), rows, q.stride(), q.dtype, q.get_device(), q.data_ptr() % 16, q.is_neg(),
+            type(k), k.dtype, k.get_device(), k.data_ptr() % 16, k.is_neg(),
+            type(v), v.dtype, v.get_device(), v.data_ptr() % 16, v.is_neg(),
             enable_gqa, return_lse, repr(options) if options else None, return_aux,
             None if sinks is None else facts_of(sinks), descales,
             q.dtype is _FLOAT32 and setting_of(q), dropout_p != 0.0,
         )  # fmt: skip
-        # facts_of, written out: three calls of it take 3 % of the host time of a repeated call.
-        of_q = (
-            type(q), rows, q.stride(), q.dtype, q.get_device(), q.data_ptr() % 16, q.is_neg()
-        )  # fmt: skip
+        lie = k.shape, v.shape, k.stride(), v.stride()
         if rows[2] > FEW_ROWS:
-            in_k, in_v = k.stride(), v.stride()
-            return (
-                of_q,
-                (type(k), of_k, in_k, k.dtype, k.get_device(), k.data_ptr() % 16, k.is_neg()),
-                (type(v), of_v, in_v, v.dtype, v.get_device(), v.data_ptr() % 16, v.is_neg()),
-                rest,
-            ), ()  # fmt: skip
-        (kb, kh, keys, kd), (vb, vh, values, vd) = of_k, of_v
-        (k0, k1, k2, k3), (v0, v1, v2, v3) = in_k, in_v = k.stride(), v.stride()
+            return (rest, lie), ()
+        (kb, kh, keys, kd), (vb, vh, _, vd), (k0, k1, k2, k3), (v0, v1, v2, v3) = lie
         # The last bits of strides say if kernels can read whole lines. Another power of two may
         # have another record.
-        return (
-            of_q,
-            (type(k), kb, kh, kd, k3, k.dtype, k.get_device(), k.data_ptr() % 16, k.is_neg()),
-            (type(v), vb, vh, vd, v3, v.dtype, v.get_device(), v.data_ptr() % 16, v.is_neg()),
-            (k0 | k1 | k2) % 16, (v0 | v1 | v2) % 16, rounded(keys), rest,
-        ), (keys, values, in_k, in_v)  # fmt: skip
+        whole = (k0 | k1 | k2 | v0 | v1 | v2) & 15
+        return (rest, (kb, kh, kd, k3, vb, vh, vd, v3, whole, (keys - 1).bit_length())), lie
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -143,6 +134,10 @@ class Call(NamedTuple):
             self.q, self.k, self.scale, self.descales, self.score_mod, self.score,
             self.block_mask, self.mask,
         )  # fmt: skip
+
+
+# The fields of a call that was not admitted, behind the arguments.
+NOT_ADMITTED = tuple(Call._field_defaults.values())[-6:]
 
 
 def identity(bound: Bound | None) -> object:
@@ -289,7 +284,7 @@ def check_transforms(tensors: Sequence[Tensor | None]) -> None:
 
     What torch.func differentiates is no matter of this check: plain torch can.
     """
-    if get_proxy_mode() is not None or any(isinstance(x, FakeTensor) for x in tensors):
+    if is_traced() or any(isinstance(x, FakeTensor) for x in tensors):
         raise UnsupportedError(
             "flex_attention is traced, as by torch.export or make_fx",
             "flexattn launches kernels of its own, which no graph of torch's holds",
@@ -336,8 +331,15 @@ def functionals(tensors: Iterable[Tensor | None]) -> str:
 
 
 def in_forward_mode() -> bool:
-    """Whether tensors may have tangents, as within torch.func.jvp."""
+    """True if tensors may have tangents, as within torch.func.jvp."""
     return forward_ad._current_level >= 0
+
+
+def is_traced() -> bool:
+    """True while a graph is made of what runs, as by make_fx."""
+    # get_proxy_mode alone takes half a microsecond, of the ten of a repeated call.
+    modes = torch._C._len_torch_dispatch_stack() or _is_included(_PRE_DISPATCH)
+    return bool(modes) and get_proxy_mode() is not None
 
 
 def tangent(named: Iterable[tuple[str, Tensor | None]]) -> str:

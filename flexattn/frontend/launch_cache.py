@@ -16,10 +16,9 @@ from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn.frontend.call import PLAIN, Call, bind_on, in_forward_mode
+from flexattn.frontend.call import PLAIN, Call, bind_on, in_forward_mode, is_traced
 from flexattn.kernels.choose.options import Options
 from flexattn.mods import Bound, Guards, watch
 from flexattn.problem import checks
@@ -77,11 +76,6 @@ class LaunchCache:
                 launch = launch or entry.grown(length, given)
                 return None if launch is None else (entry, launch)
         return None
-
-    def serve(self, key: CallKey | None, given: Call) -> Outputs | None:
-        """Run a call as the same one ran before; None where that cannot be known."""
-        found = self.find(key, given)
-        return None if found is None else found[0].run(found[1], given)
 
     def keep(self, key: CallKey, entry: CachedCall, mod: Any) -> None:
         """Add an entry, in place of those that no longer serve its call."""
@@ -272,7 +266,7 @@ class CachedCall:
             return False
         # Within torch.func.jvp a tensor may have a tangent, which a launch would drop; what traces
         # a call, as make_fx does, sees no launch.
-        if in_forward_mode() or get_proxy_mode() is not None:
+        if in_forward_mode() or is_traced():
             return False
         if _any_autocast() and _converts(self.latest.device.type, given):
             return False
@@ -293,7 +287,10 @@ class CachedCall:
         """
         keys, latest, mask = given.k.shape[2], self.latest, given.block_mask
         where, problem = latest.device.type, latest.problem
-        if keys != given.v.shape[2] or not given.k.device.type == given.v.device.type == where:
+        if (
+            not keys == given.v.shape[2] > 0
+            or not given.k.device.type == given.v.device.type == where
+        ):
             return None
         if mask is not None and known_class(mask) != problem.mask_class:
             return None

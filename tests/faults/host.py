@@ -149,8 +149,8 @@ HOST = (
     Fault(
         "a call's key misses the strides of values",
         CALL,
-        "(type(v), of_v, in_v, v.dtype",
-        "(type(v), of_v, of_v, v.dtype",
+        "lie = k.shape, v.shape, k.stride(), v.stride()",
+        "lie = k.shape, v.shape, k.stride(), k.stride()",
         IN_CALL + "::test_a_fact_of_a_tensor_that_differs[strides]",
     ),
     Fault(
@@ -268,16 +268,16 @@ HOST = (
     Fault(
         "a negated view of keys is taken for its memory",
         CALL,
-        "in_k, k.dtype, k.get_device(), k.data_ptr() % 16, k.is_neg())",
-        "in_k, k.dtype, k.get_device(), k.data_ptr() % 16, False)",
+        "type(k), k.dtype, k.get_device(), k.data_ptr() % 16, k.is_neg(),",
+        "type(k), k.dtype, k.get_device(), k.data_ptr() % 16, False,",
         IN_CALL + "::test_a_fact_of_a_tensor_that_differs[negated]",
     ),
     Fault(
-        "a negated view of a decode's keys is taken for its memory",
+        "a decode's key misses the strides of head dimensions",
         CALL,
-        "k3, k.dtype, k.get_device(), k.data_ptr() % 16, k.is_neg())",
-        "k3, k.dtype, k.get_device(), k.data_ptr() % 16, False)",
-        IN_CALL + "::test_a_fact_of_a_tensor_that_differs[negated]",
+        "(kb, kh, kd, k3, vb, vh, vd, v3, whole,",
+        "(kb, kh, kd, vb, vh, vd, whole,",
+        IN_CALL + "::test_a_fact_of_a_tensor_that_differs[strides]",
     ),
     Fault(
         "two calls with options are one",
