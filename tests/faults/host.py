@@ -273,11 +273,11 @@ HOST = (
         IN_CALL + "::test_a_fact_of_a_tensor_that_differs[negated]",
     ),
     Fault(
-        "a decode's key misses the strides of head dimensions",
+        "a decode's key misses how many heads values have",
         CALL,
         "(kb, kh, kd, k3, vb, vh, vd, v3, whole,",
-        "(kb, kh, kd, vb, vh, vd, whole,",
-        IN_CALL + "::test_a_fact_of_a_tensor_that_differs[strides]",
+        "(kb, kh, kd, k3, vb, vd, v3, whole,",
+        IN_CALL + "::test_a_fact_of_a_tensor_that_differs[shape]",
     ),
     Fault(
         "two calls with options are one",
