@@ -63,7 +63,10 @@ def __getattr__(name: str) -> object:
     So the command line says --help without torch, which takes seconds to import.
     """
     if name in __all__:
-        globals()[name] = found = getattr(import_module(_APART.get(name, "flexattn.public")), name)
+        # Of `warm`, too: what a first call imports belongs before the traffic.
+        public = import_module("flexattn.public")
+        found = getattr(import_module(_APART[name]) if name in _APART else public, name)
+        globals()[name] = found
         return found
     try:
         return import_module(f"flexattn.{name}")

@@ -19,7 +19,7 @@ def test_the_first_seconds_of_traffic(tmp_path):
     own = {"FLEXATTN_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "triton"),
            "FLEXATTN_CHECK": "0"}  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "bench.first_traffic_child", "--seconds", "3", "--trace", trace],
+        [sys.executable, "-m", "bench.first_traffic", "--here", "--seconds=3", "--trace", trace],
         env=dict(os.environ) | own, cwd=ROOT, capture_output=True, text=True, check=False,
         timeout=SECONDS,
     )  # fmt: skip
