@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import flexattn.frontend.plan as verified
 import flexattn.serving.verified as plans
 from bench.environment import describe
+from bench.results import write
 from flexattn import create_block_mask, flex_attention
 from flexattn.catalogue import alibi, causal, relative_bias, softcap
 from flexattn.serving import DecodePlan
@@ -85,7 +85,7 @@ def main() -> None:
     print(f"{len(rows)} rows, at most {worst:.1f} ms a kernel")
     if asked.out is not None:
         found = {"environment": describe(), "rows": rows, "most_ms": worst}
-        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+        write(found, asked.out)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from flexattn.errors import InputError
 from flexattn.measure.timing import Samples
 from flexattn.records.record import Failed
 
-__all__ = ["Gate", "Report", "RowResult", "laid_out", "load", "merge", "save", "write"]
+__all__ = ["Gate", "Report", "RowResult", "load", "merge", "save", "write"]
 
 SCHEMA = 1
 
@@ -62,50 +62,34 @@ class Report:
 
 
 def save(report: Report, path: Path) -> None:
-    """Write the report as JSON, atomically; a value of None is left out."""
+    """Write the report as JSON, atomically; a value of None is left out.
+
+    Samples have nine significant digits: nanoseconds up to a second.
+    """
     data = dataclasses.asdict(report, dict_factory=_there)
     write({"schema": SCHEMA} | data, path)
 
 
 def _there(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in items if value is not None}
+    found = {name: value for name, value in items if value is not None}
+    if "us" in found:
+        found["us"] = [float(f"{us:.9g}") for us in found["us"]]
+    return found
 
 
-def write(data: Any, path: Path) -> None:
-    """Write a bench's data as JSON, atomically."""
+def write(data: dict[str, Any], path: Path) -> None:
+    """Write a bench's data as JSON, atomically: a line for each key, and each item of a list."""
+
+    def laid_out(value: Any) -> str:
+        if isinstance(value, list | tuple) and value:
+            return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        return json.dumps(value)
+
+    lines = (f" {json.dumps(key)}: {laid_out(value)}" for key, value in data.items())
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(laid_out(data) + "\n", encoding="utf-8")
+    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     partial.replace(path)
-
-
-def laid_out(data: Any, indent: int = 0) -> str:
-    """JSON in which whatever holds no object that holds one has a line.
-
-    Numbers of a list are samples and have nine significant digits: nanoseconds up to a second.
-    """
-    edge, inner = "\n" + " " * indent, "\n" + " " * (indent + 1)
-    if _depth(data) < 2:
-        return json.dumps(_rounded(data), separators=(",", ":"))
-    if isinstance(data, dict):
-        rows = [f"{json.dumps(key)}: {laid_out(each, indent + 1)}" for key, each in data.items()]
-        return "{" + inner + f",{inner}".join(rows) + edge + "}"
-    return "[" + inner + f",{inner}".join(laid_out(each, indent + 1) for each in data) + edge + "]"
-
-
-def _depth(data: Any) -> int:
-    """The number of objects that stand within one another, at most."""
-    if isinstance(data, dict):
-        return 1 + max(map(_depth, data.values()), default=0)
-    return max(map(_depth, data), default=0) if isinstance(data, list | tuple) else 0
-
-
-def _rounded(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: _rounded(each) for key, each in data.items()}
-    if isinstance(data, list | tuple):
-        return [float(f"{x:.9g}") if type(x) is float else _rounded(x) for x in data]
-    return data
 
 
 def load(path: Path) -> Report:

@@ -20,7 +20,7 @@ import torch
 from bench.environment import describe
 from bench.measured import Measured
 from bench.peers import OURS, ours_exactly
-from bench.results import RowResult
+from bench.results import RowResult, write
 from bench.rows import Row, Shape
 from bench.runner import Method, run_row
 from bench.tasks import task
@@ -99,16 +99,14 @@ def _line(row: Row, result: RowResult) -> list[Any]:
 def _save(path: Path, method: Method, lines: Sequence[list[Any]]) -> None:
     """A line a row; names of configs stand once, at the file's head."""
     names = list(dict.fromkeys(name for *_, times in lines for name in times))
-    head = {
-        "schema": 1, "bench": "short-prompts", "method": method.facts(),
-        "environments": [describe()], "columns": COLUMNS, "configs": names,
-    }  # fmt: skip
     rows = [
         [*sizes, [(names.index(name), us) for name, us in times.items()]]
         for *sizes, times in lines
     ]
-    body = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
-    path.write_text(json.dumps(head)[:-1] + f', "rows": [\n{body}\n]}}\n')
+    write({
+        "schema": 1, "bench": "short-prompts", "method": method.facts(),
+        "environments": [describe()], "columns": COLUMNS, "configs": names, "rows": rows,
+    }, path)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

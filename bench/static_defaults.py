@@ -7,12 +7,10 @@ of; a default that it has none of is counted, and shows nothing. Needs no GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from bench.measured import Measured, measured
 from flexattn.kernels.choose.defaults import default
@@ -77,15 +75,12 @@ def _below(every: Iterable[Standing]) -> Iterable[str]:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table, and write every record's standing where --out says."""
-    parser = argparse.ArgumentParser(prog="python -m bench.static_defaults", description=__doc__)
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
-    asked = parser.parse_args(argv)
-    every = [standing(each) for each in measured()]
-    if asked.out:
-        asked.out.write_text(json.dumps([asdict(each) for each in every], indent=1) + "\n")
-    print(table(every))
+def main() -> int:
+    """Print the table."""
+    argparse.ArgumentParser(
+        prog="python -m bench.static_defaults", description=__doc__
+    ).parse_args()
+    print(table([standing(each) for each in measured()]))
     return 0
 
 
