@@ -269,6 +269,11 @@ def grid(problem: Problem, config: HopperPrefillConfig, device: Device) -> Geome
             "the heads of a tile share one KV head",
             "take a number of consumers that divides the group, or pack_gqa=False",
         )
+    if problem.structure.kind == "serving":
+        # Each request may end within a tile.
+        rows = problem.q_len // config.BLOCK_M + problem.B
+        units = rows * (problem.Hq // config.heads)
+        return Geometry(min(units, device.num_sms), rows, units)
     tiles = -(-problem.q_len // config.BLOCK_M)
     units = problem.B * (problem.Hq // config.heads) * tiles * config.v_parts
     return Geometry(min(units, device.num_sms) if config.persistent else units, tiles, units)

@@ -17,7 +17,7 @@ from flexattn.kernels.base.source import (
     mod_context,
     traits_of,
 )
-from flexattn.kernels.hopper import merge_consumers, unpadded_values
+from flexattn.kernels.hopper import merge_consumers, ragged, unpadded_values
 from flexattn.kernels.hopper.config import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
@@ -50,7 +50,8 @@ def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argume
     """
     tiles = tiles_of(structure, config)
     given, out = structure.dtype, structure.out_dtype
-    keys = config.BLOCK_N
+    form = ragged.form_of(structure)
+    keys = config.BLOCK_N if form is None else ragged.box_rows(form, config)
     described = (
         descriptor("Q", given, CONSUMER_ROWS, tiles.qk_width),
         descriptor("K", given, keys, tiles.qk_width),
@@ -58,6 +59,8 @@ def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argume
         descriptor("V", out, keys, tiles.v_box),
         descriptor("OUT", out, CONSUMER_ROWS, tiles.out_width),
     )
+    if form is not None:
+        return ragged.arguments(form, dict(described))
     counts = config.tile_scheduler == "dynamic"
     sizes = (Argument("num_work_tiles", "i32"), *(Argument("COUNTER", "*i32", 4),) * counts)
     return attention_arguments(structure, config, dict(described), sizes=sizes)
@@ -262,11 +265,13 @@ def render(
     used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
     mods = mod_context([each.lines for each in used], device, HOPPER)
     sparsity = structure.sparsity
-    runs = runs_of(structure, config)
+    form = ragged.form_of(structure)
+    # The producer computes a range of keys from the bounds of the mask.
+    runs = runs_of(structure, config) if form is None else int(mask is not None)
     persistent = config.persistent
     case = case_of(config, structure, device)
     separate_o_smem, q_stages = case.own_output, case.q_slots
-    decay_skip = skips_far(structure, config)
+    decay_skip = form is None and skips_far(structure, config)
     work_tile_in_smem = persistent or sparsity is not None or decay_skip
     fold_scale = structure.positive_scale if score is None else score.folded
     narrowed = tiles.v_columns < tiles.v_width
@@ -287,6 +292,8 @@ def render(
             "SPARSE_KV": sparsity.kv_block,
             "TILES_PER_KV": sparsity.kv_block // config.BLOCK_N,
         }
+    if form is not None:
+        settings |= ragged.constants(form, config)
     if decay_skip:
         settings["ALL_KEYS"] = float(ALL_KEYS)
     if score is not None and score.strip:
@@ -311,7 +318,7 @@ def render(
     # the Q of one work tile. Across work tiles the first V is waited for before the first K is
     # released: with one stage it would not come.
     pipelined = config.cross_tile_pipeline and q_stages > 1 and runs < 2 and config.num_stages > 1
-    pipelined = pipelined and tiles.v_width <= 128 and not config.q_in_regs
+    pipelined = pipelined and tiles.v_width <= 128 and not config.q_in_regs and form is None
     hoisted = [line for each in used for line in each.hoisted]
     # What a mod reads for each row of a work tile costs 14 % where it is loaded during the one
     # before (8 documents, 8k, H200).
@@ -363,6 +370,9 @@ def render(
         "sizes": [2 << i for i in range((config.BLOCK_N // 8).bit_length() - 1)],
         "listed": sparsity is not None and not runs,
         "runs": runs,
+        "ragged": form is not None,
+        "may_be_empty": sparsity is not None or form is not None,
+        "work_tile_words": 5 + 4 * runs + 3 * (form is not None),
         "decay_skip": decay_skip,
         "keys_aligned": keys_aligned(structure, config.BLOCK_N),
         "fused": fused,
@@ -387,6 +397,8 @@ def render(
             found, decay_skip and mask is not None and mask.under is not None
         ),
     }
+    if form is not None:
+        context |= ragged.context(form, found, replace(traits, dialect=HOPPER))
     header = [title, f"config: {describe(config)}", *expressions(structure)]
     passes = (PASS,) if config.merges else ()
     if narrowed:

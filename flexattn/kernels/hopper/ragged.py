@@ -1,0 +1,110 @@
+"""Rows of requests and keys in pages: what the Hopper kernel of a plan has beside a call's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flexattn.kernels.base.arguments import (
+    Argument,
+    captured_arguments,
+    dense_stride_arguments,
+    several,
+    sinks,
+)
+from flexattn.kernels.hopper.config import HopperPrefillConfig
+from flexattn.kernels.printers.mask_printer import print_edges
+from flexattn.kernels.printers.spelling import signature_type
+from flexattn.kernels.printers.triton_printer import Traits
+from flexattn.mods.analysis.mask_form import mask_form
+from flexattn.problem import INDEX_RANGES, Structure
+from flexattn.problem.serving import ServingForm
+
+# Keys of a page that boxes of the copy engine are made for.
+PAGES = (16, 32, 64, 128, 256)
+# What the producer alone reads, beside the tensors of K and V.
+_PRODUCED = ("group", "COUNTER", "TABLE", "stride_table")
+
+
+def form_of(structure: Structure) -> ServingForm | None:
+    """A structure as a plan's; None for a call's."""
+    return structure if isinstance(structure, ServingForm) else None
+
+
+def unserved(form: ServingForm) -> str:
+    """What of a plan's structure the kernel does not have; "" where it has everything."""
+    asked = {
+        "a contiguous cache": not form.page,
+        f"pages of {form.page}": form.page not in (0, *PAGES),
+        "scales": form.scaled or form.scales != "",
+        "keys that hold the values": form.shared_kv,
+        "a shared prefix": form.prefix or form.offset,
+        "batch-invariant rows": form.split_keys > 0,
+    }
+    return next((what for what, holds in asked.items() if holds), "")
+
+
+def box_rows(form: ServingForm, config: HopperPrefillConfig) -> int:
+    """Keys of one copy of K or V: a page, or a part of one as long as a tile."""
+    return min(form.page, config.BLOCK_N)
+
+
+def constants(form: ServingForm, config: HopperPrefillConfig) -> dict[str, object]:
+    """Sizes of pages. PAGES: of a tile; PAGE_ROWS: keys of one copy."""
+    rows = box_rows(form, config)
+    return {"PAGE": form.page, "PAGE_ROWS": rows, "PAGES": config.BLOCK_N // rows}
+
+
+def _requests(form: ServingForm) -> list[Argument]:
+    """What row tiles and lengths of requests are read from.
+
+    ROW_TILES [1 + 2 x tiles] is made by `hopper/row_tiles.py.jinja` before every launch.
+    """
+    names = ("ROW_TILES", "SEQ_LENS", *("CU_SEQLENS",) * form.ragged)
+    numbers = ("total_q" if form.ragged else "q_rows", "max_keys")
+    return several("*i32", *names, divisible_by=4) + several("i32", *numbers)
+
+
+def arguments(form: ServingForm, described: Mapping[str, str]) -> tuple[Argument, ...]:
+    """Arguments of the kernel, in order; none of them depends on a length.
+
+    described: types of the descriptors of Q, K, V and OUT. OUT_ROWS: the address of OUT
+    [rows, Hq, Dv], for tiles that end within a request. LSE [rows, Hq].
+    """
+    found = [Argument(name, kind) for name, kind in described.items()]
+    found.append(Argument("OUT_ROWS", f"*{signature_type(form.dtype)}", 16))
+    found += several("*fp32", *("LSE",) * form.lse, divisible_by=4)
+    found += dense_stride_arguments("o", "hm", form.head_dim_v)
+    found += several("i32", "Hq", "group")
+    found += [Argument("COUNTER", "*i32", 4), *_requests(form)]
+    found += [Argument("TABLE", "*i32", 4), Argument("stride_table", "i32")]
+    found += [Argument("sm_scale", "fp32"), *sinks(form)]
+    return (*found, *captured_arguments(form.score), *captured_arguments(form.mask))
+
+
+def context(form: ServingForm, found: Sequence[Argument], traits: Traits) -> dict[str, object]:
+    """What the templates know beside what they know of a call.
+
+    edges, free_edges: bounds of the keys that a mask keeps, and of those that it keeps of all
+    rows; None where nothing is known of these.
+    """
+    edges, free_edges, captured = (), None, []
+    if form.mask is not None:
+        about = mask_form(form.mask.mod.expr, INDEX_RANGES)
+        edges = print_edges(form.mask, about.edges, traits)
+        if about.free_edges is not None:
+            free_edges = print_edges(form.mask, about.free_edges, traits)
+        if any(edge.statements for edge in (*edges, *(free_edges or ()))):
+            captured = [each.name for each in captured_arguments(form.mask)]
+    requests = [each.name for each in _requests(form)]
+    produced = {*_PRODUCED, *requests}
+    return {
+        "edges": edges,
+        "free_edges": free_edges,
+        "request_arguments": ["Hq", *requests],
+        "range_arguments": ["b", "q_first", "rows_left", "kv_len", *captured],
+        "range_values": ["b", "row_start", "rows_left", "kv_len", *captured],
+        "producer_arguments": ["Hq", *_PRODUCED, *requests, *captured],
+        "consumer_arguments": [
+            each.name for each in found if not each.described and each.name not in produced
+        ],
+    }
