@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from flexattn.runtime.build import DESCRIPTOR
-from tests.emulated_gluon import CONSUMERS, LOADER, _language
+from tests.emulated_gluon import CONSUMERS, LOADER, _language, _maximum, _minimum
 from tests.emulated_memory import Descriptor, Number, Pointer, Shared, Tile, tile
 from tests.emulated_mla import Decoding, _store
 from tests.launches import Recorded
@@ -40,6 +40,28 @@ class Emulated(Recorded):
                 yield argument.name, Pointer(value.view(-1).numpy())
             else:
                 yield argument.name, Number(value) if type(value) is int else value
+
+
+class Boxes(Shared):
+    """Boxes of a tile's columns [boxes, rows, columns], read when they are multiplied."""
+
+    @property
+    def array(self):
+        return np.concatenate(list(self.boxes), 1)
+
+    @array.setter
+    def array(self, boxes):
+        self.boxes = boxes
+
+    def reshape(self, shape):
+        return self
+
+
+class Stages(Shared):
+    """Stages of tiles in boxes [stages, boxes, rows, columns]."""
+
+    def index(self, i):
+        return Boxes(self.array[int(i)])
 
 
 def run(source, programs, arguments, seed=0):
@@ -77,9 +99,23 @@ def _prefill(block, programs):
         num_programs=lambda axis: programs, reshape=np.reshape, permute=np.transpose,
         fma=lambda a, b, c: a * b + c, split=lambda x: (x[..., 0], x[..., 1]),
         full=lambda shape, x, dtype, layout: tile(np.full(shape, x)),
+        minimum=lambda a, b: _number(_minimum(a, b)), maximum=lambda a, b: _number(_maximum(a, b)),
     )  # fmt: skip
+    names["reinterpret"] = _reinterpret
     names["mbarrier"].arrive = lambda barrier, count: barrier.expect(0)
     return names
+
+
+def _number(x):
+    return Number(x) if isinstance(x, int) else x
+
+
+def _reinterpret(place, dtype, shape, layout):
+    width = place.array.shape[-1]
+    if shape[-1] == width or place.array.dtype != np.float32:
+        return place.reinterpret(shape)
+    stages, rows, columns = shape[0], shape[-2], shape[-1]
+    return Stages(place.array.reshape(stages, columns // width, rows, width))
 
 
 _VALUE = {"value": property(lambda self: self)}

@@ -21,6 +21,7 @@ from flexattn.kernels.hopper.config import (
     padded_columns,
     whole_boxes,
 )
+from flexattn.kernels.hopper.ragged import form_of, unserved
 from flexattn.problem import Structure
 
 # Head dimensions that tiles of a power of two were made for, and measured.
@@ -75,6 +76,12 @@ class ConfigCase:
     def boxed(self) -> bool:
         """True if copies of Q, K and the output have 64 columns, of any head dimensions."""
         return self.config.v_box > 0
+
+    @property
+    def lacking(self) -> str:
+        """What of a plan's structure the template does not have, "" of a call's."""
+        form = form_of(self.structure)
+        return "" if form is None else unserved(form)
 
     @cached_property
     def qk_padded(self) -> int:
@@ -357,7 +364,27 @@ LIMITS: Limits[ConfigCase] = Limits(
         Rule(
             "dtype",
             "the Gluon template takes k and v in the dtype of q",
-            lambda c: c.structure.kv_dtype == "",
+            lambda c: c.structure.kv_dtype in ("", c.structure.dtype),
+        ),
+        Rule(
+            "serving",
+            "the Gluon template has not {c.lacking} of a plan",
+            lambda c: c.lacking == "",
+        ),
+        # Pages are copied in boxes, and tiles of rows found in a table.
+        Rule(
+            "serving",
+            "rows of requests and keys in pages take v_box=64, tile_scheduler='dynamic', "
+            "order='sections' and cross_tile_pipeline=False",
+            lambda c: (
+                c.structure.kind != "serving"
+                or (
+                    c.config.v_box == BOX
+                    and c.config.tile_scheduler == "dynamic"
+                    and c.config.order == "sections"
+                    and not c.config.cross_tile_pipeline
+                )
+            ),
         ),
         # What nobody has run in eight bits: Q in parts, or in registers.
         Rule(

@@ -1,0 +1,160 @@
+"""Rows of requests and keys in pages: the Hopper kernel of a plan, in plain Python."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.flex_attention import and_masks
+
+from flexattn.catalogue import alibi, causal, sliding_window, softcap
+from flexattn.device import named
+from flexattn.kernels.base.arguments import captured_values
+from flexattn.kernels.hopper.config import HopperPrefillConfig
+from flexattn.kernels.hopper.ragged import box_rows
+from flexattn.kernels.hopper.source import render
+from flexattn.mods import bind
+from tests.emulated_memory import Descriptor, Number, Pointer
+from tests.emulated_prefill import run
+from tests.families import geometry, violated
+from tests.problems import served
+
+H200 = replace(named("nvidia-h200"), num_sms=3)
+CONFIG = HopperPrefillConfig(
+    2, 128, 2, 232, ping_pong=False, tile_scheduler="dynamic", order="sections", l2_swizzle=2,
+    cross_tile_pipeline=False, v_box=64, merge_consumers=False,
+)  # fmt: skip
+
+
+def row_tiles(q_lens, kv_lens, rows):
+    """How many tiles there are, and each one's request and first row, the most keys first."""
+    found = [
+        (min(max(k - q, 0) + first + rows, k), b, first)
+        for b, (q, k) in enumerate(zip(q_lens, kv_lens, strict=True))
+        for first in range(0, q, rows)
+    ]
+    found.sort(key=lambda each: -each[0])
+    return [len(found), 0, *(number for each in found for number in each[1:])]
+
+
+class Cache:
+    """Keys and values of requests in pages that lie anywhere; NaN where there is none of them."""
+
+    def __init__(self, page, kv_lens, heads, dims, seed):
+        draw = np.random.default_rng(seed)
+        counts = [-(-n // page) for n in kv_lens]
+        order = draw.permutation(sum(counts) + 3)
+        # What follows a request's last page is no page.
+        self.table = np.full((len(kv_lens), max(*counts, 1) + 2), 10**6)
+        shape = (len(order), page, heads)
+        self.k, self.v = (np.full((*shape, dim), np.nan, np.float32) for dim in dims)
+        self.keys, self.values = [], []
+        place = 0
+        for b, (n, count) in enumerate(zip(kv_lens, counts, strict=True)):
+            pages = order[place : place + count]
+            place += count
+            self.table[b, :count] = pages
+            for cache, kept, dim in zip((self.k, self.v), (self.keys, self.values), dims, strict=True):
+                each = draw.standard_normal((n, heads, dim)).astype(np.float32)
+                kept.append(each)
+                for i, at in enumerate(pages):
+                    part = each[i * page : (i + 1) * page]
+                    cache[at, : len(part)] = part
+
+
+def emulated(
+    page, q_lens, kv_lens, heads=(4, 2), dims=(128, 128), score_mod=None, mask_mod=causal,
+    sinks=None, config=CONFIG, seed=0,
+):  # fmt: skip
+    """(out, lse) of a kernel in bfloat16 that computes exactly, and of float64."""
+    (Hq, Hkv), (D, Dv), total = heads, dims, sum(q_lens)
+    score, mask = bind(score_mod, "score"), bind(mask_mod, "mask")
+    problem = served(
+        len(q_lens), 1, total, 1024, Hq, Hkv, D, Dv, torch.bfloat16, torch.bfloat16, page,
+        score=score, mask=mask, sinks=sinks is not None, lse=True,
+    )  # fmt: skip
+    form = problem.structure
+    assert not violated(config, form, H200)
+    source = render(form, config, H200, "test")
+    cache = Cache(page, kv_lens, Hkv, dims, seed)
+    q = np.random.default_rng(seed + 1).standard_normal((total, Hq, D)).astype(np.float32)
+    out = np.full((total, Hq, Dv), np.nan, np.float32)
+    lse = np.full((total, Hq), np.nan, np.float32)
+    rows, keys = (1, 1, 64, 64), (1, 1, box_rows(form, config), 64)
+    given = {
+        "Q": Descriptor(q.transpose(1, 0, 2)[None], rows, 2),
+        "K": Descriptor(cache.k.transpose(0, 2, 1, 3), keys, 2),
+        "V": Descriptor(cache.v.transpose(0, 2, 1, 3), keys, 2),
+        "OUT": Descriptor(out.transpose(1, 0, 2)[None], rows, 2),
+        "OUT_ROWS": Pointer(out.reshape(-1)), "LSE": Pointer(lse.reshape(-1)),
+        "stride_oh": Dv, "stride_om": Hq * Dv, "Hq": Hq, "group": Hq // Hkv,
+        "COUNTER": Pointer(np.zeros(1, np.int64)),
+        "ROW_TILES": Pointer(np.array(row_tiles(q_lens, kv_lens, config.BLOCK_M))),
+        "SEQ_LENS": Pointer(np.array(kv_lens)), "CU_SEQLENS": Pointer(np.cumsum([0, *q_lens])),
+        "total_q": total, "max_keys": 1024, "TABLE": Pointer(cache.table.reshape(-1)),
+        "stride_table": cache.table.shape[1], "sm_scale": 0.1,
+        "SINKS": None if sinks is None else Pointer(np.array(sinks, np.float32)),
+        **captured_values(form.score, score), **captured_values(form.mask, mask),
+    }  # fmt: skip
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor):
+            given[name] = Pointer(value.reshape(-1).numpy())
+        elif type(value) is int:
+            given[name] = Number(value)
+    run(source, geometry(problem, config, H200).programs, given, seed)
+    return (out, lse), exact(q, q_lens, cache, score_mod, mask_mod, sinks)
+
+
+def exact(q, q_lens, cache, score_mod, mask_mod, sinks):
+    """(out, lse) in float64: the last query of a request stands at its last key."""
+    outs, totals, first = [], [], 0
+    Hq, group = q.shape[1], q.shape[1] // cache.k.shape[2]
+    for b, q_len in enumerate(q_lens):
+        k, v = (
+            torch.from_numpy(x[b]).double().repeat_interleave(group, 1).transpose(0, 1)
+            for x in (cache.keys, cache.values)
+        )
+        mine = torch.from_numpy(q[first : first + q_len]).double().transpose(0, 1)
+        kv_len, first = k.shape[1], first + q_len
+        scores = 0.1 * mine @ k.transpose(1, 2)
+        past = max(kv_len - q_len, 0)
+        at = (
+            torch.tensor(b),
+            torch.arange(Hq)[:, None, None],
+            past + torch.arange(q_len)[:, None],
+            torch.arange(kv_len)[None],
+        )
+        if score_mod is not None:
+            scores = score_mod(scores, *at)
+        if mask_mod is not None:
+            scores = scores.where(mask_mod(*at), -torch.inf)
+        logits = scores
+        if sinks is not None:
+            sink = torch.tensor(sinks).double()[:, None, None].expand(Hq, q_len, 1)
+            logits = torch.cat((scores, sink), 2)
+        total = logits.logsumexp(2)
+        weights = (scores - total[..., None].clamp(min=-1e30)).exp()
+        outs.append((weights @ v).transpose(0, 1))
+        totals.append(total.T)
+    return torch.cat(outs).numpy(), torch.cat(totals).numpy()
+
+
+def check(*given, **more):
+    got, wanted = emulated(*given, **more)
+    for each, right in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(each, right, atol=2e-4, rtol=2e-4)
+
+
+BATCHES = {
+    16: ([130, 1, 64], [300, 45, 64]),
+    32: ([64, 0, 70], [64, 90, 129]),
+    64: ([200], [333]),
+    128: ([129, 3], [129, 260]),
+    256: ([70, 256], [513, 300]),
+}
+
+
+@pytest.mark.parametrize("page", BATCHES)
+def test_pages(page):
+    """Whole and partial tiles of rows, over pages of less than a tile of keys and of more."""
+    check(page, *BATCHES[page], seed=page)
