@@ -14,6 +14,7 @@ from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.ragged import box_rows
 from flexattn.kernels.hopper.source import render
 from flexattn.mods import bind
+from flexattn.kernels.choose.registry import family_of
 from tests.emulated_memory import Descriptor, Number, Pointer
 from tests.emulated_prefill import run
 from tests.families import geometry, violated
@@ -158,3 +159,74 @@ BATCHES = {
 def test_pages(page):
     """Whole and partial tiles of rows, over pages of less than a tile of keys and of more."""
     check(page, *BATCHES[page], seed=page)
+
+
+LENS = torch.tensor([100, 260, 31])
+
+
+def prefix(b, h, q_idx, kv_idx):
+    """Causal but for what every request begins with."""
+    return (kv_idx < LENS[b]) | (q_idx >= kv_idx)
+
+
+def tilted(score, b, h, q_idx, kv_idx):
+    return score + (kv_idx - q_idx) / 32 * 2.0 ** -(h + 1) + b
+
+
+def holes(b, h, q_idx, kv_idx):
+    return (q_idx // 32 + kv_idx // 32) % 2 == 0
+
+
+ASKED = {
+    "no mask": {"mask_mod": None},
+    "window": {"mask_mod": sliding_window(90)},
+    "prefix by request": {"mask_mod": prefix},
+    "holes": {"mask_mod": holes},
+    "soft cap": {"score_mod": softcap(4.0)},
+    "alibi": {"score_mod": alibi(4, "cpu")},
+    "score by request": {"score_mod": tilted, "mask_mod": sliding_window(150)},
+    "sinks": {"sinks": [0.5, -1.0, 3.0, 0.0], "mask_mod": sliding_window(64)},
+    "lazy": {"config": replace(CONFIG, lazy_rescale=True)},
+    "ping pong": {"config": replace(CONFIG, ping_pong=True)},
+    "packed": {"config": replace(CONFIG, pack_gqa=True)},
+    "three consumers": {"config": replace(CONFIG, consumers=3, consumer_regs=160, BLOCK_N=64)},
+    "64 columns": {"dims": (64, 64)},
+    "96 columns": {"dims": (96, 96)},
+    "256 columns": {"dims": (256, 256), "config": replace(CONFIG, BLOCK_N=64)},
+    "192 and 128": {"dims": (192, 128), "config": replace(CONFIG, BLOCK_N=64)},
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_a_plan_asks(asked):
+    """Masks and scores stand at positions in the request, and a mask's bounds end the loop."""
+    check(16, [130, 70, 3], [130, 300, 40], **ASKED[asked])
+    if asked in ("window", "packed"):
+        check(64, [65, 130], [500, 140], **ASKED[asked], seed=3)
+
+
+def test_no_keys_and_too_few():
+    """A request without keys has zeros; of fewer keys than rows, rows begin at position 0."""
+    (out, lse), wanted = emulated(32, [10, 70], [0, 40])
+    assert not out[:10].any() and np.isneginf(lse[:10]).all()
+    np.testing.assert_allclose(out[10:], wanted[0][10:], atol=2e-4)
+
+
+REFUSED = {
+    "pages of 8": {"page": 8},
+    "a contiguous cache": {"page": 0},
+    "batch-invariant rows": {"batch_invariant": True},
+    "scales": {"scaled": True},
+}
+
+
+@pytest.mark.parametrize("lacking", REFUSED)
+def test_what_the_template_has_not(lacking):
+    asked = {"page": 16, **REFUSED[lacking]}
+    page = asked.pop("page")
+    found = served(
+        2, 1, 128, 1024, 4, 2, 128, 128, torch.bfloat16, torch.bfloat16, page, **asked
+    ).structure
+    (rule,) = violated(CONFIG, found, H200)
+    assert rule.name == "serving"
+    assert lacking in " ".join(family_of(CONFIG).limits.reasons(CONFIG, found, H200))
