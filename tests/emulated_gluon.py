@@ -91,7 +91,7 @@ class Block:
         return self.products.setdefault(threading.get_ident(), [])
 
     def barrier(self, number):
-        return self.hardware.setdefault(int(number), Meeting(self))
+        return self.hardware.setdefault(number, Meeting(self))
 
     def product(self, a, b, acc, use_acc=True, is_async=True):
         found = SimpleNamespace(value=None, operands=(a, b), acc=acc if use_acc else None)
@@ -266,11 +266,11 @@ def _load(place, mask=True, other=0):
 
 
 def _minimum(a, b):
-    return np.minimum(a, b).view(Tile) if isinstance(a, Tile) else min(a, b)
+    return min(a, b) if np.ndim(a) == np.ndim(b) == 0 else np.minimum(a, b).view(Tile)
 
 
 def _maximum(a, b):
-    return np.maximum(a, b).view(Tile) if isinstance(a, Tile) else max(a, b)
+    return max(a, b) if np.ndim(a) == np.ndim(b) == 0 else np.maximum(a, b).view(Tile)
 
 
 def _philox(row, key, head, seed):

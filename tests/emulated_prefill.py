@@ -74,7 +74,7 @@ def run(source, programs, arguments, seed=0):
             block = Decoding(number, random.Random(chance.random()))
             names = _prefill(block, programs)
             exec(code, names)
-            names.update(_assembly(block, body))
+            names.update(_assembly(block, body, int(names["CONSUMERS"])))
             names[source.entry](*(arguments[each.name] for each in source.arguments))
 
 
@@ -100,6 +100,7 @@ def _prefill(block, programs):
         fma=lambda a, b, c: a * b + c, split=lambda x: (x[..., 0], x[..., 1]),
         full=lambda shape, x, dtype, layout: tile(np.full(shape, x)),
         minimum=lambda a, b: _number(_minimum(a, b)), maximum=lambda a, b: _number(_maximum(a, b)),
+        cast=lambda x, dtype: x,
     )  # fmt: skip
     names["reinterpret"] = _reinterpret
     names["mbarrier"].arrive = lambda barrier, count: barrier.expect(0)
@@ -129,7 +130,7 @@ def _load(place, mask=True, other=0):
     found = np.where(kept, place.array[np.where(kept, at, 0)], other)
     if found.ndim:
         return found.view(Tile)
-    return Number(found) if found.dtype.kind == "i" else float(found)
+    return Number(found) if found.dtype.kind == "i" else found.view(Tile)
 
 
 def _online_softmax(qk, m_i, l_i):
@@ -139,8 +140,24 @@ def _online_softmax(qk, m_i, l_i):
     return p, m_new, l_i * alpha + p.sum(1, keepdims=True), alpha
 
 
-def _assembly(block, body):
+def _early(qk, scale, m_i):
+    """Exponents, and the first weights, which nobody reads."""
+    return qk * scale, None
+
+
+def _assembly(block, body, consumers):
     """In place of the functions that are inline assembly, or tell of who has which score."""
+    meet = EACH * consumers + LOADER
+    turns = [block.barrier(f"turn {i}") for i in range(consumers)]
+
+    def give_turn(consumer, number=1):
+        if number > 0:
+            turns[(consumer + 1) % consumers].arrive(EACH, 2 * EACH)
+
+    def take_turn(consumer, number=1):
+        if number > 0:
+            turns[consumer].sync(EACH, 2 * EACH)
+
     waits = {
         name: lambda groups=int(groups): block.await_products(groups)
         for name, groups in _WAITS.findall(body)
@@ -153,11 +170,22 @@ def _assembly(block, body):
         "by_thread": lambda x: x,
         "thread_value": lambda x: x[:, :1],
     }
+    early = {
+        "exponents": _early,
+        "early_weights": lambda qk: None,
+        "online_softmax": lambda qk, early_exp2, m_i, l_i: _online_softmax(qk, m_i, l_i),
+    }
     return {
         **waits,
         **(lazy if "def exponents(" in body else {}),
-        "consumer_release": lambda at: block.barrier(at).arrive(EACH),
-        "producer_acquire": lambda at: block.barrier(at).sync(LOADER),
+        **(early if "def early_weights(" in body else {}),
+        "consumer_release": lambda at: block.barrier(at).arrive(EACH, meet),
+        "producer_acquire": lambda at: block.barrier(at).sync(LOADER, meet),
+        "warp_scheduler_sync": take_turn,
+        "warp_scheduler_sync_if": take_turn,
+        "warp_scheduler_arrive": give_turn,
+        "warp_scheduler_arrive_if": give_turn,
+        "multiply_columns_of_v": lambda: None,
         "no_offset": lambda: 0,
         "keep_branch": lambda x: x,
         "load_scalar": lambda place: Number(place.array[0]),

@@ -170,7 +170,7 @@ def prefix(b, h, q_idx, kv_idx):
 
 
 def tilted(score, b, h, q_idx, kv_idx):
-    return score + (kv_idx - q_idx) / 32 * 2.0 ** -(h + 1) + b
+    return score + (kv_idx - q_idx) / (32 * (h + 1)) + b
 
 
 def holes(b, h, q_idx, kv_idx):
