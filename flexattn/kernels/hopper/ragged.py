@@ -12,7 +12,7 @@ from flexattn.kernels.base.arguments import (
     sinks,
 )
 from flexattn.kernels.hopper.config import HopperPrefillConfig
-from flexattn.kernels.printers.mask_printer import print_edges
+from flexattn.kernels.printers.mask_printer import PrintedEdge, print_edges
 from flexattn.kernels.printers.spelling import signature_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.mods.analysis.mask_form import mask_form
@@ -87,7 +87,9 @@ def context(form: ServingForm, found: Sequence[Argument], traits: Traits) -> dic
     edges, free_edges: bounds of the keys that a mask keeps, and of those that it keeps of all
     rows; None where nothing is known of these.
     """
-    edges, free_edges, captured = (), None, []
+    edges: tuple[PrintedEdge, ...] = ()
+    free_edges: tuple[PrintedEdge, ...] | None = None
+    captured: list[str] = []
     if form.mask is not None:
         about = mask_form(form.mask.mod.expr, INDEX_RANGES)
         edges = print_edges(form.mask, about.edges, traits)

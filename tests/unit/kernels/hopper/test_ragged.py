@@ -5,16 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.device import named
 from flexattn.kernels.base.arguments import captured_values
+from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.ragged import box_rows
 from flexattn.kernels.hopper.source import render
 from flexattn.mods import bind
-from flexattn.kernels.choose.registry import family_of
 from tests.emulated_memory import Descriptor, Number, Pointer
 from tests.emulated_prefill import run
 from tests.families import geometry, violated
@@ -55,7 +54,9 @@ class Cache:
             pages = order[place : place + count]
             place += count
             self.table[b, :count] = pages
-            for cache, kept, dim in zip((self.k, self.v), (self.keys, self.values), dims, strict=True):
+            for cache, kept, dim in zip(
+                (self.k, self.v), (self.keys, self.values), dims, strict=True
+            ):
                 each = draw.standard_normal((n, heads, dim)).astype(np.float32)
                 kept.append(each)
                 for i, at in enumerate(pages):

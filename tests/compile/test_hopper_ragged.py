@@ -1,0 +1,49 @@
+"""Hopper's kernels of plans, rows of requests and keys in pages: their loops do not spill."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexattn.catalogue import alibi, causal, sliding_window
+from flexattn.device import named
+from flexattn.kernels.hopper.config import HopperPrefillConfig
+from flexattn.mods import bind
+from flexattn.runtime.build import compile_source
+from flexattn.runtime.resources import resources
+from tests.compile.product_loops import product_loops
+from tests.families import estimates, render, violated
+from tests.problems import served
+
+pytestmark = [pytest.mark.compile]
+
+H200 = named("nvidia-h200")
+CONFIG = HopperPrefillConfig(
+    2, 128, 2, 232, ping_pong=True, tile_scheduler="dynamic", order="sections",
+    lazy_rescale=True, cross_tile_pipeline=False, v_box=64,
+)  # fmt: skip
+WINDOW = {"score": bind(alibi(32, "cpu"), "score"), "mask": bind(sliding_window(1000), "mask")}
+CASES = {
+    "pages of 16": (128, 16, CONFIG, {}),
+    "pages of 128": (128, 128, CONFIG, {}),
+    "packed": (128, 16, replace(CONFIG, pack_gqa=True), {"lse": True}),
+    "window": (128, 64, CONFIG, WINDOW),
+    "64 columns": (64, 16, CONFIG, {"sinks": True}),
+    "256 columns": (256, 16, replace(CONFIG, BLOCK_N=64), {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_loop_spills(case):
+    D, page, config, asked = CASES[case]
+    asked = {"mask": bind(causal, "mask"), **asked}
+    form = served(
+        4, 1, 2048, 8192, 32, 8, D, D, torch.bfloat16, torch.bfloat16, page, **asked
+    ).structure
+    assert not violated(config, form, H200)
+    compiled = compile_source(render(form, config, H200, "test"), H200)
+    taken = resources(compiled, H200)
+    assert not taken.serialised
+    assert taken.shared <= estimates(config, form, H200)[0]
+    loops = product_loops(compiled.asm["cubin"])
+    assert loops and not any(spills for _, spills in loops), (loops, taken)
