@@ -33,6 +33,10 @@ SERVING_ITEMSIZE = {**ITEMSIZE, "float8_e5m2": 1}
 LAYOUTS = {"NHD": (1, 2), "HND": (2, 1)}
 # What has a scale of its own, where more than a tensor or a head has.
 Scales: TypeAlias = Literal["", "page", "page_head", "token", "token_head"]
+# The requests of a mixed batch that a kernel serves: all, those with few query rows, the others.
+Phase: TypeAlias = Literal["", "decode", "prefill"]
+# The most packed rows (group x query positions) of a request that decodes: a tile's.
+DECODE_ROWS = 64
 # How lengths are spread in a batch.
 Lengths = Literal["uniform", "ragged", "mixed"]
 LENGTHS: tuple[Lengths, ...] = get_args(Lengths)
@@ -50,7 +54,8 @@ class ServingForm(Structure):
     columns of K (MLA). scaled: the cache's scales are given, one or one for each head. scales:
     finer ones are. prefix: one cache is shared by the rows of all requests (the first pass of a
     cascade). offset: a request's keys begin behind a prefix (its second pass). split_keys: of a
-    batch-invariant kernel, keys of a split; 0 where splits are cut for balance.
+    batch-invariant kernel, keys of a split; 0 where splits are cut for balance. phase: of a batch
+    whose prefills and decodes have a kernel each, the requests that this one serves.
     """
 
     kind: Kind = "serving"
@@ -71,6 +76,7 @@ class ServingForm(Structure):
     prefix: bool = False
     offset: bool = False
     split_keys: int = 0
+    phase: Phase = ""
 
     @property
     def aligned(self) -> bool:
@@ -180,6 +186,7 @@ class ServingProblem(Problem):
         s = self.structure
         found = [f"kv={s.kv_dtype}"] * (s.kv_dtype != s.dtype)
         found += [f"invariant {s.split_keys}"] * (s.split_keys > 0)
+        found += [f"{s.phase} alone"] * (s.phase != "")
         found += [f"scaled {s.scales}"] * (s.scales != "")
         return " ".join(found + ["scaled"] * s.scaled + ["signed-scale"] * (not s.positive_scale))
 

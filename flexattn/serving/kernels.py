@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from flexattn.device import Device, detect
-from flexattn.errors import ConfigError, InputError, InputTypeError, UnsupportedError
+from flexattn.errors import (
+    BuildError,
+    ConfigError,
+    InputError,
+    InputTypeError,
+    UnsupportedError,
+    WrongKernelError,
+)
+from flexattn.kernels.base.config import Geometry
 from flexattn.kernels.base.source import Source
+from flexattn.kernels.hopper.config import CONSUMER_ROWS
+from flexattn.kernels.hopper.family import PREFILL
+from flexattn.kernels.hopper.ragged import render_row_tiles
 from flexattn.kernels.paged_decode.config import SPLIT_KEYS, ServingConfig
 from flexattn.kernels.paged_decode.family import PAGED_DECODE
 from flexattn.mods import Bound
@@ -24,9 +36,11 @@ from flexattn.problem import (
 )
 from flexattn.problem.checks import MAX_HEAD_DIM
 from flexattn.problem.serving import (
+    DECODE_ROWS,
     KV_DTYPES,
     LAYOUTS,
     SERVING_ITEMSIZE,
+    Phase,
     ServingForm,
     ServingProblem,
 )
@@ -139,8 +153,19 @@ def _check(asked: dict[str, Any]) -> None:
             raise InputError(f"DecodePlan({told})", rule)
 
 
+# Tiles of rows of each SM, of the smallest batch whose prefills have a kernel of their own.
+_LEAST_TILES = 1
 # What 32 bits count beyond a batch's tiles: kernels add their number of programs.
 _UNCOUNTED = 2**16
+
+
+class PrefillKernels(NamedTuple):
+    """The kernels of the prefills of a mixed batch: one lists their tiles of rows, one attends."""
+
+    choice: Choice
+    attend: Kernel
+    row_tiles: Kernel
+    grid: Geometry
 
 
 class Kernels(NamedTuple):
@@ -148,7 +173,8 @@ class Kernels(NamedTuple):
     one.
 
     combine: None also for a shared prefix, whose parts the last kernel of its cascade merges.
-    row_tiles: the most that one KV head has. gpu: its index, -1 where there is none.
+    row_tiles: the most that one KV head has. gpu: its index, -1 where there is none. prefills:
+    None where the serving kernel serves them too.
     """
 
     choice: Choice
@@ -159,6 +185,7 @@ class Kernels(NamedTuple):
     programs: int
     merges: int
     row_tiles: int
+    prefills: PrefillKernels | None = None
 
     @property
     def target(self) -> Device:
@@ -184,12 +211,48 @@ def build(problem: ServingProblem, device: torch.device, config: ServingConfig |
     def compiled(source: Source) -> Kernel:
         return builder().kernel(source, target, index)
 
+    prefills = None if config is not None else _prefill_kernels(problem, target, compiled)
+    if prefills is not None:
+        problem = in_phase(problem, "decode")
     found = _counted(plan_candidates(problem, target, config))
     choice, attend, combine = first_served(found, problem, target, compiled, memory())
     chosen: Any = choice.config
     grid = PAGED_DECODE.grid(problem, chosen, target)
     merges = PAGED_DECODE.merges(problem, chosen, target)
-    return Kernels(choice, chosen, index, attend, combine, grid.programs, merges, grid.num_tiles)
+    return Kernels(
+        choice, chosen, index, attend, combine, grid.programs, merges, grid.num_tiles, prefills
+    )
+
+
+def in_phase(problem: ServingProblem, phase: Phase) -> ServingProblem:
+    """The part of a mixed batch that is in a phase."""
+    return replace(problem, structure=replace(problem.structure, phase=phase))
+
+
+def _prefill_kernels(
+    problem: ServingProblem, target: Device, compiled: Callable[[Source], Kernel]
+) -> PrefillKernels | None:
+    """The kernels of the prefills; None where the serving kernel is to serve them as well.
+
+    It can split a request's keys between SMs, which batches of few rows need.
+    """
+    few = problem.total_q * problem.Hq < _LEAST_TILES * CONSUMER_ROWS * target.num_sms
+    short = problem.kv_len * problem.structure.group <= DECODE_ROWS
+    if few or short or not PREFILL.offered(target):
+        return None
+    asked = in_phase(problem, "prefill")
+    origin = f"static default for {target.arch}"
+    found = (
+        Candidate(asked, target, config, "default", origin)
+        for config in PREFILL.able(asked, target)
+    )
+    try:
+        choice, attend, _ = first_served(found, asked, target, compiled, memory())
+    except (BuildError, ConfigError, WrongKernelError):
+        return None
+    chosen: Any = choice.config
+    row_tiles = compiled(render_row_tiles(asked.structure, chosen, target))
+    return PrefillKernels(choice, attend, row_tiles, PREFILL.grid(asked, chosen, target))
 
 
 def plan_candidates(

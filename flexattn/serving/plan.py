@@ -16,7 +16,8 @@ from flexattn.kernels.paged_decode.source import stepped_axes, tied
 from flexattn.mods import bind
 from flexattn.problem import captures_of
 from flexattn.problem.checks import check_scale
-from flexattn.runtime.build import InOrder
+from flexattn.runtime.build import InOrder, Launcher
+from flexattn.runtime.launch import box_of
 from flexattn.serving import checks
 from flexattn.serving.cache import (
     KVCache,
@@ -27,7 +28,7 @@ from flexattn.serving.cache import (
     steps,
 )
 from flexattn.serving.checks import check_choices, inspect, pair, refuse_types, whole
-from flexattn.serving.kernels import Kernels, build, plan_problem
+from flexattn.serving.kernels import Kernels, PrefillKernels, build, plan_problem
 from flexattn.serving.launching import NOTHING, GivenUp, Seen, Streams, facts, launch_here, see
 from flexattn.serving.verified import is_right
 from flexattn.settings import current
@@ -150,7 +151,7 @@ class DecodePlan:
         self.places_rows = mods and not prefix
         while True:
             self._prepare(build(self.problem, self.device, config))
-            if is_right(self, self._kernels.choice):
+            if is_right(self, self._kernels):
                 break
         self._forget()
 
@@ -179,6 +180,15 @@ class DecodePlan:
         self._lse = None
         if self.form.lse:
             self._lse = torch.empty((rows, m.Hq), dtype=torch.float32, device=where)
+        prefills = kernels.prefills
+        self._names: tuple[str, ...] = _TENSORS
+        if prefills is not None:
+            # The first one stays a tile of some request where a batch has none.
+            words = 2 + 2 * prefills.grid.num_tiles
+            self._row_tiles = torch.zeros(words, dtype=torch.int32, device=where)
+            self._counter = torch.zeros(1, dtype=torch.int32, device=where)
+            # Tiles of rows that end within a request are stored by address.
+            self._names = (*_TENSORS, "OUT_ROWS")
         # What never changes between runs is packed into the launches once.
         self._owned: dict[str, Any] = {"WORKSPACE": self._workspace, "COUNT": self._count}
         for captures, bound in ((self.form.score, self._score), (self.form.mask, self._mask)):
@@ -282,17 +292,21 @@ class DecodePlan:
         else:
             out, lse = self._outputs(ready, out, lse)
         # In the order of _TENSORS.
-        tensors = (
+        tensors: tuple[Any, ...] = (
             q, k, v, out, lse, sinks, v_scale, seq_lens, kv_start, cu_seqlens_q, table, row_lens,
             k_scale,
         )  # fmt: skip
+        if self._kernels.prefills is not None:
+            tensors = (*tensors, out)
         launch_here(ready, self._gpu, tensors, self._streams)
         return out if lse is None else (out, lse)
 
     @property
     def memory(self) -> int:
         """Bytes that the plan holds on its device: its workspace, its counters and its outputs."""
-        held = (self._workspace, self._count, self._out, self._lse)
+        held = [self._workspace, self._count, self._out, self._lse]
+        if self._kernels.prefills is not None:
+            held += [self._row_tiles, self._counter]
         return sum(each.nbytes for each in held if each is not None)
 
     @property
@@ -364,13 +378,34 @@ class DecodePlan:
             fixed |= {f"stride_{name.lower()}{a}": by_axis["pnh".index(a)] for a in axes}
             if self.config.by_tma:
                 boxes[name] = cache_box(name, tensor, m)
-        kernels = self._kernels
-        ready = [kernels.attend.prepare(kernels.programs, fixed, _TENSORS, boxes, _TENSORS)]
-        if kernels.combine is not None:
-            # It takes some of what the other one takes.
-            every = (*fixed, *_TENSORS)
-            ready.append(kernels.combine.prepare(kernels.merges, fixed, _TENSORS, spare=every))
         shape = (*q.shape[:-1], m.head_dim_v)
         lse = None if self._lse is None else self._lse[:rows].view(shape[:-1])
         out = self._out[:rows].view(shape)
+        kernels, names = self._kernels, self._names
+        ready: list[Launcher] = []
+        if kernels.prefills is not None:
+            ready += self._prepare_prefills(kernels.prefills, q, k, v, out, fixed)
+        ready.append(kernels.attend.prepare(kernels.programs, fixed, names, boxes, names))
+        if kernels.combine is not None:
+            # It takes some of what the other one takes.
+            every = (*fixed, *names)
+            ready.append(kernels.combine.prepare(kernels.merges, fixed, names, spare=every))
         return _Ready(tuple(ready), out, lse, keys, cache.pages)
+
+    def _prepare_prefills(
+        self, kernels: PrefillKernels, q: Tensor, k: Tensor, v: Tensor, out: Tensor, fixed: Any
+    ) -> list[Launcher]:
+        """The launches of the prefills, which come first; fixed: the values of the decodes'."""
+        m, names = self.problem, self._names
+        own = fixed | {
+            "ROW_TILES": self._row_tiles.data_ptr(), "COUNTER": self._counter.data_ptr(),
+            "capacity": kernels.grid.num_tiles, "stride_oh": m.head_dim_v, "Hq": m.Hq,
+            "group": self.form.group, "sm_scale": self.scale,
+        }  # fmt: skip
+        boxes = {name: box_of(x.transpose(0, 1)[None]) for name, x in (("Q", q), ("OUT", out))}
+        boxes |= {name: cache_box(name, x, m) for name, x in (("K", k), ("V", v))}
+        every, requests = (*own, *names), max(1, own["num_requests"])
+        return [
+            kernels.row_tiles.prepare(requests, own, names, spare=every),
+            kernels.attend.prepare(kernels.grid.programs, own, names, boxes, every),
+        ]

@@ -15,10 +15,9 @@ from flexattn.errors import WrongKernelError
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import Bound
-from flexattn.problem.serving import LAYOUTS, ServingProblem
+from flexattn.problem.serving import DECODE_ROWS, LAYOUTS, Phase, ServingProblem
 from flexattn.reference import Precision, Reference, attention
 from flexattn.reference.cache_append import MAX_FINITE, appended
-from flexattn.runtime.dispatch import Choice
 from flexattn.runtime.launch import Outputs
 from flexattn.runtime.outcomes import Outcome
 from flexattn.serving.append_checks import Rope
@@ -224,6 +223,7 @@ def _request(
 if TYPE_CHECKING:
     from flexattn.serving.append import AppendPlan
     from flexattn.serving.cascade import CascadePlan
+    from flexattn.serving.kernels import Kernels
     from flexattn.serving.plan import DecodePlan
 
 # Keys of the longest request: more than any tile has, and no multiple of one.
@@ -231,22 +231,34 @@ _KEYS = 389
 _REQUESTS = 3
 
 
-def is_right(plan: DecodePlan, choice: Choice) -> bool:
+def is_right(plan: DecodePlan, kernels: Kernels) -> bool:
     """True if a new plan's kernels are verified, or agree with plain torch on a made-up batch.
 
     The first pass of a cascade leaves parts: `check_cascade` judges them when they are merged.
     """
-    return plan.form.prefix or accepted(LaunchedKernels.of(choice), [partial(_judge, plan)])
+    if plan.form.prefix:
+        return True
+    prefills = kernels.prefills
+    if prefills is not None:
+        subject = LaunchedKernels.of(prefills.choice)
+        subject = replace(subject, sources=(*subject.sources, prefills.row_tiles.source))
+        if not accepted(subject, [partial(_judge, plan, "prefill")]):
+            return False
+    phase: Phase = "" if prefills is None else "decode"
+    return accepted(LaunchedKernels.of(kernels.choice), [partial(_judge, plan, phase)])
 
 
-def _judge(plan: DecodePlan) -> Verdict:
+def _judge(plan: DecodePlan, phase: Phase) -> Verdict:
+    """The verdict on a run over a made-up batch of requests in a phase."""
     m, where = plan.problem, plan.device
     kv = min(m.kv_len, _KEYS)
     requests = min(m.B, _REQUESTS)
     q_lens = (min(m.q_len, kv),) * requests
     if m.total_q:  # a chunk, then single queries as far as there is room
-        chunk = max(1, min(m.total_q - requests + 1, kv, 37))
-        requests = min(requests, m.total_q)
+        longest = DECODE_ROWS // plan.form.group
+        least, most = {"": (1, 37), "decode": (1, longest), "prefill": (longest + 1, 137)}[phase]
+        chunk = max(least, min(m.total_q - requests + 1, kv, most))
+        requests = min(requests, 1 + m.total_q - chunk)
         q_lens = (chunk, *[1] * (requests - 1))
     lens = (kv, max(q_lens[-1], kv // 3), max(q_lens[-1], kv // 2 + 1))[:requests]
     with apart(where):

@@ -13,7 +13,7 @@ from flexattn.kernels.base.estimate import Estimate
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.features import FEW_BY_KEY, values_by_key
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.hopper import cost, space
+from flexattn.kernels.hopper import cost, ragged, space
 from flexattn.kernels.hopper.config import (
     CONSUMER_REGISTERS,
     CONSUMER_ROWS,
@@ -65,7 +65,8 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         return LEADS and self.offered(device) and values_by_key(structure) <= FEW_BY_KEY
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
-        return sized(problem, device)
+        form = ragged.form_of(problem.structure)
+        return sized(problem, device) if form is None else ragged.defaults(form)
 
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
         structure = problem.structure

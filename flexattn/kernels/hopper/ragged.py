@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from flexattn.device import Device
 from flexattn.kernels.base.arguments import (
     Argument,
     captured_arguments,
@@ -11,16 +13,19 @@ from flexattn.kernels.base.arguments import (
     several,
     sinks,
 )
-from flexattn.kernels.hopper.config import HopperPrefillConfig
+from flexattn.kernels.base.source import Source, make_source
+from flexattn.kernels.hopper.config import BOX, BOXED_REGISTERS, HopperPrefillConfig
 from flexattn.kernels.printers.mask_printer import PrintedEdge, print_edges
 from flexattn.kernels.printers.spelling import signature_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Structure
-from flexattn.problem.serving import ServingForm
+from flexattn.problem.serving import DECODE_ROWS, ServingForm
 
 # Keys of a page that boxes of the copy engine are made for.
 PAGES = (16, 32, 64, 128, 256)
+# Tiles that a program ranks at a time, and requests that it compares them with.
+_TILES = _REQUESTS = 64
 # What the producer alone reads, beside the tensors of K and V.
 _PRODUCED = ("group", "COUNTER", "TABLE", "stride_table")
 
@@ -41,6 +46,17 @@ def unserved(form: ServingForm) -> str:
         "batch-invariant rows": form.split_keys > 0,
     }
     return next((what for what, holds in asked.items() if holds), "")
+
+
+def defaults(form: ServingForm) -> Iterator[HopperPrefillConfig]:
+    """The static defaults, best first; not all of them can run."""
+    keys = 128 if max(form.head_dim_qk, form.head_dim_v) <= 128 else 64
+    first = HopperPrefillConfig(
+        2, keys, 2, BOXED_REGISTERS, ping_pong=True, tile_scheduler="dynamic", order="sections",
+        lazy_rescale=True, cross_tile_pipeline=False, v_box=BOX,
+    )  # fmt: skip
+    yield first
+    yield replace(first, ping_pong=False)
 
 
 def box_rows(form: ServingForm, config: HopperPrefillConfig) -> int:
@@ -110,3 +126,19 @@ def context(form: ServingForm, found: Sequence[Argument], traits: Traits) -> dic
             each.name for each in found if not each.described and each.name not in produced
         ],
     }
+
+
+def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Device) -> Source:
+    """The kernel that lists a batch's tiles of rows before attention, a program a request."""
+    settings = {
+        "BLOCK_M": config.BLOCK_M,
+        "TILES": _TILES,
+        "REQUESTS": _REQUESTS,
+        "PACKED": form.group,
+        "DECODE_ROWS": DECODE_ROWS,
+    }
+    found = several("*i32", "SEQ_LENS", "CU_SEQLENS", "ROW_TILES", "COUNTER", divisible_by=4)
+    found += several("i32", "num_requests", "total_q", "max_keys", "capacity")
+    context: dict[str, object] = {"constants": tuple(settings.items()), "form": form}
+    header = [f"tiles of {config.BLOCK_M} rows of a batch for {device.arch}"]
+    return make_source("hopper/row_tiles.py.jinja", device, header, context, tuple(found), 4, 1)

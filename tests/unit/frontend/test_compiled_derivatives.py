@@ -58,8 +58,8 @@ def test_a_graph_that_keeps_something_from_autograd_is_torchs(mod, same, dtype):
     bits rounds scores and gradients between its operations. The check once took that for another
     function, and torch's backward computed the gradients of every soft cap in bfloat16.
     """
-    from torch._inductor.decomposition import select_decomp_table
     from torch._higher_order_ops.flex_attention import create_fw_bw_graph
+    from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
     table = torch.empty(2, 2**20, requires_grad=True)
