@@ -33,10 +33,10 @@ SERVING_ITEMSIZE = {**ITEMSIZE, "float8_e5m2": 1}
 LAYOUTS = {"NHD": (1, 2), "HND": (2, 1)}
 # What has a scale of its own, where more than a tensor or a head has.
 Scales: TypeAlias = Literal["", "page", "page_head", "token", "token_head"]
-# The requests of a mixed batch that a kernel serves: all, those with few query rows, the others.
+# The requests of a mixed batch that a kernel serves: all, those with few queries, the others.
 Phase: TypeAlias = Literal["", "decode", "prefill"]
-# The most packed rows (group x query positions) of a request that decodes: a tile's.
-DECODE_ROWS = 64
+# The most query positions of a request that decodes: more fill a tile of one head well enough.
+DECODE_QUERIES = 16
 # How lengths are spread in a batch.
 Lengths = Literal["uniform", "ragged", "mixed"]
 LENGTHS: tuple[Lengths, ...] = get_args(Lengths)

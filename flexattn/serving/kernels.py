@@ -36,7 +36,7 @@ from flexattn.problem import (
 )
 from flexattn.problem.checks import MAX_HEAD_DIM
 from flexattn.problem.serving import (
-    DECODE_ROWS,
+    DECODE_QUERIES,
     KV_DTYPES,
     LAYOUTS,
     SERVING_ITEMSIZE,
@@ -237,7 +237,7 @@ def _prefill_kernels(
     It can split a request's keys between SMs, which batches of few rows need.
     """
     few = problem.total_q * problem.Hq < _LEAST_TILES * CONSUMER_ROWS * target.num_sms
-    short = problem.kv_len * problem.structure.group <= DECODE_ROWS
+    short = problem.kv_len <= DECODE_QUERIES
     if few or short or not PREFILL.offered(target):
         return None
     asked = in_phase(problem, "prefill")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexattn.device import usable
 from flexattn.kernels.base.arguments import captured_values
+from flexattn.kernels.base.config import Config
 from flexattn.kernels.paged_decode.config import ServingConfig, part_slots, workspace
 from flexattn.kernels.paged_decode.engines import UNWRITTEN
 from flexattn.kernels.paged_decode.source import stepped_axes, tied
@@ -308,6 +309,12 @@ class DecodePlan:
         if self._kernels.prefills is not None:
             held += [self._row_tiles, self._counter]
         return sum(each.nbytes for each in held if each is not None)
+
+    @property
+    def prefill_config(self) -> Config | None:
+        """The config of the kernel of prefills; None where `config` serves all requests."""
+        prefills = self._kernels.prefills
+        return None if prefills is None else prefills.choice.config
 
     @property
     def max_keys(self) -> int:

@@ -15,7 +15,7 @@ from flexattn.errors import WrongKernelError
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import Bound
-from flexattn.problem.serving import DECODE_ROWS, LAYOUTS, Phase, ServingProblem
+from flexattn.problem.serving import DECODE_QUERIES, LAYOUTS, Phase, ServingProblem
 from flexattn.reference import Precision, Reference, attention
 from flexattn.reference.cache_append import MAX_FINITE, appended
 from flexattn.runtime.launch import Outputs
@@ -255,9 +255,8 @@ def _judge(plan: DecodePlan, phase: Phase) -> Verdict:
     requests = min(m.B, _REQUESTS)
     q_lens = (min(m.q_len, kv),) * requests
     if m.total_q:  # a chunk, then single queries as far as there is room
-        longest = DECODE_ROWS // plan.form.group
-        least, most = {"": (1, 37), "decode": (1, longest), "prefill": (longest + 1, 137)}[phase]
-        chunk = max(least, min(m.total_q - requests + 1, kv, most))
+        most = {"": 37, "decode": DECODE_QUERIES, "prefill": 137}[phase]
+        chunk = max(1, min(m.total_q - requests + 1, kv, most))
         requests = min(requests, 1 + m.total_q - chunk)
         q_lens = (chunk, *[1] * (requests - 1))
     lens = (kv, max(q_lens[-1], kv // 3), max(q_lens[-1], kv // 2 + 1))[:requests]

@@ -1,13 +1,14 @@
 """The tiles of rows of a batch of requests, as the device lists them before attention."""
 
 import random
+from itertools import accumulate
 
 import pytest
 import torch
 
 from flexattn.device import detect
 from flexattn.kernels.hopper.ragged import defaults, render_row_tiles
-from flexattn.problem.serving import DECODE_ROWS
+from flexattn.problem.serving import DECODE_QUERIES
 from flexattn.runtime.build import builder
 from flexattn.serving.kernels import in_phase
 from tests.problems import served
@@ -33,8 +34,7 @@ def listed(q_lens, kv_lens, phase="prefill", capacity=None, max_keys=2**20, cu=N
     counter = torch.full((1,), POISON, dtype=torch.int32)
     given = {
         "SEQ_LENS": torch.tensor(kv_lens, dtype=torch.int32),
-        "CU_SEQLENS": torch.tensor(cu or [0, *q_lens], dtype=torch.int32).cumsum(0).int()
-        if cu is None else torch.tensor(cu, dtype=torch.int32),
+        "CU_SEQLENS": torch.tensor(cu or [*accumulate(q_lens, initial=0)], dtype=torch.int32),
         "ROW_TILES": tiles, "COUNTER": counter,
     }  # fmt: skip
     fixed = {
@@ -54,7 +54,7 @@ def expected(q_lens, kv_lens, phase="prefill"):
         (-(max(k - q, 0) + first + ROWS), b, first)
         for b, (q, k) in enumerate(zip(q_lens, kv_lens, strict=True))
         for first in range(0, q, ROWS)
-        if phase == "" or q * GROUP > DECODE_ROWS
+        if phase == "" or q > DECODE_QUERIES
     ]
     return [each[1:] for each in sorted(found)]
 

@@ -20,7 +20,7 @@ from flexattn.kernels.printers.spelling import signature_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Structure
-from flexattn.problem.serving import DECODE_ROWS, ServingForm
+from flexattn.problem.serving import DECODE_QUERIES, ServingForm
 
 # Keys of a page that boxes of the copy engine are made for.
 PAGES = (16, 32, 64, 128, 256)
@@ -134,8 +134,7 @@ def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Dev
         "BLOCK_M": config.BLOCK_M,
         "TILES": _TILES,
         "REQUESTS": _REQUESTS,
-        "PACKED": form.group,
-        "DECODE_ROWS": DECODE_ROWS,
+        "DECODE_QUERIES": DECODE_QUERIES,
     }
     found = several("*i32", "SEQ_LENS", "CU_SEQLENS", "ROW_TILES", "COUNTER", divisible_by=4)
     found += several("i32", "num_requests", "total_q", "max_keys", "capacity")

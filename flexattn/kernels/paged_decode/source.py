@@ -34,7 +34,7 @@ from flexattn.kernels.printers.spelling import TRITON, Dialect, signature_type, 
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Captures
-from flexattn.problem.serving import DECODE_ROWS, SERVING_ITEMSIZE, ServingForm
+from flexattn.problem.serving import DECODE_QUERIES, SERVING_ITEMSIZE, ServingForm
 
 
 def tied(form: ServingForm) -> bool:
@@ -282,7 +282,7 @@ def _shared(
     }
     settings |= engines.sizes(form, config, device) | scale_constants(form)
     if form.phase:
-        settings["DECODE_ROWS"] = DECODE_ROWS
+        settings["DECODE_QUERIES"] = DECODE_QUERIES
     if form.split_keys:
         settings |= {
             "SPLIT_KEYS": form.split_keys,

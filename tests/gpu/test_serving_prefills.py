@@ -1,0 +1,154 @@
+"""A mixed batch whose prefills Hopper's forward serves, and whose decodes the streaming kernel."""
+
+import random
+
+import pytest
+import torch
+
+from flexattn.catalogue import alibi, causal, sliding_window, softcap
+from flexattn.kernels.hopper.config import HopperPrefillConfig
+from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="Hopper's forward needs a Hopper GPU",
+    ),
+]
+BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
+MIXED = [700, 1, 130, 16, 17, 0, 1, 64], [700, 3000, 900, 16, 4000, 40, 1, 65]
+
+
+def check(each, *, page=16, sinks=None, layout="NHD", together=False, **mods):
+    plan = plan_for(each, page=page, ragged=True, sinks=sinks is not None, layout=layout, **mods)
+    assert isinstance(plan.prefill_config, HopperPrefillConfig)
+    call = {} if sinks is None else {"sinks": sinks}
+    for _ in range(2):  # counters are left as they were found
+        got = run(plan, each, layout=layout, together=together, **call)
+        assert_right(got, each, **call, **{k: v for k, v in mods.items() if "mod" in k})
+    return plan
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
+def test_caches(page, layout, together):
+    each = batch(*MIXED, 32, 8, 128, **BF16)
+    check(each, page=page, layout=layout, together=together, mask_mod=causal)
+
+
+@pytest.mark.parametrize(
+    ("Hq", "Hkv", "D", "Dv"),
+    [(32, 8, 64, 64), (32, 8, 96, 96), (16, 16, 128, 128), (40, 8, 128, 128), (24, 2, 256, 256),
+     (16, 4, 192, 128), (71, 1, 64, 64), (28, 4, 80, 80)],
+)  # fmt: skip
+def test_heads(Hq, Hkv, D, Dv):
+    for dtype in (torch.bfloat16, torch.float16):
+        each = batch(*MIXED, Hq, Hkv, D, Dv, dtype=dtype, device="cuda")
+        check(each, mask_mod=causal)
+
+
+LENS = torch.tensor([100, 260, 31, 900, 2, 0, 1, 30])
+
+
+def prefix(b, h, q_idx, kv_idx):
+    """Causal but for what every request begins with."""
+    return (kv_idx < LENS.to(kv_idx.device)[b]) | (q_idx >= kv_idx)
+
+
+MODS = {
+    "no mask": {},
+    "window": {"mask_mod": sliding_window(90)},
+    "soft cap": {"mask_mod": causal, "score_mod": softcap(20.0)},
+    "alibi": {"mask_mod": causal, "score_mod": alibi(32, "cuda")},
+    "by position": {
+        "mask_mod": causal,
+        "score_mod": lambda s, b, h, q, k: s + (k - q) / (32 * (h + 1)) + b,
+    },
+    "holes": {"mask_mod": lambda b, h, q, k: ((q // 32 + k // 32) % 2 == 0) & (q >= k)},
+}
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("mods", MODS)
+def test_mods(mods, sinks):
+    each = batch(*MIXED, 32, 8, 128, **BF16)
+    check(each, sinks=torch.randn(32, device="cuda") if sinks else None, **MODS[mods])
+
+
+def test_a_mask_by_request():
+    lens = LENS.cuda()
+    each = batch(*MIXED, 32, 8, 128, **BF16)
+    check(each, mask_mod=lambda b, h, q, k: (k < lens[b]) | (q >= k))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_batches(seed):
+    draw = random.Random(seed)
+    count = draw.choice((1, 5, 40))
+    q_lens = [draw.choice((0, 1, 1, 16, 17, draw.randrange(1, 900))) for _ in range(count)]
+    q_lens[0] = draw.randrange(200, 900)
+    kv_lens = [n + draw.choice((0, 0, draw.randrange(1, 3000))) for n in q_lens]
+    heads = draw.choice(((32, 8), (32, 32), (28, 4), (64, 8)))
+    each = batch(q_lens, kv_lens, *heads, draw.choice((64, 128)), **BF16)
+    check(each, page=draw.choice((16, 64, 128)), mask_mod=causal)
+
+
+def test_one_graph_serves_other_batches():
+    """Prefills alone, decodes alone and both, by what lies on the device when it is replayed."""
+    batches = [
+        MIXED,
+        ([1] * 8, [900, 3000, 900, 16, 4000, 40, 1, 65]),
+        ([300, 300, 0, 0, 0, 0, 0, 0], [300, 2500, 0, 0, 0, 0, 0, 0]),
+        ([929, 0, 0, 0, 0, 0, 0, 0], [4000, 0, 0, 0, 0, 0, 0, 0]),
+    ]
+    first = batch(*MIXED, 32, 8, 128, **BF16)
+    plan = plan_for(first, page=16, ragged=True, mask_mod=causal)
+    rows, width = plan.problem.total_q, -(-4100 // 16)
+    q = torch.zeros(rows, 32, 128, **BF16)
+    pages = 2000
+    cache = tuple(torch.zeros(pages, 16, 8, 128, **BF16) for _ in "kv")
+    lens, ends = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (8, 9))
+    table = torch.zeros(8, width, dtype=torch.int32, device="cuda")
+    out, lse = torch.zeros(rows, 32, 128, **BF16), torch.zeros(rows, 32, device="cuda")
+    given = {"seq_lens": lens, "block_table": table, "cu_seqlens_q": ends, "out": out, "lse": lse}
+    plan.run(q, cache, **given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.run(q, cache, **given)
+    for q_lens, kv_lens in batches * 2:
+        each = batch(q_lens, kv_lens, 32, 8, 128, **BF16)
+        (k, v), own = poisoned_pages(each, 16)
+        n = len(each.q)
+        q[:n] = each.q
+        for mine, theirs in zip(cache, (k, v), strict=True):
+            mine[: len(theirs)] = theirs
+        table.zero_()
+        table[:, : own.shape[1]] = own.clamp(min=0)
+        lens.copy_(each.numbers(kv_lens))
+        ends.copy_(each.numbers([0, *torch.tensor(q_lens).cumsum(0).tolist()]))
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        assert_right((out[:n], lse[:n]), each, mask_mod=causal)
+        assert out[n:].isnan().all() and lse[n:].isnan().all()
+
+
+def test_lengths_that_break_the_rules_touch_nothing_else():
+    """Of overlapping requests some rows get a number of no meaning; nothing else is written."""
+    each = batch(*MIXED, 32, 8, 128, **BF16)
+    plan = plan_for(each, page=16, ragged=True, mask_mod=causal)
+    cache, table = poisoned_pages(each, 16)
+    rows = len(each.q)
+    wide = torch.full((rows + 64, 32, 128), 7.0, **BF16)
+    twice = [0, 9999, 0, 929, 3, 700, 929, 929, 929]
+    back = [-5, 700, 600, 929, 0, 1, 2, 3, 2**31 - 1]
+    for ends in (twice, back):
+        plan.run(
+            each.q, cache, seq_lens=each.numbers([2**30, -3, 900, 16, 4000, 40, 1, 65]),
+            block_table=table, cu_seqlens_q=each.numbers(ends), out=wide[:rows],
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        assert (wide[rows:] == 7.0).all()
