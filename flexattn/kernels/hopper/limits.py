@@ -79,9 +79,9 @@ class ConfigCase:
 
     @property
     def lacking(self) -> str:
-        """What of a plan's structure the template does not have, "" of a call's."""
+        """The part of a plan that the template, or the config, does not have; "" of a call's."""
         form = form_of(self.structure)
-        return "" if form is None else unserved(form)
+        return "" if form is None else unserved(form, self.config)
 
     @cached_property
     def qk_padded(self) -> int:
@@ -368,23 +368,8 @@ LIMITS: Limits[ConfigCase] = Limits(
         ),
         Rule(
             "serving",
-            "the Gluon template has not {c.lacking} of a plan",
+            "the Gluon template of a plan does not have {c.lacking}",
             lambda c: c.lacking == "",
-        ),
-        # Pages are copied in boxes, and tiles of rows found in a table.
-        Rule(
-            "serving",
-            "rows of requests and keys in pages take v_box=64, tile_scheduler='dynamic', "
-            "order='sections' and cross_tile_pipeline=False",
-            lambda c: (
-                c.structure.kind != "serving"
-                or (
-                    c.config.v_box == BOX
-                    and c.config.tile_scheduler == "dynamic"
-                    and c.config.order == "sections"
-                    and not c.config.cross_tile_pipeline
-                )
-            ),
         ),
         # What nobody has run in eight bits: Q in parts, or in registers.
         Rule(

@@ -35,8 +35,8 @@ def form_of(structure: Structure) -> ServingForm | None:
     return structure if isinstance(structure, ServingForm) else None
 
 
-def unserved(form: ServingForm) -> str:
-    """What of a plan's structure the kernel does not have; "" where it has everything."""
+def unserved(form: ServingForm, config: HopperPrefillConfig) -> str:
+    """The part of a plan that the kernel does not have, in words; "" if it has everything."""
     asked = {
         "a contiguous cache": not form.page,
         f"pages of {form.page}": form.page not in (0, *PAGES),
@@ -44,6 +44,11 @@ def unserved(form: ServingForm) -> str:
         "keys that hold the values": form.shared_kv,
         "a shared prefix": form.prefix or form.offset,
         "batch-invariant rows": form.split_keys > 0,
+        # Pages are copied in boxes, and the device lists the tiles of rows.
+        "a v_box other than 64": config.v_box != BOX,
+        "an order of tiles other than sections": config.order != "sections",
+        "a tile_scheduler other than dynamic": config.tile_scheduler != "dynamic",
+        "a cross_tile_pipeline": config.cross_tile_pipeline,
     }
     return next((what for what, holds in asked.items() if holds), "")
 

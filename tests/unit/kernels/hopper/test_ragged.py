@@ -218,16 +218,20 @@ REFUSED = {
     "a contiguous cache": {"page": 0},
     "batch-invariant rows": {"batch_invariant": True},
     "scales": {"scaled": True},
+    "a v_box other than 64": {"config": replace(CONFIG, v_box=32)},
+    "sections": {"config": replace(CONFIG, order="heads")},
+    "dynamic": {"config": replace(CONFIG, tile_scheduler="static")},
+    "a cross_tile_pipeline": {"config": replace(CONFIG, BLOCK_N=64, cross_tile_pipeline=True)},
 }
 
 
 @pytest.mark.parametrize("lacking", REFUSED)
 def test_what_the_template_has_not(lacking):
     asked = {"page": 16, **REFUSED[lacking]}
-    page = asked.pop("page")
+    page, config = asked.pop("page"), asked.pop("config", CONFIG)
     found = served(
         2, 1, 128, 1024, 4, 2, 128, 128, torch.bfloat16, torch.bfloat16, page, **asked
     ).structure
-    (rule,) = violated(CONFIG, found, H200)
+    (rule,) = violated(config, found, H200)
     assert rule.name == "serving"
-    assert lacking in " ".join(family_of(CONFIG).limits.reasons(CONFIG, found, H200))
+    assert lacking in " ".join(family_of(config).limits.reasons(config, found, H200))
