@@ -1,0 +1,72 @@
+"""Which plans have a kernel of their own for prefills, and what is left to the streaming one."""
+
+import pytest
+import torch
+
+import flexattn.serving.kernels as serving
+from flexattn.catalogue import causal
+from flexattn.device import named
+from flexattn.kernels.hopper.config import HopperPrefillConfig
+from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.mods import bind
+from tests.failing_builds import LASTING, Builder, gluon
+from tests.problems import served
+
+BF16, MASK = torch.bfloat16, bind(causal, "mask")
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """The kernels of a plan for a device that is not here."""
+
+    def build(arch="nvidia-h200", builder=None, config=None, problem=None, **asked):
+        sizes = {"total_q": 2048, "Hq": 32, "D": 128, "dtype": BF16, "kv": BF16, "page": 16}
+        sizes |= {name: asked.pop(name) for name in sizes.keys() & asked.keys()}
+        total, Hq, D, dtype, kv, page = sizes.values()
+        work = problem or served(8, 1, total, 8192, Hq, 8, D, D, dtype, kv, page, **asked)
+        monkeypatch.setattr(serving, "detect", lambda device: named(arch))
+        monkeypatch.setattr(serving, "builder", lambda: builder or Builder())
+        return serving.build(work, torch.device("cuda", 0), config)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {}, {"mask": MASK}, {"page": 256}, {"layout": "HND"}, {"D": 64}, {"D": 256}, {"D": 96},
+        {"sinks": True, "lse": True}, {"dtype": torch.float16, "kv": torch.float16},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_hopper_serves_prefills(planned, asked):
+    found = planned(**asked)
+    prefills = found.prefills
+    assert isinstance(prefills.choice.config, HopperPrefillConfig)
+    assert isinstance(found.config, ServingConfig)
+    assert prefills.choice.problem.structure.phase == "prefill"
+    assert "DECODE_QUERIES" in found.attend.source.text
+    assert "DECODE_QUERIES" in prefills.row_tiles.source.text
+    assert prefills.grid.programs <= found.target.num_sms
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"arch": "nvidia-b200"}, {"arch": "nvidia-a100"}, {"page": 1}, {"page": 0}, {"page": 24},
+        {"total_q": 128}, {"kv": torch.float8_e4m3fn}, {"batch_invariant": True},
+        {"scales": "token"}, {"dtype": torch.float32, "kv": torch.float32},
+        {"config": ServingConfig(64, 64, 4, 3, 2, combine="launch")},
+        {"problem": served(8, 512, 0, 8192, 32, 8, 128, 128, BF16, BF16, 16)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_one_kernel_serves_all(planned, asked):
+    found = planned(**asked)
+    assert found.prefills is None and "DECODE_QUERIES" not in found.attend.source.text
+
+
+def test_a_kernel_that_does_not_build_gives_way(planned):
+    """The streaming kernel then serves the prefills too."""
+    found = planned(builder=Builder(gluon(LASTING["the compiler"][0])))
+    assert found.prefills is None and "DECODE_QUERIES" not in found.attend.source.text
