@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flexattn.device import detect
-from flexattn.kernels.hopper.ragged import defaults, render_row_tiles
+from flexattn.kernels.hopper.ragged import ragged_defaults, render_row_tiles
 from flexattn.problem.serving import DECODE_QUERIES
 from flexattn.runtime.build import builder
 from flexattn.serving.kernels import in_phase
@@ -25,7 +25,7 @@ def listed(q_lens, kv_lens, phase="prefill", capacity=None, max_keys=2**20, cu=N
         torch.bfloat16, 16,
     )  # fmt: skip
     form = in_phase(problem, phase).structure
-    config = next(defaults(form))
+    config = next(ragged_defaults(form))
     assert config.BLOCK_M == ROWS
     target = detect(torch.device("cpu"))
     kernel = builder().kernel(render_row_tiles(form, config, target), target, -1)

@@ -66,7 +66,7 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
         form = ragged.form_of(problem.structure)
-        return sized(problem, device) if form is None else ragged.defaults(form)
+        return sized(problem, device) if form is None else ragged.ragged_defaults(form)
 
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
         structure = problem.structure

@@ -53,7 +53,7 @@ def unserved(form: ServingForm, config: HopperPrefillConfig) -> str:
     return next((what for what, holds in asked.items() if holds), "")
 
 
-def defaults(form: ServingForm) -> Iterator[HopperPrefillConfig]:
+def ragged_defaults(form: ServingForm) -> Iterator[HopperPrefillConfig]:
     """The static defaults, best first; not all of them can run."""
     keys = 128 if max(form.head_dim_qk, form.head_dim_v) <= 128 else 64
     first = HopperPrefillConfig(
