@@ -398,7 +398,7 @@ def render(
         ),
     }
     if form is not None:
-        context |= ragged.context(form, found, replace(traits, dialect=HOPPER))
+        context |= ragged.ragged_context(form, found, replace(traits, dialect=HOPPER))
     header = [title, f"config: {describe(config)}", *expressions(structure)]
     passes = (PASS,) if config.merges else ()
     if narrowed:
