@@ -102,7 +102,9 @@ def arguments(form: ServingForm, described: Mapping[str, str]) -> tuple[Argument
     return (*found, *captured_arguments(form.score), *captured_arguments(form.mask))
 
 
-def ragged_context(form: ServingForm, found: Sequence[Argument], traits: Traits) -> dict[str, object]:
+def ragged_context(
+    form: ServingForm, found: Sequence[Argument], traits: Traits
+) -> dict[str, object]:
     """What the templates know beside what they know of a call.
 
     edges, free_edges: bounds of the keys that a mask keeps, and of those that it keeps of all
