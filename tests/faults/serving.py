@@ -23,8 +23,48 @@ IN_SERVING_TREES = "tests/interpreter/test_serving_trees.py"
 IN_APPEND = "tests/interpreter/test_append.py"
 CACHE = "flexattn/serving/cache.py"
 IN_SERVING_MLA = "tests/interpreter/test_serving_mla.py"
+IN_PREFILLS = "tests/interpreter/test_serving_prefills.py"
+ROW_TILES = "templates/hopper/row_tiles.py.jinja"
+IN_ROW_TILES = "tests/interpreter/test_row_tiles.py"
+REQUESTS = "templates/hopper/requests.jinja"
+IN_RAGGED = "tests/unit/kernels/hopper/test_ragged.py"
 
 SERVING = (
+    Fault(
+        "the streaming kernel serves a prefill too",
+        PAGES,
+        "q_len = tl.where(q_len > DECODE_QUERIES, 0, q_len)",
+        "q_len = tl.where(q_len > 2 * DECODE_QUERIES, 0, q_len)",
+        IN_PREFILLS + "::test_decodes_alone_are_written",
+    ),
+    Fault(
+        "of two tiles of rows with one end neither is first",
+        ROW_TILES,
+        "- (others < b).to(tl.int32)[None, :]",
+        "",
+        IN_ROW_TILES + "::test_order[equal-prefill]",
+    ),
+    Fault(
+        "more tiles of rows than there is room for are stored",
+        ROW_TILES,
+        "kept = (tile < num_tiles) & (rank < capacity)",
+        "kept = tile < num_tiles",
+        IN_ROW_TILES + "::test_more_tiles_than_were_planned_for",
+    ),
+    Fault(
+        "the counter of tiles is not set back",
+        ROW_TILES,
+        "tl.store(COUNTER, 0)",
+        "tl.store(COUNTER, 1)",
+        IN_ROW_TILES + "::test_order[one-prefill]",
+    ),
+    Fault(
+        "rows of a prefill stand at the first keys",
+        REQUESTS,
+        "row_start = gl.maximum(kv_len - q_len, 0) + first_row",
+        "row_start = first_row",
+        IN_RAGGED + "::test_pages[16]",
+    ),
     Fault(
         "a page id past the cache is read",
         PROGRAM,

@@ -1,0 +1,102 @@
+"""A plan whose prefills have a kernel of their own: what each kernel is given and leaves alone."""
+
+import pytest
+import torch
+
+import flexattn.serving.kernels as serving
+from flexattn.catalogue import causal
+from flexattn.device import named
+from flexattn.kernels.hopper.family import PREFILL
+from flexattn.kernels.hopper.ragged import render_row_tiles
+from flexattn.runtime.dispatch import Candidate
+from flexattn.serving.kernels import PrefillKernels, in_phase
+from flexattn.settings import override
+from tests.launches import Recorded
+from tests.serving import assert_right, batch, plan_for, poisoned_pages
+
+pytestmark = pytest.mark.interpreter
+H200 = named("nvidia-h200")
+Q_LENS, KV_LENS = [1, 70, 16, 17, 0, 3], [60, 70, 33, 17, 12, 3]
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The kernels of prefills, which are launched and do nothing."""
+    found = []
+
+    def kernels(problem, target, compiled):
+        asked = in_phase(problem, "prefill")
+        config = next(PREFILL.able(asked, H200))
+        choice = Candidate(asked, H200, config, "default", "here").choice()
+        row_tiles = Recorded(render_row_tiles(asked.structure, config, H200))
+        found.append(
+            PrefillKernels(
+                choice, Recorded(choice.source), row_tiles, PREFILL.grid(asked, config, H200)
+            )
+        )
+        return found[-1]
+
+    monkeypatch.setattr(serving, "_prefill_kernels", kernels)
+    with override(verify="off", check=False):
+        yield found
+
+
+@pytest.fixture
+def each():
+    return batch(Q_LENS, KV_LENS, 4, 2, 64, dtype=torch.bfloat16)
+
+
+def run_on(plan, each, out):
+    cache, table = poisoned_pages(each, 16)
+    ends = each.numbers([0, *torch.tensor(each.q_lens).cumsum(0).tolist()])
+    lens = each.numbers(each.kv_lens)
+    given = {"seq_lens": lens, "block_table": table, "cu_seqlens_q": ends}
+    plan.run(each.q, cache, **given, out=out)
+    return cache, given
+
+
+def test_decodes_alone_are_written(made, each):
+    """Those of at most 16 positions; rows of the others stay as they were."""
+    plan = plan_for(each, page=16, ragged=True, mask_mod=causal)
+    out = torch.full_like(each.q, torch.nan)
+    run_on(plan, each, out)
+    ends = torch.tensor([0, *Q_LENS]).cumsum(0).tolist()
+    for b, n in enumerate(Q_LENS):
+        rows = out[ends[b] : ends[b + 1]]
+        assert rows.isnan().all() if n > 16 else rows.isfinite().all()
+    kept = [b for b, n in enumerate(Q_LENS) if 0 < n <= 16]
+    rows = [row for b in kept for row in range(ends[b], ends[b + 1])]
+    few = type(each)(
+        each.q[rows], [each.k[b] for b in kept], [each.v[b] for b in kept],
+        [Q_LENS[b] for b in kept], [KV_LENS[b] for b in kept],
+    )  # fmt: skip
+    # Mods see no number of a request.
+    assert_right((out[rows], None), few, mask_mod=causal)
+
+
+def test_the_prefills_kernels_are_given_the_run(made, each):
+    plan = plan_for(each, page=16, ragged=True, mask_mod=causal)
+    out = torch.full_like(each.q, torch.nan)
+    (k, _), given = run_on(plan, each, out)
+    (kernels,) = made
+    (tiles,), (attend,) = kernels.row_tiles.launched, kernels.attend.launched
+    assert plan.prefill_config == kernels.choice.config
+    assert kernels.row_tiles.programs == len(Q_LENS)
+    assert tiles["ROW_TILES"] == attend["ROW_TILES"] and tiles["COUNTER"] == attend["COUNTER"]
+    assert tiles["capacity"] == kernels.grid.num_tiles
+    assert attend["TABLE"] is given["block_table"] and attend["SEQ_LENS"] is given["seq_lens"]
+    assert attend["OUT_ROWS"] is out and attend["OUT"] is out and attend["Q"] is each.q
+    rows = len(each.q)
+    assert tiles["total_q"] == attend["total_q"] == rows
+    assert (attend["Hq"], attend["group"], attend["sm_scale"]) == (4, 2, plan.scale)
+    boxes = kernels.attend.boxes
+    for name, heads, tensor in (("Q", 4, each.q), ("OUT", 4, out)):
+        assert boxes[name].shape == (1, heads, rows, 64)
+        assert boxes[name].strides[1:] == (tensor.stride(1), tensor.stride(0), 1)
+    assert boxes["K"].shape == (len(k), 2, 16, 64)
+
+
+def test_a_plan_counts_the_memory_of_its_tiles(made, each):
+    with_tiles = plan_for(each, page=16, ragged=True, mask_mod=causal)
+    (kernels,) = made
+    assert with_tiles.memory >= 8 * kernels.grid.num_tiles
