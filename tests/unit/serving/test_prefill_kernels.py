@@ -9,10 +9,21 @@ from flexattn.device import named
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.mods import bind
+from flexattn.runtime.outcomes import memory
+from flexattn.settings import override
 from tests.failing_builds import LASTING, Builder, gluon
 from tests.problems import served
 
 BF16, MASK = torch.bfloat16, bind(causal, "mask")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path):
+    """A directory of this test's own, and nothing that an earlier test knew."""
+    memory.cache_clear()
+    with override(cache_dir=tmp_path, cache=(), mode="off", strict=False):
+        yield
+    memory.cache_clear()
 
 
 @pytest.fixture
