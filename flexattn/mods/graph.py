@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from flexattn.errors import UnsupportedError
 from flexattn.mods.arrays import Array, buffer
@@ -19,7 +20,8 @@ from flexattn.mods.bind import variant_of
 from flexattn.mods.derivative import without_idle_stops
 from flexattn.mods.expr import RESULTS, VARS, Buffer, Expr, Mod
 from flexattn.mods.host_numbers import TEXTS, HostProgram, host_values, program
-from flexattn.mods.operators import meaning_of, op_name
+from flexattn.mods.operators import meaning_of
+from flexattn.mods.ops import dtype_of
 from flexattn.mods.pointwise import cast
 from flexattn.mods.reader import Reader, check_size, decompositions, functional, single_result
 from flexattn.mods.refusal import Refusal
@@ -37,7 +39,7 @@ _INTEGERS = frozenset((math.trunc, math.floor, math.ceil, torch.sym_int, round))
 _KINDS = {int: "int64", bool: "int64", float: "float64"}
 _FLOATS = frozenset((operator.truediv, torch.sym_float))
 # How Dynamo passes a Python float: it reads a float64 without dimensions, on the CPU.
-_READ = "_local_scalar_dense"
+_READ = torch.ops.aten._local_scalar_dense.default
 
 
 class Captured(NamedTuple):
@@ -141,18 +143,11 @@ def _is_number(node: Node, captured: Captured) -> bool:
     """Whether a captured tensor is a Python number in disguise: nothing but its value is read."""
     if captured.shape or not captured.on_cpu or captured.dtype not in ("float64", "int64"):
         return False
-    return bool(node.users) and all(_reads_value(user) for user in node.users)
+    return bool(node.users) and all(user.target is _READ for user in node.users)
 
 
-def _reads_value(node: Node) -> bool:
-    return (
-        node.op == "call_function"
-        and getattr(node.target, "namespace", "") == "aten"
-        and (op_name(node.target) == _READ)
-    )
-
-
-class _Number(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Number:
     """A Python number in a graph: the text that the host computes, and int64 or float64."""
 
     text: str
@@ -187,42 +182,40 @@ class _GraphReader(Reader):
             if target is operator.getitem:
                 return args[0][args[1]]
             raise Refusal(f"uses {getattr(target, '__name__', target)} of Python's numbers")
-        if op_name(target) == _READ:
+        if target is _READ:
             if not isinstance(args[0], _Number):
                 raise Refusal("reads the value of a tensor")
             return args[0]
-        args, kwargs = self._met(args), self._met(kwargs)
-        meaning = meaning_of(target)
+        args, kwargs = tree_map_only(_Number, self._scalar, (args, kwargs))
+        meaning = meaning_of(target) or decompositions().get(target)
         if meaning is not None:
             return self._meant(meaning, args, kwargs)
         return super()._call(target, args, kwargs)
 
-    def _met(self, given: Any) -> Any:
-        """The arguments of an operation on tensors, a scalar of the kernel for each number."""
-        if isinstance(given, _Number):
-            if given not in self.numbers:
-                self.numbers.append(given)
-            slot = self.numbers.index(given)
-            return Array.scalar(Expr("scalar", given.dtype, (), slot), weak=True)
-        if isinstance(given, (tuple, list)):
-            return type(given)(map(self._met, given))
-        if isinstance(given, dict):
-            return {name: self._met(each) for name, each in given.items()}
-        return given
+    def _scalar(self, number: _Number) -> Array:
+        """The scalar of the kernel that a number becomes where it meets a tensor."""
+        if number not in self.numbers:
+            self.numbers.append(number)
+        slot = self.numbers.index(number)
+        return Array.scalar(Expr("scalar", number.dtype, (), slot), weak=True)
 
     def _meant(
         self, meaning: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What a registered operator computes of these arrays, by its meaning's own graph."""
-        arrays = [each for each in args if isinstance(each, Array)]
+        """The result of a function of tensors for these arrays, by a graph of its own."""
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [place for place, each in enumerate(leaves) if isinstance(each, Array)]
+        arrays = [leaves[place] for place in places]
 
         def called(*tensors: Tensor) -> Any:
-            given = iter(tensors)
-            return meaning(
-                *(next(given) if isinstance(each, Array) else each for each in args), **kwargs
-            )
+            given = dict(zip(places, tensors, strict=True))
+            args, kwargs = tree_unflatten([given.get(i, x) for i, x in enumerate(leaves)], spec)
+            return meaning(*args, **kwargs)
 
-        like = [torch.zeros(each.shape, dtype=getattr(torch, each.dtype)) for each in arrays]
+        like = [torch.zeros(each.shape, dtype=dtype_of(each.dtype)) for each in arrays]
         graph = make_fx(called, decompositions(), tracing_mode="fake")(*like)
         graph = functional(graph, like, decompositions())
-        return _GraphReader(graph, ()).read(arrays, exact=False)
+        reader = _GraphReader(graph, ())
+        found = reader.read(arrays, exact=False)
+        self.sized |= reader.sized
+        return found

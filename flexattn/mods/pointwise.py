@@ -229,7 +229,6 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     "fmax": partial(_number_of, "maximum"),
     "fmin": partial(_number_of, "minimum"),
     "copy": lambda x, y, *_: broadcast(cast(y, x.dtype), x.shape),
-    "fill": lambda x, value: broadcast(cast(value, x.dtype), x.shape),
     "_to_copy": _convert,
     "convert_element_type": _convert,
 }

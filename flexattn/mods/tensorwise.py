@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from flexattn.mods.arrays import (
     reshape,
 )
 from flexattn.mods.expr import Expr, const, integer
-from flexattn.mods.ops import dtype_of, is_float, name_of
+from flexattn.mods.ops import is_float, name_of
 from flexattn.mods.pointwise import Operand, as_array, cast, pointwise, promoted
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import applied, make
@@ -65,17 +66,6 @@ def dims_of(x: Array, dims: int | Sequence[int] | None) -> list[int]:
     return [dim % max(rank, 1) for dim in ([dims] if isinstance(dims, int) else dims)][:rank]
 
 
-def _permute(x: Array, dims: Sequence[int]) -> Array:
-    return _rearranged(x, dims_of(x, dims))
-
-
-def _transpose(x: Array, first: int = 0, second: int = 1) -> Array:
-    order = list(range(len(x.shape)))
-    if len(order) > 1:
-        order[first], order[second] = order[second], order[first]
-    return _rearranged(x, order)
-
-
 def unsqueeze(x: Array, dim: int) -> Array:
     """The array with a new dimension of size 1."""
     order: list[int | None] = list(range(len(x.shape)))
@@ -105,23 +95,15 @@ def _slice(
     return index(x, [*[None] * dim, _arange(*slice(start, end, step).indices(x.shape[dim]))])
 
 
-def _expand(x: Array, size: Sequence[int], implicit: bool = False) -> Array:
-    lead = len(size) - len(x.shape)
-    shape = [x.shape[dim - lead] if n == -1 else n for dim, n in enumerate(size)]
-    return broadcast(x, shape)
-
-
 def _broadcast_in_dim(x: Array, shape: Sequence[int], dims: Sequence[int]) -> Array:
     source = dict(zip(dims, range(len(dims)), strict=True))
     return broadcast(_rearranged(x, list(map(source.get, range(len(shape))))), shape)
 
 
-def _split(x: Array, size: int | Sequence[int], dim: int = 0) -> list[Array]:
-    total = x.shape[dim]
-    sizes = [size] * math.ceil(total / size) if isinstance(size, int) else size
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    pairs = zip(starts, sizes, strict=True)
-    return [_slice(x, dim % len(x.shape), start, min(start + n, total)) for start, n in pairs]
+def _split(x: Array, sizes: Sequence[int], dim: int = 0) -> list[Array]:
+    ends = accumulate(sizes)
+    pairs = zip(ends, sizes, strict=True)
+    return [_slice(x, dim % len(x.shape), end - size, end) for end, size in pairs]
 
 
 def _cat(arrays: Sequence[Array], dim: int = 0) -> Array:
@@ -218,28 +200,23 @@ def _arange(*ends: int | float, dtype: torch.dtype | None = None, **_: Any) -> A
 
 TENSORWISE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view"), reshape),
-    **dict.fromkeys(("transpose", "t"), _transpose),
-    **dict.fromkeys(("split", "split_with_sizes"), _split),
-    "permute": _permute,
+    "split_with_sizes": _split,
+    "permute": lambda x, dims: _rearranged(x, dims_of(x, dims)),
     "unsqueeze": unsqueeze,
     **dict.fromkeys(("squeeze", "squeeze_"), _squeeze),
     "select": _select,
     "slice": _slice,
-    "expand": _expand,
     "broadcast_in_dim": _broadcast_in_dim,
-    "unbind": lambda x, dim=0: [_select(x, dim, i) for i in range(x.shape[dim])],
     "cat": _cat,
     "flip": _flip,
     "diagonal": _diagonal,
     "diagonal_scatter": _diagonal_scatter,
     "index": index,
     **dict.fromkeys(("index_put", "_unsafe_index_put"), index_put),
-    "embedding": lambda table, position, *_: index(table, [position]),
     "gather": _gather,
     "take": lambda x, position: index(reshape(x, [-1]), [position]),
     "empty": partial(_filled, 0),
     "empty_like": partial(_filled_like, 0),
-    "new_empty": lambda x, size, dtype=None, **_: _filled(0, size, dtype or dtype_of(x.dtype)),
     "full": _full,
     "full_like": lambda x, value, **options: _filled_like(value, x, **options),
     "scalar_tensor": lambda value, **options: _filled(value, [], **options),
@@ -327,16 +304,6 @@ def _total(
     return _reduced(op, x, dims, keepdim, dtype=result, inner=_accumulator(result))
 
 
-def _mean(
-    x: Array, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Array:
-    result = name_of(dtype) if dtype else x.dtype
-    inner = _accumulator(result)
-    total = _reduced("add", x, dims, keepdim, dtype=inner)
-    count = math.prod(x.shape[dim] for dim in dims_of(x, dims))
-    return cast(pointwise("div", total, float(count)), result)
-
-
 def _var(
     x: Array,
     dims: Any = None,
@@ -345,7 +312,8 @@ def _var(
 ) -> Array:
     count = math.prod(x.shape[dim] for dim in dims_of(x, dims))
     wide = cast(x, _accumulator(x.dtype))
-    away = pointwise("sub", wide, _mean(wide, dims, keepdim=True))
+    mean = pointwise("div", _reduced("add", wide, dims, keepdim=True), float(count))
+    away = pointwise("sub", wide, mean)
     total = _reduced("add", pointwise("mul", away, away), dims, keepdim)
     left = max(count - (1 if correction is None else correction), 0)
     return cast(pointwise("div", total, float(left)), x.dtype)
@@ -373,30 +341,12 @@ def _mm(x: Array, y: Array) -> Array:
     return _reduced("add", product, len(shape) - 2, dtype=x.dtype, inner=wide)
 
 
-def _dot(x: Array, y: Array) -> Array:
-    return reshape(_mm(unsqueeze(x, 0), unsqueeze(y, 1)), [])
-
-
-def _mv(x: Array, y: Array) -> Array:
-    return reshape(_mm(x, unsqueeze(y, 1)), [x.shape[0]])
-
-
-def _plus(product: Callable[..., Array], c: Array, x: Array, y: Array, **by: float) -> Array:
-    scaled = pointwise("mul", product(x, y), by.get("alpha", 1))
-    return pointwise("add", pointwise("mul", c, by.get("beta", 1)), scaled)
-
-
 REDUCTIONS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("dot", "vdot"), _dot),
     **dict.fromkeys(("mm", "bmm"), _mm),
-    **dict.fromkeys(("addmm", "baddbmm"), partial(_plus, _mm)),
-    "addmv": partial(_plus, _mv),
-    "mv": _mv,
     "bucketize": _bucketize,
     "searchsorted": _searchsorted,
     "sum": partial(_total, "add"),
     "prod": partial(_total, "mul"),
-    "mean": _mean,
     "var": _var,
     "any": partial(_truth, "or"),
     "all": partial(_truth, "and"),
