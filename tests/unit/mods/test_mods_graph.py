@@ -50,6 +50,9 @@ def graph_of(fn, kind):
     return made, tensors
 
 
+TABLE = torch.ones(4, 3)
+
+
 def told(tensor, **more):
     return Captured(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), **more)
 
@@ -144,6 +147,14 @@ def unread(call, score, q_idx, kv_idx, x):
     return call(aten.mul.Tensor, (score, call(aten._local_scalar_dense.default, (x,))))
 
 
+@pytest.mark.parametrize("fn", [
+    lambda s, b, h, q, kv: s + (TABLE * s).mean(1)[h],
+    lambda s, b, h, q, kv: s + torch.stack((s, s * 2, s * 3)).cumsum(0)[h % 3],
+], ids=["mean", "cumsum"])  # fmt: skip
+def test_what_inductor_leaves_whole_is_decomposed_as_in_eager_calls(fn):
+    assert read(fn, "score").mod is bind(fn, "score").mod
+
+
 REFUSED = {
     "a value on the device": (unread, [Captured((), "float64")], "value of a tensor"),
     "Python's numbers": (
@@ -155,8 +166,8 @@ REFUSED = {
         [Captured((5,), "float32", fixed=False)], "sizes",
     ),
     "an unknown operation": (
-        lambda call, s, q, kv, x: call(aten.cumsum.default, (x, 0)),
-        [Captured((5,), "float32")], "cumsum",
+        lambda call, s, q, kv, x: call(aten.cummax.default, (x, 0)),
+        [Captured((5,), "float32")], "cummax",
     ),
     "other inputs": (lambda call, s, q, kv, x: s, [], "6 inputs"),
 }  # fmt: skip
