@@ -84,6 +84,11 @@ class Identity:
             return True
         return False
 
+    def path_of(self, value: Any) -> Path | None:
+        """The path by which a tensor or a container was met first; None where it was not."""
+        seen = self._seen.get(id(value))
+        return None if seen is None else seen[1]
+
     def opaque(self, reason: str) -> None:
         """Note something that cannot be followed."""
         self.reason = self.reason or reason
@@ -167,7 +172,7 @@ def _function(
         self.held.append((fn, None, (fn.__code__, fn.__defaults__)))
     if reads.cells:
         cells = fn.__closure__ or ()
-        for i, chains in reads.cells:
+        for i, name, chains in reads.cells:
             try:
                 value = cells[i].cell_contents
             except ValueError:
@@ -176,7 +181,7 @@ def _function(
                 continue
             if self.held is not None:
                 self.held.append((cells[i], None, value))
-            _chains(self, value, chains, (path, "cell", i))
+            _chains(self, value, chains, (path, "cell", name))
     if reads.globals:
         scope = fn.__globals__
         for name, chains in reads.globals:
@@ -197,8 +202,9 @@ def _function(
     if owner is not MISSING:
         _chains(self, owner, reads.owner, at)
     if fn.__defaults__:
-        for i, value in enumerate(fn.__defaults__):
-            self.visit(value, (path, "default", i))
+        names = reads.positional[-len(fn.__defaults__) :]
+        for name, value in zip(names, fn.__defaults__, strict=False):
+            self.visit(value, (path, "default", name))
     if fn.__kwdefaults__:
         self.held = None
         for name, value in fn.__kwdefaults__.items():

@@ -131,12 +131,14 @@ def _changed(values: Any, branches: dict[Any, Any] | None) -> Any:
 def _function(fn: types.FunctionType, tree: dict[Any, Any]) -> types.FunctionType:
     if tree.keys() - {"cell", "global", "default", "kwdefault"}:
         raise CannotReplace
-    cells = list(fn.__closure__ or ())
-    for i, branch in tree.get("cell", {}).items():
+    code, cells, values = fn.__code__, list(fn.__closure__ or ()), fn.__defaults__ or ()
+    for name, branch in tree.get("cell", {}).items():
+        i = code.co_freevars.index(name)
         cells[i] = types.CellType(_rebuilt(cells[i].cell_contents, branch))
     scope = _changed(fn.__globals__, tree.get("global"))
-    defaults = _changed(fn.__defaults__, tree.get("default"))
-    new = types.FunctionType(fn.__code__, scope, fn.__name__, defaults, tuple(cells) or None)
+    named = zip(code.co_varnames[code.co_argcount - len(values) :], values, strict=False)
+    defaults = tuple(_changed(dict(named), tree.get("default")).values())
+    new = types.FunctionType(code, scope, fn.__name__, defaults, tuple(cells) or None)
     new.__dict__.update(fn.__dict__)
     new.__kwdefaults__ = _changed(fn.__kwdefaults__, tree.get("kwdefault"))
     return new

@@ -39,17 +39,19 @@ class Reads:
     """Everything that a function's code, and code inside of it, can see of the world outside.
 
     Each name comes with the chains of attributes read from it; the empty chain says that the
-    value itself goes on to where bytecode cannot be followed. `cells` are told by their index,
-    `owner` are the chains of the first parameter. `reason`: why a scan cannot know what the code
-    looks up; empty where it can. `names`: every name and text in the code, so every attribute
-    that it spells; `dynamic`: it may read others. `forgiving`: an attribute may be absent, and
-    the code goes on. `switches`: those of SWITCHES that it names.
+    value itself goes on to where bytecode cannot be followed. `cells` have their index and name,
+    `owner` are the chains of the first parameter. `positional`: the parameters that may have
+    defaults. `reason`: why a scan cannot know what the code looks up; empty where it can.
+    `names`: every name and text in the code, so every attribute that it spells; `dynamic`: it may
+    read others. `forgiving`: an attribute may be absent, and the code goes on. `switches`: those
+    of SWITCHES that it names.
     """
 
     code: CodeType
     globals: tuple[tuple[str, Attributes], ...]
-    cells: tuple[tuple[int, Attributes], ...]
+    cells: tuple[tuple[int, str, Attributes], ...]
     owner: Attributes
+    positional: tuple[str, ...]
     library: bool
     reason: str
     names: frozenset[str]
@@ -107,8 +109,9 @@ def _scan(code: CodeType, library: bool) -> Reads:
     return Reads(
         code=code,
         globals=() if library else tuple((name, tuple(c)) for name, c in globals_.items()),
-        cells=tuple((i, tuple(locals_[name])) for i, name in cells if name in locals_),
+        cells=tuple((i, name, tuple(locals_[name])) for i, name in cells if name in locals_),
         owner=tuple(locals_.get("".join(code.co_varnames[:1]), ())),
+        positional=code.co_varnames[: code.co_argcount],
         library=library,
         reason="" if library else reason,
         names=frozenset(names),

@@ -7,10 +7,7 @@ import inspect
 import linecache
 import os
 import sysconfig
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from itertools import islice
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -20,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flexattn.errors import FlexAttnError, ModError, NoKernelError, UnsupportedError
 from flexattn.mods.expr import MAX_NODES
+from flexattn.mods.identity import Path, identify
 
 SourceLine = tuple[str, int]
 
@@ -62,8 +60,6 @@ READS = frozenset((
     Tensor.storage, Tensor.untyped_storage,
 ))  # fmt: skip
 _NUMPY = "a mod is read as torch's operations, and numpy computes at once with values"
-# So many functions, objects and containers are looked into, and so many parts of each.
-_HOLDERS, _PARTS = 500, 200
 
 
 class Refusal(Exception):
@@ -224,52 +220,19 @@ def captured(fn: Callable[..., Any], tensor: torch.Tensor) -> str:
 
 
 def capture_name(fn: Callable[..., Any], tensor: torch.Tensor) -> str:
-    """The shortest way from a callable to a tensor; nothing where there is none."""
-    queue: deque[tuple[str, Any]] = deque([("", fn)])
-    seen: set[int] = set()
-    while queue and len(seen) < _HOLDERS:
-        name, holder = queue.popleft()
-        if id(holder) in seen:
-            continue
-        seen.add(id(holder))
-        for part, value in islice(_parts(name, holder), _PARTS):
-            if value is tensor:
-                return part
-            queue.append((part, value))
-    return ""
+    """The expression by which a callable reads a tensor; "" where it reads no such."""
+    path = identify(fn, "").path_of(tensor)
+    return _name(fn, path) if path else ""
 
 
-def _parts(name: str, holder: Any) -> Iterator[tuple[str, Any]]:
-    """What a function, a container or an object holds, each with its name from the callable."""
-    if inspect.isfunction(holder):
-        code, scope = holder.__code__, holder.__globals__
-        for free, cell in zip(code.co_freevars, holder.__closure__ or (), strict=True):
-            with suppress(ValueError):  # a cell that was emptied
-                yield free, cell.cell_contents
-        yield from ((each, scope[each]) for each in code.co_names if each in scope)
-        for default in inspect.signature(holder).parameters.values():
-            yield default.name, default.default
-    elif inspect.ismethod(holder):
-        yield "self", holder.__self__
-        yield holder.__name__, holder.__func__
-    elif isinstance(holder, functools.partial):
-        with suppress(TypeError, ValueError):  # of a callable without a signature
-            bound = inspect.signature(holder.func).bind_partial(*holder.args, **holder.keywords)
-            yield from bound.arguments.items()
-        yield "func", holder.func
-    elif isinstance(holder, (list, tuple)):
-        yield from ((f"{name}[{i}]", each) for i, each in enumerate(holder))
-    elif isinstance(holder, dict):
-        yield from ((f"{name}[{key!r}]", each) for key, each in holder.items())
-    elif inspect.ismodule(holder):
-        yield from ((f"{name}.{x}", y) for x, y in vars(holder).items() if torch.is_tensor(y))
-    elif not isinstance(holder, (torch.Tensor, type)):
-        prefix = f"{name}." if name else "self."
-        if isinstance(holder, torch.nn.Module):
-            yield from ((prefix + each, x) for each, x in holder.named_parameters(recurse=False))
-            yield from ((prefix + each, x) for each, x in holder.named_buffers(recurse=False))
-            yield from ((prefix + each, x) for each, x in holder.named_children())
-        for attribute, each in getattr(holder, "__dict__", {}).items():
-            yield prefix + attribute, each
-        if not name and callable(holder):
-            yield "__call__", getattr(type(holder), "__call__", None)
+def _name(fn: Callable[..., Any], path: Path) -> str:
+    if len(path) < 3:  # the callable, its owner, or a class
+        return "self"
+    holder, part, name = path
+    if part == "attr":
+        return f"{_name(fn, holder)}.{name}"
+    if part == "item":
+        return f"{_name(fn, holder)}[{name!r}]"
+    if part == "arg" and isinstance(fn, functools.partial) and not holder:
+        return list(inspect.signature(fn.func).parameters)[name]
+    return str(name)
