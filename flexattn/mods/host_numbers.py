@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map
 
@@ -26,6 +27,7 @@ HostProgram = Callable[[Sequence[int | float]], tuple[Any, ...]]
 # What is computed at greater length is a constant: a text may double at every step of a loop.
 _LONGEST = 400
 _PLAIN = (int, float, bool)
+_PROMOTION = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
 _UNDEFINED = (ArithmeticError, ValueError, TypeError)
 _NAMES = {
     "abs": abs,
@@ -42,28 +44,29 @@ _BINARY = {
     "lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^",
 }  # fmt: skip
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-_UNARY: dict[str, Callable[..., Any]] = {
-    "neg": operator.neg,
-    "pos": operator.pos,
-    "invert": operator.invert,
-    "abs": abs,
-}
-_ROUNDING: dict[str, Callable[..., Any]] = {
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "trunc": math.trunc,
+_PREFIXED = {"neg": "-", "pos": "+", "invert": "~"}
+# Of each of Python's operators, by its method: its text, and the function that computes it.
+_OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
+    **{
+        name: (f"({{}} {sign} {{}})", getattr(operator, f"__{name}__"))
+        for name, sign in (_BINARY | _COMPARISONS).items()
+    },
+    **{name: (f"({sign}{{}})", getattr(operator, name)) for name, sign in _PREFIXED.items()},
+    **{
+        fn.__name__: (f"{fn.__name__}({{}})", fn)
+        for fn in (abs, math.floor, math.ceil, math.trunc)
+    },
 }
 _ASKING: dict[str, Callable[..., Any]] = {
     "index": operator.index, "int": int, "float": float, "complex": complex, "str": str,
     "repr": repr, "format": format, "reduce_ex": lambda value, *how: value.__reduce_ex__(*how),
 }  # fmt: skip
-# Texts of operations, by the function that computes each.
+# Texts of operations on numbers, by the function that computes each.
 TEXTS: dict[Callable[..., Any], str] = {
-    **{getattr(operator, f"__{name}__"): f"({{}} {sign} {{}})" for name, sign in _BINARY.items()},
-    **{fn: f"{name}({{}})" for name, fn in _ROUNDING.items()},
-    operator.neg: "(-{})", operator.pos: "(+{})", operator.invert: "(~{})", abs: "abs({})",
-    operator.abs: "abs({})", round: "round({})",
-}  # fmt: skip
+    **{fn: text for name, (text, fn) in _OPERATORS.items() if name not in _COMPARISONS},
+    operator.abs: "abs({})",
+    round: "round({})",
+}
 # Functions of torch that compute alike of a Python number and of a tensor without dimensions.
 _ALIKE = set(
     (
@@ -239,36 +242,25 @@ def _asked(value: Any) -> Any:
     return value.asked() if type(value) is HostNumber else value
 
 
-def _methods() -> None:
-    """Gives HostNumber Python's operators."""
+def _method(text: str, compute: Callable[..., Any], reflected: bool = False) -> Any:
+    def method(self: HostNumber, *others: Any) -> Any:
+        operands = (*others, self) if reflected else (self, *others)
+        return _computed(text, compute, *operands)
 
-    def operation(pattern: str, compute: Callable[..., Any], reflected: bool = False) -> Any:
-        if reflected:
-            return lambda self, other: _computed(pattern, compute, other, self)
-        return lambda self, *other: _computed(pattern, compute, self, *other)
-
-    def asking(compute: Callable[..., Any]) -> Any:
-        return lambda self, *given: compute(self.asked(), *given)
-
-    for name, symbol in (_BINARY | _COMPARISONS).items():
-        compute = getattr(operator, f"__{name}__")
-        if name != "pow":
-            method = operation(f"({{}} {symbol} {{}})", compute)
-            setattr(HostNumber, f"__{name}__", method)
-        if name in _BINARY:
-            reflected = operation(f"({{}} {symbol} {{}})", compute, reflected=True)
-            setattr(HostNumber, f"__r{name}__", reflected)
-    for name, function in _UNARY.items():
-        pattern = "abs({})" if name == "abs" else f"({_SIGNS[name]}{{}})"
-        setattr(HostNumber, f"__{name}__", operation(pattern, function))
-    for name, function in _ROUNDING.items():
-        setattr(HostNumber, f"__{name}__", operation(f"{name}({{}})", function))
-    for name, function in _ASKING.items():
-        setattr(HostNumber, f"__{name}__", asking(function))
+    return method
 
 
-_SIGNS = {"neg": "-", "pos": "+", "invert": "~"}
-_methods()
+def _asking(convert: Callable[..., Any]) -> Any:
+    return lambda self, *given: convert(self.asked(), *given)
+
+
+for _name, _operator in _OPERATORS.items():
+    if _name != "pow":  # which may have a modulus
+        setattr(HostNumber, f"__{_name}__", _method(*_operator))
+    if _name in _BINARY:
+        setattr(HostNumber, f"__r{_name}__", _method(*_operator, reflected=True))
+for _name, _convert in _ASKING.items():
+    setattr(HostNumber, f"__{_name}__", _asking(_convert))
 
 
 def meets(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -295,7 +287,9 @@ def given(
     power = name in ("pow", "ipow") and not any(each.is_floating_point() for each in tensors)
     if name not in _ALIKE or not tensors or not numbers or power:
         return tree_map(_asked, tuple(args)), tree_map(_asked, dict(kwargs))
-    dtype = _result(operands)
+    known = [x.value if type(x) is HostNumber else x for x in operands]
+    weighed = [each for each in known if isinstance(each, (torch.Tensor, int, float))]
+    _, dtype = elementwise_dtypes(*weighed, type_promotion_kind=_PROMOTION)
     clamps = "cla" in name or "clip" in name
 
     def place(value: Any) -> Any:
@@ -309,21 +303,6 @@ def given(
     placed = {key: place(value) for key, value in named.items()}
     rest = {key: _asked(value) for key, value in kwargs.items() if key not in named}
     return tuple(map(place, args)), placed | rest
-
-
-def _result(operands: Sequence[Any]) -> torch.dtype:
-    """torch's dtype of what is computed of tensors and numbers, which weigh less."""
-    dtypes = [each.dtype for each in operands if isinstance(each, torch.Tensor)]
-    found = dtypes[0]
-    for dtype in dtypes[1:]:
-        found = torch.promote_types(found, dtype)
-    if not (found.is_floating_point or found.is_complex):
-        numbers = [each for each in operands if isinstance(each, (int, float))]
-        if any(isinstance(each, float) for each in numbers):
-            return torch.get_default_dtype()
-        if found == torch.bool:
-            return torch.int64
-    return found
 
 
 def _indices(x: torch.Tensor, position: Any) -> Any:

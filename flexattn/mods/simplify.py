@@ -242,23 +242,19 @@ def _cast(node: Expr) -> Expr | None:
     return None
 
 
-# How wide an integer each dtype holds without rounding.
-_MANTISSA = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
-_INT_BITS = {
+# How many bits of an integer each dtype holds without rounding.
+_BITS = {
     "bool": 1, "uint8": 8, "int8": 7, "int16": 15, "int32": 31, "int64": 63,
+    "bfloat16": 8, "float16": 11, "float32": 24, "float64": 53,
 }  # fmt: skip
 
 
 def _lossless(source: str, target: str) -> bool:
-    """Whether every value of one dtype survives in the other."""
-    if source in _INT_BITS and target in _INT_BITS:
-        signed_ok = target != "uint8" or source == "bool"
-        return signed_ok and _INT_BITS[source] <= _INT_BITS[target]
-    if source in _INT_BITS:
-        return _INT_BITS[source] <= _MANTISSA.get(target, 0)
-    if source in ("float16", "bfloat16"):
-        return target in ("float32", "float64")
-    return source == "float32" and target == "float64"
+    """Every value of one dtype survives in the other."""
+    if (source, target) == ("bfloat16", "float16") or (is_float(source) and not is_float(target)):
+        return False
+    signed = target != "uint8" or source == "bool"
+    return signed and _BITS.get(source, 64) <= _BITS.get(target, 0)
 
 
 _RULES: dict[str, _Rule] = {
