@@ -348,11 +348,6 @@ class Terms:
         return number.op == "const" and 0 < float(number.value or 0) < math.inf
 
 
-def _whole(mod: Mod) -> Terms:
-    """The score_mod as it is."""
-    return Terms(mod.expr)
-
-
 @once
 def split(mod: Mod, allowed: frozenset[str] = ALL) -> Terms:
     """A score_mod's terms, by the rules that are allowed; at most a few milliseconds, once."""

@@ -18,7 +18,11 @@ from flexattn.mods.algebra.whole import (
     Whole,
     both,
     by_rule,
-    chosen_end,
+    chosen,
+    flag_ends,
+    hull,
+    magnitude,
+    rising,
     single,
 )
 from flexattn.mods.expr import Expr, const
@@ -55,14 +59,13 @@ def of_whole(x: Whole | None, dtype: str) -> Real | None:
     """An integer as a float."""
     if x is None:
         return None
-    low, high = (make("cast", "float64", (end,)) for end in (x.form.low, x.form.high))
+    low, high = (make("cast", "float64", (end,)) for end in (x.low, x.high))
     return _rounded(Real(low, high, x.sure), dtype)
 
 
 def of_flag(flag: Flag) -> Real:
     """A condition as 0.0 or 1.0."""
-    low, high = (make("cast", "float64", (end,)) for end in (flag.must, flag.may))
-    return Real(low, high)
+    return Real(*flag_ends(flag, "float64"))
 
 
 def to_whole(x: Real | None) -> Whole | None:
@@ -87,10 +90,7 @@ def choose(condition: Flag, x: Real | None, y: Real | None) -> Real | None:
     """where(condition, x, y): both where the condition does not decide."""
     if x is None or y is None:
         return None
-
-    low = chosen_end("minimum", condition, x.low, y.low)
-    high = chosen_end("maximum", condition, x.high, y.high)
-    return Real(low, high, both(x.sure, y.sure))
+    return Real(*chosen(condition, x, y), both(x.sure, y.sure))
 
 
 def compare(op: str, operands: Sequence[Real | None]) -> Flag:
@@ -138,21 +138,8 @@ def _clamped(x: Expr) -> Expr:
     return applied("minimum", least, _number(float(_WHOLE)))
 
 
-def _add(x: Real, y: Real) -> Real:
-    return Real(*(applied("add", *ends) for ends in ((x.low, y.low), (x.high, y.high))))
-
-
 def _neg(x: Real) -> Real:
     return Real(*(applied("neg", end) for end in (x.high, x.low)))
-
-
-def _corners(op: str, x: Real, y: Real, sure: Expr = TRUE) -> Real:
-    low = high = applied(op, x.low, y.low)
-    for corner in ((x.low, y.high), (x.high, y.low), (x.high, y.high)):
-        value = applied(op, *corner)
-        low = applied("minimum", low, value)
-        high = applied("maximum", high, value)
-    return Real(low, high, sure)
 
 
 def _div(x: Real, y: Real) -> Real:
@@ -160,38 +147,28 @@ def _div(x: Real, y: Real) -> Real:
     sure = applied("or", *(
         applied("lt", *pair) for pair in ((zero, y.low), (y.high, zero))
     ))  # fmt: skip
-    return _corners("div", x, y, sure)
-
-
-def _abs(x: Real) -> Real:
-    zero = _number(0.0)
-    sizes = [applied("abs", end) for end in (x.low, x.high)]
-    around = both(applied("le", x.low, zero), applied("le", zero, x.high))
-    low = applied("where", around, zero, applied("minimum", *sizes))
-    return Real(low, applied("maximum", *sizes))
+    return Real(*hull("div", x, y), sure)
 
 
 def _rising(op: str, least: float) -> Callable[..., Real]:
     """An operation that never falls in any operand, defined above `least`."""
 
     def rule(*operands: Real) -> Real:
-        low = applied(op, *(x.low for x in operands))
-        high = applied(op, *(x.high for x in operands))
         sure = TRUE
         if least != EVERYWHERE:
             sure = applied("lt", _number(least), operands[0].low)
-        return Real(low, high, sure)
+        return Real(*rising(op, *operands), sure)
 
     return rule
 
 
 _RULES: dict[str, Callable[..., Real]] = {
-    "add": _add,
-    "sub": lambda x, y: _add(x, _neg(y)),
-    "mul": lambda x, y: _corners("mul", x, y),
+    "add": _rising("add", EVERYWHERE),
+    "sub": lambda x, y: Real(*rising("add", x, _neg(y))),
+    "mul": lambda x, y: Real(*hull("mul", x, y)),
     "div": _div,
     "neg": _neg,
-    "abs": _abs,
+    "abs": lambda x: Real(*magnitude(x)),
     "cast": lambda x: x,
     **{op.name: _rising(op.name, op.rises) for op in OPS.values() if op.rises is not None},
 }

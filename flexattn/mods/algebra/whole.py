@@ -14,7 +14,11 @@ from typing import Any
 
 from flexattn.mods.analysis.intervals import dtype_range
 from flexattn.mods.expr import Expr, const, integer
+from flexattn.mods.ops import OPS, Range
 from flexattn.mods.simplify import applied, make
+
+# The least and the greatest value of something over a tile.
+Ends = tuple[Expr, Expr]
 
 # Sums of numbers below this do not wrap in 64 bits.
 LARGEST = 2**61
@@ -118,6 +122,16 @@ class Whole:
     form: Form
     sure: Expr = TRUE
 
+    @property
+    def low(self) -> Expr:
+        """Its least value over a tile."""
+        return self.form.low
+
+    @property
+    def high(self) -> Expr:
+        """Its greatest value over a tile."""
+        return self.form.high
+
     @classmethod
     def of(cls, value: int) -> Whole:
         """A number."""
@@ -137,9 +151,9 @@ def settled(x: Whole, dtype: str) -> Whole | None:
     low, high = dtype_range(dtype)
     sure = x.sure
     if least < low:
-        sure = both(sure, applied("le", integer(low), x.form.low))
+        sure = both(sure, applied("le", integer(low), x.low))
     if most > high:
-        sure = both(sure, applied("le", x.form.high, integer(high)))
+        sure = both(sure, applied("le", x.high, integer(high)))
     return Whole(x.form, sure)
 
 
@@ -159,32 +173,62 @@ def apply(op: str, operands: Sequence[Whole | None]) -> Whole | None:
     return found
 
 
+def flag_ends(flag: Flag, dtype: str) -> Ends:
+    """The ends of 0 or 1."""
+    low, high = (make("cast", dtype, (end,)) for end in (flag.must, flag.may))
+    return low, high
+
+
+def chosen(condition: Flag, x: Any, y: Any) -> Ends:
+    """The ends of where(condition, x, y): of both where the condition does not decide."""
+
+    def end(op: str, x: Expr, y: Expr) -> Expr:
+        first = applied("where", condition.must, x, applied(op, x, y))
+        return applied("where", condition.may, first, y)
+
+    return end("minimum", x.low, y.low), end("maximum", x.high, y.high)
+
+
+def hull(op: str, x: Any, y: Any) -> Ends:
+    """The ends of an operation that is monotone in each operand: they lie at corners."""
+    corners = [applied(op, i, j) for i in (x.low, x.high) for j in (y.low, y.high)]
+    low, high = (reduce(partial(applied, end), corners) for end in ("minimum", "maximum"))
+    return low, high
+
+
+def rising(op: str, *operands: Any) -> Ends:
+    """The ends of an operation that never falls in any operand."""
+    return applied(op, *(x.low for x in operands)), applied(op, *(x.high for x in operands))
+
+
+def magnitude(x: Any) -> Ends:
+    """The ends of abs(x)."""
+    zero = make("cast", x.low.dtype, (integer(0),))
+    sizes = [applied("abs", end) for end in (x.low, x.high)]
+    around = both(applied("le", x.low, zero), applied("le", zero, x.high))
+    low = applied("where", around, zero, applied("minimum", *sizes))
+    return low, applied("maximum", *sizes)
+
+
 def of_flag(flag: Flag) -> Whole:
     """0 or 1."""
-    low, high = (make("cast", "int64", (end,)) for end in (flag.must, flag.may))
-    return Whole(single(low, high, 0, 1))
+    return Whole(single(*flag_ends(flag, "int64"), 0, 1))
 
 
 def choose(condition: Flag, x: Whole | None, y: Whole | None) -> Whole | None:
     """where(condition, x, y): both where the condition does not decide."""
     if x is None or y is None:
         return None
-
-    low = chosen_end("minimum", condition, x.form.low, y.form.low)
-    high = chosen_end("maximum", condition, x.form.high, y.form.high)
-    ranges = (x.form.range, y.form.range)
-    form = single(low, high, min(r[0] for r in ranges), max(r[1] for r in ranges))
+    form = single(*chosen(condition, x, y), *_range("where", x, y))
     return Whole(form, both(x.sure, y.sure))
 
 
-def chosen_end(op: str, condition: Flag, x: Expr, y: Expr) -> Expr:
-    """An end of where(condition, x, y); op: of both ends, where the condition does not decide."""
-    first = applied("where", condition.must, x, applied(op, x, y))
-    return applied("where", condition.may, first, y)
-
-
-def _ends(low: Expr, high: Expr, least: int, most: int) -> Whole:
-    return Whole(single(low, high, least, most))
+def _range(op: str, *operands: Whole) -> Range:
+    """The numbers that an operation never leaves on any tile."""
+    rule = OPS[op].interval
+    found = rule(*(x.form.range for x in operands)) if rule else None
+    assert found is not None
+    return found
 
 
 def _add(x: Whole, y: Whole) -> Whole:
@@ -195,75 +239,34 @@ def _sub(x: Whole, y: Whole) -> Whole:
     return Whole(x.form.plus(y.form, -1))
 
 
-def _mul(x: Whole, y: Whole) -> Whole | None:
+def _mul(x: Whole, y: Whole) -> Whole:
     for one, other in ((x, y), (y, x)):
         if other.number is not None:
             return Whole(one.form.times(other.number))
-    corners = [i * j for i in x.form.range for j in y.form.range]
-    if max(map(abs, corners)) > LARGEST:
-        return None
-    return _hull(x, y, partial(applied, "mul"), min(corners), max(corners))
-
-
-def _hull(x: Whole, y: Whole, op: Callable[[Expr, Expr], Expr], least: int, most: int) -> Whole:
-    """Of an operation that is monotone in each operand: the extremes lie at corners."""
-    corners = [op(i, j) for i in (x.form.low, x.form.high) for j in (y.form.low, y.form.high)]
-    low, high = corners[0], corners[0]
-    for corner in corners[1:]:
-        low = applied("minimum", low, corner)
-        high = applied("maximum", high, corner)
-    return _ends(low, high, least, most)
+    return Whole(single(*hull("mul", x, y), *_range("mul", x, y)))
 
 
 def _abs(x: Whole) -> Whole:
     least, most = x.form.range
-    if least >= 0:
-        return x
-    low, high = x.form.low, x.form.high
-    size_low, size_high = (applied("abs", end) for end in (low, high))
-    around = both(applied("le", low, integer(0)), applied("le", integer(0), high))
-    smaller = applied("minimum", size_low, size_high)
-    return _ends(
-        applied("where", around, integer(0), smaller),
-        applied("maximum", size_low, size_high),
-        0,
-        max(abs(least), abs(most)),
-    )
+    return x if least >= 0 else Whole(single(*magnitude(x), 0, max(abs(least), abs(most))))
 
 
-def _extreme(op: str) -> Callable[[Whole, Whole], Whole]:
-    pick = min if op == "minimum" else max
-
-    def rule(x: Whole, y: Whole) -> Whole:
-        (a, b), (c, d) = x.form.range, y.form.range
-        low = applied(op, x.form.low, y.form.low)
-        high = applied(op, x.form.high, y.form.high)
-        return _ends(low, high, pick(a, c), pick(b, d))
-
-    return rule
+def _rising(op: str) -> Callable[[Whole, Whole], Whole]:
+    return lambda x, y: Whole(single(*rising(op, x, y), *_range(op, x, y)))
 
 
 def _floor_div(x: Whole, y: Whole) -> Whole | None:
     if y.number == 1:
         return x
-    least, most = y.form.range
-    size = max(map(abs, x.form.range))
     if y.number is not None and y.number > 0:
-        low, high = (
-            applied("floor_div", end, integer(y.number)) for end in (x.form.low, x.form.high)
-        )
-        return _ends(low, high, x.form.range[0] // y.number, x.form.range[1] // y.number)
+        return _rising("floor_div")(x, y)
     # A divisor that is not above zero is made 1, and the result is not sure.
-    sure = TRUE if least > 0 else applied("lt", integer(0), y.form.low)
-    low, high = (applied("maximum", end, integer(1)) for end in (y.form.low, y.form.high))
-    found = _hull(
-        x,
-        _ends(low, high, max(least, 1), max(most, 1)),
-        partial(applied, "floor_div"),
-        -size,
-        size,
-    )
-    return Whole(found.form, sure)
+    least, most = y.form.range
+    sure = TRUE if least > 0 else applied("lt", integer(0), y.low)
+    low, high = (applied("maximum", end, integer(1)) for end in (y.low, y.high))
+    divisor = Whole(single(low, high, max(least, 1), max(most, 1)))
+    size = max(map(abs, x.form.range))
+    return Whole(single(*hull("floor_div", x, divisor), -size, size), sure)
 
 
 def _trunc_div(x: Whole, y: Whole) -> Whole | None:
@@ -275,17 +278,16 @@ def _floor_mod(x: Whole, y: Whole) -> Whole | None:
     least, most = x.form.range
     if y.number is not None and 0 <= least and most < y.number:
         return x
-    if y.form.low is not y.form.high or y.form.range[1] < 1:
+    if y.low is not y.high or y.form.range[1] < 1:
         return None
-    sure = TRUE if y.form.range[0] > 0 else applied("lt", integer(0), y.form.low)
-    size = applied("maximum", y.form.low, integer(1))
-    low, high = x.form.low, x.form.high
-    periods = [applied("floor_div", end, size) for end in (low, high)]
-    same = applied("eq", *periods)
-    rests = [applied("floor_mod", end, size) for end in (low, high)]
-    last = applied("add", size, integer(-1))
-    ends = applied("where", same, rests[0], integer(0)), applied("where", same, rests[1], last)
-    return Whole(single(*ends, 0, y.form.range[1] - 1), sure)
+    sure = TRUE if y.form.range[0] > 0 else applied("lt", integer(0), y.low)
+    size = applied("maximum", y.low, integer(1))
+    same = applied("eq", *(applied("floor_div", end, size) for end in (x.low, x.high)))
+    low, high = (
+        applied("where", same, applied("floor_mod", end, size), otherwise)
+        for end, otherwise in ((x.low, integer(0)), (x.high, applied("add", size, integer(-1))))
+    )
+    return Whole(single(low, high, 0, y.form.range[1] - 1), sure)
 
 
 def _trunc_mod(x: Whole, y: Whole) -> Whole | None:
@@ -309,8 +311,8 @@ def _and(x: Whole, y: Whole) -> Whole | None:
             return _floor_mod(one, Whole.of(other.number + 1))
     if min(x.form.range[0], y.form.range[0]) < 0:
         return None
-    top = applied("minimum", x.form.high, y.form.high)
-    return _ends(integer(0), top, 0, min(x.form.range[1], y.form.range[1]))
+    top = applied("minimum", x.high, y.high)
+    return Whole(single(integer(0), top, *_range("and", x, y)))
 
 
 _RULES: dict[str, Callable[..., Whole | None]] = {
@@ -320,8 +322,8 @@ _RULES: dict[str, Callable[..., Whole | None]] = {
     "neg": lambda x: Whole(x.form.times(-1)),
     "not": lambda x: Whole(x.form.times(-1).plus(constant(1), -1)),
     "abs": _abs,
-    "minimum": _extreme("minimum"),
-    "maximum": _extreme("maximum"),
+    "minimum": _rising("minimum"),
+    "maximum": _rising("maximum"),
     "floor_div": _floor_div,
     "trunc_div": _trunc_div,
     "floor_mod": _floor_mod,
