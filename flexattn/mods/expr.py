@@ -80,11 +80,7 @@ class Expr(_Interned):
 
     def __reduce__(self) -> tuple[Callable[..., Expr], tuple[Any, ...]]:
         # One level, however deep the graph is: pickle recurses into what it is given.
-        number: dict[Expr, int] = {}
-        rows: list[tuple[str, str, list[int], Value]] = []
-        for node in walk(self):
-            number[node] = len(rows)
-            rows.append((node.op, node.dtype, [number[arg] for arg in node.args], node.value))
+        rows = [(node.op, node.dtype, below, node.value) for node, below in numbered(self)]
         return _of_rows, (rows,)
 
     def __copy__(self) -> Expr:
@@ -178,6 +174,14 @@ def walk(*roots: Expr, enter: Callable[[Expr], bool] | None = None) -> Iterator[
                 stack.extend((arg, False) for arg in reversed(node.args) if arg not in seen)
 
 
+def numbered(expr: Expr) -> Iterator[tuple[Expr, list[int]]]:
+    """Every node in `walk`'s order, with the places of its operands in that order."""
+    place: dict[Expr, int] = {}
+    for node in walk(expr):
+        place[node] = len(place)
+        yield node, [place[arg] for arg in node.args]
+
+
 def depending(nodes: Iterable[Expr], names: tuple[str, ...]) -> set[Expr]:
     """Of some nodes, those that these variables reach."""
     return {node for node in nodes if reads(node, *names)}
@@ -209,11 +213,8 @@ def fingerprint(
     kind: str, expr: Expr, buffers: tuple[Buffer, ...], scalars: tuple[str, ...]
 ) -> str:
     """SHA-256 over everything a kernel's code depends on, bit exact in the constants."""
-    number: dict[Expr, int] = {}
     lines = [kind, repr([(b.dtype, b.rank) for b in buffers]), repr(scalars)]
-    for node in walk(expr):
-        number[node] = len(number)
-        operands = [number[arg] for arg in node.args]
+    for node, operands in numbered(expr):
         lines.append(f"{node.op} {node.dtype} {operands} {_bits(node.value)!r}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

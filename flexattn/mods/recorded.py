@@ -15,13 +15,15 @@ a class with a metaclass of its own) gives no digest.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import platform
 import struct
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ from flexattn.mods.expr import (
     Mod,
     Value,
     fingerprint,
-    walk,
+    numbered,
 )
 from flexattn.mods.identity import Identity
 from flexattn.mods.operators import taught
@@ -50,9 +52,7 @@ from flexattn.util.files import publish, read_regular, sealed, unsealed
 
 _SCHEMA = 2
 _MAX_BYTES = 2**21
-MAX_VARIANTS, _SCALARS = 64, 4096
-_FIELDS = {"schema", "first", "sized", "variants"}
-_VARIANT = {"constants", "shapes", "mod", "tensors"}
+MAX_VARIANTS = 64
 # Code that names one of these may give another expression on another kind of device.
 _OF_DEVICES = frozenset("device get_device is_cuda is_cpu is_meta is_xpu is_mps cpu".split())
 _PLAIN = (int, float, complex, bool, str, bytes, range, type(None), type(Ellipsis))
@@ -121,52 +121,26 @@ def _told(site: Site, layout: SiteLayout) -> dict[str, Any]:
 
 def _site(data: Any, kind: str, identity: Identity) -> Site:
     """The site of such data, if it fits what the callable captures here."""
-    _need(type(data) is dict and data.keys() == _FIELDS, f"an object of {sorted(_FIELDS)}")
-    _need(data["schema"] == _SCHEMA, f"this version reads schema {_SCHEMA}")
-    _need(type(data["sized"]) is bool, "sized is true or false")
-    first = tuple(_list(data["first"], _SCALARS, "first"))
-    kinds = [*map(type, identity.scalars)]
-    _need([*map(type, first)] == kinds, "first has the callable's scalars")
-    variants = _list(data["variants"], MAX_VARIANTS, "variants")
-    site = Site(first, exported=len(variants))
-    layout = site.layout(frozenset(), ("shape",) if data["sized"] else (), ())
-    for each in variants:
-        _need(type(each) is dict and each.keys() == _VARIANT, f"an object of {sorted(_VARIANT)}")
-        mod = _mod(each["mod"], kind)
-        variant = Variant(mod, _indices(each["tensors"], len(identity.tensors)), ())
-        tensors = [identity.tensors[i] for i in variant.tensors]
-        buffers = tuple(Buffer(name_of(t.dtype), t.dim()) for t in tensors)
-        _need((buffers, ()) == (mod.buffers, mod.scalars), "slots have its dtypes")
-        layout.variants.put(_key(each, layout, identity), (variant,))
+    with _checked("a record of a callable"):
+        kinds = [*map(type, identity.scalars)]
+        _need([*map(type, data["first"])] == kinds, "first has the callable's scalars")
+        _need(len(data["variants"]) <= MAX_VARIANTS, f"it has at most {MAX_VARIANTS} variants")
+        site = Site(tuple(data["first"]), exported=len(data["variants"]))
+        layout = site.layout(frozenset(), ("shape",) if data["sized"] else (), ())
+        for each in data["variants"]:
+            mod = from_data(each["mod"])
+            tensors = [identity.tensors[i] for i in each["tensors"] if i >= 0]
+            buffers = tuple(Buffer(name_of(t.dtype), t.dim()) for t in tensors)
+            slots = (kind, buffers, ())
+            _need((mod.kind, mod.buffers, mod.scalars) == slots, "slots have its dtypes")
+            for value, i in zip(each["constants"], layout.constants, strict=True):
+                zero = value in ("0", "0.0", "-0.0")
+                _need(zero or type(value) is kinds[i], "constants are the scalars' kind")
+            key = (*each["constants"], *map(tuple, each["shapes"]))
+            mod = interned(mod.kind, mod.expr, mod.buffers, mod.scalars)
+            layout.variants.put(key, (Variant(mod, tuple(each["tensors"]), ()),))
+        _need_written(data, _told(site, layout))
     return site
-
-
-def _mod(data: Any, kind: str) -> Mod:
-    mod = from_data(data)
-    _need(mod.kind == kind, f"it is a {kind}_mod")
-    return interned(mod.kind, mod.expr, mod.buffers, mod.scalars)
-
-
-def _key(data: dict[str, Any], layout: SiteLayout, identity: Identity) -> tuple[Any, ...]:
-    constants = _list(data["constants"], _SCALARS, "constants")
-    _need(len(constants) == len(layout.constants), "a value for each constant")
-    for value, i in zip(constants, layout.constants, strict=True):
-        here = type(identity.scalars[i])
-        zero = value in ("0", "0.0", "-0.0") and type(value) is str
-        _need(zero or (type(value) is here and bool(value)), "constants are the scalars' kind")
-    shapes = [
-        tuple(_list(shape, MAX_RANK, "a shape"))
-        for shape in _list(data["shapes"], _SCALARS, "shapes")
-    ]
-    _need(len(shapes) == (len(identity.tensors) if layout.asked else 0), "a shape for each tensor")
-    _need(all(type(n) is int for shape in shapes for n in shape), "sizes are integers")
-    return (*constants, *shapes)
-
-
-def _indices(data: Any, count: int) -> tuple[int, ...]:
-    found = _list(data, MAX_BUFFERS, "indices")
-    _need(all(type(i) is int and 0 <= i < count for i in found), f"indices are below {count}")
-    return tuple(found)
 
 
 class _Unknown(Exception):
@@ -311,23 +285,21 @@ _HANDLERS: dict[type, Callable[[Any], str]] = {
 MAX_BUFFERS, MAX_RANK = 64, 16
 # A clamp follows each captured number, so a stored mod may have twice the rows.
 _ROWS = 2 * MAX_NODES
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-_DTYPES = frozenset((*_FLOATS, *INTEGERS, "bool"))
+_DTYPES = frozenset(
+    (
+        "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64"
+    ).split()
+)
 
 
 def to_data(mod: Mod) -> dict[str, Any]:
     """A Mod as what JSON can hold: its nodes in order, each [op, dtype, operands, value]."""
-    number: dict[Expr, int] = {}
-    nodes: list[list[Any]] = []
-    for node in walk(mod.expr):
-        number[node] = len(nodes)
-        nodes.append(
-            [node.op, node.dtype, [number[arg] for arg in node.args], number_to_data(node.value)]
-        )
     return {
         "kind": mod.kind,
-        "nodes": nodes,
+        "nodes": [
+            [node.op, node.dtype, operands, number_to_data(node.value)]
+            for node, operands in numbered(mod.expr)
+        ],
         "buffers": [[buffer.dtype, buffer.rank] for buffer in mod.buffers],
         "scalars": list(mod.scalars),
         "fingerprint": mod.fingerprint,
@@ -340,47 +312,44 @@ def from_data(data: Any) -> Mod:
     Raises CacheError for anything else: an operation that is not known, operands that do not
     come before it, sizes past the limits, or a fingerprint that is not the expression's.
     """
-    names = {"kind", "nodes", "buffers", "scalars", "fingerprint"}
-    _need(type(data) is dict and data.keys() == names, f"it has {sorted(names)}", "a mod")
-    kind = data["kind"]
-    _need(type(kind) is str and kind in RESULTS, "it is score or mask", "kind")
-    buffers = tuple(_buffer(each) for each in _list(data["buffers"], MAX_BUFFERS, "buffers"))
-    scalars = tuple(_dtype(each) for each in _list(data["scalars"], MAX_BUFFERS, "scalars"))
-    nodes: list[Expr] = []
-    for each in _list(data["nodes"], _ROWS, "nodes"):
-        nodes.append(_node(each, nodes, kind, buffers, scalars))
-    _need(bool(nodes) and nodes[-1].dtype == RESULTS[kind], "it is the result", "the last node")
-    expr = nodes[-1]
-    digest = fingerprint(kind, expr, buffers, scalars)
-    _need(data["fingerprint"] == digest, "it is that of the expression", "fingerprint")
-    return Mod(kind, expr, buffers, scalars, digest)
+    with _checked("a record of a mod"):
+        kind, scalars = data["kind"], tuple(data["scalars"])
+        buffers = tuple(Buffer(dtype, rank) for dtype, rank in data["buffers"])
+        for what, most in (("nodes", _ROWS), ("buffers", MAX_BUFFERS), ("scalars", MAX_BUFFERS)):
+            _need(len(data[what]) <= most, f"it has at most {most}", what)
+        slots = {*scalars, *(each.dtype for each in buffers)}
+        _need(slots <= _DTYPES, f"they are among {sorted(_DTYPES)}", "dtypes")
+        ranks = [each.rank for each in buffers]
+        _need(max(ranks, default=0) <= MAX_RANK, f"it is at most {MAX_RANK}", "a rank")
+        nodes: list[Expr] = []
+        for op, dtype, operands, value in data["nodes"]:
+            args = tuple([nodes[i] for i in operands if i >= 0])
+            node = Expr(op, dtype, args, number_from_data(value))
+            _need(
+                dtype in _DTYPES and _is_node(node, kind, buffers, scalars),
+                "it is an operation that mods are made of", f"node {op!s:.20} {dtype!s:.20}",
+            )  # fmt: skip
+            nodes.append(node)
+        _need(nodes[-1].dtype == RESULTS[kind], "it is the result", "the last node")
+        digest = fingerprint(kind, nodes[-1], buffers, scalars)
+        mod = Mod(kind, nodes[-1], buffers, scalars, digest)
+        _need_written(data, to_data(mod))
+    return mod
 
 
-def _node(
-    data: Any, known: list[Expr], kind: str, buffers: tuple[Buffer, ...], scalars: tuple[str, ...]
-) -> Expr:
-    fields = _list(data, 4, "a node")
-    _need(len(fields) == 4, "it is [op, dtype, operands, value]", "a node")
-    op, dtype, value = fields[0], _dtype(fields[1]), number_from_data(fields[3])
-    _need(type(op) is str, "it is a name", "an operation")
-    operands = _list(fields[2], MAX_RANK, "operands")
-    for index in operands:
-        _need(type(index) is int and 0 <= index < len(known), "it stands before", "an operand")
-    args = tuple(known[index] for index in operands)
+def _is_node(node: Expr, kind: str, buffers: tuple[Buffer, ...], scalars: tuple[str, ...]) -> bool:
+    """Mods of these captures are made of such nodes."""
+    op, value, count = node.op, node.value, len(node.args)
     if op == "var":
-        allowed = type(value) is str and VARS.get(value) == dtype and not args
-        allowed = allowed and (value != "score" or kind == "score")
-    elif op == "const":
-        allowed = not args and _is_of(value, dtype)
-    elif op == "scalar":
-        allowed = not args and _slot(value, scalars) and scalars[int(value)] == dtype  # type: ignore[arg-type]
-    elif op == "load":
-        allowed = _slot(value, buffers) and len(args) == buffers[int(value)].rank  # type: ignore[arg-type]
-    else:
-        arity = 1 if op == "cast" else OPS[op].arity if op in OPS else -1
-        allowed = len(args) == arity and value is None
-    _need(allowed, "it is an operation that mods are made of", f"node {op[:20]} {dtype}")
-    return Expr(op, dtype, args, value)
+        known = type(value) is str and VARS.get(value) == node.dtype and not count
+        return known and (value != "score" or kind == "score")
+    if op == "const":
+        return not count and _is_of(value, node.dtype)
+    if op in ("scalar", "load"):
+        if type(value) is not int or value < 0:
+            return False
+        return count == buffers[value].rank if op == "load" else scalars[value] == node.dtype
+    return value is None and count == (1 if op == "cast" else OPS[op].arity)
 
 
 def number_to_data(value: Value) -> Any:
@@ -393,20 +362,15 @@ def number_to_data(value: Value) -> Any:
 def number_from_data(data: Any) -> Value:
     """The value of a node, or of a captured number; raises CacheError for what is neither."""
     if type(data) is dict:
-        bits = data.get("bits")
-        _need(type(bits) is str and len(data) == 1, "it has bits alone", "a number")
-        try:
-            found: float = struct.unpack(">d", bytes.fromhex(str(bits)))[0]
-        except (ValueError, struct.error):
-            raise CacheError("a number", "its bits are 16 hexadecimal digits") from None
+        with _checked("a number"):
+            found: float = struct.unpack(">d", bytes.fromhex(data["bits"]))[0]
+            _need(len(data) == 1, "it has bits alone", "a number")
         return found
     _need(data is None or type(data) in (bool, int, float, str), "it is a plain one", "a value")
     if type(data) is int:
         _need(abs(data) < 2**64, "it has at most 64 bits", "a number")
-    if type(data) is str:
-        _need(len(data) <= 16, "it is a variable's", "a name")
-    found_value: Value = data
-    return found_value
+    plain: Value = data
+    return plain
 
 
 def _is_of(value: Value, dtype: str) -> bool:
@@ -417,26 +381,19 @@ def _is_of(value: Value, dtype: str) -> bool:
     return is_float(dtype) and type(value) in (int, float)
 
 
-def _slot(value: Value, slots: tuple[Any, ...]) -> bool:
-    return type(value) is int and 0 <= value < len(slots)
+@contextmanager
+def _checked(what: str) -> Iterator[None]:
+    """Raises CacheError where data is not of the form that it is read in."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, struct.error) as error:
+        _need(False, f"it is as this version writes it ({type(error).__name__}: {error})", what)
 
 
-def _buffer(data: Any) -> Buffer:
-    fields = _list(data, 2, "a buffer")
-    _need(len(fields) == 2 and type(fields[1]) is int, "it is [dtype, rank]", "a buffer")
-    _need(0 <= fields[1] <= MAX_RANK, f"it is at most {MAX_RANK}", "a buffer's rank")
-    return Buffer(_dtype(fields[0]), fields[1])
-
-
-def _dtype(data: Any) -> str:
-    _need(type(data) is str and data in _DTYPES, f"it is one of {sorted(_DTYPES)}", "a dtype")
-    return str(data)
-
-
-def _list(data: Any, most: int, what: str) -> list[Any]:
-    _need(type(data) is list and len(data) <= most, f"a list of at most {most}", what)
-    found: list[Any] = data
-    return found
+def _need_written(data: Any, written: Any) -> None:
+    """Raises CacheError where data has another field, or a value of another type."""
+    one, other = (json.dumps(each, sort_keys=True) for each in (data, written))
+    _need(one == other, "it is as this version writes it")
 
 
 def _need(holds: bool, rule: str, got: str = "a record of a mod") -> None:

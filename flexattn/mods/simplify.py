@@ -46,6 +46,12 @@ def applied(op: str, *args: Expr) -> Expr:
     return make(op, "bool" if OPS[op].predicate else args[-1].dtype, args)
 
 
+def clamped(x: Expr, low: float, high: float) -> Expr:
+    """The number x, or the nearer of two ends where it is outside of them."""
+    at_least = applied("maximum", x, const(low, x.dtype))
+    return applied("minimum", at_least, const(high, x.dtype))
+
+
 def _fold(node: Expr) -> Expr | None:
     """The constant that torch computes for an operation on constants, or None where it refuses."""
     shift = node.op in ("shl", "shr")

@@ -24,7 +24,7 @@ from flexattn.mods.algebra.whole import (
 from flexattn.mods.analysis.intervals import dtype_range
 from flexattn.mods.expr import Expr, Mod, const, integer, once, walk
 from flexattn.mods.ops import is_float, is_int
-from flexattn.mods.simplify import applied, make
+from flexattn.mods.simplify import applied, clamped, make
 
 # What a tile is told by; each with the numbers that it never leaves.
 _LENGTH, _HEADS = 2**30, 2**20
@@ -208,16 +208,12 @@ def _limited(low: Expr, high: Expr, dtype: str, sure: Expr) -> Whole:
         )
         least, most = -_REMEMBERED, _REMEMBERED
         point = low is high
-        low = _clamped(low, least, most)
-        high = low if point else _clamped(high, least, most)
+        low = clamped(low, least, most)
+        high = low if point else clamped(high, least, most)
     return Whole(single(low, high, least, most), sure)
-
-
-def _clamped(x: Expr, least: int, most: int) -> Expr:
-    return applied("minimum", applied("maximum", x, integer(least)), integer(most))
 
 
 def _inside(position: Expr, size: Expr) -> Expr:
     """A place that exists, whatever the index says: a wrong one is not sure anyway."""
-    clamped = applied("minimum", position, applied("add", size, integer(-1)))
-    return applied("maximum", clamped, integer(0))
+    last = applied("add", size, integer(-1))
+    return applied("maximum", applied("minimum", position, last), integer(0))

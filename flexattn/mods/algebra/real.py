@@ -27,7 +27,7 @@ from flexattn.mods.algebra.whole import (
 )
 from flexattn.mods.expr import Expr, const
 from flexattn.mods.ops import EVERYWHERE, OPS
-from flexattn.mods.simplify import applied, make
+from flexattn.mods.simplify import applied, clamped, make
 
 # Of each dtype: the relative and the absolute error that is allowed for, and the largest number.
 _ROUNDING = {
@@ -36,7 +36,7 @@ _ROUNDING = {
     "bfloat16": (2.0**-5, 1e-30, 2.0**100),
     "float16": (2.0**-8, 2.0**-12, 2.0**14),
 }
-_WHOLE = 2**48
+_WHOLE = 2.0**48
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,12 @@ def to_whole(x: Real | None) -> Whole | None:
     """A float as an integer, towards zero: between the whole numbers around its ends."""
     if x is None:
         return None
-    sure = both(x.sure, _limits(x.low, x.high, float(_WHOLE)))
-    ends = [
-        make("cast", "int64", (_clamped(applied(op, end)),))
+    sure = both(x.sure, _limits(x.low, x.high, _WHOLE))
+    low, high = (
+        make("cast", "int64", (clamped(applied(op, end), -_WHOLE, _WHOLE),))
         for op, end in (("floor", x.low), ("ceil", x.high))
-    ]
-    return Whole(single(ends[0], ends[1], -_WHOLE, _WHOLE), sure)
+    )
+    return Whole(single(low, high, -int(_WHOLE), int(_WHOLE)), sure)
 
 
 def apply(op: str, operands: Sequence[Real | None], dtype: str) -> Real | None:
@@ -131,11 +131,6 @@ def _rounded(x: Real, dtype: str) -> Real | None:
     return Real(
         moved("sub", x.low), moved("add", x.high), both(x.sure, _limits(x.low, x.high, most))
     )
-
-
-def _clamped(x: Expr) -> Expr:
-    least = applied("maximum", x, _number(-float(_WHOLE)))
-    return applied("minimum", least, _number(float(_WHOLE)))
 
 
 def _neg(x: Real) -> Real:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from flexattn.mods.expr import Expr, once, walk
 from flexattn.mods.ops import OPS, Range, is_float, is_int
+from flexattn.mods.simplify import clamped
 
 
 class Intervals:
@@ -29,6 +30,12 @@ class Intervals:
             if node not in known:
                 known[node] = _interval(node, [known[arg] for arg in node.args], self.ranges)
         return known[expr]
+
+    def limited(self, expr: Expr, low: int, high: int) -> Expr:
+        """The integer, clamped to these ends where it may be outside of them."""
+        found = self(expr)
+        inside = found is not None and low <= found[0] and found[1] <= high
+        return expr if inside else clamped(expr, low, high)
 
 
 def interval_of(expr: Expr, ranges: Mapping[str, Range]) -> Range | None:

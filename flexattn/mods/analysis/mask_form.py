@@ -104,7 +104,7 @@ def key_span(expr: Expr, ranges: Mapping[str, Range]) -> KeySpan:
             below.append(applied("le", span.low, KEY))
             above.append(applied("lt", KEY, span.high))
     low, high = (
-        None if bound is None else _clamped(bound, (-_SMALL, _SMALL), found.interval)
+        None if bound is None else found.interval.limited(bound, -_SMALL, _SMALL)
         for bound in (both.low, both.high)
     )
     return KeySpan(low, high, conjunction(below), conjunction(above), conjunction(rest))
@@ -164,7 +164,7 @@ class _Spans:
                     return _OPAQUE
                 # Past all that the other side can be, numbers compare as the nearest that it can.
                 low, high = self.interval(other) or (0, 0)
-                clamped = _clamped(_wide(side), (low - 1, high + 1), self.interval)
+                clamped = self.interval.limited(_wide(side), low - 1, high + 1)
                 x, y = (clamped if each is side else each for each in (x, y))
         found = _solved(op, x, y, self.interval)
         if found is None or not found.rises:
@@ -288,14 +288,6 @@ def _is_positive(expr: Expr) -> bool:
     number = number_of(expr)
     least = expr.value if expr.op == "const" else number[1][0] if number else 0
     return int(least or 0) > 0
-
-
-def _clamped(expr: Expr, limits: Range, interval: Intervals) -> Expr:
-    found = interval(expr)
-    if found is not None and limits[0] <= found[0] and found[1] <= limits[1]:
-        return expr
-    low, high = (integer(limit) for limit in limits)
-    return applied("minimum", applied("maximum", expr, low), high)
 
 
 def _wide(expr: Expr) -> Expr:
