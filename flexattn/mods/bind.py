@@ -325,7 +325,7 @@ def _bare(result: Trace) -> tuple[Expr, tuple[str, ...]]:
     if not places or None in places:
         return result.expr, result.texts
 
-    def moved(node: Expr) -> Expr | None:
+    def moved(node: Expr, _: Sequence[Expr]) -> Expr | None:
         if node.op != "scalar":
             return None
         return Expr("scalar", node.dtype, (), places[int(node.value or 0)])

@@ -16,7 +16,7 @@ from typing import Any
 from flexattn.errors import UnsupportedError
 from flexattn.mods.expr import Expr, Mod, const, once, walk
 from flexattn.mods.ops import DETACH, OPS, OWN_GRADIENT, is_float
-from flexattn.mods.simplify import make, renumber
+from flexattn.mods.simplify import make, rebuilt, renumber
 from flexattn.mods.site import Bound, interned
 
 _FLOAT = "float32"
@@ -353,17 +353,10 @@ def without_idle_stops(expr: Expr, kind: str) -> Expr:
     stops = [node for node in nodes if node.op in _STOPS]
     if kind != "score" or not stops:
         return _without(expr, stops)
-    moving: set[Expr] = set()
+    # What is behind a detached value needs no other stop.
+    slots = tuple(int(node.value or 0) for node in nodes if node.op == "load")
+    moving = _reached(nodes, {node for node in nodes if _is_wanted(node, slots)})
     asked = {expr}
-    for node in nodes:
-        first = node.op == "load" or (node.op == "var" and node.value == "score")
-        # What is behind a detached value needs no other stop.
-        if (
-            is_float(node.dtype)
-            and node.op != DETACH
-            and (first or not moving.isdisjoint(node.args))
-        ):
-            moving.add(node)
     for node in reversed(nodes):
         if node in asked and is_float(node.dtype):
             asked.update(arg for arg in node.args if is_float(arg.dtype))
@@ -401,13 +394,4 @@ def _forward(mod: Mod) -> tuple[Mod, tuple[int, ...], tuple[int, ...]] | None:
 
 def _without(expr: Expr, stops: Iterable[Expr]) -> Expr:
     left_out = set(stops)
-    if not left_out:
-        return expr
-    done: dict[Expr, Expr] = {}
-    for node in walk(expr):
-        args = [done[arg] for arg in node.args]
-        if node in left_out:
-            done[node] = args[0]
-        else:
-            done[node] = make(node.op, node.dtype, args, node.value)
-    return done[expr]
+    return rebuilt(expr, lambda node, args: args[0] if node in left_out else None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -261,20 +261,30 @@ def _setitem(x: torch.Tensor, position: Any, value: Any) -> None:
         return
     # A view by all that is no tensor; then each tensor in its dimension of that.
     basic: list[Any] = []
-    for item in items:
-        basic += [slice(None)] * _consumed(item) if isinstance(item, torch.Tensor) else [item]
     at: list[torch.Tensor | None] = []
-    for place, item in enumerate(items):
+    for item, dims in zip(items, _dims(x, items), strict=True):
         if isinstance(item, torch.Tensor):
-            at.append(item if item.dtype in (torch.bool, torch.int32) else item.long())
-        elif item is Ellipsis:
-            after = sum(map(_consumed, items[place + 1 :]))
-            at += [None] * (x.dim() - after - sum(map(_consumed, items[:place])))
-        elif not isinstance(item, int):
-            at.append(None)
+            basic += [slice(None)] * dims
+            at.append(item if item.dtype == torch.bool else _whole(item))
+        else:
+            basic.append(item)
+            at += [None] * (dims + (item is None)) if not isinstance(item, int) else []
     view = x[tuple(basic)]
     new = value if isinstance(value, torch.Tensor) else view.new_full((), value)
     torch.ops.aten.index_put_(view, at, new.to(x.dtype))
+
+
+def _getitem(x: torch.Tensor, position: Any) -> torch.Tensor:
+    """x[position], where torch would ask a 0-d index for its value."""
+    items = list(position) if isinstance(position, tuple) else [position]
+    if not any(map(_is_place, items)):
+        return x[position]
+    at: list[torch.Tensor | None] = []
+    for item, dims in zip(items, _dims(x, items), strict=True):
+        at += [_whole(item)] if _is_place(item) else [None] * dims
+    x = torch.ops.aten.index.Tensor(x, at)
+    rest = tuple(item for item in items if not _is_place(item))
+    return x[rest] if rest else x
 
 
 def _is_place(item: Any) -> bool:
@@ -282,29 +292,17 @@ def _is_place(item: Any) -> bool:
     return isinstance(item, torch.Tensor) and item.dim() == 0 and item.dtype != torch.bool
 
 
-def _getitem(x: torch.Tensor, position: Any) -> torch.Tensor:
-    items = list(position) if isinstance(position, tuple) else [position]
-    if not any(isinstance(item, torch.Tensor) and item.dim() == 0 for item in items):
-        return x[position]
-    rest: list[Any] = []
-    dim = 0
+def _whole(index: torch.Tensor) -> torch.Tensor:
+    return index if index.dtype in (torch.int32, torch.int64) else index.long()
+
+
+def _dims(x: torch.Tensor, items: Sequence[Any]) -> list[int]:
+    """The number of dimensions of a tensor that each entry of an index takes up."""
+    taken = [int(item is not None and not isinstance(item, bool)) for item in items]
     for place, item in enumerate(items):
-        if _is_place(item):
-            at = item if item.dtype in (torch.int32, torch.int64) else item.long()
-            x = torch.ops.aten.index.Tensor(x, [*[None] * dim, at])
-            continue
-        rest.append(item)
-        if item is Ellipsis:
-            dim = x.dim() - sum(_consumed(after) for after in items[place + 1 :])
-        else:
-            dim += _consumed(item)
-    return x[tuple(rest)] if rest else x
-
-
-def _consumed(item: Any) -> int:
-    """How many dimensions of a tensor one entry of an index takes up."""
-    if item is None or isinstance(item, bool):
-        return 0
-    if isinstance(item, torch.Tensor) and item.dtype == torch.bool:
-        return item.dim()
-    return 1
+        if isinstance(item, torch.Tensor) and item.dtype == torch.bool:
+            taken[place] = item.dim()
+    return [
+        x.dim() - sum(taken) + 1 if item is Ellipsis else dims
+        for item, dims in zip(items, taken, strict=True)
+    ]

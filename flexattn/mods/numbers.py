@@ -197,7 +197,7 @@ def _joined(one: Range | None, other: Range | None) -> Range | None:
 
 def _replaced(expr: Expr, numbers: Sequence[Number]) -> tuple[Expr, tuple[Number, ...]]:
     arguments = {number.expr: _argument(slot, number) for slot, number in enumerate(numbers)}
-    return rebuilt(expr, arguments.get), tuple(numbers)
+    return rebuilt(expr, lambda node, _: arguments.get(node)), tuple(numbers)
 
 
 def _argument(slot: int, number: Number) -> Expr:

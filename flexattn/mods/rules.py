@@ -8,7 +8,7 @@ those that were applied; kernel_options["RULES_OFF"] takes names of rules, or "a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -224,16 +224,15 @@ def rise(terms: Iterable[Expr]) -> Rise | None:
 
 def _span(term: Expr) -> Expr:
     """An affine term as a sum of what is added on the way to it, none of which is larger."""
-    done: dict[Expr, Expr] = {}
-    for node in walk(term):
-        args = tuple(done[arg] for arg in node.args)
+
+    def added(node: Expr, args: Sequence[Expr]) -> Expr:
         if node.op == "var" or not node.variables & {"q_idx", "kv_idx"}:
-            done[node] = make("abs", FLOAT, (make("cast", FLOAT, (node,)),))
-        elif node.op in ("neg", "cast"):
-            (done[node],) = args
-        else:
-            done[node] = make("add" if node.op == "sub" else node.op, FLOAT, args)
-    return done[term]
+            return make("abs", FLOAT, (make("cast", FLOAT, (node,)),))
+        if node.op in ("neg", "cast"):
+            return args[0]
+        return make("add" if node.op == "sub" else node.op, FLOAT, args)
+
+    return rebuilt(term, added)
 
 
 def diagonal(term: Expr) -> bool:
@@ -432,18 +431,16 @@ class _Split:
 
     def _rebuilt(self, term: Term) -> Expr:
         """The term with what is linear in the score, inside of it, as factor * score + others."""
-        done: dict[Expr, Expr] = {}
-        for node in walk(term.value):
-            args = tuple(done[arg] for arg in node.args)
-            new = make(node.op, node.dtype, args, node.value) if args else node
-            done[node] = self._linear(new) if new.op in ("mul", "div", "neg") else new
-        found = done[term.value]
-        if sum(1 for _ in walk(found)) > 2 * len(done) + _GROWTH:  # sums that were shared
+        found = rebuilt(term.value, self._linear)
+        size, before = (sum(1 for _ in walk(each)) for each in (found, term.value))
+        if size > 2 * before + _GROWTH:  # sums that were shared
             found = term.value
         return times(term.factor, found)
 
-    def _linear(self, node: Expr) -> Expr:
-        if "scale" not in self.allowed or "score" not in node.variables:
+    def _linear(self, node: Expr, args: Sequence[Expr]) -> Expr:
+        node = make(node.op, node.dtype, args, node.value)
+        scaled = node.op in ("mul", "div", "neg") and "score" in node.variables
+        if not scaled or "scale" not in self.allowed:
             return node
         terms = spread_terms(node, self.allowed, self._applied)
         found: Expr | None = None
@@ -463,4 +460,4 @@ class _Split:
         others = [arg for arg in user.args if arg is not SCORE]
         if user.op != "mul" or len(others) != 1 or others[0].variables & {"score", "kv_idx"}:
             return core, ONE
-        return rebuilt(core, {user: SCORE}.get), others[0]
+        return rebuilt(core, lambda node, _: SCORE if node is user else None), others[0]

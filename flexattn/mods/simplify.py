@@ -6,7 +6,7 @@ Floats are never reassociated: a rewrite is here only if torch would compute the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -74,7 +74,7 @@ def _finite(node: Expr) -> bool:
 def plug(expr: Expr, values: Mapping[int, int | float]) -> Expr:
     """The canonical form after the run-time scalars of these slots became constants."""
 
-    def replace(node: Expr) -> Expr | None:
+    def replace(node: Expr, args: Sequence[Expr]) -> Expr | None:
         if node.op == "scalar" and node.value in values:
             return const(values[node.value], node.dtype)  # type: ignore[index]
         return None
@@ -95,17 +95,15 @@ def renumber(expr: Expr) -> tuple[Expr, tuple[int, ...], tuple[int, ...]]:
     return done[expr], loads, scalars
 
 
-def rebuilt(expr: Expr, replace: _Rule) -> Expr:
-    """The canonical form with other nodes in the place of some; replace: None for those that stay.
+def rebuilt(expr: Expr, replace: Callable[[Expr, Sequence[Expr]], Expr | None]) -> Expr:
+    """The canonical form with other nodes in the place of some.
 
-    What a node is made of is looked at whether it is replaced or not.
+    replace: of a node and its operands as they are now; None for those that stay.
     """
     done: dict[Expr, Expr] = {}
     for node in walk(expr):
-        new = replace(node)
-        if new is None:
-            new = make(node.op, node.dtype, (done[arg] for arg in node.args), node.value)
-        done[node] = new
+        args = [done[arg] for arg in node.args]
+        done[node] = replace(node, args) or make(node.op, node.dtype, args, node.value)
     return done[expr]
 
 

@@ -242,7 +242,7 @@ def make_table(table: NkiTable, bound: Bound, problem: Problem, rows: int, targe
 
 def _shifted(mod: Mod, zero: int) -> Mod:
     query, position = Expr("var", "int64", (), "q_idx"), const(zero, "int64")
-    expr = rebuilt(mod.expr, {query: position}.get)
+    expr = rebuilt(mod.expr, lambda node, _: position if node is query else None)
     return interned(mod.kind, expr, mod.buffers, mod.scalars)
 
 

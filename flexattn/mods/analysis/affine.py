@@ -65,12 +65,21 @@ class Edge:
     rest: Expr | None
 
 
-def affine_forms(roots: tuple[Expr, ...], ranges: Mapping[str, Range]) -> dict[Expr, Affine]:
+def affine_forms(
+    roots: tuple[Expr, ...], ranges: Mapping[str, Range] | None
+) -> dict[Expr, Affine]:
     """The integer nodes that are affine in q_idx and kv_idx, where these stay in their ranges.
 
     Sums of 64 bits are taken not to wrap; a narrower one has a form where its interval says so.
+    ranges: None for forms modulo 2^32, which a sum of 32 bits has though it wraps.
     """
-    interval = Intervals(ranges)
+    interval = None if ranges is None else Intervals(ranges)
+
+    def wraps(node: Expr) -> bool:
+        if interval is None:
+            return node.dtype not in ("int32", "int64")
+        return node.dtype != "int64" and interval(node) == dtype_range(node.dtype)
+
     forms: dict[Expr, Affine] = {}
     for node in walk(*roots):
         if not is_int(node.dtype):
@@ -79,8 +88,8 @@ def affine_forms(roots: tuple[Expr, ...], ranges: Mapping[str, Range]) -> dict[E
             form: Affine | None = Affine(number=int(node.value or 0))
         elif not reads(node, "score", "q_idx", "kv_idx"):
             form = Affine(rest=make("cast", "int64", (node,)))
-        elif node.dtype != "int64" and interval(node) == dtype_range(node.dtype):
-            form = None  # it may wrap
+        elif wraps(node):
+            form = None
         else:
             form = _affine(node, [forms.get(arg) for arg in node.args])
         if form is not None:
@@ -251,40 +260,17 @@ def along_diagonals(expr: Expr) -> bool:
     has the same value along a diagonal, or neither. A sum a + c of 0 makes the first the second; a
     comparison of two affine nodes is one of their difference.
     """
-    found: dict[Expr, tuple[int, int] | bool] = {}
+    forms = affine_forms((expr,), None)
+    same: dict[Expr, bool] = {}
     for node in walk(expr):
-        found[node] = _diagonal(node, [found[arg] for arg in node.args])
-    return _same_along(found[expr])
-
-
-def _diagonal(node: Expr, args: list[tuple[int, int] | bool]) -> tuple[int, int] | bool:
-    """Coefficients of q and k; or whether the value is the same along a diagonal."""
-    if node.op == "var":
-        places = {"q_idx": (1, 0), "kv_idx": (0, 1), "b": (0, 0), "h": (0, 0)}
-        return places.get(str(node.value), False)
-    if not args:
-        return (0, 0)
-    affine = [arg for arg in args if isinstance(arg, tuple)]
-    if len(affine) == len(args) and is_int(node.args[0].dtype):
-        if node.op == "add":
-            return affine[0][0] + affine[1][0], affine[0][1] + affine[1][1]
-        if node.op in ("sub", *_COMPARE):
-            rest = affine[0][0] - affine[1][0], affine[0][1] - affine[1][1]
-            return rest if node.op == "sub" else sum(rest) == 0
-        if node.op == "neg":
-            return -affine[0][0], -affine[0][1]
-        if node.op == "cast" and node.dtype in ("int32", "int64"):  # narrower ones wrap
-            return affine[0]
-        if node.op == "mul":
-            for x, y in (affine, affine[::-1]):
-                factor = node.args[affine.index(y)]
-                if factor.op == "const":
-                    return x[0] * int(factor.value or 0), x[1] * int(factor.value or 0)
-    return all(map(_same_along, args))
-
-
-def _same_along(found: tuple[int, int] | bool) -> bool:
-    return sum(found) == 0 if isinstance(found, tuple) else found
+        compared = [forms.get(arg) for arg in node.args] if node.op in _COMPARE else [None]
+        if node in forms:
+            same[node] = forms[node].relative
+        elif None not in compared:
+            same[node] = len({form.q + form.kv for form in compared if form}) == 1
+        else:
+            same[node] = node.op != "var" and all(same[arg] for arg in node.args)
+    return same[expr]
 
 
 def _zero(dtype: str) -> Expr:
