@@ -236,21 +236,22 @@ def _is_library_module(value: Any) -> bool:
 def _method(self: Identity, method: types.MethodType, path: Path) -> None:
     self.held = None
     function, owner = method.__func__, method.__self__
+    at = (path, "attr", "__self__")
     if not isinstance(function, FunctionType):
         self.opaque("it calls a method that is no Python function")
-        self.visit(owner, (path, "self"))
-    elif not self.again(owner, (path, "self"), function):
-        _function(self, function, (path, "func"), owner, (path, "self"))
+        self.visit(owner, at)
+    elif not self.again(owner, at, function):
+        _function(self, function, (path, "attr", "__func__"), owner, at)
 
 
 def _partial(self: Identity, fn: functools.partial[Any], path: Path) -> None:
     self.held = None
     self.key += (functools.partial, len(fn.args), tuple(fn.keywords))
-    self.visit(fn.func, (path, "func"))
+    self.visit(fn.func, (path, "attr", "func"))
     for i, value in enumerate(fn.args):
-        self.visit(value, (path, "arg", i))
+        self.visit(value, ((path, "attr", "args"), "item", i))
     for name, value in fn.keywords.items():
-        self.visit(value, (path, "keyword", name))
+        self.visit(value, ((path, "attr", "keywords"), "item", name))
 
 
 def _callable(self: Identity, fn: Any) -> None:
@@ -267,34 +268,24 @@ def _callable(self: Identity, fn: Any) -> None:
         _function(self, called, ((), "class"), fn, ())
 
 
-def _list(self: Identity, values: list[Any], path: Path) -> None:
-    self.held = None
-    _sequence(self, values, path)
+def _container(self: Identity, values: Any, path: Path) -> None:
+    if type(values) is not tuple:
+        self.held = None
+    if not self.again(values, path):
+        self.key.append(type(values))
+        _items(self, values, path)
 
 
-def _sequence(self: Identity, values: Any, path: Path) -> None:
-    if self.again(values, path):
-        return
-    self.key += (type(values), len(values))
+def _items(self: Identity, values: Any, path: Path) -> None:
+    """Add the items of a dict, a list or a tuple, or of an instance of a class of such."""
+    self.key.append(len(values))
     if len(values) > _CAP:
         self.opaque(f"it reads a {type(values).__name__} of more than {_CAP:,} values")
-    for i, value in enumerate(values):
+    for name, value in values.items() if isinstance(values, dict) else enumerate(values):
         if self.reason:
             return
-        self.visit(value, (path, "item", i))
-
-
-def _dict(self: Identity, values: dict[Any, Any], path: Path) -> None:
-    self.held = None
-    if self.again(values, path):
-        return
-    self.key += (dict, len(values))
-    for name, value in values.items():
-        if not isinstance(name, (str, int, float, bytes, type(None), tuple)):
-            self.opaque(f"it reads a dict with a key of {type(name)}")
-        if self.reason:
-            return
-        self.key += (type(name), name)
+        if isinstance(values, dict):
+            self.visit(name, (path, "key"))
         self.visit(value, (path, "item", name))
 
 
@@ -374,9 +365,9 @@ _HANDLERS: dict[type, Callable[[Identity, Any, Path], None]] = {
     types.MethodType: _method,
     types.BuiltinFunctionType: _builtin,
     functools.partial: _partial,
-    list: _list,
-    tuple: _sequence,
-    dict: _dict,
+    list: _container,
+    tuple: _container,
+    dict: _container,
 }
 
 
@@ -414,17 +405,10 @@ def visit_object(self: Identity, value: Any, cls: type, path: Path) -> None:
     if _hides(cls, len(slots)):
         self.opaque(f"it reads a {cls.__qualname__}, which keeps state in C")
     visit_class(self, cls, (path, "type"))
-    if isinstance(value, dict):
-        self.key.append(len(value))
-        for name, item in value.items():
-            self.visit(name, (path, "key"))
-            self.visit(item, (path, "item", name))
-        if isinstance(value, collections.defaultdict):
-            self.visit(value.default_factory, (path, "attr", "default_factory"))
-    elif isinstance(value, (list, tuple)):
-        self.key.append(len(value))
-        for i, item in enumerate(value):
-            self.visit(item, (path, "item", i))
+    if isinstance(value, _CONTAINERS):
+        _items(self, value, path)
+    if isinstance(value, collections.defaultdict):
+        self.visit(value.default_factory, (path, "attr", "default_factory"))
     set_slots = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     for name, item in {**(state or {}), **set_slots}.items():
         self.key.append(name)

@@ -77,8 +77,8 @@ def substitute(fn: Any, replacements: Mapping[Path, Any]) -> Any:
     for path, value in replacements.items():
         steps: list[Any] = []
         while path:
-            path, part, *name = path
-            steps += [name[0] if name else None, part]
+            path, *step = path
+            steps += reversed(step)
         branch = tree
         for step in reversed(steps):
             branch = branch.setdefault(step, {})
@@ -93,28 +93,14 @@ def _rebuilt(value: Any, tree: dict[Any, Any]) -> Any:
     """A value with a replaced part for each of the tree's: {part: {name: tree}}."""
     if _LEAF in tree:
         return tree[_LEAF]
-    if not tree:
-        return value
     if isinstance(value, types.FunctionType):
         return _function(value, tree)
-    if isinstance(value, types.MethodType):
-        owned = _changed({"func": value.__func__, "self": value.__self__}, _unnamed(tree))
-        return types.MethodType(owned["func"], owned["self"])
-    if isinstance(value, functools.partial):
-        called = _changed({"func": value.func}, _unnamed({"func": tree.get("func", {})}))["func"]
-        args = _changed(value.args, tree.get("arg"))
-        return functools.partial(called, *args, **_changed(value.keywords, tree.get("keyword")))
     (part,) = tree
     if part == "item" and (type(value) in (list, dict, tuple) or hasattr(value, "_make")):
         return _changed(value, tree[part])
     if part == "attr":
         return _object(value, tree[part])
     raise CannotReplace
-
-
-def _unnamed(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """The trees of parts that are one value each."""
-    return {part: branches.get(None, {}) for part, branches in tree.items()}
 
 
 def _changed(values: Any, branches: dict[Any, Any] | None) -> Any:
@@ -148,6 +134,11 @@ def _object(value: Any, branches: dict[str, Any]) -> Any:
     if isinstance(value, torch.Tensor):  # a copy is another tensor than the captured one
         raise CannotReplace
     changed = {name: _rebuilt(getattr(value, name), b) for name, b in branches.items()}
+    if isinstance(value, types.MethodType):
+        return types.MethodType(*_parts(value, changed, "__func__", "__self__"))
+    if isinstance(value, functools.partial):
+        fn, args, keywords = _parts(value, changed, "func", "args", "keywords")
+        return functools.partial(fn, *args, **keywords)
     if isinstance(value, type):
         if not hasattr(value, "__mro__") or any(
             "__init_subclass__" in vars(c) for c in value.__mro__[:-1]
@@ -169,6 +160,10 @@ def _object(value: Any, branches: dict[str, Any]) -> Any:
     for name, item in changed.items():
         _set(new, name, item)
     return new
+
+
+def _parts(value: Any, changed: dict[str, Any], *names: str) -> list[Any]:
+    return [changed.get(name, getattr(value, name)) for name in names]
 
 
 def _set(owner: Any, name: str, value: Any) -> None:

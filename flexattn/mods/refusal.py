@@ -226,13 +226,15 @@ def capture_name(fn: Callable[..., Any], tensor: torch.Tensor) -> str:
 
 
 def _name(fn: Callable[..., Any], path: Path) -> str:
-    if len(path) < 3:  # the callable, its owner, or a class
+    if len(path) < 3 or path[2] == "__self__":  # the callable, its owner, or a class
         return "self"
     holder, part, name = path
+    if holder[1:] == ("attr", "args") and isinstance(fn, functools.partial):
+        return list(inspect.signature(fn.func).parameters)[name]
+    if holder[1:] == ("attr", "keywords"):
+        return str(name)
     if part == "attr":
         return f"{_name(fn, holder)}.{name}"
     if part == "item":
         return f"{_name(fn, holder)}[{name!r}]"
-    if part == "arg" and isinstance(fn, functools.partial) and not holder:
-        return list(inspect.signature(fn.func).parameters)[name]
     return str(name)

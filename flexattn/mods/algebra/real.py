@@ -18,7 +18,7 @@ from flexattn.mods.algebra.whole import (
     Whole,
     both,
     by_rule,
-    chosen,
+    chosen_ends,
     flag_ends,
     hull,
     magnitude,
@@ -90,7 +90,7 @@ def choose(condition: Flag, x: Real | None, y: Real | None) -> Real | None:
     """where(condition, x, y): both where the condition does not decide."""
     if x is None or y is None:
         return None
-    return Real(*chosen(condition, x, y), both(x.sure, y.sure))
+    return Real(*chosen_ends(condition, x, y), both(x.sure, y.sure))
 
 
 def compare(op: str, operands: Sequence[Real | None]) -> Flag:

@@ -18,7 +18,7 @@ from flexattn.mods.ops import OPS, Range
 from flexattn.mods.simplify import applied, make
 
 # The least and the greatest value of something over a tile.
-Ends = tuple[Expr, Expr]
+_Ends = tuple[Expr, Expr]
 
 # Sums of numbers below this do not wrap in 64 bits.
 LARGEST = 2**61
@@ -173,13 +173,13 @@ def apply(op: str, operands: Sequence[Whole | None]) -> Whole | None:
     return found
 
 
-def flag_ends(flag: Flag, dtype: str) -> Ends:
+def flag_ends(flag: Flag, dtype: str) -> _Ends:
     """The ends of 0 or 1."""
     low, high = (make("cast", dtype, (end,)) for end in (flag.must, flag.may))
     return low, high
 
 
-def chosen(condition: Flag, x: Any, y: Any) -> Ends:
+def chosen_ends(condition: Flag, x: Any, y: Any) -> _Ends:
     """The ends of where(condition, x, y): of both where the condition does not decide."""
 
     def end(op: str, x: Expr, y: Expr) -> Expr:
@@ -189,19 +189,19 @@ def chosen(condition: Flag, x: Any, y: Any) -> Ends:
     return end("minimum", x.low, y.low), end("maximum", x.high, y.high)
 
 
-def hull(op: str, x: Any, y: Any) -> Ends:
+def hull(op: str, x: Any, y: Any) -> _Ends:
     """The ends of an operation that is monotone in each operand: they lie at corners."""
     corners = [applied(op, i, j) for i in (x.low, x.high) for j in (y.low, y.high)]
     low, high = (reduce(partial(applied, end), corners) for end in ("minimum", "maximum"))
     return low, high
 
 
-def rising(op: str, *operands: Any) -> Ends:
+def rising(op: str, *operands: Any) -> _Ends:
     """The ends of an operation that never falls in any operand."""
     return applied(op, *(x.low for x in operands)), applied(op, *(x.high for x in operands))
 
 
-def magnitude(x: Any) -> Ends:
+def magnitude(x: Any) -> _Ends:
     """The ends of abs(x)."""
     zero = make("cast", x.low.dtype, (integer(0),))
     sizes = [applied("abs", end) for end in (x.low, x.high)]
@@ -219,7 +219,7 @@ def choose(condition: Flag, x: Whole | None, y: Whole | None) -> Whole | None:
     """where(condition, x, y): both where the condition does not decide."""
     if x is None or y is None:
         return None
-    form = single(*chosen(condition, x, y), *_range("where", x, y))
+    form = single(*chosen_ends(condition, x, y), *_range("where", x, y))
     return Whole(form, both(x.sure, y.sure))
 
 
