@@ -6,6 +6,7 @@ A row is all that the tracer, the printers, the analyses and the backward know o
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
@@ -24,12 +25,6 @@ def corners(op: Callable[[int, int], int]) -> Callable[[Range, Range], Range]:
         return min(values), max(values)
 
     return rule
-
-
-def absolute(x: Range) -> Range:
-    """abs."""
-    low = 0 if x[0] <= 0 <= x[1] else min(abs(x[0]), abs(x[1]))
-    return low, max(abs(x[0]), abs(x[1]))
 
 
 def truncated(x: int, y: int) -> int:
@@ -74,13 +69,6 @@ def meet(x: Range, y: Range) -> Range | None:
     return (0, min(r[1] for r in positive)) if positive else None
 
 
-def either(x: Range, y: Range) -> Range | None:
-    """or."""
-    if x[0] < 0 or y[0] < 0:
-        return None
-    return max(x[0], y[0]), 2 ** max(x[1].bit_length(), y[1].bit_length()) - 1
-
-
 def differ(x: Range, y: Range) -> Range | None:
     """xor."""
     if x[0] < 0 or y[0] < 0:
@@ -88,14 +76,15 @@ def differ(x: Range, y: Range) -> Range | None:
     return 0, 2 ** max(x[1].bit_length(), y[1].bit_length()) - 1
 
 
-def shifted_left(x: Range, y: Range) -> Range | None:
-    """<<."""
-    return corners(lambda i, j: i << j)(x, y) if y[0] >= 0 and y[1] < 64 else None
+def either(x: Range, y: Range) -> Range | None:
+    """or."""
+    bits = differ(x, y)
+    return bits and (max(x[0], y[0]), bits[1])
 
 
-def shifted_right(x: Range, y: Range) -> Range | None:
-    """>>."""
-    return corners(lambda i, j: i >> j)(x, y) if y[0] >= 0 and y[1] < 64 else None
+def shifted(op: Callable[[int, int], int]) -> Callable[[Range, Range], Range | None]:
+    """<< and >>."""
+    return lambda x, y: corners(op)(x, y) if y[0] >= 0 and y[1] < 64 else None
 
 
 def sign(x: Range) -> Range:
@@ -170,9 +159,22 @@ class Op:
         return found
 
 
-def _float(name: str, triton: str, gradient: Gradient | str, **more: Any) -> Op:
-    """A function of one operand, of which integers become floats before."""
-    return Op(name, triton, (gradient,), result="float", **more)
+def _float(name: str, gradient: Gradient | str, triton: str = "", **more: Any) -> Op:
+    """A function of one operand, of which integers become floats before.
+
+    triton: its text, where it is no function of libdevice by that name.
+    """
+    text = triton or f"libdevice.{name}({{0}})"
+    return Op(name, text, (gradient,), result="float", **more)
+
+
+def _shared(first: Callable[[Any, Any], Any]) -> tuple[Gradient, Gradient]:
+    """The gradients of an extreme, half to each where they are equal; first: where it is x."""
+
+    def part(g: Any, x: Any, y: Any) -> Any:
+        return (g * 0.5).where(x == y, g).where(first(x, y), 0.0)
+
+    return part, lambda g, x, y: part(g, y, x)
 
 
 # torch hands NaN through minimum and maximum; the hardware's instructions drop it.
@@ -202,7 +204,7 @@ ARITHMETIC = (
         (lambda g, x, y: g * y, lambda g, x, y: g * x),
         on_bool="and",
         commutes=True,
-        interval=corners(lambda i, j: i * j),
+        interval=corners(operator.mul),
         symbol="*",
     ),
     Op(
@@ -218,7 +220,7 @@ ARITHMETIC = (
         ("torch has none of floor_divide", "torch has none of floor_divide"),
         called="floor_divide",
         slow=True,
-        interval=dividing(lambda i, j: i // j),
+        interval=dividing(operator.floordiv),
         symbol="//",
         integers="floor_div_int({0}, {1})",
     ),
@@ -256,17 +258,13 @@ ARITHMETIC = (
         "abs",
         "{tl}.abs({0})",
         (lambda g, x: g * x.sign(),),  # 0 at 0
-        interval=absolute,
+        interval=lambda x: (max(x[0], -x[1], 0), max(abs(x[0]), abs(x[1]))),
     ),
     Op("sign", "sign({0})", (lambda g, x: 0.0,), interval=sign),
     Op(
         "minimum",
         _LEAST + _NAN,
-        # Half to each where they are equal.
-        (
-            lambda g, x, y: (g * 0.5).where(x == y, g).where(x <= y, 0.0),
-            lambda g, x, y: (g * 0.5).where(x == y, g).where(y <= x, 0.0),
-        ),
+        _shared(lambda x, y: x <= y),
         on_bool="and",
         interval=lambda x, y: (min(x[0], y[0]), min(x[1], y[1])),
         rises=EVERYWHERE,
@@ -275,10 +273,7 @@ ARITHMETIC = (
     Op(
         "maximum",
         _MOST + _NAN,
-        (
-            lambda g, x, y: (g * 0.5).where(x == y, g).where(x >= y, 0.0),
-            lambda g, x, y: (g * 0.5).where(x == y, g).where(y >= x, 0.0),
-        ),
+        _shared(lambda x, y: x >= y),
         on_bool="or",
         interval=lambda x, y: (max(x[0], y[0]), max(x[1], y[1])),
         rises=EVERYWHERE,
@@ -319,7 +314,7 @@ ARITHMETIC = (
         slow=True,
         symbol="**",
     ),
-    _float("reciprocal", "(1.0 / {0})", lambda g, x: -g * x.reciprocal() * x.reciprocal()),
+    _float("reciprocal", lambda g, x: -g * x.reciprocal() * x.reciprocal(), "(1.0 / {0})"),
 )
 
 
@@ -356,8 +351,8 @@ LOGIC = (
     _bits("and", "&", "bitwise_and", "__and__", meet),
     _bits("or", "|", "bitwise_or", "__or__", either),
     _bits("xor", "^", "bitwise_xor", "__xor__", differ),
-    _bits("shl", "<<", "bitwise_left_shift", "__lshift__", shifted_left),
-    _bits("shr", ">>", "bitwise_right_shift", "__rshift__", shifted_right),
+    _bits("shl", "<<", "bitwise_left_shift", "__lshift__", shifted(operator.lshift)),
+    _bits("shr", ">>", "bitwise_right_shift", "__rshift__", shifted(operator.rshift)),
     Op("not", "(~{0})", (_BITS,), called="bitwise_not", interval=lambda x: (~x[1], ~x[0])),
     _comparison("eq", "==", ""),
     _comparison("ne", "!=", ""),
@@ -380,21 +375,21 @@ _LN2, _LN10 = math.log(2.0), math.log(10.0)
 _ERF = 2.0 / math.sqrt(math.pi)
 
 FUNCTIONS = (
-    _float("exp", "{tl}.exp({0})", lambda g, x: g * x.exp(), rises=EVERYWHERE),
-    _float("exp2", "{tl}.exp2({0})", lambda g, x: g * x.exp2() * _LN2, rises=EVERYWHERE),
-    _float("expm1", "libdevice.expm1({0})", lambda g, x: g * (x.expm1() + 1.0)),
-    _float("log", "{tl}.log({0})", lambda g, x: g / x, rises=0.0),
-    _float("log2", "{tl}.log2({0})", lambda g, x: g / (x * _LN2), rises=0.0),
-    _float("log10", "libdevice.log10({0})", lambda g, x: g / (x * _LN10)),
-    _float("log1p", "libdevice.log1p({0})", lambda g, x: g / (x + 1.0)),
-    _float("sqrt", "{tl}.sqrt({0})", lambda g, x: g / (x.sqrt() * 2.0), rises=0.0),
-    _float("rsqrt", "{tl}.rsqrt({0})", lambda g, x: g * -0.5 * x.rsqrt() * x.rsqrt() * x.rsqrt()),
-    _float("sin", "{tl}.sin({0})", lambda g, x: g * x.cos()),
-    _float("cos", "{tl}.cos({0})", lambda g, x: -g * x.sin()),
-    _float("tan", "libdevice.tan({0})", lambda g, x: g * (x.tan() * x.tan() + 1.0)),
-    _float("asin", "libdevice.asin({0})", lambda g, x: g * (1.0 - x * x).rsqrt()),
-    _float("acos", "libdevice.acos({0})", lambda g, x: -g * (1.0 - x * x).rsqrt()),
-    _float("atan", "libdevice.atan({0})", lambda g, x: g / (x * x + 1.0)),
+    _float("exp", lambda g, x: g * x.exp(), "{tl}.exp({0})", rises=EVERYWHERE),
+    _float("exp2", lambda g, x: g * x.exp2() * _LN2, "{tl}.exp2({0})", rises=EVERYWHERE),
+    _float("expm1", lambda g, x: g * (x.expm1() + 1.0)),
+    _float("log", lambda g, x: g / x, "{tl}.log({0})", rises=0.0),
+    _float("log2", lambda g, x: g / (x * _LN2), "{tl}.log2({0})", rises=0.0),
+    _float("log10", lambda g, x: g / (x * _LN10)),
+    _float("log1p", lambda g, x: g / (x + 1.0)),
+    _float("sqrt", lambda g, x: g / (x.sqrt() * 2.0), "{tl}.sqrt({0})", rises=0.0),
+    _float("rsqrt", lambda g, x: g * -0.5 * x.rsqrt() * x.rsqrt() * x.rsqrt(), "{tl}.rsqrt({0})"),
+    _float("sin", lambda g, x: g * x.cos(), "{tl}.sin({0})"),
+    _float("cos", lambda g, x: -g * x.sin(), "{tl}.cos({0})"),
+    _float("tan", lambda g, x: g * (x.tan() * x.tan() + 1.0)),
+    _float("asin", lambda g, x: g * (1.0 - x * x).rsqrt()),
+    _float("acos", lambda g, x: -g * (1.0 - x * x).rsqrt()),
+    _float("atan", lambda g, x: g / (x * x + 1.0)),
     Op(
         "atan2",
         "libdevice.atan2({0}, {1})",
@@ -419,24 +414,22 @@ FUNCTIONS = (
         (lambda g, x, y: (g * (x.copysign(y) / x)).where(x != 0.0, 0.0), lambda g, x, y: 0.0),
         result="float",
     ),
-    _float("asinh", "libdevice.asinh({0})", lambda g, x: g * (x * x + 1.0).rsqrt()),
-    _float("acosh", "libdevice.acosh({0})", lambda g, x: g * (x * x - 1.0).rsqrt()),
-    _float("atanh", "libdevice.atanh({0})", lambda g, x: g / (1.0 - x * x)),
-    _float("sinh", "libdevice.sinh({0})", lambda g, x: g * x.cosh()),
-    _float("cosh", "libdevice.cosh({0})", lambda g, x: g * x.sinh()),
-    _float("tanh", "libdevice.tanh({0})", lambda g, x: g * (1.0 - x.tanh() * x.tanh())),
+    _float("asinh", lambda g, x: g * (x * x + 1.0).rsqrt()),
+    _float("acosh", lambda g, x: g * (x * x - 1.0).rsqrt()),
+    _float("atanh", lambda g, x: g / (1.0 - x * x)),
+    _float("sinh", lambda g, x: g * x.cosh()),
+    _float("cosh", lambda g, x: g * x.sinh()),
+    _float("tanh", lambda g, x: g * (1.0 - x.tanh() * x.tanh())),
     _float(
         "sigmoid",
-        "{tl}.sigmoid({0})",
         lambda g, x: g * (1.0 - x.sigmoid()) * x.sigmoid(),
+        "{tl}.sigmoid({0})",
         gluon="sigmoid({0})",
     ),
-    _float("erf", "{tl}.erf({0})", lambda g, x: g * _ERF * (-x * x).exp()),
-    _float("erfc", "libdevice.erfc({0})", lambda g, x: -g * _ERF * (-x * x).exp()),
-    _float(
-        "erfinv", "libdevice.erfinv({0})", lambda g, x: g / _ERF * (x.erfinv() * x.erfinv()).exp()
-    ),
-    _float("lgamma", "libdevice.lgamma({0})", "it is digamma, which Triton lacks"),
+    _float("erf", lambda g, x: g * _ERF * (-x * x).exp(), "{tl}.erf({0})"),
+    _float("erfc", lambda g, x: -g * _ERF * (-x * x).exp()),
+    _float("erfinv", lambda g, x: g / _ERF * (x.erfinv() * x.erfinv()).exp()),
+    _float("lgamma", "it is digamma, which Triton lacks"),
     Op("floor", "{tl}.floor({0})", (lambda g, x: 0.0,), result="rounded", rises=EVERYWHERE),
     Op("ceil", "{tl}.ceil({0})", (lambda g, x: 0.0,), result="rounded", rises=EVERYWHERE),
     Op("round", "libdevice.rint({0})", (lambda g, x: 0.0,), result="rounded"),
