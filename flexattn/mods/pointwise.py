@@ -33,11 +33,18 @@ def cast(x: Operand, dtype: str) -> Array:
     array = as_array(x)
     if array.dtype == dtype and not array.weak:
         return array
+    return _mapped("cast", dtype, [array])
 
-    def at(index: tuple[Expr, ...]) -> Expr:
-        return make("cast", dtype, (array.at(index),))
 
-    return Array(array.shape, dtype, at, parts=[array])
+def _mapped(op: str, dtype: str, operands: list[Array], *, weak: bool = False) -> Array:
+    """One operation on the elements of broadcast operands."""
+    shape = torch.broadcast_shapes(*(array.shape for array in operands))
+    parts = [broadcast(array, shape) for array in operands]
+
+    def at(index: Index) -> Expr:
+        return make(op, dtype, [part.at(index) for part in parts])
+
+    return Array(shape, dtype, at, weak=weak, parts=parts)
 
 
 def promoted(arrays: list[Array]) -> str:
@@ -74,13 +81,7 @@ def pointwise(op: str, *operands: Operand) -> Array:
     if not is_float(dtype) and OPS[op].result == "classified":
         return pointwise("ne", arrays[0], arrays[0])
     result = "bool" if OPS[op].predicate else dtype
-    shape = torch.broadcast_shapes(*(array.shape for array in arrays))
-    parts = [broadcast(cast(array, dtype), shape) for array in arrays]
-
-    def at(index: tuple[Expr, ...]) -> Expr:
-        return make(op, result, [part.at(index) for part in parts])
-
-    return Array(shape, result, at, weak=weak, parts=parts)
+    return _mapped(op, result, [cast(array, dtype) for array in arrays], weak=weak)
 
 
 def _where(condition: Operand, x: Operand, y: Operand) -> Array:
@@ -88,14 +89,7 @@ def _where(condition: Operand, x: Operand, y: Operand) -> Array:
     dtype = promoted(chosen)
     if all(a.weak for a in chosen) and is_float(dtype):  # torch.where(c, 1.0, 2.0) is no number
         dtype = name_of(torch.get_default_dtype())
-    arrays = [cast(condition, "bool"), *(cast(a, dtype) for a in chosen)]
-    shape = torch.broadcast_shapes(*(array.shape for array in arrays))
-    parts = [broadcast(array, shape) for array in arrays]
-
-    def at(index: tuple[Expr, ...]) -> Expr:
-        return make("where", dtype, [part.at(index) for part in parts])
-
-    return Array(shape, dtype, at, parts=parts)
+    return _mapped("where", dtype, [cast(condition, "bool"), *(cast(a, dtype) for a in chosen)])
 
 
 def _sum(op: str, x: Operand, y: Operand, alpha: Operand = 1) -> Array:
@@ -192,12 +186,8 @@ def stopped(found: Any, stop: str = DETACH) -> Any:
         return type(found)(stopped(each, stop) for each in found)
     if not isinstance(found, Array) or not is_float(found.dtype):
         return found
-
-    def at(index: Index) -> Expr:
-        return make(stop, found.dtype, (found.at(index),))
-
-    array = Array(found.shape, found.dtype, at, weak=found.weak, wraps=found.wraps)
-    array.captured = found.captured
+    array = _mapped(stop, found.dtype, [found], weak=found.weak)
+    array.wraps, array.captured = found.wraps, found.captured
     return array
 
 

@@ -24,7 +24,7 @@ from flexattn.mods.arrays import (
     reshape,
 )
 from flexattn.mods.expr import Expr, const, integer
-from flexattn.mods.ops import is_float, name_of
+from flexattn.mods.ops import dtype_of, is_float, name_of
 from flexattn.mods.pointwise import Operand, as_array, cast, pointwise, promoted
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import applied, make
@@ -183,14 +183,14 @@ def _full(
     return broadcast(cast(value, name_of(dtype) if dtype else natural), size)
 
 
+def _full_like(x: Array, value: Operand, dtype: torch.dtype | None = None, **_: Any) -> Array:
+    return _full(x.shape, value, dtype or dtype_of(x.dtype))
+
+
 def _filled(
-    value: Operand, size: Sequence[int], dtype: torch.dtype | None = None, **_: Any
+    value: Operand, size: Sequence[int] = (), dtype: torch.dtype | None = None, **_: Any
 ) -> Array:
     return _full(size, value, dtype or torch.get_default_dtype())
-
-
-def _filled_like(value: Operand, x: Array, dtype: torch.dtype | None = None, **_: Any) -> Array:
-    return broadcast(cast(value, name_of(dtype) if dtype else x.dtype), x.shape)
 
 
 def _arange(*ends: int | float, dtype: torch.dtype | None = None, **_: Any) -> Array:
@@ -216,16 +216,24 @@ TENSORWISE: dict[str, Callable[..., Any]] = {
     "gather": _gather,
     "take": lambda x, position: index(reshape(x, [-1]), [position]),
     "empty": partial(_filled, 0),
-    "empty_like": partial(_filled_like, 0),
+    "empty_like": lambda x, **options: _full_like(x, 0, **options),
     "full": _full,
-    "full_like": lambda x, value, **options: _filled_like(value, x, **options),
-    "scalar_tensor": lambda value, **options: _filled(value, [], **options),
+    "full_like": _full_like,
+    "scalar_tensor": _filled,
     "arange": _arange,
 }
 
 
-def _searched(x: Operand, bounds: Array, right: bool, int32: bool) -> Array:
-    """How many of the sorted bounds are before x, by comparing with each; NaN is after all."""
+def _bucketize(
+    x: Operand,
+    bounds: Array,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Array | None = None,
+) -> Array:
+    """The number of sorted bounds before x, by comparing with each; NaN is after all."""
     if len(bounds.shape) != 1:
         raise Refusal(
             f"searches in a tensor of shape {list(bounds.shape)}",
@@ -233,28 +241,10 @@ def _searched(x: Operand, bounds: Array, right: bool, int32: bool) -> Array:
             "index it down to one dimension before",
             raises=NoKernelError,
         )
+    ends = bounds if sorter is None else index(bounds, [sorter])
     last = unsqueeze(as_array(x), len(as_array(x).shape))
-    before = pointwise("not", pointwise("gt" if right else "ge", bounds, last))
-    return _reduced("add", before, len(before.shape) - 1, dtype="int32" if int32 else "int64")
-
-
-def _bucketize(
-    x: Operand, bounds: Array, *, out_int32: bool = False, right: bool = False
-) -> Array:
-    return _searched(x, bounds, right, out_int32)
-
-
-def _searchsorted(
-    bounds: Array,
-    x: Operand,
-    *,
-    out_int32: bool = False,
-    right: bool = False,
-    side: str | None = None,
-    sorter: Array | None = None,
-) -> Array:
-    bounds = bounds if sorter is None else index(bounds, [sorter])
-    return _searched(x, bounds, right or side == "right", out_int32)
+    before = pointwise("not", pointwise("gt" if right or side == "right" else "ge", ends, last))
+    return _reduced("add", before, len(before.shape) - 1, dtype="int32" if out_int32 else "int64")
 
 
 def _accumulator(dtype: str) -> str:
@@ -344,7 +334,7 @@ def _mm(x: Array, y: Array) -> Array:
 REDUCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("mm", "bmm"), _mm),
     "bucketize": _bucketize,
-    "searchsorted": _searchsorted,
+    "searchsorted": lambda bounds, x, **how: _bucketize(x, bounds, **how),
     "sum": partial(_total, "add"),
     "prod": partial(_total, "mul"),
     "var": _var,
