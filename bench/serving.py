@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from bench.chunks import chunk_rows
 from bench.command import main, parse_config
 from bench.random_draw import random_rows
 from bench.results import Gate
@@ -41,7 +42,7 @@ def variant(text: str) -> ServingPeer:
 
 def run(argv: Sequence[str] | None = None) -> int:
     """The bench's command; the status as bench.command.main's."""
-    rows = [*serving_rows(), *random_rows("paged")]
+    rows = [*serving_rows(), *random_rows("paged"), *chunk_rows()]
     return main(
         "decode", rows, METHOD, argv, known=SERVING_PEERS, named={}, variant=variant,
         kind=SERVING,

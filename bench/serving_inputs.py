@@ -98,11 +98,19 @@ def _mods_of(row: ServingRow, lens: Tensor, device: str) -> tuple[Any, Any]:
         score = catalogue.alibi(row.hq, device)
     elif row.variant == "window":
         mask = catalogue.sliding_window(max(row.lens) // WINDOWED - 1)
-    elif row.variant == "causal" or row.new:
-        mask = catalogue.causal
+    elif row.variant == "by-position":
+        score = _by_position
     elif row.variant == "tree":
         mask = _draft_tree(row.q_len, lens - row.q_len, device)
+    if mask is None and (row.variant == "causal" or row.new):
+        mask = catalogue.causal
     return score, mask
+
+
+def _by_position(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """A mod that no catalogue has: a bias that saturates with the distance."""
+    distance = q_idx - kv_idx
+    return score - distance / (distance.abs() + 64.0 * (h + 1))
 
 
 def _draft_tree(nodes: int, past: Tensor, device: str) -> Any:

@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+import flexattn
 from bench.peers import OURS, Refusal
 from bench.serving_inputs import Served, planned
+from bench.serving_rows import WINDOWED
 from bench.streaming import STREAMING, streaming
 
 __all__ = [
@@ -123,12 +125,51 @@ def flashinfer_cascade(x: Served) -> Callable[[], Tensor] | Refusal:
     return lambda: wrapper.run(q, (x.k, x.v))[:, None]
 
 
+def fa3(x: Served) -> Callable[[], Tensor] | Refusal:
+    """FlashAttention-3 over pages, with its own choice of splits and of heads packed in rows."""
+    row = x.row
+    if x.table is None or row.eight_bits or row.variant not in ("plain", "causal", "window"):
+        return Refusal("it has no such mod, and its scales are of other shapes")
+    try:
+        from flash_attn_interface import flash_attn_with_kvcache
+    except ImportError as error:
+        return Refusal.of(error)
+    call: dict[str, Any] = {"cache_seqlens": x.lens, "page_table": x.table}
+    call["causal"] = row.variant == "causal" or bool(row.new)
+    if row.variant == "window":
+        call["window_size"] = (max(row.lens) // WINDOWED - 1, 0)
+    if row.new:
+        ends = torch.tensor([0, *row.new], device=x.q.device).cumsum(0, dtype=torch.int32)
+        call |= {"cu_seqlens_q": ends, "max_seqlen_q": max(row.new)}
+    return lambda: flash_attn_with_kvcache(x.q, x.k, x.v, **call)
+
+
+def contiguous(x: Served) -> Callable[[], Tensor] | Refusal:
+    """Our flex_attention on one request's keys as one tensor."""
+    if len(x.row.lens) > 1 or not x.row.new or x.score_mod is not None:
+        return Refusal("it is beside the causal chunk of one request")
+    past, mask_mod = x.row.lens[0] - x.row.new[0], x.mask_mod
+    q, k, v = (each.transpose(0, 1)[None].contiguous() for each in (x.q, *x.keys(0)))
+    mask = flexattn.create_block_mask(
+        lambda b, h, m, n: mask_mod(b, h, m + past, n), None, None, q.shape[2], k.shape[2],
+        device=q.device,
+    )  # fmt: skip
+
+    def call() -> Tensor:
+        out: Tensor = flexattn.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    return call
+
+
 SERVING_PEERS: dict[str, ServingPeer] = {
     OURS: served_with({}),
     INVARIANT: served_with({}, invariant=True),
     EMPTY: empty,
     STREAMING: streaming,
     "sdpa-cudnn": cudnn,
+    "fa3": fa3,
+    f"{OURS}-contiguous": contiguous,
     "flashinfer": flashinfer(False),
     "flashinfer-tc": flashinfer(True),
     "flashinfer-cascade": flashinfer_cascade,
