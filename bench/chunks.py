@@ -24,6 +24,7 @@ NAMED: tuple[tuple[str, tuple[int, ...], tuple[int, ...], dict[str, int]], ...] 
     ("2k-of-8k-d64", (2048,), (8192,), {"hq": 64, "hkv": 8, "d": 64, "dv": 64}),
     ("2k-of-8k-d256", (2048,), (8192,), {"hq": 8, "hkv": 4, "d": 256, "dv": 256}),
 )
+DIMS = (64, 96, 128, 256)
 PAGES, REQUESTS = (16, 32, 64, 128, 256), (1, 1, 2, 4, 8, 16, 32, 64)
 MOST_NEW, MOST_KEYS = 8 * _K, 64 * _K
 # Keys of a batch, and operations of a call: about 4 GiB of 8 heads, and 6 ms of an H200.
@@ -51,9 +52,7 @@ def drawn_chunks(seed: int) -> list[ServingRow]:
 
 def _drawn(random: Random, name: str, window: bool) -> ServingRow:
     while True:
-        model, hq, hkv, d = random.choice(
-            [each for each in MODELS if each[3] in (64, 96, 128, 256)]
-        )
+        model, hq, hkv, d = random.choice([each for each in MODELS if each[3] in DIMS])
         count, page = random.choice(REQUESTS), random.choice(PAGES)
         new = tuple(_length(random, MOST_NEW // count) for _ in range(count))
         lens = tuple(n + _length(random, MOST_KEYS - n) for n in new)

@@ -8,8 +8,8 @@ from typing import Literal
 __all__ = ["ServingRow", "serving_rows"]
 
 Variant = Literal[
-    "plain", "softcap", "alibi", "window", "sinks", "tree", "causal", "by-position", "fp8", "fp8-token-head",
-    "cascade", "mla", "prefix-tree",
+    "plain", "softcap", "alibi", "window", "sinks", "tree", "causal", "by-position", "fp8",
+    "fp8-token-head", "cascade", "mla", "prefix-tree",
 ]  # fmt: skip
 # Heads of other public models, and pages of one key, with batches and thousands of keys.
 HEADS: tuple[tuple[str, int, int, dict[str, int]], ...] = (
