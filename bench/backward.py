@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.command import main, parse_config
+from bench.command import main, parse_config, typed
 from bench.inputs import Inputs, check, check_gradients, make
 from bench.peers import (
     BACKWARD_PEERS,
@@ -99,7 +99,7 @@ def _peak(run: Backward, x: Inputs) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    Backward.of(run.ready, x)()
+    replace(run, out=run.ready.forward(*run.leaves[: len(run.ready.leaves)]))()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before + _given(x)
 
@@ -128,10 +128,8 @@ def variant(text: str) -> Peer:
     if all(map(_is_option, given)):
         return ours_with(given)
     for backend, config in _CONFIGS.items():
-        known = {each.name: each.type for each in fields(config)}
-        if given.keys() <= known.keys():
-            found = {n: bool(x) if known[n] == "bool" else x for n, x in given.items()}
-            return exactly_trained(found, backend)
+        if given.keys() <= {each.name for each in fields(config)}:
+            return exactly_trained(typed(given, config), backend)
     return ours_with(given)
 
 

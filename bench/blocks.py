@@ -17,7 +17,7 @@ import torch
 from bench.command import main
 from bench.peers import OURS
 from bench.results import Gate
-from bench.runner import Kind, Method, wall_us, walls
+from bench.runner import Kind, Method, Uncounted, wall_us, walls
 from flexattn import catalogue, create_block_mask
 
 __all__ = ["BLOCKS", "ROWS", "MaskRow", "run"]
@@ -29,15 +29,13 @@ METHOD = Method(rounds=20)
 
 
 @dataclass(frozen=True)
-class MaskRow:
+class MaskRow(Uncounted):
     """A mask, the length of its queries and keys, and the limit of a call in ms."""
 
     mask: str
     length: int
     limit_ms: float
-    group: str = "blocks"
-    flops: float = 0.0
-    kv_bytes: int = 0
+    group = "blocks"
 
     @property
     def name(self) -> str:

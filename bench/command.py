@@ -22,7 +22,7 @@ from bench.table import markdown
 from flexattn.errors import FlexAttnError, InputError
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConfig
 
-__all__ = ["chosen_rows", "main", "matching", "parse_config"]
+__all__ = ["chosen_rows", "main", "matching", "parse_config", "typed"]
 
 T = TypeVar("T")
 
@@ -144,18 +144,17 @@ def _variant(text: str) -> Peer:
     given = parse_config(text)
     if "consumers" not in given:
         return ours_with(given)
+    given.setdefault("consumer_regs", CONSUMER_REGISTERS.get(int(given["consumers"]), 0))
     try:
-        return ours_exactly(HopperPrefillConfig(**_with_registers(given)))
+        return ours_exactly(HopperPrefillConfig(**typed(given, HopperPrefillConfig)))
     except TypeError as e:
         raise InputError(f"--config {text!r}", f"fields of HopperPrefillConfig: {e}") from e
 
 
-def _with_registers(given: dict[str, int | str]) -> dict[str, Any]:
-    """Truth values where the config has them, and the registers that its consumers are left."""
-    switches = {each.name for each in fields(HopperPrefillConfig) if each.type == "bool"}
-    found = {key: bool(value) if key in switches else value for key, value in given.items()}
-    found.setdefault("consumer_regs", CONSUMER_REGISTERS.get(given["consumers"], 0))  # type: ignore[arg-type]
-    return found
+def typed(given: Mapping[str, int | str], config: type) -> dict[str, Any]:
+    """The fields of a config by name, with truth values where the config has them."""
+    switches = {each.name for each in fields(config) if each.type == "bool"}
+    return {key: bool(value) if key in switches else value for key, value in given.items()}
 
 
 def _progress(total: int, out: Path | None) -> Callable[[Report, float], None]:

@@ -17,7 +17,7 @@ import torch
 from bench.command import main
 from bench.peers import OURS
 from bench.results import Gate
-from bench.runner import Kind, Method, wall_us
+from bench.runner import Kind, Method, Uncounted, wall_us
 from flexattn.integrations.transformers import serve_batches
 from flexattn.measure.timing import Samples
 
@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class BatchingRow:
+class BatchingRow(Uncounted):
     """A model of transformers, its settings, and how many prompts and new tokens a run has."""
 
     name: str
@@ -40,9 +40,7 @@ class BatchingRow:
     settings: dict[str, Any] = field(default_factory=dict)
     requests: int = 256
     tokens: int = 64
-    group: str = "continuous-batching"
-    flops: float = 0.0
-    kv_bytes: int = 0
+    group = "continuous-batching"
 
 
 ROWS = (

@@ -20,7 +20,7 @@ from torch.nn.attention import flex_attention as theirs
 
 import flexattn
 from bench.results import Gate, Report, save
-from bench.runner import Kind, Method, run
+from bench.runner import Kind, Method, Uncounted, run
 from bench.table import ratios
 from flexattn.catalogue import alibi, causal
 from flexattn.frontend import on_cpu
@@ -36,15 +36,13 @@ METHOD = Method(rounds=40, min_ms=2.0, clock="cpu", device="cpu")
 
 
 @dataclass(frozen=True)
-class CpuRow:
+class CpuRow(Uncounted):
     """A call on CPU tensors of so many queries and keys, plain or with mods."""
 
     length: int
     dtype: torch.dtype
     mods: bool
-    group: str = "cpu"
-    flops: float = 0.0
-    kv_bytes: int = 0
+    group = "cpu"
 
     @property
     def name(self) -> str:

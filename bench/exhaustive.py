@@ -34,13 +34,13 @@ __all__ = ["Plan", "main", "measured"]
 # The part of a problem's seconds that timing may take; the rest judges from the fastest on.
 FOR_TIMING = 0.6
 BATCH = 24
+EFFORT: Effort = "exhaustive"
 
 
 @dataclass(frozen=True)
 class Plan:
     """The rounds of a problem's configs, of at least min_ms each, within `seconds` on the GPU."""
 
-    effort: Effort = "exhaustive"
     rounds: int = 12
     min_ms: float = 1.0
     seconds: float = 40.0
@@ -90,7 +90,7 @@ def measured(
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the rows; the status is 1 if one of them has no study in the end."""
     args = _parser().parse_args(argv)
-    plan = Plan(args.effort, args.rounds, args.min_ms, args.seconds)
+    plan = Plan(seconds=args.seconds)
     try:
         rows = chosen_rows(STUDIED, args.rows)
         if args.list:
@@ -107,11 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     failed = 0
     with compilers(args.jobs) as pool, Worker() as worker:
-        build_ahead(jobs, method_for(plan.effort), pool)
+        build_ahead(jobs, method_for(EFFORT), pool)
         for job in jobs:
             begin, name = time.monotonic(), job.title
             try:
-                subject = subject_of(job, environment_of(job), plan.effort)
+                subject = subject_of(job, environment_of(job), EFFORT)
                 built = build_all(job.problem, subject.configs, target, pool=pool)
                 study = measured(subject, job, built, worker, plan)
                 save(study, paths[name])
@@ -138,9 +138,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--list", action="store_true", help="print the names of those rows, and stop")
     add("--again", action="store_true", help="also rows whose file is in --out already")
     add("--seconds", type=float, default=40.0, help="of the GPU for each row")
-    add("--rounds", type=int, default=12, help="samples of each config")
-    add("--min-ms", type=float, default=1.0, help="least time of one sample")
-    add("--effort", default="exhaustive", choices=("quick", "full", "exhaustive"))
     add("--jobs", type=int, default=0, help="processes that compile; 0 for all cores")
     return parser
 

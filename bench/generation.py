@@ -22,7 +22,7 @@ from torch import Tensor
 from bench.command import main
 from bench.peers import OURS, Refusal
 from bench.results import Gate
-from bench.runner import Kind, Method
+from bench.runner import Kind, Method, Uncounted
 from flexattn.frontend.launch_cache import launch_cache
 from flexattn.integrations.transformers import register
 from flexattn.measure.timing import Samples
@@ -57,7 +57,7 @@ STATIC = {"cache_implementation": "static"}
 
 
 @dataclass(frozen=True)
-class GenerationRow:
+class GenerationRow(Uncounted):
     """A model, a cache, and whether half of the prompts are padded on the left."""
 
     model: str
@@ -66,9 +66,7 @@ class GenerationRow:
     batch: int = 4
     prompt: int = 1000
     options: dict[str, Any] = field(default_factory=dict)
-    group: str = "generation"
-    flops: float = 0.0
-    kv_bytes: int = 0
+    group = "generation"
 
     @property
     def name(self) -> str:
@@ -209,6 +207,8 @@ def _prepare(name: str, x: Prompted) -> Generator | Refusal:
 
 def _judge(found: Generator, x: Prompted) -> Gate:
     rival = x.row.rival
+    if rival not in x.logits:
+        return Gate(True, f"not judged: {rival} gave no logits")
     return judge(x.logits[OURS], x.logits[rival], x.exact, rival)
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "FORWARD",
     "Kind",
     "Method",
+    "Uncounted",
     "forget",
     "host_bursts",
     "poison",
@@ -35,6 +36,13 @@ __all__ = [
     "wall_us",
     "walls",
 ]
+
+
+class Uncounted:
+    """A row whose operations and bytes are not counted."""
+
+    flops, kv_bytes = 0.0, 0
+
 
 HOST_CALLS = 200  # below the launches that a driver queues, so that a call never waits for the GPU
 

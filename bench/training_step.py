@@ -22,7 +22,7 @@ import flexattn
 from bench.command import main
 from bench.peers import OURS
 from bench.results import Gate
-from bench.runner import Kind, Method, wall_us, walls
+from bench.runner import Kind, Method, Uncounted, wall_us, walls
 from flexattn.measure.timing import Samples
 
 __all__ = ["EAGER", "GPT", "ROWS", "TORCH", "Training", "TrainingRow", "attends", "kernels", "run"]
@@ -38,7 +38,7 @@ PROFILES = 3
 
 
 @dataclass(frozen=True)
-class TrainingRow:
+class TrainingRow(Uncounted):
     """A measure of steps on tokens [batch, length], in documents of `mean` tokens on average."""
 
     name: str
@@ -46,9 +46,7 @@ class TrainingRow:
     length: int = 8192
     mean: int = 2048
     layers: int = 12
-    group: str = "training"
-    flops: float = 0.0
-    kv_bytes: int = 0
+    group = "training"
 
 
 KERNELS = "attention-kernels"
