@@ -1,6 +1,6 @@
 """`flexattn demo`: attention of real models, judged, and timed where there is a GPU.
 
-Without one, a child process interprets the kernels, and another compiles them.
+Without one, a child process interprets the kernels, and others compile them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from rich.table import Table
 
 from flexattn.cli import options as asking
 from flexattn.cli.bench import DEFAULT, OURS, TORCH, Benched, RivalChoice, race_row
-from flexattn.cli.offline import compiled, nearest
+from flexattn.cli.offline import nearest
 from flexattn.cli.selection import writable
 from flexattn.cli.terminal import cell, tell
 from flexattn.cli.watch import Watch
@@ -41,17 +41,12 @@ from flexattn.cli.workloads import (
     verdict_table,
     window,
 )
-from flexattn.device import Device, detect, named
-from flexattn.errors import BuildError, ConfigError
-from flexattn.kernels.base.config import Config
-from flexattn.kernels.choose import options
+from flexattn.device import detect, named
 from flexattn.kernels.choose.defaults import default
-from flexattn.kernels.choose.registry import family_of, short
-from flexattn.problem import Problem
+from flexattn.kernels.choose.registry import short
 from flexattn.records.store import Store
-from flexattn.runtime.resources import resources
 from flexattn.settings import child_environment, current, override
-from flexattn.tune.builds import compilers
+from flexattn.tune.builds import BuiltConfig, build_all, compilers
 from flexattn.tune.campaign import Campaign
 from flexattn.tune.subject import Method, method_for
 from flexattn.tune.tasks import task_of, tasks
@@ -183,57 +178,62 @@ def _number(us: float | None) -> str:
 
 def show_cpu(console: Console, out: Path) -> bool:
     """Run both parts, print their tables, a picture and what was shown; whether all went well."""
-    with console.status("interpreting small shapes, compiling the full ones"):
-        found = run_both()
+    doing = console.status("interpreting small shapes, compiling the full ones")
+    with doing, ThreadPoolExecutor(1) as pool:
+        interpreting = pool.submit(interpreted)
+        built = compile_workloads()
+        trials, failure = interpreting.result()
     table = verdict_table("Run by Triton's interpreter: float16, small shapes")
-    for trial in found.trials:
+    for trial in trials:
         seen = (trial.workload, trial.shape, trial.error, trial.budget, trial.passed)
         table.add_row(*verdict_cells(*seen))
     console.print(table)
-    print_notes(console, found.trials)
-    console.print(_built(found.compiled))
-    for each in found.compiled:
-        if each.note:
-            tell(console, f"{each.workload}, {each.config}: {each.note}")
-    for failure in found.failures:
+    print_notes(console, trials)
+    console.print(_built(built))
+    for name, each in built:
+        if each.failed is not None:
+            tell(console, f"{name}, {short(each.config)}: {each.failed.message}")
+    if failure:
         tell(console, failure, "red")
     drawn = window(FULL_WORKLOADS)
     tell(console, str(drawn))
     tell(console, f"Picture: {drawn.save(out / 'mask.png')}")
-    complete = not found.failures and len(found.trials) == len(SMALL_WORKLOADS)
-    passed = complete and all(trial.passed for trial in found.trials)
+    complete = not failure and len(trials) == len(SMALL_WORKLOADS)
+    passed = complete and all(trial.passed for trial in trials)
     if passed:
-        for sentence in cpu_sentences(found):
+        for sentence in cpu_sentences(trials, built):
             tell(console, sentence)
     return passed
 
 
-def cpu_sentences(found: Parts) -> tuple[str, str, str]:
+def cpu_sentences(
+    trials: Sequence[DemoTrial], built: Sequence[tuple[str, BuiltConfig]]
+) -> tuple[str, str, str]:
     """The results without a GPU in three sentences: the error, the compiles, and no times."""
-    used = max(trial.error / trial.budget for trial in found.trials)
-    built = [each for each in found.compiled if not each.note]
-    spills = sum(each.spills for each in built)
+    used = max(trial.error / trial.budget for trial in trials)
+    sound = [each for _, each in built if each.failed is None]
+    spills = sum(each.spills for each in sound)
     return (
         "1. The attention of Llama-3 and Gemma-2, whose masks and softcap are a few lines of "
         f"Python, ran in Triton's interpreter and is right: its error against float64 is at most "
         f"{used:.0%} of what is allowed.",
-        f"2. Its kernels for an NVIDIA H200 compiled here without one, {len(built)} of them, with "
+        f"2. Its kernels for an NVIDIA H200 compiled here without one, {len(sound)} of them, with "
         f"{spills or 'no'} register spills.",
         "3. Torch sees no GPU here, so no kernel, ours or torch's, was timed; on a machine with "
         "one the same command times both.",
     )
 
 
-def _built(compiled: Sequence[CompiledWorkload]) -> Table:
+def _built(built: Sequence[tuple[str, BuiltConfig]]) -> Table:
     table = Table(title=f"Compiled for {DEMO_DEVICE}, without one: bfloat16, full shapes")
     table.add_column("workload", no_wrap=True)
     table.add_column("config", overflow="fold")
     for name in ("registers", "spills", "shared KiB", "mma"):
         table.add_column(name, justify="right")
-    for each in compiled:
-        shared = f"{each.shared / 1024:.0f}"
+    for name, each in built:
+        shared = f"{each.shared_memory / 1024:.0f}"
         numbers = [str(each.registers), str(each.spills), shared, str(each.matrix_instructions)]
-        table.add_row(each.workload, each.config, *(["-"] * 4 if each.note else numbers))
+        table.add_row(name, short(each.config), *(numbers if each.code else ["-"] * 4))
     return table
 
 
@@ -244,26 +244,18 @@ PATIENCE = 20.0  # seconds after which a workload gets its first config alone
 _DEADLINE = 300
 
 
-@dataclass(frozen=True)
-class CompiledWorkload:
-    """The Resources of a config's kernel on its device, or the reason why it does not compile."""
-
-    workload: str
-    config: str
-    registers: int = 0
-    spills: int = 0
-    shared: int = 0
-    matrix_instructions: int = 0
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The results of both child processes; `failures`: the last lines of one that failed."""
-
-    trials: tuple[DemoTrial, ...]
-    compiled: tuple[CompiledWorkload, ...]
-    failures: tuple[str, ...]
+def compile_workloads() -> list[tuple[str, BuiltConfig]]:
+    """A small space of each workload, by its name, compiled for a device that need not be here."""
+    device, found = named(DEMO_DEVICE), []
+    begin = time.perf_counter()
+    with compilers() as pool:
+        for workload in FULL_WORKLOADS:
+            problem = task_of(workload.row(), device, torch.device("cpu")).problem
+            limit = 1 if time.perf_counter() - begin > PATIENCE else CONFIGS
+            configs = [*nearest(problem, device, default(problem, device), limit)]
+            built = build_all(problem, configs, device, pool=pool)
+            found += [(workload.name, each) for each in built]
+    return found
 
 
 def interpret_workloads() -> str:
@@ -272,65 +264,21 @@ def interpret_workloads() -> str:
     return json.dumps([asdict(trial) for trial in trials])
 
 
-def compile_all() -> str:
-    """Compile a small space of each workload for a device that need not be here; JSON again."""
-    device = named(DEMO_DEVICE)
-    begin = time.perf_counter()
-    found = []
-    for workload in FULL_WORKLOADS:
-        problem = task_of(workload.row(), device, torch.device("cpu")).problem
-        first = default(problem, device)
-        for config in nearest(problem, device, first, CONFIGS):
-            if config != first and time.perf_counter() - begin > PATIENCE:
-                break
-            found.append(asdict(_compiled(workload.name, problem, device, config)))
-    return json.dumps(found)
-
-
-def _compiled(name: str, problem: Problem, device: Device, config: Config) -> CompiledWorkload:
-    try:
-        forced = options.parse(family_of(config).options_of(config))
-        kernel = compiled(problem, device, forced)[1]
-    except (BuildError, ConfigError) as error:
-        return CompiledWorkload(name, short(config), note=error.got)
-    taken = resources(kernel, device)
-    return CompiledWorkload(
-        name,
-        short(config),
-        taken.registers,
-        taken.spills,
-        taken.shared,
-        taken.matrix_instructions,
-    )
-
-
-def run_both() -> Parts:
-    """Both parts at once, each in a process of its own."""
-    with ThreadPoolExecutor(2) as pool:
-        (trials, first), (built, second) = pool.map(_child, (interpret_workloads, compile_all))
-    return Parts(
-        tuple(_trial(each) for each in trials),
-        tuple(CompiledWorkload(**each) for each in built),
-        tuple(text for text in (first, second) if text),
-    )
-
-
-def _child(part: Callable[[], str]) -> tuple[list[dict[str, Any]], str]:
-    name = part.__name__
-    code = f"import sys; from flexattn.cli.demo import {name}; sys.stdout.write({name}())"
-    environment = child_environment(interpret=part is interpret_workloads)
+def interpreted() -> tuple[tuple[DemoTrial, ...], str]:
+    """The trials of a process that interprets, and the last lines of one that failed."""
+    code = f"import sys; from {__name__} import *; sys.stdout.write(interpret_workloads())"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True,
-            timeout=_DEADLINE, check=False,
+            [sys.executable, "-c", code], env=child_environment(interpret=True),
+            capture_output=True, text=True, timeout=_DEADLINE, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return [], f"{name}: no answer within {_DEADLINE} s"
+        return (), f"interpreting: no answer within {_DEADLINE} s"
     if done.returncode:
         words = done.stderr.strip().splitlines()[-8:]
-        return [], f"{name}: status {done.returncode}\n" + "\n".join(words)
-    found: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found, ""
+        return (), f"interpreting: status {done.returncode}\n" + "\n".join(words)
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    return tuple(map(_trial, found)), ""
 
 
 def _trial(fields: dict[str, Any]) -> DemoTrial:

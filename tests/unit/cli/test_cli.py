@@ -13,11 +13,13 @@ from typer.testing import CliRunner
 from flexattn.cli import demo, workloads
 from flexattn.cli.app import app
 from flexattn.cli.bench import Benched
-from flexattn.cli.demo import CompiledWorkload, Parts
 from flexattn.cli.workloads import FULL_WORKLOADS, SMALL_WORKLOADS, DemoTrial, DemoVariant
 from flexattn.device import KNOWN
 from flexattn.mods.bind import clear
+from flexattn.records.record import Failed
 from flexattn.settings import child_environment, override
+from flexattn.tune.builds import BuiltConfig
+from tests.records import decode_record
 
 ROOT = Path(__file__).parents[3]
 
@@ -169,12 +171,10 @@ def test_the_demo_runs_the_same_workloads_small_and_full():
 
 def test_the_demo_ends_in_three_sentences():
     trial = DemoTrial("w", "s", (DemoVariant("a", True),), 0.5, 2.0)
-    found = Parts(
-        (trial,),
-        (CompiledWorkload("w", "a", 168), CompiledWorkload("w", "b", note="too large")),
-        (),
-    )
-    first, second, third = demo.cpu_sentences(found)
+    config = decode_record().config
+    failed = Failed("resources", "shared memory", "too large")
+    built = [("w", BuiltConfig(config, 168)), ("w", BuiltConfig(config, failed=failed))]
+    first, second, third = demo.cpu_sentences([trial], built)
     assert "at most 25% of what is allowed" in first
     assert "1 of them" in second and "with no register spills" in second
     assert "no GPU" in third
