@@ -91,7 +91,7 @@ class Builder:
 
 
 def served(builder, wanted=WANTED, options=NONE, device=H200):
-    return Dispatcher(builder).kernels(wanted, device, 0, options)[0]
+    return Dispatcher(builder).choose(wanted, device, 0, options)
 
 
 def gluon(error):

@@ -159,8 +159,8 @@ def compiled(problem: Problem, device: Device, options: Options) -> tuple[Choice
             "one process interprets or compiles, never both",
             "unset FLEXATTN_INTERPRET",
         )
-    choice, kernel, _ = chosen(problem, device, options, partial(unloaded, device=device))
-    return choice, kernel.compiled
+    choice = chosen(problem, device, options, partial(unloaded, device=device))
+    return choice, choice.kernels[0].compiled
 
 
 def nearest(problem: Problem, device: Device, start: Config, limit: int) -> Iterator[Config]:

@@ -106,23 +106,20 @@ class _Writer:
         Where a later template serves a short prompt, the first one's are there for long ones.
         """
         before = len(self._written)
-        served = chosen(problem, self._device, NONE, self._compiled)[0]
+        served = chosen(problem, self._device, NONE, self._compiled)
         self._choice(problem, served)
         first = next(leading(problem.structure, self._device))
         if served.how == "default" and family_of(served.config) is not first:
             for config in islice(first.at_other_sizes(problem, self._device), 1):
                 with suppress(FlexAttnError):  # it may have been left for not building
                     long = Options(exact=config)
-                    self._choice(problem, chosen(problem, self._device, long, self._compiled)[0])
+                    self._choice(problem, chosen(problem, self._device, long, self._compiled))
         return len(self._written) - before
 
     def _choice(self, problem: Problem, choice: Choice) -> None:
-        rendered: tuple[Source, ...] = (choice.source,)
-        if choice.combine is not None:
-            rendered += (choice.combine,)
         config = choice.config
-        self._store.write_sources(problem.structure, config, self._device, rendered)
-        for source in (*rendered, *sources(problem.structure, config, self._device)):
+        self._store.write_sources(problem.structure, config, self._device, choice.sources)
+        for source in (*choice.sources, *sources(problem.structure, config, self._device)):
             self._write(source)
 
     def block_mask(self, task: Task) -> int:

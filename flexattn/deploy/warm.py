@@ -114,10 +114,10 @@ def verified(task: Task, problem: Problem, options: Options, where: torch.device
     score, mask = moved(task.score, where), moved(task.mask, where)
     lists = None if task.lists is None else task.lists.to(where)
     while True:
-        kernels = dispatcher().kernels(problem, task.device, index, options)
-        chosen = ChosenKernels(*kernels, where, task.scale, score, mask, lists)
-        if accepted(LaunchedKernels.of(kernels[0]), [partial(judged, chosen)]):
-            return kernels[0]
+        choice = dispatcher().choose(problem, task.device, index, options)
+        chosen = ChosenKernels(choice, where, task.scale, score, mask, lists)
+        if accepted(LaunchedKernels.of(choice), [partial(judged, chosen)]):
+            return choice
 
 
 def at_other_sizes(problem: Problem, device: Device) -> Iterator[Options]:

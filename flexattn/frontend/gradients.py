@@ -146,8 +146,7 @@ def choice_of(call: Call) -> tuple[Problem, Choice]:
     asked = AskedGradients.of(call)
     problem = _problem(asked, call.q, call.k, call.v, asked.lists(), target)
     options = _options(call.options, problem, target)
-    choice, _, _ = dispatcher().kernels(problem, target, index, options)
-    return problem, choice
+    return problem, dispatcher().choose(problem, target, index, options)
 
 
 def run_backward(
@@ -264,16 +263,14 @@ def _as_given(
     grads: tuple[Tensor, Tensor | None],
 ) -> tuple[SavedForward, ChosenKernels]:
     """A backward as plain torch takes it, and its kernels with what a made-up call needs."""
-    asked, problem, target = asked_of(), launch.problem, launch.choice.device
-    options = _options(asked.options, problem, target)
-    chosen = dispatcher().kernels(problem, target, launch.gpu, options)
+    asked = asked_of()
     lists = asked.lists()
     saved = SavedForward(
         *inputs, asked.scale, score_callable(asked.score), asked.block_mask, asked.dropout,
         *results, *grads,
     )  # fmt: skip
     return saved, ChosenKernels(
-        *chosen, inputs[0].device, asked.scale, asked.score, asked.mask,
+        launch.choice, inputs[0].device, asked.scale, asked.score, asked.mask,
         None if lists is None else lists.by_query, asked.dropout,
     )  # fmt: skip
 

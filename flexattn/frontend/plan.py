@@ -249,11 +249,8 @@ def _judge(planned: Plan, found: Outputs) -> Verdict:
 
 
 def _chosen(planned: Plan) -> ChosenKernels:
-    call, problem = planned.call, planned.launch.problem
-    target, index = planned.launch.choice.device, planned.launch.gpu
-    choice, kernel, combine = dispatcher().kernels(problem, target, index, call.options)
+    call, choice = planned.call, planned.launch.choice
     score = call.score and without_stops(call.score)
     return ChosenKernels(
-        choice, kernel, combine, call.q.device, call.scale, score, call.mask, planned.lists,
-        call.dropout,
+        choice, call.q.device, call.scale, score, call.mask, planned.lists, call.dropout,
     )  # fmt: skip

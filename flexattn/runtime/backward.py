@@ -141,7 +141,7 @@ def prepare_backward(
     allocated.
     """
     index = device.index if device.type == "cuda" else -1
-    choice, kernel, _ = dispatcher.kernels(problem, target, index, options)
+    choice = dispatcher.choose(problem, target, index, options)
     config, structure = choice.config, problem.structure
     family = family_of(config)
     grid = family.grid(problem, config, target)
@@ -208,7 +208,7 @@ def prepare_backward(
 
     first = (*before.kernels, *prepared(around.trim, trims))
     boxes = {name: box for name, box in boxes.items() if name in names and names[name].described}
-    attend = kernel.prepare(grid.programs, fixed, given, boxes, spare=(*fixed, *given))
+    attend = choice.kernels[0].prepare(grid.programs, fixed, given, boxes, spare=(*fixed, *given))
     last = (attend, *prepared(around.after))
     plain, through_lse = ((*first, *prepared(each), *last) for each in around.before)
     return BackwardLaunch(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Literal
@@ -35,7 +35,7 @@ class Choice:
 
     how: from a tuned record (as flexattn.records.layers says it), the static default, or forced by
     the caller. origin: the same in words. attempts: the candidates that were tried, the one that
-    serves last.
+    serves last. kernels: built of the sources, in their order; none of what is only rendered.
     """
 
     problem: Problem
@@ -46,6 +46,17 @@ class Choice:
     source: Source
     combine: Source | None
     attempts: tuple[Attempt, ...] = ()
+    kernels: tuple[Kernel, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The kernel, and decode's combine kernel."""
+        return (self.source,) if self.combine is None else (self.source, self.combine)
+
+    @property
+    def merger(self) -> Kernel | None:
+        """The kernel that merges splits, where there is one and it is built."""
+        return self.kernels[1] if len(self.kernels) > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +126,7 @@ class Candidate:
 
     def sources(self) -> tuple[Source, ...]:
         """The kernel, and decode's combine kernel."""
-        choice = self.choice()
-        return (choice.source,) if choice.combine is None else (choice.source, choice.combine)
+        return self.choice().sources
 
 
 def candidates_of(
@@ -224,8 +234,8 @@ def chosen(
     build: Callable[[Source], Kernel],
     known: Memory | None = None,
     stored: bool = False,
-) -> tuple[Choice, Kernel, Kernel | None]:
-    """The choice that serves, its kernel, and decode's combine kernel, built by `build`.
+) -> Choice:
+    """The choice that serves, with its kernels, built by `build`.
 
     known: outcomes of earlier builds; None compiles whatever was refused before. Raises as
     flexattn.runtime.fallback.serve, and ConfigError as `candidates_of`.
@@ -240,15 +250,14 @@ def first_served(
     device: Device,
     build: Callable[[Source], Kernel],
     known: Memory | None,
-) -> tuple[Choice, Kernel, Kernel | None]:
-    """The choice that serves, of candidates; then its kernel, and the one that merges."""
+) -> Choice:
+    """The choice that serves, of candidates, with its kernels."""
     served = serve(candidates, build, device, problem.describe(), known)
     choice, attempts = served.candidate.choice(), served.attempts
     origin = choice.origin
     if len(attempts) > 1:
         origin += f"; before it {attempts[0]}"
-    choice = replace(choice, origin=origin, attempts=attempts)
-    return choice, served.kernels[0], served.kernels[1] if choice.combine is not None else None
+    return replace(choice, origin=origin, attempts=attempts, kernels=served.kernels)
 
 
 def _tuned(problem: Problem, device: Device, first: Callable[[], Config] | None) -> Found | None:
@@ -278,18 +287,16 @@ def _forced(problem: Problem, device: Device, options: Options) -> Config:
 
 
 class Dispatcher:
-    """The in-memory table: problem and options to a choice and its kernels."""
+    """The in-memory table: problem and options to a choice with its kernels."""
 
     def __init__(self, build: Builder) -> None:
         self._build = build
-        self._table: Lru[object, tuple[Choice, Kernel, Kernel | None]] = Lru(4096)
+        self._table: Lru[object, Choice] = Lru(4096)
         # What the first candidate of a problem gave, for others with the same first candidate.
-        self._served: Lru[object, tuple[Choice, Kernel, Kernel | None]] = Lru(1024)
+        self._served: Lru[object, Choice] = Lru(1024)
 
-    def kernels(
-        self, problem: Problem, device: Device, index: int, options: Options
-    ) -> tuple[Choice, Kernel, Kernel | None]:
-        """The choice for a problem, its kernel, and decode's combine kernel, built if need be."""
+    def choose(self, problem: Problem, device: Device, index: int, options: Options) -> Choice:
+        """The choice for a problem, whose kernels are built if need be."""
         settings = current()
         places = settings.mode, settings.cache, settings.cache_dir, generation()
         key = (problem.bucketed(), device, index, options, places)
@@ -297,28 +304,24 @@ class Dispatcher:
         if found is None:
             found = self._new(problem, device, index, options)
             self._table.put(key, found)
-        choice, kernel, combine = found
-        same = choice.problem == problem
-        return choice if same else replace(choice, problem=problem), kernel, combine
+        return found if found.problem == problem else replace(found, problem=problem)
 
-    def _new(
-        self, problem: Problem, device: Device, index: int, options: Options
-    ) -> tuple[Choice, Kernel, Kernel | None]:
+    def _new(self, problem: Problem, device: Device, index: int, options: Options) -> Choice:
         try:
-            choice, kernel, combine = self._built(problem, device, index, options, stored=True)
+            choice = self._built(problem, device, index, options, stored=True)
         except RenderAnew:
-            choice, kernel, combine = self._built(problem, device, index, options, stored=False)
+            choice = self._built(problem, device, index, options, stored=False)
         if current().debug >= 1:
             log.debug("%s -> %s (%s)", problem.describe(), choice.config, choice.origin)
         if current().debug >= 3:
             for captures in (problem.structure.score, problem.structure.mask):
                 if captures is not None:
                     log.debug("%s_mod:\n%s", captures.mod.kind, pretty(captures.mod.expr))
-        return choice, kernel, combine
+        return choice
 
     def _built(
         self, problem: Problem, device: Device, index: int, options: Options, stored: bool
-    ) -> tuple[Choice, Kernel, Kernel | None]:
+    ) -> Choice:
         def build(source: Source) -> Kernel:
             return self._build.kernel(source, device, index)
 
@@ -329,15 +332,13 @@ class Dispatcher:
         key = first.kernel, index, current().binaries
         known = self._served.get(key)
         if known is not None:
-            choice, kernel, combine = known
-            attempt = replace(choice.attempts[0], candidate=first.describe())
-            again = replace(
-                choice, problem=problem, config=first.config, how=first.how, origin=first.origin,
+            attempt = replace(known.attempts[0], candidate=first.describe())
+            return replace(
+                known, problem=problem, config=first.config, how=first.how, origin=first.origin,
                 attempts=(attempt,),
             )  # fmt: skip
-            return again, kernel, combine
         found = first_served(chain((first,), others), problem, device, build, memory())
-        if len(found[0].attempts) == 1:
+        if len(found.attempts) == 1:
             self._served.put(key, found)
         return found
 

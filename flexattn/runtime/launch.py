@@ -275,7 +275,8 @@ def prepare_launch(
     """Choose and build the kernel for a problem and compute what its shapes and strides decide."""
     index = device.index if device.type == "cuda" else -1
     begin(problem.structure, target, index)
-    choice, kernel, merger = dispatcher.kernels(problem, target, index, options)
+    choice = dispatcher.choose(problem, target, index, options)
+    kernel, merger = choice.kernels[0], choice.merger
     config, structure = choice.config, problem.structure
     family = family_of(config)
     grid = family.grid(problem, config, target)

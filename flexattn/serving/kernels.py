@@ -215,12 +215,13 @@ def build(problem: ServingProblem, device: torch.device, config: ServingConfig |
     if prefills is not None:
         problem = in_phase(problem, "decode")
     found = _counted(plan_candidates(problem, target, config))
-    choice, attend, combine = first_served(found, problem, target, compiled, memory())
+    choice = first_served(found, problem, target, compiled, memory())
     chosen: Any = choice.config
     grid = PAGED_DECODE.grid(problem, chosen, target)
     merges = PAGED_DECODE.merges(problem, chosen, target)
+    kernels = choice.kernels[0], choice.merger
     return Kernels(
-        choice, chosen, index, attend, combine, grid.programs, merges, grid.num_tiles, prefills
+        choice, chosen, index, *kernels, grid.programs, merges, grid.num_tiles, prefills
     )
 
 
@@ -247,12 +248,13 @@ def _prefill_kernels(
         for config in PREFILL.able(asked, target)
     )
     try:
-        choice, attend, _ = first_served(found, asked, target, compiled, memory())
+        choice = first_served(found, asked, target, compiled, memory())
     except (BuildError, ConfigError, WrongKernelError):
         return None
     chosen: Any = choice.config
     row_tiles = compiled(render_row_tiles(asked.structure, chosen, target))
-    return PrefillKernels(choice, attend, row_tiles, PREFILL.grid(asked, chosen, target))
+    grid = PREFILL.grid(asked, chosen, target)
+    return PrefillKernels(choice, choice.kernels[0], row_tiles, grid)
 
 
 def plan_candidates(

@@ -204,9 +204,7 @@ class LaunchedKernels:
     @classmethod
     def of(cls, choice: Choice, merges: bool = True) -> LaunchedKernels:
         """What dispatch chose. merges: decode's second kernel is launched too."""
-        sources: tuple[Source, ...] = (choice.source,)
-        if merges and choice.combine is not None:
-            sources += (choice.combine,)
+        sources = choice.sources if merges else (choice.source,)
         tried = choice.attempts[-1] if choice.attempts else None
         outcome = tried.outcome if tried is not None and tried.outcome is not None else None
 

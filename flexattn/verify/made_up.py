@@ -19,7 +19,6 @@ from flexattn.kernels.printers.torch_printer import mask_callable, score_callabl
 from flexattn.mods import Bound
 from flexattn.problem import Problem
 from flexattn.problem.inputs import Dropout
-from flexattn.runtime.build import Kernel
 from flexattn.runtime.dispatch import Choice, Dispatcher
 from flexattn.runtime.key_lists import BothLists, made_by_key
 from flexattn.runtime.launch import Lists, prepare_launch
@@ -41,12 +40,10 @@ _SEED = 0x5EED
 class ChosenKernels:
     """Kernels that dispatch chose, and the parts of a call that they are of.
 
-    lists: of the block mask, by query and by key. combine: decode's second kernel.
+    lists: of the block mask, by query and by key.
     """
 
     choice: Choice
-    kernel: Kernel
-    combine: Kernel | None
     where: torch.device
     scale: float
     score: Bound | None = None
@@ -54,9 +51,9 @@ class ChosenKernels:
     lists: Lists | None = None
     dropout: Dropout | None = None
 
-    def kernels(self, problem: Problem, *_: object) -> tuple[Choice, Kernel, Kernel | None]:
-        """As Dispatcher.kernels, for the made-up problem."""
-        return replace(self.choice, problem=problem), self.kernel, self.combine
+    def choose(self, problem: Problem, *_: object) -> Choice:
+        """As Dispatcher.choose, for the made-up problem."""
+        return replace(self.choice, problem=problem)
 
 
 def judge_forward(chosen: ChosenKernels) -> Verdict:

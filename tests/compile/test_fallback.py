@@ -64,8 +64,8 @@ def test_what_hoppers_template_cannot_compile_is_served_by_tritons(broken, place
         return unloaded(source, H200)
 
     for _ in range(2):  # the second as another process
-        choice, kernel, _ = chosen(WANTED, H200, NONE, build, Memory())
-        assert choice.config.language == "triton" and kernel.compiled.asm["cubin"]
+        choice = chosen(WANTED, H200, NONE, build, Memory())
+        assert choice.config.language == "triton" and choice.kernels[0].compiled.asm["cubin"]
         assert "no_such_function" in str(choice.attempts[0])
     assert counted == ["gluon", "triton", "triton"]
     (line,) = (record.getMessage() for record in caplog.records)
@@ -124,5 +124,5 @@ ROWS = {
 def test_hoppers_template_is_first_for_the_grid_and_its_mods(name):
     """With Triton 3.9 the Triton template served all of them: it was asked for its release."""
     wanted = task(ROWS[name], H200, "cpu").problem
-    choice, _, _ = chosen(wanted, H200, NONE, partial(unloaded, device=H200))
+    choice = chosen(wanted, H200, NONE, partial(unloaded, device=H200))
     assert choice.config.language == "gluon" and len(choice.attempts) == 1

@@ -49,7 +49,7 @@ def long_ways(monkeypatch):
     found = []
     binding = importlib.import_module("flexattn.mods.bind")
     for owner, name in (
-        (autograd, "plan"), (autograd, "plan_backward"), (Dispatcher, "kernels"),
+        (autograd, "plan"), (autograd, "plan_backward"), (Dispatcher, "choose"),
         (binding, "identify"),
     ):  # fmt: skip
         made = getattr(owner, name)

@@ -30,7 +30,7 @@ def served(problem: Problem, device: Device) -> tuple[int, Choice]:
     This alone knows how dispatch goes through its candidates.
     """
     with override(strict=False):
-        choice, _, _ = chosen(problem, device, NONE, partial(unloaded, device=device))
+        choice = chosen(problem, device, NONE, partial(unloaded, device=device))
     return len(choice.attempts), choice
 
 

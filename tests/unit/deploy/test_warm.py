@@ -50,9 +50,9 @@ def kernels_of(row, warmed=False):
     """Hashes of what a call of a row asks for on an H200; warmed: and of what `warm` adds."""
     problem = task_from(row, *mods_of(row), H200, torch.device("cpu")).problem
     built = Builder()
-    choice = Dispatcher(built).kernels(problem, H200, 0, NONE)[0]
+    choice = Dispatcher(built).choose(problem, H200, 0, NONE)
     for options in at_other_sizes(problem, H200) if warmed else ():
-        Dispatcher(built).kernels(problem, H200, 0, options)
+        Dispatcher(built).choose(problem, H200, 0, options)
     before_it = sources(problem.structure, choice.config, H200)
     return {source.hash for source in (*built.built, *before_it)}
 
@@ -93,10 +93,10 @@ def test_a_new_length_fills_no_template(monkeypatch):
     builder().rendered.clear()
     with override(mode="off"):
         for options in (NONE, *at_other_sizes(problem, H200)):
-            dispatcher.kernels(problem, H200, 0, options)
+            dispatcher.choose(problem, H200, 0, options)
         filled = renders(monkeypatch)
         for length in (2047, 77, 5000):
-            dispatcher.kernels(replace(problem, q_len=length, kv_len=length), H200, 0, NONE)
+            dispatcher.choose(replace(problem, q_len=length, kv_len=length), H200, 0, NONE)
         assert not filled
 
 
@@ -107,9 +107,9 @@ def test_another_number_of_splits_fills_no_template(monkeypatch):
     dispatcher = Dispatcher(Builder())
     builder().rendered.clear()
     with override(mode="off"):
-        first = dispatcher.kernels(problem, H200, 0, NONE)[0]
+        first = dispatcher.choose(problem, H200, 0, NONE)
         filled = renders(monkeypatch)
-        other = dispatcher.kernels(replace(problem, B=1, kv_len=8192), H200, 0, NONE)[0]
+        other = dispatcher.choose(replace(problem, B=1, kv_len=8192), H200, 0, NONE)
     assert other.config.num_splits != first.config.num_splits
     assert other.source == first.source and not filled
 

@@ -1,6 +1,7 @@
 """Eight bits: what a launch fills in, what is refused and in which words, the gate, the CPU."""
 
 import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -210,7 +211,7 @@ def test_a_launch_gives_v_in_sixteen_bits(tile_scheduler):
     config = HopperPrefillConfig(2, 128, 2, 240, tile_scheduler=tile_scheduler)
     choice = next(choices(wanted, H200, Options(exact=config)))
     kernel = Recorded(choice.source)
-    kernels = SimpleNamespace(kernels=lambda *args: (choice, kernel, None))
+    kernels = SimpleNamespace(choose=lambda *args: replace(choice, kernels=(kernel,)))
     q = torch.zeros(2, 16, 4096, 128).to(E4M3)
     k, v = (torch.randn(2, 77, 8, 128).to(E4M3).transpose(1, 2) for _ in range(2))
     descales = Descales(None, torch.ones(2, 8), torch.ones(1, 1).expand(2, 8))

@@ -1,5 +1,6 @@
 """Every argument of a backward's kernels has a value: of each family, with lists and with mods."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -60,16 +61,16 @@ def test_every_argument_has_a_value(language, mask_mod, batch, monkeypatch):
     asked = AskedGradients(score, bound(mask_mod, "mask"), mask, 0.1, NONE, ())
     problem, launched = _problem(asked, q, k, v, lists, H200), []
 
-    def kernels(problem, target, index, options):
+    def choose(problem, target, index, options):
         choice = next(candidates_of(problem, target, options)).choice()
-        return choice, Recorded(choice.source, launched), None
+        return replace(choice, kernels=(Recorded(choice.source, launched),))
 
     def build(source, *_):
         return Recorded(source, launched)
 
     monkeypatch.setattr(backward, "builder", lambda: SimpleNamespace(kernel=build))
     prepared = backward.prepare_backward(
-        problem, H200, q.device, SimpleNamespace(kernels=kernels), Options(language=language),
+        problem, H200, q.device, SimpleNamespace(choose=choose), Options(language=language),
         (q, k, v), q, dout, lists,
     )  # fmt: skip
     assert prepared.choice.config.language == language
@@ -125,13 +126,13 @@ def test_gradients_that_lie_in_one_tensor_are_written_by_its_strides(monkeypatch
             prepared.append((fixed, boxes or {}))
             return SimpleNamespace(launch=lambda *_: None)
 
-    def kernels(problem, target, index, options):
+    def choose(problem, target, index, options):
         choice = next(candidates_of(problem, target, options)).choice()
-        return choice, Kernel(), None
+        return replace(choice, kernels=(Kernel(),))
 
     monkeypatch.setattr(backward, "builder", lambda: SimpleNamespace(kernel=lambda *_: Kernel()))
     launch = backward.prepare_backward(
-        problem, H200, q.device, SimpleNamespace(kernels=kernels), Options(language=language),
+        problem, H200, q.device, SimpleNamespace(choose=choose), Options(language=language),
         (q, k, v), q, q, None, tuple(whole),
     )  # fmt: skip
     assert launch.choice.config.language == language

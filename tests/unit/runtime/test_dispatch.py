@@ -71,7 +71,7 @@ class Builder:
 
 
 def chosen(wanted=DECODE, options=NONE, too_big=""):
-    return Dispatcher(Builder(too_big)).kernels(wanted, H200, 0, options)[0]
+    return Dispatcher(Builder(too_big)).choose(wanted, H200, 0, options)
 
 
 @pytest.mark.parametrize(
@@ -134,20 +134,20 @@ def test_hints_and_neighbours_say_so():
 def test_off_takes_no_record(said):
     tune()
     dispatcher = Dispatcher(Builder())
-    assert dispatcher.kernels(DECODE, H200, 0, NONE)[0].how == "hit"
+    assert dispatcher.choose(DECODE, H200, 0, NONE).how == "hit"
     with override(mode="off"):
-        assert dispatcher.kernels(DECODE, H200, 0, NONE)[0].how == "default"
+        assert dispatcher.choose(DECODE, H200, 0, NONE).how == "default"
         note(DECODE, H200, "default", None, None)
     assert not said() and not untuned_path().exists()
 
 
 def test_what_this_process_writes_is_seen_at_once(tmp_path):
     dispatcher = Dispatcher(Builder())
-    assert dispatcher.kernels(DECODE, H200, 0, NONE)[0].how == "default"
+    assert dispatcher.choose(DECODE, H200, 0, NONE).how == "default"
     tune()
-    assert dispatcher.kernels(DECODE, H200, 0, NONE)[0].how == "hit"
+    assert dispatcher.choose(DECODE, H200, 0, NONE).how == "hit"
     with override(cache_dir=tmp_path / "another"):
-        assert dispatcher.kernels(DECODE, H200, 0, NONE)[0].how == "default"
+        assert dispatcher.choose(DECODE, H200, 0, NONE).how == "default"
 
 
 def test_a_launch_made_before_a_record_was_written_is_made_anew(monkeypatch):
@@ -204,9 +204,9 @@ def test_a_record_that_is_none_is_a_miss_with_a_warning(said):
 def test_a_repeated_problem_looks_nothing_up(monkeypatch):
     tune()
     dispatcher = Dispatcher(Builder())
-    first = dispatcher.kernels(DECODE, H200, 0, NONE)
+    first = dispatcher.choose(DECODE, H200, 0, NONE)
     monkeypatch.setattr("flexattn.runtime.dispatch.find", None)
-    assert dispatcher.kernels(DECODE, H200, 0, NONE)[0] is first[0]
+    assert dispatcher.choose(DECODE, H200, 0, NONE) is first
 
 
 @pytest.mark.parametrize("tuned", [False, True], ids=["default", "tuned"])
@@ -217,16 +217,16 @@ def test_the_next_length_takes_the_kernels_of_the_last_one(monkeypatch, tuned):
     grown = [replace(DECODE, kv_len=DECODE.kv_len - i) for i in range(6)]
     wanted = [chosen(each) for each in grown]
     dispatcher = Dispatcher(Builder())
-    first = dispatcher.kernels(grown[0], H200, 0, NONE)
+    first = dispatcher.choose(grown[0], H200, 0, NONE)
     served = []
     serve = dispatch.serve
     monkeypatch.setattr(dispatch, "serve", lambda *given: served.append(given[3]) or serve(*given))
-    found = [dispatcher.kernels(each, H200, 0, NONE) for each in grown]
-    assert not served and [choice for choice, *_ in found] == wanted
-    assert all(kernel is first[1] and combine is first[2] for _, kernel, combine in found)
+    found = [dispatcher.choose(each, H200, 0, NONE) for each in grown]
+    assert not served and found == wanted
+    assert first.merger is not None and all(each.kernels == first.kernels for each in found)
     # Another kernel, GPU, or folder of binaries is another matter.
-    dispatcher.kernels(replace(DECODE, structure=problem("decode", 64).structure), H200, 0, NONE)
-    dispatcher.kernels(grown[1], H200, 1, NONE)
+    dispatcher.choose(replace(DECODE, structure=problem("decode", 64).structure), H200, 0, NONE)
+    dispatcher.choose(grown[1], H200, 1, NONE)
     assert len(served) == 2
 
 
@@ -235,7 +235,7 @@ def test_what_was_refused_is_judged_for_each_length():
     first = next(choices(DECODE, H200, NONE))
     dispatcher = Dispatcher(Builder(first.source.hash))
     for i in range(3):
-        found = dispatcher.kernels(replace(DECODE, kv_len=DECODE.kv_len - i), H200, 0, NONE)[0]
+        found = dispatcher.choose(replace(DECODE, kv_len=DECODE.kv_len - i), H200, 0, NONE)
         assert found.how == "default" and "shared memory" in found.origin
 
 

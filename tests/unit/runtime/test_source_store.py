@@ -161,7 +161,7 @@ def test_a_source_whose_binary_is_refused_is_rendered(tmp_path, fault, monkeypat
     text = tmp_path / "sources" / f"{source.hash}.py"
     text.write_text("raise SystemExit\n" + text.read_text())
     with override(binaries=tmp_path, mode="off"):
-        choice, _, _ = Dispatcher(Builder()).kernels(wanted, H200, 0, NONE)
+        choice = Dispatcher(Builder()).choose(wanted, H200, 0, NONE)
     assert [each.stored for each in compiled] == [False] == [choice.source.stored]
     assert "SystemExit" not in compiled[0].text
 

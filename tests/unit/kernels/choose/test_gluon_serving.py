@@ -155,7 +155,7 @@ def test_a_launch_fills_what_the_kernel_takes(mask, runs, tile_scheduler):
     config = replace(PLAIN, tile_scheduler=tile_scheduler)
     choice = next(choices(wanted, H200, Options(exact=config)))
     kernel = Recorded(choice.source)
-    kernels = SimpleNamespace(kernels=lambda *args: (choice, kernel, None))
+    kernels = SimpleNamespace(choose=lambda *args: replace(choice, kernels=(kernel,)))
     q = torch.empty(2, 4096, 16, 128, dtype=torch.bfloat16).transpose(1, 2)
     k = torch.empty(2, 8, 8192, 128, dtype=torch.bfloat16)
     lists = None

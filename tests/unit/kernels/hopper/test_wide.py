@@ -52,7 +52,9 @@ def emulated(config, q, k, v, score_mod=None, mask_mod=None):
     )  # fmt: skip
     config = replace(default(wanted, H200, "gluon"), merge_consumers=False, **config)
     choice = next(choices(wanted, H200, Options(exact=config)))
-    kernels = SimpleNamespace(kernels=lambda *_: (choice, Emulated(choice.source), None))
+    kernels = SimpleNamespace(
+        choose=lambda *_: replace(choice, kernels=(Emulated(choice.source),))
+    )
     launch = prepare_launch(wanted, H200, q.device, kernels, NONE, q, k, v, lists)
     rest = launch.rest_of(lists, bind(score_mod, "score"), bind(mask_mod, "mask"))
     got = launch.run(q, k, v, 0.1, rest)

@@ -154,9 +154,9 @@ def gradients(
     device = replace(H200, num_sms=3) if config.persistent else H200
     assert not family_of(config).limits.reasons(config, problem.structure, H200)
 
-    def kernels(problem, target, index, options):
+    def choose(problem, target, index, options):
         choice = Candidate(problem, device, config, "forced", "test").choice()
-        return choice, Emulated(choice.source, config, width, seen), None
+        return replace(choice, kernels=(Emulated(choice.source, config, width, seen),))
 
     def build(source, *_):
         return Emulated(source, config, width, seen)
@@ -171,7 +171,7 @@ def gradients(
         q, k, v, score_mod=score_mod, block_mask=mask, scale=0.1, dropout=dropout
     )
     prepared = backward.prepare_backward(
-        problem, device, q.device, SimpleNamespace(kernels=kernels), Options(), (q, k, v), out,
+        problem, device, q.device, SimpleNamespace(choose=choose), Options(), (q, k, v), out,
         dout, lists,
     )  # fmt: skip
     rest = prepared.rest_of(lists, score, asked.mask, dropout)
