@@ -12,7 +12,7 @@ def own_place(folder, monkeypatch):
     say_once.cache_clear()
     untuned._noted.clear()
     monkeypatch.setattr(layers, "configs_folder", lambda: None)
-    layers._layers.cache_clear()
+    layers._memory.clear()
     with override(cache_dir=folder, cache=(), mode="replay"):
         yield
-    layers._layers.cache_clear()
+    layers._memory.clear()

@@ -30,8 +30,8 @@ def planted(monkeypatch, old, new, within=""):
 
 
 def _forget():
-    dispatch.dispatcher.cache_clear()
-    build.builder.cache_clear()
+    dispatch.dispatcher().clear()
+    build.builder().clear()
     for memo in (launch_cache, kept_plans):
         memo.clear()
-    memory.cache_clear()
+    memory().forget()

@@ -82,7 +82,7 @@ def counting(monkeypatch):
 def forget():
     """Let everything be traced, rendered and built anew."""
     clear()
-    builder.cache_clear()
-    dispatch.dispatcher.cache_clear()
+    builder().clear()
+    dispatch.dispatcher().clear()
     builder().rendered.clear()
     launch_cache.clear()

@@ -201,30 +201,35 @@ def closure(roots: Iterable[str], stop: Collection[str] = ()) -> dict[str, str]:
     while todo:
         module = todo.pop()
         if module not in found and module not in stop:
-            found[module], reached = _read(module)
+            found[module], reached, _ = _read(module)
             todo += reached
     return dict(sorted(found.items()))
 
 
 @lru_cache(maxsize=512)
-def _read(module: str) -> tuple[str, frozenset[str]]:
-    """A module's bare source, and the modules that define what it imports."""
+def _read(module: str) -> tuple[str, frozenset[str], frozenset[tuple[str, str]]]:
+    """A module's bare source, the modules that define what it imports, and its imports."""
     path = module_path(module)
     assert path is not None, f"{module} is no module of this package"
     source = bare(path.read_text(encoding="utf-8"))
-    homes = {home(*each) for each in imports_of(source)}
-    return source, frozenset(homes - {module})
+    imports = imports_of(source)
+    files = {each for each, _ in imports if not _is_package(each)}
+    homes = {home(*each) for each in imports if each[0] not in files}
+    return source, frozenset((files | homes) - {module}), frozenset(imports)
 
 
-@lru_cache(maxsize=1024)
+def _is_package(module: str) -> bool:
+    path = module_path(module)
+    return path is not None and path.name == "__init__.py"
+
+
 def home(module: str, name: str) -> str:
     """The module that defines a name which is imported from `module`."""
-    path = module_path(module)
-    if not name or path is None or path.name != "__init__.py":
+    if not name or not _is_package(module):
         return module
     if module_path(f"{module}.{name}") is not None:
         return f"{module}.{name}"
-    for source, passed in imports_of(bare(path.read_text(encoding="utf-8"))):
+    for source, passed in _read(module)[2]:
         if passed == name:
             return home(source, passed)
     return module

@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -103,20 +102,15 @@ def configs_folder() -> Path | None:
 def layers(device: Device) -> tuple[RecordLayer, ...]:
     """The places where records for a device are looked for, the first one first."""
     settings = current()
-    return _layers(settings.cache, settings.cache_dir, device.name)
-
-
-@lru_cache(maxsize=64)
-def _layers(explicit: tuple[Path, ...], cache_dir: Path, device: str) -> tuple[RecordLayer, ...]:
-    found = [RecordLayer("FLEXATTN_CACHE", Store(root)) for root in explicit]
-    users = cache_dir / "records"
+    found = [RecordLayer("FLEXATTN_CACHE", Store(root)) for root in settings.cache]
+    users = settings.cache_dir / "records"
     if is_closed(users):
         say_once(f"{users} is not looked at: this user may not read it")
     else:
         found.append(RecordLayer("user", Store(users)))
     shipped = configs_folder()
     if shipped is not None:
-        found.append(RecordLayer("shipped", Store(shipped / slug(device))))
+        found.append(RecordLayer("shipped", Store(shipped / slug(device.name))))
     return tuple(found)
 
 
@@ -132,10 +126,12 @@ def find(
     read once per key, structure and process; a record that this process writes is seen at once,
     those of others by the next process.
     """
-    key, places = key_of(problem), layers(device)
-    memo = (key, problem.structure, device, places, generation())
+    key, settings = key_of(problem), current()
+    asked = settings.cache, settings.cache_dir, generation()
+    memo = (key, problem.structure, device, asked)
     known = _memory.get(memo)
     if known is None:
+        places = layers(device)
         each = (_first(way, device, places, first) for way in problem.classes())
         able = (stored for stored in each if stored is not None)
         known = (min(able, key=lambda x: (_HOWS.index(x.how), x.distance), default=None),)

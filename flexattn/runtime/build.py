@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -48,14 +48,15 @@ DESCRIPTOR = re.compile(r"tensordesc<(?P<element>\w+)\[(?P<shape>[\d, ]+)\]>")
 class Kernel:
     """A kernel ready to launch on the GPU with this index, or in the interpreter (-1).
 
-    binary: what the CUDA driver launches. compiled: what Triton launches where there is no
-    binary, and None for a binary that was loaded from a directory.
+    binary, function: what the CUDA driver launches, and its CUfunction. compiled: what Triton
+    launches where there is no binary, and None for a binary that was loaded from a directory.
     """
 
     source: Source
     compiled: Any
     index: int
     binary: Binary | None = None
+    function: int = 0
 
     @property
     def shared_memory(self) -> int:
@@ -81,7 +82,9 @@ class Kernel:
         """
         bound = bind_arguments(self.source.arguments, fixed, given, boxes, spare)
         if self.binary is not None:
-            return CudaLaunch(self.binary, bound, self.index, programs, self.source.launch_pdl)
+            return CudaLaunch(
+                self.binary, self.function, bound, self.index, programs, self.source.launch_pdl
+            )
         return TritonLaunch(self.compiled, programs, bound, self.index)
 
 
@@ -316,6 +319,12 @@ class Builder:
         self._guard = renewed(threading.Lock())
         self.compiled = self.loaded = 0
 
+    def clear(self) -> None:
+        """Forget all kernels and sources."""
+        self._kernels.clear()
+        self.rendered.clear()
+        self.compiled = self.loaded = 0
+
     def sources(
         self, key: tuple[Any, ...], make: Callable[[], tuple[Source, ...] | None]
     ) -> tuple[Source, ...]:
@@ -374,7 +383,7 @@ class Builder:
         if binary is None:
             return None
         try:
-            loaded(binary, index)
+            function = loaded(binary, index)
         except BuildError as error:  # made for a newer driver
             say_once(f"{root}: a binary is not used, the kernel is compiled: {error.got}")
             return None
@@ -382,24 +391,26 @@ class Builder:
             memory().trust(source, device)
         with self._guard:
             self.loaded += 1
-        return Kernel(source, None, index, binary)
+        return Kernel(source, None, index, binary, function)
 
     def _compile(self, source: Source, device: Device, index: int) -> Kernel:
         with torch.cuda.device(index):
             compiled = compile_source(source, device)
-        binary = binary_of(compiled, device.arch)
+        binary, function = binary_of(compiled, device.arch), 0
         if binary is not None and binary.shared <= device.shared_memory:
-            loaded(binary, index)
+            function = loaded(binary, index)
         with self._guard:
             self.compiled += 1
         if current().debug >= 5:
             log.debug("%s", compiled.asm["ttgir"])
         if current().debug >= 6 and "ptx" in compiled.asm:
             log.debug("%s", compiled.asm["ptx"])
-        return Kernel(source, compiled, index, binary)
+        return Kernel(source, compiled, index, binary, function)
 
 
-@lru_cache(maxsize=1)
+_builder = Builder()
+
+
 def builder() -> Builder:
     """The process's builder."""
-    return Builder()
+    return _builder

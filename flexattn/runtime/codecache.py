@@ -97,9 +97,8 @@ def _without_header(text: bytes) -> bytes:
     return text if head is None else text[head.end() :]
 
 
-@lru_cache(maxsize=64)
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what writers that died left in a folder, once a process."""
+    """Remove what writers that died left in a folder."""
     for each in folder.glob("*.tmp"):
         with suppress(OSError):
             if time.time() - each.lstat().st_mtime > _AGE:

@@ -11,7 +11,6 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flexattn.device import cuda_driver
@@ -44,14 +43,21 @@ class Frame:
 class CudaLaunch:
     """A kernel with its fixed arguments; `launch` takes the others.
 
-    bound: where each argument gets its value; a box of it is (shape, strides) of a tensor.
-    launch_pdl: it may begin while the kernel before it runs, for whose end it waits itself.
+    function: the kernel's CUfunction on the GPU with this index. bound: where each argument gets
+    its value; a box of it is (shape, strides) of a tensor. launch_pdl: it may begin while the
+    kernel before it runs, for whose end it waits itself.
     """
 
     def __init__(
-        self, binary: Binary, bound: Binding, index: int, programs: int, launch_pdl: bool = False
+        self,
+        binary: Binary,
+        function: int,
+        bound: Binding,
+        index: int,
+        programs: int,
+        launch_pdl: bool = False,
     ) -> None:
-        self._function = loaded(binary, index)
+        self._function = function
         self._index = index
         self._programs = programs
         self._attribute = cuda_driver.pdl_attribute() if launch_pdl else None
@@ -185,11 +191,11 @@ class _Order(NamedTuple):
     pack: Callable[..., None]
 
 
-@lru_cache(maxsize=1024)
 def _order_of(types: tuple[str, ...], given: tuple[tuple[int, int], ...]) -> _Order:
     """Addresses that calls give lie first and are written one by one, which takes less time than a
     pack; then the numbers that calls give, and behind them what is kept."""
-    kept = [i for i in range(len(types)) if i not in dict(given)]
+    passed = dict(given)
+    kept = [i for i in range(len(types)) if i not in passed]
     tensors = [(i, place) for i, place in given if types[i][0] in "*t"]
     numbers = [(i, place) for i, place in given if types[i][0] not in "*t"]
     described = (slot for slot, (i, _) in enumerate(tensors) if types[i][0] == "t")
@@ -209,8 +215,7 @@ def _packer(types: tuple[str, ...]) -> struct.Struct:
     return struct.Struct("=" + "".join(kinds))
 
 
-@lru_cache(maxsize=4096)
 def loaded(binary: Binary, index: int) -> int:
-    """Load a binary onto a GPU, once; returns its CUfunction."""
+    """Load a binary onto a GPU; returns its CUfunction."""
     threads = 32 * binary.num_warps
     return cuda_driver.load_function(binary.code, binary.name, binary.shared, threads, index)

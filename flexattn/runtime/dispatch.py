@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import chain
 from typing import Literal
 
@@ -295,6 +294,11 @@ class Dispatcher:
         # What the first candidate of a problem gave, for others with the same first candidate.
         self._served: Lru[object, Choice] = Lru(1024)
 
+    def clear(self) -> None:
+        """Choose anew from now on; kernels stay built."""
+        self._table.clear()
+        self._served.clear()
+
     def choose(self, problem: Problem, device: Device, index: int, options: Options) -> Choice:
         """The choice for a problem, whose kernels are built if need be."""
         settings = current()
@@ -343,7 +347,9 @@ class Dispatcher:
         return found
 
 
-@lru_cache(maxsize=1)
+_dispatcher = Dispatcher(builder())
+
+
 def dispatcher() -> Dispatcher:
     """The process's dispatcher."""
-    return Dispatcher(builder())
+    return _dispatcher

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -221,7 +220,6 @@ def folder_name(device: Device) -> str:
     return f"{device.arch}-{digest}"
 
 
-@lru_cache(maxsize=1)
 def _code() -> str:
     package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
@@ -272,7 +270,9 @@ class Memory:
     """The known outcomes of sources, asked before they are compiled."""
 
     def __init__(self) -> None:
-        self._known: Lru[tuple[Path, str, str], tuple[Outcome | None]] = Lru(4096)
+        self._known: Lru[tuple[Path, str], tuple[Outcome | None]] = Lru(4096)
+        # The names of folders: a compiler and a driver stay what they are while a process lives.
+        self._folders: Lru[Device, str] = Lru(64)
         # What this process found out by a launch, or was told beside an exported binary.
         self._launched: Lru[tuple[str, str], Outcome] = Lru(8192)
         self._noted = False
@@ -304,10 +304,10 @@ class Memory:
         # A process that loads all its kernels need not ask, and import, the compiler.
         if not (self._noted or os.path.isdir(root())):  # Path's own raises where it may not look
             return None
-        folder = _folder(device)
+        folder = self._folder(device)
         if folder is None:
             return None
-        key = (folder, source.hash, device.arch)
+        key = (folder, source.hash)
         known = self._known.get(key)
         if known is None:
             noted = _entry(folder / _name(source))
@@ -320,13 +320,13 @@ class Memory:
         """Keep an outcome; on disk too where it can be written, which is said once if not."""
         if outcome.kind == "wrong":
             self._launched.put((source.hash, device.arch), outcome)
-        folder = _folder(device)
+        folder = self._folder(device)
         if folder is None or outcome.kind == "passing":
             return
         if device.backend == "interpreter" and not (outcome.verified or outcome.kind == "wrong"):
             return
         self._noted = True
-        self._known.put((folder, source.hash, device.arch), (outcome,))
+        self._known.put((folder, source.hash), (outcome,))
         if device.backend == "interpreter":
             return
         noted = Noted(
@@ -346,14 +346,19 @@ class Memory:
 
     def entries(self, device: Device) -> list[Noted]:
         """All that is known in this environment of a device, the oldest first."""
-        folder = _folder(device)
+        folder = self._folder(device)
         found = map(_entry, folder.glob("*.json")) if folder is not None else ()
         return sorted((each for each in found if each is not None), key=lambda each: each.made)
 
+    def forget(self) -> None:
+        """Know what files say alone, as a new process does."""
+        for known in (self._known, self._folders, self._launched):
+            known.clear()
+        self._noted = False
+
     def clear(self) -> int:
         """Forget all environments; returns how many files went."""
-        self._known.clear()
-        self._launched.clear()
+        self.forget()
         gone = 0
         for folder in (*root().glob("*"), *(current().cache_dir / FORMER).glob("*")):
             for path in folder.glob("*.json"):
@@ -366,24 +371,29 @@ class Memory:
             (current().cache_dir / FORMER).rmdir()
         return gone
 
+    def _folder(self, device: Device) -> Path | None:
+        """The folder of this environment's outcomes; None where no compiler can be named.
 
-@lru_cache(maxsize=1)
+        Those of the interpreter are this process's alone, and no file has them.
+        """
+        if device.backend == "interpreter":
+            return root() / "interpreter"
+        name = self._folders.get(device)
+        if name is None:
+            try:
+                name = folder_name(device)
+            except (ImportError, RuntimeError, OSError, subprocess.SubprocessError):
+                return None  # no compiler that can be named, and none that refuses anything
+            self._folders.put(device, name)
+        return root() / name
+
+
+_memory = Memory()
+
+
 def memory() -> Memory:
     """The process's memory."""
-    return Memory()
-
-
-def _folder(device: Device) -> Path | None:
-    """The folder of this environment's outcomes; None where no compiler can be named.
-
-    Of the interpreter a process remembers them, and no file does.
-    """
-    if device.backend == "interpreter":
-        return root() / "interpreter"
-    try:
-        return root() / folder_name(device)
-    except (ImportError, RuntimeError, OSError, subprocess.SubprocessError):
-        return None  # no compiler that can be named, and none that refuses anything
+    return _memory
 
 
 def _name(source: Source) -> str:

@@ -283,7 +283,7 @@ def accepted(subject: LaunchedKernels, ways: Iterable[Way]) -> bool:
     outcome = Outcome("wrong", _reason(verdict))
     memory().note(subject.sources[0], subject.device, outcome, subject.title)
     path = _report(subject, verdict)
-    dispatcher.cache_clear()
+    dispatcher().clear()
     renew()
     say_once(
         f"{subject.title}: the kernel of {subject.candidate} {outcome} on "

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.interpreter
 
 def clear():
     """Forget every kernel and launch, those that other tests made too."""
-    for each in (dispatch.dispatcher, build.builder):
-        each.cache_clear()
+    for each in (dispatch.dispatcher(), build.builder()):
+        each.clear()
     kept_plans.clear()
     launch_cache.clear()
 

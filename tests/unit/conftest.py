@@ -17,9 +17,9 @@ def nothing_shipped(monkeypatch):
     """Only the records that a test writes: those that ship change with every tuning."""
     for module in (layers, selection):
         monkeypatch.setattr(module, "configs_folder", lambda: None)
-    layers._layers.cache_clear()
+    layers._memory.clear()
     yield
-    layers._layers.cache_clear()
+    layers._memory.clear()
 
 
 @pytest.fixture

@@ -153,7 +153,6 @@ def changed_by(monkeypatch, name):
     def hashes():
         source_hash.cache_clear()
         module._read.cache_clear()
-        module.home.cache_clear()
         found = {kind: source_hash(kind, A100) for kind in ("prefill", "decode", "serving")}
         return found | {
             "hopper": source_hash("prefill", H200), "amd": source_hash("decode", MI300X)

@@ -37,13 +37,13 @@ def places(tmp_path, monkeypatch):
     configs = tmp_path / "configs"
     configs.mkdir()
     monkeypatch.setattr(module, "configs_folder", lambda: configs)
-    module._layers.cache_clear()
+    module._memory.clear()
     with override(cache=(tmp_path / "explicit",), cache_dir=tmp_path / "user"):
         found = layers(H200)
         assert [layer.name for layer in found] == list(PLACES)
         assert found[2].store.root == configs / "nvidia-h200"
         yield {layer.name: layer.store for layer in found}
-    module._layers.cache_clear()
+    module._memory.clear()
 
 
 def recorded(wanted, config, title="", raced=None, **changes):
@@ -281,7 +281,7 @@ def test_a_directory_of_another_user_is_said_once_and_passed_over(places, monkey
 
     for name in ("stat", "open"):
         monkeypatch.setattr(os, name, refusing(getattr(os, name)))
-    module._layers.cache_clear()
+    module._memory.clear()
     assert [find(wanted, H200).how for wanted in (PREFILL, DECODE)] == ["hit", "hit"]
     assert len(caplog.records) == 1 and closed in caplog.text
 

@@ -69,11 +69,9 @@ def claimed(device, path):
 @pytest.fixture
 def only_shipped(tmp_path, monkeypatch):
     monkeypatch.setattr(layers, "configs_folder", lambda: CONFIGS)
-    layers._layers.cache_clear()
     layers._memory.clear()
     with override(cache=(), cache_dir=tmp_path):
         yield
-    layers._layers.cache_clear()
     layers._memory.clear()
 
 

@@ -12,7 +12,7 @@ from flexattn.device import cuda_driver
 from flexattn.errors import BuildError, InputError
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.binding import bind_arguments
-from flexattn.runtime.cuda_launch import CudaLaunch, loaded
+from flexattn.runtime.cuda_launch import CudaLaunch
 from flexattn.runtime.kernel_store import Binary, TensorMap
 from flexattn.runtime.launch import DescriptorBox, box_of
 
@@ -66,7 +66,6 @@ class Driver:
 def drive(monkeypatch):
     def make(types, fixed, boxes=(), maps=(), parameters=None, order=1, **more):
         driver = Driver(types)
-        monkeypatch.setattr(cuda_driver, "load_function", lambda *args: 42)
         # As the driver's function: of C, and without argtypes.
         driver.entry = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(driver.launch)
         launch = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.cast(driver.entry, ctypes.c_void_p).value)
@@ -84,10 +83,9 @@ def drive(monkeypatch):
         bound = bind_arguments(arguments, kept, given, described)
         # What a binary may have other than its source says.
         bound = replace(bound, boxes=bound.boxes + tuple(boxes[len(found) :]))
-        return CudaLaunch(binary, bound, 0, 6, **more), driver
+        return CudaLaunch(binary, 42, bound, 0, 6, **more), driver
 
-    yield make
-    loaded.cache_clear()
+    return make
 
 
 def test_arguments_arrive_in_order(drive):

@@ -64,9 +64,9 @@ def nothing_shipped(monkeypatch):
     from flexattn.records import layers
 
     monkeypatch.setattr(layers, "configs_folder", lambda: None)
-    layers._layers.cache_clear()
+    layers._memory.clear()
     yield
-    layers._layers.cache_clear()
+    layers._memory.clear()
 
 
 def found(made, lengths="", device=H200):

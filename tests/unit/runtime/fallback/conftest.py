@@ -13,11 +13,11 @@ from flexattn.settings import override, say_once
 def place(tmp_path, monkeypatch):
     """A user's directory of this test's own, no records, and nothing that an earlier test knew."""
     say_once.cache_clear()
-    memory.cache_clear()
+    memory().forget()
     monkeypatch.setattr("flexattn.kernels.hopper.space.offered", lambda: True)
     with override(cache_dir=tmp_path, cache=(), mode="off", strict=False):
         yield tmp_path
-    memory.cache_clear()
+    memory().forget()
 
 
 @pytest.fixture

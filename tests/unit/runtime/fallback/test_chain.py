@@ -33,7 +33,7 @@ def test_what_is_refused_gives_way_and_is_remembered(name, said, place):
     for line in said():
         assert words in line and "serves instead" in line and "\n" not in line
     # Another dispatcher, as in another process, does not compile it again.
-    memory.cache_clear()
+    memory().forget()
     again = Builder(gluon(error))
     assert served(again).config == found.config
     assert again.languages == ["triton"]
@@ -171,7 +171,7 @@ def test_what_spills_in_a_loop_gives_way():
     found = served(builder)
     assert builder.languages == ["gluon", "gluon", "triton"]  # the last of Hopper's has most left
     assert found.config.language == "triton" and "4556 spills" in found.origin
-    memory.cache_clear()
+    memory().forget()
     later = Builder(spills=spills(gluon=4556, triton=0))
     assert served(later).config == found.config and later.languages == ["triton"]
 
@@ -189,7 +189,7 @@ def test_of_those_that_spill_the_least_serves():
     found = served(builder)
     assert len(set(builder.built)) == MAX_SPILLED == 4
     assert counts[found.source.hash][0] == 2000 and "least" in found.attempts[-1].candidate
-    memory.cache_clear()
+    memory().forget()
     later = Builder(spills=told_once)
     assert served(later).config == found.config and len(later.built) == 1
 
