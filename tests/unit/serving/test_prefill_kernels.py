@@ -20,10 +20,10 @@ BF16, MASK = torch.bfloat16, bind(causal, "mask")
 @pytest.fixture(autouse=True)
 def place(tmp_path):
     """A directory of this test's own, and nothing that an earlier test knew."""
-    memory.cache_clear()
+    memory().forget()
     with override(cache_dir=tmp_path, cache=(), mode="off", strict=False):
         yield
-    memory.cache_clear()
+    memory().forget()
 
 
 @pytest.fixture
