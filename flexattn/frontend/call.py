@@ -24,7 +24,7 @@ from flexattn.kernels.choose import options
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound, Identity, bind, look
 from flexattn.mods.expr import ScoreMod, walk
-from flexattn.problem import DTYPES, FP8, checks
+from flexattn.problem import DTYPES, FP8, checks, rounded
 from flexattn.problem.facts import facts_of, setting_of
 from flexattn.problem.inputs import NO_DESCALES, Descales, Dropout
 from flexattn.problem.kind import FEW_ROWS
@@ -107,7 +107,7 @@ class Call(NamedTuple):
         # The last bits of strides say if kernels can read whole lines. Another power of two may
         # have another record.
         whole = (k0 | k1 | k2 | v0 | v1 | v2) & 15
-        return (rest, (kb, kh, kd, k3, vb, vh, vd, v3, whole, (keys - 1).bit_length())), lie
+        return (rest, (kb, kh, kd, k3, vb, vh, vd, v3, whole, rounded(keys))), lie
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

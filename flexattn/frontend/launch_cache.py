@@ -287,10 +287,7 @@ class CachedCall:
         """
         keys, latest, mask = given.k.shape[2], self.latest, given.block_mask
         where, problem = latest.device.type, latest.problem
-        if (
-            not keys == given.v.shape[2] > 0
-            or not given.k.device.type == given.v.device.type == where
-        ):
+        if keys != given.v.shape[2] or not given.k.device.type == given.v.device.type == where:
             return None
         if mask is not None and known_class(mask) != problem.mask_class:
             return None
