@@ -125,7 +125,7 @@ class Call(NamedTuple):
 
     @property
     def statistics(self) -> AuxRequest:
-        """What comes out beside the attention itself."""
+        """The outputs that are asked for beside the attention itself."""
         return self.return_aux or AuxRequest(lse=self.return_lse)
 
     def check_reads(self) -> None:
@@ -141,7 +141,7 @@ NOT_ADMITTED = tuple(Call._field_defaults.values())[-6:]
 
 
 def identity(bound: Bound | None) -> object:
-    """What a launch depends on in a mod: its expression, and which inner strides are 1."""
+    """The facts of a mod that decide a launch: its expression, and which inner strides are 1."""
     if bound is None:
         return None
     return (bound.mod.fingerprint, *[t.stride()[-1:] == (1,) for t in bound.tensors])

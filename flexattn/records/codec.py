@@ -161,7 +161,7 @@ def encode_record(record: Record) -> str:
 def decode_answer(
     raw: bytes, key: Key | None = None, environment: Environment | None = None
 ) -> Answer:
-    """What dispatch needs of a record's file; raises CacheError for anything else.
+    """The part of a record's file that dispatch needs; raises CacheError for anything else.
 
     key, environment: those that are looked for, which are not decoded where the file has them.
     """

@@ -28,7 +28,7 @@ from flexattn.records.record import SCHEMA, Environment, Policy
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """What renders the kernels of one kind: modules of this package, and templates."""
+    """The renderers of one kind's kernels: modules of this package, and templates."""
 
     modules: tuple[str, ...]
     templates: tuple[str, ...]
@@ -162,7 +162,7 @@ def _string(found: re.Match[str]) -> str:
 
 
 def imports_of(source: str) -> set[tuple[str, str]]:
-    """What bare source imports of this package, in functions too: (module, name or "").
+    """The imports of this package in bare source, in functions too: (module, name or "").
 
     What the type checker alone imports is not among it.
     """
@@ -177,7 +177,7 @@ def imports_of(source: str) -> set[tuple[str, str]]:
 
 
 def _begins(found: re.Match[str]) -> bool:
-    """Whether a match has nothing but its indent before it in its line."""
+    """True if a match has nothing but its indent before it in its line."""
     start = found.start()
     return not found.string[found.string.rfind("\n", 0, start) + 1 : start].strip()
 

@@ -256,7 +256,7 @@ def _closeness(stored: Stored) -> tuple[bool, int, str]:
 
 
 def distance(one: Sizes, other: Sizes) -> float:
-    """How far apart two problems of a family are: steps of two, over all sizes."""
+    """The distance of two problems of a family: steps of two, over all sizes."""
     return sum(
         abs(math.log2(max(1, a)) - math.log2(max(1, b))) for a, b in zip(one, other, strict=True)
     )
@@ -272,7 +272,7 @@ def transferred(config: Config, sizes: Sizes, problem: Problem, device: Device) 
 
 
 def origin(stored: Stored, wanted: Sizes, named: str = "") -> str:
-    """Where a record comes from, and what it promises at the sizes asked for, in words.
+    """The origin of a record, and its promise at the sizes asked for, in words.
 
     named: what the record is called; its file without one.
     """
@@ -299,7 +299,7 @@ TOOLCHAIN_FIELDS = {"ptxas": "", "merge_consumers": True}
 
 
 def same_tiles(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two configs, as `encode` gives them, differ at most in how they are compiled."""
+    """True if two configs, as `encode` gives them, differ at most in how they are compiled."""
     return all(
         one.get(name) == other.get(name) for name in (one.keys() | other) - TOOLCHAIN_FIELDS.keys()
     )

@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a record is filed under: everything that decides the best config, rounded.
+    """The key of a record: everything that decides the best config, rounded.
 
     score, mask: fingerprints of the simplified mods with what their code depends on; "" without
     one. blocks: "128x128 full" for a BlockMask of such blocks that lists full ones apart.
@@ -141,7 +141,7 @@ Stage = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How times were taken: a record of one policy says nothing about another.
+    """The way times were taken: a record of one policy says nothing about another.
 
     graph: CUDA-graph replays instead of eager calls. cold_l2: the L2 cache is evicted before each
     call. rounds, min_ms: of the finalists' race.
@@ -155,7 +155,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Environment:
-    """Where a record holds exactly; its hash names the directory of the records made there.
+    """The place where a record holds exactly; its hash names the directory of records made there.
 
     template: hash of the kind's template with all it includes and of the renderer. device: the
     name as flexattn.device says it.
@@ -213,7 +213,7 @@ def kept_error(error: float) -> float:
 
 
 def is_time(us: float) -> bool:
-    """Whether a number can be the microseconds of a call: finite, and above 0 as it is kept."""
+    """True if a number can be the microseconds of a call: finite, and above 0 as it is kept."""
     return math.isfinite(us) and kept_us(us) > 0
 
 
@@ -269,7 +269,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What dispatch reads of a record: the config for a key, and where it comes from."""
+    """The part of a record that dispatch reads: the config for a key, and where it comes from."""
 
     key: Key
     environment: Environment
@@ -313,12 +313,12 @@ class Record:
 
     @property
     def config(self) -> Config:
-        """What dispatch runs for this key."""
+        """The config that dispatch runs for this key."""
         return self.trials[self.decision.winner].config
 
     @property
     def answer(self) -> Answer:
-        """What dispatch reads of it."""
+        """The part that dispatch reads."""
         found = {
             field.name: getattr(self, field.name)
             for field in fields(Answer)

@@ -44,7 +44,7 @@ _generation = [0]
 
 
 def _is_real(found: Answer | Record) -> bool:
-    """Whether a record belongs beside measured ones.
+    """True if a record belongs beside measured ones.
 
     A model's ranking for a Neuron core does: nobody measures there, and dispatch, which looks for
     its own device and for REAL alone, never takes it.
@@ -124,7 +124,7 @@ class Store:
 
     @property
     def is_replay(self) -> bool:
-        """Whether the root is marked as one of replays, which dispatch never reads."""
+        """True if the root is marked as one of replays, which dispatch never reads."""
         return os.path.exists(self._texts[1])
 
     def folders(self, device: str = "") -> list[str]:
@@ -270,7 +270,7 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What a merge did: files written, kept as they were, of the same winner, and refused."""
+    """The result of a merge: files written, kept as they were, of the same winner, and refused."""
 
     written: int
     kept: int
@@ -279,7 +279,7 @@ class Merged:
 
 
 def quality(record: Record) -> tuple[int, int, str, float, str]:
-    """What better means, as something to compare: the larger one wins.
+    """The order of records of one key: the larger one wins.
 
     Provenance first, then the rounds that the winner was raced for, then the date, then the
     winner's median, the smaller the better; its text last, so that no order of sources matters.
@@ -297,7 +297,7 @@ def quality(record: Record) -> tuple[int, int, str, float, str]:
 
 
 def better(new: Record, old: Record) -> bool:
-    """Whether a record replaces another one of its key: for `Store.write(replace=better)`."""
+    """True if a record replaces another one of its key: for `Store.write(replace=better)`."""
     return quality(new) > quality(old)
 
 

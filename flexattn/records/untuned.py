@@ -80,7 +80,7 @@ class Untuned:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """What a line says beside the mods."""
+    """The fields of a line beside the mods."""
 
     schema: int
     device: str

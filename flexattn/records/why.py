@@ -61,7 +61,7 @@ class Closest:
 
 @dataclass(frozen=True, slots=True)
 class ConfigExplanation:
-    """What dispatch takes for a problem, and why nothing better.
+    """The config that dispatch takes for a problem, and why nothing better.
 
     how: "hit", "hint", "nearest", "default", or "off" where FLEXATTN_MODE says so. expected: the
     file of an exact hit, for each layer. found: None where the static default serves. passed:

@@ -289,7 +289,7 @@ ENDED, FINISHED = "ended", "finished"
 
 
 def study_name(subject: Subject, method: Method) -> str:
-    """What workers must agree on to share a study: device, key, environment, policy and space.
+    """The facts that workers of one study share: device, key, environment, policy and space.
 
     Provenance too: a mask and captures that were made up are not the user's.
     """

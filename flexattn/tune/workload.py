@@ -77,7 +77,7 @@ class ModPath:
 
 @dataclass(frozen=True, slots=True)
 class ServedRow:
-    """What a row says of a DecodePlan's cache and batches; see flexattn.serving.
+    """The part of a row about a DecodePlan's cache and batches; see flexattn.serving.
 
     page: keys of a page, 0 for a contiguous cache. kv_dtype: "" for the queries' dtype.
     scaled: of what a cache of eight bits has scales, "" for one of each tensor.

@@ -203,7 +203,7 @@ class LaunchedKernels:
 
     @classmethod
     def of(cls, choice: Choice, merges: bool = True) -> LaunchedKernels:
-        """What dispatch chose. merges: decode's second kernel is launched too."""
+        """The kernels of a choice. merges: decode's second kernel is launched too."""
         sources = choice.sources if merges else (choice.source,)
         tried = choice.attempts[-1] if choice.attempts else None
         outcome = tried.outcome if tried is not None and tried.outcome is not None else None
@@ -295,7 +295,7 @@ def accepted(subject: LaunchedKernels, ways: Iterable[Way]) -> bool:
 
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
-    """What runs inside is not seen by a caller's hooks on saved tensors and dispatch modes."""
+    """A caller's hooks on saved tensors and dispatch modes see nothing of what runs inside."""
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.inference_mode(False), torch.no_grad(), hooks, _disable_current_modes():
         yield

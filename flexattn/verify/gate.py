@@ -36,7 +36,7 @@ class ErrorRow:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within its budget; NaN is not."""
+        """True if the error is within its budget; NaN is not."""
         return self.error <= self.budget
 
 
@@ -52,7 +52,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gate says of one run; `faults` are failures that no budget covers."""
+    """The gate's verdict on one run; `faults` are failures that no budget covers."""
 
     rows: tuple[ErrorRow, ...]
     faults: tuple[str, ...]
@@ -124,7 +124,7 @@ def judge_named(
 
 
 def badness(verdict: Verdict) -> tuple[int, float]:
-    """What orders verdicts, the worst last: faults, then the share of a budget that is used."""
+    """The order of verdicts, the worst last: faults, then the share of a budget that is used."""
     used = [row.error / row.budget if row.budget else float(row.error > 0) for row in verdict.rows]
     return len(verdict.faults), max(used, default=0.0)
 

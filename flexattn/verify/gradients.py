@@ -152,7 +152,7 @@ def make_saved(
 
 
 def judge_of(call: Differentiated) -> GradientJudge:
-    """What holds the gradients of `judged_alone` to the oracle's, which are computed here, once.
+    """The judge of the gradients of `judged_alone`: the oracle's are computed here, once.
 
     Of a large shape each KV head is judged by itself, with its query heads; the worst counts.
     """

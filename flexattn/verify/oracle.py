@@ -42,7 +42,7 @@ def oracle(
     sparsity: Sparsity | None,
     sinks: Tensor | None = None,
 ) -> Judge:
-    """What judges attention of q [B, Hq, L, E], k [B, Hkv, S, E], v [B, Hkv, S, Ev], sinks [Hq].
+    """The judge of attention of q [B, Hq, L, E], k [B, Hkv, S, E], v [B, Hkv, S, Ev], sinks [Hq].
 
     All of them where the oracle is affordable, else slices. It is computed here, once for all.
     """
@@ -201,7 +201,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Slices:
-    """What the oracle and the reference run say of some rows, computed once to judge many runs.
+    """Some rows of the oracle and of the reference run, computed once to judge many runs.
 
     The rows are the first, middle and last ones of three heads.
     """
