@@ -16,9 +16,10 @@ from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn.frontend.call import PLAIN, Call, bind_on, in_forward_mode, is_traced
+from flexattn.frontend.call import PLAIN, Call, bind_on, is_traced
 from flexattn.kernels.choose.options import Options
 from flexattn.mods import Bound, Guards, watch
 from flexattn.problem import checks
@@ -69,7 +70,9 @@ class LaunchCache:
             return None
         wants_grad = torch.is_grad_enabled() and _requires_grad(entries[0], given)
         for entry in entries:
-            launch = entry.launches.get(length)
+            known, launch = entry.last
+            if known != length:
+                launch = entry.launches.get(length)
             if launch is None and not entry.grows:
                 continue
             if (entry.grads is not None) == wants_grad and entry.holds(given):
@@ -114,6 +117,7 @@ class LaunchCache:
         for _, entries in self._calls.items():
             for entry in entries:
                 entry.launches.clear()
+                entry.last = None, None
         launches.clear()
 
     def clear(self) -> None:
@@ -190,8 +194,8 @@ def remember(
     descaled = call.descales is not NO_DESCALES
     decodes = bool(key[1]) and structure.kind == "decode" and listed
     entry = CachedCall(
-        {key[1]: launch}, launch, decodes and grads is None and not descaled, rest, call.scale,
-        settings, generation(), score, mask, descaled,
+        {key[1]: launch}, (key[1], launch), launch, decodes and grads is None and not descaled,
+        rest, call.scale, settings, generation(), score, mask, descaled,
         (call.score, call.mask) if settings.check else None, grads, call.options,
     )  # fmt: skip
     launch_cache.keep(key, entry, given.score_mod)
@@ -240,13 +244,15 @@ class MaskGuard(NamedTuple):
 class CachedCall:
     """The launches of a call, and the guards that decide whether another call is the same.
 
-    launches: by the second part of keys; latest: the one that was prepared last. grows: it
+    launches: by the second part of keys; last: the last of them, with that part, which is compared
+    in less time than it is looked up; latest: the one that was prepared last. grows: it
     decodes, and its launch goes on with other numbers of keys. rest: the launch's arguments after
     the scale. descaled: whether it has descales. checked: in checked mode, what its mods are
     bound to. grads: of a call with gradients.
     """
 
     launches: dict[tuple[Any, ...], ForwardLaunch]
+    last: tuple[tuple[Any, ...] | None, ForwardLaunch | None]
     latest: ForwardLaunch
     grows: bool
     rest: tuple[Any, ...]
@@ -266,7 +272,7 @@ class CachedCall:
             return False
         # Within torch.func.jvp a tensor may have a tangent, which a launch would drop; what traces
         # a call, as make_fx does, sees no launch.
-        if in_forward_mode() or is_traced():
+        if forward_ad._current_level >= 0 or is_traced():
             return False
         if _any_autocast() and _converts(self.latest.device.type, given):
             return False
@@ -303,7 +309,7 @@ class CachedCall:
             )  # fmt: skip
         if len(self.launches) >= _LENGTHS:
             self.launches.clear()
-        self.launches[length] = launch
+        self.launches[length], self.last = launch, (length, launch)
         return launch
 
     def run(self, launch: ForwardLaunch, given: Call) -> Outputs:
