@@ -189,7 +189,12 @@ def run(
     wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     warmed = time.perf_counter() - begin
     found: list[tuple[float, float, str]] = []
-    with torch.no_grad(), _profiled(trace, device), counting() as counts:
+    profiled: AbstractContextManager[Any] = nullcontext()
+    if trace is not None:  # it starts before the traffic does
+        profiled = torch.profiler.profile(
+            on_trace_ready=lambda done: done.export_chrome_trace(str(trace))
+        )
+    with torch.no_grad(), profiled, counting() as counts:
         wait()
         before, modules = counts(), set(sys.modules)
         end = time.perf_counter() + seconds
@@ -227,19 +232,6 @@ def _figures(times: Sequence[float]) -> dict[str, float]:
         "count": len(times), "median": statistics.median(times),
         "99 %": ordered[int(0.99 * len(times))], "longest": ordered[-1],
     }  # fmt: skip
-
-
-def _profiled(trace: Path | None, device: str) -> AbstractContextManager[Any]:
-    """torch.profiler, which has started before the traffic does."""
-    if trace is None:
-        return nullcontext()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.startswith("cuda"):
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    return torch.profiler.profile(
-        activities=activities,
-        on_trace_ready=lambda done: done.export_chrome_trace(str(trace)),
-    )
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:

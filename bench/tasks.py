@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import torch
-from torch.nn.attention.flex_attention import and_masks
+from typing import Any
 
-from bench.rows import DOCUMENTS, MODELS, Row, Shape
-from flexattn.catalogue.masks import MaskMod, causal, document
-from flexattn.catalogue.scores import ScoreMod, relative_bias
+import torch
+
+from bench.inputs import mask_of, score_of
+from bench.rows import MODELS, Row, Shape
 from flexattn.device import Device
 from flexattn.measure.task import Task
 from flexattn.problem import Shape as Sizes
 from flexattn.tune.tasks import task_of
 from flexattn.tune.workload import ModPath, Row as Call
 
-__all__ = ["STUDIED", "call_of", "documents", "relative", "task"]
+__all__ = ["STUDIED", "call_of", "mask_mod", "score_mod", "task"]
 
 GEMMA, LLAMA = MODELS["gemma2-9b-local"], MODELS["llama3-8b"]
 # The problems that are measured whole and kept: mods, head dims and lengths that differ most.
@@ -33,44 +33,28 @@ STUDIED = (
 )  # fmt: skip
 
 
-def documents() -> MaskMod:
-    """Causal inside documents, whose lengths do not end where blocks do."""
-    ids = torch.arange(len(DOCUMENTS), dtype=torch.int32)
-    return and_masks(document(ids.repeat_interleave(torch.tensor(DOCUMENTS))), causal)
+def score_mod(row: Row) -> Any:
+    """The score_mod of a row; a bias by distance is random."""
+    table, draw = None, torch.Generator().manual_seed(0)
+    if row.score == "relative":
+        table = torch.randn(row.shape.hq, 2 * row.shape.kv_len, generator=draw).bfloat16()
+    return score_of(row, table, "cpu")
 
 
-def relative(heads: int, length: int) -> ScoreMod:
-    """A bias for each head and distance."""
-    table = torch.randn(heads, 2 * length, generator=torch.Generator().manual_seed(0))
-    return relative_bias(table.to(torch.bfloat16), length)
+def mask_mod(row: Row) -> Any:
+    """The mask_mod of a row."""
+    return mask_of(row, "cpu")
 
 
 def call_of(row: Row, dtype: str = "bfloat16") -> Call:
     """The row as a workload file would say it."""
     s = row.shape
-    scores = {
-        "none": None,
-        "alibi": ModPath("flexattn.catalogue:alibi", (s.hq, "cpu")),
-        "softcap": ModPath("flexattn.catalogue:softcap", (row.cap,)),
-        "relative": ModPath("bench.tasks:relative", (s.hq, s.kv_len)),
-    }
-    masks = {
-        "full": None,
-        "causal": ModPath("flexattn.catalogue:causal"),
-        "window": ModPath("flexattn.catalogue:sliding_window", (row.window,)),
-        "documents": ModPath("bench.tasks:documents_mod"),
-        "blocks": ModPath("bench.inputs:random_blocks", (s.kv_len, row.density)),
-    }
+    score = None if row.score == "none" else ModPath("bench.tasks:score_mod", (row,))
+    mask = None if row.mask == "full" else ModPath("bench.tasks:mask_mod", (row,))
     sizes = Sizes(s.batch, s.hq, s.hkv, s.q_len, s.kv_len, s.d, s.d)
-    return Call(
-        row.name, None, dtype, sizes, scores[row.score], masks[row.mask], (128, 128), None, ()
-    )
+    return Call(row.name, None, dtype, sizes, score, mask, (128, 128), None, ())
 
 
 def task(row: Row, device: Device, where: torch.device | str, dtype: str = "bfloat16") -> Task:
     """The task that tunes a row; `where` finds the blocks of its mask."""
     return task_of(call_of(row, dtype), device, torch.device(where))
-
-
-# A mod is named by a path alone where its factory takes no arguments.
-documents_mod = documents()
