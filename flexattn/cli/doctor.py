@@ -34,7 +34,7 @@ from flexattn.records.environment import environment
 from flexattn.records.layers import RecordLayer
 from flexattn.records.untuned import COMMAND, read_untuned, untuned_path
 from flexattn.records.why import why
-from flexattn.runtime.outcomes import FORMER, Outcome, compiler_of, memory
+from flexattn.runtime.outcomes import FORMER, Noted, Outcome, compiler_of, memory
 from flexattn.settings import current
 from flexattn.tune.tuner import plugin_of
 
@@ -66,7 +66,7 @@ def run(args: options.Doctor) -> None:
         "compiler": _compiler(target),
         "unwritable": _unwritable(current().cache_dir),
         "triton_cache": _triton_cache(),
-        "outcomes": [asdict(each) for each in memory().entries(target)],
+        "outcomes": [_flat(each) for each in memory().entries(target)],
         "cleared": cleared,
         "layers": health,
         "untuned": _untuned(faults),
@@ -202,6 +202,12 @@ def _sample(kind: Kind, shape: Shape, device: Device, faults: list[str]) -> dict
         faults.append(f"{problem.describe()}: {error.got}")
         return {"problem": problem.describe(), "how": "error", "config": error.got}
     return {"problem": found.problem, "how": found.how, "config": describe(found.config)}
+
+
+def _flat(noted: Noted) -> dict[str, Any]:
+    """An outcome's fields beside those of its file."""
+    told = asdict(noted)
+    return {**told.pop("outcome"), **told}
 
 
 def _print_outcomes(facts: dict[str, Any]) -> None:

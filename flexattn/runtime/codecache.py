@@ -274,28 +274,15 @@ def without_dumps() -> AbstractContextManager[None]:
     return _dumps.off()
 
 
-def _lines_on() -> bool:
-    from triton import knobs
+def _knob(name: str) -> _Switch:
+    """The switch of something that Triton does unless its knob of this name says otherwise."""
 
-    return not knobs.compilation.disable_line_info
+    def knobs() -> Any:
+        from triton import knobs
 
+        return knobs.compilation
 
-def _takes_cached() -> bool:
-    from triton import knobs
-
-    return not knobs.compilation.always_compile
-
-
-def _turn_cached(on: bool) -> None:
-    from triton import knobs
-
-    knobs.compilation.always_compile = not on
-
-
-def _turn_lines(on: bool) -> None:
-    from triton import knobs
-
-    knobs.compilation.disable_line_info = not on
+    return _Switch(lambda: not getattr(knobs(), name), lambda on: setattr(knobs(), name, not on))
 
 
 class _Dumps:
@@ -316,7 +303,6 @@ class _Dumps:
             print(*texts, **options)
 
 
-_lines = _Switch(_lines_on, _turn_lines)
-_cached = _Switch(_takes_cached, _turn_cached)
+_lines, _cached = _knob("disable_line_info"), _knob("always_compile")
 _collector = _Switch(gc.isenabled, lambda on: gc.enable() if on else gc.disable())
 _dumps = _Switch(lambda: True, _Dumps().turn)

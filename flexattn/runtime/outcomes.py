@@ -228,7 +228,7 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-_SCHEMA = 2
+_SCHEMA = 3
 _MAX_FILE = 2**14
 # Files of one environment; the oldest go first.
 MAX_FILES = 2048
@@ -242,23 +242,10 @@ class Noted:
 
     schema: int
     source: str
-    kind: OutcomeKind
-    reason: str
-    loop_spills: int
-    loop_instructions: int
-    stack: int
-    verified: bool
+    outcome: Outcome
     title: str
     compiler: str
     made: str
-
-    @property
-    def outcome(self) -> Outcome:
-        """Without what is told for people."""
-        return Outcome(
-            self.kind, self.reason, self.loop_spills, self.stack, self.loop_instructions,
-            self.verified,
-        )  # fmt: skip
 
 
 def root() -> Path:
@@ -329,11 +316,8 @@ class Memory:
         self._known.put((folder, source.hash), (outcome,))
         if device.backend == "interpreter":
             return
-        noted = Noted(
-            _SCHEMA, source.hash, outcome.kind, outcome.reason, outcome.loop_spills,
-            outcome.loop_instructions, outcome.stack, outcome.verified,
-            title[:400], compiler_of(device), datetime.now(timezone.utc).isoformat()[:19],
-        )  # fmt: skip
+        made = datetime.now(timezone.utc).isoformat()[:19]
+        noted = Noted(_SCHEMA, source.hash, outcome, title[:400], compiler_of(device), made)
         try:
             # Not what the umask gives: texts of kernels lie there.
             root().mkdir(mode=0o755, parents=True, exist_ok=True)

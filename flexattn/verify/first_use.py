@@ -206,15 +206,13 @@ class LaunchedKernels:
         """The kernels of a choice. merges: decode's second kernel is launched too."""
         sources = choice.sources if merges else (choice.source,)
         tried = choice.attempts[-1] if choice.attempts else None
-        outcome = tried.outcome if tried is not None and tried.outcome is not None else None
+        outcome = (tried and tried.outcome) or Outcome("built")
 
         def described() -> tuple[str, str]:
             candidate = f"{choice.config} ({choice.origin})" if tried is None else tried.candidate
             return choice.problem.describe(), candidate
 
-        return cls(
-            sources, choice.device, described, outcome or Outcome("built"), choice.how == "hit"
-        )
+        return cls(sources, choice.device, described, outcome, choice.how == "hit")
 
     @property
     def verified(self) -> bool:

@@ -90,7 +90,7 @@ def test_a_file_that_is_not_sound_is_ignored_and_said(fault, place, said):
         case "schema":
             path.write_text(sealed(data | {"schema": 99}))
         case "kind":
-            path.write_text(sealed(data | {"kind": "miracle"}))
+            path.write_text(sealed(data | {"outcome": {"kind": "miracle"}}))
         case "another source":
             path.write_text(sealed(data | {"source": "0" * 64}))
         case "a link":
