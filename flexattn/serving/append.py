@@ -88,7 +88,7 @@ class AppendPlan:
             on_gpu = self.device.type == "cuda"
             self._fixed["INV_FREQ"] = self._inv_freq.data_ptr() if on_gpu else self._inv_freq
         self._ready: dict[Any, Launcher | None] = {}
-        check_append(self, source, target, scaled, rope)
+        check_append(self, source, target, rope)
         self._ready.clear()
 
     def run(

@@ -332,20 +332,17 @@ _PAGES = 5
 _ELEMENTS = 2**24
 
 
-def check_append(
-    plan: AppendPlan, source: Source, target: Device, scaled: Any, rope: Rope | None
-) -> None:
+def check_append(plan: AppendPlan, source: Source, target: Device, rope: Rope | None) -> None:
     """Raise WrongKernelError unless a new plan's kernel is verified, or stores what torch does."""
     title = plan.problem.describe()
     subject = LaunchedKernels(
         (source,), target, lambda: (title, "its one kernel"), Outcome("built")
     )
     wrong = f"{title}: the kernel stores other numbers than plain torch on {target.name}"
-    judged = partial(_judge_append, plan, scaled, rope)
-    _need(subject, judged, wrong, "store with torch's index_put")
+    _need(subject, partial(_judge_append, plan, rope), wrong, "store with torch's index_put")
 
 
-def _judge_append(plan: AppendPlan, scaled: Any, rope: Rope | None) -> Verdict:
+def _judge_append(plan: AppendPlan, rope: Rope | None) -> Verdict:
     m, a, where = plan.problem, plan.form, plan.device
     pages = _PAGES if a.page > 3 else _TOKENS
     if pages * a.page * a.heads * (a.head_dim_qk + a.head_dim_v) > _ELEMENTS:
@@ -358,15 +355,14 @@ def _judge_append(plan: AppendPlan, scaled: Any, rope: Rope | None) -> Verdict:
         k = new[0].to(m.dtype)
         v = new[1].to(m.dtype) if len(dims) > 1 else None
         cache = [torch.zeros(*shape, d, device=where).to(m.kv_dtype) for d in dims]
-        scales: list[Tensor | None] = [None] * len(dims)
-        if scaled:
-            size = [1]
-            if scaled not in (True, "tensor", "head"):
-                size = list(scales_shape(scaled, m.cache_layout, (pages, a.page, a.heads)))
-            scales = [
-                0.01 + torch.rand(size, generator=draw, device=where, dtype=torch.float32)
-                for _ in dims
-            ]
+        size: tuple[int, ...] = (1,)
+        if a.scales != "tensor":
+            size = scales_shape(a.scales, m.cache_layout, (pages, a.page, a.heads))
+        scales = [
+            0.01 + torch.rand(size, generator=draw, device=where, dtype=torch.float32)
+            for _ in dims
+            if a.scales
+        ]
         slots, positions, found = _placed(plan, pages)
         tables: tuple[Tensor, ...] = ()
         if rope is not None and rope.base is None:
@@ -374,19 +370,17 @@ def _judge_append(plan: AppendPlan, scaled: Any, rope: Rope | None) -> Verdict:
                 1.0, rope.dim // 2 + 1, device=where
             )
             tables = angles.cos().to(rope.table), angles.sin().to(rope.table)
-        about = {"page": a.page, "layout": m.cache_layout, "scaled": scaled, "rope": rope}
         caches, steps = appended(
-            k, v, (*cache, None)[:2], (*scales, None)[:2], slots.tolist(),
-            positions=positions, tables=tables, **about,
+            k, v, (*cache, None)[:2], (*scales, None, None)[:2], slots.tolist(), page=a.page,
+            layout=m.cache_layout, scaled=a.scales, rope=rope, positions=positions, tables=tables,
         )  # fmt: skip
-        names = ("k_scale", "v_scale")
-        found |= {name: x for name, x in zip(names, scales, strict=False) if x is not None}
+        found |= dict(zip(("k_scale", "v_scale"), scales, strict=False))
         if rope is not None and plan.problem.slots is not None:
             found["positions"] = positions.to(plan.problem.slots)
         found |= dict(zip(("cos", "sin"), tables, strict=False))
         plan.run(k, v, (cache[0], cache[-1]) if v is not None else cache[0], **found)
         pairs = [*zip(cache, caches, strict=False), *zip(scales, steps, strict=False)]
-        rows = [_row(got, want) for got, want in pairs if got is not None and want is not None]
+        rows = [_row(got, want) for got, want in pairs if want is not None]
     return Verdict(tuple(rows), (), ())
 
 
