@@ -55,8 +55,6 @@ class Stats:
 
 
 _sites: Lru[tuple[Any, ...], Site] = Lru(_SITES)
-# What no kernel computes is known again without a trace: plain torch computes it each time.
-_beyond: Lru[tuple[Any, ...], NoKernelError] = Lru(_SITES)
 # What a site learns is one thread's at a time; threads with other callables go on.
 _turns = Turns()
 # A callable that is looked up while this thread traces another waits for nobody.
@@ -133,7 +131,6 @@ def stats() -> Stats:
 def clear() -> None:
     """Forget every trace, and count anew."""
     _sites.clear()
-    _beyond.clear()
     _stats.traces = _stats.recognised = 0
 
 
@@ -180,10 +177,18 @@ def _trace_site(
     found = site.find(identity) if site else None
     if found is not None:  # another thread was faster, or another process recorded it
         return found
-    plain = _run(fn, kind, identity)
+    site = site or Site(tuple(identity.scalars))
+    values = (*identity.scalars, *((t.shape, t.dtype) for t in identity.tensors))
+    if why := site.beyond.get(values):
+        raise type(why)(why.got, why.rule, why.do)
+    try:
+        plain = _run(fn, kind, identity)
+    except NoKernelError as why:
+        site.beyond.put(values, why.with_traceback(None))
+        _sites.put(key, site)
+        raise
     if plain.volatile:
         return _trace_once(fn, kind, identity, plain)
-    site = site or Site(tuple(identity.scalars))
     result, arguments = _lifted(fn, kind, identity, plain, site)
     layout, result = _chosen(site, identity, result, arguments)
     variant = variant_of(kind, result, identity.scalars, layout.alike(identity))
@@ -255,18 +260,10 @@ def _run(fn: Callable[..., Any], kind: str, identity: Identity) -> Trace:
         raise ValueError(f"kind is 'score' or 'mask', not {kind!r}")
     check_arity(fn, kind)
     _check_captures(fn, kind, identity.tensors)
-    sizes = [(t.shape, t.dtype) for t in identity.tensors]
-    key = None if identity.reason else (*identity.key, *identity.scalars, *sizes)
-    if key is not None and (why := _beyond.get(key)):
-        raise type(why)(why.got, why.rule, why.do)
     _stats.traces += 1
     token = _tracing.set(True)
     try:
         return _steady(fn, kind, identity)
-    except NoKernelError as why:
-        if key is not None:
-            _beyond.put(key, why.with_traceback(None))
-        raise
     finally:
         _tracing.reset(token)
 

@@ -108,15 +108,14 @@ def derived(
     known = {number.expr: number.limits for number in earlier}
     found = []
     for root in roots:
-        value, limits = values[root], None
-        steps = (*_OF_FACTORS, _LARGEST) if root in multiplied else (_LARGEST,)
-        if root.dtype == "int64" and root in below and value is not None and value > 0:
-            limits = _limits(int(value), (*steps, _LARGEST_DIVISOR), 1)
-        elif root.dtype == "int64" and value is not None:
-            limits = _limits(int(value), steps, None)
-        if root in known:
-            limits = _joined(limits, known[root])
-        found.append(Number(root, limits))
+        limits = None
+        if root.dtype == "int64":
+            steps = (*_OF_FACTORS, _LARGEST) if root in multiplied else (_LARGEST,)
+            limits = _limits(int(values[root] or 0), steps, divides=root in below)
+        before = known.get(root, limits)
+        if limits is not None and before is not None:
+            limits = min(limits[0], before[0]), max(limits[1], before[1])
+        found.append(Number(root, limits if before else None))
     return _replaced(expr, found)
 
 
@@ -182,17 +181,12 @@ def _whole(node: Expr, known: Mapping[Expr, bool]) -> bool:
     return all(arg in known and arg.dtype == "int64" for arg in node.args)
 
 
-def _limits(value: int, steps: Sequence[int], least: int | None) -> Range | None:
-    for step in steps:
+def _limits(value: int, steps: Sequence[int], divides: bool) -> Range | None:
+    positive = divides and value > 0
+    for step in (*steps, _LARGEST_DIVISOR) if positive else steps:
         if abs(value) <= step:
-            return (-step if least is None else least), step
+            return (1 if positive else -step), step
     return None
-
-
-def _joined(one: Range | None, other: Range | None) -> Range | None:
-    if one is None or other is None:
-        return None
-    return min(one[0], other[0]), max(one[1], other[1])
 
 
 def _replaced(expr: Expr, numbers: Sequence[Number]) -> tuple[Expr, tuple[Number, ...]]:

@@ -24,7 +24,6 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -259,10 +258,9 @@ def _version(root: str) -> str:
     return str(sys.modules["numpy"].__version__) if root == "numpy" else ""
 
 
-@lru_cache(maxsize=1)
 def _here() -> str:
     """What reads callables here: this package's mods, torch and Python, by minor release."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
     mods = _hash(path.read_text(encoding="utf-8") for path in sources)
     python = f"{platform.python_implementation()} {sys.version_info[:2]}"
     # 2.11.0+cpu records what 2.11.0+cu130 will serve.

@@ -48,14 +48,6 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class RowSlope:
-    """A term as its value where q_idx is the tile's first row, and slope * (q_idx - that row)."""
-
-    column: Expr
-    slope: Expr
-
-
-@dataclass(frozen=True, slots=True)
 class Rise:
     """What each key adds more than the one before; span: no number on the way to it is larger.
 
@@ -178,18 +170,19 @@ def place(term: Expr, allowed: frozenset[str]) -> _Place:
     return "diagonal" if "diagonal" in allowed and diagonal(term) else "rest"
 
 
-def row_slope(term: Expr) -> RowSlope | None:
-    """Rule "row_slope": t(q, k) = t(r, k) + s (q - r), where s reads no position and r is any row.
+def row_slope(term: Expr) -> Expr | None:
+    """Rule "row_slope": the s of t(q, k) = t(r, k) + s (q - r), which reads no position.
 
-    For a t that is affine in q. The first part is a value for each key, the second is constant
-    over a row, so softmax does not see it: exp(x + c) / sum exp(y + c) = exp(x) / sum exp(y). With
-    r a row of the tile the numbers stay as small as torch's own: for the keys that matter to q,
-    t(r, k) differs from t(q, k) by at most s times the tile's height, so the exponent's error is
-    2^-24 s BLOCK_M, far below what rounding P to 16 bits costs. In float32 it would count, so the
-    rule is for 16-bit inputs alone. A slope of an infinity or NaN makes its rows NaN.
+    r is any row. For a t that is affine in q. The first part is a value for each key, the second
+    is constant over a row, so softmax does not see it: exp(x + c) / sum exp(y + c) = exp(x) / sum
+    exp(y). With r a row of the tile the numbers stay as small as torch's own: for the keys that
+    matter to q, t(r, k) differs from t(q, k) by at most s times the tile's height, so the
+    exponent's error is 2^-24 s BLOCK_M, far below what rounding P to 16 bits costs. In float32 it
+    would count, so the rule is for 16-bit inputs alone. A slope of an infinity or NaN makes its
+    rows NaN.
     """
     slope = slope_of(term, "q_idx")
-    return None if slope is None else RowSlope(term, make("cast", FLOAT, (slope,)))
+    return None if slope is None else make("cast", FLOAT, (slope,))
 
 
 def rise(terms: Iterable[Expr]) -> Rise | None:
@@ -384,12 +377,10 @@ class _Split:
         where = place(term, self.allowed)
         if where != "rest":
             self._applied(where, term)
-        sloped = row_slope(term) if where == "row_slope" else None
-        if sloped is None:
-            self._sum(where, term)
-        else:
-            self._sum("row_slope", sloped.slope)
-            self._sum("column", sloped.column)
+        slope = row_slope(term) if where == "row_slope" else None
+        if slope is not None:
+            self._sum("row_slope", slope)
+        self._sum(where if slope is None else "column", term)
 
     def _sum(self, name: str, term: Expr) -> None:
         known = self.parts.get(name)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flexattn.errors import NoKernelError
 from flexattn.mods.expr import Buffer, Expr, Mod, fingerprint
 from flexattn.mods.host_numbers import HostProgram, guard_value, host_values, program
 from flexattn.mods.identity import MISSING, Identity
@@ -131,7 +132,8 @@ class Site:
     layouts: from the oldest on. The variants of each hold for the values that they were traced
     with, and the oldest is found first: a call that comes back gets the Mod it had, whose kernels
     are compiled. general: those in which a divisor is an argument, which are found last. asked,
-    guards: what its traces asked of tensors and of the arguments.
+    guards: what its traces asked of tensors and of the arguments. beyond: by numbers and sizes,
+    why no kernel computes it. Plain torch does so each time, and no call is traced again.
     """
 
     first: tuple[int | float, ...]
@@ -143,6 +145,7 @@ class Site:
     fixed: set[int] = field(default_factory=set)
     divisors: set[tuple[int | float, ...]] = field(default_factory=set)
     exported: int = 1
+    beyond: Lru[tuple[Any, ...], NoKernelError] = field(default_factory=lambda: Lru(_VARIANTS))
 
     def layout(
         self,

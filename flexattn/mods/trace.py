@@ -123,14 +123,10 @@ def trace(
         line = line or refusal.line or line_of(refusal.__traceback__)
         raise refusal.error(fn, kind, line) from None
     except Exception as error:
-        if type(error).__name__ in _DATA_DEPENDENT or "_local_scalar_dense" in str(error):
-            raise Asked().error(fn, kind, line_of(error.__traceback__)) from None
-        if "dynamo-optimized" in str(error):
-            raise _COMPILED.error(fn, kind, line_of(error.__traceback__)) from None
-        if lookup := looked_up(error):
-            raise lookup.error(fn, kind, line_of(error.__traceback__)) from None
-        failed = _failed(fn, kind, known, error, guards[-1].running if guards else None)
-        raise failed.error(fn, kind, line_of(error.__traceback__)) from error
+        cause = _cause(error)
+        failed = cause or _failed(fn, kind, known, guards[-1].running if guards else None)
+        line = line_of(error.__traceback__)
+        raise failed.error(fn, kind, line) from (None if cause else error)
     mode = modes[-1]
     volatile = mode.volatile
     if len(reader.tensors) > len(known):
@@ -140,12 +136,15 @@ def trace(
     return Trace(expr, tensors, tuple(sorted(asked)), volatile, graph=graph)
 
 
+def _cause(error: Exception) -> Refusal | None:
+    """The refusal that an error of torch's tracer stands for, where that is known."""
+    if type(error).__name__ in _DATA_DEPENDENT or "_local_scalar_dense" in str(error):
+        return Asked()
+    return _COMPILED if "dynamo-optimized" in str(error) else looked_up(error)
+
+
 def _failed(
-    fn: Callable[..., Any],
-    kind: str,
-    known: Sequence[torch.Tensor],
-    error: Exception,
-    running: Any,
+    fn: Callable[..., Any], kind: str, known: Sequence[torch.Tensor], running: Any
 ) -> Refusal:
     """The user's own error, if plain torch raises one for a position, too; else the tracer's."""
     inputs = [torch.zeros((), dtype=getattr(torch, VARS[name])) for name in ARGUMENTS[kind]]
