@@ -27,7 +27,7 @@ HostProgram = Callable[[Sequence[int | float]], tuple[Any, ...]]
 # What is computed at greater length is a constant: a text may double at every step of a loop.
 _LONGEST = 400
 _PLAIN = (int, float, bool)
-_PROMOTION = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
+PROMOTION = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
 _UNDEFINED = (ArithmeticError, ValueError, TypeError)
 _NAMES = {
     "abs": abs,
@@ -289,7 +289,7 @@ def given(
         return tree_map(_asked, tuple(args)), tree_map(_asked, dict(kwargs))
     known = [x.value if type(x) is HostNumber else x for x in operands]
     weighed = [each for each in known if isinstance(each, (torch.Tensor, int, float))]
-    _, dtype = elementwise_dtypes(*weighed, type_promotion_kind=_PROMOTION)
+    _, dtype = elementwise_dtypes(*weighed, type_promotion_kind=PROMOTION)
     clamps = "cla" in name or "clip" in name
 
     def place(value: Any) -> Any:

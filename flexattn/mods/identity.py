@@ -40,16 +40,16 @@ class Identity:
     `tensors`, `scalars`: the captured values, in the order they were met; `paths` tells where
     each scalar lives. `shared`: paths of what was reached twice, which cannot be replaced in
     one place. `reason`: why the callable has to be traced at every call; None where its key says
-    all. `held`: the cells, names and functions that were looked up, each with what it held; None
-    once something was met that may change behind its name. `bearers`: tensors, functions and
+    all. `cells`, `names`, `functions`: what was looked up, each with what it held; `watchable`:
+    nothing was met that may change behind its name. `bearers`: tensors, functions and
     values with attributes of their own. `generators`: of random numbers. `clocks`: names of
     functions that tell the time, or draw by chance without a seed. `grad`: the grad mode that the
     code sees, on where it does not ask for it.
     """
 
     __slots__ = (
-        "_seen", "bearers", "clocks", "generators", "grad", "held", "key", "paths", "reason",
-        "scalars", "shared", "tensors",
+        "_seen", "bearers", "cells", "clocks", "functions", "generators", "grad", "key", "names",
+        "paths", "reason", "scalars", "shared", "tensors", "watchable",
     )  # fmt: skip
 
     def __init__(self, kind: str) -> None:
@@ -63,7 +63,10 @@ class Identity:
         self.paths: list[Path] = []
         self.shared: list[Path] = []
         self.reason: str | None = None
-        self.held: list[tuple[Any, Any, Any]] | None = []
+        self.watchable = True
+        self.cells: list[tuple[Any, Any]] = []
+        self.names: list[tuple[dict[str, Any], str, Any]] = []
+        self.functions: list[tuple[FunctionType, types.CodeType, Any]] = []
         self._seen: dict[Any, tuple[int, Path]] = {}
 
     def visit(self, value: Any, path: Path) -> None:
@@ -99,7 +102,7 @@ class Identity:
 
     def ask(self, switch: str) -> None:
         """Note how a switch of torch stands."""
-        self.held = None
+        self.watchable = False
         found = getattr(torch, switch)()
         self.key += (switch, found)
         self.grad &= switch != "is_grad_enabled" or found
@@ -168,8 +171,7 @@ def _function(
         self.ask(switch)
     if fn.__dict__:
         self.bearers.append((fn, path))
-    if self.held is not None:
-        self.held.append((fn, None, (fn.__code__, fn.__defaults__)))
+    self.functions.append((fn, fn.__code__, fn.__defaults__))
     if reads.cells:
         cells = fn.__closure__ or ()
         for i, name, chains in reads.cells:
@@ -177,27 +179,23 @@ def _function(
                 value = cells[i].cell_contents
             except ValueError:
                 self.key.append(MISSING)
-                self.held = None
+                self.watchable = False
                 continue
-            if self.held is not None:
-                self.held.append((cells[i], None, value))
+            self.cells.append((cells[i], value))
             _chains(self, value, chains, (path, "cell", name))
     if reads.globals:
         scope = fn.__globals__
         for name, chains in reads.globals:
             value = scope.get(name, MISSING)
-            if self.held is not None:
-                self.held.append((scope, name, value))
+            self.names.append((scope, name, value))
             if _is_library_module(value):
                 self.key.append(value)  # once, however many of its names the code reads
                 continue
             if value is MISSING:
                 builtins = cast(Any, fn).__builtins__
                 value = builtins.get(name, MISSING)
-                if value is MISSING:
-                    self.held = None
-                if self.held is not None:
-                    self.held.append((builtins, name, value))
+                self.watchable &= value is not MISSING
+                self.names.append((builtins, name, value))
             _chains(self, value, chains, (path, "global", name))
     if owner is not MISSING:
         _chains(self, owner, reads.owner, at)
@@ -206,7 +204,7 @@ def _function(
         for name, value in zip(names, fn.__defaults__, strict=False):
             self.visit(value, (path, "default", name))
     if fn.__kwdefaults__:
-        self.held = None
+        self.watchable = False
         for name, value in fn.__kwdefaults__.items():
             self.visit(value, (path, "kwdefault", name))
 
@@ -218,7 +216,7 @@ def _chains(self: Identity, root: Any, chains: Attributes, path: Path) -> None:
         for name in chain:
             if type(value) in _CLOSED or _is_library_module(value):
                 break
-            self.held = None
+            self.watchable = False
             value = getattr(value, name, MISSING)
             if value is MISSING:
                 break
@@ -234,7 +232,7 @@ def _is_library_module(value: Any) -> bool:
 
 
 def _method(self: Identity, method: types.MethodType, path: Path) -> None:
-    self.held = None
+    self.watchable = False
     function, owner = method.__func__, method.__self__
     at = (path, "attr", "__self__")
     if not isinstance(function, FunctionType):
@@ -245,7 +243,7 @@ def _method(self: Identity, method: types.MethodType, path: Path) -> None:
 
 
 def _partial(self: Identity, fn: functools.partial[Any], path: Path) -> None:
-    self.held = None
+    self.watchable = False
     self.key += (functools.partial, len(fn.args), tuple(fn.keywords))
     self.visit(fn.func, (path, "attr", "func"))
     for i, value in enumerate(fn.args):
@@ -256,7 +254,7 @@ def _partial(self: Identity, fn: functools.partial[Any], path: Path) -> None:
 
 def _callable(self: Identity, fn: Any) -> None:
     """The object that is called itself: what its code reads, not all it holds."""
-    self.held = None
+    self.watchable = False
     self.key.append(weakref.ref(type(fn)))
     hooked = isinstance(fn, torch.nn.Module) and (fn._forward_hooks or fn._forward_pre_hooks)
     called = fn.forward if isinstance(fn, torch.nn.Module) else type(fn).__call__
@@ -270,7 +268,7 @@ def _callable(self: Identity, fn: Any) -> None:
 
 def _container(self: Identity, values: Any, path: Path) -> None:
     if type(values) is not tuple:
-        self.held = None
+        self.watchable = False
     if not self.again(values, path):
         self.key.append(type(values))
         _items(self, values, path)
@@ -313,7 +311,7 @@ def _is_clock(fn: Any) -> bool:
 
 def _other(self: Identity, value: Any, path: Path) -> None:
     """What has no handler of its own type: subclasses, user objects, and what is opaque."""
-    self.held = None
+    self.watchable = False
     cls = type(value)
     if isinstance(value, torch.Tensor):
         self.key.append(weakref.ref(cls))
@@ -454,7 +452,7 @@ def visit_attributes(self: Identity) -> None:
             for name, value in list(vars(owner).items()):
                 if (dynamic or name in names) and (id(owner), name) not in done:
                     done.add((id(owner), name))
-                    self.held = None
+                    self.watchable = False
                     self.key.append(name)
                     self.visit(value, (path, "attr", name))
 

@@ -125,14 +125,18 @@ def number_of(node: Expr) -> tuple[int, Range] | None:
     Such a number is a scalar of 32 bits, which no callable captures, behind a clamp that says
     what it can be and changes nothing.
     """
-    if node.op != "minimum" or node.args[0].op != "maximum" or node.args[1].op != "const":
-        return None
-    low, high = node.args[0].args[1], node.args[1]
-    inner = node.args[0].args[0]
-    if inner.op != "cast" or inner.args[0].op != "scalar" or inner.args[0].dtype != _NARROW:
-        return None
-    limits = int(low.value or 0), int(high.value or 0)
-    return (int(inner.args[0].value or 0), limits) if low.op == "const" else None
+    match node:
+        case Expr(
+            op="minimum",
+            args=(
+                Expr(op="maximum", args=(read, Expr(op="const", value=int(low)))),
+                Expr(op="const", value=int(high)),
+            ),
+        ):
+            match read:
+                case Expr(op="cast", args=(Expr(op="scalar", dtype="int32", value=int(slot)),)):
+                    return slot, (low, high)
+    return None
 
 
 def divisor_of(node: Expr) -> int | None:

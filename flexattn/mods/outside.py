@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -66,24 +68,20 @@ def evaluated(
     for node in walk(*roots):
         args = [found[arg] for arg in node.args]
         values = [arg.value for arg in args]
-        unsure = sure
-        for arg in args:
-            unsure = unsure | arg.unsure
+        unsure = reduce(operator.or_, (arg.unsure for arg in args), sure)
         if node.op == "var":
-            found[node] = Evaluated(env[str(node.value)], sure)
+            value = env[str(node.value)]
         elif node.op == "load":
             value, outside = read_places(buffer_of(node, tensors), values)
-            found[node] = Evaluated(value, unsure | outside)
-        elif node.op in ("and", "or") and node.dtype == "bool":
+            unsure = unsure | outside
+        else:
             value = computed(node, values, device)
-            found[node] = Evaluated(value, unsure & ~_settled(args, node.op == "or"))
+        if node.op in ("and", "or") and node.dtype == "bool":
+            unsure = unsure & ~_settled(args, node.op == "or")
         elif node.op == "where":
             condition, one, other = args
-            chosen = torch.where(condition.value, one.unsure, other.unsure)
-            value = torch.where(condition.value, one.value, other.value)
-            found[node] = Evaluated(value, chosen | condition.unsure)
-        else:
-            found[node] = Evaluated(computed(node, values, device), unsure)
+            unsure = torch.where(condition.value, one.unsure, other.unsure) | condition.unsure
+        found[node] = Evaluated(value, unsure)
     return found
 
 

@@ -8,14 +8,17 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
+from torch._prims_common import elementwise_dtypes
 
 from flexattn.mods.arrays import Array, Index, broadcast
 from flexattn.mods.expr import Expr, const
+from flexattn.mods.host_numbers import PROMOTION
 from flexattn.mods.ops import DETACH, OPS, dtype_of, is_float, name_of
 from flexattn.mods.refusal import unread
 from flexattn.mods.simplify import make
 
 Operand = Array | int | float | bool
+_NUMBERS = {"bool": True, "int64": 1}
 
 
 def as_array(x: Operand) -> Array:
@@ -49,23 +52,15 @@ def _mapped(op: str, dtype: str, operands: list[Array], *, weak: bool = False) -
 
 def promoted(arrays: list[Array]) -> str:
     """torch's result type: tensors with dimensions, then 0-d tensors, then Python numbers."""
-    result: torch.dtype | None = None
-    groups = (
-        [a.dtype for a in arrays if a.shape and not a.weak],
-        [a.dtype for a in arrays if not a.shape and not a.weak],
-        [a.dtype for a in arrays if a.weak],
-    )
-    for weak, names in zip((False, False, True), groups, strict=True):
-        if not names:
-            continue
-        dtype = reduce(torch.promote_types, map(dtype_of, names))
-        if result is None:
-            result = dtype
-        elif not result.is_floating_point and (result == torch.bool or dtype.is_floating_point):
-            weak_float = weak and dtype.is_floating_point
-            dtype = torch.get_default_dtype() if weak_float else dtype
-            result = torch.promote_types(result, dtype)
-    return name_of(result or torch.float32)
+    if all(array.weak for array in arrays):
+        return name_of(reduce(torch.promote_types, [dtype_of(array.dtype) for array in arrays]))
+    like: list[Any] = [
+        _NUMBERS.get(array.dtype, 1.0)
+        if array.weak
+        else torch.empty([1] * len(array.shape), dtype=dtype_of(array.dtype), device="meta")
+        for array in arrays
+    ]
+    return name_of(elementwise_dtypes(*like, type_promotion_kind=PROMOTION)[1])
 
 
 def pointwise(op: str, *operands: Operand) -> Array:

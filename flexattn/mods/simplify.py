@@ -36,6 +36,8 @@ def make(op: str, dtype: str, args: Iterable[Expr] = (), value: Value = None) ->
         folded = _fold(node)
         if folded is not None:
             return folded
+    if op in _NEUTRAL and _changes_nothing(node):
+        return operands[0]
     rule = _RULES.get(op)
     rewritten = rule(node) if rule else None
     return node if rewritten is None else rewritten
@@ -116,10 +118,24 @@ def _is(node: Expr, number: float) -> bool:
     )
 
 
+# The second operand that changes nothing.
+_NEUTRAL = {
+    "add": 0, "sub": 0, "mul": 1, "div": 1, "floor_div": 1, "trunc_div": 1, "shl": 0, "shr": 0,
+    "xor": 0,
+}  # fmt: skip
+
+
+def _changes_nothing(node: Expr) -> bool:
+    if is_float(node.dtype):
+        if node.op == "add":  # -0.0 + 0.0 is 0.0
+            return _is(node.args[1], -0.0)
+        if node.op in ("floor_div", "trunc_div"):  # a quotient is rounded
+            return False
+    return _is(node.args[1], _NEUTRAL[node.op])
+
+
 def _add(node: Expr) -> Expr | None:
     x, y = node.args
-    if _is(y, -0.0 if is_float(node.dtype) else 0):  # -0.0 + 0.0 is 0.0
-        return x
     if is_int(node.dtype) and y.op == "const" and x.op == "add" and x.args[1].op == "const":
         return make("add", node.dtype, (x.args[0], make("add", node.dtype, (x.args[1], y))))
     return None
@@ -132,25 +148,17 @@ def _sub(node: Expr) -> Expr | None:
             return const(0, node.dtype)
         if y.op == "const":
             return make("add", node.dtype, (x, make("neg", node.dtype, (y,))))
-    return x if _is(y, 0.0) else None
+    return None
 
 
 def _mul(node: Expr) -> Expr | None:
     x, y = node.args
-    if _is(y, 1):
-        return x
     if is_int(node.dtype) and y.op == "const":
         if _is(y, 0):
             return y
         if x.op == "mul" and x.args[1].op == "const":
             return make("mul", node.dtype, (x.args[0], make("mul", node.dtype, (x.args[1], y))))
     return None
-
-
-def _divide(node: Expr) -> Expr | None:
-    x, y = node.args
-    exact = node.op == "div" or is_int(node.dtype)
-    return x if exact and _is(y, 1) else None
 
 
 def _modulo(node: Expr) -> Expr | None:
@@ -160,10 +168,6 @@ def _modulo(node: Expr) -> Expr | None:
 def _same_twice(node: Expr) -> Expr | None:
     x, y = node.args
     return x if x is y else None
-
-
-def _shift(node: Expr) -> Expr | None:
-    return node.args[0] if _is(node.args[1], 0) else None
 
 
 def _compare(node: Expr) -> Expr | None:
@@ -221,7 +225,7 @@ def _xor(node: Expr) -> Expr | None:
     x, y = node.args
     if x is y:
         return make("cast", node.dtype, (const(0, "int64"),))
-    return x if _is(y, 0) else None
+    return None
 
 
 def _where(node: Expr) -> Expr | None:
@@ -265,15 +269,10 @@ _RULES: dict[str, _Rule] = {
     "add": _add,
     "sub": _sub,
     "mul": _mul,
-    "div": _divide,
-    "floor_div": _divide,
-    "trunc_div": _divide,
     "floor_mod": _modulo,
     "trunc_mod": _modulo,
     "minimum": _same_twice,
     "maximum": _same_twice,
-    "shl": _shift,
-    "shr": _shift,
     "eq": _compare,
     "ne": _compare,
     "lt": _compare,

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -205,17 +205,9 @@ class Guards:
     def __init__(self, fn: FunctionType, identity: Identity) -> None:
         self._itself = fn.__code__, fn.__defaults__
         self._default = torch.get_default_dtype()
-        self._cells: list[tuple[Any, Any]] = []
-        self._names: list[tuple[dict[str, Any], str, Any]] = []
-        self._functions: list[tuple[FunctionType, CodeType, Any]] = []
-        for owner, name, value in identity.held or ():
-            if isinstance(owner, FunctionType):
-                if owner is not fn:
-                    self._functions.append((owner, *value))
-            elif isinstance(owner, dict):
-                self._names.append((owner, name, value))
-            else:
-                self._cells.append((owner, value))
+        self._cells, self._names = identity.cells, identity.names
+        # Without the function itself, which is not kept alive.
+        self._functions = [each for each in identity.functions if each[0] is not fn]
         self._tensors = [(t, t.shape, t.stride(), t.dtype, t.device) for t in identity.tensors]
         # Those that the code names would have left nothing held: others may hide a method.
         self._attributes = [(vars(t), frozenset(vars(t))) for t in identity.tensors]
@@ -256,6 +248,6 @@ class Guards:
 
 def guards(fn: FunctionType, identity: Identity) -> Guards | None:
     """The guards of what a walk found, None where it met what may change unseen."""
-    if identity.held is None or identity.reason:
+    if not identity.watchable or identity.reason:
         return None
     return None if any(each.forgiving for each in identity.codes()) else Guards(fn, identity)

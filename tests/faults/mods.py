@@ -59,8 +59,8 @@ MODS = (
     Fault(
         "x + 0.0 is x though x may be -0.0",
         SIMPLIFY,
-        "if _is(y, -0.0 if is_float(node.dtype) else 0):",
-        "if _is(y, 0.0 if is_float(node.dtype) else 0):",
+        "return _is(node.args[1], -0.0)",
+        "return _is(node.args[1], 0.0)",
         IN_MODS_EXPR + "::test_what_differs_keeps_its_own_fingerprint",
     ),
     Fault(

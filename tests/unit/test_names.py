@@ -34,7 +34,7 @@ PROTOCOLS = (
         "kernels/*/*.py", "announcement merged block_warps", "passes over PTX: ptx/stages.py"
     ),
     Protocol(
-        "mods/algebra/*.py", "apply choose compare of_flag", "values of a kind: algebra/lower.py"
+        "mods/algebra/*.py", "apply choose compare of_flag", "values of a kind: algebra/bounds.py"
     ),
     Protocol("**/*.py", "main", "what a program starts with"),
     Protocol("integrations/*.py", "FlexattnBackend", "servers name a backend's class so"),

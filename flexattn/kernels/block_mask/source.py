@@ -20,7 +20,7 @@ from flexattn.kernels.printers.spelling import (
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
 from flexattn.mods import Mod
 from flexattn.mods.algebra import Bounds, Extremes, TableUse, bounds_of
-from flexattn.mods.algebra.lower import CORNERS
+from flexattn.mods.algebra.bounds import CORNERS
 from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.ops import OPS, Range, is_float

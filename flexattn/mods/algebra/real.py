@@ -19,6 +19,7 @@ from flexattn.mods.algebra.whole import (
     both,
     by_rule,
     chosen_ends,
+    decided,
     flag_ends,
     hull,
     magnitude,
@@ -106,8 +107,7 @@ def compare(op: str, operands: Sequence[Real | None]) -> Flag:
         must, may = (FALSE, meet) if op == "eq" else (apart, TRUE)
     else:
         return OPEN
-    sure = both(x.sure, y.sure)
-    return Flag(both(must, sure), applied("or", may, applied("not", sure)))
+    return decided(must, may, x, y)
 
 
 def _number(value: float) -> Expr:

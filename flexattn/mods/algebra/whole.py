@@ -365,8 +365,12 @@ def compare(op: str, operands: Sequence[Whole | None]) -> Flag:
     least, most = difference.range
     if least < -LARGEST or most > LARGEST:
         return OPEN
-    must, may = _COMPARISONS[op](difference.low, difference.high)
-    sure = both(x.sure, y.sure)
+    return decided(*_COMPARISONS[op](difference.low, difference.high), x, y)
+
+
+def decided(must: Expr, may: Expr, *operands: Any) -> Flag:
+    """Verdicts that hold where all operands are sure."""
+    sure = both(*(each.sure for each in operands))
     return Flag(both(must, sure), applied("or", may, applied("not", sure)))
 
 

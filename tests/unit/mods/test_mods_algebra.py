@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
 from flexattn.mods.algebra import TableUse, bounds_of, lower, tables_of, verdicts
-from flexattn.mods.algebra.tables import _read
+from flexattn.mods.algebra.bounds import _read
 from flexattn.mods.expr import Buffer, Expr, Mod, const, fingerprint
 from flexattn.mods.simplify import make, renumber
 from flexattn.mods.site import Bound

@@ -267,7 +267,7 @@ def test_a_look_at_a_usual_mod_notes_no_more_than_before():
     table = torch.ones(8)
     found = identify(lambda s, b, h, q, k: s + table[h] * 2, "score")
     assert (found.bearers, found.generators, found.clocks, found.grad) == ([], [], [], True)
-    assert found.held is not None and found.reason is None
+    assert found.watchable and found.reason is None
 
 
 def test_a_generator_may_have_attributes():
