@@ -239,7 +239,7 @@ class _Joint:
         return cls(parts, tuple(joint), rest, min(parts) if adjacent else 0)
 
     def at(self, here: Index, array: Array, wraps: bool = False) -> dict[int, Expr]:
-        """Where an element of theirs is in the array; wraps: as an index that is not negative."""
+        """An element's place in the array; wraps: as an index that is not negative."""
         found = {}
         for dim, part in self.parts.items():
             chosen = make("cast", "int64", (part.at(here),))
@@ -248,7 +248,7 @@ class _Joint:
         return found
 
     def arranged(self, of_array: Sequence[Any], of_joint: Sequence[Any]) -> tuple[Any, ...]:
-        """What an array has for each dimension, and they for theirs, as a result has it."""
+        """The values of a result's dimensions, from the array's and from theirs."""
         kept = [of_array[dim] for dim in self.rest]
         return (*kept[: self.first], *of_joint, *kept[self.first :])
 

@@ -48,7 +48,7 @@ _MOST_GUARDS = 16
 
 @dataclass(slots=True)
 class Stats:
-    """How often bind() ran a callable to read it, and knew it untraced."""
+    """Counts of bind(): callables that it ran to read them, and those found in a directory."""
 
     traces: int = 0
     recognised: int = 0
@@ -105,7 +105,7 @@ def look(
 def watch(
     fn: Callable[..., Any], kind: str, bound: Bound, identity: Identity | None = None
 ) -> Guards | None:
-    """What tells in a microsecond that bind() would give `bound` again; None where nothing can.
+    """Guards that tell in a microsecond if bind() would give `bound` again; None where none can.
 
     identity: the one by which `bound` was found, where the caller has it still.
     """
@@ -151,7 +151,7 @@ def record(fn: Callable[..., Any], kind: str, root: Path) -> bool:
 
 
 def _recorded(kind: str, identity: Identity, key: tuple[Any, ...]) -> Site | None:
-    """What another process learnt of such callables, where a directory of it was named."""
+    """The site that another process recorded of such callables, if a directory of it was named."""
     root = current().binaries
     site = None if root is None else recorded.read_site(root, kind, identity)
     if site is not None:

@@ -39,7 +39,7 @@ class LoadDerivative:
 
 @dataclass(frozen=True, slots=True)
 class Derivatives:
-    """What the gradient of a modified score is multiplied by, to become another's.
+    """The factors that turn the gradient of a modified score into others.
 
     score: of the score; None where the score is not read. loads: of loads, in walk's order.
     All are float32 (float64 where the mod computes in it), and share the mod's own nodes.
@@ -121,7 +121,7 @@ def _reached(nodes: Iterable[Expr], wanted: set[Expr]) -> set[Expr]:
 
 
 def _part(node: Expr, place: int, grad: Expr) -> Expr:
-    """What a node's gradient hands to one operand, in the operand's wide dtype."""
+    """The part of an operand's gradient that comes from one node, in the operand's wide dtype."""
     operand = node.args[place]
     if node.op == "cast":
         return make("cast", _wide(operand.dtype), (grad,))
@@ -216,7 +216,7 @@ class _Tidy:
         return _Scaled(number, make("div", dtype, (x.core or const(1.0, dtype), y.core)))
 
     def _halved(self, expr: Expr) -> bool:
-        """Whether it is a derivative of `where`, which is 0 on one side."""
+        """True if it is a derivative of `where`, which is 0 on one side."""
         return expr.op == "where" and expr not in self.own and any(map(_is_zero, expr.args[1:]))
 
     def _inside(self, op: str, chosen: Expr, other: Expr) -> Expr:
@@ -376,7 +376,7 @@ def without_stops(bound: Bound) -> Bound:
 
 @once
 def has_own_gradient(mod: Mod) -> bool:
-    """Whether a gradient of a score_mod is not that of its expression."""
+    """True if a gradient of a score_mod is not that of its expression."""
     return any(node.op == OWN_GRADIENT for node in walk(mod.expr))
 
 

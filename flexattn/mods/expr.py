@@ -34,7 +34,7 @@ _lock = renewed(threading.Lock())
 
 
 class _Interned:
-    """What an Expr carries beside its fields; a slotted dataclass cannot declare these itself."""
+    """The slots of an Expr beside its fields; a slotted dataclass cannot declare these itself."""
 
     __slots__ = ("__weakref__", "facts", "order", "variables")
 
@@ -147,7 +147,7 @@ def integer(value: int) -> Expr:
 
 
 def computed(node: Expr, args: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """What torch makes of the operands' values, for a constant or an operation on others."""
+    """The value that torch computes of a constant, or of an operation on the operands' values."""
     if node.op == "const":
         return torch.tensor(node.value, dtype=dtype_of(node.dtype), device=device)
     if node.op == "cast":
@@ -188,7 +188,7 @@ def depending(nodes: Iterable[Expr], names: tuple[str, ...]) -> set[Expr]:
 
 
 def reads(expr: Expr, *names: str) -> bool:
-    """Whether one of these variables reaches an Expr."""
+    """True if one of these variables reaches an Expr."""
     return not expr.variables.isdisjoint(names)
 
 

@@ -80,7 +80,7 @@ _ALIKE |= {f"{side}{name}" for side in "ri" for name in _ALIKE}
 
 
 def program(texts: tuple[str, ...]) -> HostProgram:
-    """What computes these texts of a callable's scalars, which are `s` in them."""
+    """A function of a callable's scalars, `s` in these texts, that computes them."""
     found: HostProgram = eval(
         f"lambda s: ({''.join(f'{text}, ' for text in texts)})", dict(_NAMES)
     )
@@ -101,8 +101,10 @@ def scalar_of(text: str) -> int | None:
 def host_values(
     compute: HostProgram, kinds: tuple[type, ...], scalars: Sequence[int | float]
 ) -> tuple[int | float, ...] | None:
-    """What a program of texts of these types gives now; None where Python raises, or has another
-    type, or torch would not take it."""
+    """The numbers that a program of texts of these types computes now.
+
+    None where Python raises, or gives another type, or where torch would not take one.
+    """
     try:
         found: tuple[int | float, ...] = compute(scalars)
     except _UNDEFINED:
@@ -116,7 +118,7 @@ def host_values(
 
 
 def guard_value(guard: HostProgram, scalars: Sequence[int | float]) -> Any:
-    """What a guard is now, as a part of a key; a guard of another branch may be undefined."""
+    """The value of a guard now, as a part of a key; a guard of another branch may be undefined."""
     try:
         (found,) = guard(scalars)
     except _UNDEFINED:
@@ -126,7 +128,7 @@ def guard_value(guard: HostProgram, scalars: Sequence[int | float]) -> Any:
 
 
 class Recording:
-    """What a trace does with the host numbers that were given to it.
+    """The uses that a trace makes of the host numbers that were given to it.
 
     arguments: the texts that met a tensor, with their present values. guards: whose values Python
     asked for. failed: a number was kept by its hash, as a cache of results does.
@@ -149,7 +151,7 @@ class Recording:
         return None
 
     def tensor(self, number: HostNumber, dtype: torch.dtype) -> torch.Tensor:
-        """What is computed with in a number's place."""
+        """The tensor that stands in a number's place where it meets others."""
         self.arguments[number.text] = number.value
         with no_dispatch():
             found = torch.zeros((), dtype=dtype, device=self.device)
@@ -212,7 +214,7 @@ class HostNumber:
 
 
 def _computed(pattern: str, compute: Callable[..., Any], *operands: Any) -> Any:
-    """What Python computes of host numbers and others; NotImplemented for what are no numbers."""
+    """Python's result for host numbers and others; NotImplemented where one is no number."""
     numbers = [each for each in operands if type(each) is HostNumber]
     values = [each.value if type(each) is HostNumber else each for each in operands]
     if not all(isinstance(each, (*_PLAIN, complex)) for each in values):
@@ -264,7 +266,7 @@ for _name, _convert in _ASKING.items():
 
 
 def meets(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of torch is given a host number."""
+    """True if a function of torch is given a host number."""
     return any(map(_holds, args)) or any(map(_holds, kwargs.values()))
 
 
@@ -276,7 +278,7 @@ def _holds(value: Any) -> bool:
 def given(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a function of torch is given in place of host numbers: arguments, or their values."""
+    """The arguments of a function of torch with tensors, or values, in place of host numbers."""
     name = str(getattr(func, "__name__", "")).strip("_")
     if name == "getitem":
         return (args[0], _indices(args[0], args[1])), {}

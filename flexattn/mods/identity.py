@@ -74,7 +74,7 @@ class Identity:
         _HANDLERS.get(type(value), _other)(self, value, path)
 
     def again(self, value: Any, path: Path, method: Any = None) -> bool:
-        """Whether this object (as the owner of this method) was met before, or no room is left."""
+        """True if this object (as the owner of this method) was met before, or no room is left."""
         what = id(value) if method is None else (id(value), id(method))
         seen = self._seen.get(what)
         if seen is not None:
@@ -302,7 +302,7 @@ def _builtin(self: Identity, fn: types.BuiltinFunctionType, path: Path) -> None:
 
 
 def _is_clock(fn: Any) -> bool:
-    """Whether a function of C tells the time, or what the system draws by chance."""
+    """True if a function of C tells the time, or what the system draws by chance."""
     owner = fn.__self__
     if isinstance(owner, type):
         return issubclass(owner, datetime.date)
@@ -310,7 +310,7 @@ def _is_clock(fn: Any) -> bool:
 
 
 def _other(self: Identity, value: Any, path: Path) -> None:
-    """What has no handler of its own type: subclasses, user objects, and what is opaque."""
+    """Add a value of a type without a handler: of a subclass, of a user's class, or opaque."""
     self.watchable = False
     cls = type(value)
     if isinstance(value, torch.Tensor):
@@ -470,7 +470,7 @@ def _slots(cls: type) -> list[str]:
 
 
 def _hides(cls: type, slots: int) -> bool:
-    """Whether instances hold more than attributes and items, in C, as a random.Random does.
+    """True if instances hold more than attributes and items, in C, as a random.Random does.
 
     A cache of results does, too, but is not asked: what is left in it is what its user wants.
     """

@@ -62,7 +62,7 @@ def _other(number: int | float) -> int | float:
 
 
 def replaceable(identity: Identity, scalar: int) -> bool:
-    """Whether a scalar is reached by one path alone, so that replacing it there is enough."""
+    """True if a scalar is reached by one path alone, so that replacing it there is enough."""
     path: Path = identity.paths[scalar]
     while path:
         if path in identity.shared:

@@ -219,13 +219,13 @@ class Write(Refusal):
 
 
 def _shares(x: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
-    """Whether a tensor lies in the memory of another."""
+    """True if a tensor lies in the memory of another."""
     alias: Callable[..., bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
     return any(alias(x, each) for each in others)
 
 
 def _applied(frame: FrameType | None) -> bool:
-    """Whether the mod's code is inside of an autograd Function, whose forward has no grad mode.
+    """True if the mod's code is inside of an autograd Function, whose forward has no grad mode.
 
     The frames end where the mod was called: its caller may be inside of another Function.
     """
@@ -237,12 +237,12 @@ def _applied(frame: FrameType | None) -> bool:
 
 
 def _kept(func: Any) -> bool:
-    """Whether the answer stays the same for tensors of one dtype, rank and kind of device."""
+    """True if the answer stays the same for tensors of one dtype, rank and kind of device."""
     return func in _KEPT or of_prim(func)
 
 
 def _tells(args: tuple[Any, ...], result: Any) -> bool:
-    """Whether Python learns something of a tensor, rather than gets one."""
+    """True if Python learns something of a tensor, rather than gets one."""
     found = result if isinstance(result, (tuple, list)) else (result,)
     given = any(isinstance(each, torch.Tensor) for each in args)
     return given and not any(isinstance(each, torch.Tensor) for each in found)
@@ -288,7 +288,7 @@ def _getitem(x: torch.Tensor, position: Any) -> torch.Tensor:
 
 
 def _is_place(item: Any) -> bool:
-    """Whether an entry of an index is a 0-d tensor that is no truth."""
+    """True if an entry of an index is a 0-d tensor of integers."""
     return isinstance(item, torch.Tensor) and item.dim() == 0 and item.dtype != torch.bool
 
 

@@ -50,7 +50,7 @@ class Number:
         return self.expr.dtype if self.limits is None else _NARROW
 
     def value(self, scalars: Sequence[int | float]) -> int | float | None:
-        """What it is now; None where it is outside of its limits or its dtype, or undefined."""
+        """The value now; None where it is outside of its limits or its dtype, or undefined."""
         expr = self.expr
         found = scalars[int(expr.value or 0)] if expr.op == "scalar" else self._computed(scalars)
         if found is None or (self.limits is None and expr.dtype != "int64"):

@@ -43,18 +43,18 @@ def register_op(name: str, meaning: Callable[..., Any]) -> None:
 
 
 def meaning_of(op: object) -> Callable[..., Any] | None:
-    """What a registered operator, or one of its overloads, is known to compute."""
+    """The function that a registered operator, or one of its overloads, is known to compute."""
     packet = op.overloadpacket if isinstance(op, OpOverload) else op
     return _meanings.get(str(packet)) if isinstance(packet, OpOverloadPacket) else None
 
 
 def taught() -> bool:
-    """Whether this process was told what other operators compute, or what known ones do."""
+    """True if this process was told what other operators compute, or what known ones do."""
     return _meanings != _KNOWN
 
 
 def writes(op: Any) -> bool:
-    """Whether an operator changes elements; squeeze_ changes but the shape."""
+    """True if an operator changes elements; squeeze_ changes only the shape."""
     schema = getattr(op, "_schema", None)
     return schema is not None and schema.is_mutable and op.overloadpacket.__name__ != "squeeze_"
 
@@ -70,7 +70,7 @@ def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator
 
 
 def is_lift(user: Node) -> bool:
-    """Whether a node copies a tensor that the mod itself made of numbers."""
+    """True if a node copies a tensor that the mod itself made of numbers."""
     packet = getattr(user.target, "overloadpacket", None)
     return packet is not None and packet.__name__.startswith("lift_fresh")
 
@@ -99,12 +99,12 @@ def op_name(op: Any) -> str:
 
 
 def views(func: Any) -> bool:
-    """Whether what an operator returns may lie in the memory of what it was given."""
+    """True if an operator's result may lie in the memory of its arguments."""
     return not op_name(func).startswith("lift_fresh") and any(
         each.alias_info is not None for each in func._schema.returns
     )
 
 
 def of_prim(func: Any) -> bool:
-    """Whether a function is torch's own question about metadata, such as x.device."""
+    """True if a function is torch's own question about metadata, such as x.device."""
     return getattr(func, "namespace", "") == "prim"

@@ -149,7 +149,7 @@ class Op:
 
     @property
     def predicate(self) -> bool:
-        """Whether the result is bool whatever the operands are."""
+        """True if the result is bool whatever the operands are."""
         return self.result in ("compared", "classified")
 
     @property
@@ -455,15 +455,15 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """What an Expr calls one of torch's dtypes."""
+    """The name of one of torch's dtypes in an Expr."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_float(dtype: str) -> bool:
-    """Whether a dtype's name says floating point."""
+    """True if a dtype's name says floating point."""
     return dtype.startswith(("float", "bfloat"))
 
 
 def is_int(dtype: str) -> bool:
-    """Whether a dtype's name says integer; bool is none."""
+    """True if a dtype's name says integer; bool is none."""
     return dtype.startswith(("int", "uint"))

@@ -32,7 +32,7 @@ def unproven(
 
 
 def strays(expr: Expr, tensors: Sequence[Any], ranges: Mapping[str, Range]) -> bool:
-    """Whether an index that follows from positions alone may leave its tensor.
+    """True if an index that follows from positions alone may leave its tensor.
 
     tensors: anything with the shapes of what is captured.
     """
@@ -86,7 +86,7 @@ def evaluated(
 
 
 def _settled(args: Sequence[Evaluated], by: bool) -> Tensor:
-    """Where one operand decides alone: a sure False of an `and`, a sure True of an `or`."""
+    """A mask of where one operand decides: a sure False of an `and`, a sure True of an `or`."""
     one, other = ((arg.value == by) & ~arg.unsure for arg in args)
     return one | other
 

@@ -18,7 +18,7 @@ from flexattn.util.text import did_you_mean
 
 
 def load_path(path: str, arguments: Sequence[object] = ()) -> Callable[..., Any]:
-    """What the path names; with arguments, what it returns for them. It runs the module's code.
+    """The object at the path; with arguments, its result for them. The module's code runs.
 
     Modules of the current folder are found too. Raises InputError that says what is missing.
     """
@@ -94,7 +94,7 @@ def _file(path: Path) -> Any:
 
 @contextmanager
 def _importing(module: str) -> Iterator[None]:
-    """What a module's own code raises, or exits with, as an InputError with its last line."""
+    """Turns an error or exit of a module's own code into an InputError with its last line."""
     try:
         yield
     except FlexAttnError:

@@ -176,7 +176,7 @@ def _number_of(op: str, x: Operand, y: Operand) -> Array:
 
 
 def stopped(found: Any, stop: str = DETACH) -> Any:
-    """What an operation of a mod gave, an array or several, behind a stop; integers have none."""
+    """The results of an operation of a mod behind a stop, which integers do not need."""
     if isinstance(found, (list, tuple)):
         return type(found)(stopped(each, stop) for each in found)
     if not isinstance(found, Array) or not is_float(found.dtype):

@@ -80,7 +80,7 @@ class _Again(Interpreter):
         return self.constants.get(target, super().get_attr(target, args, kwargs))
 
     def run_node(self, node: Node) -> Any:
-        """What the node gives."""
+        """The node's result."""
         before, line = len(nodes_of()), node.meta.get("user_line")
         marks = {str(key): node.meta[key] for key in ("user_line", "stop") if key in node.meta}
         try:
@@ -95,7 +95,7 @@ class _Again(Interpreter):
         return result
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """What a function gives; torch's functionalization knows no views and writes of prims."""
+        """A function's result; torch's functionalization knows no views and writes of prims."""
         if getattr(target, "namespace", "") == "prims":
             target = target.impl_aten
         return super().call_function(target, args, kwargs)
@@ -275,5 +275,5 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def is_known(op: Any) -> bool:
-    """Whether an operator is read, or decomposes to ones that are."""
+    """True if an operator is read, or decomposes to ones that are."""
     return op_name(op) in TABLE or op in decompositions()

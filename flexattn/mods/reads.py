@@ -64,7 +64,7 @@ _known: dict[int, Reads] = {}
 
 
 def is_library(name: str) -> bool:
-    """Whether a module of this name is one of LIBRARIES, or inside one."""
+    """True if a module of this name is one of LIBRARIES, or inside one."""
     return name.partition(".")[0] in LIBRARIES
 
 

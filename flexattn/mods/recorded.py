@@ -62,7 +62,7 @@ _OPERATORS = ("aten.", "prims.")
 
 
 def read_site(root: Path, kind: str, identity: Identity) -> Site | None:
-    """What is recorded of callables with this identity; a file that is no record is a miss."""
+    """The site recorded for callables with this identity; a file that is no record is a miss."""
     path = _path(root, identity)
     try:
         raw = None if path is None else read_regular(path, _MAX_BYTES, trusted=True)
@@ -259,7 +259,7 @@ def _version(root: str) -> str:
 
 
 def _here() -> str:
-    """What reads callables here: this package's mods, torch and Python, by minor release."""
+    """The versions that a trace depends on: of this folder, torch, and Python's minor release."""
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     mods = _hash(path.read_text(encoding="utf-8") for path in sources)
     python = f"{platform.python_implementation()} {sys.version_info[:2]}"

@@ -139,7 +139,7 @@ def line_of(trace: TracebackType | None) -> SourceLine | None:
 
 
 def line_of_definition(fn: Callable[..., Any]) -> SourceLine | None:
-    """Where a callable is defined, if it is written in Python."""
+    """The file and line of a callable's definition, if it is written in Python."""
     inner: Any = fn
     while hasattr(inner, "func"):
         inner = inner.func
@@ -176,7 +176,7 @@ class Asked(Refusal):
 
 
 def asked(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a method of a tensor returns; raises Refusal, with words for it, where it cannot."""
+    """The result of a method of a tensor; raises Refusal, with words for it, where it has none."""
     got, do = WORDS.get(func, _ITEM)
     # Of a captured tensor it would take the values of this moment for good.
     if WORDS.get(func) is _ARRAY:
@@ -212,7 +212,7 @@ def looked_up(error: Exception) -> Refusal | None:
 
 
 def captured(fn: Callable[..., Any], tensor: torch.Tensor) -> str:
-    """What a callable calls a tensor, with what it is: "`bias`, of shape [8] on cpu"."""
+    """A callable's name for a tensor, with shape and device: "`bias`, of shape [8] on cpu"."""
     name = capture_name(fn, tensor)
     return (
         f"{f'`{name}`' if name else 'a tensor'}, of shape {list(tensor.shape)} on {tensor.device}"

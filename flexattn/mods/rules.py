@@ -49,9 +49,9 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Rise:
-    """What each key adds more than the one before; span: no number on the way to it is larger.
+    """The step from each key's term to the next one's.
 
-    Of span, q_idx and kv_idx are the lengths.
+    span: no number on the way to a term is larger; in it, q_idx and kv_idx are the lengths.
     """
 
     step: Expr
@@ -296,12 +296,12 @@ class Terms:
 
     @property
     def linear(self) -> bool:
-        """Whether the score is only scaled."""
+        """True if the score is only scaled."""
         return self.core is SCORE
 
     @property
     def leaves_loop(self) -> bool:
-        """Whether rows get something back after the loop over keys."""
+        """True if rows get something back after the loop over keys."""
         return self.row is not None or self.row_slope is not None
 
     @property
@@ -312,7 +312,7 @@ class Terms:
 
     @property
     def step(self) -> Expr | None:
-        """What each key adds more than the one before, where that is the same along a tile.
+        """The difference of each key's term from the one before, if it is the same along a tile.
 
         None too where the score is more than scaled, or where something else is added in the loop.
         """
@@ -322,7 +322,7 @@ class Terms:
 
     @property
     def rise(self) -> Rise | None:
-        """How scores rise from each key of a row to the next, where they are else only scaled.
+        """The rise of scores from each key of a row to the next, where they are else only scaled.
 
         None too where that is known not to be above 0, and where the score_mod masks keys.
         """
@@ -336,7 +336,7 @@ class Terms:
         return found
 
     def positive(self, number: Expr) -> bool:
-        """Whether a factor is known to keep the order of scores."""
+        """True if a factor is known to keep the order of scores."""
         return number.op == "const" and 0 < float(number.value or 0) < math.inf
 
 

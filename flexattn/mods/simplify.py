@@ -110,7 +110,7 @@ def rebuilt(expr: Expr, replace: Callable[[Expr, Sequence[Expr]], Expr | None]) 
 
 
 def _is(node: Expr, number: float) -> bool:
-    """Whether a node is this constant, down to the sign of zero."""
+    """True if a node is this constant, down to the sign of zero."""
     if node.op != "const" or node.value != number:
         return False
     return not is_float(node.dtype) or math.copysign(1, float(node.value or 0)) == math.copysign(

@@ -100,7 +100,7 @@ class SiteLayout:
         object.__setattr__(self, "programs", tuple(program((each,)) for each in self.guards))
 
     def key(self, identity: Identity) -> tuple[Any, ...]:
-        """What tells this call's variant from the others."""
+        """The part of a variant's key that tells this call from others of the layout."""
         if not self.constants and not self.asked and not self.guards:
             return ()
         scalars = identity.scalars
@@ -122,7 +122,7 @@ class SiteLayout:
 
 @dataclass(slots=True)
 class Site:
-    """What is known of the callables of one structure: same code, same kinds of captures.
+    """The traces of the callables of one structure: same code, same kinds of captures.
 
     `first` are the scalars of the first call; one that is seen to differ becomes one of the
     `arguments`, or is `fixed` if it cannot: then each of its values is a variant. What a divisor
@@ -166,7 +166,7 @@ class Site:
         return found
 
     def specialises(self, values: tuple[int | float, ...]) -> bool:
-        """Whether these values of its divisors may be constants: the first ones seen are."""
+        """True if these values of its divisors may be constants: the first ones seen are."""
         kernels = self.exported + len(self.divisors)
         return values in self.divisors or kernels < MAX_CONSTANT_DIVISORS
 
@@ -213,7 +213,7 @@ class Guards:
         self._attributes = [(vars(t), frozenset(vars(t))) for t in identity.tensors]
 
     def hold(self, fn: FunctionType) -> bool:
-        """Whether `fn`, the function they were made for, reads now what it read then."""
+        """True if `fn`, the function they were made for, reads now what it read then."""
         code, defaults = self._itself
         if fn.__code__ is not code or fn.__defaults__ is not defaults:
             return False
@@ -242,7 +242,7 @@ class Guards:
         return True
 
     def requires_grad(self) -> bool:
-        """Whether a tensor that the function captures requires grad."""
+        """True if a tensor that the function captures requires grad."""
         return any([each[0].requires_grad for each in self._tensors])
 
 

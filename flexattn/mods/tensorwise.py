@@ -33,7 +33,7 @@ _END = 2**62
 
 
 def reads_sizes(name: str, args: Sequence[Any]) -> bool:
-    """Whether an operation on a captured tensor means something else for other sizes of it."""
+    """True if an operation on a captured tensor means something else for other sizes of it."""
     if name in ("permute", "transpose", "t", "unsqueeze", "clone", "alias", "detach"):
         return False
     if name == "select":

@@ -54,7 +54,7 @@ _TRACER = awaited(threading.RLock())
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one run of a callable showed.
+    """The result of one run of a callable.
 
     Buffer slots in `expr` index `tensors`: the known ones first, then those that only the
     trace found. `asked`: attributes of tensors for whose present values alone it holds, in
@@ -242,7 +242,7 @@ def _mapped(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_function(trace: TracebackType | None) -> bool:
-    """Whether an error came out of a torch.autograd.Function."""
+    """True if an error came out of a torch.autograd.Function."""
     apply = torch.autograd.Function.apply.__code__
     while trace is not None:
         if trace.tb_frame.f_code is apply:

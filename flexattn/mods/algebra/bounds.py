@@ -150,7 +150,7 @@ class _Lowering:
         return real.apply(node.op, [self.reals.get(arg) for arg in node.args], node.dtype)
 
     def _load(self, node: Expr) -> Whole | None:
-        """What a captured tensor of integers holds between the ends of an index."""
+        """The entries of a captured tensor of integers between the ends of an index."""
         found = None if node.dtype in _UNORDERED else self._extremes(node, "int64")
         return None if found is None else _limited(*found[:2], node.dtype, found[2])
 
@@ -248,7 +248,7 @@ class Extremes:
 
     @property
     def levels(self) -> int:
-        """How many levels there are."""
+        """The number of levels."""
         return int(self.least.shape[0])
 
 
@@ -331,7 +331,7 @@ def verdicts(
     scalars: Sequence[int | float | bool],
     tables: Sequence[Extremes],
 ) -> tuple[Tensor, Tensor]:
-    """Whether every element of each tile is kept, and whether any may be.
+    """Two bools for each tile: every element is kept, and some element may be.
 
     corners: int64 tensors named as CORNERS, which broadcast against one
     another. The results are bool, with the dimensions that they depend on.

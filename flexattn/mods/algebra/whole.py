@@ -158,7 +158,7 @@ def settled(x: Whole, dtype: str) -> Whole | None:
 
 
 def by_rule(rules: Mapping[str, Callable[..., Any]], op: str, operands: Sequence[Any]) -> Any:
-    """What an operation's rule makes of integers or of floats; None: nothing is known."""
+    """The result of an operation's rule on integers or floats; None: nothing is known."""
     if op not in rules or not operands or None in operands:
         return None
     found = rules[op](*operands)
@@ -352,7 +352,7 @@ def known(value: Expr) -> Flag:
 
 
 def nonzero(x: Whole | None) -> Flag:
-    """Whether an integer is not 0."""
+    """The verdicts on an integer's not being 0."""
     return compare("ne", [x, Whole.of(0)])
 
 

@@ -1,4 +1,4 @@
-"""How an Expr depends on positions: its affine form in them, its slope, its diagonals."""
+"""The dependence of an Expr on positions: its affine form in them, its slope, its diagonals."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ STEPS = 31
 
 
 def same_in_tiles(expr: Expr, rows: int, keys: int) -> bool:
-    """Whether an Expr is one value in every tile of rows x keys that begins at a multiple of both.
+    """True if an Expr is one value in every tile of rows x keys that begins at a multiple of both.
 
     So it is where positions are only divided by numbers that these divide: tables of blocks.
     """
@@ -228,7 +228,7 @@ def slope_of(expr: Expr, name: str) -> Expr | None:
 
 
 def _stays(dtype: str, slope: Expr) -> bool:
-    """Whether numbers of a dtype that rise by this much at every position are what they say."""
+    """True if numbers of a dtype that rise by this much at every position do not wrap or round."""
     if not is_int(dtype):
         return dtype in ("float32", "float64")
     steps = abs(int(slope.value or 0)) if slope.op == "const" else None
@@ -254,7 +254,7 @@ def _slope(node: Expr, slopes: list[Expr | None], name: str) -> Expr | None:
 
 
 def along_diagonals(expr: Expr) -> bool:
-    """Whether expr depends on q_idx and kv_idx through q_idx - kv_idx alone, and not on the score.
+    """True if expr depends on positions through q_idx - kv_idx alone, and not on the score.
 
     By induction over the nodes: each is an integer a q + c k + (what is the same for the tile), or
     has the same value along a diagonal, or neither. A sum a + c of 0 makes the first the second; a

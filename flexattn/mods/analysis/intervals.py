@@ -99,7 +99,7 @@ _WIDE = ("float32", "float64", "bfloat16")
 
 @once
 def reaches_end(expr: Expr) -> bool:
-    """Whether an Expr may be a finite number beyond 2.3e38, of either sign.
+    """True if an Expr may be a finite number beyond 2.3e38, of either sign.
 
     A captured tensor's element may be finfo.min where it is added or chosen, and so may a number
     that changes from call to call.

@@ -46,12 +46,12 @@ class KeySpan:
 
     @property
     def per_head(self) -> bool:
-        """Whether a bound reads the head."""
+        """True if a bound reads the head."""
         return any(reads(bound, "h") for bound in (self.low, self.high) if bound is not None)
 
     @property
     def is_prefix(self) -> bool:
-        """Whether a row keeps all keys under `high`, and no others."""
+        """True if a row keeps all keys under `high`, and no others."""
         return self.high is not None and self.low is self.below is self.rest is None
 
 
@@ -176,7 +176,7 @@ class _Spans:
         return _Span(high=bound, exact=True) if upper else _Span(low=bound, exact=True)
 
     def _within(self, expr: Expr) -> bool:
-        """Whether an expression, and what in it depends on positions, stays far from wrapping."""
+        """True if an expression, and what in it depends on positions, stays far from wrapping."""
         near = self.near
         for node in walk(expr, enter=lambda node: node not in near):
             if node not in near:
@@ -261,12 +261,12 @@ def _sum(terms: Mapping[Expr, int]) -> Expr:
 
 
 def _rising(term: Expr, factor: int) -> bool:
-    """Whether a term so many times never falls as q_idx grows."""
+    """True if a term so many times never falls as q_idx grows."""
     return factor in (1, -1) and _rises(term) and not (factor < 0 and reads(term, "q_idx"))
 
 
 def _rises(expr: Expr) -> bool:
-    """Whether an integer never falls as q_idx grows, judged operation by operation."""
+    """True if an integer never falls as q_idx grows, judged operation by operation."""
     found: dict[Expr, bool] = {}
     for node in walk(expr):
         if not reads(node, "q_idx") or node.op == "var":
@@ -284,7 +284,7 @@ def _rises(expr: Expr) -> bool:
 
 
 def _is_positive(expr: Expr) -> bool:
-    """Whether it is a number above 0, known now or in each call."""
+    """True if it is a number above 0, known now or in each call."""
     number = number_of(expr)
     least = expr.value if expr.op == "const" else number[1][0] if number else 0
     return int(least or 0) > 0
@@ -375,7 +375,7 @@ def _loads_keys_alone(expr: Expr) -> bool:
 
 
 def _loads(expr: Expr, name: str) -> set[Expr]:
-    """What is read from memory at places that depend on a variable."""
+    """The loads at places that depend on a variable."""
     return {node for node in walk(expr) if node.op == "load" and reads(node, name)}
 
 
