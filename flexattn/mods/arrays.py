@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flexattn.errors import NoKernelError
-from flexattn.mods.analysis.intervals import interval_of
+from flexattn.mods.analysis.intervals import Intervals
 from flexattn.mods.expr import VARS, Expr, const, integer
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import applied, make
@@ -256,7 +256,7 @@ class _Joint:
 def _wrapped(index: Expr, size: int) -> Expr:
     if index.op == "const":
         return integer(int(index.value or 0) % max(size, 1))
-    known = interval_of(index, _POSITIONS)
+    known = Intervals(_POSITIONS)(index)
     if known is not None and known[0] >= 0:
         return index
     wrapped = applied("add", index, integer(size))

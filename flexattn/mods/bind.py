@@ -48,10 +48,9 @@ _MOST_GUARDS = 16
 
 @dataclass(slots=True)
 class Stats:
-    """Counts of bind(): callables that it ran to read them, and those found in a directory."""
+    """Counts of bind(): callables that it ran to read them."""
 
     traces: int = 0
-    recognised: int = 0
 
 
 _sites: Lru[tuple[Any, ...], Site] = Lru(_SITES)
@@ -131,7 +130,7 @@ def stats() -> Stats:
 def clear() -> None:
     """Forget every trace, and count anew."""
     _sites.clear()
-    _stats.traces = _stats.recognised = 0
+    _stats.traces = 0
 
 
 def record(fn: Callable[..., Any], kind: str, root: Path) -> bool:
@@ -155,7 +154,6 @@ def _recorded(kind: str, identity: Identity, key: tuple[Any, ...]) -> Site | Non
     root = current().binaries
     site = None if root is None else recorded.read_site(root, kind, identity)
     if site is not None:
-        _stats.recognised += 1
         _sites.put(key, site)
     return site
 

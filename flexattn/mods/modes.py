@@ -44,31 +44,22 @@ from flexattn.mods.refusal import (
     unknown,
 )
 
-_SHAPE: Any = torch.Tensor.shape
-_SIZES: frozenset[Any] = frozenset(
-    (torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__)
-) | {_SHAPE.__get__}
-_BYTES: Any = torch.Tensor.nbytes
-_SIZES |= {_BYTES.__get__, torch.numel}
+_TENSOR: Any = torch.Tensor
+_SIZES = {
+    torch.numel, _TENSOR.size, _TENSOR.numel, _TENSOR.nelement, _TENSOR.__len__,
+    _TENSOR.shape.__get__, _TENSOR.nbytes.__get__,
+}  # fmt: skip
+_METHODS = "dim ndimension is_floating_point is_complex is_signed element_size type get_device"
+_PROPERTIES = (
+    "dtype device ndim itemsize layout is_cuda is_cpu is_meta is_xpu is_mps is_sparse "
+    "is_quantized is_nested"
+)
 # What stays the same for tensors of one dtype, rank and kind of device.
 _KEPT = {
-    *(
-        getattr(torch.Tensor, name)
-        for name in (
-            "dim ndimension is_floating_point is_complex is_signed element_size type get_device"
-        ).split()
-    ),
-    *(
-        getattr(torch.Tensor, name).__get__
-        for name in (
-            "dtype device ndim itemsize layout is_cuda is_cpu is_meta is_xpu is_mps is_sparse "
-            "is_quantized is_nested"
-        ).split()
-    ),
+    *(getattr(_TENSOR, name) for name in _METHODS.split()),
+    *(getattr(_TENSOR, name).__get__ for name in _PROPERTIES.split()),
     *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.result_type),
 }
-_GRAD: Any = torch.Tensor.grad
-_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 
 class FunctionMode(TorchFunctionMode):
@@ -109,9 +100,9 @@ class FunctionMode(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in _SIZES:
             self.asked |= {"shape"} if args[0].dim() > 0 else set()
-        elif func == _REQUIRES_GRAD.__get__:
+        elif func == _TENSOR.requires_grad.__get__:
             self.asked.add("requires_grad")
-        elif func == _GRAD.__get__ or (not _kept(func) and _tells(args, result)):
+        elif func == _TENSOR.grad.__get__ or (not _kept(func) and _tells(args, result)):
             self.volatile = f"it asks {getattr(func, '__name__', func)} of a tensor"
         return result
 

@@ -88,21 +88,19 @@ def trace(
     ModError or UnsupportedError.
     """
     names = ARGUMENTS[kind]
-    modes: list[FunctionMode] = []
-    guards: list[DispatchMode] = []
+    dispatch, function = DispatchMode(is_known, ()), FunctionMode()
     device = next((t.device for t in known if t.dim()), torch.device("cpu"))
 
     if recording is not None:
         recording.device = device
 
     def run(mapped: bool, *inputs: torch.Tensor) -> Any:
-        called = _mapped(fn) if mapped else fn
-        modes.append(FunctionMode())
-        guards.append(DispatchMode(is_known, inputs, stops=grad))
+        nonlocal dispatch, function
+        dispatch, function = DispatchMode(is_known, inputs, stops=grad), FunctionMode()
         with (
-            torch.set_grad_enabled(grad), _no_autocast(device), _no_hooks(), guards[-1], modes[-1],
+            torch.set_grad_enabled(grad), _no_autocast(device), _no_hooks(), dispatch, function,
         ):  # fmt: skip
-            return called(*inputs)
+            return (_mapped(fn) if mapped else fn)(*inputs)
 
     line: SourceLine | None = None
     try:
@@ -115,7 +113,7 @@ def trace(
         except Refusal:
             line = reader.line
             raise
-        if modes[-1].hooked:
+        if function.hooked:
             result = stopped(result, OWN_GRADIENT)
         expr = cast(single_result(result, kind), RESULTS[kind]).at()
         expr = check_size(without_idle_stops(expr, kind))
@@ -124,16 +122,14 @@ def trace(
         raise refusal.error(fn, kind, line) from None
     except Exception as error:
         cause = _cause(error)
-        failed = cause or _failed(fn, kind, known, guards[-1].running if guards else None)
+        failed = cause or _failed(fn, kind, known, dispatch.running)
         line = line_of(error.__traceback__)
         raise failed.error(fn, kind, line) from (None if cause else error)
-    mode = modes[-1]
-    volatile = mode.volatile
+    volatile = function.volatile
     if len(reader.tensors) > len(known):
         volatile = volatile or "it reads tensors that no walk through it finds"
-    asked = mode.asked | ({"shape"} if reader.sized else set())
-    tensors = tuple(reader.tensors)
-    return Trace(expr, tensors, tuple(sorted(asked)), volatile, graph=graph)
+    asked = function.asked | ({"shape"} if reader.sized else set())
+    return Trace(expr, tuple(reader.tensors), tuple(sorted(asked)), volatile, graph=graph)
 
 
 def _cause(error: Exception) -> Refusal | None:

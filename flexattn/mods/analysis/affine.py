@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexattn.mods.analysis.intervals import Intervals, dtype_range, interval_of
+from flexattn.mods.analysis.intervals import Intervals, dtype_range
 from flexattn.mods.expr import Expr, const, integer, reads, terms_of, walk
 from flexattn.mods.ops import Range, is_int
 from flexattn.mods.simplify import applied, make
@@ -173,7 +173,7 @@ def _bounded(rest: Expr | None) -> Expr | None:
 
     Past LARGE it is past every key on either side.
     """
-    found = None if rest is None else interval_of(rest, {})
+    found = None if rest is None else Intervals({})(rest)
     if rest is None or (found is not None and -LARGE <= found[0] and found[1] <= LARGE):
         return rest
     high = applied("minimum", rest, integer(LARGE))

@@ -38,15 +38,10 @@ class Intervals:
         return expr if inside else clamped(expr, low, high)
 
 
-def interval_of(expr: Expr, ranges: Mapping[str, Range]) -> Range | None:
-    """The range of one Expr, as `Intervals` has it."""
-    return Intervals(ranges)(expr)
-
-
 def intervals_of(
     expr: Expr, ranges: Mapping[str, Range], *others: Expr
 ) -> dict[Expr, Range | None]:
-    """`interval_of` for an Expr, others, and everything they are made of, in one pass."""
+    """The ranges of an Expr, of others, and of everything they are made of, in one pass."""
     interval = Intervals(ranges)
     for root in (expr, *others):
         interval(root)

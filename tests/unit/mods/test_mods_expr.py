@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
-from flexattn.mods.analysis.intervals import interval_of
+from flexattn.mods.analysis.intervals import Intervals
 from flexattn.mods.expr import VARS, Expr, Mod, const, fingerprint, walk
 from flexattn.mods.ops import OPS, is_float
 from flexattn.mods.simplify import make, rebuilt
@@ -120,7 +120,7 @@ def test_commuted_spellings_are_one(expr):
 @settings(max_examples=100, deadline=None)
 @given(exprs(3, "int64"), POINTS)
 def test_bounds_are_sound(expr, point):
-    found = interval_of(expr, dict.fromkeys(("b", "h", "q_idx", "kv_idx"), (0, 9)))
+    found = Intervals(dict.fromkeys(("b", "h", "q_idx", "kv_idx"), (0, 9)))(expr)
     try:
         result = run(expr, positions(point)).item()
     except RuntimeError:
@@ -131,12 +131,12 @@ def test_bounds_are_sound(expr, point):
 def test_bounds_decide_what_kernels_ask():
     q, k = var("q_idx"), var("kv_idx")
     ranges = {"q_idx": (0, 1023), "kv_idx": (0, 511)}
-    assert interval_of(make("sub", "int64", (q, k)), ranges) == (-511, 1023)
-    assert interval_of(make("floor_mod", "int64", (q, const(64, "int64"))), ranges) == (0, 63)
-    assert interval_of(Expr("scalar", "int64", (), 0), ranges) == (-(2**63), 2**63 - 1)
-    assert interval_of(Expr("load", "int32", (q,), 0), ranges) == (-(2**31), 2**31 - 1)
-    assert interval_of(make("mul", "int64", (q, const(2**62, "int64"))), ranges)[0] == -(2**63)
-    assert interval_of(var("score"), ranges) is None
+    assert Intervals(ranges)(make("sub", "int64", (q, k))) == (-511, 1023)
+    assert Intervals(ranges)(make("floor_mod", "int64", (q, const(64, "int64")))) == (0, 63)
+    assert Intervals(ranges)(Expr("scalar", "int64", (), 0)) == (-(2**63), 2**63 - 1)
+    assert Intervals(ranges)(Expr("load", "int32", (q,), 0)) == (-(2**31), 2**31 - 1)
+    assert Intervals(ranges)(make("mul", "int64", (q, const(2**62, "int64"))))[0] == -(2**63)
+    assert Intervals(ranges)(var("score")) is None
 
 
 def same(f, g, kind="mask"):
@@ -192,4 +192,4 @@ def test_shared_graphs_cost_their_nodes_not_their_paths():
     assert simplify(x) is x and simplify(n) is n
     assert str(x).count("\n") == 199 and hash(x) == hash(simplify(x))
     assert len(fingerprint("score", x, (), ())) == 64
-    assert interval_of(n, {"q_idx": (0, 1)}) is not None
+    assert Intervals({"q_idx": (0, 1)})(n) is not None

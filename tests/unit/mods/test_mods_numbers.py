@@ -9,7 +9,7 @@ from flexattn.kernels.base.arguments import captured_arguments, captured_values
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
 from flexattn.mods import bind, site
-from flexattn.mods.analysis.intervals import interval_of
+from flexattn.mods.analysis.intervals import Intervals
 from flexattn.mods.analysis.mask_form import key_span
 from flexattn.mods.bind import clear, record, stats
 from flexattn.mods.expr import Expr, walk
@@ -257,7 +257,7 @@ def test_what_a_callable_clamps_itself_is_no_number_with_limits(one_constant):
         assert torch.equal(kept(bound), mod(n)(0, 0, Q, K))
     for node in walk(bound.mod.expr):
         found = number_of(node)
-        assert found is None or interval_of(node, INDEX_RANGES) == found[1]
+        assert found is None or Intervals(INDEX_RANGES)(node) == found[1]
         assert divisor_of(node) is None or node.op in DIVISIONS
 
 
