@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
-from flexattn.mods.algebra import TableUse, bounds_of, lower, tables_of, verdicts
+from flexattn.mods.algebra import TableUse, bounds, bounds_of, tables_of, verdicts
 from flexattn.mods.algebra.bounds import _read
 from flexattn.mods.expr import Buffer, Expr, Mod, const, fingerprint
 from flexattn.mods.simplify import make, renumber
@@ -237,7 +237,7 @@ def test_symbolic_work_is_done_once_for_a_mod_and_in_few_calls(entry, monkeypatc
     finally:
         sys.setprofile(before)
     assert calls < 30_000
-    monkeypatch.setattr(lower, "_Lowering", None)
+    monkeypatch.setattr(bounds, "_Lowering", None)
     assert bounds_of(mod) is first
 
 
