@@ -71,9 +71,7 @@ class Array:
 
     def elements(self, dims: Sequence[int]) -> list[Index]:
         """Every index into these dimensions, bounded by what may be unrolled."""
-        sizes = [self.shape[dim] for dim in dims]
-        check_unroll(math.prod(sizes))
-        return list(product(*([integer(i) for i in range(size)] for size in sizes)))
+        return _places([self.shape[dim] for dim in dims])
 
     @staticmethod
     def scalar(expr: Expr, *, weak: bool = False) -> Array:
@@ -90,6 +88,12 @@ def check_unroll(terms: int) -> None:
             "compute it outside of the mod, capture the result and index it",
             raises=NoKernelError,
         )
+
+
+def _places(sizes: Sequence[int]) -> list[Index]:
+    """Every index into these sizes, bounded by what may be unrolled."""
+    check_unroll(math.prod(sizes))
+    return list(product(*([integer(i) for i in range(size)] for size in sizes)))
 
 
 def buffer(slot: int, shape: Sequence[int], dtype: str) -> Array:
@@ -175,9 +179,8 @@ def index_put(
     if mask is not None and mask.dtype in ("bool", "uint8") and not accumulate:
         return _where_put(array, mask, value, len(positions))
     where = _Joint.of(array, positions)
-    check_unroll(math.prod(where.shape))
+    joint = _places(where.shape)
     new = broadcast(value, where.arranged(array.shape, where.shape))
-    joint = list(product(*([integer(i) for i in range(size)] for size in where.shape)))
 
     def at(index: Index) -> Expr:
         found = array.at(index)

@@ -365,12 +365,7 @@ class _Split:
             else:
                 self._add(times(term.factor, term.value))
         core, inner, outer = self._core(scored)
-        parts = self.parts
-        return Terms(
-            core, inner, outer,
-            parts.get("row"), parts.get("row_slope"), parts.get("column"), parts.get("diagonal"),
-            parts.get("rest"), keep, self._told(),
-        )  # fmt: skip
+        return Terms(core, inner, outer, keep=keep, steps=self._told(), **self.parts)
 
     def _add(self, term: Expr) -> None:
         """Put a term without the score where it is cheapest."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,41 +79,39 @@ def bounds_of(mod: Mod) -> Bounds:
 
 
 class _Lowering:
+    """known: of each node a Flag, a Whole or a Real, by its dtype, or None."""
+
     def __init__(self) -> None:
-        self.wholes: dict[Expr, Whole | None] = {}
-        self.reals: dict[Expr, Real | None] = {}
-        self.flags: dict[Expr, Flag] = {}
+        self.known: dict[Expr, Any] = {}
         self.tables: dict[TableUse, int] = {}
 
     def run(self, mod: Mod) -> Bounds:
         for node in walk(mod.expr):
+            args = [self.known.get(arg) for arg in node.args]
             if node.dtype == "bool":
-                self.flags[node] = self._flag(node)
+                self.known[node] = self._flag(node, args)
             elif is_int(node.dtype) and node.dtype != "uint64":
-                self.wholes[node] = self._whole(node)
+                self.known[node] = self._whole(node, args)
             elif is_float(node.dtype):
-                self.reals[node] = self._real(node)
-        flag = self.flags[mod.expr]
+                self.known[node] = self._real(node, args)
+        flag = self.known[mod.expr]
         return Bounds(flag.must, flag.may, tuple(self.tables))
 
-    def _flag(self, node: Expr) -> Flag:
+    def _flag(self, node: Expr, args: list[Any]) -> Flag:
         if node.op == "const":
             return whole.known(const(bool(node.value), "bool"))
         if node.op == "scalar":
             return whole.known(node)
         if node.op == "load":
-            return whole.nonzero(self._load(node))
-        first = node.args[0]
-        if first.dtype == "bool":
-            return whole.combine(node.op, [self.flags[arg] for arg in node.args])
-        if is_float(first.dtype):
-            return real.compare(node.op, [self.reals.get(arg) for arg in node.args])
-        operands = [self.wholes.get(arg) for arg in node.args]
-        if node.op == "cast":
-            return whole.nonzero(operands[0])
-        return whole.compare(node.op, operands)
+            return whole.nonzero(self._load(node, args))
+        source = node.args[0].dtype
+        if source == "bool":
+            return whole.combine(node.op, args)
+        if is_float(source):
+            return real.compare(node.op, args)
+        return whole.nonzero(*args) if node.op == "cast" else whole.compare(node.op, args)
 
-    def _whole(self, node: Expr) -> Whole | None:
+    def _whole(self, node: Expr, args: list[Any]) -> Whole | None:
         if node.op == "const":
             return Whole.of(int(node.value or 0))
         if node.op == "var":
@@ -121,53 +120,53 @@ class _Lowering:
             number = make("cast", "int64", (node,))
             return _limited(number, number, node.dtype, TRUE)
         if node.op == "load":
-            return self._load(node)
+            return self._load(node, args)
+        source = node.args[0].dtype
         if node.op == "where":
-            x, y = (self.wholes.get(arg) for arg in node.args[1:])
-            found = whole.choose(self.flags[node.args[0]], x, y)
-        elif node.op == "cast" and node.args[0].dtype == "bool":
-            found = whole.of_flag(self.flags[node.args[0]])
-        elif node.op == "cast" and is_float(node.args[0].dtype):
-            found = real.to_whole(self.reals.get(node.args[0]))
+            found = whole.choose(*args)
+        elif node.op == "cast" and source == "bool":
+            found = whole.of_flag(*args)
+        elif node.op == "cast" and is_float(source):
+            found = real.to_whole(*args)
         else:
-            found = whole.apply(node.op, [self.wholes.get(arg) for arg in node.args])
+            found = whole.apply(node.op, args)
         return None if found is None else settled(found, node.dtype)
 
-    def _real(self, node: Expr) -> Real | None:
+    def _real(self, node: Expr, args: list[Any]) -> Real | None:
         if node.op in ("const", "scalar"):
             value = make("cast", "float64", (node,))
             return real.exact(value, value, node.dtype)
         if node.op == "load":
-            return self._float_load(node)
-        if node.op == "where":
-            x, y = (self.reals.get(arg) for arg in node.args[1:])
-            return real.choose(self.flags[node.args[0]], x, y)
+            return self._float_load(node, args)
         source = node.args[0].dtype
+        if node.op == "where":
+            return real.choose(*args)
         if node.op == "cast" and source == "bool":
-            return real.of_flag(self.flags[node.args[0]])
+            return real.of_flag(*args)
         if node.op == "cast" and not is_float(source):
-            return real.of_whole(self.wholes.get(node.args[0]), node.dtype)
-        return real.apply(node.op, [self.reals.get(arg) for arg in node.args], node.dtype)
+            return real.of_whole(args[0], node.dtype)
+        return real.apply(node.op, args, node.dtype)
 
-    def _load(self, node: Expr) -> Whole | None:
+    def _load(self, node: Expr, indices: list[Whole | None]) -> Whole | None:
         """The entries of a captured tensor of integers between the ends of an index."""
-        found = None if node.dtype in _UNORDERED else self._extremes(node, "int64")
+        found = None if node.dtype in _UNORDERED else self._extremes(node, indices, "int64")
         return None if found is None else _limited(*found[:2], node.dtype, found[2])
 
-    def _float_load(self, node: Expr) -> Real | None:
+    def _float_load(self, node: Expr, indices: list[Whole | None]) -> Real | None:
         """One entry of a captured tensor of floats: of a range of them nothing is known."""
-        found = self._extremes(node, "float64")
+        found = self._extremes(node, indices, "float64")
         value = None if found is None else real.exact(*found[:2], node.dtype)
         if found is None or value is None or found[0] is not found[1]:
             return None
         return Real(value.low, value.high, both(value.sure, found[2]))
 
-    def _extremes(self, node: Expr, dtype: str) -> tuple[Expr, Expr, Expr] | None:
+    def _extremes(
+        self, node: Expr, indices: list[Whole | None], dtype: str
+    ) -> tuple[Expr, Expr, Expr] | None:
         """The least and the greatest entry between the ends of an index, and whether it is sure.
 
         A range of one index is searched; more than one decide something where they are points.
         """
-        indices = [self.wholes.get(arg) for arg in node.args]
         known = [index for index in indices if index is not None]
         if len(known) < len(indices):
             return None
