@@ -218,7 +218,8 @@ def slope_of(expr: Expr, name: str) -> Expr | None:
     done: dict[Expr, Expr | None] = {}
     for node in walk(expr):
         if name not in node.variables:
-            done[node] = _zero(node.dtype) if _is_number(node.dtype) else None
+            zero = make("cast", node.dtype, (integer(0),))
+            done[node] = zero if _is_number(node.dtype) else None
         elif node.op == "var":
             done[node] = const(1, node.dtype)
         else:
@@ -271,10 +272,6 @@ def along_diagonals(expr: Expr) -> bool:
         else:
             same[node] = node.op != "var" and all(same[arg] for arg in node.args)
     return same[expr]
-
-
-def _zero(dtype: str) -> Expr:
-    return const(0, dtype) if is_int(dtype) else const(0.0, dtype)
 
 
 def _is_number(dtype: str) -> bool:

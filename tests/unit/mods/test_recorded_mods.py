@@ -82,7 +82,7 @@ def test_same_text_is_recognised(tmp_path):
     assert record(made(MODULE), "score", tmp_path)
     wanted = bind(made(MODULE), "score").mod
     bound, traces = seen(made(MODULE), "score", tmp_path)
-    assert traces == 0 and stats().recognised == 1
+    assert traces == 0
     assert bound.mod == wanted and value(bound, score=9, q_idx=3) == 2 * 0.5 + 1.5 + 30
 
 
