@@ -76,6 +76,8 @@ _ALIKE = set(
         "clamp_min clamp_max masked_fill"
     ).split()
 )
+# Of these functions, what is no operand.
+_OPTIONS = ("alpha", "rounding_mode")
 _ALIKE |= {f"{side}{name}" for side in "ri" for name in _ALIKE}
 
 
@@ -282,8 +284,7 @@ def given(
     name = str(getattr(func, "__name__", "")).strip("_")
     if name == "getitem":
         return (args[0], _indices(args[0], args[1])), {}
-    named = {key: value for key, value in kwargs.items() if key not in ("alpha", "rounding_mode")}
-    operands = [*args, *named.values()]
+    operands = [*args, *(value for key, value in kwargs.items() if key not in _OPTIONS)]
     tensors = [each for each in operands if isinstance(each, torch.Tensor)]
     numbers = [each for each in operands if type(each) is HostNumber]
     power = name in ("pow", "ipow") and not any(each.is_floating_point() for each in tensors)
@@ -302,9 +303,8 @@ def given(
             return value.recording.tensor(value, dtype)
         return value
 
-    placed = {key: place(value) for key, value in named.items()}
-    rest = {key: _asked(value) for key, value in kwargs.items() if key not in named}
-    return tuple(map(place, args)), placed | rest
+    named = {k: (_asked if k in _OPTIONS else place)(value) for k, value in kwargs.items()}
+    return tuple(map(place, args)), named
 
 
 def _indices(x: torch.Tensor, position: Any) -> Any:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -190,12 +191,9 @@ def _graph(run: Callable[..., Any], dtypes: Sequence[str], device: torch.device)
     inputs = [torch.zeros((), dtype=getattr(torch, t), device=device) for t in dtypes]
 
     def traced(mapped: bool) -> GraphModule:
-        def called(*inputs: torch.Tensor) -> Any:
-            return run(mapped, *inputs)
-
         with _TRACER:
             made = make_fx(
-                called,
+                partial(run, mapped),
                 decomposition_table=decompositions(),
                 tracing_mode="fake",
                 _allow_non_fake_inputs=True,

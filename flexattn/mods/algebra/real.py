@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flexattn.mods.algebra.whole import (
-    FALSE,
     OPEN,
     TRUE,
     Flag,
@@ -19,12 +18,12 @@ from flexattn.mods.algebra.whole import (
     both,
     by_rule,
     chosen_ends,
-    decided,
     flag_ends,
     hull,
     magnitude,
     rising,
     single,
+    verdict,
 )
 from flexattn.mods.expr import Expr, const
 from flexattn.mods.ops import EVERYWHERE, OPS
@@ -99,15 +98,7 @@ def compare(op: str, operands: Sequence[Real | None]) -> Flag:
     x, y = operands if len(operands) == 2 else (None, None)
     if x is None or y is None:
         return OPEN
-    if op in ("lt", "le"):
-        must, may = applied(op, x.high, y.low), applied(op, x.low, y.high)
-    elif op in ("eq", "ne"):
-        meet = both(applied("le", x.low, y.high), applied("le", y.low, x.high))
-        apart = applied("not", meet)
-        must, may = (FALSE, meet) if op == "eq" else (apart, TRUE)
-    else:
-        return OPEN
-    return decided(must, may, x, y)
+    return verdict(op, x, y, exact=False)
 
 
 def _number(value: float) -> Expr:

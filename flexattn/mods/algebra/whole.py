@@ -359,18 +359,27 @@ def nonzero(x: Whole | None) -> Flag:
 def compare(op: str, operands: Sequence[Whole | None]) -> Flag:
     """lt, le, eq or ne of two integers: by the range of their difference."""
     x, y = operands if len(operands) == 2 else (None, None)
-    if x is None or y is None or op not in _COMPARISONS:
+    if x is None or y is None:
         return OPEN
     difference = x.form.plus(y.form, -1)
     least, most = difference.range
     if least < -LARGEST or most > LARGEST:
         return OPEN
-    return decided(*_COMPARISONS[op](difference.low, difference.high), x, y)
+    return verdict(op, Whole(difference, both(x.sure, y.sure)), Whole.of(0), exact=True)
 
 
-def decided(must: Expr, may: Expr, *operands: Any) -> Flag:
-    """Verdicts that hold where all operands are sure."""
-    sure = both(*(each.sure for each in operands))
+def verdict(op: str, x: Any, y: Any, *, exact: bool) -> Flag:
+    """lt, le, eq or ne of two numbers by their ends; exact: equal ends are equal numbers."""
+    if op in ("lt", "le"):
+        must, may = applied(op, x.high, y.low), applied(op, x.low, y.high)
+    elif op in ("eq", "ne"):
+        may = both(applied("le", x.low, y.high), applied("le", y.low, x.high))
+        must = both(applied("eq", x.low, y.low), applied("eq", x.high, y.high)) if exact else FALSE
+        if op == "ne":
+            must, may = applied("not", may), applied("not", must)
+    else:
+        return OPEN
+    sure = both(x.sure, y.sure)
     return Flag(both(must, sure), applied("or", may, applied("not", sure)))
 
 
@@ -378,27 +387,6 @@ def combine(op: str, operands: Sequence[Flag]) -> Flag:
     """An operation on conditions alone."""
     rule = _LOGIC.get(op)
     return OPEN if rule is None else rule(*operands)
-
-
-def _equal(low: Expr, high: Expr) -> tuple[Expr, Expr]:
-    return both(_is("eq", low), _is("eq", high)), both(_is("le", low), _is("ge", high))
-
-
-def _differ(low: Expr, high: Expr) -> tuple[Expr, Expr]:
-    must, may = _equal(low, high)
-    return applied("not", may), applied("not", must)
-
-
-def _is(op: str, x: Expr) -> Expr:
-    return applied(op, x, integer(0))
-
-
-_COMPARISONS: dict[str, Callable[[Expr, Expr], tuple[Expr, Expr]]] = {
-    "lt": lambda low, high: (_is("lt", high), _is("lt", low)),
-    "le": lambda low, high: (_is("le", high), _is("le", low)),
-    "eq": _equal,
-    "ne": _differ,
-}
 
 
 def _opposite(x: Flag) -> Flag:

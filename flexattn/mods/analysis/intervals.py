@@ -119,8 +119,9 @@ def _largest(node: Expr, args: list[tuple[float, bool]]) -> tuple[float, bool]:
         return _USUAL, False
     if node.op in _BOUNDED:
         return 2.0, False
-    if node.op in _GROWING:
-        return (_grown(node.op, args[0][0]), False)
+    if node.op in _GROWING:  # an exponential depends on how far its operand goes
+        bounded = node.op in ("exp", "exp2", "expm1") and args[0][0] <= 88.0
+        return math.exp(args[0][0]) if bounded else math.inf, False
     if node.op == "where":
         args = args[1:]
     bounds, unknown = [bound for bound, _ in args], any(each for _, each in args)
@@ -134,10 +135,3 @@ def _largest(node: Expr, args: list[tuple[float, bool]]) -> tuple[float, bool]:
         above = bounds[0] if node.op == "div" else 1.0
         return (above / least if least else 0.0), node.op == "div" and args[0][1]
     return max(bounds), unknown
-
-
-def _grown(op: str, bound: float) -> float:
-    """Of a function that grows fast; only of an exponential it depends on how far it goes."""
-    if op in ("exp", "exp2", "expm1") and bound <= 88.0:
-        return math.exp(bound)
-    return math.inf
