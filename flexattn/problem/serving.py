@@ -35,7 +35,7 @@ LAYOUTS = {"NHD": (1, 2), "HND": (2, 1)}
 Scales: TypeAlias = Literal["", "page", "page_head", "token", "token_head"]
 # The requests of a mixed batch that a kernel serves: all, those with few queries, the others.
 Phase: TypeAlias = Literal["", "decode", "prefill"]
-# The most query positions of a request that decodes: more fill a tile of one head well enough.
+# A request with as many query positions decodes; of more, their times in both kernels say so.
 DECODE_QUERIES = 16
 # How lengths are spread in a batch.
 Lengths = Literal["uniform", "ragged", "mixed"]

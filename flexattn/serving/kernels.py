@@ -172,15 +172,15 @@ class Kernels(NamedTuple):
     """The kernels that a plan launches. programs: of the serving kernel; merges: of the merging
     one.
 
-    combine: None also for a shared prefix, whose parts the last kernel of its cascade merges.
-    row_tiles: the most that one KV head has. gpu: its index, -1 where there is none. prefills:
-    None where the serving kernel serves them too.
+    attend: None if all requests are prefills. combine: None also for a shared prefix, whose parts
+    the last kernel of its cascade merges. row_tiles: the most that one KV head has. gpu: its
+    index, -1 where there is none. prefills: None where the serving kernel serves them too.
     """
 
     choice: Choice
     config: ServingConfig
     gpu: int
-    attend: Kernel
+    attend: Kernel | None
     combine: Kernel | None
     programs: int
     merges: int
@@ -212,14 +212,17 @@ def build(problem: ServingProblem, device: torch.device, config: ServingConfig |
         return builder().kernel(source, target, index)
 
     prefills = None if config is not None else _prefill_kernels(problem, target, compiled)
-    if prefills is not None:
+    if prefills is not None and problem.total_q:
         problem = in_phase(problem, "decode")
     found = _counted(plan_candidates(problem, target, config))
-    choice = first_served(found, problem, target, compiled, memory())
+    if prefills is None or problem.total_q:
+        choice = first_served(found, problem, target, compiled, memory())
+    else:  # the numbers of a kernel that nobody launches
+        choice = next(found).choice()
     chosen: Any = choice.config
     grid = PAGED_DECODE.grid(problem, chosen, target)
     merges = PAGED_DECODE.merges(problem, chosen, target)
-    kernels = choice.kernels[0], choice.merger
+    kernels = choice.kernels[0] if choice.kernels else None, choice.merger
     return Kernels(
         choice, chosen, index, *kernels, grid.programs, merges, grid.num_tiles, prefills
     )
@@ -237,11 +240,11 @@ def _prefill_kernels(
 
     It can split a request's keys between SMs, which batches of few rows need.
     """
-    few = problem.total_q * problem.Hq < _LEAST_TILES * CONSUMER_ROWS * target.num_sms
-    short = problem.kv_len <= DECODE_QUERIES
+    few = problem.rows * problem.Hq < _LEAST_TILES * CONSUMER_ROWS * target.num_sms
+    short = min(problem.q_len, problem.kv_len) <= DECODE_QUERIES
     if few or short or not PREFILL.offered(target):
         return None
-    asked = in_phase(problem, "prefill")
+    asked = in_phase(problem, "prefill") if problem.total_q else problem
     origin = f"static default for {target.arch}"
     found = (
         Candidate(asked, target, config, "default", origin)

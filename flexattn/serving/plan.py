@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +32,16 @@ from flexattn.serving.cache import (
 )
 from flexattn.serving.checks import check_choices, inspect, pair, refuse_types, whole
 from flexattn.serving.kernels import Kernels, PrefillKernels, build, plan_problem
-from flexattn.serving.launching import NOTHING, GivenUp, Seen, Streams, facts, launch_here, see
+from flexattn.serving.launching import (
+    NOTHING,
+    Beside,
+    GivenUp,
+    Seen,
+    Streams,
+    facts,
+    launch_here,
+    see,
+)
 from flexattn.serving.verified import is_right
 from flexattn.settings import current
 from flexattn.util.ambient import without_modes
@@ -48,13 +59,15 @@ _TENSORS = (
 class _Ready(InOrder):
     """Kernels that hold what shapes and strides decide, and the plan's own outputs for them.
 
-    They are given what `_TENSORS` names.
+    They are given what `_TENSORS` names. prefills: what lists the tiles of prefills, and attends;
+    they are given `out` a second time.
     """
 
     out: Tensor
     lse: Tensor | None
     keys: int
     pages: int
+    prefills: tuple[Launcher, Launcher] | None = None
 
 
 class DecodePlan:
@@ -183,23 +196,34 @@ class DecodePlan:
             self._lse = torch.empty((rows, m.Hq), dtype=torch.float32, device=where)
         prefills = kernels.prefills
         self._names: tuple[str, ...] = _TENSORS
+        self._listed: dict[str, Tensor] = {}
         if prefills is not None:
             # The first one stays a tile of some request where a batch has none.
-            words = 2 + 2 * prefills.grid.num_tiles
-            self._row_tiles = torch.zeros(words, dtype=torch.int32, device=where)
-            self._counter = torch.zeros(1, dtype=torch.int32, device=where)
+            sizes = {"ROW_TILES": 2 + 2 * prefills.grid.num_tiles, "COUNTER": 1, "PREFILLS": m.B}
+            self._listed = {
+                name: torch.zeros(words, dtype=torch.int32, device=where)
+                for name, words in sizes.items()
+            }
+            # Programs that await parts of others give up where prefills hold the SMs for long.
+            waits = where.type != "cuda" or self._given_up is not None
+            self._beside = None if waits else Beside(where)
             # Tiles of rows that end within a request are stored by address.
             self._names = (*_TENSORS, "OUT_ROWS")
         # What never changes between runs is packed into the launches once.
         self._owned: dict[str, Any] = {"WORKSPACE": self._workspace, "COUNT": self._count}
         for captures, bound in ((self.form.score, self._score), (self.form.mask, self._mask)):
             self._owned |= captured_values(captures, bound)
-        if where.type == "cuda":
-            self._owned = {
-                name: value.data_ptr() if isinstance(value, Tensor) else value
-                for name, value in self._owned.items()
-            }
+        self._owned = self._addresses(self._owned)
         self._forget()
+
+    def _addresses(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values as launches on the plan's device are given them."""
+        if self.device.type != "cuda":
+            return dict(values)
+        return {
+            name: value.data_ptr() if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
 
     def _forget(self) -> None:
         """Know no run, as before the first one."""
@@ -297,17 +321,16 @@ class DecodePlan:
             q, k, v, out, lse, sinks, v_scale, seq_lens, kv_start, cu_seqlens_q, table, row_lens,
             k_scale,
         )  # fmt: skip
-        if self._kernels.prefills is not None:
-            tensors = (*tensors, out)
-        launch_here(ready, self._gpu, tensors, self._streams)
+        if ready.prefills is None:
+            launch_here(ready, self._gpu, tensors, self._streams)
+        else:
+            self._launch_both(ready, ready.prefills, (*tensors, out))
         return out if lse is None else (out, lse)
 
     @property
     def memory(self) -> int:
         """Bytes that the plan holds on its device: its workspace, its counters and its outputs."""
-        held = [self._workspace, self._count, self._out, self._lse]
-        if self._kernels.prefills is not None:
-            held += [self._row_tiles, self._counter]
+        held = [self._workspace, self._count, self._out, self._lse, *self._listed.values()]
         return sum(each.nbytes for each in held if each is not None)
 
     @property
@@ -390,29 +413,49 @@ class DecodePlan:
         out = self._out[:rows].view(shape)
         kernels, names = self._kernels, self._names
         ready: list[Launcher] = []
+        prefills = None
         if kernels.prefills is not None:
-            ready += self._prepare_prefills(kernels.prefills, q, k, v, out, fixed)
-        ready.append(kernels.attend.prepare(kernels.programs, fixed, names, boxes, names))
+            prefills = self._prepare_prefills(kernels.prefills, q, k, v, out, fixed)
+            if form.ragged:
+                fixed |= self._addresses({"PREFILLS": self._listed["PREFILLS"]})
+        if kernels.attend is not None:
+            ready.append(kernels.attend.prepare(kernels.programs, fixed, names, boxes, names))
         if kernels.combine is not None:
             # It takes some of what the other one takes.
             every = (*fixed, *names)
             ready.append(kernels.combine.prepare(kernels.merges, fixed, names, spare=every))
-        return _Ready(tuple(ready), out, lse, keys, cache.pages)
+        return _Ready(tuple(ready), out, lse, keys, cache.pages, prefills)
+
+    def _launch_both(
+        self, ready: _Ready, prefills: tuple[Launcher, Launcher], tensors: tuple[Any, ...]
+    ) -> None:
+        """Launch the prefills, and the decodes beside them: each fills SMs that others leave."""
+        row_tiles, attend = prefills
+        launch_here(row_tiles, self._gpu, tensors, self._streams)
+        if not ready.kernels:
+            launch_here(attend, self._gpu, tensors)
+            return
+        if self._beside is not None:
+            self._beside.begin()
+        launch_here(attend, self._gpu, tensors)
+        with self._beside or nullcontext():
+            launch_here(ready, self._gpu, tensors)
 
     def _prepare_prefills(
         self, kernels: PrefillKernels, q: Tensor, k: Tensor, v: Tensor, out: Tensor, fixed: Any
-    ) -> list[Launcher]:
-        """The launches of the prefills, which come first; fixed: the values of the decodes'."""
+    ) -> tuple[Launcher, Launcher]:
+        """The launches of the prefills; fixed: the values of the decodes'."""
         m, names = self.problem, self._names
-        own = fixed | {
-            "ROW_TILES": self._row_tiles.data_ptr(), "COUNTER": self._counter.data_ptr(),
+        own = fixed | self._addresses(self._listed)
+        own |= {
             "capacity": kernels.grid.num_tiles, "stride_oh": m.head_dim_v, "Hq": m.Hq,
             "group": self.form.group, "sm_scale": self.scale,
         }  # fmt: skip
-        boxes = {name: box_of(x.transpose(0, 1)[None]) for name, x in (("Q", q), ("OUT", out))}
+        rows = {"Q": q.flatten(0, -3), "OUT": out.flatten(0, -3)}
+        boxes = {name: box_of(x.transpose(0, 1)[None]) for name, x in rows.items()}
         boxes |= {name: cache_box(name, x, m) for name, x in (("K", k), ("V", v))}
         every, requests = (*own, *names), max(1, own["num_requests"])
-        return [
+        return (
             kernels.row_tiles.prepare(requests, own, names, spare=every),
             kernels.attend.prepare(kernels.grid.programs, own, names, boxes, every),
-        ]
+        )

@@ -244,6 +244,8 @@ def is_right(plan: DecodePlan, kernels: Kernels) -> bool:
         subject = replace(subject, sources=(*subject.sources, prefills.row_tiles.source))
         if not accepted(subject, [partial(_judge, plan, "prefill")]):
             return False
+        if kernels.attend is None:
+            return True
     phase: Phase = "" if prefills is None else "decode"
     return accepted(LaunchedKernels.of(kernels.choice), [partial(_judge, plan, phase)])
 

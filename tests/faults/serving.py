@@ -33,8 +33,8 @@ SERVING = (
     Fault(
         "the streaming kernel serves a prefill too",
         PAGES,
-        "q_len = tl.where(q_len > DECODE_QUERIES, 0, q_len)",
-        "q_len = tl.where(q_len > 2 * DECODE_QUERIES, 0, q_len)",
+        "q_len = tl.where(tl.load(PREFILLS + b, mask=here, other=0) > 0, 0, q_len)",
+        "q_len = tl.where(tl.load(PREFILLS + b, mask=here, other=0) > 1, 0, q_len)",
         IN_PREFILLS + "::test_decodes_alone_are_written",
     ),
     Fault(
@@ -42,7 +42,7 @@ SERVING = (
         ROW_TILES,
         "- (others < b).to(tl.int32)[None, :]",
         "",
-        IN_ROW_TILES + "::test_order[equal-prefill]",
+        IN_ROW_TILES + "::test_order[equal-1]",
     ),
     Fault(
         "more tiles of rows than there is room for are stored",
@@ -56,7 +56,7 @@ SERVING = (
         ROW_TILES,
         "tl.store(COUNTER, 0)",
         "tl.store(COUNTER, 1)",
-        IN_ROW_TILES + "::test_order[one-prefill]",
+        IN_ROW_TILES + "::test_order[one-1]",
     ),
     Fault(
         "rows of a prefill stand at the first keys",

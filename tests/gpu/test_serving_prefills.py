@@ -51,6 +51,15 @@ def test_heads(Hq, Hkv, D, Dv):
         check(each, mask_mod=causal)
 
 
+def test_requests_of_equal_rows():
+    """All are prefills: no other kernel is launched."""
+    each = batch([300] * 4, [300, 2000, 999, 4001], 32, 8, 128, **BF16)
+    plan = plan_for(each, page=16, mask_mod=causal)
+    assert isinstance(plan.prefill_config, HopperPrefillConfig)
+    for _ in range(2):
+        assert_right(run(plan, each), each, mask_mod=causal)
+
+
 LENS = torch.tensor([100, 260, 31, 900, 2, 0, 1, 30])
 
 

@@ -1,5 +1,7 @@
 """A plan whose prefills have a kernel of their own: what each kernel is given and leaves alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from flexattn.catalogue import causal
 from flexattn.device import named
 from flexattn.kernels.hopper.family import PREFILL
 from flexattn.kernels.hopper.ragged import render_row_tiles
+from flexattn.runtime.build import builder
 from flexattn.runtime.dispatch import Candidate
 from flexattn.serving.kernels import PrefillKernels, in_phase
 from flexattn.settings import override
@@ -19,6 +22,22 @@ H200 = named("nvidia-h200")
 Q_LENS, KV_LENS = [1, 70, 16, 17, 0, 3], [60, 70, 33, 17, 12, 3]
 
 
+class Launched(Recorded):
+    """A kernel that runs, too."""
+
+    def __init__(self, kernel):
+        super().__init__(kernel.source)
+        self.kernel = kernel
+
+    def prepare(self, programs, *given, **more):
+        self.runs = self.kernel.prepare(programs, *given, **more)
+        return super().prepare(programs, *given, **more)
+
+    def launch(self, stream, given):
+        super().launch(stream, given)
+        self.runs.launch(stream, given)
+
+
 @pytest.fixture
 def made(monkeypatch):
     """The kernels of prefills, which are launched and do nothing."""
@@ -28,7 +47,9 @@ def made(monkeypatch):
         asked = in_phase(problem, "prefill")
         config = next(PREFILL.able(asked, H200))
         choice = Candidate(asked, H200, config, "default", "here").choice()
-        row_tiles = Recorded(render_row_tiles(asked.structure, config, H200))
+        # One SM has time for all that are longer than a decode.
+        source = render_row_tiles(asked.structure, config, replace(target, num_sms=1))
+        row_tiles = Launched(builder().kernel(source, target, -1))
         found.append(
             PrefillKernels(
                 choice, Recorded(choice.source), row_tiles, PREFILL.grid(asked, config, H200)
@@ -82,7 +103,7 @@ def test_the_prefills_kernels_are_given_the_run(made, each):
     (tiles,), (attend,) = kernels.row_tiles.launched, kernels.attend.launched
     assert plan.prefill_config == kernels.choice.config
     assert kernels.row_tiles.programs == len(Q_LENS)
-    assert tiles["ROW_TILES"] == attend["ROW_TILES"] and tiles["COUNTER"] == attend["COUNTER"]
+    assert tiles["ROW_TILES"] is attend["ROW_TILES"] and tiles["COUNTER"] is attend["COUNTER"]
     assert tiles["capacity"] == kernels.grid.num_tiles
     assert attend["TABLE"] is given["block_table"] and attend["SEQ_LENS"] is given["seq_lens"]
     assert attend["OUT_ROWS"] is out and attend["OUT"] is out and attend["Q"] is each.q

@@ -10,6 +10,7 @@ from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Geometry, Language, power_above, tile_for, walks_runs
 from flexattn.kernels.ptx.assembler import Ptxas
 from flexattn.problem import Problem, Structure
+from flexattn.problem.serving import ServingProblem
 
 HopperOrder = Literal["last", "group", "heads", "sections"]
 TileScheduler = Literal["grid", "static", "dynamic"]
@@ -269,9 +270,9 @@ def grid(problem: Problem, config: HopperPrefillConfig, device: Device) -> Geome
             "the heads of a tile share one KV head",
             "take a number of consumers that divides the group, or pack_gqa=False",
         )
-    if problem.structure.kind == "serving":
+    if isinstance(problem, ServingProblem):
         # Each request may end within a tile.
-        rows = problem.q_len // config.BLOCK_M + problem.B
+        rows = problem.rows // config.BLOCK_M + problem.B
         units = rows * (problem.Hq // config.heads)
         return Geometry(min(units, device.num_sms), rows, units)
     tiles = -(-problem.q_len // config.BLOCK_M)

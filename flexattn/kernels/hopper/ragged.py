@@ -26,6 +26,9 @@ from flexattn.problem.serving import DECODE_QUERIES, ServingForm
 PAGES = (16, 32, 64, 128, 256)
 # Tiles that a program ranks at a time, and requests that it compares them with.
 _TILES = _REQUESTS = 64
+# Packed rows of a tile of the streaming kernel, and its time by that of a tile of this one: 2,048
+# rows of 16k keys take it 2.75 times as long (an H200).
+_STREAMED_ROWS, _STREAMED_TIME = 64, 1.35
 # What the producer alone reads, beside the tensors of K and V.
 _PRODUCED = ("group", "COUNTER", "TABLE", "stride_table")
 
@@ -58,7 +61,7 @@ def ragged_defaults(form: ServingForm) -> Iterator[HopperPrefillConfig]:
     keys = 128 if max(form.head_dim_qk, form.head_dim_v) <= 128 else 64
     first = HopperPrefillConfig(
         2, keys, 2, BOXED_REGISTERS, ping_pong=True, tile_scheduler="dynamic", order="sections",
-        lazy_rescale=True, cross_tile_pipeline=False, v_box=BOX,
+        lazy_rescale=True, cross_tile_pipeline=False, v_box=BOX, pack_gqa=form.group % 2 == 0,
     )  # fmt: skip
     yield first
     yield replace(first, ping_pong=False)
@@ -137,14 +140,32 @@ def ragged_context(
 
 def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Device) -> Source:
     """The kernel that lists a batch's tiles of rows before attention, a program a request."""
-    settings = {
+    settings: dict[str, float] = {
         "BLOCK_M": config.BLOCK_M,
         "TILES": _TILES,
         "REQUESTS": _REQUESTS,
-        "DECODE_QUERIES": DECODE_QUERIES,
     }
-    found = several("*i32", "SEQ_LENS", "CU_SEQLENS", "ROW_TILES", "COUNTER", divisible_by=4)
-    found += several("i32", "num_requests", "total_q", "max_keys", "capacity")
-    context: dict[str, object] = {"constants": tuple(settings.items()), "form": form}
+    found = _requests(form)[1:]
+    given = [each.name for each in (*found, Argument("num_requests", "i32"))]
+    found += several("i32", "num_requests", "capacity")
+    names = ["ROW_TILES", "COUNTER"]
+    if form.phase:
+        names.append("PREFILLS")
+        settings |= {
+            "BLOCK_N": config.BLOCK_N,
+            "PACKED": form.group,
+            "HEAD_TILES": form.group * form.kv_heads // config.heads,
+            "DECODE_QUERIES": DECODE_QUERIES,
+            "STREAMED_ROWS": _STREAMED_ROWS,
+            "STREAMED_TIME": _STREAMED_TIME * form.kv_heads,
+            "SMS": device.num_sms,
+        }
+    found += several("*i32", *names, divisible_by=4)
+    context: dict[str, object] = {
+        "constants": tuple(settings.items()),
+        "form": form,
+        "request_arguments": ["b", *given],
+        "request_values": lambda b: ", ".join((b, *given)),
+    }
     header = [f"tiles of {config.BLOCK_M} rows of a batch for {device.arch}"]
     return make_source("hopper/row_tiles.py.jinja", device, header, context, tuple(found), 4, 1)

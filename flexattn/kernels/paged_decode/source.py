@@ -34,7 +34,7 @@ from flexattn.kernels.printers.spelling import TRITON, Dialect, signature_type, 
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Captures
-from flexattn.problem.serving import DECODE_QUERIES, SERVING_ITEMSIZE, ServingForm
+from flexattn.problem.serving import SERVING_ITEMSIZE, ServingForm
 
 
 def tied(form: ServingForm) -> bool:
@@ -237,6 +237,8 @@ def _described(form: ServingForm) -> list[Argument]:
         found.append(Argument("KV_START", "*i32", 4))
     if form.ragged:
         found.append(Argument("CU_SEQLENS", "*i32", 4))
+    if form.phase:
+        found.append(Argument("PREFILLS", "*i32", 4))
     numbers = ["num_requests", "total_q" if form.ragged else "q_rows", "max_keys"]
     return found + [Argument(name, "i32") for name in numbers]
 
@@ -281,8 +283,6 @@ def _shared(
         "Q_LINE": LINE // SERVING_ITEMSIZE[form.dtype],
     }
     settings |= engines.sizes(form, config, device) | scale_constants(form)
-    if form.phase:
-        settings["DECODE_QUERIES"] = DECODE_QUERIES
     if form.split_keys:
         settings |= {
             "SPLIT_KEYS": form.split_keys,

@@ -56,8 +56,8 @@ def test_hopper_serves_prefills(planned, asked):
     assert isinstance(prefills.choice.config, HopperPrefillConfig)
     assert isinstance(found.config, ServingConfig)
     assert prefills.choice.problem.structure.phase == "prefill"
-    assert "DECODE_QUERIES" in found.attend.source.text
-    assert "DECODE_QUERIES" in prefills.row_tiles.source.text
+    assert "PREFILLS" in found.attend.source.text
+    assert "PREFILLS" in prefills.row_tiles.source.text
     assert prefills.grid.programs <= found.target.num_sms
 
 
@@ -68,16 +68,23 @@ def test_hopper_serves_prefills(planned, asked):
         {"total_q": 128}, {"kv": torch.float8_e4m3fn}, {"batch_invariant": True},
         {"scales": "token"}, {"dtype": torch.float32, "kv": torch.float32},
         {"config": ServingConfig(64, 64, 4, 3, 2, combine="launch")},
-        {"problem": served(8, 512, 0, 8192, 32, 8, 128, 128, BF16, BF16, 16)},
+        {"problem": served(8, 16, 0, 8192, 32, 8, 128, 128, BF16, BF16, 16)},
     ],
     ids=str,
 )  # fmt: skip
 def test_one_kernel_serves_all(planned, asked):
     found = planned(**asked)
-    assert found.prefills is None and "DECODE_QUERIES" not in found.attend.source.text
+    assert found.prefills is None and "PREFILLS" not in found.attend.source.text
+
+
+def test_a_plan_of_prefills_alone_has_no_other_kernel(planned):
+    found = planned(problem=served(8, 512, 0, 8192, 32, 8, 128, 128, BF16, BF16, 16, mask=MASK))
+    assert found.attend is None and found.combine is None
+    assert "PREFILLS" not in found.prefills.row_tiles.source.text
+    assert found.prefills.grid.num_tiles >= 8 * 512 // 128
 
 
 def test_a_kernel_that_does_not_build_gives_way(planned):
     """The streaming kernel then serves the prefills too."""
     found = planned(builder=Builder(gluon(LASTING["the compiler"][0])))
-    assert found.prefills is None and "DECODE_QUERIES" not in found.attend.source.text
+    assert found.prefills is None and "PREFILLS" not in found.attend.source.text

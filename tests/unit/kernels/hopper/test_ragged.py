@@ -66,13 +66,13 @@ class Cache:
 
 def emulated(
     page, q_lens, kv_lens, heads=(4, 2), dims=(128, 128), score_mod=None, mask_mod=causal,
-    sinks=None, config=CONFIG, seed=0,
+    sinks=None, config=CONFIG, seed=0, uniform=False,
 ):  # fmt: skip
     """(out, lse) of a kernel in bfloat16 that computes exactly, and of float64."""
     (Hq, Hkv), (D, Dv), total = heads, dims, sum(q_lens)
     score, mask = bind(score_mod, "score"), bind(mask_mod, "mask")
     problem = served(
-        len(q_lens), 1, total, 1024, Hq, Hkv, D, Dv, torch.bfloat16, torch.bfloat16, page,
+        len(q_lens), q_lens[0], 0 if uniform else total, 1024, Hq, Hkv, D, Dv, torch.bfloat16, torch.bfloat16, page,
         score=score, mask=mask, sinks=sinks is not None, lse=True,
     )  # fmt: skip
     form = problem.structure
@@ -93,7 +93,7 @@ def emulated(
         "COUNTER": Pointer(np.zeros(1, np.int64)),
         "ROW_TILES": Pointer(np.array(row_tiles(q_lens, kv_lens, config.BLOCK_M))),
         "SEQ_LENS": Pointer(np.array(kv_lens)), "CU_SEQLENS": Pointer(np.cumsum([0, *q_lens])),
-        "total_q": total, "max_keys": 1024, "TABLE": Pointer(cache.table.reshape(-1)),
+        "q_rows" if uniform else "total_q": q_lens[0] if uniform else total, "max_keys": 1024, "TABLE": Pointer(cache.table.reshape(-1)),
         "stride_table": cache.table.shape[1], "sm_scale": 0.1,
         "SINKS": None if sinks is None else Pointer(np.array(sinks, np.float32)),
         **captured_values(form.score, score), **captured_values(form.mask, mask),
@@ -204,6 +204,11 @@ def test_what_a_plan_asks(asked):
     check(16, [130, 70, 3], [130, 300, 40], **ASKED[asked])
     if asked in ("window", "packed"):
         check(64, [65, 130], [500, 140], **ASKED[asked], seed=3)
+
+
+def test_requests_of_equal_rows():
+    """Their rows begin at multiples of q_rows; no cu_seqlens is read."""
+    check(16, [70] * 3, [70, 300, 129], uniform=True)
 
 
 def test_no_keys_and_too_few():
