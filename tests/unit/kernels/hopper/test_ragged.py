@@ -72,8 +72,8 @@ def emulated(
     (Hq, Hkv), (D, Dv), total = heads, dims, sum(q_lens)
     score, mask = bind(score_mod, "score"), bind(mask_mod, "mask")
     problem = served(
-        len(q_lens), q_lens[0], 0 if uniform else total, 1024, Hq, Hkv, D, Dv, torch.bfloat16, torch.bfloat16, page,
-        score=score, mask=mask, sinks=sinks is not None, lse=True,
+        len(q_lens), q_lens[0], 0 if uniform else total, 1024, Hq, Hkv, D, Dv, torch.bfloat16,
+        torch.bfloat16, page, score=score, mask=mask, sinks=sinks is not None, lse=True,
     )  # fmt: skip
     form = problem.structure
     assert not violated(config, form, H200)
@@ -93,7 +93,7 @@ def emulated(
         "COUNTER": Pointer(np.zeros(1, np.int64)),
         "ROW_TILES": Pointer(np.array(row_tiles(q_lens, kv_lens, config.BLOCK_M))),
         "SEQ_LENS": Pointer(np.array(kv_lens)), "CU_SEQLENS": Pointer(np.cumsum([0, *q_lens])),
-        "q_rows" if uniform else "total_q": q_lens[0] if uniform else total, "max_keys": 1024, "TABLE": Pointer(cache.table.reshape(-1)),
+        "total_q": total, "q_rows": q_lens[0], "max_keys": 1024, "TABLE": Pointer(cache.table.reshape(-1)),
         "stride_table": cache.table.shape[1], "sm_scale": 0.1,
         "SINKS": None if sinks is None else Pointer(np.array(sinks, np.float32)),
         **captured_values(form.score, score), **captured_values(form.mask, mask),
