@@ -93,8 +93,8 @@ def emulated(
         "COUNTER": Pointer(np.zeros(1, np.int64)),
         "ROW_TILES": Pointer(np.array(row_tiles(q_lens, kv_lens, config.BLOCK_M))),
         "SEQ_LENS": Pointer(np.array(kv_lens)), "CU_SEQLENS": Pointer(np.cumsum([0, *q_lens])),
-        "total_q": total, "q_rows": q_lens[0], "max_keys": 1024, "TABLE": Pointer(cache.table.reshape(-1)),
-        "stride_table": cache.table.shape[1], "sm_scale": 0.1,
+        "total_q": total, "q_rows": q_lens[0], "max_keys": 1024, "sm_scale": 0.1,
+        "TABLE": Pointer(cache.table.reshape(-1)), "stride_table": cache.table.shape[1],
         "SINKS": None if sinks is None else Pointer(np.array(sinks, np.float32)),
         **captured_values(form.score, score), **captured_values(form.mask, mask),
     }  # fmt: skip
