@@ -178,14 +178,28 @@ def open_candidates(
 ) -> Iterator[Candidate]:
     """A record's config where there is one, then the static defaults."""
     wanted = options.language
-    static = _Static(problem, device, wanted)
-    found = _tuned(problem, device, static.first if wanted is None else None)
+    left: Iterator[Config] = iter(())
+    known: list[Config] = []
+
+    def first() -> Config:
+        """The first static default; a record may ask for it before it has its turn."""
+        nonlocal left
+        if not known:
+            left = candidates(problem, device, wanted)
+            known.append(next(left))
+        return known[0]
+
+    def static() -> Iterator[Config]:
+        yield first()
+        yield from left
+
+    found = _tuned(problem, device, first if wanted is None else None)
     if found is not None and wanted in (None, found.config.language):
         measured, config = not COMPILER_FIELDS.intersection(found.differing), found.config
         if not measured:
             config = family_of(config).of_this_compiler(config)
         yield Candidate(problem, device, config, found.how, found.origin, measured, stored)
-    defaults: Iterable[Candidate] = _defaults(problem, device, static, stored)
+    defaults: Iterable[Candidate] = _defaults(problem, device, static(), stored)
     exported = None
     if stored and current().binaries is not None:
         # Whoever exported kernels has compiled the candidates, and wrote the one that serves.
@@ -194,26 +208,6 @@ def open_candidates(
         if exported is not None:
             yield exported
     yield from (each for each in defaults if each is not exported)
-
-
-class _Static:
-    """The static defaults of a problem in turn; a record may ask for the first one before."""
-
-    def __init__(self, problem: Problem, device: Device, language: Language | None) -> None:
-        self._asked = problem, device, language
-        self._known: list[Config] = []
-        self._left: Iterator[Config] = iter(())
-
-    def first(self) -> Config:
-        """The first one, computed once; raises ConfigError as `candidates`."""
-        if not self._known:
-            self._left = candidates(*self._asked)
-            self._known.append(next(self._left))
-        return self._known[0]
-
-    def __iter__(self) -> Iterator[Config]:
-        yield self.first()
-        yield from self._left
 
 
 def _defaults(

@@ -152,27 +152,27 @@ def _serialised(ptx: str, device: Device) -> tuple[str, ...]:
 
 
 def _amd(assembly: str, shared: int) -> Resources:
-    def number(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", assembly)
-        return int(found.group(1)) if found else 0
-
-    loop_spills, loop_instructions = _in_loops(assembly)
+    loop_spills, loop_instructions, stack = loop_spills_amd(assembly)
     return Resources(
-        registers=number("vgpr_count"),
+        registers=_stated(assembly, "vgpr_count"),
         spills=len(_SPILL.findall(assembly)),
         loop_spills=loop_spills,
         shared=shared,
         matrix_instructions=len(_MATRIX_AMD.findall(assembly)),
-        stack=number("private_segment_fixed_size"),
+        stack=stack,
         loop_instructions=loop_instructions,
     )
 
 
 def loop_spills_amd(assembly: str) -> tuple[int, int, int]:
     """The spills of loops in AMD's assembly, as loop_spills has them."""
-    spills, code = _in_loops(assembly)
-    found = re.search(r"\.private_segment_fixed_size:\s+(\d+)", assembly)
-    return spills, code, int(found.group(1)) if found else 0
+    return *_in_loops(assembly), _stated(assembly, "private_segment_fixed_size")
+
+
+def _stated(assembly: str, name: str) -> int:
+    """A number that AMD's assembly states of its kernel; 0 where it does not."""
+    found = re.search(rf"\.{name}:\s+(\d+)", assembly)
+    return int(found.group(1)) if found else 0
 
 
 def _in_loops(assembly: str) -> tuple[int, int]:
