@@ -279,10 +279,11 @@ def _items(self: Identity, values: Any, path: Path) -> None:
     self.key.append(len(values))
     if len(values) > _CAP:
         self.opaque(f"it reads a {type(values).__name__} of more than {_CAP:,} values")
-    for name, value in values.items() if isinstance(values, dict) else enumerate(values):
+    keyed = isinstance(values, dict)
+    for name, value in values.items() if keyed else enumerate(values):
         if self.reason:
             return
-        if isinstance(values, dict):
+        if keyed:
             self.visit(name, (path, "key"))
         self.visit(value, (path, "item", name))
 
