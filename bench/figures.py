@@ -35,6 +35,7 @@ RESULTS = ROOT / "bench/results"
 FIGURE = re.compile(r"<!--= ([^>]+?) -->(.*?)<!--\.-->", re.DOTALL)
 NAMES = {
     OURS: "flexattn",
+    "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
     "sdpa-cudnn": "cuDNN",
     "torch-flex": "torch",
@@ -45,6 +46,7 @@ NAMES = {
     "flashinfer-cascade": "FlashInfer, cascade",
     "flexattn-triton": "flexattn, Triton",
     "flexattn-gluon": "flexattn, Gluon",
+    "flexattn-contiguous": "flexattn, contiguous",
     "flexattn-deterministic": "flexattn, deterministic",
     "sdpa-flash": "FlashAttention-2",
     "streaming read": "only reads",
