@@ -207,6 +207,8 @@ class DecodePlan:
             # Programs that await parts of others give up where prefills hold the SMs for long.
             waits = where.type != "cuda" or self._given_up is not None
             self._beside = None if waits else Beside(where)
+            # By how many SMs a run shares out the work of its prefills: 1 keeps all of them.
+            self._num_sms = kernels.target.num_sms
             # Tiles of rows that end within a request are stored by address.
             self._names = (*_TENSORS, "OUT_ROWS")
         # What never changes between runs is packed into the launches once.
@@ -448,7 +450,8 @@ class DecodePlan:
         m, names = self.problem, self._names
         own = fixed | self._addresses(self._listed)
         own |= {
-            "capacity": kernels.grid.num_tiles, "stride_oh": m.head_dim_v, "Hq": m.Hq,
+            "capacity": kernels.grid.num_tiles, "num_sms": self._num_sms, "Hq": m.Hq,
+            "stride_oh": m.head_dim_v,
             "group": self.form.group, "sm_scale": self.scale,
         }  # fmt: skip
         rows = {"Q": q.flatten(0, -3), "OUT": out.flatten(0, -3)}

@@ -242,7 +242,12 @@ def is_right(plan: DecodePlan, kernels: Kernels) -> bool:
     if prefills is not None:
         subject = LaunchedKernels.of(prefills.choice)
         subject = replace(subject, sources=(*subject.sources, prefills.row_tiles.source))
-        if not accepted(subject, [partial(_judge, plan, "prefill")]):
+        # Of a few rows the streaming kernel would serve all.
+        plan._num_sms = 1
+        right = accepted(subject, [partial(_judge, plan, "prefill")])
+        plan._num_sms = kernels.target.num_sms
+        plan._forget()
+        if not right:
             return False
         if kernels.attend is None:
             return True

@@ -31,6 +31,13 @@ IN_RAGGED = "tests/unit/kernels/hopper/test_ragged.py"
 
 SERVING = (
     Fault(
+        "the first-use check leaves its prefills to the streaming kernel",
+        "flexattn/serving/verified.py",
+        "plan._num_sms = 1",
+        "pass",
+        IN_PREFILLS + "::test_the_first_use_check_makes_prefills_of_its_batch",
+    ),
+    Fault(
         "the streaming kernel serves a prefill too",
         PAGES,
         "q_len = tl.where(tl.load(PREFILLS + b, mask=here, other=0) > 0, 0, q_len)",

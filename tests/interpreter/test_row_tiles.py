@@ -1,7 +1,6 @@
 """The tiles of rows of a batch of requests, as the device lists them before attention."""
 
 import random
-from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -29,7 +28,7 @@ def listed(q_lens, kv_lens, phase="prefill", capacity=None, cu=None, sms=132, ra
     form = in_phase(problem, phase).structure
     config = next(ragged_defaults(form))
     assert (config.BLOCK_M, config.BLOCK_N) == (ROWS, KEYS)
-    target = replace(detect(torch.device("cpu")), num_sms=sms)
+    target = detect(torch.device("cpu"))
     kernel = builder().kernel(render_row_tiles(form, config, target), target, -1)
     capacity = sum(-(-n // ROWS) for n in q_lens) if capacity is None else capacity
     tiles = torch.full((2 + 2 * capacity + 64,), POISON, dtype=torch.int32)
@@ -48,6 +47,7 @@ def listed(q_lens, kv_lens, phase="prefill", capacity=None, cu=None, sms=132, ra
         fixed["q_rows"] = q_lens[0]
     if phase:
         given["PREFILLS"] = prefills
+        fixed["num_sms"] = sms
     kernel.prepare(B, fixed, tuple(given)).launch(-1, tuple(given.values()))
     assert counter.item() == 0 and prefills[B] == POISON
     count = tiles[0].item()

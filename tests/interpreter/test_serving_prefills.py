@@ -7,7 +7,7 @@ import torch
 
 import flexattn.serving.kernels as serving
 from flexattn.catalogue import causal
-from flexattn.device import named
+from flexattn.device import detect, named
 from flexattn.kernels.hopper.family import PREFILL
 from flexattn.kernels.hopper.ragged import render_row_tiles
 from flexattn.runtime.build import builder
@@ -44,11 +44,12 @@ def made(monkeypatch):
     found = []
 
     def kernels(problem, target, compiled):
+        if found:  # they were found wrong
+            return None
         asked = in_phase(problem, "prefill")
         config = next(PREFILL.able(asked, H200))
         choice = Candidate(asked, H200, config, "default", "here").choice()
-        # One SM has time for all that are longer than a decode.
-        source = render_row_tiles(asked.structure, config, replace(target, num_sms=1))
+        source = render_row_tiles(asked.structure, config, target)
         row_tiles = Launched(builder().kernel(source, target, -1))
         found.append(
             PrefillKernels(
@@ -58,6 +59,9 @@ def made(monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(serving, "_prefill_kernels", kernels)
+    # One SM has time for all that are longer than a decode.
+    one = replace(detect(torch.device("cpu")), num_sms=1)
+    monkeypatch.setattr(serving, "detect", lambda device: one)
     with override(verify="off", check=False):
         yield found
 
@@ -121,3 +125,15 @@ def test_a_plan_counts_the_memory_of_its_tiles(made, each):
     with_tiles = plan_for(each, page=16, ragged=True, mask_mod=causal)
     (kernels,) = made
     assert with_tiles.memory >= 8 * kernels.grid.num_tiles
+
+
+def test_the_first_use_check_makes_prefills_of_its_batch(made, each, monkeypatch):
+    """Of so few rows the streaming kernel serves all, and a wrong forward would look right."""
+    many = replace(detect(torch.device("cpu")), num_sms=132)
+    monkeypatch.setattr(serving, "detect", lambda device: many)
+    with override(verify="first"):
+        plan = plan_for(each, page=16, ragged=True, mask_mod=causal)
+    assert made and plan.prefill_config is None
+    out = torch.full_like(each.q, torch.nan)
+    run_on(plan, each, out)
+    assert_right((out, None), each, mask_mod=causal)

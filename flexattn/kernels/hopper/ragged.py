@@ -1,4 +1,4 @@
-"""Rows of requests and keys in pages: what the Hopper kernel of a plan has beside a call's."""
+"""Rows of requests and keys in pages: the parts of Hopper's forward that a plan's kernel has."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def constants(form: ServingForm, config: HopperPrefillConfig) -> dict[str, objec
 
 
 def _requests(form: ServingForm) -> list[Argument]:
-    """What row tiles and lengths of requests are read from.
+    """The arguments from which tiles of rows and lengths of requests are read.
 
-    ROW_TILES [1 + 2 x tiles] is made by `hopper/row_tiles.py.jinja` before every launch.
+    ROW_TILES [2 + 2 x tiles] is made by `hopper/row_tiles.py.jinja` before every launch.
     """
     names = ("ROW_TILES", "SEQ_LENS", *("CU_SEQLENS",) * form.ragged)
     numbers = ("total_q" if form.ragged else "q_rows", "max_keys")
@@ -108,7 +108,7 @@ def arguments(form: ServingForm, described: Mapping[str, str]) -> tuple[Argument
 def ragged_context(
     form: ServingForm, found: Sequence[Argument], traits: Traits
 ) -> dict[str, object]:
-    """What the templates know beside what they know of a call.
+    """The variables of the templates that a call's kernel does not have.
 
     edges, free_edges: bounds of the keys that a mask keeps, and of those that it keeps of all
     rows; None where nothing is known of these.
@@ -151,6 +151,7 @@ def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Dev
     names = ["ROW_TILES", "COUNTER"]
     if form.phase:
         names.append("PREFILLS")
+        found.append(Argument("num_sms", "i32"))
         settings |= {
             "BLOCK_N": config.BLOCK_N,
             "PACKED": form.group,
@@ -158,7 +159,6 @@ def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Dev
             "DECODE_QUERIES": DECODE_QUERIES,
             "STREAMED_ROWS": _STREAMED_ROWS,
             "STREAMED_TIME": _STREAMED_TIME * form.kv_heads,
-            "SMS": device.num_sms,
         }
     found += several("*i32", *names, divisible_by=4)
     context: dict[str, object] = {
