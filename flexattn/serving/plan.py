@@ -90,7 +90,9 @@ class DecodePlan:
     the second pass of a CascadePlan, whose runs give row_lens or kv_start. What the first returns
     is whole with combine="last" alone; of "launch" the cascade merges the parts. batch_invariant:
     what a row gives depends on its own query and keys alone, bit for bit; the setting of
-    FLEXATTN_BATCH_INVARIANT where None. Raises ConfigError where no kernel is so.
+    FLEXATTN_BATCH_INVARIANT where None. Raises ConfigError where no kernel is so. On a Hopper GPU
+    requests of more than 16 queries may run on Hopper's forward, beside the others; with a config
+    given, or where that kernel lacks something, one kernel serves all.
 
     Its runs share a workspace and, unless `out` is given, the output: a run on another stream
     waits for what the stream of the last one holds. Replays of a captured run, and runs of several
