@@ -48,7 +48,7 @@ def test_threads_that_want_one_kernel_share_it(compiling, tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert found == [{0: 10, 1: 20, 2: 10}] * 3
     assert sorted(ran(tmp_path)) == [1, 2]
 
