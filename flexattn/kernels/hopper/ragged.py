@@ -15,11 +15,10 @@ from flexattn.kernels.base.arguments import (
 )
 from flexattn.kernels.base.source import Source, make_source
 from flexattn.kernels.hopper.config import BOX, BOXED_REGISTERS, HopperPrefillConfig
-from flexattn.kernels.printers.mask_printer import PrintedEdge, print_edges
+from flexattn.kernels.printers.mask_printer import print_bounds
 from flexattn.kernels.printers.spelling import signature_type
 from flexattn.kernels.printers.triton_printer import Traits
-from flexattn.mods.analysis.mask_form import mask_form
-from flexattn.problem import INDEX_RANGES, Structure
+from flexattn.problem import Structure
 from flexattn.problem.serving import DECODE_QUERIES, ServingForm
 
 # Keys of a page that boxes of the copy engine are made for.
@@ -113,16 +112,10 @@ def ragged_context(
     edges, free_edges: bounds of the keys that a mask keeps, and of those that it keeps of all
     rows; None where nothing is known of these.
     """
-    edges: tuple[PrintedEdge, ...] = ()
-    free_edges: tuple[PrintedEdge, ...] | None = None
+    edges, free_edges = print_bounds(form.mask, traits)
     captured: list[str] = []
-    if form.mask is not None:
-        about = mask_form(form.mask.mod.expr, INDEX_RANGES)
-        edges = print_edges(form.mask, about.edges, traits)
-        if about.free_edges is not None:
-            free_edges = print_edges(form.mask, about.free_edges, traits)
-        if any(edge.statements for edge in (*edges, *(free_edges or ()))):
-            captured = [each.name for each in captured_arguments(form.mask)]
+    if any(edge.statements for edge in (*edges, *(free_edges or ()))):
+        captured = [each.name for each in captured_arguments(form.mask)]
     requests = [each.name for each in _requests(form)]
     produced = {*_PRODUCED, *requests}
     return {

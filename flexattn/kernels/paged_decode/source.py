@@ -25,8 +25,7 @@ from flexattn.kernels.paged_decode.reads import (
 )
 from flexattn.kernels.printers.mask_printer import (
     MaskParts,
-    PrintedEdge,
-    print_edges,
+    print_bounds,
     whole_mask,
 )
 from flexattn.kernels.printers.score_printer import PrintedScore, whole_score
@@ -252,14 +251,8 @@ def _shared(
     num_warps: int,
 ) -> dict[str, object]:
     """The variables of the templates of both kernels."""
-    found: tuple[PrintedEdge, ...] = ()
-    free: tuple[PrintedEdge, ...] | None = None
-    if form.mask is not None and not form.prefix:
-        traits = _traits(form, device, dialect, rowwise=False)
-        about = mask_form(form.mask.mod.expr, INDEX_RANGES)
-        found = print_edges(form.mask, about.edges, traits)
-        if about.free_edges is not None:
-            free = print_edges(form.mask, about.free_edges, traits)
+    traits = _traits(form, device, dialect, rowwise=False)
+    found, free = print_bounds(None if form.prefix else form.mask, traits)
     captures = [argument.name for argument in captured_arguments(form.mask)]
     captured = captures if found else []
     names = [each.name for each in _described(form)]

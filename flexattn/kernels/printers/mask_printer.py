@@ -206,3 +206,18 @@ def print_edges(
             statements, text = (*printed.hoisted, *printed.early), printed.result
         found.append(PrintedEdge(edge.lowest, edge.slope, edge.offset, statements, text))
     return tuple(found)
+
+
+def print_bounds(
+    captures: Captures | None, traits: Traits
+) -> tuple[tuple[PrintedEdge, ...], tuple[PrintedEdge, ...] | None]:
+    """The edges of the keys that a mask_mod keeps, and of those that it keeps of all rows.
+
+    The second is None if nothing is known of these.
+    """
+    if captures is None:
+        return (), None
+    form = mask_form(captures.mod.expr, INDEX_RANGES)
+    free = form.free_edges
+    kept = print_edges(captures, form.edges, traits)
+    return kept, None if free is None else print_edges(captures, free, traits)
