@@ -15,7 +15,7 @@ from flexattn.kernels.base.arguments import (
 )
 from flexattn.kernels.base.source import Source, make_source
 from flexattn.kernels.hopper.config import BOX, BOXED_REGISTERS, HopperPrefillConfig
-from flexattn.kernels.printers.mask_printer import print_bounds
+from flexattn.kernels.printers.mask_printer import print_key_bounds
 from flexattn.kernels.printers.spelling import signature_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.problem import Structure
@@ -112,7 +112,7 @@ def ragged_context(
     edges, free_edges: bounds of the keys that a mask keeps, and of those that it keeps of all
     rows; None where nothing is known of these.
     """
-    edges, free_edges = print_bounds(form.mask, traits)
+    edges, free_edges = print_key_bounds(form.mask, traits)
     captured: list[str] = []
     if any(edge.statements for edge in (*edges, *(free_edges or ()))):
         captured = [each.name for each in captured_arguments(form.mask)]

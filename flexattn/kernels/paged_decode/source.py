@@ -25,7 +25,7 @@ from flexattn.kernels.paged_decode.reads import (
 )
 from flexattn.kernels.printers.mask_printer import (
     MaskParts,
-    print_bounds,
+    print_key_bounds,
     whole_mask,
 )
 from flexattn.kernels.printers.score_printer import PrintedScore, whole_score
@@ -252,7 +252,7 @@ def _shared(
 ) -> dict[str, object]:
     """The variables of the templates of both kernels."""
     traits = _traits(form, device, dialect, rowwise=False)
-    found, free = print_bounds(None if form.prefix else form.mask, traits)
+    found, free = print_key_bounds(None if form.prefix else form.mask, traits)
     captures = [argument.name for argument in captured_arguments(form.mask)]
     captured = captures if found else []
     names = [each.name for each in _described(form)]

@@ -208,7 +208,7 @@ def print_edges(
     return tuple(found)
 
 
-def print_bounds(
+def print_key_bounds(
     captures: Captures | None, traits: Traits
 ) -> tuple[tuple[PrintedEdge, ...], tuple[PrintedEdge, ...] | None]:
     """The edges of the keys that a mask_mod keeps, and of those that it keeps of all rows.
