@@ -75,11 +75,10 @@ def _below(every: Iterable[Standing]) -> Iterable[str]:
         )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
-    argparse.ArgumentParser(
-        prog="python -m bench.static_defaults", description=__doc__
-    ).parse_args()
+    parser = argparse.ArgumentParser(prog="python -m bench.static_defaults", description=__doc__)
+    parser.parse_args(argv)
     print(table([standing(each) for each in measured()]))
     return 0
 
