@@ -59,7 +59,7 @@ class Sizes:
     """The sizes of the traffic.
 
     longest: keys of a prompt or request. batch: of a prompt, at most. requests: of a plan. warmed:
-    the one length that warm() is told.
+    the one length that warm() compiles for.
     """
 
     heads: tuple[int, int] = (24, 6)

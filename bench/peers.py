@@ -143,7 +143,7 @@ class _Exactly:
 
 
 def exactly_trained(given: Mapping[str, Any], backend: str = "GLUON") -> Peer:
-    """Ours whose backward has a backend's default but for fields that no option can say."""
+    """Ours with a config of the backward: a backend's default with these fields changed."""
 
     def build(x: Inputs) -> Ready:
         made = ours_with({"BACKEND": backend})(x)

@@ -76,7 +76,7 @@ class _Numbered(ast.NodeTransformer):
         self.bound_by_function: set[str] = set()
 
     def number(self, name: str) -> str:
-        """The number that stands for a name here; the name itself where nothing here binds it."""
+        """The number of a name in this scope; the name itself if nothing here binds it."""
         if self.function is not None and name in self.function:
             return self.function[name]
         if name in self.kept:

@@ -56,7 +56,7 @@ def register_sglang() -> None:
 
 
 def _sglang_backend(runner: Any) -> Any:
-    """SGLang's backend of a ModelRunner; its classes are imported when one is asked for."""
+    """SGLang's backend of a ModelRunner; its classes are imported at the first call."""
     from flexattn.integrations.sglang import FlexattnBackend
 
     return FlexattnBackend(runner)

@@ -140,7 +140,7 @@ def read_graph(graph: GraphModule, kind: str, captures: Sequence[Captured | None
 
 
 def _is_number(node: Node, captured: Captured) -> bool:
-    """True if a captured tensor stands for a Python number: nothing but its value is read."""
+    """True if a captured tensor is a Python number in the graph: only its value is read."""
     if captured.shape or not captured.on_cpu or captured.dtype not in ("float64", "int64"):
         return False
     return bool(node.users) and all(user.target is _READ for user in node.users)

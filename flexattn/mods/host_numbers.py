@@ -153,7 +153,7 @@ class Recording:
         return None
 
     def tensor(self, number: HostNumber, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor that stands in a number's place where it meets others."""
+        """A tensor in place of a number, for operations with other tensors."""
         self.arguments[number.text] = number.value
         with no_dispatch():
             found = torch.zeros((), dtype=dtype, device=self.device)

@@ -153,8 +153,6 @@ def _check(asked: dict[str, Any]) -> None:
             raise InputError(f"DecodePlan({told})", rule)
 
 
-# Tiles of rows of each SM, of the smallest batch whose prefills have a kernel of their own.
-_LEAST_TILES = 1
 # What 32 bits count beyond a batch's tiles: kernels add their number of programs.
 _UNCOUNTED = 2**16
 
@@ -172,7 +170,8 @@ class Kernels(NamedTuple):
     """The kernels that a plan launches. programs: of the serving kernel; merges: of the merging
     one.
 
-    attend: None if all requests are prefills. combine: None also for a shared prefix, whose parts
+    config: of the serving kernel. attend: None if all requests are prefills; choice is then that
+    of the prefills' kernel. combine: None also for a shared prefix, whose parts
     the last kernel of its cascade merges. row_tiles: the most that one KV head has. gpu: its
     index, -1 where there is none. prefills: None where the serving kernel serves them too.
     """
@@ -215,17 +214,17 @@ def build(problem: ServingProblem, device: torch.device, config: ServingConfig |
     if prefills is not None and problem.total_q:
         problem = in_phase(problem, "decode")
     found = _counted(plan_candidates(problem, target, config))
-    if prefills is None or problem.total_q:
-        choice = first_served(found, problem, target, compiled, memory())
-    else:  # the numbers of a kernel that nobody launches
-        choice = next(found).choice()
+    if prefills is not None and not problem.total_q:
+        only: Any = next(found).config
+        return Kernels(prefills.choice, only, index, None, None, 0, 0, 0, prefills)
+    choice = first_served(found, problem, target, compiled, memory())
     chosen: Any = choice.config
     grid = PAGED_DECODE.grid(problem, chosen, target)
     merges = PAGED_DECODE.merges(problem, chosen, target)
-    kernels = choice.kernels[0] if choice.kernels else None, choice.merger
     return Kernels(
-        choice, chosen, index, *kernels, grid.programs, merges, grid.num_tiles, prefills
-    )
+        choice, chosen, index, choice.kernels[0], choice.merger, grid.programs, merges,
+        grid.num_tiles, prefills,
+    )  # fmt: skip
 
 
 def in_phase(problem: ServingProblem, phase: Phase) -> ServingProblem:
@@ -240,7 +239,7 @@ def _prefill_kernels(
 
     It can split a request's keys between SMs, which batches of few rows need.
     """
-    few = problem.rows * problem.Hq < _LEAST_TILES * CONSUMER_ROWS * target.num_sms
+    few = problem.rows * problem.Hq < CONSUMER_ROWS * target.num_sms
     short = min(problem.q_len, problem.kv_len) <= DECODE_QUERIES
     if few or short or not PREFILL.offered(target):
         return None

@@ -178,10 +178,11 @@ class DecodePlan:
         self.config, self.origin, self._gpu = kernels.config, kernels.choice.origin, kernels.gpu
         where, rows = self.device, m.rows
         self._slots = part_slots(
-            self.form, self.config, self._kernels.target,
-            kernels.row_tiles, m.kv_len,
-        )  # fmt: skip
-        words = workspace(self.form, self.config, self._kernels.target, self._slots)
+            self.form, self.config, kernels.target, kernels.row_tiles, m.kv_len
+        )
+        words = 0  # without the serving kernel
+        if kernels.attend is not None:
+            words = workspace(self.form, self.config, kernels.target, self._slots)
         # Nobody has left a part yet; who awaits one leaves its words so again.
         empty = torch.full((words,), UNWRITTEN, dtype=torch.int32, device=where)
         self._workspace = empty.view(torch.float32)
@@ -200,15 +201,15 @@ class DecodePlan:
         self._names: tuple[str, ...] = _TENSORS
         self._listed: dict[str, Tensor] = {}
         if prefills is not None:
-            # The first one stays a tile of some request where a batch has none.
+            # In a batch without a prefill the first one is a tile of some request.
             sizes = {"ROW_TILES": 2 + 2 * prefills.grid.num_tiles, "COUNTER": 1, "PREFILLS": m.B}
             self._listed = {
                 name: torch.zeros(words, dtype=torch.int32, device=where)
                 for name, words in sizes.items()
             }
             # Programs that await parts of others give up where prefills hold the SMs for long.
-            waits = where.type != "cuda" or self._given_up is not None
-            self._beside = None if waits else Beside(where)
+            alone = kernels.attend is None or self._given_up is not None
+            self._beside = None if alone or where.type != "cuda" else Beside(where)
             # By how many SMs a run shares out the work of its prefills: 1 keeps all of them.
             self._num_sms = kernels.target.num_sms
             # Tiles of rows that end within a request are stored by address.
@@ -453,8 +454,7 @@ class DecodePlan:
         own = fixed | self._addresses(self._listed)
         own |= {
             "capacity": kernels.grid.num_tiles, "num_sms": self._num_sms, "Hq": m.Hq,
-            "stride_oh": m.head_dim_v,
-            "group": self.form.group, "sm_scale": self.scale,
+            "stride_oh": m.head_dim_v, "group": self.form.group, "sm_scale": self.scale,
         }  # fmt: skip
         rows = {"Q": q.flatten(0, -3), "OUT": out.flatten(0, -3)}
         boxes = {name: box_of(x.transpose(0, 1)[None]) for name, x in rows.items()}

@@ -38,7 +38,7 @@ from flexattn.mods.expr import Expr, Mod, computed, const, integer, once, walk
 from flexattn.mods.ops import dtype_of, is_float, is_int
 from flexattn.mods.simplify import applied, clamped, make
 
-# What a tile is told by; each with the numbers that it never leaves.
+# The variables of a tile's corners, each with the largest number that it has.
 _LENGTH, _HEADS = 2**30, 2**20
 CORNERS = {"b": _LENGTH, "h": _HEADS, **dict.fromkeys(("q_lo", "q_hi", "kv_lo", "kv_hi"), _LENGTH)}
 # Numbers from memory and captured numbers beyond this decide nothing.

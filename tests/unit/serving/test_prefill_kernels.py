@@ -80,6 +80,7 @@ def test_one_kernel_serves_all(planned, asked):
 def test_a_plan_of_prefills_alone_has_no_other_kernel(planned):
     found = planned(problem=served(8, 512, 0, 8192, 32, 8, 128, 128, BF16, BF16, 16, mask=MASK))
     assert found.attend is None and found.combine is None
+    assert found.choice is found.prefills.choice
     assert "PREFILLS" not in found.prefills.row_tiles.source.text
     assert found.prefills.grid.num_tiles >= 8 * 512 // 128
 
