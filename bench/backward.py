@@ -10,8 +10,8 @@ compiled flex_attention runs where it is named.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +33,6 @@ from bench.rows import Row, backward_rows
 from bench.runner import Kind, Method, poison
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.triton_backward.config import BackwardConfig
-
-__all__ = ["BACKWARD", "METHOD", "Backward", "allowed", "run", "variant"]
 
 # Five products where the forward has two.
 BACKWARD_FLOPS = 2.5
@@ -137,12 +135,10 @@ def _is_option(name: str) -> bool:
     return name.isupper() or name.startswith("num_")
 
 
-def run(argv: Sequence[str] | None = None) -> int:
-    """The bench's command; the status as bench.command.main's."""
-    return main(
-        "backward", backward_rows(), METHOD, argv, known=BACKWARD_PEERS, named=TORCH_PEERS,
-        variant=variant, kind=BACKWARD,
-    )  # fmt: skip
+run = partial(
+    main, "backward", backward_rows(), METHOD, known=BACKWARD_PEERS, named=TORCH_PEERS,
+    variant=variant, kind=BACKWARD,
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,8 @@ import torch
 from bench.command import main
 from bench.peers import OURS
 from bench.results import Gate
-from bench.runner import Kind, Method, Uncounted, wall_us, walls
+from bench.runner import Kind, Method, Uncounted, in_turns, wall_us
 from flexattn import catalogue, create_block_mask
-
-__all__ = ["BLOCKS", "ROWS", "MaskRow", "run"]
 
 LONG, LONGEST = 65536, 1048576
 DOCUMENTS, CANVAS = 64, 256
@@ -97,13 +96,8 @@ def _judge(call: Masked, x: Masked) -> Gate:
     return Gate(ms <= x.row.limit_ms and (x.row.length != LONG or over <= BEYOND), said)
 
 
-BLOCKS = Kind(_make, _judge, lambda peer, x: x, race=walls)
-
-
-def run(argv: Sequence[str] | None = None) -> int:
-    """The bench's command; the status as bench.command.main's."""
-    return main("blocks", ROWS, METHOD, argv, known={OURS: OURS}, named={}, kind=BLOCKS)
-
+BLOCKS = Kind(_make, _judge, lambda peer, x: x, race=in_turns(wall_us))
+run = partial(main, "blocks", ROWS, METHOD, known={OURS: OURS}, kind=BLOCKS)
 
 if __name__ == "__main__":
     sys.exit(run())

@@ -26,6 +26,7 @@ import tarfile
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,6 @@ from bench.same_programs import canonical, used_by
 from flexattn.records.codec import decode_record, encode
 from flexattn.records.layers import recorded_default, same_tiles
 from flexattn.records.store import Store
-
-__all__ = ["FORMER_ARGUMENTS", "carry", "main", "programs", "verdict"]
 
 ROOT = Path(__file__).resolve().parent.parent
 CHILD = Path(__file__).with_name("carry_child.py")
@@ -149,27 +148,17 @@ def _extract(revision: str, folder: Path) -> None:
 
 def _rendered(trees: Sequence[Path], root: Path) -> list[dict[str, Any]]:
     """The kernels that each tree renders of the records below a root, both at once."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-", str(root)], cwd=tree, text=True,
-            env={**os.environ, "PYTHONPATH": str(tree)},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )
-        for tree in trees
-    ]  # fmt: skip
     source = CHILD.read_text(encoding="utf-8")
-    for child in started:
-        assert child.stdin is not None
-        child.stdin.write(source)
-        child.stdin.close()
-    found = []
-    for child, tree in zip(started, trees, strict=True):
-        assert child.stdout is not None
-        text = child.stdout.read()
-        if child.wait():
-            raise RuntimeError(f"the renderer of {tree} ended with status {child.returncode}")
-        found.append(json.loads(text.splitlines()[-1]))
-    return found
+
+    def rendered(tree: Path) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, "-", str(root)], cwd=tree, text=True, input=source, check=True,
+            env={**os.environ, "PYTHONPATH": str(tree)}, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        return json.loads(done.stdout.splitlines()[-1])
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(rendered, trees))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ from random import Random
 from bench.random_draw import MODELS, SEEDS
 from bench.serving_rows import ServingRow, Variant
 
-__all__ = ["chunk_rows", "drawn_chunks"]
-
 # New tokens and keys of each request, then what differs from 32:8 heads of 128, pages of 16.
 _K = 1024
 NAMED: tuple[tuple[str, tuple[int, ...], tuple[int, ...], dict[str, int]], ...] = (

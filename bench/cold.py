@@ -1,129 +1,84 @@
-"""Cold starts: the first call of a tuned problem in fresh processes.
-
-    python -m bench.cold --out cold.json
+"""`python -m bench.cold`: the time of the first call of a tuned problem, in fresh processes.
 
 The config comes from a record; its kernel is compiled, taken from Triton's cache or loaded as a
-binary. Each sample is a process of its own. Imports and the CUDA context are timed apart, and so
-is what only a trace or a compile imports; the first call is everything else.
+binary. Each sample is a process of its own. What `bench.cold_child` times apart (imports, the CUDA
+context, the block mask) goes to stderr. A row is red where its record does not serve, where ways
+of starting compute different outputs, and where a process with binaries compiles or traces.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.cold_child import LENGTHS
+from bench.command import main, named
+from bench.peers import OURS
+from bench.results import Gate
+from bench.runner import Kind, Method, Uncounted, in_turns
 from bench.time_limit import SECONDS
 
-__all__ = ["MODES", "main", "table"]
-
 # Whether Triton's cache is kept between processes, and whether the exported directory is named.
-MODES = {
-    "empty Triton cache": (False, False),
-    "warm Triton cache": (True, False),
-    "binaries": (False, True),
-}
+WARM, EMPTY, BINARIES = (
+    f"{OURS} {how}" for how in ("warm Triton cache", "empty Triton cache", "binaries")
+)
 ROOT = Path(__file__).resolve().parent.parent
+METHOD = Method(rounds=5)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench; the status is 1 where a process with binaries compiled or traced.
+@dataclass(frozen=True)
+class ColdRow(Uncounted):
+    """A kind of call, as `bench.cold_child` names it."""
 
-    Raises RuntimeError for a process that was not served by the record.
-    """
-    parser = argparse.ArgumentParser(prog="python -m bench.cold", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="processes of each kind and mode")
-    parser.add_argument("--kinds", nargs="+", choices=LENGTHS, default=list(LENGTHS))
-    parser.add_argument(
-        "--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE",
-        help=f"out of {', '.join(map(repr, MODES))}",
-    )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write every sample")
-    args = parser.parse_args(argv)
-    import torch
-
-    from bench.environment import describe
-    from bench.results import write
-
-    if not torch.cuda.is_available():
-        print("no GPU is visible to torch: a cold start is one of a GPU", file=sys.stderr)
-        return 2
-    found: dict[str, dict[str, list[Any]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        folders = [Path(folder) / kind for kind in args.kinds]
-        # How good the configs are does not matter here: their tunings may disturb each other.
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(_export, args.kinds, folders))
-        for kind, own in zip(args.kinds, folders, strict=True):
-            found[kind] = _samples(kind, args.modes, args.rounds, own)
-    if args.out:
-        report = {"schema": 1, "bench": "cold", "environment": describe(), "samples": found}
-        write(report, args.out)
-    print(table(found))
-    loaded = (each for modes in found.values() for each in modes.get("binaries", ()))
-    return int(any(map(_worked, loaded)))
+    name: str
+    group = "cold"
 
 
-def table(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> str:
-    """Median milliseconds of each step, a row for each kind and mode."""
-    steps = list(next(iter(next(iter(found.values())).values()))[0]["seconds"])
-    head = ["first call of", "with", *(f"{name} ms" for name in steps), "compiled", "traced"]
-    lines = [head, ["---"] * len(head)]
-    for kind, modes in found.items():
-        for mode, samples in modes.items():
-            medians = [
-                1e3 * statistics.median(s["seconds"][name] for s in samples) for name in steps
-            ]
-            worked = [max(s[name] for s in samples) for name in ("compiled", "traces")]
-            lines.append([kind, mode, *(f"{ms:.1f}" for ms in medians), *map(str, worked)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+ROWS = tuple(map(ColdRow, LENGTHS))
 
 
-def _export(kind: str, folder: Path) -> None:
-    folder.mkdir()
-    own = {"TRITON_CACHE_DIR": str(folder / "warm"), "FLEXATTN_CACHE_DIR": str(folder / "none")}
-    _child(own, "export", kind, str(folder / "exported"))
+@dataclass(frozen=True)
+class Exported:
+    """A row's record and exported directory, in a folder that goes with it; sums of outputs."""
+
+    row: ColdRow
+    folder: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
+    checksums: dict[str, float] = field(default_factory=dict)
 
 
-def _samples(kind: str, modes: Sequence[str], rounds: int, folder: Path) -> dict[str, list[Any]]:
-    """Modes in turns, so that a machine that warms up warms up for all of them."""
-    exported = folder / "exported"
-    found: dict[str, list[Any]] = {mode: [] for mode in modes}
-    for _ in range(rounds):
-        for mode in modes:
-            warm, binaries = MODES[mode]
-            with tempfile.TemporaryDirectory(dir=folder) as empty:
-                cache = str(folder / "warm") if warm else empty
-                environment = {
-                    "TRITON_CACHE_DIR": cache,
-                    "FLEXATTN_CACHE_DIR": empty,
-                    "FLEXATTN_CACHE": str(folder / "records"),
-                }
-                if binaries:
-                    environment["FLEXATTN_BINARIES"] = str(exported)
-                compiler = "none" if binaries else "compiler"
-                found[mode].append(_child(environment, "run", kind, compiler))
-    if {each["how"] for samples in found.values() for each in samples} != {"hit"}:
-        raise RuntimeError(f"{kind}: a process was not served by the record")
-    if len({each["checksum"] for samples in found.values() for each in samples}) != 1:
-        raise RuntimeError(f"{kind}: the modes computed different outputs")
-    return found
+@dataclass(frozen=True)
+class Start:
+    """A way to start; a call is a fresh process, and gives what it did."""
+
+    name: str
+    x: Exported
+
+    def __call__(self) -> dict[str, Any]:
+        folder, binaries = Path(self.x.folder.name), self.name == BINARIES
+        with tempfile.TemporaryDirectory() as empty:
+            own = {
+                "TRITON_CACHE_DIR": str(folder / "warm") if self.name == WARM else empty,
+                "FLEXATTN_CACHE_DIR": empty,
+                "FLEXATTN_CACHE": str(folder / "records"),
+            }
+            own |= {"FLEXATTN_BINARIES": str(folder / "exported")} if binaries else {}
+            found = child(own, "run", self.x.row.name, "none" if binaries else "compiler")
+        print(self.name, found["seconds"], file=sys.stderr, flush=True)
+        return found
 
 
-def _child(environment: Mapping[str, str], *arguments: str) -> Any:
+def child(environment: Mapping[str, str], *arguments: str) -> dict[str, Any]:
+    """The answer of a fresh `bench.cold_child`. Raises RuntimeError where it failed."""
     ours = ("FLEXATTN_BINARIES", "FLEXATTN_CACHE", "FLEXATTN_MODE")
     kept = {name: value for name, value in os.environ.items() if name not in ours}
-    started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "bench.cold_child", *arguments],
         env=kept | dict(environment), cwd=ROOT, capture_output=True, text=True, check=False,
@@ -131,14 +86,33 @@ def _child(environment: Mapping[str, str], *arguments: str) -> Any:
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"bench.cold_child {' '.join(arguments)} failed:\n{done.stderr}")
-    took = time.perf_counter() - started
-    print(f"[{took:.1f} s] {' '.join(arguments[:2])}", file=sys.stderr, flush=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def _worked(sample: Mapping[str, Any]) -> bool:
-    return bool(sample["compiled"] or sample["traces"])
+def _make(row: ColdRow, method: Method) -> Exported:
+    x = Exported(row)
+    folder = Path(x.folder.name)
+    own = {"TRITON_CACHE_DIR": str(folder / "warm"), "FLEXATTN_CACHE_DIR": str(folder / "none")}
+    child(own, "export", row.name, str(folder / "exported"))
+    return x
+
+
+def judge(start: Start, x: Exported) -> Gate:
+    """The gate of one more process."""
+    found = start()
+    x.checksums[start.name] = found["checksum"]
+    worked = start.name == BINARIES and (found["compiled"] or found["traces"])
+    right = found["how"] == "hit" and len(set(x.checksums.values())) == 1 and not worked
+    facts = {name: value for name, value in found.items() if name != "seconds"}
+    return Gate(right, f"{start.name}: {facts}")
+
+
+COLD = Kind(
+    _make, judge, Start, race=in_turns(lambda start: 1e6 * start()["seconds"]["first call"])
+)
+run = partial(main, "cold", ROWS, METHOD, known=named(EMPTY, WARM, BINARIES), kind=COLD)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

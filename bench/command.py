@@ -15,64 +15,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from bench.peers import OURS, PEERS, TEMPLATES, Peer, ours_exactly, ours_with
+from bench.peers import OURS, PEERS, Peer, ours_exactly, ours_with
 from bench.results import Report, RowResult, load, merge, save
-from bench.runner import FORWARD, Kind, Method, prepare, run
+from bench.runner import FORWARD, Kind, Method, prepare, profile, run
 from bench.table import markdown
 from flexattn.errors import FlexAttnError, InputError
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConfig
 
-__all__ = ["chosen_rows", "main", "matching", "parse_config", "typed"]
-
 T = TypeVar("T")
-
-
-def main(
-    bench: str,
-    rows: Sequence[Any],
-    method: Method,
-    argv: Sequence[str] | None = None,
-    known: Mapping[str, Any] = PEERS,
-    named: Mapping[str, Any] = TEMPLATES,
-    variant: Callable[[str], Any] | None = None,
-    kind: Kind = FORWARD,
-) -> int:
-    """Run a bench; the status is 0, 1 if ours has no time in some row, 2 for a bad request.
-
-    known: the peers there are; named: those that run where they are asked for. variant: ours with
-    the text of --config. kind: how rows are made, called and judged.
-    """
-    args = _parser(bench, method, known, named).parse_args(argv)
-    method = replace(method, rounds=args.rounds, min_ms=args.min_ms)
-    if args.host:
-        bench, method = "host", replace(method, clock="host", graph=False, flush_l2=False)
-    try:
-        chosen = chosen_rows(rows, args.rows)
-        peers = _peers(args.peers, args.config, known, named, variant)
-        if args.list:
-            print("\n".join(row.name for row in chosen))
-            return 0
-        if args.merge:
-            report = merge([load(path) for path in args.merge])
-        elif not torch.cuda.is_available():
-            raise InputError(
-                "no GPU is visible to torch", "a bench times a GPU", "run `make demo` without one"
-            )
-        elif args.part:
-            index, count = map(int, args.part.split("/"))
-            prepare(chosen[index::count], peers, method, kind)
-            return 0
-        else:
-            _compile_ahead(min(args.jobs, len(chosen) // 2))
-            progress = _progress(len(chosen), args.out)
-            report = run(bench, chosen, peers, method, progress, kind, args.seconds)
-    except FlexAttnError as e:
-        print(e, file=sys.stderr)
-        return 2
-    if args.out:
-        save(report, args.out)
-    print(markdown(report))
-    return 1 if any(_ours_missing(row) for row in report.rows) else 0
 
 
 def _compile_ahead(jobs: int) -> None:
@@ -90,6 +40,11 @@ def _compile_ahead(jobs: int) -> None:
 def _ours_missing(row: RowResult) -> bool:
     red = any(not gate.passed for gate in row.gates.values())
     return red or OURS in row.refused or (OURS in row.samples and not row.samples[OURS].us)
+
+
+def named(*names: str) -> dict[str, str]:
+    """Peers that are their names: a row's kind knows what each is."""
+    return dict(zip(names, names, strict=True))
 
 
 def matching(
@@ -128,18 +83,18 @@ def _peers(
     names: str,
     configs: Sequence[str],
     known: Mapping[str, Any],
-    named: Mapping[str, Any] = TEMPLATES,
-    variant: Callable[[str], Any] | None = None,
+    named: Mapping[str, Any],
+    variant: Callable[[str], Any],
 ) -> dict[str, Any]:
     asked, known = names.split(",") if names else list(known), {**known, **named}
     unknown = sorted(set(asked) - set(known))
     if unknown:
         raise InputError(f"--peers {', '.join(unknown)}", f"the peers are {', '.join(known)}")
-    variants = {f"{OURS} {text}": (variant or _variant)(text) for text in configs}
+    variants = {f"{OURS} {text}": variant(text) for text in configs}
     return {name: known[name] for name in asked} | variants
 
 
-def _variant(text: str) -> Peer:
+def config_variant(text: str) -> Peer:
     """Ours with kernel options, or with a config of the Gluon template: "consumers=2,…"."""
     given = parse_config(text)
     if "consumers" not in given:
@@ -155,6 +110,57 @@ def typed(given: Mapping[str, int | str], config: type) -> dict[str, Any]:
     """The fields of a config by name, with truth values where the config has them."""
     switches = {each.name for each in fields(config) if each.type == "bool"}
     return {key: bool(value) if key in switches else value for key, value in given.items()}
+
+
+def main(
+    bench: str,
+    rows: Sequence[Any],
+    method: Method,
+    argv: Sequence[str] | None = None,
+    known: Mapping[str, Any] = PEERS,
+    named: Mapping[str, Any] = {},
+    variant: Callable[[str], Any] = config_variant,
+    kind: Kind = FORWARD,
+) -> int:
+    """Run a bench; the status is 0, 1 if ours has no time in some row, 2 for a bad request.
+
+    known: the peers there are; named: those that run where they are asked for. variant: ours with
+    the text of --config. kind: how rows are made, called and judged.
+    """
+    args = _parser(bench, method, known, named).parse_args(argv)
+    method = replace(method, rounds=args.rounds, min_ms=args.min_ms)
+    if args.host:
+        bench, method = "host", replace(method, clock="host", graph=False, flush_l2=False)
+    try:
+        chosen = chosen_rows(rows, args.rows)
+        peers = _peers(args.peers, args.config, known, named, variant)
+        if args.list:
+            print("\n".join(row.name for row in chosen))
+            return 0
+        if args.merge:
+            report = merge([load(path) for path in args.merge])
+        elif not torch.cuda.is_available():
+            raise InputError(
+                "no GPU is visible to torch", "a bench times a GPU", "run `make demo` without one"
+            )
+        elif args.part:
+            index, count = map(int, args.part.split("/"))
+            prepare(chosen[index::count], peers, method, kind)
+            return 0
+        elif args.profile:
+            profile(chosen, peers, method, kind)
+            return 0
+        else:
+            _compile_ahead(min(args.jobs, len(chosen) // 2))
+            progress = _progress(len(chosen), args.out)
+            report = run(bench, chosen, peers, method, progress, kind, args.seconds)
+    except FlexAttnError as e:
+        print(e, file=sys.stderr)
+        return 2
+    if args.out:
+        save(report, args.out)
+    print(markdown(report))
+    return 1 if any(_ours_missing(row) for row in report.rows) else 0
 
 
 def _progress(total: int, out: Path | None) -> Callable[[Report, float], None]:
@@ -192,5 +198,7 @@ def _parser(
         help="run nothing; make one table, and --out, of these")  # fmt: skip
     add("--host", action="store_true", help="time the host's part of a call instead")
     add("--jobs", type=int, default=8, help="processes that compile ours before the first row")
+    add("--profile", action="store_true", help="call each peer once between a profiler's marks: "
+        "ncu --set full --profile-from-start off -o report python -m …")  # fmt: skip
     add("--part", default="", help=argparse.SUPPRESS)
     return parser

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from bench.command import main
+from bench.command import main, named
 from bench.peers import OURS
 from bench.results import Gate
-from bench.runner import Kind, Method, Uncounted, wall_us
+from bench.runner import Kind, Method, Uncounted, in_turns, wall_us
 from flexattn.integrations.transformers import serve_batches
-from flexattn.measure.timing import Samples
-
-__all__ = ["ROWS", "BatchingRow", "run"]
 
 METHOD = Method(rounds=1)
 SETTINGS: dict[str, Any] = {
@@ -120,20 +117,17 @@ def _serve(manager: Any, prompts: list[list[int]], tokens: int) -> None:
         done += result is not None and result.is_finished()
 
 
-def _race(calls: Mapping[str, Server], x: Batches, method: Method) -> dict[str, Samples]:
-    return {
-        name: Samples((each.us(x.prompts, x.row.tokens),), calls=1) for name, each in calls.items()
-    }
-
-
 # transformers' tests and ours hold the tokens; a run is not judged.
-BATCHING = Kind(_make, lambda call, x: Gate(True, "not judged"), Server, race=_race)
+BATCHING = Kind(
+    _make,
+    lambda call, x: Gate(True, "not judged"),
+    Server,
+    race=in_turns(lambda server: server.us(server.x.prompts, server.x.row.tokens)),
+)
 
 
-def run(argv: Sequence[str] | None = None) -> int:
-    """The bench's command; the status as bench.command.main's."""
-    known = {name: name for name in (OURS, "flash_attention_3", "flash_attention_2", "sdpa")}
-    return main("continuous_batching", ROWS, METHOD, argv, known=known, named={}, kind=BATCHING)
+PEERS = named(OURS, "flash_attention_3", "flash_attention_2", "sdpa")
+run = partial(main, "continuous_batching", ROWS, METHOD, known=PEERS, kind=BATCHING)
 
 
 if __name__ == "__main__":

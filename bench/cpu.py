@@ -26,8 +26,6 @@ from flexattn.catalogue import alibi, causal
 from flexattn.frontend import on_cpu
 from flexattn.frontend.install import torch_own
 
-__all__ = ["BARS", "CPU", "ROWS", "CpuRow", "main"]
-
 TORCH = "torch"
 # At most so many times the time of torch's compiled call.
 BARS = {"compiled": 1.05, "installed": 1.05, "eager": 1.3}

@@ -19,8 +19,6 @@ from bench.random_draw import random_rows
 from bench.rows import decode_rows, host_rows
 from bench.runner import Method
 
-__all__ = ["FIRST", "GROWING", "growing"]
-
 METHOD = Method(rounds=20, min_ms=5.0, flush_l2=True, graph=True)
 # The keys of its first call; in each later one there is a key more, up to the row's.
 GROWING, FIRST = "host-growing", 4097

@@ -20,8 +20,6 @@ from flexattn.report.drawing import (
     svg,
 )
 
-__all__ = ["bars", "cells", "curve"]
-
 _SERIES: tuple[Role, ...] = ("win", "r3", "oth", "r1")
 _SHADES = ("#ffffff", "#dbe8f5", "#b3cfea", "#84b0dc", "#568fca", "#2f72b8", "#0b5cad", "#083f78")
 _REMOVED = "#d8d8d8"

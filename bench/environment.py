@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["clocks", "describe"]
-
 SMI_FIELDS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu")
 
 

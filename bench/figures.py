@@ -28,8 +28,6 @@ from bench.table import ratios
 from flexattn.block_mask.visual import visualize
 from flexattn.catalogue import causal, document as of_document, document_ids
 
-__all__ = ["PICTURES", "VERBS", "main", "pages", "rewritten"]
-
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench/results"
 FIGURE = re.compile(r"<!--= ([^>]+?) -->(.*?)<!--\.-->", re.DOTALL)
@@ -43,7 +41,6 @@ NAMES = {
     "torch-sdpa": "SDPA",
     "flashinfer": "FlashInfer",
     "flashinfer-tc": "FlashInfer, tensor cores",
-    "flashinfer-cascade": "FlashInfer, cascade",
     "flexattn-triton": "flexattn, Triton",
     "flexattn-gluon": "flexattn, Gluon",
     "flexattn-contiguous": "flexattn, contiguous",

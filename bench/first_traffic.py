@@ -41,8 +41,6 @@ from flexattn.mods.bind import stats
 from flexattn.runtime.build import builder
 from flexattn.serving import DecodePlan
 
-__all__ = ["LIMIT_MS", "SIZES", "Sizes", "faults", "main", "run", "table", "workload"]
-
 # The longest stall that the warm-up may leave.
 LIMIT_MS = 50.0
 # What FLEXATTN_MODE is, by how a process is called in the results.

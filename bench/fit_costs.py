@@ -24,8 +24,6 @@ from flexattn.kernels.hopper import cost as hopper, space
 from flexattn.kernels.triton import cost as triton, defaults
 from flexattn.problem import Problem
 
-__all__ = ["MODELS", "Model", "Row", "fitted", "judged", "main", "rows_of"]
-
 # In a fit, what a config counts that the model does not choose among.
 ASIDE = 0.2
 

@@ -14,8 +14,6 @@ from bench.drawing import cells, curve
 from flexattn import catalogue
 from flexattn.block_mask.visual import visualize
 
-__all__ = ["GROUPS", "RACES", "Entry", "entry", "gallery", "picture"]
-
 GROUPS: dict[str, str] = {
     "Positions": "causal causal_offset sliding_window dilated_window head_windows prefix_lm",
     "Packed and padded batches": "document document_offsets padding",

@@ -4,34 +4,28 @@ Models of transformers with random weights: Llama's shape with both caches, its 
 not, beside sdpa; Gemma-2's and gpt-oss's beside their own eager. A token's time is the mean of 64,
 at lengths that no call had before; with a static cache transformers compiles the model by itself.
 Logits of the first 16 tokens are held to a float32 model's, all fed with its tokens: errors up to
-twice the rival's pass. FREE is the model without attention, each query its own answer: what no
-attention is faster than.
+twice the rival's pass.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.command import main
+from bench.command import main, named
 from bench.peers import OURS, Refusal
 from bench.results import Gate
-from bench.runner import Kind, Method, Uncounted
+from bench.runner import Kind, Method, Uncounted, in_turns
 from flexattn.frontend.launch_cache import launch_cache
 from flexattn.integrations.transformers import register
-from flexattn.measure.timing import Samples
-
-__all__ = ["FREE", "ROWS", "GenerationRow", "run"]
 
 SHORT, LONG = 16, 80
-FREE = "no attention"
-_FREE = "bench_no_attention"
 # Of the rival's error of the logits, as everywhere in the gate: see docs/gate.md.
 SLACK = 2.0
 METHOD = Method(rounds=7)
@@ -148,22 +142,6 @@ def judge(ours: Tensor, rivals: Tensor, exact: Tensor, rival: str) -> Gate:
     return Gate(mine <= SLACK * theirs, said)
 
 
-def _ms_a_token(model: Any, row: GenerationRow, given: tuple[Tensor, Tensor]) -> float:
-    """Of the tokens after the first SHORT; lengths are as new to ours as those of other texts."""
-    launch_cache.forget_lengths()
-    prompt, at = given[0].shape[1], []
-
-    def stamp(ids: Tensor, scores: Tensor) -> Tensor:
-        if ids.shape[1] - prompt in (SHORT, LONG):
-            torch.cuda.synchronize()
-            at.append(time.perf_counter())
-        return scores
-
-    _generated(model, row, given, LONG + 1, logits_processor=[stamp])
-    begin, end = at
-    return (end - begin) / (LONG - SHORT) * 1e3
-
-
 @dataclass(frozen=True)
 class Prompted:
     """A row's prompts, the exact logits and tokens after them, and the logits of its peers."""
@@ -188,6 +166,22 @@ class Generator:
             _generated(self.model, self.x.row, self.x.given, count)
 
 
+def _us_a_token(found: Generator) -> float:
+    """Of the tokens after the first SHORT; lengths are as new to ours as those of other texts."""
+    launch_cache.forget_lengths()
+    prompt, at = found.x.given[0].shape[1], []
+
+    def stamp(ids: Tensor, scores: Tensor) -> Tensor:
+        if ids.shape[1] - prompt in (SHORT, LONG):
+            torch.cuda.synchronize()
+            at.append(time.perf_counter())
+        return scores
+
+    _generated(found.model, found.x.row, found.x.given, LONG + 1, logits_processor=[stamp])
+    begin, end = at
+    return (end - begin) / (LONG - SHORT) * 1e6
+
+
 def _make(row: GenerationRow, method: Method) -> Prompted:
     # Rows share what is compiled in transformers: past the limit of its variants all run eagerly.
     torch.compiler.reset()
@@ -196,12 +190,11 @@ def _make(row: GenerationRow, method: Method) -> Prompted:
 
 
 def _prepare(name: str, x: Prompted) -> Generator | Refusal:
-    if name not in (x.row.rival, OURS, FREE):
+    if name not in (x.row.rival, OURS):
         return Refusal(f"its rival is {x.row.rival}")
     model = _model(x.row.model)
-    model.set_attn_implementation(_FREE if name == FREE else name)
-    if name != FREE:
-        x.logits[name] = _logits(model, x.row, x.given, x.tokens)[0]
+    model.set_attn_implementation(name)
+    x.logits[name] = _logits(model, x.row, x.given, x.tokens)[0]
     return Generator(name, model, x)
 
 
@@ -212,26 +205,6 @@ def _judge(found: Generator, x: Prompted) -> Gate:
     return judge(x.logits[OURS], x.logits[rival], x.exact, rival)
 
 
-def _race(calls: Mapping[str, Generator], x: Prompted, method: Method) -> dict[str, Samples]:
-    """Microseconds a token of all models in turns."""
-    us: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(method.rounds):
-        for name, each in calls.items():
-            us[name].append(1e3 * _ms_a_token(each.model, x.row, x.given))
-    return {name: Samples(tuple(found)) for name, found in us.items()}
-
-
-def register_free() -> None:
-    """Let models be made without attention: each query is its own answer, and no mask is made."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    def attend(module: Any, query: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, None]:
-        return query.transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register(_FREE, attend)
-    AttentionMaskInterface.register(_FREE, lambda *args, **more: None)
-
-
 def _exact(row: GenerationRow, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Logits and tokens of the same weights in float32, by the rival's attention."""
     model = _model(row.model, torch.float32)
@@ -239,17 +212,14 @@ def _exact(row: GenerationRow, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Te
     return _logits(model, replace(row, options={}), given, None)
 
 
-GENERATION = Kind(_make, _judge, _prepare, race=_race)
+GENERATION = Kind(_make, _judge, _prepare, race=in_turns(_us_a_token))
 
 
-def run(argv: Sequence[str] | None = None) -> int:
-    """The bench's command; the status as bench.command.main's."""
-    register(OURS)
-    register_free()
-    # A gate compares ours with the rival, which therefore comes first.
-    known = {name: name for name in ("sdpa", "eager", OURS, FREE)}
-    return main("generation", ROWS, METHOD, argv, known=known, named={}, kind=GENERATION)
+# A gate compares ours with the rival, which therefore comes first.
+PEERS = named("sdpa", "eager", OURS)
+run = partial(main, "generation", ROWS, METHOD, known=PEERS, kind=GENERATION)
 
 
 if __name__ == "__main__":
+    register(OURS)
     sys.exit(run())

@@ -15,11 +15,6 @@ from torch import Tensor
 
 from bench.rows import BLOCK, NATTEN, Row
 
-__all__ = [
-    "CHECKED", "E4M3", "Inputs", "attention", "check", "check_gradients", "make", "off",
-    "random_blocks",
-]  # fmt: skip
-
 E4M3, LARGEST = torch.float8_e4m3fn, 448.0
 # Rows of one head that are checked at once, and of a forward at most.
 PIECE, CHECKED = 512, 512

@@ -23,8 +23,6 @@ from flexattn.tune.replay import load_study, stored
 from flexattn.tune.tasks import plan_task, task_of
 from flexattn.tune.workload import Row, read
 
-__all__ = ["CONFIGS", "Measured", "measured", "paired", "tiles_of", "times"]
-
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 

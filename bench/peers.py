@@ -28,11 +28,6 @@ from flexattn.runtime.backward import prepare_backward
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import prepare_launch
 
-__all__ = [
-    "BACKWARD_PEERS", "OURS", "PEERS", "TEMPLATES", "TORCH_PEERS", "VARIED", "Peer", "Ready",
-    "Refusal", "call_of", "exactly_trained", "ours", "ours_exactly", "ours_with", "sdpa",
-]  # fmt: skip
-
 OURS = "flexattn"
 # The row beside which ours is also differentiated with options of training.
 VARIED = "d128-8k-causal"
@@ -319,7 +314,6 @@ PEERS: dict[str, Peer] = {
 TEMPLATES: dict[str, Peer] = {
     f"{OURS}-triton": ours_by("TRITON"),
     f"{OURS}-gluon": ours_by("GLUON"),
-    f"{OURS}-split": ours_with({"BACKEND": "TRITON_DECODE"}),
     "matmul": matmul,
 }
 BACKWARD_PEERS: dict[str, Peer] = {

@@ -10,8 +10,6 @@ from typing import Literal, TypeAlias
 from bench.rows import Mask, Row, Shape
 from bench.serving_rows import ServingRow
 
-__all__ = ["MODELS", "SEEDS", "Case", "Draw", "drawn", "random_rows"]
-
 SEEDS = (101, 202, 303)
 Draw: TypeAlias = Literal["prefill", "cross", "chunk", "decode", "paged"]
 # Of ten shapes. A chunk is a part of a prompt over a long cache, which the mask keeps whole.

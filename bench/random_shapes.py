@@ -38,8 +38,6 @@ from flexattn.tune.subject import method_for
 from flexattn.tune.tasks import plan_task
 from flexattn.tune.workload import Row as Call, ServedRow
 
-__all__ = ["BENCH", "cases", "gains", "main", "table", "task_of_case", "tuned_row"]
-
 BENCH = "random-shapes"
 DEFAULT, BEST, TUNED = "default", "best", "tuned"
 

@@ -12,8 +12,6 @@ from flexattn.errors import InputError
 from flexattn.measure.timing import Samples
 from flexattn.records.record import Failed
 
-__all__ = ["Gate", "Report", "RowResult", "load", "merge", "save", "write"]
-
 SCHEMA = 1
 
 

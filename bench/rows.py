@@ -6,11 +6,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal
 
-__all__ = [
-    "BLOCK", "DIMS", "DOCUMENTS", "MODELS", "Row", "Shape", "backward_rows", "decode_rows",
-    "host_rows", "mods_rows", "prefill_rows", "shape_rows",
-]  # fmt: skip
-
 Mask = Literal["full", "causal", "window", "documents", "blocks", "natten"]
 Score = Literal["none", "alibi", "softcap", "relative"]
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,22 +20,6 @@ from bench.results import Gate, Report, RowResult
 from bench.table import BAR
 from bench.time_limit import time_limit
 from flexattn.measure.timing import Samples, time_interleaved
-
-__all__ = [
-    "FORWARD",
-    "Kind",
-    "Method",
-    "Uncounted",
-    "forget",
-    "host_bursts",
-    "poison",
-    "prepare",
-    "run",
-    "run_row",
-    "timed",
-    "wall_us",
-    "walls",
-]
 
 
 class Uncounted:
@@ -92,13 +76,21 @@ def timed(calls: Mapping[str, Any], inputs: Any, method: Method) -> dict[str, Sa
     )  # fmt: skip
 
 
-def walls(calls: Mapping[str, Any], inputs: Any, method: Method) -> dict[str, Samples]:
-    """Calls in turns, each until the GPU has ended it: its wall time."""
-    us: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(method.rounds):
-        for name, call in calls.items():
-            us[name].append(wall_us(call))
-    return {name: Samples(tuple(found), calls=1) for name, found in us.items()}
+Race: TypeAlias = Callable[[Mapping[str, Any], Any, Method], dict[str, Samples]]
+
+
+def in_turns(us_of: Callable[[Any], float]) -> Race:
+    """A race of calls in turns, so that a machine that warms up warms up for all of them.
+
+    us_of: the microseconds of one call, which it makes.
+    """
+
+    def race(calls: Mapping[str, Any], inputs: Any, method: Method) -> dict[str, Samples]:
+        rounds = [[us_of(call) for call in calls.values()] for _ in range(method.rounds)]
+        taken = zip(calls, zip(*rounds, strict=True), strict=True)
+        return {name: Samples(us, calls=1) for name, us in taken}
+
+    return race
 
 
 def wall_us(call: Callable[[], Any]) -> float:
@@ -134,7 +126,7 @@ class Kind:
     grad: bool = False
     memory: Callable[[Any, Any], int] = no_memory
     bar: Callable[[Any], int] = lambda inputs: 0
-    race: Callable[[Mapping[str, Any], Any, Method], dict[str, Samples]] = timed
+    race: Race = timed
 
 
 def _judged(call: Callable[[], Tensor], x: Inputs) -> Gate:
@@ -218,6 +210,21 @@ def prepare(rows: Iterable[Any], peers: Mapping[str, Any], method: Method, kind:
                     _prepared(kind, peer, inputs)
         inputs = None
         forget(method)
+
+
+def profile(rows: Iterable[Any], peers: Mapping[str, Any], method: Method, kind: Kind) -> None:
+    """Call each peer on each row once between a profiler's marks, after a call that warms up."""
+    marks: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    for row in rows:
+        inputs = kind.make(row, method)
+        for peer in peers.values():
+            with torch.set_grad_enabled(kind.grad):
+                call = _prepared(kind, peer, inputs)
+                if not isinstance(call, Refusal):
+                    marks.cudaProfilerStart()
+                    call()
+                    torch.cuda.synchronize()
+                    marks.cudaProfilerStop()
 
 
 def _prepared(kind: Kind, peer: Any, inputs: Any) -> Callable[[], Any] | Refusal:

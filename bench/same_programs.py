@@ -11,8 +11,6 @@ import ast
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-__all__ = ["canonical", "used_by", "without_docstrings"]
-
 # What a launcher asks a compiled module for; its parameters are bound by name. Once it had this
 # name in every module; since then a module's template is in it.
 ENTRY, ENTRIES = "kernel", "flexattn_"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,8 +17,6 @@ from bench.runner import Kind, Method
 from bench.serving_inputs import Served, check_requests, make_served
 from bench.serving_peers import SERVING_PEERS, ServingPeer, served_with
 from bench.serving_rows import serving_rows
-
-__all__ = ["METHOD", "SERVING", "run", "variant"]
 
 METHOD = Method(rounds=20, min_ms=5.0, flush_l2=True, graph=True)
 
@@ -40,13 +39,10 @@ def variant(text: str) -> ServingPeer:
     return served_with(changes, bool(changes.pop("batch_invariant", 0)))
 
 
-def run(argv: Sequence[str] | None = None) -> int:
-    """The bench's command; the status as bench.command.main's."""
-    rows = [*serving_rows(), *random_rows("paged"), *chunk_rows()]
-    return main(
-        "decode", rows, METHOD, argv, known=SERVING_PEERS, named={}, variant=variant,
-        kind=SERVING,
-    )  # fmt: skip
+run = partial(
+    main, "decode", [*serving_rows(), *random_rows("paged"), *chunk_rows()], METHOD,
+    known=SERVING_PEERS, variant=variant, kind=SERVING,
+)  # fmt: skip
 
 
 if __name__ == "__main__":

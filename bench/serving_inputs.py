@@ -17,8 +17,6 @@ from torch import Tensor
 from bench.inputs import CHECKED, E4M3, attention, off
 from bench.serving_rows import WINDOWED, ServingRow
 
-__all__ = ["Served", "block_table", "check_requests", "make_served", "planned", "prefix_tree"]
-
 SCALE = 0.75  # of an eight-bit cache
 # Of a cascade or a tree, changes of the pass over a request's own keys: "own.per_sm=1".
 OWN = "own."

@@ -16,14 +16,6 @@ from bench.serving_inputs import Served, planned
 from bench.serving_rows import WINDOWED
 from bench.streaming import STREAMING, streaming
 
-__all__ = [
-    "EMPTY",
-    "INVARIANT",
-    "SERVING_PEERS",
-    "ServingPeer",
-    "served_with",
-]
-
 EMPTY = "empty kernel"
 INVARIANT = f"{OURS} batch-invariant"
 ServingPeer: TypeAlias = Callable[[Served], "Callable[[], Tensor] | Refusal"]
@@ -96,35 +88,6 @@ def flashinfer(tensor_cores: bool) -> ServingPeer:
     return build
 
 
-def flashinfer_cascade(x: Served) -> Callable[[], Tensor] | Refusal:
-    """FlashInfer's cascade of as many levels as a row shares, and one of own keys."""
-    row = x.row
-    if not row.shares or row.q_len != 1 or x.table is None:
-        return Refusal("its cascade is for prefixes that requests share, and one token")
-    import flashinfer
-
-    batch, column = len(row.lens), 0
-    queries, indptr, indices, last = [], [], [], []
-    levels = [*row.nodes, (batch, row.lens[0] - row.shared)]
-    for nodes, keys in levels:
-        # The first request below each node has its pages.
-        firsts = [node * batch // nodes for node in range(nodes)]
-        pages = -(-keys // row.page)
-        queries.append(torch.tensor([*firsts, batch]).int().to(x.q.device))
-        indptr.append((torch.arange(nodes + 1) * pages).int().to(x.q.device))
-        indices.append(x.table[firsts, column : column + pages].flatten())
-        full = torch.full((nodes,), (keys - 1) % row.page + 1, dtype=torch.int32)
-        last.append(full.to(x.q.device))
-        column += pages
-    buffer = torch.empty(1 << 30, dtype=torch.uint8, device=x.q.device)
-    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(len(levels), buffer, "NHD")
-    wrapper.plan(
-        queries, indptr, indices, last, row.hq, row.hkv, row.d, row.page, q_data_type=x.q.dtype,
-    )  # fmt: skip
-    q = x.q[:, 0]
-    return lambda: wrapper.run(q, (x.k, x.v))[:, None]
-
-
 def fa3(x: Served) -> Callable[[], Tensor] | Refusal:
     """FlashAttention-3 over pages, with its own choice of splits and of heads packed in rows."""
     row = x.row
@@ -172,5 +135,4 @@ SERVING_PEERS: dict[str, ServingPeer] = {
     f"{OURS}-contiguous": contiguous,
     "flashinfer": flashinfer(False),
     "flashinfer-tc": flashinfer(True),
-    "flashinfer-cascade": flashinfer_cascade,
 }

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ServingRow", "serving_rows"]
-
 Variant = Literal[
     "plain", "softcap", "alibi", "window", "sinks", "tree", "causal", "by-position", "fp8",
     "fp8-token-head", "cascade", "mla", "prefix-tree",

@@ -30,8 +30,6 @@ from flexattn.kernels.hopper.space import alternatives, preferences
 from flexattn.kernels.triton.family import PREFILL
 from flexattn.problem import Problem
 
-__all__ = ["RESULTS", "configs_of", "main", "rows", "short_prompts"]
-
 RESULTS = Path(__file__).parent / "results" / "h200-short-prompts.json"
 METHOD = Method(rounds=5, min_ms=1.5, flush_l2=True, graph=True)
 # A row of the file: sizes, mask, and pairs of a config's place among the file's and microseconds.

@@ -16,8 +16,6 @@ from bench.measured import Measured, measured
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import short
 
-__all__ = ["BAR", "Standing", "main", "standing", "table"]
-
 BAR = 0.92
 
 

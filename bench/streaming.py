@@ -12,8 +12,6 @@ from torch import Tensor
 from bench.peers import Refusal
 from bench.serving_inputs import Served
 
-__all__ = ["STREAMING", "streaming"]
-
 STREAMING = "streaming read"
 PER_SM = 4
 BLOCK = 2048

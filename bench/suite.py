@@ -21,8 +21,6 @@ from bench.command import matching
 from flexattn.errors import FlexAttnError
 from flexattn.tune.tables import read_file
 
-__all__ = ["STEPS", "Outcome", "Step", "main", "read_steps", "run_step"]
-
 STEPS = Path(__file__).with_suffix(".toml")
 ROOT = STEPS.parents[1]
 # What a step that is told to end may take for it, before it is killed.

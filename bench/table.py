@@ -9,8 +9,6 @@ from bench.peers import OURS
 from bench.results import Report, RowResult
 from flexattn.measure.timing import paired_ratio
 
-__all__ = ["ASIDE", "BAR", "BARS", "markdown", "ratios"]
-
 # The bytes that a row's calls may have at their peak, among those that peers have.
 BAR = "bar"
 

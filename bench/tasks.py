@@ -14,8 +14,6 @@ from flexattn.problem import Shape as Sizes
 from flexattn.tune.tasks import task_of
 from flexattn.tune.workload import ModPath, Row as Call
 
-__all__ = ["STUDIED", "call_of", "mask_mod", "score_mod", "task"]
-
 GEMMA, LLAMA = MODELS["gemma2-9b-local"], MODELS["llama3-8b"]
 # The problems that are measured whole and kept: mods, head dims and lengths that differ most.
 STUDIED = (

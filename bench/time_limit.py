@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
 
-__all__ = ["SECONDS", "time_limit"]
-
 # Of one test or one row of a bench: it may compile for minutes.
 SECONDS = 600
 

@@ -9,8 +9,9 @@ wall times of a step, "attention-kernels" the times of attention's kernels in a 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +20,11 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as torchs
 
 import flexattn
-from bench.command import main
+from bench.command import main, named
 from bench.peers import OURS
 from bench.results import Gate
-from bench.runner import Kind, Method, Uncounted, wall_us, walls
+from bench.runner import Kind, Method, Uncounted, in_turns, wall_us
 from flexattn.measure.timing import Samples
-
-__all__ = ["EAGER", "GPT", "ROWS", "TORCH", "Training", "TrainingRow", "attends", "kernels", "run"]
 
 EAGER, TORCH = f"{OURS}-eager-call", "torch-flex"
 WIDTH, HEADS, VOCABULARY, CAP = 2048, 16, 4096, 50.0
@@ -211,7 +210,7 @@ def _of_attention(step: Step) -> float:
 
 def _race(calls: Mapping[str, Step], x: Training, method: Method) -> dict[str, Samples]:
     if x.row.name != KERNELS:
-        return walls(calls, x, method)
+        return in_turns(wall_us)(calls, x, method)
     return {
         name: Samples(tuple(_of_attention(step) for _ in range(PROFILES)), calls=1)
         for name, step in calls.items()
@@ -221,10 +220,7 @@ def _race(calls: Mapping[str, Step], x: Training, method: Method) -> dict[str, S
 TRAINING = Kind(_make, _judge, _prepare, grad=True, race=_race)  # type: ignore[arg-type]
 
 
-def run(argv: Sequence[str] | None = None) -> int:
-    """The bench's command; the status as bench.command.main's."""
-    known = {name: name for name in (TORCH, OURS, EAGER)}
-    return main("training_step", ROWS, METHOD, argv, known=known, named={}, kind=TRAINING)
+run = partial(main, "training_step", ROWS, METHOD, known=named(TORCH, OURS, EAGER), kind=TRAINING)
 
 
 if __name__ == "__main__":

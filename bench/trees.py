@@ -28,8 +28,6 @@ from bench.results import Gate, Report, RowResult, load, save
 from bench.trees_rows import RaceRow, race_rows, shrunk
 from flexattn.measure.timing import Ratio, Samples, paired_ratio
 
-__all__ = ["Checkout", "begun", "line", "main", "race", "summary"]
-
 BENCH = Path(__file__).resolve().parent
 SIDES = ("old", "new")
 MILLISECONDS = 8.0

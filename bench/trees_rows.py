@@ -10,8 +10,6 @@ from bench.random_draw import SEEDS, drawn
 from bench.rows import HEADS, TOKENS, Row, Shape, decode_rows, host_rows, prefill_rows
 from bench.serving_rows import ServingRow, serving_rows
 
-__all__ = ["AppendRow", "RaceRow", "race_row", "race_rows", "shrunk"]
-
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 # Head dimension of keys, of values, query heads and key heads.
 DIMS = (

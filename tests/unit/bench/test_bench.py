@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import command, results, table
+from bench import command, results, runner, table
 from bench.inputs import check, make
-from bench.peers import OURS, PEERS, Ready, Refusal, call_of, sdpa
+from bench.peers import OURS, PEERS, TEMPLATES, Ready, Refusal, call_of, sdpa
 from bench.rows import Row, Shape, decode_rows, mods_rows, prefill_rows, shape_rows
 from bench.runner import Method, run
 from flexattn.errors import InputError
@@ -116,16 +116,33 @@ def test_peers_that_are_not_here_and_forms_they_lack_are_refused():
     x = make(ROWS[0], "cpu", torch.float32)
     assert isinstance(PEERS["fa4"](x), Refusal)
     one = make(Row("one", "grid", Shape(1, 2, 1, 1, 77, 16)), "cpu", torch.float32)
-    assert isinstance(command.TEMPLATES["flexattn-gluon"](one), Refusal)
+    assert isinstance(TEMPLATES["flexattn-gluon"](one), Refusal)
 
 
 def test_a_config_of_the_gluon_template_is_a_variant():
     peers = command._peers(
-        "flexattn,flexattn-gluon", ["consumers=2,BLOCK_N=128,num_stages=2"], PEERS
-    )
+        "flexattn,flexattn-gluon", ["consumers=2,BLOCK_N=128,num_stages=2"], PEERS, TEMPLATES,
+        command.config_variant,
+    )  # fmt: skip
     assert list(peers)[:2] == ["flexattn", "flexattn-gluon"] and len(peers) == 3
     with pytest.raises(InputError, match="HopperPrefillConfig"):
-        command._peers("", ["consumers=2,BLOCK_K=3"], PEERS)
+        command.config_variant("consumers=2,BLOCK_K=3")
+
+
+def test_a_profile_has_each_peers_second_call_alone(monkeypatch):
+    calls = []
+
+    class Marks:
+        cudaProfilerStart = staticmethod(lambda: calls.append("start"))
+        cudaProfilerStop = staticmethod(lambda: calls.append("stop"))
+
+    def peer(x):
+        return Ready(lambda: calls.append("call"), ())
+
+    monkeypatch.setattr(torch.cuda, "cudart", Marks)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    runner.profile(ROWS[:1], {"a": peer, "b": lambda x: Refusal("no")}, METHOD, runner.FORWARD)
+    assert calls == ["call", "start", "call", "stop"]
 
 
 def test_inputs_are_repeatable():

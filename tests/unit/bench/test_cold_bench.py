@@ -1,22 +1,36 @@
-"""The table of the cold-start bench, and its status."""
+"""The gate of the cold-start bench."""
 
-from bench import cold
+from dataclasses import dataclass, field
 
+import pytest
 
-def sample(first, compiled=0, traces=0):
-    return {"seconds": {"import torch": 1.0, "first call": first}, "compiled": compiled,
-            "loaded": 2, "traces": traces, "checksum": 0.0}  # fmt: skip
+from bench.cold import BINARIES, EMPTY, WARM, ColdRow, Exported, Start, judge
 
-
-def test_table_has_medians_and_what_was_done():
-    found = {"prefill": {"empty": [sample(1.0, 2, 1), sample(1.25, 2, 1), sample(9.0, 2, 1)],
-                         "binaries": [sample(0.0604)] * 3}}  # fmt: skip
-    lines = cold.table(found).splitlines()
-    assert lines[0].endswith("| import torch ms | first call ms | compiled | traced |")
-    assert lines[2] == "| prefill | empty | 1000.0 | 1250.0 | 2 | 1 |"
-    assert lines[3] == "| prefill | binaries | 1000.0 | 60.4 | 0 | 0 |"
+SERVED = {"how": "hit", "compiled": 0, "loaded": 2, "traces": 0, "checksum": 1.0, "seconds": {}}
 
 
-def test_a_process_with_binaries_that_worked_is_a_failure():
-    assert not cold._worked(sample(0.1))
-    assert cold._worked(sample(0.1, compiled=1)) and cold._worked(sample(0.1, traces=1))
+@dataclass(frozen=True)
+class Stub(Start):
+    """A start whose process is known."""
+
+    found: dict = field(default_factory=dict)
+
+    def __call__(self):
+        return SERVED | self.found
+
+
+def judged(name, x, **found):
+    return judge(Stub(name, x, found), x).passed
+
+
+def test_the_record_serves_and_outputs_are_equal():
+    x = Exported(ColdRow("prefill"))
+    assert judged(EMPTY, x, compiled=2, traces=1) and judged(WARM, x) and judged(BINARIES, x)
+    assert not judged(WARM, x, how="default")
+    assert not judged(WARM, x, checksum=2.0)
+
+
+@pytest.mark.parametrize("worked", ["compiled", "traces"])
+def test_a_process_with_binaries_that_worked_is_a_failure(worked):
+    x = Exported(ColdRow("decode"))
+    assert judged(EMPTY, x, **{worked: 1}) and not judged(BINARIES, x, **{worked: 1})

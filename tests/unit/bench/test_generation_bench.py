@@ -36,19 +36,3 @@ def test_all_are_fed_with_the_float32_models_tokens(monkeypatch):
     assert torch.equal(forced, tokens.flip(0))
     assert torch.allclose(other[0], exact[0], atol=1e-5)
     assert not torch.allclose(other[1:], exact[1:], atol=1e-3)
-
-
-def test_a_model_without_attention_answers_with_its_queries(monkeypatch):
-    """Its tokens cost what everything but attention costs, with either cache."""
-    monkeypatch.setitem(generation.MODELS, "Llama", SMALL)
-    monkeypatch.setattr(generation, "DEVICE", "cpu")
-    generation.register_free()
-    row = GenerationRow("Llama", "eager", batch=2, prompt=20)
-    model = generation._model("Llama", torch.float32)
-    model.set_attn_implementation(generation._FREE)
-    ids, mask = generation._prompts(row)
-    free = generation._generated(model, row, (ids, mask), 4)
-    assert free.shape == (2, 24)
-    other = ids.clone()
-    other[:, :-1] = 1 + other[:, :-1] % 7
-    assert torch.equal(generation._generated(model, row, (other, mask), 4)[:, 20:], free[:, 20:])

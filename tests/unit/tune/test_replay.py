@@ -5,11 +5,14 @@ import statistics
 
 import pytest
 
-from bench.exhaustive import Plan, measured
+from bench.exhaustive import study_of
 from flexattn.errors import CacheError
 from flexattn.records.codec import whole_trials
+from flexattn.tune.evaluator import NOT_TRIED
 from flexattn.tune.race import cost
 from flexattn.tune.replay import ReplayMeasurer, load_study, loads, save
+from flexattn.tune.subject import Method
+from flexattn.tune.tuner import tune_subject
 from tests.studies import decode_configs, study
 
 SMALL = study(5, decode_configs()[:24], batch=7)
@@ -95,10 +98,11 @@ def test_a_slow_config_leaves_after_one_value():
     assert all(len(times) == 1 for times in measurer.sample(healthy, 6, 1.0, 1e-3))
 
 
-def test_an_exhaustive_measurement_of_a_replay_is_the_study_again(tmp_path):
+def test_a_tuning_of_the_whole_space_of_a_replay_is_the_study_again(tmp_path):
     measurer = ReplayMeasurer(SMALL, 1)
-    built = measurer.build(SMALL.subject.configs)
-    found = measured(SMALL.subject, None, built, measurer, Plan(rounds=12))
+    method = Method("exhaustive", rounds=12, all_up_to=2**31)
+    record = tune_subject(SMALL.subject, measurer, measurer.build, method)
+    found = study_of(record)
     assert len(found.trials) == len(SMALL.trials)
     for index, trial in enumerate(SMALL.trials):
         assert found.trials[index].failed == trial.failed
@@ -110,9 +114,8 @@ def test_an_exhaustive_measurement_of_a_replay_is_the_study_again(tmp_path):
     assert load_study(tmp_path / "again.json") == found
 
 
-def test_an_exhaustive_measurement_without_time_keeps_what_it_has():
+def test_a_tuning_without_time_counts_what_it_did_not_try():
     measurer = ReplayMeasurer(SMALL, 1)
-    built = measurer.build(SMALL.subject.configs)
-    found = measured(SMALL.subject, None, built, measurer, Plan(seconds=0.0))
-    failed = sum(t.failed is not None for t in SMALL.trials)
-    assert dict(found.rejected)["not timed"] == len(SMALL.trials) - failed - 1
+    method = Method("exhaustive", budget_s=0.0, all_up_to=2**31)
+    found = study_of(tune_subject(SMALL.subject, measurer, measurer.build, method))
+    assert dict(found.rejected)[NOT_TRIED] + len(found.trials) == len(SMALL.trials)
