@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -67,13 +68,18 @@ def call_of(peer: Peer, x: Inputs) -> Callable[[], Tensor] | Refusal:
     return partial(found.forward, *found.leaves) if isinstance(found, Ready) else found
 
 
-def ours(x: Inputs) -> Ready:
-    """flexattn.flex_attention as a user calls it."""
-    return ours_with({})(x)
+def refusing(peer: Peer, why: Callable[[Inputs], str]) -> Peer:
+    """A peer of the rows that nothing speaks against. why: what does; "" where nothing does."""
+
+    def build(x: Inputs) -> Ready | Refusal:
+        reason = why(x)
+        return Refusal(reason) if reason else peer(x)
+
+    return build
 
 
 def ours_with(options: Mapping[str, Any], **more: Any) -> Callable[[Inputs], Ready]:
-    """The same with kernel_options, and more arguments."""
+    """flexattn.flex_attention as a user calls it, with kernel_options, and more arguments."""
 
     def build(x: Inputs) -> Ready:
         given = x.arguments() | {"kernel_options": dict(options) or None} | more
@@ -82,15 +88,13 @@ def ours_with(options: Mapping[str, Any], **more: Any) -> Callable[[Inputs], Rea
     return build
 
 
+ours = ours_with({})
+
+
 def ours_by(backend: str) -> Peer:
     """One of our two prefill templates."""
-
-    def build(x: Inputs) -> Ready | Refusal:
-        if x.row.shape.q_len <= 16:
-            return Refusal(f"{backend} is for prefill")
-        return ours_with({"BACKEND": backend})(x)
-
-    return build
+    reason = f"{backend} is for prefill"
+    return refusing(ours_with({"BACKEND": backend}), lambda x: reason * (x.row.shape.q_len <= 16))
 
 
 def ours_exactly(config: HopperPrefillConfig | PrefillConfig) -> Peer:
@@ -158,9 +162,7 @@ def exactly_trained(given: Mapping[str, Any], backend: str = "GLUON") -> Peer:
 def torch_flex(mode: str | None) -> Peer:
     """torch's flex_attention under torch.compile, for static shapes."""
 
-    def build(x: Inputs) -> Ready | Refusal:
-        if x.row.fp8:
-            return Refusal("torch takes no float8 with descales")
+    def build(x: Inputs) -> Ready:
         s, mask = x.row.shape, None
         if x.mask_mod is not None:
             mask = create_block_mask(x.mask_mod, None, None, s.q_len, s.kv_len, x.q.device)
@@ -170,29 +172,26 @@ def torch_flex(mode: str | None) -> Peer:
         given = {"score_mod": x.score_mod, "block_mask": mask, "enable_gqa": x.gqa}
         return Ready(partial(compiled, **given), x.tensors)
 
-    return build
+    return refusing(build, lambda x: "torch takes no float8 with descales" * x.row.fp8)
 
 
 def sdpa(backend: SDPBackend | None) -> Peer:
     """scaled_dot_product_attention by one backend, or by torch's own choice."""
 
-    def build(x: Inputs) -> Ready | Refusal:
-        if not x.row.plain:
-            return Refusal("SDPA takes no mods")
-        if x.row.fp8:
-            return Refusal("SDPA takes no float8 with descales")
+    def build(x: Inputs) -> Ready:
         given = {"is_causal": x.row.mask == "causal", "enable_gqa": x.gqa}
-        call = partial(scaled_dot_product_attention, **given)
-        if backend is None:
-            return Ready(call, x.tensors)
 
-        def forced(*leaves: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return call(*leaves)
+        def call(*leaves: Tensor) -> Tensor:
+            with nullcontext() if backend is None else sdpa_kernel(backend):
+                return scaled_dot_product_attention(*leaves, **given)
 
-        return Ready(forced, x.tensors)
+        return Ready(call, x.tensors)
 
-    return build
+    def why(x: Inputs) -> str:
+        mods, fp8 = "SDPA takes no mods", "SDPA takes no float8 with descales"
+        return fp8 * x.row.fp8 if x.row.plain else mods
+
+    return refusing(build, why)
 
 
 def fa4(x: Inputs) -> Ready | Refusal:
@@ -247,18 +246,11 @@ def _fa4_mod(x: Inputs) -> dict[str, Any]:
     return {"score_mod": relative, "aux_tensors": [x.table]}
 
 
-def in_bfloat16(x: Inputs) -> Ready | Refusal:
-    """Ours on the numbers of an fp8 row in bfloat16: what eight bits are compared with."""
-    return ours(x.in_bfloat16()) if x.row.fp8 else Refusal("the row is of bfloat16 itself")
-
-
-def matmul(x: Inputs) -> Ready | Refusal:
+def matmul(x: Inputs) -> Ready:
     """torch.matmul of as many operations as a row: what a card's matrix units and power allow.
 
     A product [m, SIDE] x [SIDE, SIDE] with m chosen for the row's operations, of its dtype.
     """
-    if x.row.fp8:
-        return Refusal("its products are of 16 bits or 32")
     rows = max(128, round(x.row.flops / (2 * SIDE * SIDE) / 128) * 128)
     draw = torch.Generator(x.q.device).manual_seed(1)
     made = {"generator": draw, "device": x.q.device, "dtype": x.q.dtype}
@@ -267,20 +259,8 @@ def matmul(x: Inputs) -> Ready | Refusal:
 
 def beside(options: Mapping[str, Any], **more: Any) -> Peer:
     """Ours with options of training, beside ours in one row."""
-
-    def build(x: Inputs) -> Ready | Refusal:
-        if x.row.name != VARIED:
-            return Refusal(f"it is beside ours in {VARIED}")
-        return ours_with(options, **more)(x)
-
-    return build
-
-
-def without_lse(x: Inputs) -> Ready | Refusal:
-    """The forward that nobody differentiates, beside the one that saves lse for a backward."""
-    if x.row.group != "forward":
-        return Refusal("of a row of a forward alone")
-    return Ready(torch.no_grad()(ours(x).forward), x.tensors)
+    reason = f"it is beside ours in {VARIED}"
+    return refusing(ours_with(options, **more), lambda x: reason * (x.row.name != VARIED))
 
 
 def of_backwards(peer: Peer, scores: tuple[str, ...] = ()) -> Peer:
@@ -289,14 +269,14 @@ def of_backwards(peer: Peer, scores: tuple[str, ...] = ()) -> Peer:
     scores: those that it can differentiate by itself; all of them where none is named.
     """
 
-    def build(x: Inputs) -> Ready | Refusal:
+    def why(x: Inputs) -> str:
         if x.row.group == "forward":
-            return Refusal("bench.prefill times forwards")
+            return "bench.prefill times forwards"
         if scores and x.row.score not in scores:
-            return Refusal(f"it takes {x.row.score} with a derivative that the caller writes")
-        return peer(x)
+            return f"it takes {x.row.score} with a derivative that the caller writes"
+        return ""
 
-    return build
+    return refusing(peer, why)
 
 
 _CUDNN, _FLASH = (sdpa(b) for b in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION))
@@ -308,17 +288,25 @@ PEERS: dict[str, Peer] = {
     "sdpa-cudnn": _CUDNN,
     "sdpa-flash2": _FLASH,
     "fa4": fa4,
-    "bf16": in_bfloat16,
+    # Ours on the numbers of an fp8 row: what eight bits are compared with.
+    "bf16": refusing(
+        lambda x: ours(x.in_bfloat16()),
+        lambda x: "" if x.row.fp8 else "the row is of bfloat16 itself",
+    ),
 }
 # Timed where they are named: ours by template, and the card's own rate.
 TEMPLATES: dict[str, Peer] = {
     f"{OURS}-triton": ours_by("TRITON"),
     f"{OURS}-gluon": ours_by("GLUON"),
-    "matmul": matmul,
+    "matmul": refusing(matmul, lambda x: "its products are of 16 bits or 32" * x.row.fp8),
 }
 BACKWARD_PEERS: dict[str, Peer] = {
     OURS: ours,
-    f"{OURS}-without-lse": without_lse,
+    # The forward that nobody differentiates, beside the one that saves lse for a backward.
+    f"{OURS}-without-lse": refusing(
+        lambda x: Ready(torch.no_grad()(ours(x).forward), x.tensors),
+        lambda x: "of a row of a forward alone" * (x.row.group != "forward"),
+    ),
     f"{OURS}-deterministic": beside({"DETERMINISTIC": True}),
     "dropout": beside({}, dropout_p=0.1),
     "fa4": of_backwards(fa4, scores=("none", "softcap")),

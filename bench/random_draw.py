@@ -43,9 +43,7 @@ CHUNK = (16, 512)
 class Case:
     """A shape of one seed, as a row of the bench that runs it: a call's, or a plan's."""
 
-    seed: int
     kind: Draw
-    dtype: str
     row: Row | ServingRow
 
     @property
@@ -74,12 +72,12 @@ def _case(random: Random, seed: int, number: int, kind: Draw) -> Case:
     lengths = f"{shape.q_len}x{shape.kv_len}"
     name = f"{seed}-{number}-{kind}-{found.model}-{dtype}-b{shape.batch}-{lengths}-{found.mask}"
     if kind != "paged":
-        return Case(seed, kind, dtype, Row(name, "random", shape, found.mask, dtype=dtype))
+        return Case(kind, Row(name, "random", shape, found.mask, dtype=dtype))
     row = ServingRow(
         f"{name}-page{found.page}", "random", (shape.kv_len,) * shape.batch, q_len=shape.q_len,
         page=found.page, hq=shape.hq, hkv=shape.hkv, d=shape.d, dv=shape.d, dtype=dtype,
     )  # fmt: skip
-    return Case(seed, kind, dtype, row)
+    return Case(kind, row)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def task_of_case(case: Case, device: Device, where: str) -> Task:
     """The problem that the static default of a shape serves."""
     row = case.row
     if not isinstance(row, ServingRow):
-        return task(row, device, where, case.dtype)
+        return task(row, device, where)
     sizes = Sizes(len(row.lens), row.hq, row.hkv, row.q_len, max(row.lens), row.d, row.dv)
     served = ServedRow(row.page, "uniform")
     call = Call(row.name, None, row.dtype, sizes, None, None, (128, 128), None, (), served=served)

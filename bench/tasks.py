@@ -44,15 +44,15 @@ def mask_mod(row: Row) -> Any:
     return mask_of(row, "cpu")
 
 
-def call_of(row: Row, dtype: str = "bfloat16") -> Call:
+def call_of(row: Row) -> Call:
     """The row as a workload file would say it."""
     s = row.shape
     score = None if row.score == "none" else ModPath("bench.tasks:score_mod", (row,))
     mask = None if row.mask == "full" else ModPath("bench.tasks:mask_mod", (row,))
     sizes = Sizes(s.batch, s.hq, s.hkv, s.q_len, s.kv_len, s.d, s.d)
-    return Call(row.name, None, dtype, sizes, score, mask, (128, 128), None, ())
+    return Call(row.name, None, row.dtype or "bfloat16", sizes, score, mask, (128, 128), None, ())
 
 
-def task(row: Row, device: Device, where: torch.device | str, dtype: str = "bfloat16") -> Task:
+def task(row: Row, device: Device, where: torch.device | str) -> Task:
     """The task that tunes a row; `where` finds the blocks of its mask."""
-    return task_of(call_of(row, dtype), device, torch.device(where))
+    return task_of(call_of(row), device, torch.device(where))

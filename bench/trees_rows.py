@@ -1,4 +1,7 @@
-"""The rows of `bench.trees`: a process sends them as data to the children of both checkouts."""
+"""The rows of `bench.trees`: a process sends them as data to the children of both checkouts.
+
+They are the rows of the other benches by the bench's name, and those that no bench has.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from bench.chunks import chunk_rows
 from bench.random_draw import SEEDS, drawn
-from bench.rows import HEADS, TOKENS, Row, Shape, decode_rows, host_rows, prefill_rows
+from bench.rows import (
+    Row,
+    Shape,
+    backward_rows,
+    decode_rows,
+    host_rows,
+    prefill_rows,
+    shape_rows,
+)
 from bench.serving_rows import ServingRow, serving_rows
 
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-# Head dimension of keys, of values, query heads and key heads.
-DIMS = (
-    (40, 40, 51, 51), (80, 80, 25, 25), (96, 96, 21, 21), (192, 128, 32, 32), (512, 512, 8, 8),
-    (576, 512, 16, 1),
-)  # fmt: skip
-MODS = ("alibi", "softcap", "documents", "window", "natten", "relative")
-# Keys of a request at most, and its new tokens; a batch of chunks beside steps of decoding.
-PROMPTS = {"2k-of-2k": ((2048,), (2048,)), "2k-of-16k": ((16384,), (2048,)),
-           "4x512-of-8k": ((8192,) * 4, (512,) * 4),
-           "mixed": ((4096, *range(1024, 9216, 1171)), (1024,) + (1,) * 7)}  # fmt: skip
-RAGGED = tuple(max(128, int(32768 / (i + 1) ** 0.8)) for i in range(64))
+# Groups of plans whose rows take long, or say what others say.
+LEFT_OUT = ("long", "contiguous", "random-chunks")
+# Plans that are also raced over a cache of eight bits.
+EIGHT_BITS = ("ragged-b64", "2k-of-2k", "2k-of-16k", "4x1000", "1984-of-8k-64x4k")
+INVARIANT = ("b1-8k", "b8-8k", "b64-4k", "b1-4k-q1k")
 
 
 @dataclass(frozen=True)
@@ -75,55 +80,33 @@ def race_rows() -> dict[str, RaceRow]:
 
 
 def _all() -> Iterator[RaceRow]:
-    for d in HEADS:
-        for length in LENGTHS:
-            for mask in ("full", "causal"):
-                yield _call("prefill", f"d{d}-{length}-{mask}", _square(d, length), mask=mask)
-    for d, dv, hq, hkv in DIMS:
-        for mask in ("full", "causal"):
-            shape = Shape(2, hq, hkv, 4096, 4096, d)
-            yield _call("dims", f"{d}-{dv}-4k-{mask}", shape, mask=mask, dv=dv)
-    for d in HEADS:
-        for mod in MODS:
-            yield _call("mods", f"d{d}-8k-{mod}", _square(d, 8192), **_mod(mod))
-    for row in prefill_rows():
-        if row.group == "fp8":
-            yield RaceRow(f"prefill/{row.name}", row)
-    for d in HEADS:
-        for mod in ("causal", "documents", *(("relative", "softcap", "alibi") * (d == 128))):
-            about = _mod(mod) | {"learned": mod == "relative"}
-            made = _call("backward", f"d{d}-8k-{mod}", _square(d, 8192), **about)
-            yield replace(made, backward=True)
+    natten = Row("d128-8k-natten", "mods", Shape(4, 16, 16, 8192, 8192, 128), "natten")
+    for row in (*prefill_rows(), *shape_rows(), natten):
+        yield RaceRow(f"prefill/{row.name}", row)
+    for row in backward_rows():
+        if row.group != "forward":
+            yield RaceRow(f"backward/{row.name}", row, backward=True)
     for row in decode_rows():
         yield RaceRow(f"decode/{row.name}", row, "replay")
-    for served in serving_rows():
-        if served.group not in ("long", "contiguous") or served.name == "b8-8k-contiguous":
-            yield _plan("mla" if served.group == "mla" else "serving", served)
-    yield _plan("serving", ServingRow("ragged-b64-fp8", "", RAGGED, "fp8"))
-    for name, (lens, new) in PROMPTS.items():
-        yield _plan("serving", ServingRow(f"prompt-{name}-causal", "", lens, "causal", new=new))
-        yield _plan("serving", ServingRow(f"prompt-{name}-fp8", "", lens, "fp8", new=new))
+    plans = [row for row in (*serving_rows(), *chunk_rows()) if row.group not in LEFT_OUT]
+    eight = [replace(row, variant="fp8") for row in plans if row.name in EIGHT_BITS]
+    for plan in (*plans, *eight):
+        name = f"{plan.name}-fp8" if plan in eight else plan.name
+        yield RaceRow(f"serving/{name}", plan, "replay")
+        if name in INVARIANT:
+            yield RaceRow(f"invariant/{name}", plan, "replay", invariant=True)
+    for d, heads in ((64, 32), (128, 16)):
+        row = Row(f"d{d}-4k-causal", "grid", Shape(8, heads, heads, 4096, 4096, d), "causal")
+        yield RaceRow(f"invariant/{row.name}", row, invariant=True)
     for tokens in (64, 8192):
         for scaled in ("", "head", "token_head"):
             name = f"append/{tokens}-{scaled or 'bf16'}"
             yield RaceRow(name, AppendRow(tokens, scaled), "replay")
-    yield from _invariant()
     for seed in SEEDS:
         for case in drawn(seed):
             clock = "eager" if isinstance(case.row, Row) and case.kind != "decode" else "replay"
             yield RaceRow(f"random/{case.name}", case.row, clock)
     yield from _host()
-
-
-def _invariant() -> Iterator[RaceRow]:
-    for d in (64, 128):
-        made = _call("invariant", f"d{d}-4k-causal", _square(d, 4096), mask="causal")
-        yield replace(made, invariant=True)
-    for batch, k in ((1, 8), (8, 8), (64, 4)):
-        row = ServingRow(f"b{batch}-{k}k", "", (k * 1024,) * batch)
-        yield replace(_plan("invariant", row), invariant=True)
-    row = ServingRow("b1-4k-q1k", "", (4096,), "causal", q_len=1024)
-    yield replace(_plan("invariant", row), invariant=True)
 
 
 def _host() -> Iterator[RaceRow]:
@@ -140,27 +123,6 @@ def _host() -> Iterator[RaceRow]:
     capped = Row("first-call", "host", short, "causal", "softcap", cap=30.0)
     yield RaceRow("host/first-call", capped, "process", first="call")
     yield RaceRow("host/first-plan", replace(plan, name="first-plan"), "process", first="call")
-
-
-def _square(d: int, length: int) -> Shape:
-    return Shape(max(1, TOKENS // length), HEADS[d], HEADS[d], length, length, d)
-
-
-def _mod(name: str) -> dict[str, Any]:
-    """A mod's score and mask; scores are of causal attention."""
-    if name == "softcap":
-        return {"score": name, "mask": "causal", "cap": 30.0}
-    if name in ("alibi", "relative"):
-        return {"score": name, "mask": "causal"}
-    return {"mask": name, "window": 1024}
-
-
-def _call(group: str, name: str, shape: Shape, **about: Any) -> RaceRow:
-    return RaceRow(f"{group}/{name}", Row(name, group, shape, **about))
-
-
-def _plan(group: str, served: ServingRow) -> RaceRow:
-    return RaceRow(f"{group}/{served.name}", served, "replay")
 
 
 def shrunk(row: RaceRow, factor: int) -> RaceRow:

@@ -11,7 +11,7 @@ from bench.trees_rows import race_rows, shrunk
 
 @pytest.mark.parametrize(
     "name",
-    ["prompt-mixed-fp8", "b8-8k-q8-tree", "b64-3-levels-tree", "b32-8k-256-cascade"],
+    ["1984-of-8k-64x4k-fp8", "b8-8k-q8-tree", "b64-3-levels-tree", "b32-8k-256-cascade"],
 )
 def test_a_plans_row_passes_its_check(name):
     row = shrunk(race_rows()[f"serving/{name}"], 256)

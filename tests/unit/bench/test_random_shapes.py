@@ -77,7 +77,7 @@ def test_every_seed_stays_in_the_ranges(seed):
         assert (q_len == 1) == (case.kind in ("decode", "paged"))
         assert case.kind != "chunk" or (16 <= q_len <= 512 and kv_len >= q_len)
         assert case.kind != "paged" or case.row.page in PAGES
-        assert case.row.name.startswith(f"{seed}-") and case.dtype in ("bfloat16", "float16")
+        assert case.row.name.startswith(f"{seed}-") and case.row.dtype in ("bfloat16", "float16")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bench import (
+    chunks,
     inputs,
     random_draw,
     rows,
@@ -28,7 +29,7 @@ from flexattn import __all__ as names, catalogue, serving
 from flexattn.measure.timing import Samples
 
 CHILD = (
-    trees_child, trees_rows, inputs, rows, serving_inputs, serving_rows, random_draw,
+    trees_child, trees_rows, inputs, rows, serving_inputs, serving_rows, random_draw, chunks,
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parents[3]
 TIMED = RowResult(
@@ -57,8 +58,7 @@ def test_every_group_has_rows_and_every_row_has_a_size():
     found = race_rows()
     groups = {name.split("/")[0] for name in found}
     assert groups == {
-        "prefill", "dims", "mods", "backward", "decode", "serving", "mla", "append", "invariant",
-        "random", "host",
+        "prefill", "backward", "decode", "serving", "append", "invariant", "random", "host",
     }  # fmt: skip
     assert sum(name.startswith("random/") for name in found) == 30
     for row in found.values():
@@ -92,7 +92,7 @@ def test_the_check_sees_what_is_off_by_two_percent(scale):
 
 
 def test_gradients_of_the_reference_are_those_of_the_whole_call():
-    row = shrunk(race_rows()["backward/d128-8k-relative"], 128)
+    row = shrunk(race_rows()["backward/d128-8k-learned"], 128)
     torch.manual_seed(0)
     assert trees_child.case_of(row, "cpu").check() == ""
 
