@@ -141,16 +141,23 @@ def test_what_follows_from_numbers_alone_is_one_number_of_the_host(one_constant)
     assert torch.equal(kept(bound), tiles(width, tile)(0, 0, Q, K))
 
 
-def test_what_the_host_cannot_compute_is_the_kernels():
-    """A captured divisor of 0 under a captured numerator: the numbers stay as they are."""
+def test_what_torch_computes_of_numbers_alone_is_the_kernels(one_constant):
+    """A divisor of 0 and one above it have Mods of their own, whatever is divided."""
+
+    def quotient(n, m):
+        return lambda b, h, q, k: q < torch.full_like(q, n) // m + k
+
+    for n, m in ((7, 2), (9, 3), (-40, 5), (2**40, 2), (50, 1), (50, -3)):
+        bound = bind(quotient(n, m), "mask")
+        assert torch.equal(kept(bound), quotient(n, m)(0, 0, Q, K).expand(61, 67))
     bare = Expr("scalar", "int64", (), 0), Expr("scalar", "int64", (), 1)
-    quotient = make("floor_div", "int64", bare)
-    expr = make("le", "bool", (quotient, Expr("var", "int64", (), "q_idx")))
-    found, numbers = derived(expr, (7, 2), ())
-    assert [number.value((7, 2)) for number in numbers] == [3]
-    assert numbers[0].value((7, 0)) is None
-    found, numbers = derived(expr, (7, 0), numbers)
-    assert found is expr and [number.value((9, 0)) for number in numbers] == [9, 0]
+    quotients = make("floor_div", "int64", bare), Expr("var", "int64", (), "q_idx")
+    expr = make("le", "bool", quotients)
+    _, numbers = derived(expr, (7, 2), ())
+    assert [number.value((9, 4)) for number in numbers] == [9, 4]
+    assert numbers[1].value((9, 0)) is None
+    _, numbers = derived(expr, (7, 0), numbers)
+    assert [number.value((9, 0)) for number in numbers] == [9, 0]
 
 
 @pytest.mark.parametrize(
