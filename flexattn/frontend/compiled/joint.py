@@ -2,15 +2,14 @@
 
 torch's tracers drop from the graph of a forward what a mod kept from autograd, by detach, by
 torch.no_grad, by an autograd Function. An eager call's trace has it (mods/derivative.py); here
-both are asked at some positions: at the ends, beside the numbers that the mod compares with, and
-at random.
+the joint graph and autograd's derivative of the expression are asked at some positions: at the
+ends, beside the numbers that the mod compares with, and at random.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +18,9 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx.node import map_aggregate
 
 from flexattn.mods import Bound
-from flexattn.mods.derivative import derivatives
-from flexattn.mods.expr import Expr, walk
+from flexattn.mods.expr import walk
 from flexattn.mods.graph import Captured, GraphMod
-from flexattn.mods.outside import buffer_of, evaluated
+from flexattn.mods.outside import evaluated
 from flexattn.mods.simplify import plug
 from flexattn.util.ambient import without_modes
 from flexattn.util.locks import Lru
@@ -115,9 +113,10 @@ def _gradients(
     """The gradients of the score, one a point, and of these captures, summed over the points."""
     points = [env[name] for name in ("score", "b", "h", "q_idx", "kv_idx")]
     mapped: list[bool] = []
+    wide = [_single(each) if isinstance(each, Tensor) else each for each in captures]
 
     def at_point(*point: Tensor) -> tuple[Tensor, ...]:
-        found = _Graph(joint).run(*point, *captures)
+        found = _Graph(joint).run(*point, *wide)
         chosen = [found[0], *(found[_POSITION + i] for i in places)]
         chosen = [
             torch.zeros((), dtype=torch.float32, device="cpu") if each is None else each
@@ -193,23 +192,43 @@ def same_gradients(
         name: x.to(device) for name, x in _points(sizes, (*numbers, *bound.scalars), draw).items()
     }
     weight = torch.randn(_POINTS, generator=draw, dtype=torch.float32).to(device)
-    found = derivatives(bound.mod, slots)
-    scalars = dict(enumerate(bound.scalars))
-    roots = [plug(each, scalars) for each in (bound.mod.expr, *found.roots)]
-    tensors = [tensor.detach() for tensor in bound.tensors]
-    values = evaluated(roots, tensors, env)
-    # What rests on a read outside of a tensor says nothing of either.
-    sure = ~torch.stack([values[root].unsure.expand(_POINTS) for root in roots]).any(0)
-    weight = torch.where(sure, weight, 0.0)
-    ours = _ours(bound, found.score, [(x.load, x.factor) for x in found.loads], slots, env, weight)
+    leaves = {slot: _single(bound.tensors[slot]).requires_grad_() for slot in slots}
+    tensors = [leaves.get(slot, x.detach()) for slot, x in enumerate(bound.tensors)]
+    expr = plug(bound.mod.expr, dict(enumerate(bound.scalars)))
+    score = env["score"].clone().requires_grad_()
     try:
+        with torch.enable_grad():
+            found = evaluated([expr], tensors, env | {"score": score})[expr]
+            # What rests on a read outside of a tensor says nothing of either.
+            weight = torch.where(found.unsure, 0.0, weight)
+            # A score that is not read has a gradient of 0.
+            total = (weight * found.value + 0.0 * score).sum()
+            ours = torch.autograd.grad(
+                total, [score, *leaves.values()], allow_unused=True, materialize_grads=True
+            )
         theirs = others(env, weight)
     except (NotImplementedError, RuntimeError):  # what autograd has no rule for
         return False
     rough = any(node.dtype in ("float16", "bfloat16") for node in walk(bound.mod.expr))
     tolerance = _ROUGH if rough else _TOLERANCE
     pairs = zip(ours, theirs, strict=True)
-    return all(one.agrees(other.to(device), tolerance) for one, other in pairs)
+    return all(_agree(one.float(), other.to(device).float(), tolerance) for one, other in pairs)
+
+
+def _single(captured: Tensor) -> Tensor:
+    """A captured tensor without a graph, in float32 where it has 16 bits: gradients are sums."""
+    short = captured.dtype in (torch.float16, torch.bfloat16)
+    return captured.detach().to(torch.float32 if short else captured.dtype, copy=True)
+
+
+def _agree(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """True if two gradients are the same; what is no number in either says nothing."""
+    if not one.numel():
+        return True
+    finite = one.isfinite() & other.isfinite()
+    one, other = torch.where(finite, one, 0.0), torch.where(finite, other, 0.0)
+    largest = torch.maximum(one.abs().max(), other.abs().max())
+    return bool(((one - other).abs() <= tolerance * largest).all())
 
 
 def _points(
@@ -242,67 +261,3 @@ def _points(
     beside = one_of(torch.cat([known, -known]).clamp(-100, 100)) + 0.1 * noise
     env["score"] = torch.where(placed, beside, 2 * noise)
     return env
-
-
-@dataclass(slots=True)
-class _Sum:
-    """A gradient at the places where something was added: dense, it may be as large as the scores.
-
-    places: of elements, in a flat tensor. rounding: of autograd, which adds up in the dtype.
-    """
-
-    places: list[Tensor]
-    grads: list[Tensor]
-    rounding: float
-
-    def add(self, places: Tensor, grads: Tensor) -> None:
-        """Add gradients at flat places."""
-        self.places.append(places)
-        self.grads.append(grads)
-
-    def agrees(self, other: Tensor, tolerance: float) -> bool:
-        """True if a dense gradient is the same there; what is no number in one says nothing."""
-        if not self.places or not other.numel():
-            return not bool((other != 0).any())
-        flat, inverse = torch.unique(torch.cat(self.places), return_inverse=True)
-        grads = torch.cat(self.grads)
-        one, size = (
-            each.new_zeros(flat.shape).index_add_(0, inverse, each)
-            for each in (grads, grads.abs())
-        )
-        theirs = other.flatten()[flat].float()
-        finite = one.isfinite() & theirs.isfinite()
-        one, theirs = torch.where(finite, one, 0.0), torch.where(finite, theirs, 0.0)
-        largest = torch.maximum(one.abs().max(), theirs.abs().max())
-        allowed = tolerance * largest + self.rounding * size
-        return bool(((one - theirs).abs() <= allowed).all())
-
-
-def _ours(
-    bound: Bound,
-    score: Expr | None,
-    loads: Sequence[tuple[Expr, Expr]],
-    slots: tuple[int, ...],
-    env: dict[str, Tensor],
-    weight: Tensor,
-) -> list[_Sum]:
-    scalars = dict(enumerate(bound.scalars))
-    tensors = [tensor.detach() for tensor in bound.tensors]
-
-    def value(expr: Expr) -> Tensor:
-        expr = plug(expr, scalars)
-        return evaluated([expr], tensors, env)[expr].value.expand(_POINTS)
-
-    def given(expr: Expr) -> Tensor:
-        return torch.where(weight == 0, 0.0, weight * value(expr).float())
-
-    found = {slot: _Sum([], [], 4 * torch.finfo(tensors[slot].dtype).eps) for slot in slots}
-    for load, factor in loads:
-        flat = torch.zeros(_POINTS, dtype=torch.int64, device=weight.device)
-        for index, size in zip(load.args, buffer_of(load, tensors).shape, strict=True):
-            place = value(index).long().clamp(-size, max(size - 1, 0))
-            flat = flat * size + torch.where(place < 0, place + size, place)
-        found[int(load.value or 0)].add(flat, given(factor))
-    first = torch.zeros_like(weight) if score is None else given(score)
-    here = torch.arange(_POINTS, device=weight.device)
-    return [_Sum([here], [first], 0.0), *found.values()]

@@ -28,6 +28,7 @@ from flexattn.frontend.gradients import AskedGradients, check_backward, check_or
 from flexattn.frontend.on_cpu import CPU_DTYPES
 from flexattn.kernels.choose.options import Options, parse
 from flexattn.mods import Bound
+from flexattn.mods.derivative import derivatives
 from flexattn.mods.graph import Captured, GraphMod, read_graph
 from flexattn.mods.outside import strays
 from flexattn.mods.refusal import Refusal
@@ -143,6 +144,7 @@ def lower_backward(
         if not joint_agrees(joint.graph_module, bound, examples, _sizes(inputs)):
             raise Refusal("detaches something, or has an autograd Function with its own gradient")
         asked = _asked(bound, [examples.all[i] for i in wanted], chosen)
+        derivatives(bound.mod, asked.slots)  # raises where there is none
         if not chosen.backward:
             _check(asked, inputs)
         tensors = [i for i, each in enumerate(node.captures) if each is not None]
