@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument, attention_arguments, descriptor
 from flexattn.kernels.base.config import describe
-from flexattn.kernels.base.features import ALL_KEYS, asked_once, keys_aligned, skips_far
+from flexattn.kernels.base.features import ALL_KEYS, keys_aligned, skips_far
+from flexattn.kernels.base.mask_pieces import MaskPieces, print_mask
 from flexattn.kernels.base.source import (
     BASE_2,
     Source,
@@ -30,12 +31,10 @@ from flexattn.kernels.hopper.config import (
 from flexattn.kernels.hopper.limits import case_of
 from flexattn.kernels.printers.score_printer import PrintedScore, print_score as triton_score
 from flexattn.kernels.printers.spelling import Dialect, TensorForm
-from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
+from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.kernels.ptx.assembler import effective, for_split_tiles
 from flexattn.kernels.ptx.stages import Stages
-from flexattn.mods.analysis.mask_form import mask_form
-from flexattn.mods.expr import Expr
-from flexattn.problem import INDEX_RANGES, ITEMSIZE, Captures, Structure
+from flexattn.problem import ITEMSIZE, Structure
 
 _LOADED = tuple(f"stride_{tensor}{axis}" for tensor in "qkv" for axis in "bhmnd")
 _LISTS = ("RUNS", "KV_", "FULL_", "stride_mask", "COUNTER", "DECAY_WINDOW")
@@ -93,9 +92,6 @@ def producer_arguments(found: tuple[Argument, ...], masked: bool) -> list[str]:
     return [argument.name for argument in found if argument.name.startswith(taken)]
 
 
-# Behind the name of what threads loaded for a key each and exchanged.
-_BY_KEY = "_by_key"
-
 # Tiles are those of one consumer; a selection behind a condition stays there.
 HOPPER = Dialect(
     "gl",
@@ -111,94 +107,6 @@ HOPPER = Dialect(
     over_diagonals="BLOCKED_1D",
     guarded="keep_branch({0})",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class MaskPieces:
-    """A mask_mod as bounds on the keys of a row, and what else it asks.
-
-    low, high: the first key of each row, and one past the last, as columns of int32; None where
-    nothing is known. rest: what is asked of keys between them; None where that is nothing.
-    first_high, last_low: high of the first row, and low of the last: no other row's high is lower,
-    and no other's low is higher. exchanged: names of what rest computes of the keys alone, each
-    thread for one key, which it then gives to all threads through shared memory; empty where rest
-    reads more than that. rest.early is on key_of_thread then.
-    under: high of first_row, for the producer, where the mask keeps all keys below it.
-    """
-
-    rest: Printed | None
-    low: Printed | None = None
-    high: Printed | None = None
-    last_low: Printed | None = None
-    first_high: Printed | None = None
-    exchanged: tuple[str, ...] = ()
-    under: Printed | None = None
-
-    @property
-    def printed(self) -> tuple[Printed, ...]:
-        """All of them that there are."""
-        every = (self.low, self.high, self.last_low, self.first_high, self.rest)
-        return tuple(each for each in every if each is not None)
-
-    @property
-    def holds(self) -> bool:
-        """True if the loop holds more than one bound, or the rest depends on single keys."""
-        asked = () if self.rest is None else self.rest.lines
-        return (
-            self.low is not None or self.exchanged != () or any("kv_idx" in line for line in asked)
-        )
-
-    @property
-    def exchanged_lines(self) -> tuple[str, ...]:
-        """Statements of what is exchanged, on key_of_thread."""
-        return self.rest.early if self.rest is not None and self.exchanged else ()
-
-    @property
-    def hoisted(self) -> tuple[str, ...]:
-        """The statements that are computed before the loop over keys."""
-        return tuple(line for each in self.printed for line in each.hoisted)
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """Every statement, and the results."""
-        every = self.printed if self.under is None else (*self.printed, self.under)
-        return tuple(line for each in every for line in each.lines)
-
-
-def print_mask(captures: Captures, traits: Traits, keys: int) -> MaskPieces:
-    """A mask_mod in pieces, of which most tiles need one alone; keys: of a tile."""
-    traits = replace(traits, dialect=HOPPER)
-    form = mask_form(captures.mod.expr, INDEX_RANGES)
-    span = form.span
-
-    def piece(name: str, expr: Expr | None, view: View) -> Printed | None:
-        if expr is None:
-            return None
-        return print_mod(captures, traits, replace(view, prefix=name), expr)
-
-    column = View(dtype="int32")
-    first = View(q_idx="row_start", by_row=False, dtype="int32")
-    last = replace(first, q_idx="(row_start + ROWS - 1)")
-    once = span.rest is not None and asked_once(span.rest, (CONSUMER_ROWS, keys))
-    pieces = MaskPieces(
-        piece("mask", span.rest, replace(first, kv_idx="start_n", dtype="") if once else View()),
-        piece("low", span.low, column),
-        piece("high", span.high, column),
-        piece("last_low", span.low, last),
-        piece("first_high", span.high, first),
-    )
-    if span.is_prefix:
-        of_run = replace(first, q_idx="first_row", by_key=False)
-        pieces = replace(pieces, under=piece("under", span.high, of_run))
-    if once or not form.rest_loads_keys_alone:
-        return pieces
-    by_thread = piece("mask", span.rest, View(kv_idx="key_of_thread"))
-    later = piece("mask", span.rest, View(early=_BY_KEY))
-    assert by_thread is not None and later is not None
-    read = "\n".join((*later.body, later.result))
-    made = dict.fromkeys(line.split(" = ")[0] for line in by_thread.early)
-    names = tuple(name for name in made if f"{name}{_BY_KEY}" in read)
-    return replace(pieces, rest=replace(later, early=by_thread.early), exchanged=names)
 
 
 def print_consumer_score(structure: Structure, traits: Traits, lazy_rescale: bool) -> PrintedScore:
@@ -261,7 +169,13 @@ def render(
     # A maximum that is returned is exact.
     lazy = config.lazy_rescale and not structure.max_scores
     score = None if structure.score is None else print_consumer_score(structure, traits, lazy)
-    mask = None if structure.mask is None else print_mask(structure.mask, traits, config.BLOCK_N)
+    mask = (
+        None
+        if structure.mask is None
+        else print_mask(
+            structure.mask, replace(traits, dialect=HOPPER), (CONSUMER_ROWS, config.BLOCK_N)
+        )
+    )
     used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
     mods = mod_context([each.lines for each in used], device, HOPPER)
     sparsity = structure.sparsity

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from flexattn.errors import UnsupportedError
+from flexattn.kernels.base.mask_pieces import print_mask
 from flexattn.kernels.block_mask.source import print_bounds
-from flexattn.kernels.hopper.source import print_mask
+from flexattn.kernels.hopper.source import HOPPER
 from flexattn.kernels.printers.gradient_printer import OVER_KEYS, print_gradient
 from flexattn.kernels.printers.mask_printer import mask_parts, print_edges
 from flexattn.kernels.printers.torch_printer import to_torch
@@ -62,7 +63,7 @@ def of_mask(mod):
         yield from (*edge.statements, edge.rest)
     yield from print_bounds(mod, bounds_of(mod)).statements
     yield from mask_parts(captures(mod), Traits(), 1, True, True).lines
-    yield from print_mask(captures(mod), Traits(), 64).lines
+    yield from print_mask(captures(mod), Traits(dialect=HOPPER), (64, 64)).lines
 
 
 def work(name, steps):
