@@ -9,6 +9,8 @@ It cuts keys where the prefix ends, so that bits depend on who shares it: with b
 there is none.
 """
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,10 @@ from examples.serving.inputs import Inputs
 from examples.serving.model import Shape
 from examples.serving.request import Limits
 from flexattn.catalogue import causal
-from flexattn.serving import CascadePlan, DecodePlan
+from flexattn.serving import AppendPlan, CascadePlan, DecodePlan
+from flexattn.serving.verified import verified_by
+
+log = logging.getLogger(__name__)
 
 CASCADE_FROM = 32_768
 
@@ -30,16 +35,10 @@ def new_cache(
     return [(make(), make()) for _ in range(shape.layers)]
 
 
-def write_keys(cache: tuple[Tensor, Tensor], inputs: Inputs, k: Tensor, v: Tensor) -> None:
-    """Put each row's key and value into its page; rows without a request go to page 0."""
-    place = tuple(inputs.on[name][: len(k)].long() for name in ("page", "offset"))
-    for pages, rows in zip(cache, (k, v), strict=True):
-        pages[place] = rows
-
-
 class PlanAttention:
     """What a server uses: the library's plans, made once; their runs allocate nothing.
 
+    Their kernels are verified before the first request: a wrong one gives way to the next.
     With `cascades` a step may have members of a cascade, a row each.
     """
 
@@ -63,6 +62,11 @@ class PlanAttention:
             total_q=limits.rows, kv_len=limits.longest, mask_mod=causal,
             batch_invariant=batch_invariant, **common,
         )  # fmt: skip
+        self._append = AppendPlan(
+            heads=shape.heads[1], head_dim=shape.head_dim, page_size=limits.page, dtype=dtype,
+            slots=torch.int32, device=device,
+        )  # fmt: skip
+        log.info("attention's kernels are verified %s", verified_by(self._plan))
         # A row a member, at its last key: it sees every key, so no mask is needed.
         self._cascade = (
             CascadePlan(prefix_len=limits.longest, own_len=limits.longest, **common)
@@ -77,7 +81,7 @@ class PlanAttention:
     ) -> Tensor:
         """[R, Hq, D] of the step's rows; shared: some of them are members of a cascade."""
         cache, on = self._cache[layer], inputs.on
-        write_keys(cache, inputs, k, v)
+        self._append.run(k, v, cache, slot_mapping=on["slots"][: len(k)])
         out = self._out[: len(q)]
         self._plan.run(
             q, cache, seq_lens=on["lens"], block_table=on["table"], cu_seqlens_q=on["ends"],

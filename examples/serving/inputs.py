@@ -16,7 +16,8 @@ from examples.serving.scheduler import Step
 class Inputs:
     """int32 on the device, filled from one buffer by one copy a step.
 
-    tokens, positions, page, offset [rows]: of each row; page and offset say where its key goes.
+    tokens, positions, slots [rows]: of each row; its key goes to slots // page, at slots % page,
+    and nowhere where that is below 0.
     lens [B], ends [B + 1], table [B, P]: the ragged plan's seq_lens, cu_seqlens_q and block_table.
     last [B]: the row whose logits are wanted, of each slot.
     Of a cascade: gather [B], rows of its members; scatter [B], where what they give goes: behind
@@ -27,8 +28,8 @@ class Inputs:
     def __init__(self, limits: Limits, device: torch.device) -> None:
         B, R, P = limits.batch, limits.rows, limits.pages_of(limits.longest)
         shapes = {
-            "tokens": (R,), "positions": (R,), "page": (R,), "offset": (R,), "lens": (B,),
-            "ends": (B + 1,), "last": (B,), "gather": (B,), "scatter": (B,), "lens_c": (B,),
+            "tokens": (R,), "positions": (R,), "slots": (R,), "lens": (B,), "ends": (B + 1,),
+            "last": (B,), "gather": (B,), "scatter": (B,), "lens_c": (B,),
             "start_c": (B,), "prefix_len": (1,), "table": (B, P), "prefix": (1, P), "own": (B, P),
         }  # fmt: skip
         sizes = [-(-torch.Size(shape).numel() // 4) * 4 for shape in shapes.values()]
@@ -61,7 +62,7 @@ class Inputs:
             ((i in members, p.request.slot, p) for i, p in enumerate(step.pieces)),
             key=lambda each: each[:2],
         )
-        rows: list[list[int]] = [[], [], [], []]
+        rows: list[list[int]] = [[], [], []]
         lens, counts, last = ([0] * limits.batch for _ in range(3))
         gather, scatter = [0] * limits.batch, [limits.rows] * limits.batch
         lens_c, start_c = [0] * limits.batch, [0] * limits.batch
@@ -77,15 +78,15 @@ class Inputs:
                 lens[slot], counts[slot] = piece.last, len(places)
             rows[0] += request.tokens[piece.first : piece.last]
             rows[1] += places
-            rows[2] += [request.pages[at // limits.page] for at in places]
-            rows[3] += [at % limits.page for at in places]
+            size = limits.page
+            rows[2] += [request.pages[at // size] * size + at % size for at in places]
             last[slot] = len(rows[0]) - 1
         used = len(rows[0])
         ends = [0]
         for count in counts:
             ends.append(ends[-1] + count)
-        for name, values in zip(("tokens", "positions", "page", "offset"), rows, strict=True):
-            self._put(name, values + [0] * (limits.rows - used))
+        for name, values in zip(("tokens", "positions", "slots"), rows, strict=True):
+            self._put(name, values + [-(name == "slots")] * (limits.rows - used))
         for name, values in {
             "lens": lens, "ends": ends, "last": last, "gather": gather, "scatter": scatter,
             "lens_c": lens_c, "start_c": start_c,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from examples.serving.attention import new_cache, write_keys
+from examples.serving.attention import new_cache
 from examples.serving.inputs import Inputs
 from examples.serving.model import Shape
 from examples.serving.request import Limits
@@ -28,7 +28,9 @@ class TorchAttention:
     ) -> Tensor:
         """[R, Hq, D] of the step's rows."""
         assert not shared
-        write_keys(self._cache[layer], inputs, k, v)
+        slots = inputs.on["slots"][: len(k)].long()
+        for pages, new in zip(self._cache[layer], (k, v), strict=True):
+            pages.flatten(0, 1)[slots[slots >= 0]] = new[slots >= 0]
         out = torch.zeros_like(q)
         ends, lens = inputs.on["ends"], inputs.on["lens"]
         counts = ends.diff()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -113,7 +113,7 @@ def attend_paged(
     index: Any = module.layer_idx
     layer = _Place(index, cache, cache.layer_to_allocator[index], batch)
     read = _pages if layer.allocator.supports_block_table else _window
-    pages, step = read(layer, state.batches, key, value)
+    pages, step, slots = read(layer, state.batches, key, value)
     q = query[0].transpose(0, 1)
     page, requests = pages[0].shape[1], len(step.lens)
     single = batch["max_length_q"] == 1 and len(q) == requests
@@ -128,6 +128,9 @@ def attend_paged(
         kv_len=max(_KEYS, rounded(step.table.shape[1] * page)),
         total_q=0 if single else cache.max_batch_tokens,
     )
+    if slots is not None:
+        new = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        state.plans.append(kind, slots.dtype).run(*new, pages, slot_mapping=slots)
     out = _outputs(state, plan)
     given: dict[str, Any] = {"seq_lens": step.lens, "block_table": step.table}
     if single:
@@ -152,10 +155,12 @@ def _outputs(state: _State, plan: DecodePlan) -> Tensor:
     return found
 
 
-def _pages(
-    layer: _Place, batches: dict[int, _Batch], key: Tensor, value: Tensor
-) -> tuple[tuple[Tensor, Tensor], _Batch]:
-    """The pages of a layer of full attention, with the new keys and values in them."""
+# Pages, the batch that reads them, and where new keys go, where they are not written yet.
+_Read: TypeAlias = tuple[tuple[Tensor, Tensor], _Batch, Tensor | None]
+
+
+def _pages(layer: _Place, batches: dict[int, _Batch], key: Tensor, value: Tensor) -> _Read:
+    """The pages of a layer of full attention."""
     allocator = layer.allocator
     pages = allocator.get_cache_for_block_table(layer.index)
     page = pages[0].shape[1]
@@ -170,9 +175,7 @@ def _pages(
         batches[allocator.index] = (_listed if listed else _gathered)(layer, page)
     step = batches[allocator.index]
     rows = layer.batch["write_index"][allocator.index] if step.rows is None else step.rows
-    for pool, new in zip(pages, (key, value), strict=True):
-        pool.view(-1, *pool.shape[2:]).index_copy_(0, rows, new[0].transpose(0, 1))
-    return pages, step
+    return pages, step, rows
 
 
 def _listed(layer: _Place, page: int) -> _Batch:
@@ -194,16 +197,14 @@ def _gathered(layer: _Place, page: int) -> _Batch:
     return _Batch((tokens[at] // page).to(torch.int32), layer.lens)
 
 
-def _window(
-    layer: _Place, batches: dict[int, _Batch], key: Tensor, value: Tensor
-) -> tuple[tuple[Tensor, Tensor], _Batch]:
+def _window(layer: _Place, batches: dict[int, _Batch], key: Tensor, value: Tensor) -> _Read:
     """The keys that a layer with a window may see, of all requests in a row, as pages of one."""
     if layer.first:
         steps = torch.arange(rounded(layer.longest), dtype=torch.int32, device=key.device)
         batches[layer.allocator.index] = _Batch(layer.begins[:-1, None] + steps, layer.lens)
     k, v = layer.cache.update(key, value, layer.index, dict(layer.batch))
     step = batches[layer.allocator.index]
-    return (k[0].transpose(0, 1).unsqueeze(1), v[0].transpose(0, 1).unsqueeze(1)), step
+    return (k[0].transpose(0, 1).unsqueeze(1), v[0].transpose(0, 1).unsqueeze(1)), step, None
 
 
 def accept(name: str) -> None:

@@ -1,12 +1,14 @@
-"""Shared parts of the adaptors: a model's layer, its plans, its mods, writes to its cache."""
+"""Shared parts of the adaptors: a model's layer, its masks, its plans, and the user's mods."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,22 +17,99 @@ from torch.nn.attention.flex_attention import and_masks
 from flexattn import catalogue
 from flexattn.errors import InputError, SettingsError
 from flexattn.mods import bind
-from flexattn.serving import DecodePlan
+from flexattn.serving import AppendPlan, DecodePlan
+from flexattn.serving.cache import Scaled
 from flexattn.serving.decode import live_identity
-from flexattn.settings import current
+from flexattn.serving.verified import verified_by
+from flexattn.settings import current, log
 
 _Mod = Callable[..., Tensor]
 _KINDS = ("score_mod", "mask_mod")
+_THREADS = 8
+# Behind every position.
+_FAR = 2**30
+
+
+@dataclass(eq=False, slots=True)
+class Spans:
+    """Keys that rows of a batch see beside those of a causal mask, in buffers that masks read.
+
+    first, last int32 [rows]: the first and last position that a row sees, where they are beyond
+    its causal mask's or its window's. shift int32 [batch]: a request's first row less that row's
+    position.
+    """
+
+    first: Tensor
+    last: Tensor
+    shift: Tensor
+    _plain: bool = False
+
+    @classmethod
+    def empty(cls, batch: int, rows: int, device: torch.device) -> Spans:
+        """Buffers for a batch of at most these requests and rows."""
+        sizes = (rows, rows, batch)
+        first, last, shift = (torch.zeros(n, dtype=torch.int32, device=device) for n in sizes)
+        return cls(first, last, shift)
+
+    def fill(
+        self,
+        ends: Tensor,
+        lens: Tensor,
+        ends_cpu: Tensor,
+        lens_cpu: Tensor | None,
+        ranges: Mapping[int, Sequence[tuple[int, int]]],
+        causal: Tensor | bool,
+    ) -> bool:
+        """Write a batch; returns True where a row sees more than its causal mask.
+
+        ends int32 [requests + 1]: cu_seqlens_q. lens int32 [requests]: keys. ranges: by request,
+        positions (first, last) of rows that see each other. causal: of all requests, or int [n].
+        """
+        torch.sub(ends[1:], lens, out=self.shift[: len(lens)])
+        if not self._plain:
+            self.first.fill_(_FAR)
+            self.last.fill_(-1)
+        starts, self._plain = ends_cpu.tolist(), causal is True
+        for b, own in ranges.items():
+            assert lens_cpu is not None, "the lengths of requests with images are known"
+            past = int(lens_cpu[b]) - (starts[b + 1] - starts[b])
+            for first, last in own:
+                low = starts[b] + max(first - past, 0)
+                high = min(starts[b] + last - past + 1, starts[b + 1])
+                if first < last and low < high:
+                    self.first[low:high], self.last[low:high] = first, last
+                    self._plain = False
+        if causal is not True:
+            free = torch.as_tensor(causal, device=ends.device).expand(len(lens)) == 0
+            rows = free.repeat_interleave(ends.diff(), output_size=starts[-1])
+            self.last[: starts[-1]].masked_fill_(rows, _FAR)
+        return not self._plain
+
+    def mask_mod(self, window: int | None, clamped: bool) -> _Mod:
+        """The causal mask and the spans; with a window, spans end it unless they are clamped."""
+        shift, starts, ends = self.shift, self.first, self.last
+
+        def seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            row = shift[b] + q_idx
+            found = (kv_idx <= q_idx) | (kv_idx <= ends[row])
+            if window is None:
+                return found
+            if clamped:
+                return found & (q_idx - kv_idx < window) & (kv_idx - q_idx < window)
+            return found & ((q_idx - kv_idx < window) | (kv_idx >= starts[row]))
+
+        return seen
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """An attention layer of causal self-attention: equal ones share their plans.
+    """An attention layer: equal ones share their plans.
 
     name: the model's for it. heads (Hq, Hkv) and head_dim (D, Dv): of this process. page_size:
     tokens of a page. softcap: scores stay within it. window: keys that a row sees, its own
-    included. slopes [Hq]: of ALiBi. sinks, scaled: its runs are given sinks, and the scales of
-    an 8-bit cache.
+    included. slopes [Hq]: of ALiBi. sinks: its runs are given sinks. scaled: what an 8-bit cache
+    has scales of, as DecodePlan's. causal: False where a row sees later keys too, as far as its
+    window. spans, clamped: of rows that see more, see Spans.
     """
 
     heads: tuple[int, int]
@@ -44,7 +123,10 @@ class Layer:
     window: int | None = None
     slopes: tuple[float, ...] | None = None
     sinks: bool = False
-    scaled: bool = False
+    scaled: Scaled = False
+    causal: bool = True
+    spans: Spans | None = None
+    clamped: bool = True
     name: str = field(default="", compare=False)
 
     @property
@@ -67,11 +149,24 @@ class Layer:
 
         return chain[0] if len(chain) == 1 else score_mod if chain else None
 
-    def mask_mod(self, own: _Mod | None) -> _Mod:
-        """The layer's mask, and with the user's mask both of them."""
+    def mask_mod(self, own: _Mod | None) -> _Mod | None:
+        """The layer's mask and the user's; None where a row sees every key."""
         window = self.window
-        seen = catalogue.causal if window is None else catalogue.sliding_window(window - 1)
-        return seen if own is None else and_masks(seen, own)
+        seen: list[_Mod] = [] if own is None else [own]
+        if self.spans is not None:
+            seen.insert(0, self.spans.mask_mod(window, self.clamped))
+        elif window is not None:
+            seen.insert(0, catalogue.sliding_window(window - 1) if self.causal else _near(window))
+        elif self.causal:
+            seen.insert(0, catalogue.causal)
+        return seen[0] if len(seen) == 1 else and_masks(*seen) if seen else None
+
+
+def _near(window: int) -> _Mod:
+    def near(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx - kv_idx < window) & (kv_idx - q_idx < window)
+
+    return near
 
 
 def _alibi(slopes: Tensor) -> _Mod:
@@ -81,37 +176,106 @@ def _alibi(slopes: Tensor) -> _Mod:
     return alibi
 
 
+class LayerPlans(NamedTuple):
+    """The plans of a layer: attention of single tokens and of chunks, and its cache's writes."""
+
+    single: DecodePlan
+    chunks: DecodePlan
+    append: AppendPlan
+
+
 class Plans:
-    """Plans that the layers of one model share, each made at its first use, run by one stream."""
+    """Plans that the layers of one model share, each made at its first use, run by one stream.
+
+    On a GPU each is made in a thread: half of a compile runs outside Python.
+    """
 
     def __init__(self) -> None:
-        self._plans: dict[Any, DecodePlan] = {}
+        self._made: dict[Any, Future[Any]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+        self._said: set[Layer] = set()
+        self.spans: Spans | None = None
 
-    def plan(
-        self, layer: Layer, *, mods: Mapping[str, _Mod] | None = None, **maxima: Any
-    ) -> DecodePlan:
+    def plan(self, layer: Layer, **maxima: Any) -> DecodePlan:
         """The plan of layers like this one. maxima: batch, kv_len and total_q of DecodePlan, 0 for
         single tokens, and batch_invariant."""
-        own = [(mods or {}).get(kind) for kind in _KINDS]
+        found: DecodePlan = self._begun(layer, {}, maxima).result()
+        return found
+
+    def append(self, layer: Layer, slots: torch.dtype) -> AppendPlan:
+        """The plan that writes the cache of layers like this. slots: dtype of slot mappings."""
+        found: AppendPlan = self._begun_append(layer, slots).result()
+        return found
+
+    def begin(self, layer: Layer, rows: int, **maxima: Any) -> list[Future[Any]]:
+        """A layer's plans with the user's mods, which threads make: see LayerPlans.
+
+        rows: the most of a chunk.
+        """
+        mods = user_mods(layer)
+        single = replace(layer, spans=None)
+        return [
+            self._begun(single, mods, {"total_q": 0, **maxima}),
+            self._begun(layer, mods, {"total_q": rows, **maxima}),
+            self._begun_append(layer, torch.int64),
+        ]
+
+    def of(self, layer: Layer, rows: int, **maxima: Any) -> LayerPlans:
+        """A layer's plans, when all that were begun are made and verified."""
+        found = LayerPlans(*(each.result() for each in self.begin(layer, rows, **maxima)))
+        if self._threads is not None:  # one that allocates would end a capture
+            self._threads.shutdown()
+            self._threads = None
+        if layer not in self._said:
+            self._said.add(layer)
+            said = ", ".join(dict.fromkeys(verified_by(each) for each in found[:2]))
+            log.info("attention as in %s: kernels verified %s", layer.name, said)
+        return found
+
+    def _begun(
+        self, layer: Layer, mods: Mapping[str, _Mod], maxima: Mapping[str, Any]
+    ) -> Future[Any]:
+        own = [mods.get(kind) for kind in _KINDS]
         bound = [bind(mod, kind[:-4]) for mod, kind in zip(own, _KINDS, strict=True)]
-        key = (layer, *map(live_identity, bound), *maxima.values())
-        found = self._plans.get(key)
-        if found is None:
-            found = self._plans[key] = DecodePlan(
+
+        def make() -> DecodePlan:
+            return DecodePlan(
                 heads=layer.heads, head_dim=layer.head_dim, dtype=layer.dtype,
                 kv_dtype=layer.kv_dtype, device=layer.device, page_size=layer.page_size,
                 scale=layer.scale, sinks=layer.sinks, scaled=layer.scaled,
                 score_mod=layer.score_mod(own[0]), mask_mod=layer.mask_mod(own[1]), **maxima,
             )  # fmt: skip
+
+        return self._once((layer, *map(live_identity, bound), *maxima.values()), layer, make)
+
+    def _begun_append(self, layer: Layer, slots: torch.dtype) -> Future[Any]:
+        about: dict[str, Any] = {
+            "heads": layer.heads[1], "head_dim": layer.head_dim, "page_size": layer.page_size,
+            "dtype": layer.dtype, "kv_dtype": layer.kv_dtype, "scaled": layer.scaled,
+            "slots": slots, "device": layer.device,
+        }  # fmt: skip
+        return self._once(tuple(about.values()), layer, lambda: AppendPlan(**about))
+
+    def _once(self, key: Any, layer: Layer, make: Callable[[], Any]) -> Future[Any]:
+        found = self._made.get(key)
+        if found is None:
+            if layer.device.type == "cuda":
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(_THREADS)
+                found = self._threads.submit(copy_context().run, _on(layer.device, make))
+            else:
+                found = Future()
+                found.set_result(make())
+            self._made[key] = found
         return found
 
-    def pair(self, layer: Layer, rows: int, **maxima: Any) -> tuple[DecodePlan, DecodePlan]:
-        """A layer's plans with the user's mods: of single tokens, and of chunks of these rows."""
-        mods = user_mods(layer)
-        single, chunks = (
-            self.plan(layer, mods=mods, total_q=total, **maxima) for total in (0, rows)
-        )
-        return single, chunks
+
+def _on(device: torch.device, make: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> Any:
+        with torch.cuda.device(device):
+            return make()
+
+    return run
 
 
 def user_mods(layer: Layer) -> Mapping[str, _Mod]:
@@ -138,29 +302,3 @@ def user_mods(layer: Layer) -> Mapping[str, _Mod]:
             "it gives a dict with score_mod, mask_mod or both, or None",
         )
     return found or {}
-
-
-def write_pages(
-    pages: tuple[Tensor, Tensor],
-    slots: Tensor,
-    new: tuple[Tensor, Tensor],
-    scales: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> None:
-    """Put new keys and values where they belong in a paged cache; a CUDA graph can hold it.
-
-    pages: K [pages, page, Hkv, D] and V, with any strides. slots int64 [rows]: page times its size
-    plus place. A slot below 0 has no token: a zero goes to slot 0, which is to be nobody's. new:
-    K [rows, Hkv, D] and V. scales fp32 [1] or [Hkv]: what each is divided by in a cache of 8 bits,
-    whose largest value is kept.
-    """
-    page, slots = pages[0].shape[1], slots[: len(new[0])]
-    used, at = (slots >= 0)[:, None, None], slots.clamp(min=0)
-    where = at // page, at % page
-    for pool, rows, scale in zip(pages, new, scales, strict=True):
-        rows = torch.where(used, rows[: len(slots)], 0)
-        if pool.dtype.itemsize == 1:
-            most = torch.finfo(pool.dtype).max
-            rows = rows if scale is None else rows / scale.view(-1, 1)
-            rows = rows.clamp(-most, most).to(pool.dtype).view(torch.uint8)
-            pool = pool.view(torch.uint8)
-        pool.index_put_(where, rows.to(pool.dtype))

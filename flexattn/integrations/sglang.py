@@ -18,9 +18,8 @@ from sglang.srt.runtime_context import get_exec, get_schedule, max_prefill_buffe
 from torch import Tensor
 
 from flexattn.errors import UnsupportedError
-from flexattn.integrations.plans import Layer, Plans
+from flexattn.integrations.plans import Layer, LayerPlans, Plans
 from flexattn.problem import rounded
-from flexattn.serving import DecodePlan
 
 
 class FlexattnBackend(AttentionBackend):
@@ -53,7 +52,7 @@ class FlexattnBackend(AttentionBackend):
         self._rows = chunk + self.req_to_token_pool.size  # requests that decode beside the chunk
         self._invariant = True if get_exec().deterministic.enable_deterministic_inference else None
         self._plans = Plans()
-        self._ready: dict[int, tuple[DecodePlan, DecodePlan]] = {}
+        self._ready: dict[int, LayerPlans] = {}
         self._paged: dict[int, tuple[Any, tuple[Tensor, Tensor]]] = {}
         self._allocate(self.req_to_token_pool.size, self._rows)
 
@@ -157,7 +156,7 @@ class FlexattnBackend(AttentionBackend):
         if layer.k_scale is not None and pages[0].dtype.itemsize == 1:
             given |= {"k_scale": layer.k_scale.float(), "v_scale": layer.v_scale.float()}
         out = q.new_empty(*q.shape[:-1], layer.v_head_dim)
-        single, chunks = self._plan(layer, q, pages, given)
+        single, chunks, _ = self._plan(layer, q, pages, given)
         if forward_batch.forward_mode.is_decode():
             single.run(q.unsqueeze(1), pages, out=out.unsqueeze(1), **given)
         else:
@@ -168,7 +167,7 @@ class FlexattnBackend(AttentionBackend):
 
     def _plan(
         self, layer: Any, q: Tensor, pages: tuple[Tensor, Tensor], given: dict[str, Any]
-    ) -> tuple[DecodePlan, DecodePlan]:
+    ) -> LayerPlans:
         """The layer's plans, for single tokens and for chunks; both are made in its first forward,
         which SGLang runs before it captures or serves."""
         found = self._ready.get(layer.layer_id)
@@ -181,7 +180,7 @@ class FlexattnBackend(AttentionBackend):
                 layer.sliding_window_size + 1 if layer.sliding_window_size >= 0 else None,
                 sinks="sinks" in given, scaled="k_scale" in given, name=f"layers.{layer.layer_id}",
             )  # fmt: skip
-            found = self._ready[layer.layer_id] = self._plans.pair(
+            found = self._ready[layer.layer_id] = self._plans.of(
                 kind, rows, batch=self._requests, kv_len=self._kv_len,
                 batch_invariant=self._invariant,
             )  # fmt: skip

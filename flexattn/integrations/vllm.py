@@ -1,49 +1,71 @@
 """vLLM's attention over this library: what it asks of a backend, of its metadata, of a layer.
 
-The contract was read in vLLM 0.33.0: vllm/v1/attention/backend.py and the layer that calls it,
-vllm/model_executor/layers/attention/attention.py.
+The contract was read in vLLM 0.26.0 to 0.33.0: vllm/v1/attention/backend.py and the layer that
+calls it, vllm/model_executor/layers/attention/attention.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
-import vllm.envs as envs
 from torch import Tensor
-from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    AttentionType,
-    CommonAttentionMetadata,
-)
 
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.integrations.plans import Layer, Plans, write_pages
+from flexattn.integrations.plans import Layer, LayerPlans, Plans, Spans
 from flexattn.problem.checks import MAX_HEAD_DIM
-from flexattn.serving import DecodePlan
+from flexattn.settings import current
+
+try:
+    import vllm.envs as envs
+    from vllm.config import get_current_vllm_config
+    from vllm.v1.attention.backend import (
+        AttentionBackend,
+        AttentionCGSupport,
+        AttentionImpl,
+        AttentionMetadata,
+        AttentionMetadataBuilder,
+        AttentionType,
+        CommonAttentionMetadata,
+    )
+except ImportError as error:
+    # vLLM would take it for a package that is not there.
+    raise UnsupportedError(
+        f"vLLM lacks what flexattn's backend is made of: {error}",
+        "vLLM 0.26 to 0.33 were read",
+        "install one of them, or take another --attention-backend",
+    ) from error
 
 # Of --kv-cache-dtype: what vLLM allocates as bytes.
+_PER_TOKEN_HEAD = "fp8_per_token_head"
 _EIGHT_BITS = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
+    _PER_TOKEN_HEAD: torch.float8_e4m3fn,
 }
+# vLLM up to 0.28 asks the backend for its cache's shape, later ones a spec that it may change.
+_OWN_PAGES = hasattr(AttentionBackend, "supported_kv_cache_layouts")
+# Bytes behind K and V of a token and head for both scales, so that all stays aligned.
+_SCALES = 16
 # Tokens of a page that a plan reads.
 _PAGES = (16, 32, 64, 128, 256)
 _SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+# Rows that see keys of the call alone, which is in no cache.
+_PACKED = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
 class FlexattnBackend(AttentionBackend):
     """--attention-backend CUSTOM: decoders, chunks of prefill and single tokens in one launch."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *_SIXTEEN_BITS, *_EIGHT_BITS]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        each
+        for each in ("auto", *_SIXTEEN_BITS, *_EIGHT_BITS)
+        if _OWN_PAGES or each != _PER_TOKEN_HEAD
+    ]
     # Keys and values are written by `do_kv_cache_update`, before `forward`.
     forward_includes_kv_cache_update: bool = False
 
@@ -67,6 +89,38 @@ class FlexattnBackend(AttentionBackend):
         """Tokens of a page: larger blocks are cut into the largest of these that divides them."""
         return [*_PAGES]
 
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """Of vLLM up to 0.28: each head's keys, and its values beside them."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Of vLLM up to 0.28: the order in memory that VLLM_KV_CACHE_LAYOUT names."""
+        layout = import_module("vllm.v1.attention.backends.utils").get_kv_cache_layout()
+        if include_num_layers_dimension:
+            return (1, 0, 3, 2, 4) if layout == "NHD" else (1, 2, 0, 3, 4)
+        return (0, 2, 1, 3) if layout == "NHD" else (0, 1, 2, 3)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Of vLLM from 0.29 on: all in which a head's stride does not grow with the cache."""
+        layouts = import_module("vllm.v1.kv_cache_layout").KVCacheLayout
+        return tuple(layouts[name] for name in ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC"))
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Of vLLM from 0.29 on: room for the scales of each token and head behind its values."""
+        if spec.kv_quant_mode.name != _PER_TOKEN_HEAD.upper() or spec.state_content_bytes:
+            return spec
+        return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + _SCALES)
+
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """True where a kernel serves this head dimension."""
@@ -74,10 +128,17 @@ class FlexattnBackend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Sinks, windows, and under VLLM_BATCH_INVARIANT plans that are batch-invariant."""
+        """Sinks, windows, rows of an image that see each other, requests that are not causal, a
+        scale a head, and under VLLM_BATCH_INVARIANT plans that are batch-invariant."""
         return True
 
     supports_sliding_window = supports_batch_invariance = supports_sink
+    supports_mm_prefix = supports_non_causal = supports_per_head_quant_scales = supports_sink
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """True of decoders, of encoders, and of decoders that read an encoder's keys."""
+        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER, *_PACKED)
 
     @classmethod
     def supports_combination(
@@ -93,7 +154,10 @@ class FlexattnBackend(AttentionBackend):
 
 @dataclass
 class FlexattnMetadata(AttentionMetadata):
-    """The batch of a forward for a group of layers; tensors are vLLM's own buffers."""
+    """The batch of a forward for a group of layers; tensors are vLLM's own buffers.
+
+    single: each request has one row, which sees all of its keys.
+    """
 
     num_actual_tokens: int
     max_query_len: int
@@ -102,6 +166,7 @@ class FlexattnMetadata(AttentionMetadata):
     seq_lens: Tensor
     block_table: Tensor
     slot_mapping: Tensor
+    single: bool
 
 
 class FlexattnMetadataBuilder(AttentionMetadataBuilder):
@@ -114,10 +179,22 @@ class FlexattnMetadataBuilder(AttentionMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = vllm_config.compilation_config.static_forward_context
-        for name in layer_names:
-            layer = layers[name]
-            layer.impl.prepare(name, kv_cache_spec.block_size, layer.dtype, device)
+        layers = [
+            vllm_config.compilation_config.static_forward_context[name] for name in layer_names
+        ]
+        for layer in layers:
+            layer.impl.prepare(layer, kv_cache_spec.block_size, layer.dtype, device)
+        impl = layers[0].impl if layers else None
+        self._spans: Spans | None = None
+        self._steps = torch.arange(0)
+        self._rows_of: Tensor | None = None
+        self._causal = impl is None or impl.attn_type == AttentionType.DECODER
+        if impl is not None and self._causal:
+            self._spans = impl.plans.spans
+        elif impl is not None and impl.packed:
+            batch, most = impl.maxima["batch"], impl.maxima["kv_len"]
+            self._steps = torch.arange(most, dtype=torch.int32, device=device)
+            self._rows_of = torch.zeros(batch, most, dtype=torch.int32, device=device)
 
     def build(
         self,
@@ -125,13 +202,29 @@ class FlexattnMetadataBuilder(AttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> FlexattnMetadata:
-        """Nothing is computed: plans cut a batch on the device."""
+        """Plans cut a batch on the device: here is written what masks and encoders read of it."""
         common = common_attn_metadata
-        if common.causal is not True:
-            raise UnsupportedError("attention that is not causal", "plans serve decoders")
+        lens, ends = common.seq_lens, common.query_start_loc
+        table, wide = common.block_table_tensor, False
+        if self._rows_of is not None:
+            table = self._rows_of[: len(lens)]
+            torch.add(ends[:-1, None], self._steps, out=table)
+        elif self._causal:
+            ranges = common.mm_req_doc_ranges or {}
+            if self._spans is not None:
+                wide = self._spans.fill(
+                    ends, lens, common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound,
+                    ranges, common.causal,
+                )  # fmt: skip
+            elif common.causal is not True or any(ranges.values()):
+                raise UnsupportedError(
+                    "attention that is not causal, of which vLLM's configuration says nothing",
+                    "attention_config.use_non_causal, or a model with prefixes, says so first",
+                )
+        single = common.max_query_len == 1 and not wide and self._rows_of is None
         return FlexattnMetadata(
-            common.num_actual_tokens, common.max_query_len, common.query_start_loc,
-            common.max_seq_len, common.seq_lens, common.block_table_tensor, common.slot_mapping,
+            common.num_actual_tokens, common.max_query_len, ends, common.max_seq_len, lens, table,
+            common.slot_mapping, single and len(lens) <= common.num_actual_tokens,
         )  # fmt: skip
 
 
@@ -152,55 +245,85 @@ class FlexattnImpl(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        if attn_type != AttentionType.DECODER:
-            raise UnsupportedError(f"attention of the type {attn_type}", "plans serve decoders")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sinks = sinks
+        self.sinks, self._float_sinks = sinks, sinks
+        self.packed = attn_type in _PACKED
+        self.eight = None if self.packed else _EIGHT_BITS.get(kv_cache_dtype)
+        token_head = kv_cache_dtype == _PER_TOKEN_HEAD
         self._about: dict[str, Any] = {
             "heads": (num_heads, self.num_kv_heads), "head_dim": (head_size, head_size),
-            "kv_dtype": _EIGHT_BITS.get(kv_cache_dtype), "scale": self.scale,
-            "softcap": logits_soft_cap, "window": sliding_window,
+            "kv_dtype": self.eight, "scale": self.scale, "softcap": logits_soft_cap,
+            "window": sliding_window, "causal": attn_type == AttentionType.DECODER,
             "slopes": None if alibi_slopes is None else tuple(alibi_slopes),
-            "sinks": sinks is not None, "scaled": kv_cache_dtype in _EIGHT_BITS,
+            "sinks": sinks is not None,
+            "scaled": self.eight is not None and ("token_head" if token_head else True),
         }  # fmt: skip
-        self._config = config = get_current_vllm_config()
-        layers = config.compilation_config.static_forward_context.values()
-        before = [getattr(layer, "impl", None) for layer in layers]
+        config = get_current_vllm_config()
+        scheduler, graphs = config.scheduler_config, config.compilation_config
+        sizes = graphs.cudagraph_capture_sizes or []
+        self._rows = max(scheduler.max_num_batched_tokens, *sizes, 1)
+        longest = config.model_config.max_model_len
+        if attn_type == AttentionType.ENCODER_DECODER:
+            longest = max(longest, scheduler.max_num_encoder_input_tokens)
+        self.maxima: dict[str, Any] = {
+            "batch": scheduler.max_num_seqs, "kv_len": longest,
+            "batch_invariant": True if envs.VLLM_BATCH_INVARIANT else None,
+        }  # fmt: skip
+        self._wide = self._about["causal"] and (
+            config.model_config.is_mm_prefix_lm or config.attention_config.use_non_causal
+        )
+        self._images = config.model_config.is_mm_prefix_lm
+        block = config.cache_config.block_size or _PAGES[0]
+        self._guess = max((each for each in _PAGES if block % each == 0), default=_PAGES[0])
+        before = [getattr(layer, "impl", None) for layer in graphs.static_forward_context.values()]
         plans = [impl.plans for impl in before if isinstance(impl, FlexattnImpl)]
         self.plans: Plans = plans[0] if plans else Plans()
-        self._ready: tuple[Layer, DecodePlan, DecodePlan] | None = None
-        self._pages: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
+        self._ready: tuple[Layer, LayerPlans] | None = None
+        self._cache: tuple[Tensor, tuple[Tensor, Tensor], dict[str, Tensor]] | None = None
+        device = torch.empty(0).device
+        if device.type == "cuda" and not (self._wide or current().mods):
+            # While weights are read.
+            layer = self._layer("", self._guess, torch.get_default_dtype(), device)
+            self.plans.begin(layer, self._rows, **self.maxima)
 
-    def prepare(self, name: str, page: int, dtype: torch.dtype, device: torch.device) -> None:
+    def _layer(self, name: str, page: int, dtype: torch.dtype, device: torch.device) -> Layer:
+        page = 1 if self.packed else page
+        return Layer(dtype=dtype, device=device, page_size=page, name=name, **self._about)
+
+    def prepare(self, layer: Any, page: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make the layer's plans, one for single tokens and one for chunks; all later is launches.
 
         In the profiling run, so that their memory is counted, with the page that is expected then.
         """
-        if self._ready is not None:
-            before = self._ready[0]
-            if (before.page_size, before.dtype) == (page, dtype):
-                return
-        layer = Layer(dtype=dtype, device=device, page_size=page, name=name, **self._about)
-        scheduler = self._config.scheduler_config
-        graphs = self._config.compilation_config.cudagraph_capture_sizes or []
-        rows = max(scheduler.max_num_batched_tokens, *graphs, 1)
-        plans = self.plans.pair(
-            layer, rows, batch=scheduler.max_num_seqs,
-            kv_len=self._config.model_config.max_model_len,
-            batch_invariant=True if envs.VLLM_BATCH_INVARIANT else None,
-        )  # fmt: skip
-        self._ready = layer, *plans
+        self.process_weights_after_loading(dtype)
+        kind = self._layer(layer.layer_name, page, dtype, device)
+        if self._wide:
+            if self.plans.spans is None:
+                self.plans.spans = Spans.empty(self.maxima["batch"], self._rows, device)
+            clamped = not self._images or layer.mm_prefix_clamp_sliding_window
+            kind = replace(kind, spans=self.plans.spans, clamped=clamped)
+        if self._ready is None or self._ready[0] != kind:
+            self._ready = kind, self.plans.of(kind, self._rows, **self.maxima)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Keep sinks as plans read them."""
+        self._float_sinks = None if self.sinks is None else self.sinks.detach().float()
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write new keys and values; padding has slots below 0, and block 0 is no request's."""
-        eight = self.kv_cache_dtype in _EIGHT_BITS
-        scales = (layer._k_scale, layer._v_scale) if eight else (None, None)
-        write_pages(self._paged(kv_cache), slot_mapping, (key, value), scales)
+        """Write new keys and values, by one kernel; padding has slots below 0."""
+        if self.packed or not kv_cache.numel():
+            return
+        (k, v), scales = self._paged(layer, kv_cache)
+        assert self._ready is not None
+        n = min(len(key), len(slot_mapping))
+        self._ready[1].append.run(
+            key[:n], value[:n], (k, v), slot_mapping=slot_mapping[:n], **scales
+        )
 
     def forward(
         self,
@@ -220,48 +343,59 @@ class FlexattnImpl(AttentionImpl):
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("an output that is quantised", "plans write q's dtype")
-        if attn_metadata is None:  # the profiling run
-            block = self._config.cache_config.block_size
-            page = max((each for each in _PAGES if block % each == 0), default=_PAGES[0])
-            self.prepare(layer.layer_name, page, query.dtype, query.device)
+        if attn_metadata is None:  # a run for memory or compilation, with or without a cache
+            if self._ready is None:
+                self.prepare(layer, self._guess, query.dtype, query.device)
             return output.fill_(0)
         batch = attn_metadata
-        assert self._ready is not None, "the metadata builder made the plans"
-        _, single, chunks = self._ready
-        given: dict[str, Any] = {"seq_lens": batch.seq_lens, "block_table": batch.block_table}
-        if self.sinks is not None:
-            given["sinks"] = self.sinks.float()
-        if self.kv_cache_dtype in _EIGHT_BITS:
-            given |= {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
-        requests, rows = batch.seq_lens.shape[0], batch.num_actual_tokens
-        pages = self._paged(kv_cache)
-        if batch.max_query_len == 1 and requests <= rows:
+        rows, given = batch.num_actual_tokens, {"seq_lens": batch.seq_lens}
+        given["block_table"] = batch.block_table
+        if self._float_sinks is not None:
+            given["sinks"] = self._float_sinks
+        if self.packed:
+            pages = key[:rows].unsqueeze(1), value[:rows].unsqueeze(1)
+        else:
+            pages, scales = self._paged(layer, kv_cache)
+            given |= scales
+        assert self._ready is not None
+        plans = self._ready[1]
+        if batch.single:
+            requests = len(batch.seq_lens)
             q, out = query[:requests].unsqueeze(1), output[:requests].unsqueeze(1)
-            single.run(q, pages, out=out, **given)
+            plans.single.run(q, pages, out=out, **given)
         else:
             given["cu_seqlens_q"] = batch.query_start_loc
-            chunks.run(query[:rows], pages, out=output[:rows], **given)
+            plans.chunks.run(query[:rows], pages, out=output[:rows], **given)
         return output
 
-    def _paged(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V as [blocks, block, Hkv, D] of vLLM's [blocks, Hkv, block, 2 D], of any strides.
+    def _paged(
+        self, layer: Any, kv_cache: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
+        """K and V as [blocks, block, Hkv, D] of vLLM's [blocks, Hkv, block, 2 D], of any strides,
+        and their scales.
 
-        These views are made once a cache: plans know them again.
+        These views are made once a cache, as are plans for its pages.
         """
-        if self._pages is None or self._pages[0] is not kv_cache:
-            if kv_cache.dim() != 4 or kv_cache.shape[1::2] != (
-                self.num_kv_heads,
-                2 * self.head_size,
-            ):
+        D, scaled = self.head_size, self._about["scaled"]
+        if self._cache is None or self._cache[0] is not kv_cache:
+            wide = 2 * D + (_SCALES if scaled == "token_head" else 0)
+            if kv_cache.dim() != 4 or kv_cache.shape[1::2] != (self.num_kv_heads, wide):
                 raise InputError(
                     f"a cache of shape {list(kv_cache.shape)}",
-                    f"it is [blocks, {self.num_kv_heads}, block, {2 * self.head_size}]: each "
+                    f"it is [blocks, {self.num_kv_heads}, block, {wide}]: each "
                     "head's keys, and values of the same dimension beside them",
-                    "take vLLM 0.33.0, whose caches were read",
+                    "take vLLM 0.26 to 0.33, whose caches were read",
                 )
             both = kv_cache.transpose(1, 2)
-            if self.kv_cache_dtype in _EIGHT_BITS:
-                both = both.view(_EIGHT_BITS[self.kv_cache_dtype])
-            k, v = both.split(self.head_size, dim=-1)
-            self._pages = kv_cache, (k, v)
-        return self._pages[1]
+            own: dict[str, Tensor] = {}
+            if scaled == "token_head":
+                places = both[..., 2 * D : 2 * D + 8].view(torch.float32)
+                own = {"k_scale": places[..., 0], "v_scale": places[..., 1]}
+            if self.eight is not None:
+                both = both.view(self.eight)
+            self._cache = kv_cache, (both[..., :D], both[..., D : 2 * D]), own
+            self.prepare(layer, kv_cache.shape[2], layer.dtype, kv_cache.device)
+        _, pages, own = self._cache
+        if scaled is True:
+            own = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        return pages, own

@@ -22,7 +22,7 @@ from flexattn.runtime.launch import Outputs
 from flexattn.runtime.outcomes import Outcome
 from flexattn.serving.append_checks import Rope
 from flexattn.serving.cache import cache_shape, scales_shape, spread_scale
-from flexattn.verify.first_use import LaunchedKernels, Unjudged, Way, accepted
+from flexattn.verify.first_use import LaunchedKernels, Unjudged, Way, accepted, verification
 from flexattn.verify.gate import ErrorRow, Verdict, judge
 from flexattn.verify.made_up import apart
 from flexattn.verify.oracle import Judge, moved
@@ -253,6 +253,12 @@ def is_right(plan: DecodePlan, kernels: Kernels) -> bool:
             return True
     phase: Phase = "" if prefills is None else "decode"
     return accepted(LaunchedKernels.of(kernels.choice), [partial(_judge, plan, phase)])
+
+
+def verified_by(plan: DecodePlan) -> str:
+    """How a plan's kernels were verified when it was made, in words for logs."""
+    choices = [each.choice for each in (plan._kernels, plan._kernels.prefills) if each is not None]
+    return ", ".join({verification(LaunchedKernels.of(each)) or "never": 0 for each in choices})
 
 
 def _judge(plan: DecodePlan, phase: Phase) -> Verdict:

@@ -28,7 +28,8 @@ class Step:
 class Requests:
     """The keys and values of requests so far, and the pages of a pool that hold them.
 
-    Page 0 is nobody's. eight: the dtype of an 8-bit cache, whose scales are `scales`.
+    Page 0 is nobody's. eight: the dtype of an 8-bit cache, whose scales are
+    `scales`, or None where each token and head has its own.
     """
 
     def __init__(
@@ -84,4 +85,7 @@ class Requests:
         if self.eight is None:
             return new
         most = torch.finfo(self.eight).max
+        if scale is None:
+            scale = (new.float().abs().amax(-1, keepdim=True) / most).clamp(min=2.0**-100)
+            return (new.float() * (1 / scale)).to(self.eight).float() * scale
         return (new.float() / scale).clamp(-most, most).to(self.eight).float() * scale

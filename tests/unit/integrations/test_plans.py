@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexattn.errors import InputError, SettingsError
-from flexattn.integrations.plans import Layer, user_mods, write_pages
+from flexattn.integrations.plans import Layer, Spans, user_mods
 from flexattn.settings import override
 
 CPU = torch.device("cpu")
@@ -57,20 +57,52 @@ def test_what_a_user_names(monkeypatch):
             user_mods(LAYER)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
-def test_new_keys_go_to_their_slots_whatever_the_strides(dtype):
-    both = torch.zeros(5, 2, 4, 2 * 8).to(dtype)  # [pages, heads, page, K and V]
-    pages = both.transpose(1, 2).split(8, dim=-1)
-    k, v = torch.randn(2, 4, 2, 8)
-    k[0], v[1] = 1e4, torch.nan
-    scale = torch.tensor([0.5, 2.0]) if dtype.itemsize == 1 else None
-    before = both.clone()
-    write_pages(pages, torch.tensor([6, -1, 19]), (k, v), (scale, scale))
-    for pool, new in zip(pages, (k, v), strict=True):
-        for row, slot in ((0, 6), (2, 19)):
-            wanted = new[row]
-            if scale is not None:
-                wanted = (wanted / scale[:, None]).clamp(-448, 448).to(dtype)
-            assert torch.equal(pool[slot // 4, slot % 4].float(), wanted.float())
-    changed = (both.float() != before.float()).transpose(1, 2).flatten(0, 1).flatten(1).any(1)
-    assert changed.nonzero().flatten().tolist() == [6, 19], "padding leaves zeros in slot 0"
+def seen(layer, L=9, b=0):
+    """[L, L]: the keys that each row sees."""
+    rows, keys = torch.arange(L)[:, None], torch.arange(L)
+    mask = layer.mask_mod(None)
+    found = (
+        torch.ones(L, L) if mask is None else mask(torch.tensor(b), torch.tensor(0), rows, keys)
+    )
+    return (torch.ones(L, L) * found).bool()
+
+
+def far(window, L=9):
+    """[L, L]: keys within a window, on both sides."""
+    return (torch.arange(L)[:, None] - torch.arange(L)).abs() < window
+
+
+def test_layers_that_are_not_causal():
+    assert replace(LAYER, causal=False).mask_mod(None) is None
+    assert torch.equal(seen(replace(LAYER, causal=False, window=3)), far(3))
+    own = replace(LAYER, causal=False).mask_mod(lambda b, h, q_idx, kv_idx: kv_idx < 2)
+    assert not own(*PLACE)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("clamped", [False, True])
+def test_rows_of_an_image_see_each_other(window, clamped):
+    """Request 0 has rows 2 to 8 of its positions, with an image of 4 to 7; request 1 is alone."""
+    spans = Spans.empty(3, 12, CPU)
+    layer = replace(LAYER, spans=spans, window=window, clamped=clamped)
+    ends, lens = torch.tensor([0, 7, 9]).int(), torch.tensor([9, 4]).int()
+    past = torch.ones(9, 9).tril().bool()
+    near = past if window is None else past & far(window)
+    image = torch.zeros(9, 9).bool()
+    image[4:8, 4:8] = True
+    image &= far(window) if window and clamped else True
+    assert spans.fill(ends, lens, ends, lens, {0: [(4, 7)], 1: [(3, 3)]}, causal=True)
+    assert torch.equal(seen(layer)[2:], (near | image)[2:])
+    assert torch.equal(seen(layer, 4, b=1)[2:], near[2:4, :4])
+    assert not spans.fill(ends, lens, ends, None, {}, causal=True)
+    assert torch.equal(seen(layer)[2:], near[2:])
+
+
+def test_requests_that_are_not_causal():
+    spans = Spans.empty(2, 12, CPU)
+    ends, lens = torch.tensor([0, 9, 11]).int(), torch.tensor([9, 2]).int()
+    layer = replace(LAYER, spans=spans, window=3)
+    assert spans.fill(ends, lens, ends, lens, {}, causal=torch.tensor([0, 1]).int())
+    assert torch.equal(seen(layer), far(3)) and torch.equal(seen(layer, 2, b=1), far(3, 2).tril())
+    assert spans.fill(ends, lens, ends, lens, {}, causal=False)
+    assert torch.equal(seen(layer, 2, b=1), far(3, 2))
