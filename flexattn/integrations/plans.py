@@ -101,6 +101,50 @@ class Spans:
         return seen
 
 
+@dataclass(eq=False, slots=True)
+class DraftTrees:
+    """Drafts that a model verifies: each token sees the keys before the draft and its ancestors.
+
+    past int32 [batch]: keys of a request before its draft. seen bool [batch, n, n]: of each token
+    of a draft, which ones it sees.
+    """
+
+    past: Tensor
+    seen: Tensor
+
+    @classmethod
+    def empty(cls, batch: int, tokens: int, device: torch.device) -> DraftTrees:
+        """Buffers for drafts of so many tokens."""
+        past = torch.zeros(batch, dtype=torch.int32, device=device)
+        seen = torch.zeros(batch, tokens, tokens, dtype=torch.bool, device=device)
+        return cls(past, seen)
+
+    def fill(self, past: Tensor, mask: Tensor | None) -> None:
+        """Write a batch. past int [requests]. mask bool, flat: each request's [n, past + n], one
+        behind the other; None for chains of tokens."""
+        count, n = len(past), self.seen.shape[1]
+        self.past[:count].copy_(past)
+        if mask is None or not len(mask):
+            self.seen[:count] = torch.ones_like(self.seen[0]).tril()
+            return
+        steps, widths = torch.arange(n, device=past.device), past.long() + n
+        firsts = (widths * n).cumsum(0) - widths * n + past
+        at = (firsts[:, None] + widths[:, None] * steps)[..., None] + steps
+        # A captured batch is padded, its mask is not.
+        self.seen[:count].copy_(mask[at.clamp_(max=len(mask) - 1)])
+
+    def mask_mod(self, window: int | None, clamped: bool) -> _Mod:
+        """The drafts' mask, within a window of places in the cache."""
+        past, ancestors = self.past, self.seen
+
+        def seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            node = torch.clamp(kv_idx - past[b], min=0)
+            found = (kv_idx < past[b]) | ancestors[b, q_idx - past[b], node]
+            return found if window is None else found & (q_idx - kv_idx < window)
+
+        return seen
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """An attention layer: equal ones share their plans.
@@ -109,7 +153,7 @@ class Layer:
     tokens of a page. softcap: scores stay within it. window: keys that a row sees, its own
     included. slopes [Hq]: of ALiBi. sinks: its runs are given sinks. scaled: what an 8-bit cache
     has scales of, as DecodePlan's. causal: False where a row sees later keys too, as far as its
-    window. spans, clamped: of rows that see more, see Spans.
+    window. spans, clamped: of rows that see other keys, see Spans and DraftTrees.
     """
 
     heads: tuple[int, int]
@@ -125,7 +169,7 @@ class Layer:
     sinks: bool = False
     scaled: Scaled = False
     causal: bool = True
-    spans: Spans | None = None
+    spans: Spans | DraftTrees | None = None
     clamped: bool = True
     name: str = field(default="", compare=False)
 
@@ -246,7 +290,7 @@ class Plans:
                 score_mod=layer.score_mod(own[0]), mask_mod=layer.mask_mod(own[1]), **maxima,
             )  # fmt: skip
 
-        return self._once((layer, *map(live_identity, bound), *maxima.values()), layer, make)
+        return self._once((layer, *map(live_identity, bound), *maxima.items()), layer, make)
 
     def _begun_append(self, layer: Layer, slots: torch.dtype) -> Future[Any]:
         about: dict[str, Any] = {

@@ -35,23 +35,20 @@ def register_sglang() -> None:
 
     SGLang logs what this raises, and goes on without.
     """
-    from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    lists = (
-        (choices.ATTENTION_BACKEND_CHOICES, choices.add_attention_backend_choices),
-        (
-            choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
-            choices.add_deterministic_attention_backend_choices,
-        ),
-        (
-            choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
-            choices.add_radix_supported_deterministic_attention_backend_choices,
-        ),
-    )
-    for names, add in lists:
+    try:
+        from sglang.srt.arg_groups import choices
+    except ImportError:  # up to 0.5.19
+        from sglang.srt import server_args as choices
+
+    for names in (
+        choices.ATTENTION_BACKEND_CHOICES,
+        choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    ):
         if _NAME not in names:
-            add([_NAME])
+            names.append(_NAME)
     register_attention_backend(_NAME)(_sglang_backend)
 
 

@@ -1,15 +1,39 @@
-"""SGLang 0.5.23 as far as an attention backend sees it.
+"""SGLang 0.5.17 to 0.5.23 as far as an attention backend sees it; RELEASES says how they differ.
 
 Read in sglang/srt: layers/attention/base_attn_backend.py and attention_registry.py, layers/
 radix_attention.py, mem_cache/{memory_pool,swa_memory_pool,kv_index_translator}.py,
 model_executor/forward_batch_info.py, arg_groups/choices.py, plugins/__init__.py.
 """
 
+from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from types import ModuleType, SimpleNamespace
 
 import torch
 
+
+@dataclass(frozen=True)
+class Release:
+    """choices: the module of the lists of backends. translator: what says the slots of layers with
+    windows, "" where the pool does. ceiling: tokens of a prefill are a function's."""
+
+    choices: str
+    translator: str
+    ceiling: bool
+
+
+RELEASES = {
+    "0.5.17": Release("server_args", "", False),
+    "0.5.18": Release("server_args", "", True),
+    "0.5.19": Release("server_args", "sliding_window_write_loc_for", True),
+    **dict.fromkeys(
+        ("0.5.20", "0.5.21"),
+        Release("arg_groups.choices", "sliding_window_write_loc_for", True),
+    ),
+    **dict.fromkeys(("0.5.22", "0.5.23"), Release("arg_groups.choices", "write_ids", True)),
+}
+# One of each kind.
+KINDS = ("0.5.17", "0.5.19", "0.5.23")
 VERSION = "0.5.23"
 
 
@@ -78,17 +102,6 @@ class AttentionBackend:
 CLASSES = {AttentionBackend: "FlexattnBackend"}
 
 
-class KVWriteLoc:
-    """Where a layer's keys go: in its pool's slots, and in those of the pool with windows."""
-
-    def __init__(self, loc, swa_loc=None):
-        self.loc, self.swa_loc = loc, swa_loc
-
-    @classmethod
-    def for_layer(cls, forward_batch, layer, *, swa_loc=None, full_loc=None):
-        return cls(forward_batch.out_cache_loc, swa_loc)
-
-
 class Pool:
     """MHATokenToKVPool of one layer: K and V [size + page, Hkv, D], or "hnd" pages."""
 
@@ -105,19 +118,6 @@ class Pool:
     def get_kv_buffer(self, layer_id):
         return tuple(each.view(self.dtype) for each in self.buffers)
 
-    def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, k_scale=None, v_scale=None):
-        self.write(loc_info.loc, cache_k, cache_v, k_scale, v_scale)
-
-    def write(self, slots, k, v, k_scale, v_scale):
-        where = slots // self.page, slots % self.page
-        for pool, new, scale in zip(self.buffers, (k, v), (k_scale, v_scale), strict=True):
-            rows = new if scale is None else new.float() / scale
-            if pool.dtype.itemsize == 1:
-                most = torch.finfo(pool.dtype).max
-                rows = rows.clamp(-most, most)
-            pages = pool.unflatten(0, (-1, self.page)) if pool.dim() == 3 else pool.transpose(1, 2)
-            pages[where] = rows.to(pool.dtype)
-
 
 class SWAKVPool(Pool):
     """A pool whose layer has a window, and slots of its own: here those of the other end."""
@@ -130,9 +130,6 @@ class SWAKVPool(Pool):
 
     def translate_loc_from_full_to_swa(self, kv_indices):
         return self.moved[kv_indices]
-
-    def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, k_scale=None, v_scale=None):
-        self.write(loc_info.swa_loc, cache_k, cache_v, k_scale, v_scale)
 
 
 def layer(of, **fields):
@@ -147,13 +144,10 @@ def layer(of, **fields):
     })  # fmt: skip
 
 
-def modules(invariant=False):
-    """The modules that stand for SGLang."""
-    srt = "sglang.srt"
-    names = [
-        "sglang", srt, f"{srt}.layers", f"{srt}.layers.attention", f"{srt}.mem_cache",
-        f"{srt}.arg_groups",
-    ]  # fmt: skip
+def modules(invariant=False, version=VERSION, drafted=None):
+    """The modules that stand for SGLang. drafted: tokens of a draft."""
+    release, srt = RELEASES[version], "sglang.srt"
+    names = ["sglang", srt, f"{srt}.layers", f"{srt}.layers.attention", f"{srt}.mem_cache"]
     found = {each: ModuleType(each) for each in names}
 
     def add(name, **held):
@@ -161,18 +155,13 @@ def modules(invariant=False):
         module.__dict__.update(held)
         setattr(found[module.__name__.rpartition(".")[0]], name.rpartition(".")[2], module)
 
-    lists = {
-        "ATTENTION_BACKEND_CHOICES": ["triton", "fa3"],
-        "DETERMINISTIC_ATTENTION_BACKEND_CHOICES": ["triton"],
-        "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND": ["triton"],
-    }
-    adders = {
-        "add_attention_backend_choices": 0,
-        "add_deterministic_attention_backend_choices": 1,
-        "add_radix_supported_deterministic_attention_backend_choices": 2,
-    }
-    held = [*lists.values()]
-    add("arg_groups.choices", **lists, **{name: held[i].extend for name, i in adders.items()})
+    add("arg_groups")
+    add(
+        release.choices,
+        ATTENTION_BACKEND_CHOICES=["triton", "fa3"],
+        DETERMINISTIC_ATTENTION_BACKEND_CHOICES=["triton"],
+        RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND=["triton"],
+    )
     backends = {}
 
     def register_attention_backend(name):
@@ -185,48 +174,68 @@ def modules(invariant=False):
     )
     add("layers.attention.base_attn_backend", AttentionBackend=AttentionBackend)
     add("layers.radix_attention", AttentionType=AttentionType)
-    add("mem_cache.kv_loc_plan", IdSpaceKind=IdSpaceKind)
-    add("mem_cache.memory_pool", KVWriteLoc=KVWriteLoc)
+    if release.translator == "write_ids":
+        add("mem_cache.kv_loc_plan", IdSpaceKind=IdSpaceKind)
     add("mem_cache.swa_memory_pool", SWAKVPool=SWAKVPool)
     deterministic = SimpleNamespace(enable_deterministic_inference=invariant)
     add(
         "runtime_context",
         get_exec=lambda: SimpleNamespace(deterministic=deterministic),
-        get_schedule=lambda: SimpleNamespace(max_prefill_tokens=64),
-        max_prefill_buffer_tokens=lambda: 32,
+        get_schedule=lambda: SimpleNamespace(max_prefill_tokens=64, chunked_prefill_size=32),
+        get_spec=lambda: SimpleNamespace(speculative_num_draft_tokens=drafted),
     )
+    if release.ceiling:
+        found[f"{srt}.runtime_context"].max_prefill_buffer_tokens = lambda: 32
     return found
 
 
-def runner(of, pool, *, requests=6, length=96):
+def runner(of, pool, *, requests=6, length=96, version=VERSION):
     """The fields of a ModelRunner that are read."""
+    found = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(
+            size=requests,
+            req_to_token=torch.zeros(requests + 1, length, dtype=torch.int32, device=of.device),
+        ),
+        token_to_kv_pool=pool, device=str(of.device), page_size=of.page, use_mla_backend=False,
+    )  # fmt: skip
+    named = RELEASES[version].translator
 
     def write_ids(forward_batch, kind=IdSpaceKind.FULL):
         if kind is IdSpaceKind.SLIDING_WINDOW and isinstance(pool, SWAKVPool):
             return pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc)
         return None
 
-    return SimpleNamespace(
-        req_to_token_pool=SimpleNamespace(
-            size=requests,
-            req_to_token=torch.zeros(requests + 1, length, dtype=torch.int32, device=of.device),
-        ),
-        token_to_kv_pool=pool, device=str(of.device), page_size=of.page, use_mla_backend=False,
-        kv_index_translator=SimpleNamespace(is_translating=False, write_ids=write_ids),
-    )  # fmt: skip
+    if named:
+        found.kv_index_translator = SimpleNamespace(is_translating=False)
+        if named == "write_ids":
+            found.kv_index_translator.write_ids = write_ids
+    return found
 
 
-def forward_batch(step, runner, mode, page):
-    """A ForwardBatch of a step, whose requests stand in rows 1, 2, … of req_to_token."""
+def forward_batch(step, runner, mode, page, tree=None):
+    """A ForwardBatch of a step, whose requests stand in rows 1, 2, … of req_to_token.
+
+    tree: of a draft, by request, bool [n, n]: which tokens each one sees; its keys come on top.
+    """
     n = len(step.lens)
     tokens = runner.req_to_token_pool.req_to_token
     for b, length in enumerate(step.lens):
         places = torch.arange(length, device=tokens.device)
         tokens[b + 1, :length] = step.table[b, places // page] * page + places % page
+    lens, spec = step.lens, None
+    if mode == ForwardMode.TARGET_VERIFY:
+        drafted = step.q_lens[0]
+        lens = [each - drafted for each in lens]
+        mask = None
+        if tree is not None:
+            past = [torch.ones(drafted, each, dtype=torch.bool) for each in lens]
+            each = zip(past, tree, strict=True)
+            mask = torch.cat([torch.cat(parts, 1).flatten() for parts in each])
+        spec = SimpleNamespace(custom_mask=mask, draft_token_num=drafted)
     return SimpleNamespace(
         forward_mode=mode, batch_size=n,
         req_pool_indices=torch.arange(1, n + 1, device=tokens.device),
-        seq_lens=torch.tensor(step.lens, device=tokens.device), out_cache_loc=step.slots,
-        extend_seq_lens=torch.tensor(step.q_lens, device=tokens.device), spec_info=None,
+        seq_lens=torch.tensor(lens, device=tokens.device), out_cache_loc=step.slots,
+        extend_seq_lens=torch.tensor(step.q_lens, device=tokens.device), spec_info=spec,
         encoder_lens=None,
     )  # fmt: skip

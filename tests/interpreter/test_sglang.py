@@ -32,9 +32,9 @@ def steps(of):
     yield ForwardMode.DECODE, of.step({"c": 1, "a": 1, "b": 1, "d": 1})
 
 
-def serve(backend, of, pool, layer, more=None):
+def serve(backend, of, pool, layer, more=None, version=sglang.VERSION):
     """Each step's rows as (out, step)."""
-    runner = sglang.runner(of, pool)
+    runner = sglang.runner(of, pool, version=version)
     server = backend(runner)
     for mode, step in steps(of):
         found = sglang.forward_batch(step, runner, mode, of.page)
@@ -46,18 +46,20 @@ def serve(backend, of, pool, layer, more=None):
 
 
 @pytest.mark.parametrize(
-    ("page", "pool", "layer", "mods"),
+    ("page", "pool", "layer", "mods", "version"),
     [
-        (1, Pool, {}, {}),
-        (16, Pool, {"logit_cap": 2.0}, {"score_mod": softcap(2.0)}),
-        (16, SWAKVPool, {"sliding_window_size": 8}, {"mask_mod": sliding_window(8)}),
+        (1, Pool, {}, {}, "0.5.17"),
+        (16, Pool, {"logit_cap": 2.0}, {"score_mod": softcap(2.0)}, "0.5.19"),
+        *(
+            (16, SWAKVPool, {"sliding_window_size": 8}, {"mask_mod": sliding_window(8)}, each)
+            for each in sglang.KINDS
+        ),
     ],
-    ids=["pages of one", "softcap", "window"],
 )
-def test_batches_are_right(backend, page, pool, layer, mods):
+def test_batches_are_right(backend, page, pool, layer, mods, version):
     of = Requests(page=page, pages=24 if page > 1 else 80)
     found = sglang.layer(of, **layer)
-    for out, step in serve(backend(), of, pool(of), found):
+    for out, step in serve(backend(version=version), of, pool(of), found, version=version):
         assert_right((out, None), step.each, **{"mask_mod": causal, **mods})
 
 
@@ -98,7 +100,8 @@ def test_requests_that_pad_a_captured_graph(backend, monkeypatch):
     whole = sglang.forward_batch(first, runner, ForwardMode.EXTEND, of.page)
     server.init_forward_metadata(whole)
     server.forward(first.q.flatten(1), first.k, first.v, layer, whole)
-    monkeypatch.setattr(plans, "DecodePlan", None)
+    for plan in ("DecodePlan", "AppendPlan"):
+        monkeypatch.setattr(plans, plan, None)
     for pool in runner.token_to_kv_pool.buffers:
         pool[0] = 0  # what SGLang keeps for rows that pad
     for names in ("cab", "b"):
@@ -114,3 +117,48 @@ def test_requests_that_pad_a_captured_graph(backend, monkeypatch):
         out = server.forward(q.flatten(1), k, v, layer, found).view_as(q)
         assert_right((out[:n], None), step.each, mask_mod=causal)
         assert out.isfinite().all()
+
+
+# A draft of five tokens: 1 and 2 come behind 0, 3 behind 1, 4 behind 2.
+PARENTS = (None, 0, 0, 1, 2)
+
+
+def ancestors():
+    seen = torch.eye(5, dtype=torch.bool)
+    for token, parent in enumerate(PARENTS):
+        if parent is not None:
+            seen[token] |= seen[parent]
+    return seen
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
+def test_drafts_are_verified(backend, version):
+    """A tree, a chain whose mask is not given, and another tree in a batch that is padded."""
+    of = Requests()
+    runner = sglang.runner(of, Pool(of), version=version)
+    server, layer = backend(version=version, drafted=5)(runner), sglang.layer(of)
+    server.init_cuda_graph_state(3, 15)
+    tree, chain = ancestors(), torch.ones(5, 5).tril().bool()
+
+    def serve_step(step, mode, trees=None):
+        batch = sglang.forward_batch(step, runner, mode, of.page, trees)
+        server.init_forward_metadata(batch)
+        out = server.forward(step.q.flatten(1), step.k, step.v, layer, batch)
+        return out.view_as(step.q)
+
+    first = of.step({"a": 18, "b": 3})
+    out = serve_step(first, ForwardMode.EXTEND)
+    assert_right((out, None), first.each, mask_mod=causal)
+    for trees in ((tree, chain), None, (chain, tree)):
+        step = of.step({"a": 5, "b": 5})
+        out = serve_step(step, ForwardMode.TARGET_VERIFY, trees)
+        past = torch.tensor(step.lens) - 5
+        each = torch.stack(trees or (chain, chain))
+
+        def seen(b, h, q, kv, past=past, each=each):
+            inside = each[b, (q - past[b]).clamp(min=0), (kv - past[b]).clamp(min=0)]
+            return (kv < past[b]) | inside
+
+        assert_right((out, None), step.each, mask_mod=seen)
+    step = of.step({"b": 1, "a": 1})
+    assert_right((serve_step(step, ForwardMode.DECODE), None), step.each, mask_mod=causal)

@@ -50,12 +50,13 @@ def test_a_vllm_without_backends_goes_on_without_it(monkeypatch, caplog, registr
     assert "cannot be registered with this vLLM" in caplog.text
 
 
-def test_sglang_has_it_by_name(monkeypatch):
-    modules = sglang.modules()
+@pytest.mark.parametrize("version", sglang.KINDS)
+def test_sglang_has_it_by_name(monkeypatch, version):
+    modules = sglang.modules(version=version)
     found = imported(monkeypatch, modules, NAME)
     for _ in range(2):
         found.register_sglang()
-    choices = modules["sglang.srt.arg_groups.choices"]
+    choices = modules[f"sglang.srt.{sglang.RELEASES[version].choices}"]
     for names in (
         choices.ATTENTION_BACKEND_CHOICES,
         choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,

@@ -17,8 +17,23 @@ def ours(monkeypatch):
     return imported(monkeypatch, sglang.modules(), NAME)
 
 
-def test_of_which_release_the_contract_is(ours):
-    assert f"SGLang {sglang.VERSION}" in ours.__doc__
+def test_of_which_releases_the_contract_is(ours):
+    first, *_, last = sglang.RELEASES
+    assert f"SGLang {first} to {last}" in ours.__doc__
+
+
+@pytest.mark.parametrize("version", sglang.RELEASES)
+def test_each_release_makes_a_backend(monkeypatch, version):
+    ours = imported(monkeypatch, sglang.modules(version=version), NAME)
+    of = Requests()
+    assert ours.FlexattnBackend(sglang.runner(of, Pool(of), version=version))._rows == 32 + 6
+
+
+def test_an_sglang_that_lacks_a_name_is_told_in_words(monkeypatch):
+    modules = sglang.modules()
+    del modules["sglang.srt.mem_cache.swa_memory_pool"].SWAKVPool
+    with pytest.raises(UnsupportedError, match=r"(?s)SGLang lacks.*0\.5\.17 to 0\.5\.23"):
+        imported(monkeypatch, modules, NAME)
 
 
 def test_the_class_fits_the_contract(ours):
@@ -31,13 +46,16 @@ def test_the_contract_is_that_of_the_real_package():
     assert_same_signatures(sglang.AttentionBackend, real.AttentionBackend)
 
 
-@pytest.mark.parametrize("field", ["use_mla_backend", "is_translating"])
-def test_a_runner_that_is_refused(ours, field):
+@pytest.mark.parametrize(("holder", "field", "named"), [
+    ("", "use_mla_backend", "MLA"),
+    ("kv_index_translator", "is_translating", "unified-memory"),
+    ("token_to_kv_pool", "is_quantized_kv_cache", "4 bits"),
+])  # fmt: skip
+def test_a_runner_that_is_refused(ours, holder, field, named):
     of = Requests()
     runner = sglang.runner(of, Pool(of))
-    holder = runner if hasattr(runner, field) else runner.kv_index_translator
-    setattr(holder, field, True)
-    with pytest.raises(UnsupportedError, match="MLA" if holder is runner else "unified-memory"):
+    setattr(getattr(runner, holder, runner), field, True)
+    with pytest.raises(UnsupportedError, match=named):
         ours.FlexattnBackend(runner)
 
 
@@ -46,7 +64,10 @@ def test_batches_and_layers_that_are_refused(ours):
     runner = sglang.runner(of, Pool(of))
     server, step = ours.FlexattnBackend(runner), of.step({"a": 3})
     batch = sglang.forward_batch(step, runner, ForwardMode.TARGET_VERIFY, of.page)
-    with pytest.raises(UnsupportedError, match="speculative"):
+    with pytest.raises(UnsupportedError, match="drafts of another number"):
+        server.init_forward_metadata(batch)
+    batch.forward_mode = ForwardMode.DECODE
+    with pytest.raises(UnsupportedError, match="--speculative-draft-attention-backend"):
         server.init_forward_metadata(batch)
     batch.forward_mode, batch.encoder_lens = ForwardMode.EXTEND, torch.ones(1)
     with pytest.raises(UnsupportedError, match="an encoder"):
