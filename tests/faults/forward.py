@@ -27,17 +27,15 @@ FORWARD = (
     Fault(
         "a score past the last key counts",
         SHARED,
-        "if start_n + BLOCK_N > end_n:\n"
-        "    qk = tl.where((start_n + tl.arange(0, BLOCK_N) < end_n)[None, :]",
-        "if start_n + BLOCK_N > end_n:\n"
-        "    qk = tl.where((start_n + tl.arange(0, BLOCK_N) <= end_n)[None, :]",
+        "(start_n + tl.arange(0, BLOCK_N) < end_n)[None, :]",
+        "(start_n + tl.arange(0, BLOCK_N) <= end_n)[None, :]",
         IN_SHAPES + "::test_head_dimensions[16-16-decode]",
     ),
     Fault(
         "the key behind a ragged block's last one counts",
         SHARED,
-        "if start_n + BLOCK_N > end_n:\n    qk = tl.where(keys_below(end_n - start_n)",
-        "if start_n + BLOCK_N > end_n + 1:\n    qk = tl.where(keys_below(end_n - start_n)",
+        'if start_n + BLOCK_N > end_n:\n    qk = tl.where({{ "keys_below(end_n - start_n)"',
+        'if start_n + BLOCK_N > end_n + 1:\n    qk = tl.where({{ "keys_below(end_n - start_n)"',
         IN_BLOCKS + "::test_block_sizes[(17, 31)-384-prefill]",
     ),
     Fault(
@@ -106,8 +104,8 @@ FORWARD = (
     Fault(
         "the values are not rescaled beside a sink",
         SHARED,
-        "inverse = keep / l_safe",
-        "inverse = 1.0 / l_safe",
+        'inverse = {{ "keep" if sinks else "1.0" }}',
+        "inverse = 1.0",
         IN_SINKS + "::test_every_kind_of_mod[noop-prefill-fp32]",
     ),
     Fault(
@@ -134,8 +132,8 @@ FORWARD = (
     Fault(
         "dropout takes its weights out of the sum",
         SHARED,
-        "m_i = m_new\n{% if dropout is defined and dropout %}",
-        "m_i = m_new\n{% if dropout is defined and dropout %}\nl_i = l_i * 0.99",
+        "m_i = m_new\nundropped = ",
+        "m_i = m_new\nl_i = l_i * 0.99  {? if dropout ?}\nundropped = ",
         IN_DROPOUT + "::test_tiles_drop_the_same_weights[64-16-64]",
     ),
     Fault(

@@ -23,6 +23,10 @@ from flexattn.problem import Captures, Structure
 # what stands around them.
 UNFUSED = (("enable_fp_fusion", False),)
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
+# Of templates/base/shared.jinja what few kernels have, for those that do not name it.
+_SELDOM: dict[str, object] = dict.fromkeys(
+    ("late_sum", "columns", "widens", "scales", "dropout"), False
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ def make_source(
     text = render_template(
         template,
         {
+            **_SELDOM,
             **context,
             "entry": entry,
             "interpreted": device.backend == "interpreter",
