@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +18,14 @@ from flexattn.errors import UnsupportedError
 from flexattn.mods.arrays import Array, buffer
 from flexattn.mods.bind import variant_of
 from flexattn.mods.derivative import without_idle_stops
-from flexattn.mods.expr import RESULTS, VARS, Buffer, Expr, Mod
-from flexattn.mods.host_numbers import TEXTS, HostProgram, host_values, program
+from flexattn.mods.expr import RESULTS, VARS, Buffer, Expr, Mod, integer
+from flexattn.mods.host_numbers import MATHS, TEXTS, HostProgram, host_values, program
 from flexattn.mods.operators import meaning_of
 from flexattn.mods.ops import dtype_of
 from flexattn.mods.pointwise import cast
 from flexattn.mods.reader import Reader, check_size, decompositions, functional, single_result
 from flexattn.mods.refusal import Refusal
+from flexattn.mods.simplify import applied
 from flexattn.mods.site import Bound, Variant, interned
 from flexattn.mods.trace import ARGUMENTS, Trace
 
@@ -34,10 +35,12 @@ _OF_NUMBERS: dict[Any, str] = TEXTS | {
     torch.sym_float: "float({})",
     torch.sym_min: "min({}, {})",
     torch.sym_max: "max({}, {})",
+    torch.sym_not: "(not {})",
+    **{getattr(torch, f"_sym_{name}"): f"{name}({{}})" for name in MATHS},
 }
-_INTEGERS = frozenset((math.trunc, math.floor, math.ceil, torch.sym_int, round))
-_KINDS = {int: "int64", bool: "int64", float: "float64"}
-_FLOATS = frozenset((operator.truediv, torch.sym_float))
+_KINDS = {int: "int64", bool: "bool", float: "float64"}
+# Of which every operation above is defined, and of the type that it has of all others.
+_SAMPLES = {"int64": "1", "bool": "True", "float64": "1.0"}
 # How Dynamo passes a Python float: it reads a float64 without dimensions, on the CPU.
 _READ = torch.ops.aten._local_scalar_dense.default
 
@@ -148,7 +151,7 @@ def _is_number(node: Node, captured: Captured) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """A Python number in a graph: the text that the host computes, and int64 or float64."""
+    """A Python number in a graph: the text that the host computes; int64, float64 or bool."""
 
     text: str
     dtype: str
@@ -157,15 +160,17 @@ class _Number:
 def _computed(function: Any, operands: Sequence[_Number | float]) -> _Number:
     """The number that an operation of `_OF_NUMBERS` makes; raises Refusal for its other forms."""
     pattern = _OF_NUMBERS[function]
+    if function is round and len(operands) == 2:
+        pattern = "round({}, {})"
     if pattern.count("{}") != len(operands):
         raise Refusal(f"calls {function.__name__} with {len(operands)} of Python's numbers")
     shown = [x.text if isinstance(x, _Number) else f"({x!r})" for x in operands]
     kinds = [x.dtype if isinstance(x, _Number) else _KINDS[type(x)] for x in operands]
-    whole = function in _INTEGERS or not ("float64" in kinds or function in _FLOATS)
     # The least of an integer and a float is a float to Dynamo, whichever it is.
     mixed = len({*kinds}) == 2 and function in (torch.sym_min, torch.sym_max)
     pattern = f"float({pattern})" if mixed else pattern
-    return _Number(pattern.format(*shown), "int64" if whole else "float64")
+    (sample,) = program((pattern.format(*map(_SAMPLES.get, kinds)),))(())
+    return _Number(pattern.format(*shown), _KINDS[type(sample)])
 
 
 class _GraphReader(Reader):
@@ -176,6 +181,8 @@ class _GraphReader(Reader):
         self.numbers: list[_Number] = []
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.sym_sum:
+            return reduce(lambda x, y: _computed(operator.add, (x, y)), args[0])
         if any(isinstance(each, _Number) for each in args) and target in _OF_NUMBERS:
             return _computed(target, [each for each in args if each is not None])
         if not hasattr(target, "namespace"):
@@ -194,6 +201,9 @@ class _GraphReader(Reader):
 
     def _scalar(self, number: _Number) -> Array:
         """The scalar of the kernel that a number becomes where it meets a tensor."""
+        if number.dtype == "bool":
+            whole = self._scalar(_Number(f"trunc({number.text})", "int64")).at()
+            return Array.scalar(applied("ne", whole, integer(0)), weak=True)
         if number not in self.numbers:
             self.numbers.append(number)
         slot = self.numbers.index(number)

@@ -39,6 +39,9 @@ _NAMES = {
     "nan": math.nan,
 }
 _NAMES |= {"min": min, "max": max, "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc}
+# Functions of `math` that Dynamo computes of numbers that may change.
+MATHS = "acos", "asin", "atan", "cos", "cosh", "log2", "sin", "sinh", "sqrt", "tan", "tanh"
+_NAMES |= {name: getattr(math, name) for name in MATHS}
 _BINARY = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
     "lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^",
@@ -63,7 +66,7 @@ _ASKING: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 # Texts of operations on numbers, by the function that computes each.
 TEXTS: dict[Callable[..., Any], str] = {
-    **{fn: text for name, (text, fn) in _OPERATORS.items() if name not in _COMPARISONS},
+    **{fn: text for text, fn in _OPERATORS.values()},
     operator.abs: "abs({})",
     round: "round({})",
 }

@@ -78,8 +78,8 @@ def _squeeze(x: Array, dims: int | Sequence[int] | None = None) -> Array:
     return _rearranged(x, [dim for dim in range(len(x.shape)) if dim not in gone])
 
 
-def _select(x: Array, dim: int, position: int) -> Array:
-    at = Array.scalar(integer(position))
+def _select(x: Array, dim: int, position: int | Array) -> Array:
+    at = position if isinstance(position, Array) else Array.scalar(integer(position))
     return index(x, [*[None] * (dim % len(x.shape)), at])
 
 

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexattn.errors import UnsupportedError
 from flexattn.mods import bind
+from flexattn.mods.expr import walk
 from flexattn.mods.graph import Captured, read_graph
 from flexattn.mods.refusal import Refusal
 from tests.cases import CASES
@@ -120,6 +121,10 @@ def test_what_python_computes_of_a_float_is_computed_on_the_host():
         "least": lambda call, x: call(torch.sym_min, (x, 3)),
         "square": lambda call, x: call(operator.pow, (call(math.trunc, (x,)), 2)),
         "shifted": lambda call, x: call(operator.lshift, (call(math.ceil, (x,)), 1)),
+        "digits": lambda call, x: call(round, (x, 1)),
+        "root": lambda call, x: call(torch._sym_sqrt, (call(operator.abs, (x,)),)),
+        "sum": lambda call, x: call(torch.sym_sum, ((call(math.floor, (x,)), 40, 2),)),
+        "truth": lambda call, x: call(operator.le, (x, 1)),
     }
 
     def compute(call, score, q_idx, kv_idx, x):
@@ -130,17 +135,32 @@ def test_what_python_computes_of_a_float_is_computed_on_the_host():
 
     x = torch.tensor(0.0, dtype=torch.float64)
     mod = read_graph(numbered(compute, 1), "score", [told(x, on_cpu=True)])
-    floats = "float64", "float64", "float64"
-    assert mod.mod.scalars == ("int64", "int64", *floats, "int64", "int64")
+    kinds = ("int64",) * 2, ("float64",) * 3, ("int64",) * 2, ("float64",) * 2, ("int64",) * 2
+    assert mod.mod.scalars == sum(kinds, ())
     for value in (-2.5, 7.75):
         x.fill_(value)
         found = mod.bound([x], [])
         wanted = {int(value), round(value), value / 2, float(math.floor(value))}
-        wanted |= {min(value, 3.0), int(value) ** 2, math.ceil(value) << 1}
+        wanted |= {min(value, 3.0), int(value) ** 2, math.ceil(value) << 1, round(value, 1)}
+        wanted |= {math.sqrt(abs(value)), math.floor(value) + 42, int(value <= 1)}
         assert set(found.scalars) == wanted
     x.fill_(1e30)
     with pytest.raises(UnsupportedError, match="64 bits"):
         mod.bound([x], [])
+
+
+def test_a_number_is_an_index_of_a_captured_tensor():
+    """Python computes 12 % 5 of a captured int that changed, and the table is read there."""
+
+    def compute(call, score, q_idx, kv_idx, n, table):
+        place = call(operator.mod, (n, 5))
+        return call(aten.add.Tensor, (score, call(aten.select.int, (table, 0, place))))
+
+    table = torch.arange(8.0)
+    mod = read_graph(numbered(compute, 2), "score", [None, told(table)])
+    found = [mod.bound([table], [n]) for n in (12, 4)]
+    assert found[0].mod is found[1].mod and [each.scalars for each in found] == [(2,), (4,)]
+    assert [node.op for node in walk(found[0].mod.expr) if node.op == "load"] == ["load"]
 
 
 def unread(call, score, q_idx, kv_idx, x):
