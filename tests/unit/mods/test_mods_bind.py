@@ -104,44 +104,6 @@ def test_two_scalars_become_arguments_on_their_own():
     assert bind(window(7, 9), "mask").scalars in [(7, 9), (9, 7)]
 
 
-def test_float_arguments_compute_as_constants_did():
-    def capped(c):
-        return lambda s, b, h, q, k: (1.0 / c) * torch.tanh(s * c) + q / c
-
-    for c in (0.1, 0.2, 0.7):
-        got = value(capped(c), score=0.3, q_idx=5)
-        score, q = torch.tensor(0.3), torch.tensor(5)
-        assert got == capped(c)(score, None, None, q, None).item()
-    assert sorted(bind(capped(0.9), "score").scalars) == [0.9, 1.0 / 0.9]
-
-
-def test_a_number_that_steers_python_stays_a_constant():
-    def repeated(n):
-        def mod(s, b, h, q, k):
-            for _ in range(n):
-                s = s + 1
-            return s if n < 4 else -s
-
-        return mod
-
-    for n in (1, 2, 3, 5, 2):
-        assert value(repeated(n)) == (1 + n if n < 4 else -(1 + n))
-        assert bind(repeated(n), "score").scalars == ()
-
-
-def test_an_argument_beside_a_constant():
-    def mod(n, w):
-        def inner(s, b, h, q, k):
-            for _ in range(n):
-                s = s + w * q
-            return s
-
-        return inner
-
-    for n, w in [(1, 1), (2, 1), (2, 3), (3, 5), (1, 7), (3, 2)]:
-        assert value(mod(n, w), q_idx=2) == 1 + n * w * 2
-
-
 def test_hidden_tensors_are_found_by_the_trace():
     class Hidden:
         def __call__(self, s, b, h, q, k):

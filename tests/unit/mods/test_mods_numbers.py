@@ -61,19 +61,9 @@ def test_a_product_and_a_shift_divide_exactly(divisor, numerator, near):
     """Every numerator of 31 bits; a product could be too small where a quotient begins."""
     multiplier, shift = invariant(divisor)
     assert 2**31 <= multiplier < 2**32 and 0 <= shift <= 31
-    begins = numerator // divisor * divisor
-    for n in (numerator, begins, max(begins - 1, 0), LARGEST - near, near):
+    begins, last = numerator // divisor * divisor, LARGEST // divisor * divisor
+    for n in (numerator, begins, max(begins - 1, 0), last, last - 1, LARGEST - near, near):
         assert ((2 * n * multiplier) >> 32) >> shift == n // divisor
-
-
-@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 641, 2**15, 2**16 + 1, 2**30, 2**31 - 1])
-def test_a_product_and_a_shift_divide_every_numerator_of_a_stride(divisor):
-    multiplier, shift = invariant(divisor)
-    n = torch.cat([torch.arange(0, 2**31, 4093), torch.arange(2**31 - 9000, 2**31)])
-    # (2 n m) >> 32 in parts of 16 bits: torch has no product of 64 unsigned bits.
-    low, high = multiplier & 0xFFFF, multiplier >> 16
-    product = (2 * n * high + (2 * n * low >> 16)) >> 16
-    assert torch.equal(product >> shift, n // divisor)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import torch
 
 from flexattn.errors import UnsupportedError
 from flexattn.mods import bind
-from flexattn.mods.derivative import gradient
-from flexattn.mods.expr import Expr, const, walk
-from flexattn.mods.ops import OPS, _float, is_float
+from flexattn.mods.derivative import derivatives, gradient
+from flexattn.mods.expr import Expr
+from flexattn.mods.ops import OPS, _float
 from flexattn.mods.outside import evaluated
 
 EACH = [
@@ -93,18 +93,6 @@ def test_an_operand_without_a_gradient_is_refused_with_the_reason(op, place):
         gradient(node_of(op), place, variable("g"))
 
 
-def slope(expr, names):
-    """d expr / d score, by the chain rule over the whole expression."""
-    grads = {expr: const(1.0, expr.dtype)}
-    reached = {node for node in walk(expr) if names & {each.value for each in walk(node)}}
-    for node in reversed(list(walk(expr))):
-        for place, arg in enumerate(node.args):
-            if node in grads and arg in reached and is_float(arg.dtype):
-                part = gradient(node, place, grads[node])
-                grads[arg] = Expr("add", arg.dtype, (grads[arg], part)) if arg in grads else part
-    return grads[Expr("var", "float32", (), "score")]
-
-
 MODS = {
     "clamp": lambda s: torch.clamp(s, -1.0, 1.0),
     "clamp of one end": lambda s: s.clamp(min=0.5) + s.clamp_max(0.5),
@@ -125,6 +113,6 @@ def test_a_mod_has_torchs_gradient_where_it_bends(name):
     scores = torch.tensor([-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0], requires_grad=True)
     expected = torch.autograd.grad(MODS[name](scores).sum(), scores)[0]
     bound = bind(lambda score, b, h, q, k: MODS[name](score), "score")
-    found = slope(bound.mod.expr, {"score"})
+    found = derivatives(bound.mod, ()).score
     value = evaluated([found], [], {"score": scores.detach()})[found].value
     torch.testing.assert_close(value.expand_as(expected), expected)

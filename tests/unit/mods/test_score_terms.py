@@ -178,12 +178,6 @@ def test_factors_are_folded_by_the_rule_alone(expr):
 
 
 @settings(max_examples=200, deadline=None)
-@given(EXPRS)
-def test_every_rule_at_once(expr):
-    check(expr, ALL, 3)
-
-
-@settings(max_examples=200, deadline=None)
 @given(EXPRS, st.integers(1, 9))
 def test_a_slope_is_exact_and_a_diagonal_constant(expr, shift):
     env = points()
