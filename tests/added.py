@@ -12,16 +12,13 @@ from typer.testing import CliRunner
 import flexattn
 from flexattn.catalogue import causal, softcap
 from flexattn.cli.app import app
-from flexattn.device import named
 from flexattn.kernels.choose.defaults import candidates, space
 from flexattn.kernels.choose.registry import family_of, short
 from flexattn.kernels.hopper import space as hopper
 from flexattn.records.codec import decode, encode
 from flexattn.records.environment import rendering, unlisted
 from flexattn.report.roofline import limits_of
-from tests.problems import problem
-
-A100 = named("nvidia-a100")
+from tests.problems import A100, problem
 
 
 def command(*arguments):

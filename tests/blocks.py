@@ -16,9 +16,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexattn.settings import child_environment
+from tests.processes import ROOT, environment
 
-ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^(?:<!-- ([^\n]*?) -->\n)?```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 HIDE_GPU = "import torch; torch.cuda.is_available = lambda: False\n"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -50,12 +49,10 @@ def blocks(language, pages=PAGES):
 
 def run(codes, interpret):
     """What each of the blocks did wrong, and printed, in one process without a GPU."""
-    environment = child_environment(interpret=interpret)
-    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, __file__],
         input=json.dumps(codes),
-        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        env=environment(interpret),
         capture_output=True,
         text=True,
         timeout=300,

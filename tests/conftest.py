@@ -53,6 +53,12 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if not left(item)]
 
 
+def pytest_itemcollected(item):
+    """Tests of these folders have its name for a mark."""
+    if (folder := item.path.parent.name) in ("gpu", "compile"):
+        item.add_marker(folder)
+
+
 # A tenth of the time went into looking for garbage among modules and collected tests, a second of
 # it when pytest ends.
 gc.disable()

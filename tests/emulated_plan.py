@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from flexattn.device import detect, named
+from flexattn.device import detect
 from flexattn.kernels.paged_decode import family
 from flexattn.kernels.paged_decode.source import render_serving_combine
 from flexattn.runtime.build import DESCRIPTOR, builder
@@ -15,8 +15,7 @@ from flexattn.util.locks import Lru
 from tests.emulated_memory import Pointer
 from tests.emulated_mla import described, run as run_source
 from tests.launches import Recorded
-
-H200 = named("nvidia-h200")
+from tests.problems import H200
 
 
 class Emulated(Recorded):

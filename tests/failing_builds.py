@@ -3,14 +3,12 @@
 import subprocess
 from types import SimpleNamespace
 
-from flexattn.device import named
 from flexattn.errors import BuildError, DriverError, RenderError
 from flexattn.kernels.choose.options import NONE
 from flexattn.runtime.build import Kernel
 from flexattn.runtime.dispatch import Dispatcher
-from tests.problems import problem
+from tests.problems import H200, problem
 
-H200 = named("nvidia-h200")
 WANTED = problem()
 
 

@@ -17,8 +17,8 @@ import nbformat
 from PIL import Image
 
 from flexattn.settings import child_environment
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # What differs from run to run or with the sources: hashes, places, objects. Floats depend on the
 # processor.

@@ -1,5 +1,10 @@
 """Problems without tensors, for tests that render and compile with no device."""
 
+from types import SimpleNamespace
+
+from flexattn.device import named
+from flexattn.frontend import plan
+from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.choose.defaults import candidates, space
 from flexattn.mods import bind
 from flexattn.problem import Layout, Problem, Sparsity, Structure, captures_of
@@ -7,7 +12,17 @@ from flexattn.problem.serving import ServingProblem
 from flexattn.runtime.dispatch import candidates_of
 from flexattn.serving.kernels import plan_problem
 
+H200, A100 = named("nvidia-h200"), named("nvidia-a100")
 DENSE = Layout(True, True, True, True)
+
+
+def problems_asked(monkeypatch, how="hit", device=H200):
+    """Problems of the launches that calls prepare from now on, as on a device; none is built."""
+    found, launch = [], SimpleNamespace(choice=SimpleNamespace(how=how))
+    monkeypatch.setattr(plan, "prepare_launch", lambda asked, *_: found.append(asked) or launch)
+    monkeypatch.setattr(plan, "detect", lambda _: device)
+    launch_cache.clear()
+    return found
 
 
 def problem(

@@ -39,6 +39,11 @@ def inputs(
     return [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
 
 
+def tensors(*sizes, dtype=torch.bfloat16, **more):
+    """Those on a GPU, in 16 bits."""
+    return inputs(*sizes, dtype=dtype, device="cuda", **more)
+
+
 def sinks(heads, dtype=torch.float32, device="cpu"):
     """A logit for each head, some above every score and some below: the same on every device."""
     draw = torch.Generator().manual_seed(heads)

@@ -14,8 +14,6 @@ from flexattn.runtime.resources import resources
 from tests.families import render
 from tests.problems import problem
 
-pytestmark = pytest.mark.compile
-
 CARDS = {
     "gfx942": "amd-mi300x",
     "gfx950": "amd-mi355x",

@@ -10,7 +10,7 @@ from flexattn.problem import Captures
 from flexattn.runtime.build import compile_source
 from tests.cases import case
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+pytestmark = pytest.mark.oldest
 
 
 def floats(b, h, q_idx, kv_idx):

@@ -15,7 +15,7 @@ from flexattn.tune.builds import build_all
 from tests.compile.devices import DEVICES
 from tests.problems import problem
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+pytestmark = pytest.mark.oldest
 
 
 @pytest.fixture

@@ -19,8 +19,6 @@ from tests.compile.shares import LONG, share
 from tests.families import estimates, render
 from tests.problems import problem
 
-pytestmark = pytest.mark.compile
-
 CASES = [
     (arch, kind, D, D, dtype)
     for arch in DEVICES

@@ -24,8 +24,6 @@ from tests.families import render
 from tests.problems import problem
 from tests.ptx_machine import run
 
-pytestmark = pytest.mark.compile
-
 H200, GLUON, TRITON = named("nvidia-h200"), {"BACKEND": "GLUON"}, {"BACKEND": "TRITON"}
 CAUSAL = {"mask_mod": causal, "runs": True}
 # A call of seven rounds has ten wide products, where a round's of the row or the key alone, and

@@ -3,18 +3,14 @@
 import pytest
 import torch
 
-from flexattn.device import named
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from tests.families import render
-from tests.problems import problem
-
-pytestmark = pytest.mark.compile
+from tests.problems import H200, problem
 
 TABLE = torch.zeros(300, dtype=torch.float8_e4m3fn)
-H200 = named("nvidia-h200")
 
 
 def reads(score, b, h, q_idx, kv_idx):

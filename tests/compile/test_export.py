@@ -22,7 +22,7 @@ from flexattn.runtime.kernel_store import KernelStore, binary_of
 from flexattn.settings import override
 from tests.problems import choices, problem
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+pytestmark = pytest.mark.oldest
 STRUCTURE = problem("decode", 64).structure
 POLICY = Policy(graph=False, cold_l2=True, rounds=4, min_ms=1.0)
 

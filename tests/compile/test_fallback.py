@@ -20,11 +20,8 @@ from flexattn.runtime.resources import loop_spills, resources
 from flexattn.settings import override, say_once
 from flexattn.tune.builds import compile_one, orders_for
 from tests.compile.devices import DEVICES
-from tests.problems import problem
+from tests.problems import H200, problem
 
-pytestmark = pytest.mark.compile
-
-H200 = named("nvidia-h200")
 WANTED = problem("prefill", 64, score_mod=softcap(50.0))
 
 

@@ -17,7 +17,7 @@ from tests.compile.shares import part
 from tests.families import render
 from tests.problems import problem
 
-pytestmark = [pytest.mark.compile, pytest.mark.full_matrix, pytest.mark.oldest]
+pytestmark = [pytest.mark.full_matrix, pytest.mark.oldest]
 
 MODS = {"noop": {}, "causal_softcap": {"score_mod": softcap(50.0), "mask_mod": causal}}
 

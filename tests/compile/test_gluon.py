@@ -13,7 +13,6 @@ from torch.nn.attention.flex_attention import and_masks
 from triton._C.libtriton import ir, nvidia, passes
 
 from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
-from flexattn.device import named
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.defaults import candidates, default, reasons, space
@@ -26,11 +25,10 @@ from flexattn.runtime.resources import resources
 from tests.cases import CASES as WHOLE
 from tests.compile.shares import LONG, part, share
 from tests.families import estimates, gluon_refused, preferences, render
-from tests.problems import problem
+from tests.problems import H200, problem
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+pytestmark = pytest.mark.oldest
 
-H200 = named("nvidia-h200")
 SMALL = HopperPrefillConfig(3, 64, 2, 160)
 # Its ptxas keeps in registers what the loops of every preference hold.
 KEPT = triton.__version__.startswith("3.6.")

@@ -5,16 +5,14 @@ import re
 import pytest
 
 from flexattn.catalogue import alibi, causal
-from flexattn.device import named
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.merge_consumers import EVERY_WARP
 from flexattn.runtime.build import compile_source
 from tests.families import render
-from tests.problems import problem
+from tests.problems import H200, problem
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+pytestmark = pytest.mark.oldest
 
-H200 = named("nvidia-h200")
 MOST = HopperPrefillConfig(3, 64, 3, 160, ping_pong=True, tile_scheduler="static", order="heads")
 LISTED = HopperPrefillConfig(2, 128, 2, 240, tile_scheduler="dynamic", order="sections")
 

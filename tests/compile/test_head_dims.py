@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from flexattn.catalogue import causal
-from flexattn.device import named
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.defaults import default, space
 from flexattn.kernels.hopper.config import tiles_of
@@ -17,11 +16,10 @@ from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from tests.compile.test_split_tiles import read_before_written
 from tests.families import estimates, render
-from tests.problems import problem
+from tests.problems import H200, problem
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+pytestmark = pytest.mark.oldest
 
-H200 = named("nvidia-h200")
 CAUSAL = {"mask_mod": causal, "runs": True}
 PRODUCT = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\S+ \{([^}]*)\}, (\{|%rd)")
 # Boxes of 16, with two tiles of rows in flight; values of more than 128 columns; a pair of which

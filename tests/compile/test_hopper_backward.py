@@ -10,7 +10,6 @@ from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
 from flexattn.cli.offline import compiled as compiled_for
-from flexattn.device import named
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.defaults import space
 from flexattn.kernels.choose.options import Options
@@ -27,11 +26,10 @@ from flexattn.settings import override
 from tests.compile.product_loops import loops_with_products, product_loops
 from tests.compile.shares import part, share
 from tests.families import render
-from tests.problems import problem
+from tests.problems import H200, problem
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+pytestmark = pytest.mark.oldest
 
-H200 = named("nvidia-h200")
 OLDEST = triton.__version__.startswith("3.6.")
 DOCUMENTS = document(torch.zeros(8192).int())
 PACKED = and_masks(DOCUMENTS, causal)

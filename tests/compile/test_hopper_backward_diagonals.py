@@ -12,7 +12,7 @@ from tests.compile.shares import share
 from tests.compile.test_hopper_backward import EVEN, ODD, kept
 from tests.problems import problem
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+pytestmark = pytest.mark.oldest
 
 # Additions of a warp, of tiles that lie inside of the table and of others: of diagonals of 16 keys
 # and 64 rows; of 32 rows where warpgroups share them, beside those of dq, which each thread adds.

@@ -6,18 +6,14 @@ import pytest
 import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window
-from flexattn.device import named
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from tests.compile.product_loops import product_loops
 from tests.families import estimates, render, violated
-from tests.problems import served
+from tests.problems import H200, served
 
-pytestmark = [pytest.mark.compile]
-
-H200 = named("nvidia-h200")
 CONFIG = HopperPrefillConfig(
     2, 128, 2, 232, ping_pong=True, tile_scheduler="dynamic", order="sections",
     lazy_rescale=True, cross_tile_pipeline=False, v_box=64,

@@ -5,7 +5,6 @@ import torch
 from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import alibi, causal, document, relative_bias, softcap
-from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.hopper.config import tiles_of
 from flexattn.runtime.build import compile_source
@@ -13,11 +12,10 @@ from flexattn.runtime.resources import resources
 from tests.compile.product_loops import product_loops
 from tests.compile.test_head_dims import PRODUCT
 from tests.families import estimates, render
-from tests.problems import problem
+from tests.problems import H200, problem
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+pytestmark = pytest.mark.oldest
 
-H200 = named("nvidia-h200")
 CAUSAL = {"mask_mod": causal, "runs": True}
 DOCUMENTS = and_masks(document(torch.zeros(8192).int()), causal)
 QUICK = [

@@ -16,7 +16,7 @@ from flexattn.serving.tree import Places, from_first, placed_mask, placed_score
 from tests.compile.shares import share
 from tests.problems import served, serving_candidates
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+pytestmark = pytest.mark.oldest
 DEVICE = named("nvidia-h200")
 BF16 = torch.bfloat16
 

@@ -16,7 +16,7 @@ from tests.compile.shares import share
 from tests.compile.test_serving import DEVICE, form
 from tests.odd_mods import checkerboard
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+pytestmark = pytest.mark.oldest
 DEFAULT = next(mla_space())
 MLA = {
     "128 heads": {"heads": (128, 1)},

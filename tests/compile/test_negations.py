@@ -10,18 +10,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.ptx.negated_extremes import merged
 from flexattn.runtime import build
 from flexattn.runtime.build import compile_source
 from tests.families import render
 from tests.negations import KERNELS, loses, told
-from tests.problems import problem
+from tests.problems import H200, problem
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest, pytest.mark.releases]
+pytestmark = [pytest.mark.oldest, pytest.mark.releases]
 
-H200 = named("nvidia-h200")
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 

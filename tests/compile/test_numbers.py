@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from flexattn import catalogue
-from flexattn.device import named
 from flexattn.kernels.choose.defaults import candidates
 from flexattn.mods import bind
 from flexattn.mods.bind import clear
@@ -16,11 +15,8 @@ from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import loop_spills, resources, starved
 from tests import odd_mods
 from tests.families import render
-from tests.problems import problem
+from tests.problems import H200, problem
 
-pytestmark = pytest.mark.compile
-
-H200 = named("nvidia-h200")
 VALUES = 10
 # Configs of large tiles that may give way to each other before a smaller one serves.
 GIVING_WAY = 4

@@ -7,7 +7,6 @@ default failed in the compiler, and the mod had no other.
 import pytest
 import torch
 
-from flexattn.device import named
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.printers.torch_printer import evaluate
@@ -18,12 +17,9 @@ from flexattn.neuron.tables import tabulate
 from flexattn.runtime.build import compile_source
 from tests.families import render
 from tests.printed_ops import CASES, OFTEN, everywhere, mod
-from tests.problems import problem
+from tests.problems import H200, problem
 from tests.rendered_names import undefined
 
-pytestmark = pytest.mark.compile
-
-H200 = named("nvidia-h200")
 HOPPER = HopperPrefillConfig(2, 64, 1, 240)
 CONFIGS = {
     "hopper": ("prefill", HOPPER),

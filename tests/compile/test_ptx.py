@@ -8,7 +8,6 @@ import pytest
 import triton
 
 from flexattn.catalogue import alibi, causal
-from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.source import PASS
@@ -17,11 +16,10 @@ from flexattn.runtime import build
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import loop_spills, spills_too_much
 from tests.families import render
-from tests.problems import problem
+from tests.problems import H200, problem
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest, pytest.mark.releases]
+pytestmark = [pytest.mark.oldest, pytest.mark.releases]
 
-H200 = named("nvidia-h200")
 SMALL = HopperPrefillConfig(3, 64, 2, 160)
 CAUSAL = {"score_mod": alibi(32, "cpu"), "mask_mod": causal, "runs": True}
 

@@ -5,7 +5,7 @@ import pytest
 from tests.random_mods.compiling import compiled
 from tests.random_mods.outcomes import Task
 
-pytestmark = [pytest.mark.compile, pytest.mark.full_matrix, pytest.mark.oldest]
+pytestmark = [pytest.mark.full_matrix, pytest.mark.oldest]
 
 
 @pytest.mark.parametrize("index", range(30))

@@ -17,8 +17,6 @@ from flexattn.runtime.build import compile_source
 from tests.families import render
 from tests.problems import problem
 
-pytestmark = pytest.mark.compile
-
 HALF_FMA = re.compile(r"\bfma\.rn\.b?f16|v_(?:pk_)?fma_f16")
 HOPPER, TRITON = HopperPrefillConfig(2, 64, 1, 240), PrefillConfig(64, 64, 4, 1)
 

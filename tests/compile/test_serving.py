@@ -23,7 +23,7 @@ from flexattn.runtime.resources import resources
 from tests.compile.shares import LONG, share
 from tests.problems import served, serving_candidates, serving_space
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+pytestmark = pytest.mark.oldest
 DEVICE = named("nvidia-h200")
 BF16 = torch.bfloat16
 

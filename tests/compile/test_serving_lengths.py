@@ -18,7 +18,7 @@ from flexattn.runtime.build import compile_source
 from tests.compile.shares import share
 from tests.compile.test_serving import DEVICE, form
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+pytestmark = pytest.mark.oldest
 LENGTHS = ("SEQ_LENS", "CU_SEQLENS", "KV_START")
 LAST, LAUNCH, DEPENDENT = (
     ServingConfig(16, 64, 4, 3, combine=combine) for combine in ("last", "launch", "dependent")

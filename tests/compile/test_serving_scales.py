@@ -17,7 +17,7 @@ from tests.compile.shares import share
 from tests.compile.test_serving import DEVICE, form, spills_by_tile
 from tests.problems import serving_candidates
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+pytestmark = pytest.mark.oldest
 E4M3 = torch.float8_e4m3fn
 FORMS = {
     "token_head": {"scales": "token_head"},

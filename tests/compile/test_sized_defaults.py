@@ -8,7 +8,6 @@ from bench.random_draw import SEEDS, drawn
 from bench.random_shapes import task_of_case
 from bench.serving_rows import ServingRow
 from flexattn.catalogue import causal, softcap
-from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.hopper import space
 from flexattn.kernels.hopper.space import alternatives
@@ -17,11 +16,8 @@ from flexattn.kernels.triton.family import PREFILL
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from tests.families import render
-from tests.problems import problem, serving_candidates
+from tests.problems import H200, problem, serving_candidates
 
-pytestmark = pytest.mark.compile
-
-H200 = named("nvidia-h200")
 CAUSAL = {"mask_mod": causal, "runs": True}
 # Head dimensions, then mods: the rules' first config is compiled too, and what sizes make of it.
 DENSE = (64, 64, {})

@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 import triton
 
-from flexattn.device import named
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.problem import Layout
 from flexattn.runtime.build import compile_source
-from tests.problems import problem
+from tests.problems import H200, problem
 
-H200 = named("nvidia-h200")
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 # An instruction without its predicate; uniform registers; those of a product's descriptors.
 INSTRUCTION = re.compile(r"^\s*(?:/\*\w+\*/)?\s*(?:@!?U?P\d\s+)?(\S+)\s+([^;]+);")

@@ -12,8 +12,6 @@ from tests.compile.devices import DEVICES
 from tests.compile.shares import share
 from tests.problems import problem
 
-pytestmark = pytest.mark.compile
-
 # Those in DEVICES have tests of their own in make test.
 OTHERS = [name for name in KNOWN if name not in DEVICES.values()]
 

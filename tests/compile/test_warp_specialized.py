@@ -16,7 +16,7 @@ from tests.compile.shares import share
 from tests.compile.test_serving import DEVICE, form
 from tests.problems import serving_candidates
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+pytestmark = pytest.mark.oldest
 PAIR = ServingConfig(64, 64, 8, 4, 1, combine="launch", split_policy="whole")
 ONE = replace(PAIR, num_warps=4)
 

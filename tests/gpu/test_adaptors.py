@@ -9,7 +9,6 @@ from tests.contracts.requests import Requests
 from tests.contracts.sglang import ForwardMode, Pool
 from tests.serving import assert_right
 
-pytestmark = pytest.mark.gpu
 MOST = 4
 
 

@@ -13,8 +13,6 @@ from tests.cases import CASES
 from tests.gradients import assert_gradients
 from tests.support import DTYPES, LAYOUTS, block_mask, inputs, sinks
 
-pytestmark = pytest.mark.gpu
-
 
 def on_gpu(*sizes, **more):
     return inputs(*sizes, device="cuda", **more)

@@ -18,7 +18,7 @@ from flexattn.tune.tuner import tune
 from flexattn.tune.workload import parse_workload
 from tests.support import inputs
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("learned", [False, True], ids=["plain", "learned"])

@@ -19,7 +19,7 @@ from tests.invariance import (
     whole,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("poisoned")
 KEYS = 3000
 FORMS = ("causal", "window", "ALiBi, e4m3", "gpt-oss", "gemma")
 # Requests, and rows of all or of each: chunks beside steps, then steps alone, then drafts.

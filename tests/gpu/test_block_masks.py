@@ -8,7 +8,6 @@ import flexattn
 from flexattn.catalogue import causal, document, natten_2d, prefix_lm, sliding_window
 from tests.cases import CASES, case
 
-pytestmark = pytest.mark.gpu
 MASKS = [c.name for c in CASES if c.make(1, 2, 1, 37, 53).mask_mod is not None]
 LISTS = [
     f"{full}{side}_{what}"

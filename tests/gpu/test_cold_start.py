@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.gpu
-
 ROOT = Path(__file__).parents[2]
 # Of one process, which is then killed.
 SECONDS = 250

@@ -18,7 +18,6 @@ from tests.cases import CASES
 from tests.compiled import compiling, gpt, nodes
 from tests.support import block_mask, inputs, sinks
 
-pytestmark = pytest.mark.gpu
 LAYERS = 12
 
 

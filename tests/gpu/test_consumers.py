@@ -9,13 +9,12 @@ from torch.nn.attention.flex_attention import and_masks
 from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
 from flexattn.kernels.choose.defaults import reasons
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS
-from tests.gpu.test_hopper import HOPPER, prepared, run_with, tensors
-from tests.support import assert_judged, block_mask
+from tests.gpu.test_hopper import prepared, run_with
+from tests.support import ON_SM_90, assert_judged, block_mask, tensors
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.usefixtures("poisoned"),
-    pytest.mark.skipif(not HOPPER, reason="the Gluon template is Hopper's"),
+    ON_SM_90,
 ]
 LENGTH = 1347
 IDS = torch.arange(LENGTH) // 211

@@ -9,8 +9,6 @@ from tests.models import tiny
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "plain"])
 @pytest.mark.parametrize("name", ["Llama", "GptOss", "Gemma2"])

@@ -11,15 +11,14 @@ from flexattn.catalogue import alibi, alibi_slopes, causal, causal_offset, docum
 from flexattn.frontend.launch_cache import launch_cache
 from flexattn.runtime.build import builder
 from tests.gradients import assert_gradients, cotangents
-from tests.support import PREFILL, assert_accurate, block_mask, inputs, run
+from tests.support import ON_SM_90, PREFILL, assert_accurate, block_mask, run, tensors
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 GLUON = pytest.param(
     {"BACKEND": "GLUON"},
     id="gluon",
-    marks=pytest.mark.skipif(not HOPPER, reason="the Gluon template is Hopper's"),
+    marks=ON_SM_90,
 )
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("poisoned")
 each_backend = pytest.mark.parametrize("options", [pytest.param(PREFILL, id="triton"), GLUON])
 
 MASKS = {
@@ -30,10 +29,6 @@ MASKS = {
     "window": lambda: sliding_window(2047),
     "documents": lambda: and_masks(document(torch.arange(2**14, device="cuda") // 3001), causal),
 }
-
-
-def tensors(*sizes, dtype=torch.bfloat16, **more):
-    return inputs(*sizes, dtype=dtype, device="cuda", **more)
 
 
 @pytest.fixture

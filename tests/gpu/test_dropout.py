@@ -12,8 +12,6 @@ from flexattn.reference.dropout import kept_weights
 from tests.gradients import SEED, assert_gradients, drawn
 from tests.support import DTYPES, assert_judged, block_mask, inputs, run, sinks
 
-pytestmark = pytest.mark.gpu
-
 hopper = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="Hopper's"
 )

@@ -7,7 +7,6 @@ from flexattn import flex_attention
 from flexattn.reference import attention
 from tests.support import ON_SM_90
 
-pytestmark = pytest.mark.gpu
 LEAST = torch.finfo(torch.float32).min
 TEMPLATES = [pytest.param("GLUON", marks=ON_SM_90), "TRITON", "TRITON_DECODE"]
 

@@ -21,7 +21,6 @@ from tests.gpu.faults import little_memory
 from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
 from tests.support import ON_SM_90, assert_accurate, inputs
 
-pytestmark = pytest.mark.gpu
 BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
 HEADS, KEYS, PAGE = (32, 8), 8192, 16
 SHAPE = {"kv_len": KEYS, "heads": HEADS, "head_dim": 128, "page_size": PAGE}

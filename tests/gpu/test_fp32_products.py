@@ -13,7 +13,7 @@ from flexattn.reference import Precision, attention
 from tests.gradients import assert_gradients
 from tests.support import DECODE, PREFILL, assert_accurate, block_mask, inputs, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("poisoned")
 DIMS = [32, 64, 128]
 
 

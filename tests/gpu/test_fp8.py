@@ -18,13 +18,11 @@ from flexattn.reference import Reference
 from flexattn.runtime.build import builder
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import prepare_launch
-from tests.support import assert_judged, block_mask, heads_inside, inputs, run, sinks
+from tests.support import ON_SM_90, assert_judged, block_mask, heads_inside, inputs, run, sinks
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.usefixtures("poisoned"),
-    pytest.mark.skipif(not HOPPER, reason="float8 is multiplied by Hopper's template"),
+    ON_SM_90,
 ]
 E4M3 = torch.float8_e4m3fn
 

@@ -9,8 +9,6 @@ from flexattn.integrations.decode_masks import padded_mask, shared_mask
 from tests.growing import numbers_admitted
 from tests.support import assert_accurate
 
-pytestmark = pytest.mark.gpu
-
 LENGTHS = (513, 514, 515, 640, 641, 700, 1023, 1024)
 
 

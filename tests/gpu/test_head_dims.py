@@ -18,23 +18,17 @@ from flexattn.reference import Reference
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import prepare_launch
 from tests import support
-from tests.support import assert_judged, block_mask, heads_inside, inputs, run
+from tests.support import ON_SM_90, assert_judged, block_mask, heads_inside, run, tensors
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.usefixtures("poisoned"),
-    pytest.mark.skipif(not HOPPER, reason="the Gluon template is Hopper's"),
+    ON_SM_90,
 ]
 GLUON = {"BACKEND": "GLUON"}
 DIMS = (16, 40, 48, 56, 72, 80, 88, 104, 112, 120, 136, 160, 176, 192, 200, 224, 240, 248)
 PAIRS = ((192, 120), (72, 128), (40, 256), (200, 64), (256, 72), (80, 16))
 WIDE = (320, 384, 448, 512)
 WIDE_PAIRS = ((512, 256), (320, 128), (384, 512), (576, 512))
-
-
-def tensors(*sizes, dtype=torch.bfloat16, **more):
-    return inputs(*sizes, dtype=dtype, device="cuda", **more)
 
 
 def assert_accurate(q, k, v, **call):

@@ -24,27 +24,22 @@ from tests import support
 from tests.cases import CASES
 from tests.support import (
     DTYPES,
+    ON_SM_90,
     PREFILL,
     assert_judged,
     block_mask,
     heads_inside,
-    inputs,
     run,
     spaced,
+    tensors,
 )
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.usefixtures("poisoned"),
-    pytest.mark.skipif(not HOPPER, reason="the Gluon template is Hopper's"),
+    ON_SM_90,
 ]
 GLUON = {"BACKEND": "GLUON"}
 FP16 = ("noop", "causal", "softcap_50", "relative_bias", "random_blocks_empty_rows", "nested")
-
-
-def tensors(*sizes, dtype=torch.bfloat16, **more):
-    return inputs(*sizes, dtype=dtype, device="cuda", **more)
 
 
 def assert_accurate(q, k, v, **call):

@@ -15,8 +15,6 @@ from flexattn.kernels.triton_backward.config import BackwardConfig
 from tests.gradients import assert_gradients
 from tests.support import block_mask, inputs
 
-pytestmark = pytest.mark.gpu
-
 GLUON = {"BACKEND": "GLUON"}
 DOCUMENT = torch.arange(1024).div(230, rounding_mode="floor").int()
 

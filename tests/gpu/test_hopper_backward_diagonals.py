@@ -10,8 +10,6 @@ from tests.gpu.test_hopper_backward import FORMS, TILES, forced, hopper, on_gpu 
 from tests.gradients import assert_gradients
 from tests.support import block_mask
 
-pytestmark = pytest.mark.gpu
-
 
 def by_distance(table):
     return relative_bias(table, 700)

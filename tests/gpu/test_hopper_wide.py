@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from flexattn.catalogue import causal
-from tests.gpu.test_head_dims import HOPPER, forms, tensors
+from tests.gpu.test_head_dims import forms
 from tests.gradients import assert_gradients
+from tests.support import ON_SM_90, tensors
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.usefixtures("poisoned"),
-    pytest.mark.skipif(not HOPPER, reason="the Gluon template is Hopper's"),
+    ON_SM_90,
 ]
 TURNED = (
     {},

@@ -12,7 +12,7 @@ from flexattn.serving import DecodePlan, KeptKeys, PrefixTree, ServingConfig
 from tests.serving import assert_right, batch, plan_for, run
 from tests.trees import EVERY, case
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("poisoned")
 MILLION, PAGE, HEADS = 2**20, 16, (32, 8)
 BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
 

@@ -8,8 +8,6 @@ from flexattn.catalogue.masks import causal
 from flexattn.problem.mask_lists import known_class, mask_class
 from tests.support import assert_judged
 
-pytestmark = pytest.mark.gpu
-
 
 def call(mask, q):
     return flex_attention(q, q, q, block_mask=mask)

@@ -7,7 +7,7 @@ from flexattn.catalogue import causal, softcap
 from flexattn.problem import NARROWER
 from tests.support import DECODE, PREFILL, assert_accurate, block_mask, inputs
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("poisoned")
 PAIRS = [(q, kv) for q, narrower in NARROWER.items() for kv in narrower]
 
 

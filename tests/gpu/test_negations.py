@@ -8,7 +8,7 @@ from tests.gradients import assert_gradients
 from tests.negations import KERNELS, loses, told
 from tests.support import DECODE, ON_SM_90, PREFILL, assert_accurate, block_mask, inputs
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("poisoned")
 TEMPLATES = [pytest.param("GLUON", marks=ON_SM_90), "TRITON"]
 
 

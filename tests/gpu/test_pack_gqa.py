@@ -10,13 +10,12 @@ from flexattn.catalogue import alibi, causal
 from flexattn.errors import ConfigError
 from flexattn.kernels.choose.defaults import reasons
 from tests.cases import CASES
-from tests.gpu.test_hopper import HOPPER, prepared, run_with, tensors
-from tests.support import assert_judged, block_mask
+from tests.gpu.test_hopper import prepared, run_with
+from tests.support import ON_SM_90, assert_judged, block_mask, tensors
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.usefixtures("poisoned"),
-    pytest.mark.skipif(not HOPPER, reason="the Gluon template is Hopper's"),
+    ON_SM_90,
 ]
 # Masks that know their head, and with it need other blocks.
 OF_THEIR_OWN = ("head_windows", "random_blocks", "random_blocks_empty_rows")

@@ -5,7 +5,7 @@ import pytest
 from tests.random_mods.checking import check
 from tests.random_mods.gradients import check_gradients
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.mark.parametrize("index", range(40))

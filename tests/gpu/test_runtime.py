@@ -12,7 +12,7 @@ from flexattn.runtime.build import builder
 from flexattn.settings import override
 from tests.support import KINDS, assert_accurate, assert_judged, block_mask, inputs, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("poisoned")
 each_kind = pytest.mark.parametrize("kind", KINDS)
 SIZES = {"prefill": (2, 8, 2, 211, 347, 64), "decode": (2, 8, 2, 1, 2047, 64)}
 

@@ -36,7 +36,7 @@ from tests.serving import (
 )
 from tests.support import DTYPES
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("poisoned")
 LENGTHS = [2047, 0, 1, 517, 4096, 33, 128]
 BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
 

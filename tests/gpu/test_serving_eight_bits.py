@@ -7,7 +7,7 @@ from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.serving import DecodePlan, ServingConfig
 from tests.serving import EIGHT_BITS, assert_right, batch, plan_for, quantized, run, with_rows
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("poisoned")
 CONFIGS = {
     "4 warps of 32 keys": ServingConfig(8, 128, 4, 1, 2, 1, "await", "heads"),
     "three a multiprocessor": ServingConfig(8, 64, 4, 1, 3, 1, "await", "heads"),

@@ -9,7 +9,6 @@ from examples.serving.load.traffic import Answer, Prompt
 from examples.serving.request import Limits
 from tests.example_server import at_rest, ids, one_by_one, options, prompts, together
 
-pytestmark = [pytest.mark.gpu]
 LIMITS = Limits(batch=16, chunk=112, longest=700, page=16, pages=400)
 LENGTHS = [1, 300, 17, 64, 150, 5, 33, 90, 250, 2, 128, 47, 81, 9, 200, 15, 16, 31, 63, 111]
 

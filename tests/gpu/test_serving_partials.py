@@ -7,7 +7,7 @@ from flexattn.catalogue import softcap
 from flexattn.serving import DecodePlan, ServingConfig
 from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("poisoned")
 CONFIGS = {
     "heads": ServingConfig(8, 64, 4, 1, 2, 1, "await", "heads"),
     "default": ServingConfig(8, 128, 4, 1, 2, 1, "await", "heads"),

@@ -9,14 +9,11 @@ from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.settings import override
 from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
+from tests.support import ON_SM_90
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.usefixtures("poisoned"),
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="Hopper's forward needs a Hopper GPU",
-    ),
+    ON_SM_90,
 ]
 BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
 MIXED = [700, 1, 130, 16, 17, 0, 1, 64], [700, 3000, 900, 16, 4000, 40, 1, 65]
@@ -68,11 +65,12 @@ def prefix(b, h, q_idx, kv_idx):
     return (kv_idx < LENS.to(kv_idx.device)[b]) | (q_idx >= kv_idx)
 
 
+ALIBI = alibi(32, "cuda") if torch.cuda.is_available() else None
 MODS = {
     "no mask": {},
     "window": {"mask_mod": sliding_window(90)},
     "soft cap": {"mask_mod": causal, "score_mod": softcap(20.0)},
-    "alibi": {"mask_mod": causal, "score_mod": alibi(32, "cuda")},
+    "alibi": {"mask_mod": causal, "score_mod": ALIBI},
     "by position": {
         "mask_mod": causal,
         "score_mod": lambda s, b, h, q, k: s + (k - q) / (32 * (h + 1)) + b,

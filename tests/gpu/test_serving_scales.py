@@ -20,7 +20,7 @@ from tests.serving import (
     with_rows,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("poisoned")
 E4M3, E5M2 = EIGHT_BITS
 CONFIGS = {
     "default": None,

@@ -15,7 +15,7 @@ from flexattn.tune.subject import Method
 from flexattn.tune.tasks import serving_task
 from flexattn.tune.tuner import tune
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("lengths", ["uniform", "ragged", "mixed"])

@@ -18,7 +18,7 @@ from tests.serving import (
 )
 from tests.support import ON_SM_90
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned"), ON_SM_90]
+pytestmark = [pytest.mark.usefixtures("poisoned"), ON_SM_90]
 # Two warpgroups, and one.
 PAIR = ServingConfig(64, 64, 8, 4, 1, combine="launch", split_policy="whole")
 ONE = replace(PAIR, num_warps=4)

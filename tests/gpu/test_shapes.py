@@ -22,17 +22,13 @@ from tests.support import (
     PREFILL,
     assert_accurate,
     block_mask,
-    inputs,
     run,
+    tensors,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("poisoned")
 each_kind = pytest.mark.parametrize("kind", KINDS)
 GIB = 2**30
-
-
-def tensors(*sizes, dtype=torch.bfloat16, **more):
-    return inputs(*sizes, dtype=dtype, device="cuda", **more)
 
 
 @each_kind

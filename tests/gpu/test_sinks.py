@@ -8,7 +8,7 @@ import torch
 from tests.cases import CASES
 from tests.support import DECODE, DTYPES, KINDS, assert_accurate, block_mask, inputs, sinks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 # B, Hq, Hkv, L, S, D
 SIZES = {"prefill": (2, 8, 2, 611, 747, 64), "decode": (3, 8, 2, 3, 2047, 64)}

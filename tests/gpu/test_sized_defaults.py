@@ -6,13 +6,11 @@ import torch
 import flexattn
 from flexattn.catalogue import causal, sliding_window
 from flexattn.settings import override
-from tests.support import assert_accurate, block_mask, inputs
+from tests.support import ON_SM_90, assert_accurate, block_mask, inputs
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.usefixtures("poisoned"),
-    pytest.mark.skipif(not HOPPER, reason="the models are of an H200"),
+    ON_SM_90,
 ]
 # B, Hq, Hkv, q_len, kv_len, D (or D and Dv), mask_mod, and what the sizes chose.
 CASES = {

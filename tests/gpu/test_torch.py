@@ -2,7 +2,6 @@
 
 import logging
 
-import pytest
 import torch
 
 import flexattn
@@ -11,8 +10,6 @@ from flexattn.frontend.install import torch_flex_attention
 from flexattn.reference import Precision, attention
 from flexattn.settings import say_once
 from tests.support import block_mask, inputs, sinks
-
-pytestmark = pytest.mark.gpu
 
 
 def tensors(grad=False):

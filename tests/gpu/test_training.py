@@ -10,8 +10,6 @@ from flexattn.frontend import autograd
 from flexattn.frontend.launch_cache import launch_cache
 from tests.support import inputs
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize("bias", ["learned", "alibi"])
 def test_losses_lie_on_one_another(bias, capsys):

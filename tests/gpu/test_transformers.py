@@ -13,7 +13,6 @@ from tests.support import assert_close_as, inputs
 
 pytest.importorskip("transformers", reason="transformers is not installed beside the GPU's torch")
 
-pytestmark = pytest.mark.gpu
 
 # A cache that the model compiles itself for is left to the test of compiled decode.
 CACHES = {

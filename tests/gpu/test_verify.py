@@ -10,7 +10,6 @@ from flexattn.serving import AppendPlan, DecodePlan
 from flexattn.settings import override
 from tests.planted import planted
 
-pytestmark = pytest.mark.gpu
 CAP = softcap(20.0)
 
 

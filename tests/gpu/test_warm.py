@@ -1,14 +1,11 @@
 """warm(): after it, the calls of a workload compile nothing."""
 
-import pytest
 import torch
 
 import flexattn
 from flexattn.catalogue import causal
 from flexattn.runtime.build import builder
 from tests.support import assert_accurate, inputs
-
-pytestmark = pytest.mark.gpu
 
 
 def test_calls_after_warm_compile_nothing():

@@ -17,8 +17,6 @@ from flexattn.records.record import Failed, Gated, Policy
 from tests.gpu.faults import BAD_ADDRESS, KILLED, MEMORY, RUNNER, SCARCE, SEGFAULT, SPIN
 from tests.tasks import make_task
 
-pytestmark = pytest.mark.gpu
-
 SMALL = (2, 8, 2, 511, 777, 64, 64)
 LARGE = (1, 8, 2, 8192, 8192, 128, 128)
 DECODE = (2, 8, 2, 1, 4095, 128, 128)

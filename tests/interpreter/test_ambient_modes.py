@@ -16,8 +16,6 @@ from flexattn.serving import DecodePlan, ServingConfig
 from tests.serving import assert_right, batch, run
 from tests.support import PREFILL, block_mask, inputs
 
-pytestmark = pytest.mark.interpreter
-
 
 @contextlib.contextmanager
 def deterministic():

@@ -13,10 +13,6 @@ from flexattn.settings import override
 from tests.appending import empty_cache, empty_scales, expected, new_tokens
 from tests.covering import pairwise
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALED = ["tensor", "head", "page", "page_head", "token", "token_head"]
 PAGES = 7

@@ -11,10 +11,6 @@ from flexattn.settings import override
 from tests.appending import empty_cache, empty_scales, new_tokens
 from tests.watched_memory import watched
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 E4M3 = torch.float8_e4m3fn
 PAGES, PAGE = 7, 4
 WILD = [0, 1, 5, 27, 28, -1, -5, 10**6, 2**31 - 1]

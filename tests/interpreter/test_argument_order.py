@@ -22,8 +22,6 @@ from tests.interpreter import (
 )
 from tests.support import KINDS, assert_accurate, block_mask, inputs, sinks
 
-pytestmark = pytest.mark.interpreter
-
 
 def clear():
     """Forget every kernel and launch, those that other tests made too."""

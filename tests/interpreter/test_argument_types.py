@@ -9,8 +9,6 @@ import torch
 from flexattn import flex_attention
 from tests.support import PREFILL
 
-pytestmark = pytest.mark.interpreter
-
 
 def sparse(elements, dtype):
     """A tensor whose pages cost nothing until they are written."""

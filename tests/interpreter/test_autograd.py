@@ -14,12 +14,6 @@ from flexattn.errors import ConfigError, UnsupportedError
 from flexattn.frontend import gradients
 from tests.support import inputs
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
-]
-
 
 def leaves(**sizes):
     return [x.requires_grad_() for x in inputs(1, 2, 2, 21, 27, **sizes)]

@@ -14,12 +14,6 @@ from tests.covering import each_choice
 from tests.gradients import assert_gradients
 from tests.support import DTYPES, LAYOUTS, inputs, sinks
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
-]
-
 
 @pytest.mark.parametrize("entry", CASES, ids=[entry.name for entry in CASES])
 def test_every_mod_of_the_catalogue(entry):

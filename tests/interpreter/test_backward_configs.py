@@ -11,8 +11,6 @@ from bench.inputs import make
 from bench.peers import exactly_trained
 from bench.rows import Row, Shape
 
-pytestmark = pytest.mark.interpreter
-
 
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_a_bench_may_time_a_config_that_no_option_says(mask, monkeypatch):

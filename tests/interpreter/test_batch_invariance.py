@@ -24,11 +24,6 @@ from tests.invariance import (
 )
 from tests.support import inputs
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 MODS = {
     "causal": {"mask_mod": causal},
     "window, soft cap": {"mask_mod": sliding_window(100), "score_mod": softcap(20.0)},

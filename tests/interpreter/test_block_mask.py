@@ -8,7 +8,6 @@ from flexattn.catalogue import causal, document, natten_2d, sliding_window
 from flexattn.mods import bind
 from tests.cases import CASES, case
 
-pytestmark = pytest.mark.interpreter
 CPU = torch.device("cpu")
 MASKS = [c.name for c in CASES if c.make(1, 2, 1, 37, 53).mask_mod is not None]
 

@@ -10,7 +10,6 @@ from tests.cases import case
 from tests.covering import each_choice, pairwise
 from tests.support import DECODE, KINDS, PREFILL, assert_accurate, block_mask, inputs
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 

@@ -5,12 +5,6 @@ import pytest
 from tests.cases import CASES
 from tests.support import DTYPES, KINDS, assert_accurate, block_mask, inputs
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
-]
-
 # Under the oldest Triton: a mask, loads at computed indices, floor division, a helper, empty rows.
 OLDEST = {"causal", "natten_2d", "relative_bias", "softcap_50", "alibi_causal_document"}
 

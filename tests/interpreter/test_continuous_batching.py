@@ -14,11 +14,7 @@ from tests.models import tiny
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test installs it")
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
+pytestmark = pytest.mark.slow
 # Fewer tokens a step than the longest prompt has, fewer requests than there are prompts.
 SMALL = {"page_size": 16, "num_blocks": 40, "max_batch_tokens": 24, "max_requests_per_batch": 3}
 

@@ -8,11 +8,6 @@ import torch
 import flexattn
 from tests.support import PREFILL
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 WHOLE = torch.tensor([0, 1, 3, 7, 100, 127, 129, 131, 255, 257, 385, 32767, -7, -129, -32768])
 REAL = torch.tensor(
     [0.0, -0.0, 0.3, -1.0039, 1.0118, 127.9, -248.0, 464.0, 61440.0, 65519.0, 7e4, 1e-5, 2e-9,

@@ -35,7 +35,6 @@ from flexattn.settings import override
 from tests.gradients import cotangents
 from tests.support import DTYPES, block_mask, inputs, random_runs
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 H200, CPU = named("nvidia-h200"), detect(torch.device("cpu"))
 HEADS = 4
 SLOPES = torch.ones(HEADS)

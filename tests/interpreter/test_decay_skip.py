@@ -40,11 +40,7 @@ from tests.support import (
     run,
 )
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned", "short_calls_too"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of infinities
-]
+pytestmark = pytest.mark.usefixtures("short_calls_too")
 SMALL = {**PREFILL, "BLOCK_M": 16, "BLOCK_N": 16}
 SLOPES = (8.0, 2.0, -1.0, 0.0)
 

@@ -8,8 +8,6 @@ from flexattn.serving import ServingConfig, flex_decode
 from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
 from tests.support import DECODE, PREFILL, assert_accurate, block_mask, inputs
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
-
 
 @pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)
 def default(request):

@@ -10,12 +10,6 @@ from flexattn import explain, flex_attention
 from flexattn.errors import UnsupportedError
 from tests.support import inputs
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
-]
-
 
 def leaves():
     return [x.requires_grad_() for x in inputs(1, 2, 2, 21, 27)]

@@ -9,8 +9,6 @@ import torch
 
 from flexattn.settings import child_environment
 
-pytestmark = pytest.mark.interpreter
-
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed")
 @pytest.mark.long

@@ -7,11 +7,7 @@ from flexattn.mods import bind, site
 from flexattn.mods.numbers import divisors
 from tests.support import KINDS, assert_accurate, block_mask, inputs
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned", "one_constant"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
-]
+pytestmark = pytest.mark.usefixtures("one_constant")
 DIVISORS = (1, 8, 7, 2**31 - 1, -3)
 
 

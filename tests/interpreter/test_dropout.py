@@ -10,12 +10,6 @@ from flexattn.reference.dropout import kept_weights
 from tests.gradients import SEED, assert_gradients, drawn
 from tests.support import DTYPES, PREFILL, assert_judged, block_mask, inputs, run, sinks
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
-]
-
 SMALL = {"BLOCK_M1": 16, "bwd_BLOCK_N1": 32, "BLOCK_M2": 32, "bwd_BLOCK_N2": 16}
 
 

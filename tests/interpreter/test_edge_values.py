@@ -11,11 +11,6 @@ from flexattn.mods.ops import OPS
 from tests.printed_ops import applied, takes
 from tests.support import PREFILL, block_mask
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 FLOATS = (0.0, -0.0, 1.0, -0.5, 2.5, -7.0, 0.1, 8388609.0, math.inf, -math.inf, math.nan)
 INTEGERS = (0, 1, -1, 7, -7, 31, 33, 64, -100)
 DIVISIONS = ("floor_div", "floor_mod", "trunc_div", "trunc_mod")

@@ -10,11 +10,6 @@ from flexattn.reference import attention
 from flexattn.serving import DecodePlan
 from tests.support import DECODE, PREFILL
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 LEAST = torch.finfo(torch.float32).min
 L, S = 21, 53
 PAD = 15

@@ -2,12 +2,10 @@
 
 import json
 
-import pytest
 import torch
 
 from bench.first_traffic import KEPT, Sizes, launch_cache, run
 
-pytestmark = pytest.mark.interpreter
 TINY = Sizes((2, 1), 16, longest=40, batch=1, requests=2, window=9, warmed=30, dtype=torch.float32)
 
 

@@ -1,12 +1,9 @@
 """Eight bits where templates are interpreted: Hopper's is not, so plain torch computes."""
 
-import pytest
 import torch
 
 import flexattn
 from tests.support import inputs
-
-pytestmark = pytest.mark.interpreter
 
 
 def test_nothing_interprets_the_template():

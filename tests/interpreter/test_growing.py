@@ -18,8 +18,6 @@ from flexattn.integrations.decode_masks import padded_mask, shared_mask
 from tests.growing import numbers_admitted
 from tests.support import assert_accurate
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
-
 
 @pytest.fixture
 def admitted(monkeypatch):

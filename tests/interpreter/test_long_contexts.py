@@ -11,7 +11,6 @@ from flexattn.errors import InputError
 from flexattn.reference import Precision, attention
 from flexattn.serving import DecodePlan, ServingConfig
 
-pytestmark = pytest.mark.interpreter
 MILLION, PAGE = 2**20, 16
 SMALL = ServingConfig(16, 16, 4, 2)
 WARP = ServingConfig(8, 64, 2, 1, 2, 1, "await", "heads")

@@ -25,10 +25,6 @@ from tests.long_mods import (
 from tests.serving import assert_right, batch, plan_for, run
 from tests.support import assert_accurate, block_mask, inputs
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 SMALL = ServingConfig(16, 16, 4, 2)
 
 

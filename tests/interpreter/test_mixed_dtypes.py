@@ -8,7 +8,6 @@ from flexattn.catalogue import causal
 from flexattn.problem import NARROWER
 from tests.support import KINDS, PREFILL, assert_accurate, block_mask, inputs
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 E4M3 = torch.float8_e4m3fn
 PAIRS = [(q, kv) for q, narrower in NARROWER.items() for kv in narrower]
 

@@ -10,11 +10,6 @@ from flexattn.catalogue import causal, relative_bias
 from flexattn.settings import override
 from tests.support import KINDS, assert_accurate, block_mask, inputs
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
-]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 

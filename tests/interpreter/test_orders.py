@@ -16,8 +16,6 @@ from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import prepare_launch
 from tests.support import KINDS, assert_judged, block_mask, inputs
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
-
 
 def check(q, k, v, kind, score_mod=None, mask=None, **fields):
     """Run the default config with some fields changed, and hold it to the oracle."""

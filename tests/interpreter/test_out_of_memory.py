@@ -14,7 +14,6 @@ from flexattn.serving import ServingConfig
 from tests.serving import assert_right, batch, plan_for, poisoned_pages
 from tests.support import assert_accurate, inputs
 
-pytestmark = pytest.mark.interpreter
 ALLOCATE = {torch.empty, torch.empty_strided, torch.full, torch.zeros}
 
 

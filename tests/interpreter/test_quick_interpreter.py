@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-pytestmark = pytest.mark.interpreter
-
 
 @triton.jit
 def _twice(x):

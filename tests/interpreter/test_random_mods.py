@@ -7,12 +7,6 @@ from tests.random_mods.checking import check
 from tests.random_mods.gradients import check_gradients
 from tests.random_mods.outcomes import Task
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
-]
-
 
 @pytest.mark.parametrize("index", range(12))
 def test_random_mod(index):

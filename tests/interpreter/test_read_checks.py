@@ -9,12 +9,6 @@ from flexattn.reference import attention
 from flexattn.settings import override
 from tests.support import KINDS, block_mask, inputs
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
-
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_short_table_is_read_as_zeros_or_refused(kind):

@@ -21,8 +21,6 @@ from flexattn.records.store import renew
 from flexattn.settings import override
 from tests.support import KINDS, PREFILL, assert_accurate, block_mask, inputs
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
-
 SCALE = 2.0
 binding = importlib.import_module("flexattn.mods.bind")
 

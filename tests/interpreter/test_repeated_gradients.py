@@ -18,12 +18,6 @@ from flexattn.runtime.dispatch import Dispatcher
 from flexattn.settings import override
 from tests.support import inputs
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
-]
-
 
 def leaves(L=21, S=27, **more):
     return [x.requires_grad_() for x in inputs(1, 2, 2, L, S, **more)]

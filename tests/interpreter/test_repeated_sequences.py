@@ -12,8 +12,6 @@ import flexattn
 from flexattn.catalogue import causal, sliding_window, softcap
 from tests.support import DECODE, KINDS, PREFILL, block_mask, inputs
 
-pytestmark = pytest.mark.interpreter
-
 
 def attend(L, S, *, score_mod=None, mask_mod=None, options=PREFILL, B=2, **more):
     """One call on fresh tensors, with a mask that is made for it."""

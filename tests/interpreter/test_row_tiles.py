@@ -13,7 +13,6 @@ from flexattn.runtime.build import builder
 from flexattn.serving.kernels import in_phase
 from tests.problems import served
 
-pytestmark = pytest.mark.interpreter
 GROUP, HEADS, ROWS, KEYS = 4, 2, 64, 128
 POISON = 10**6
 

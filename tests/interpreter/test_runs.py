@@ -30,7 +30,6 @@ from tests.support import (
     run,
 )
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 SMALL = {"BLOCK_M": 16, "BLOCK_N": 16}
 FAR = torch.iinfo(torch.int64)

@@ -10,12 +10,6 @@ from flexattn import create_block_mask, flex_attention
 from flexattn.block_mask.lists import lazy_mask
 from tests.support import inputs
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
-]
-
 
 def leaves():
     return [x.requires_grad_() for x in inputs(1, 1, 1, 16, 16, 16)]

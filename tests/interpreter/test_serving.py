@@ -18,11 +18,6 @@ from tests.serving import (
 )  # fmt: skip
 from tests.support import DTYPES
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 SMALL = ServingConfig(16, 16, 4, 2)
 LENGTHS = [53, 0, 1, 17, 128, 32]
 

@@ -7,7 +7,6 @@ from flexattn.errors import InputError
 from flexattn.serving import AppendPlan, DecodePlan, PrefixTree, TreePlan, flex_decode
 from flexattn.serving.append import append_paged_kv_cache
 
-pytestmark = pytest.mark.interpreter
 SIZES = {
     "batch": 2, "kv_len": 9, "heads": (2, 1), "head_dim": 16, "dtype": torch.float32,
     "page_size": 4, "device": "cpu",
@@ -23,7 +22,11 @@ GIVEN = {
 VLLMS = torch.zeros(2, 6, 4, 1, 16)
 WRONG = {
     "no query": ({"q": None}, "q is a NoneType"),
+    "a list for the query": ({"q": [0.0]}, "q is a list"),
     "no lengths": ({"seq_lens": None}, "seq_lens is a NoneType"),
+    "a list of lengths": ({"seq_lens": [3, 5]}, "seq_lens is a list"),
+    "a list for the cache": ({"kv_cache": [POOL, POOL]}, r"kv_cache is a list(.|\n)*\(K, V\)"),
+    "no V": ({"kv_cache": (POOL, None)}, "kv_cache is a tuple of Tensor, NoneType"),
     "an empty cache": ({"kv_cache": ()}, "kv_cache is a tuple"),
     "K alone": ({"kv_cache": (POOL,)}, "kv_cache is a tuple of Tensor"),
     "K before V in one tensor": ({"kv_cache": VLLMS}, r"\[2, 6, 4, 1, 16\](.|\n)*\(K, V\)"),

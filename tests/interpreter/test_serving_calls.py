@@ -10,14 +10,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import flexattn.serving.plan as plans
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
-from flexattn.errors import ConfigError, InputError, InputTypeError, UnsupportedError
+from flexattn.errors import ConfigError, InputError, UnsupportedError
 from flexattn.mods import bind
 from flexattn.runtime.build import builder
 from flexattn.serving import DecodePlan, ServingConfig, checks, flex_decode, merge_states
 from flexattn.settings import override
 from tests.serving import assert_right, batch, plan_for, poisoned_cache, poisoned_pages, run
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 SMALL = ServingConfig(16, 16, 4, 2)
 LENGTHS = [53, 0, 2, 17]
 
@@ -114,8 +113,6 @@ def test_what_the_kernel_that_merges_could_not_read_where_it_lies():
 
 
 WRONG = {
-    "a page past the cache": ({"block_table": [[9, 999], [1, 2]]}, "pages 0 to"),
-    "a negative page": ({"block_table": [[-1, 0], [1, 2]]}, "pages 0 to"),
     "a request that is too long": ({"seq_lens": [41, 3]}, "at most the plan's 40 keys"),
     "a table that is too short": ({"seq_lens": [35, 3]}, "lists 2 pages of 16 keys"),
     "a negative length": ({"seq_lens": [-1, 3]}, "not negative"),
@@ -159,29 +156,6 @@ def test_tensors_that_do_not_fit_a_plan():
         with pytest.raises(InputError, match=words):
             plan.run(call.pop("q"), call.pop("kv_cache"), **call)
     assert_right([x.flatten(0, 1) for x in plan.run(q, pages, **good)], each)
-
-
-WRONG_TYPES = {
-    "q": (lambda x: x.tolist(), "q is a list"),
-    "kv_cache": (list, r"kv_cache is a list.*\(K, V\)"),
-    "seq_lens": (lambda x: x.tolist(), "seq_lens is a list.*in place"),
-    "kv_cache of K": (lambda x: (x[0], None), r"kv_cache is a tuple of Tensor, NoneType"),
-    "kv_cache alone": (lambda x: x[:1], r"kv_cache is a tuple of Tensor.*\(K, V\)"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_TYPES)
-def test_a_run_says_what_is_no_tensor(name):
-    """A list raised what Python says of its missing attributes; the next run works."""
-    (turn, words), name = WRONG_TYPES[name], name.split()[0]
-    each = batch([1], [9], 2, 1)
-    k, v = poisoned_cache(each, 60)
-    good = {"q": each.q[:, None], "kv_cache": (k, v), "seq_lens": each.numbers([9])}
-    plan = plan_for(each)
-    for _ in range(2):
-        plan.run(**good)
-        with pytest.raises(InputTypeError, match=f"(?s){words}"):
-            plan.run(**good | {name: turn(good[name])})
 
 
 @pytest.mark.parametrize("name", ["query", "K", "V"])
@@ -245,47 +219,32 @@ def test_a_run_looks_at_what_another_run_was_given_in_its_place():
         assert all(map(torch.equal, again, first))
 
 
-def test_a_table_and_lengths_may_be_resized_in_place():
-    """As torch's `out=` does: other strides, and other requests, in the same tensors."""
-    each = batch([1] * 3, [30, 3, 17], 2, 1)
-    plan = plan_for(each, page=4, config=SMALL)
-    pages, table = poisoned_pages(each, 4)
-    lens, kept = each.numbers([30, 3, 17]), table.clone()
-    wide = torch.zeros(3, table.shape[1] + 5, dtype=torch.int32)
-    wide[:, : table.shape[1]] = table
-    call = {"seq_lens": lens, "block_table": table}
-    for rows, now in ((3, wide), (3, kept), (2, wide)):
-        table.resize_(rows, now.shape[1]).copy_(now[:rows])
-        lens.resize_(rows).copy_(each.numbers([30, 3, 17])[:rows])
-        out, lse = plan.run(each.q[:rows, None], pages, **call)
-        few = replace(each, q=each.q[:rows], q_lens=each.q_lens[:rows])
-        assert_right((out.flatten(0, 1), lse.flatten(0, 1)), few)
-    lens.resize_(1)
-    with pytest.raises(InputError, match="row for each request"):
-        plan.run(each.q[:2, None], pages, **call)
+def test_a_table_and_lengths_change_in_place():
+    """As torch's `out=` does: other requests, and other strides, also at the same shape.
 
-
-def test_strides_of_a_table_that_change_at_the_same_shape():
-    """A table cut out of a wider one, then made dense: the first row was right, the others not."""
+    A table cut out of a wider one was made dense: the first row was right, the others not.
+    """
     each = batch([1] * 3, [30, 3, 17], 2, 1)
     plan = plan_for(each, page=4, config=SMALL)
     pages, dense = poisoned_pages(each, 4)
     wide = torch.nn.functional.pad(dense, (0, 5), value=-7)
-    table = wide.clone()[:, : dense.shape[1]]
-    lens = each.numbers([30, 3, 17])
+    table, lens = wide.clone()[:, : dense.shape[1]], each.numbers(each.kv_lens)
 
     def right(rows):
-        lens.resize_(rows).copy_(each.numbers([30, 3, 17])[:rows])
+        lens.resize_(rows).copy_(each.numbers(each.kv_lens)[:rows])
         out, lse = plan.run(each.q[:rows, None], pages, seq_lens=lens, block_table=table)
         few = replace(each, q=each.q[:rows], q_lens=each.q_lens[:rows])
         assert_right((out.flatten(0, 1), lse.flatten(0, 1)), few)
 
     right(3)
-    for rows in (2, 3):
-        table.resize_(rows, dense.shape[1]).copy_(dense[:rows])
+    for rows, now in ((2, dense), (3, dense), (3, wide), (2, wide)):
+        table.resize_(rows, now.shape[1]).copy_(now[:rows])
         right(rows)
     table.data = wide[:, : dense.shape[1]]
     right(3)
+    lens.resize_(1)
+    with pytest.raises(InputError, match="row for each request"):
+        plan.run(each.q[:, None], pages, seq_lens=lens, block_table=table)
 
 
 def test_checked_mode_takes_more_starts_than_requests():

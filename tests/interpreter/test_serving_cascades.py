@@ -17,7 +17,6 @@ from tests.launches import launches_of
 from tests.serving import assert_right, batch, poisoned_cache, poisoned_pages, quantized
 from tests.trees import Case
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 OWN = [19, 2, 40]
 LAUNCH = ServingConfig(16, 16, 4, 2, combine="launch")
 SCALED = [pytest.param(False, id="one scale"), pytest.param(True, id="a scale for each head")]

@@ -9,11 +9,6 @@ from flexattn.serving import DecodePlan
 from tests.covering import each_choice, pairwise
 from tests.serving import EIGHT_BITS, assert_right, batch, plan_for, quantized, run, with_rows
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 HEADS = ServingConfig(8, 32, 2, 1, combine="await", split_policy="heads")
 ROUND = ServingConfig(8, 32, 2, 1, combine="await", split_policy="round")
 LENGTHS = [53, 0, 1, 17, 128, 32]

@@ -10,11 +10,6 @@ from examples.serving.load.traffic import Answer, Prompt
 from examples.serving.request import Limits
 from tests.example_server import at_rest, ids, one_by_one, options, prompts, together
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 FEW = Limits(batch=3, chunk=5, longest=24, page=4, pages=15)
 
 

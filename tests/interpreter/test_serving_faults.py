@@ -18,11 +18,6 @@ from flexattn.settings import override
 from tests.serving import assert_right, batch, plan_for, poisoned_pages
 from tests.watched_memory import watched
 
-pytestmark = [
-    pytest.mark.interpreter,
-    # A program that finds other lengths than the one before may read words that nobody wrote.
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 SMALL = ServingConfig(16, 16, 4, 2)
 INVARIANT = ServingConfig(16, 128, 4, 1, 1, 1, "await", "heads")
 PLANS = {

@@ -12,7 +12,6 @@ from flexattn.serving import KeptKeys, PrefixTree, ServingConfig, TreePlan
 from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
 from tests.trees import EVERY
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 SMALL = ServingConfig(16, 16, 4, 2)
 WARP = ServingConfig(8, 32, 2, 1, 2, 1, "await", "heads")
 LENGTHS = (53, 128, 9, 70)

@@ -13,7 +13,6 @@ from tests.emulated_plan import Changing, Emulated, emulate
 from tests.odd_mods import checkerboard
 from tests.serving import assert_right, batch, plan_for, run, run_behind_prefix
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
 # Operands swapped, for rows that fill a side of 16.
 FEW = replace(MLA, BLOCK_M=16, BLOCK_N=64, num_stages=3)

@@ -7,7 +7,7 @@ import torch
 
 import flexattn.serving.kernels as serving
 from flexattn.catalogue import causal
-from flexattn.device import detect, named
+from flexattn.device import detect
 from flexattn.kernels.hopper.family import PREFILL
 from flexattn.kernels.hopper.ragged import render_row_tiles
 from flexattn.runtime.build import builder
@@ -15,10 +15,9 @@ from flexattn.runtime.dispatch import Candidate
 from flexattn.serving.kernels import PrefillKernels, in_phase
 from flexattn.settings import override
 from tests.launches import Recorded
+from tests.problems import H200
 from tests.serving import assert_right, batch, plan_for, poisoned_pages
 
-pytestmark = pytest.mark.interpreter
-H200 = named("nvidia-h200")
 Q_LENS, KV_LENS = [1, 70, 16, 17, 0, 3], [60, 70, 33, 17, 12, 3]
 
 

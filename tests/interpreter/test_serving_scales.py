@@ -33,11 +33,6 @@ from tests.serving import (
     with_rows,
 )
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 TILE = ServingConfig(16, 16, 4, 2)
 WARPS = ServingConfig(8, 32, 2, 1, combine="await", split_policy="heads")
 WALKS = {"tile": TILE, "warp": WARPS}

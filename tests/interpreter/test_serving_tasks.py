@@ -16,10 +16,6 @@ from flexattn.records.record import Gated, Policy
 from flexattn.serving.verified import make_batch, serving_judge
 from flexattn.tune.tasks import serving_task
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 SMALL = ServingConfig(16, 16, 4, 2)
 
 

@@ -14,7 +14,6 @@ from tests.launches import launches_of
 from tests.serving import Batch, assert_right, poisoned_pages
 from tests.trees import EVERY, OWN, TREE, Case, requests_of
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 SMALL = ServingConfig(16, 16, 4, 2)
 LAUNCH = ServingConfig(16, 16, 4, 2, combine="launch")
 WARP = ServingConfig(8, 32, 2, 1, 2, 1, "await", "heads")

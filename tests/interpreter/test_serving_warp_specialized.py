@@ -19,7 +19,6 @@ from tests.serving import (
     run_behind_prefix,
 )
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 # Two warpgroups, and one.
 PAIR = ServingConfig(64, 64, 8, 2, 1, combine="launch", split_policy="whole")
 ONE = replace(PAIR, num_warps=4, num_stages=3)

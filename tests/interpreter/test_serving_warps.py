@@ -12,11 +12,6 @@ from tests.cases import CASES
 from tests.covering import each_choice, pairwise
 from tests.serving import assert_right, batch, plan_for, run, with_rows
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 SMALL = ServingConfig(8, 32, 2, 1, combine="await", split_policy="heads")
 LENGTHS = [53, 0, 1, 17, 128, 32]
 

@@ -10,10 +10,6 @@ from tests.contracts.requests import Requests
 from tests.contracts.sglang import ForwardMode, Pool, SWAKVPool
 from tests.serving import assert_right
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 NAME = "flexattn.integrations.sglang"
 
 

@@ -18,7 +18,6 @@ from tests.support import (
     spaced,
 )
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 

@@ -11,12 +11,6 @@ from tests.cases import case
 from tests.covering import pairwise
 from tests.support import DECODE, DTYPES, KINDS, assert_accurate, block_mask, inputs, sinks
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
-]
-
 # No mod, masks, empty rows, scores of every kind, a mod per head.
 MODS = (
     "noop", "causal", "document", "random_blocks_empty_rows", "head_windows", "softcap_50",

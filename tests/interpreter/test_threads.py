@@ -2,15 +2,8 @@
 
 import threading
 
-import pytest
-
 from flexattn.catalogue import causal
 from tests.support import assert_accurate, block_mask, inputs
-
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 
 
 def test_two_threads_call_at_once():

@@ -8,11 +8,6 @@ import torch
 from examples import train_gpt
 from flexattn.frontend.autograd import GradCall
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
-]
-
 
 @pytest.mark.parametrize("bias", ["learned", "alibi"])
 def test_losses_lie_on_one_another(bias, monkeypatch, tmp_path, capsys):

@@ -17,11 +17,7 @@ from tests.support import DECODE, KINDS, assert_close_as, inputs
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test installs it")
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
-]
+pytestmark = pytest.mark.slow
 CACHES = {"dynamic": {}, "static": {"cache_implementation": "static"}}
 
 

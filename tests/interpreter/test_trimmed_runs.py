@@ -17,7 +17,6 @@ from flexattn.runtime.backward import TRIMMED, trimmed_for
 from flexattn.runtime.build import builder
 from flexattn.runtime.key_lists import BothLists
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 H200, CPU = named("nvidia-h200"), detect(torch.device("cpu"))
 B, HEADS, ROWS, KEYS = 2, 4, 1130, 1070
 IDS = torch.stack([torch.arange(ROWS) // 257, (torch.arange(ROWS) + 71) // 340])

@@ -13,7 +13,6 @@ from flexattn.settings import log, override
 from tests.planted import planted
 from tests.support import inputs
 
-pytestmark = pytest.mark.interpreter
 CAP = softcap(20.0)
 
 

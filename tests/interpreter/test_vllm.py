@@ -14,10 +14,6 @@ from tests.contracts import imported, vllm
 from tests.contracts.requests import Requests
 from tests.serving import assert_right
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
 NAME = "flexattn.integrations.vllm"
 SLOPES = (0.5, 0.25, 0.125, 0.0625)
 

@@ -11,7 +11,6 @@ from flexattn.errors import InputError
 from flexattn.runtime.build import builder
 from tests.support import inputs, run
 
-pytestmark = pytest.mark.interpreter
 LAYER = {
     "heads": [6, 2],
     "head_dim": 16,

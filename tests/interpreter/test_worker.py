@@ -15,8 +15,6 @@ from flexattn.tune.workload import parse_workload
 from tests.forked import forking
 from tests.tasks import make_task
 
-pytestmark = pytest.mark.interpreter
-
 PREFILL = (1, 2, 1, 37, 53, 16, 16)
 DECODE = (1, 4, 2, 1, 65, 16, 16)
 

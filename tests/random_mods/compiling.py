@@ -7,7 +7,7 @@ import time
 from functools import partial
 from typing import Any
 
-from flexattn.device import Device, named
+from flexattn.device import Device
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.block_mask.source import render_block_mask
 from flexattn.kernels.choose.options import NONE
@@ -17,10 +17,10 @@ from flexattn.problem import Captures, Problem, Shape, Sparsity, make_problem
 from flexattn.runtime.build import compile_source, unloaded
 from flexattn.runtime.dispatch import Choice, chosen
 from flexattn.settings import override
+from tests.problems import H200
 from tests.random_mods.mods import RandomMod, random_mod
 from tests.random_mods.outcomes import Outcome, Task, failure
 
-H200 = named("nvidia-h200")
 BLOCK = 128
 
 

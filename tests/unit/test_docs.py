@@ -1,11 +1,11 @@
 """Every place that the map of the code names is there."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT
+
 PAGES = ("docs/architecture.md", "docs/adding.md")
 # A path ends as a file or a folder does, and has no spaces; in pictures it stands behind dots.
 PATH = re.compile(r"[\w./-]+(?:\.(?:py|jinja|md|toml)|/)(?![\w/])")

@@ -1,11 +1,11 @@
 """The glossary says where each of our own words stands, and it does stand there."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT
+
 ROW = re.compile(r"^\| ([^|`-]+) \|.*\| (`[^|]*`) \|$", re.MULTILINE)
 ROWS = ROW.findall((ROOT / "docs/glossary.md").read_text(encoding="utf-8"))
 

@@ -15,8 +15,8 @@ import tomllib
 from packaging.requirements import Requirement
 
 import flexattn
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parents[2]
 EXTRAS = ("typer", "rich", "matplotlib", "optuna", "hypothesis", "pytest", "pydantic")
 
 

@@ -3,9 +3,6 @@
 import logging
 import os
 import re
-import subprocess
-import sys
-import textwrap
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -15,8 +12,7 @@ import pytest
 from flexattn import settings
 from flexattn.errors import SettingsError
 from flexattn.settings import current, override, read_settings, say_once
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, python
 
 
 def test_defaults():
@@ -72,10 +68,11 @@ def test_a_call_is_served_whatever_the_cache_directory(tmp_path):
     """A name of 300 letters ended a call in OSError, with a traceback of pathlib."""
     code = "import torch, flexattn; x = torch.zeros(1, 1, 2, 16); flexattn.flex_attention(x, x, x)"
     folder = str(tmp_path / ("a" * 300))
-    found = run(code, FLEXATTN_INTERPRET="1", FLEXATTN_CACHE_DIR=folder, FLEXATTN_CACHE=folder)
-    assert found.returncode == 0 and "Traceback" not in found.stderr
-    assert "File name too long; FLEXATTN_CACHE_DIR names another directory" in found.stderr
-    assert f"FLEXATTN_CACHE names {folder}, which is no directory" in found.stderr
+    about = {"interpret": True, "FLEXATTN_CACHE_DIR": folder, "FLEXATTN_CACHE": folder}
+    _, said = python("-c", code, **about)
+    assert "Traceback" not in said
+    assert "File name too long; FLEXATTN_CACHE_DIR names another directory" in said
+    assert f"FLEXATTN_CACHE names {folder}, which is no directory" in said
 
 
 def test_a_path_that_no_directory_can_have_is_refused():
@@ -156,25 +153,17 @@ def test_who_imported_a_package_first():
     assert settings.importer("triton", {"within": within, "triton": triton}) == ""
 
 
-def run(code, **environment):
-    """A fresh process, since Triton decides at its first import."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET",)}
-    clean |= {"PYTHONPATH": os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True
-    )
-
-
 def test_asking_for_the_interpreter_sets_tritons_switch():
     code = "import flexattn, triton; print(triton.knobs.runtime.interpret)"
-    assert run(code, FLEXATTN_INTERPRET="1").stdout.strip() == "True"
+    assert python("-c", code, interpret=True)[0] == "True\n"
 
 
 def test_asking_for_the_interpreter_too_late_is_an_error():
-    found = run("import triton, flexattn", FLEXATTN_INTERPRET="1", FLEXATTN_INTERPRETER="1")
-    assert found.returncode and "before anything imports triton" in found.stderr
-    assert "and compiles: __main__ imported it" in found.stderr
-    assert found.stderr.count("did you mean FLEXATTN_INTERPRET?") == 1
+    about = {"status": 1, "interpret": True, "FLEXATTN_INTERPRETER": 1}
+    _, said = python("-c", "import triton, flexattn", **about)
+    assert "before anything imports triton" in said
+    assert "and compiles: __main__ imported it" in said
+    assert said.count("did you mean FLEXATTN_INTERPRET?") == 1
 
 
 def test_debug_levels_show_dispatch_and_source(tmp_path):
@@ -187,8 +176,8 @@ def test_debug_levels_show_dispatch_and_source(tmp_path):
         with override(debug=4):
             flexattn.flex_attention(q, q, q, lambda s, b, h, m, n: s * 0.25)
     """
-    environment = {"FLEXATTN_INTERPRET": "1", "FLEXATTN_CACHE_DIR": str(tmp_path)}
-    said = run(textwrap.dedent(code), FLEXATTN_DEBUG="1", **environment).stderr
+    about = {"FLEXATTN_DEBUG": 1, "FLEXATTN_CACHE_DIR": tmp_path}
+    _, said = python("-c", code, interpret=True, **about)
     low, _, high = said.partition("level 4")
     assert "decode float32" in low and "(score * 0.5)" not in low and "def flexattn_" not in low
     assert "(score * 0.25)" in high and "def flexattn_triton_decode" in high

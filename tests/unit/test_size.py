@@ -1,11 +1,11 @@
 """What the tracked tree may weigh, and of it what no person writes: measurements and pictures."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT
+
 # In KiB. What a part holds more of is a decision: its writers say once what repeats.
 LIMITS = {
     "": 7900,

@@ -19,7 +19,6 @@ from bench.random_shapes import (
 )
 from bench.results import Report, RowResult, load
 from bench.serving_rows import ServingRow
-from flexattn.device import named
 from flexattn.errors import InputError
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import family_of, short
@@ -27,10 +26,9 @@ from flexattn.kernels.hopper import space
 from flexattn.kernels.paged_decode.source import render_serving
 from flexattn.measure.timing import Samples
 from flexattn.records.record import Decision, Failed, Gated, Trial
-from tests.problems import serving_candidates
+from tests.problems import H200, serving_candidates
 from tests.records import decode_record
 
-H200 = named("nvidia-h200")
 CASES = {case.name: case for case in cases()}
 MEASURED = RESULTS / "h200-random-tuned.json"
 # Defaults of prompts and cross attention in that file.

@@ -6,12 +6,10 @@ from bench import short_prompts as bench
 from bench.results import RowResult
 from bench.runner import Method
 from bench.tasks import task
-from flexattn.device import named
 from flexattn.kernels.choose.defaults import reasons
 from flexattn.kernels.hopper import space
 from flexattn.measure.timing import Samples
-
-H200 = named("nvidia-h200")
+from tests.problems import H200
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,11 @@ import pytest
 from bench import fit_costs
 from bench.measured import Measured, measured, paired, times
 from bench.static_defaults import main, standing, table
-from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import short
 from flexattn.records.record import Failed, Gated, Trial
-from tests.problems import problem
+from tests.problems import H200, problem
 
-H200 = named("nvidia-h200")
 GOOD, RED = (Gated("out", 0.0, 1.0, 0.0, passed) for passed in (True, False))
 DECODE = replace(problem("decode", kv_len=8192), B=8)
 FIRST = default(DECODE, H200)

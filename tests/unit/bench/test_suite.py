@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench.suite import LATE, Step, main, read_steps, run_step, suite
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parents[3]
 STEPS = read_steps()
 
 

@@ -2,9 +2,9 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from tests.processes import ROOT
+
 # As a CUDA call that never returns, and with Python's lock held.
 WAIT = "import ctypes\n\ndef stuck():\n    ctypes.PyDLL(None).sleep(60)\n"
 

@@ -27,11 +27,11 @@ from bench.serving_rows import ServingRow
 from bench.trees_rows import RaceRow, race_row, race_rows, shrunk
 from flexattn import __all__ as names, catalogue, serving
 from flexattn.measure.timing import Samples
+from tests.processes import ROOT
 
 CHILD = (
     trees_child, trees_rows, inputs, rows, serving_inputs, serving_rows, random_draw, chunks,
 )  # fmt: skip
-ROOT = Path(__file__).resolve().parents[3]
 TIMED = RowResult(
     "host/a", "host", 0.0, 0, {}, {"old": Samples((2.0, 4.0)), "new": Samples((1.0, 2.0))}, {}
 )

@@ -1,8 +1,5 @@
 """Pictures: exact where they say so, of any length, in a terminal, a file and a notebook."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
@@ -13,6 +10,7 @@ from flexattn.block_mask.visual import Picture
 from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
 from flexattn.errors import InputError, ModError
 from tests.cases import causal_score
+from tests.processes import python
 
 
 def dense(mask_mod, L, S):
@@ -103,7 +101,7 @@ except flexattn.errors.UnsupportedError as error:
 else:
     raise AssertionError
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code)
 
 
 @pytest.mark.parametrize("arguments", [(), (0,), (4, 0)])

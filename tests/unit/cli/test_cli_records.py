@@ -9,7 +9,6 @@ import torch
 
 from flexattn.cli import doctor
 from flexattn.cli.why import expression_of
-from flexattn.device import named
 from flexattn.kernels.choose.options import NONE
 from flexattn.presets import files
 from flexattn.problem import Shape, make_problem
@@ -25,9 +24,8 @@ from flexattn.tune.race import replay_study
 from flexattn.tune.tasks import task_of
 from flexattn.tune.workload import read
 from tests import records
-from tests.problems import problem
+from tests.problems import H200, problem
 
-H200 = named("nvidia-h200")
 DECODE = ("why", "noop", "--B", "8", "--q-len", "1", "--kv-len", "8192")
 
 

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from flexattn.block_mask.create import create_block_mask
 from flexattn.catalogue import CASES
 from flexattn.cli.app import app
-from flexattn.device import named
 from flexattn.frontend import plan
 from flexattn.frontend.call import make_call
 from flexattn.kernels.choose.options import NONE
@@ -18,14 +17,9 @@ from flexattn.mods import bind
 from flexattn.mods.bind import clear
 from flexattn.mods.expr import walk
 from flexattn.settings import override
-from tests.problems import choices
+from tests.problems import H200, choices, problems_asked
 
-H200 = named("nvidia-h200")
 B, HEADS, LENGTHS, D = 2, (8, 2), (611, 747), 64
-
-
-class Prepared(Exception):
-    """Ends a call where its kernel would be compiled."""
 
 
 def called(case, monkeypatch):
@@ -38,16 +32,9 @@ def called(case, monkeypatch):
         names = {node.value for node in walk(bind(built.mask_mod, "mask").mod.expr)}
         sizes = (B if "b" in names else None, HEADS[0] if "h" in names else None)
         mask = create_block_mask(built.mask_mod, *sizes, *LENGTHS, "cpu")
-
-    def prepare(problem, *rest):
-        raise Prepared(problem)
-
-    monkeypatch.setattr(plan, "detect", lambda device: H200)
-    monkeypatch.setattr(plan, "prepare_launch", prepare)
-    call = make_call(q, k, k, built.score_mod, mask, None, True, False, None, None)
-    with pytest.raises(Prepared) as found:
-        plan.plan(call)
-    return found.value.args[0]
+    found = problems_asked(monkeypatch)
+    plan.plan(make_call(q, k, k, built.score_mod, mask, None, True, False, None, None))
+    return found[0]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -4,13 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from flexattn.cli import demo
-
-ROOT = Path(__file__).parents[3]
+from tests.processes import ROOT
 
 
 @pytest.mark.parametrize("verb", ["-h", "devices"])

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections import Counter
@@ -20,11 +18,10 @@ from flexattn.device import named
 from flexattn.presets import files
 from flexattn.records.record import key_of
 from flexattn.records.store import Store
-from flexattn.settings import child_environment, override
+from flexattn.settings import override
 from flexattn.tune.tasks import tasks
 from flexattn.tune.workload import read
-
-ROOT = Path(__file__).parents[3]
+from tests.processes import python, started
 
 TINY = """
 dtype = "float16"
@@ -72,7 +69,6 @@ def test_presets_are_listed(flexattn):
         "llama3-8b decode B8 8192"
         in next(each for each in found if each["name"] == "llama3-8b")["rows"]
     )
-    assert "llama3-8b" in flexattn("tune", "--list-presets").stdout
 
 
 def test_a_dry_run_of_some_rows_as_a_table(flexattn):
@@ -109,7 +105,6 @@ def test_a_dry_run_for_another_device_and_effort(flexattn):
         (["--preset", "sd21", "--device", "h20"], ["no device is called 'h20'"]),
         (["--preset", "sd21"], ["torch sees no GPU", "--dry-run", "flexattn build --device"]),
         (["--from-untuned", "--preset", "sd21", "--dry-run"], ["--from-untuned with --preset"]),
-        (["missing.toml", "--dry-run"], ["missing.toml", "readable file"]),
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else None,
 )
@@ -187,21 +182,9 @@ CHILD = """
 
 
 def child(pause, tiny, out, *more, json=True, timed=None):
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = child_environment(interpret=True)
-    environment |= {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "FLEXATTN_CACHE_DIR": str(out / "cache"),
-        **({"TIMED": str(timed)} if timed else {}),
-    }
-    command = [sys.executable, "-c", textwrap.dedent(CHILD), str(pause), "tune", str(tiny)]
-    return subprocess.Popen(
-        [*command, "--out", str(out / "records"), *["--json"] * json, *more],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    about = {"FLEXATTN_CACHE_DIR": out / "cache", **({"TIMED": timed} if timed else {})}
+    words = "tune", tiny, "--out", out / "records", *["--json"] * json, *more
+    return started("-c", textwrap.dedent(CHILD), pause, *words, interpret=True, **about)
 
 
 @pytest.mark.long
@@ -322,19 +305,9 @@ def test_time_that_is_over_ends_cleanly_and_old_records_make_way(tiny, tmp_path)
 def test_a_real_tuning_in_the_interpreter(tiny, flexattn, tmp_path):
     """Every part for real but the device: worker, gate, race, record, and the next call's hit."""
     tiny.write_text(TINY.partition("mixes")[0] + "q_len = 1\nkv_len = 70\n")
-    environment = child_environment(interpret=True)
-    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
-    environment |= {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "FLEXATTN_CACHE_DIR": str(tmp_path / "cache"),
-    }
-    command = ["tune", str(tiny), "--effort", "quick", "--budget", "2", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "flexattn", *command],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (tuned,) = json.loads(done.stdout)["problems"]
+    command = ["tune", tiny, "--effort", "quick", "--budget", "2", "--json"]
+    about = {"interpret": True, "FLEXATTN_CACHE_DIR": tmp_path / "cache"}
+    (tuned,) = json.loads(python("-m", "flexattn", *command, **about)[0])["problems"]
     assert tuned["status"] == "tuned" and tuned["provenance"] == "measured"
     (record,) = json.loads(flexattn("show", "--json").stdout)["records"]
     assert record["environment"]["device"] == "interpreter"
@@ -375,14 +348,6 @@ def test_untuned_problems_become_tasks(flexattn, tmp_path):
 
 
 def test_a_bad_environment_is_said_without_a_traceback():
-    environment = child_environment(interpret=False) | {"FLEXATTN_DEBUG": "loud"}
-    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-m", "flexattn", "show"],
-        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "error: FLEXATTN_DEBUG='loud'" in done.stderr and "level from 0 to 6" in done.stderr
+    _, said = python("-m", "flexattn", "show", status=2, FLEXATTN_DEBUG="loud")
+    assert "error: FLEXATTN_DEBUG='loud'" in said and "level from 0 to 6" in said
+    assert "Traceback" not in said

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from flexattn.deploy.warm import at_other_sizes, rows_like, warm
-from flexattn.device import named
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.choose.options import NONE
 from flexattn.runtime.build import builder
@@ -19,9 +18,9 @@ from flexattn.tune import tasks
 from flexattn.tune.tasks import mods_of, task_from
 from flexattn.tune.workload import Workload, parse_workload
 from tests.failing_builds import Builder
+from tests.problems import H200
 from tests.work import renders
 
-H200 = named("nvidia-h200")
 ROWLESS = Workload("none", "", (), "", ())
 WINDOW = {"mod": "flexattn.catalogue:sliding_window", "args": [100]}
 # Its blocks have gaps in long prompts, and lie side by side in short ones.

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -20,8 +19,8 @@ from examples.serving.metrics import Metrics
 from examples.serving.request import Limits
 from examples.serving.web import Front
 from tests.example_server import options
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parents[3]
 LIMITS = Limits(batch=8, chunk=24, longest=96, page=8, pages=60, queue=16)
 PLAN = Plan(
     requests=120, clients=12, distinct=25, prompt=40, answer=6, one_by_one=6, judged=3,

@@ -1,10 +1,8 @@
 """A call is one value: its facts make the keys of its launches, and its checks run once."""
 
 import ast
-import importlib
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +10,8 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 from flexattn import create_block_mask, explain, flex_attention
 from flexattn.catalogue import alibi, causal, sliding_window
-from flexattn.device import named
 from flexattn.errors import NoKernelError
-from flexattn.frontend import call as calls
+from flexattn.frontend import call as calls, plan as plans
 from flexattn.frontend.call import TENSORS, Call, make_call
 from flexattn.frontend.launch_cache import call_key, launch_cache
 from flexattn.kernels.choose import options
@@ -24,8 +21,7 @@ from flexattn.mods.identity import identify
 from flexattn.problem import checks
 from flexattn.problem.facts import TensorFacts, facts_of
 from flexattn.problem.inputs import Dropout
-
-plans = importlib.import_module("flexattn.frontend.plan")
+from tests.problems import problems_asked
 
 HEADS = torch.ones(1, 2)
 
@@ -118,16 +114,7 @@ def test_a_fact_of_a_tensor_that_differs(name):
 @pytest.fixture
 def prepared(monkeypatch):
     """The Problems of the launches that plans prepare; nothing is built."""
-    problems = []
-
-    def prepare(problem, *rest):
-        problems.append(problem)
-        return SimpleNamespace(choice=SimpleNamespace(how="hit"))
-
-    monkeypatch.setattr(plans, "prepare_launch", prepare)
-    monkeypatch.setattr(plans, "detect", lambda device: named("nvidia-h200"))
-    launch_cache.clear()
-    yield problems
+    yield problems_asked(monkeypatch)
     launch_cache.clear()
 
 

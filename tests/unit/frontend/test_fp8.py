@@ -1,6 +1,5 @@
 """Eight bits: what a launch fills in, what is refused and in which words, the gate, the CPU."""
 
-import importlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,8 +9,8 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 import flexattn
 from flexattn.catalogue import causal, softcap
-from flexattn.device import named
 from flexattn.errors import ConfigError, InputError, UnsupportedError
+from flexattn.frontend import plan as plans
 from flexattn.kernels.choose.defaults import default, reasons, space
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.hopper.config import HopperPrefillConfig
@@ -24,12 +23,10 @@ from flexattn.runtime.launch import prepare_launch
 from flexattn.tune.tasks import serving_task
 from flexattn.verify.gate import judge
 from tests.launches import Recorded
-from tests.problems import choices, problem
+from tests.problems import A100, H200, choices, problem
 from tests.support import block_mask, inputs, sinks
 
-plans = importlib.import_module("flexattn.frontend.plan")
 E4M3 = torch.float8_e4m3fn
-H200, A100 = (named(f"nvidia-{name}") for name in ("h200", "a100"))
 
 
 def tensors(*sizes, **more):

@@ -1,7 +1,5 @@
 """Keys and values narrower than the queries: what is computed, what is refused, the records."""
 
-import importlib
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ import flexattn
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
 from flexattn.errors import CacheError, InputError, UnsupportedError
+from flexattn.frontend import plan as plans
 from flexattn.kernels.choose.defaults import default, reasons, space
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.hopper.config import HopperPrefillConfig
@@ -24,7 +23,6 @@ from tests.families import gluon_refused
 from tests.problems import choices, problem
 from tests.support import block_mask, inputs, run, sinks
 
-plans = importlib.import_module("flexattn.frontend.plan")
 E4M3 = torch.float8_e4m3fn
 H200, A100, MI300X = (named(name) for name in ("nvidia-h200", "nvidia-a100", "amd-mi300x"))
 PAIRS = [(q, kv) for q, narrower in NARROWER.items() for kv in narrower]

@@ -3,14 +3,13 @@
 import logging
 import re
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import pytest
 
 from flexattn.integrations import plugins
 from tests.contracts import imported, sglang, vllm
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parents[3]
 NAME = "flexattn.integrations.plugins"
 BACKEND = "flexattn.integrations.vllm.FlexattnBackend"
 

@@ -5,22 +5,14 @@ import torch
 from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import block_table, causal, document, sliding_window, softcap
-from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
-from flexattn.kernels.hopper import space as gluon
 from flexattn.kernels.triton.source import prefill_arguments
 from flexattn.mods import bind
 from flexattn.mods.analysis.affine import same_in_tiles
 from tests.families import render
-from tests.problems import problem
+from tests.problems import H200, problem
 
-H200 = named("nvidia-h200")
 BIAS = torch.zeros(8192)
-
-
-@pytest.fixture(autouse=True)
-def a_triton_that_keeps_registers(monkeypatch):
-    monkeypatch.setattr(gluon, "offered", lambda: True)
 
 
 def key_bias(score, b, h, q_idx, kv_idx):

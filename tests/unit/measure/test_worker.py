@@ -16,10 +16,10 @@ from flexattn.measure.process import ChildProcess, clipped, failed, is_sticky
 from flexattn.measure.worker import Deadlines, Worker, device_lock
 from flexattn.records.record import Failed, Gated
 from flexattn.settings import override, say_once, worker_environment
+from tests.processes import ROOT
 from tests.unit.measure.runners import RUNNER, config, task
 
 pytestmark = pytest.mark.usefixtures("forked")
-ROOT = Path(__file__).parents[3]
 SHORT = Deadlines(start=60, open=5, gate=1.5, step=1.5)
 GOOD = config()
 

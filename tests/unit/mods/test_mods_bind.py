@@ -1,8 +1,6 @@
 """bind() traces once, sees every change, and keeps nothing of the user's alive."""
 
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -12,6 +10,7 @@ import torch
 from flexattn.mods import bind
 from flexattn.mods.bind import clear, stats
 from tests.bound import value
+from tests.processes import python
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -43,10 +42,7 @@ assert found[0] is not None and len(set(found)) == 1, found
 def test_the_first_mod_of_a_process_is_traced_once():
     """A library met for the first time was told once for each of its names that the code reads,
     and later once: the second call had another key, and another digest than a recorder's."""
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", FIRST)
 
 
 def test_values_that_come_back_find_the_mod_they_had():

@@ -6,17 +6,10 @@ import time
 
 import numpy as np
 import pytest
-import torch
 
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
-
-
-def value(fn):
-    bound = bind(fn, "score")
-    return evaluate(bound.mod, {"score": torch.tensor(1.0)}, bound.tensors, bound.scalars).item()
-
+from tests.bound import value
 
 numpys = np.random.default_rng(0)
 own = random.Random(0)

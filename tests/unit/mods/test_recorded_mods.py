@@ -3,9 +3,6 @@
 import enum
 import functools
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +13,8 @@ from flexattn.mods.bind import clear, record, stats
 from flexattn.mods.identity import identify
 from flexattn.mods.recorded import digest
 from flexattn.settings import override, say_once
+from tests.processes import python
 
-ROOT = Path(__file__).parents[3]
 SCORE = ("score", "b", "h", "q_idx", "kv_idx")
 
 # A module's text, and changes of it that a reader must see.
@@ -243,16 +240,9 @@ def test_another_process_recognises_without_tracing(tmp_path):
     mods = [(made(MODULE), "score"), (softcap(30.0), "score"), (causal, "mask")]
     prints = [bind(fn, kind).mod.fingerprint for fn, kind in mods]
     assert all(record(fn, kind, tmp_path) for fn, kind in mods)
-    environment = {
-        "FLEXATTN_BINARIES": str(tmp_path),
-        "PYTHONPATH": str(ROOT),
-        "PYTHONHASHSEED": "7",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD.format(here=str(tmp_path))],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.split() == ["0", *prints], done.stderr
+    about = {"FLEXATTN_BINARIES": tmp_path, "PYTHONHASHSEED": 7}
+    out, err = python("-c", CHILD.format(here=str(tmp_path)), **about)
+    assert out.split() == ["0", *prints], err
 
 
 def recorded_file(tmp_path):

@@ -21,9 +21,9 @@ from flexattn.settings import override
 from flexattn.tune.race import replay_study
 from flexattn.tune.subject import method_for
 from tests import neuron_stand_ins as stand_ins
+from tests.processes import ROOT
 from tests.unit.neuron.test_nki_model import task_of
 
-ROOT = Path(__file__).parents[3]
 HERE = Instance("trn2", "nki 0.6.0")
 SMALL = NkiPrefillConfig(128, 128, 128)
 WIDE = NkiPrefillConfig(128, 256, 256)

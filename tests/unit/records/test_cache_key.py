@@ -1,10 +1,8 @@
 """The key: one function rounds, when tuning and when dispatching, and nothing else does."""
 
 import ast
-import importlib
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,18 +11,16 @@ from hypothesis import given, strategies as st
 from flexattn import create_block_mask
 from flexattn.catalogue.masks import sliding_window
 from flexattn.catalogue.scores import softcap
-from flexattn.device import named
+from flexattn.frontend import plan
 from flexattn.frontend.call import make_call
 from flexattn.problem import Layout, Shape
 from flexattn.records.record import SIZES, Key, Sizes, key_of, rounded, sizes_of
 from flexattn.records.store import _NAME
 from flexattn.tune.tasks import task_of
 from flexattn.tune.workload import ModPath, Row
-from tests.problems import problem
+from tests.problems import H200, problem, problems_asked
 
 PACKAGE = Path(__file__).parents[3] / "flexattn"
-plan = importlib.import_module("flexattn.frontend.plan")
-H200 = named("nvidia-h200")
 SIZE = st.integers(0, 2**26)
 
 
@@ -77,12 +73,7 @@ def test_a_family_is_all_but_the_sizes():
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 700), (1000, 1000)])
 def test_tuning_and_dispatch_make_one_key(monkeypatch, q_len, kv_len):
     """A workload's row, and the same call as dispatch sees it."""
-    seen = []
-    launch = SimpleNamespace(choice=SimpleNamespace(how="hit"))
-    monkeypatch.setattr(
-        plan, "prepare_launch", lambda wanted, *args: seen.append(wanted) or launch
-    )
-    monkeypatch.setattr(plan, "detect", lambda device: H200)
+    seen = problems_asked(monkeypatch)
     mask = ModPath("flexattn.catalogue.masks:sliding_window", (300,))
     score = ModPath("flexattn.catalogue.scores:softcap", (30.0,))
     shape = Shape(3, 8, 2, q_len, kv_len, 64, 64)

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.neuron.config import NkiPrefillConfig
@@ -21,10 +20,9 @@ from flexattn.records.store import REPLAY_MARK, Store
 from flexattn.records.why import why
 from flexattn.settings import override, say_once
 from tests.families import geometry
-from tests.problems import problem
+from tests.problems import H200, problem
 from tests.records import decode_record, prefill_record
 
-H200 = named("nvidia-h200")
 PREFILL = problem("prefill")
 DECODE = problem("decode")
 PLACES = ("FLEXATTN_CACHE", "user", "shipped")

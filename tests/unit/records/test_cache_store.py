@@ -5,11 +5,8 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -20,10 +17,10 @@ from flexattn.records.record import Trial
 from flexattn.records.store import REPLAY_MARK, Store, generation
 from flexattn.settings import say_once
 from flexattn.util.files import open_lock, try_lock
+from tests.processes import started
 from tests.records import HERE, key, prefill_record
 
 RECORD = prefill_record(provenance="measured")
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -285,11 +282,8 @@ def test_a_dead_writers_lock_is_free(store):
     )
     folder = path_of(store).parent.parent
     folder.mkdir(parents=True)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], env=environment, stdout=subprocess.PIPE
-    )
-    assert child.stdout.readline() == b"held\n"
+    child = started("-c", code, folder)
+    assert child.stdout.readline() == "held\n"
     child.kill()
     child.wait()
     assert store.write(RECORD)

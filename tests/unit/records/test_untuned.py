@@ -1,18 +1,16 @@
 """What a call without a tuned record writes down for the tuner, and what is read of it again."""
 
-import importlib
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from flexattn import create_block_mask
-from flexattn.device import INTERPRETER, named
+from flexattn.device import INTERPRETER
 from flexattn.errors import CacheError
+from flexattn.frontend import plan
 from flexattn.frontend.call import make_call
-from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.choose.options import NONE
 from flexattn.mods import bind
 from flexattn.problem.mask_lists import DENSITY_STEPS, IMBALANCE_STEPS, UNKNOWN
@@ -21,10 +19,8 @@ from flexattn.records.record import key_of
 from flexattn.records.untuned import bound_of, note, read_untuned, untuned_path
 from flexattn.settings import override
 from tests.places import own_place
-from tests.problems import choices, problem
+from tests.problems import H200, choices, problem, problems_asked
 
-plan = importlib.import_module("flexattn.frontend.plan")
-H200 = named("nvidia-h200")
 DECODE = problem("decode")
 
 
@@ -54,13 +50,7 @@ def padded():
 
 def call(monkeypatch, how="default", score_mod=None, mask_mod=None, kv_len=700, sinks=None):
     """A decode call as far as its plan, on a machine that says it has an H200."""
-    launch = SimpleNamespace(choice=SimpleNamespace(how=how))
-    seen = []
-    monkeypatch.setattr(
-        plan, "prepare_launch", lambda wanted, *args: seen.append(wanted) or launch
-    )
-    monkeypatch.setattr(plan, "detect", lambda device: H200)
-    launch_cache.clear()
+    seen = problems_asked(monkeypatch, how)
     q = torch.zeros(3, 8, 1, 64, dtype=torch.bfloat16)
     k = torch.zeros(3, 2, kv_len, 64, dtype=torch.bfloat16)
     mask = None

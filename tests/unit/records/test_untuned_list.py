@@ -9,15 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from flexattn.device import named
 from flexattn.records import untuned
 from flexattn.records.record import key_of
 from flexattn.records.untuned import drop, note, read_untuned, untuned_path
 from flexattn.settings import override
 from flexattn.util.files import append_line, drop_lines
-from tests.problems import problem
+from tests.problems import A100, H200, problem
 
-H200, A100 = named("nvidia-h200"), named("nvidia-a100")
 MOST = 1 << 22
 
 

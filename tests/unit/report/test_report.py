@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,9 @@ from flexattn.report import numbers, rivals
 from flexattn.report.numbers import FEWEST, importance
 from flexattn.report.roofline import limits_of, occupancy, reach, recorded_device, work
 from flexattn.report.summary import summarize
+from tests.processes import ROOT
 from tests.records import HERE, decode_record, key, prefill_record
 
-ROOT = Path(__file__).parents[3]
 A, B, C = (PrefillConfig(64, n, 4, 2) for n in (32, 64, 128))
 
 

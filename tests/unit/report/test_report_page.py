@@ -24,11 +24,11 @@ from flexattn.report.numbers import config_axes
 from flexattn.report.page import PAGE, from_stores, html, write_page
 from flexattn.report.rivals import read_bench
 from tests.browser import asked, needs_chromium, opened
+from tests.processes import ROOT
 from tests.records import decode_record, prefill_record
 
 pytest.importorskip("matplotlib")
 
-ROOT = Path(__file__).parents[3]
 BENCH = ROOT / "bench" / "results" / "h200-decode.json"
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)> \"'&amp; $x^2$ ${7*7} {{ 7*7 }}"
 

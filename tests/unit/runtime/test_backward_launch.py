@@ -8,7 +8,6 @@ import torch
 
 from flexattn import create_block_mask
 from flexattn.catalogue import causal, softcap
-from flexattn.device import named
 from flexattn.frontend.gradients import AskedGradients, _problem, run_backward
 from flexattn.kernels.base.binding import bind_arguments
 from flexattn.kernels.choose.options import NONE, Options
@@ -16,8 +15,8 @@ from flexattn.mods import bind as bound
 from flexattn.runtime import backward
 from flexattn.runtime.dispatch import candidates_of
 from flexattn.runtime.key_lists import BothLists
+from tests.problems import H200
 
-H200 = named("nvidia-h200")
 DOCUMENT = torch.arange(400) // 130
 
 

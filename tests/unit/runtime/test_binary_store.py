@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from flexattn.device import named
 from flexattn.errors import BuildError
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.source import Source
@@ -17,9 +16,9 @@ from flexattn.runtime.build import Builder
 from flexattn.runtime.kernel_store import Binary, KernelStore, TensorMap, binary_of
 from flexattn.settings import override, say_once
 from flexattn.util.files import sealed, unsealed
+from tests.problems import A100, H200
 from tests.stored_kernels import belongs_to_another
 
-H200, A100 = named("nvidia-h200"), named("nvidia-a100")
 BOX = TensorMap((1, 1, 128, 64), 3)
 CODE = b"\x7fELF" + bytes(range(256))
 BINARY = Binary(CODE, "kernel", "sm_90", 1024, 4, 12, (BOX,))

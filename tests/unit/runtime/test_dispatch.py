@@ -1,7 +1,6 @@
 """What dispatch takes from the cache, and when it says so."""
 
 import enum
-import importlib
 import logging
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,8 +11,8 @@ import torch
 from flexattn import create_block_mask
 from flexattn.catalogue import causal
 from flexattn.device import named
+from flexattn.frontend import plan
 from flexattn.frontend.call import make_call
-from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.choose.options import NONE, Options, parse
 from flexattn.kernels.triton.config import DecodeConfig
 from flexattn.problem import Layout
@@ -29,11 +28,9 @@ from flexattn.runtime.dispatch import Dispatcher, candidates_of
 from flexattn.runtime.launch import Lists
 from flexattn.settings import override
 from tests.places import own_place
-from tests.problems import choices, problem
+from tests.problems import H200, choices, problem, problems_asked
 from tests.records import decode_record
 
-plan = importlib.import_module("flexattn.frontend.plan")
-H200 = named("nvidia-h200")
 DECODE = problem("decode")
 TUNED = DecodeConfig(16, 32, 4, 2, 7)
 
@@ -151,11 +148,7 @@ def test_what_this_process_writes_is_seen_at_once(tmp_path):
 
 
 def test_a_launch_made_before_a_record_was_written_is_made_anew(monkeypatch):
-    made = []
-    launch = SimpleNamespace(choice=SimpleNamespace(how="hit"))
-    monkeypatch.setattr(plan, "prepare_launch", lambda *args: made.append(args) or launch)
-    monkeypatch.setattr(plan, "detect", lambda device: H200)
-    launch_cache.clear()
+    made = problems_asked(monkeypatch)
     q, k = (torch.zeros(3, 8, n, 64, dtype=torch.bfloat16) for n in (1, 700))
     asked = make_call(q, k, k, None, None, None, False, False, None, None)
     for _ in range(2):

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from flexattn.catalogue import alibi, causal, softcap
-from flexattn.device import named
 from flexattn.errors import BuildError
 from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.choose.registry import families
@@ -17,9 +16,8 @@ from flexattn.runtime.dispatch import Dispatcher
 from flexattn.runtime.kernel_store import Binary, KernelStore
 from flexattn.settings import override, say_once
 from flexattn.util.files import sealed, unsealed
-from tests.problems import choices, problem
+from tests.problems import A100, H200, choices, problem
 
-H200, A100 = named("nvidia-h200"), named("nvidia-a100")
 CAPPED = {"score_mod": softcap(30.0), "mask_mod": causal, "runs": True}
 
 

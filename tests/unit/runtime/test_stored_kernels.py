@@ -3,8 +3,6 @@
 import errno
 import fcntl
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -12,18 +10,16 @@ from pathlib import Path
 import pytest
 from triton import knobs
 
-from flexattn.device import named
 from flexattn.errors import CacheError
 from flexattn.runtime import build, codecache
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.codecache import text_file
 from flexattn.settings import override, say_once
+from tests.problems import H200
+from tests.processes import python
 from tests.stored_kernels import belongs_to_another, stored, tiny, wrong
 
 pytestmark = pytest.mark.oldest
-
-H200 = named("nvidia-h200")
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -203,18 +199,12 @@ def test_the_private_folder_ends_with_its_process(caches):
         "path = text_file('kernel.py', 'text')\n"
         "print(path, oct(path.parents[1].stat().st_mode & 0o777))\n"
     )
-    environment = dict(os.environ) | {
-        "FLEXATTN_CACHE_DIR": "/dev/null/cache",
-        "TMPDIR": str(caches / "temporary"),
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    path, mode = done.stdout.split()
+    places = {"FLEXATTN_CACHE_DIR": "/dev/null/cache", "TMPDIR": caches / "temporary"}
+    out, err = python("-c", code, **places)
+    path, mode = out.split()
     assert path.startswith(str(caches / "temporary")) and mode == "0o700"
     assert list((caches / "temporary").iterdir()) == []
-    assert done.stderr.count("/dev/null/cache/kernels: Not a directory") == 1
+    assert err.count("/dev/null/cache/kernels: Not a directory") == 1
 
 
 def test_private_folders_of_killed_processes_are_removed_by_the_next(caches):

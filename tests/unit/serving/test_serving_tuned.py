@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from flexattn.catalogue import sliding_window
-from flexattn.device import INTERPRETER, named
+from flexattn.device import INTERPRETER
 from flexattn.errors import CacheError, InputError
 from flexattn.kernels.choose.defaults import default, space
 from flexattn.kernels.paged_decode.config import ServingConfig
@@ -26,9 +26,8 @@ from flexattn.settings import current, override
 from flexattn.tune.builds import orders_for
 from flexattn.tune.subject import subject_of
 from flexattn.tune.tasks import serving_task
-from tests.problems import served, serving_candidates
+from tests.problems import H200, served, serving_candidates
 
-H200 = named("nvidia-h200")
 POLICY = Policy(True, True, 20, 5.0)
 ONE, TWO = ServingConfig(16, 64, 4, 3, 1, 2, "last"), ServingConfig(16, 32, 4, 2, 3, 1, "launch")
 

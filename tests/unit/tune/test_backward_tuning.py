@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 from flexattn import create_block_mask
 from flexattn.catalogue import causal, relative_bias
 from flexattn.cli.app import app
-from flexattn.device import named
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.call import make_call
 from flexattn.frontend.gradients import choice_of
@@ -27,8 +26,8 @@ from flexattn.settings import override
 from flexattn.tune.subject import subject_of
 from flexattn.tune.tasks import distinct, task_from, task_of
 from flexattn.tune.workload import parse_workload
+from tests.problems import H200
 
-H200 = named("nvidia-h200")
 CPU = torch.device("cpu")
 DRY = ("--dry-run", "--json")
 

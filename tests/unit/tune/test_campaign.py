@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flexattn.device import named
 from flexattn.errors import DeviceError, MeasureError
 from flexattn.records.record import key_of, sizes_of
 from flexattn.records.store import Store
@@ -17,8 +16,8 @@ from flexattn.tune.race import replay_study
 from flexattn.tune.tasks import task_of
 from flexattn.tune.workload import parse_workload
 from tests import records
+from tests.problems import H200
 
-H200 = named("nvidia-h200")
 LENGTHS = [64, 128, 256, 512]
 
 

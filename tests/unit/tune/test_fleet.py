@@ -3,12 +3,9 @@
 import dataclasses
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -20,10 +17,10 @@ from flexattn.tune.search import Axes
 from flexattn.tune.subject import Method
 from tests import postgres
 from tests.fleet_worker import HEARTBEAT, METHOD, tune_shared_subject
+from tests.processes import started
 from tests.studies import decode_configs, study
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[3]
 SMALL = study(2, decode_configs()[:30], batch=7)
 # Two held at once: what dies with a worker is at most that.
 HELD = 2
@@ -49,11 +46,7 @@ def start(url, tmp_path, name, stored):
     path = tmp_path / "study.json"
     if not path.exists():
         save(stored, path)
-    command = [sys.executable, "-m", "tests.fleet_worker", url, tmp_path / "log", name, path, HELD]
-    return subprocess.Popen(
-        [str(each) for each in command], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    return started("-m", "tests.fleet_worker", url, tmp_path / "log", name, path, HELD)
 
 
 def lines(tmp_path, what):

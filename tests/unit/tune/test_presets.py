@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from flexattn.catalogue import sliding_tile_3d
 from flexattn.cli.app import app
-from flexattn.device import named
 from flexattn.kernels.choose.defaults import space
 from flexattn.presets import files
 from flexattn.presets.mods import DOCUMENTS, beside, last_keys, packed, ragged, sliding_tiles
@@ -18,8 +17,8 @@ from flexattn.records.record import key_of
 from flexattn.settings import override
 from flexattn.tune.tasks import distinct, task_of, tasks
 from flexattn.tune.workload import read
+from tests.problems import H200
 
-H200 = named("nvidia-h200")
 NAMES = sorted(files())
 
 

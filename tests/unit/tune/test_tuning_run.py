@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from flexattn.cli import tune
-from flexattn.device import named
 from flexattn.records.record import Gated
 from flexattn.records.store import Store
 from flexattn.tune import builds, tuner
@@ -17,8 +16,8 @@ from flexattn.tune.builds import Pool
 from flexattn.tune.subject import method_for
 from flexattn.tune.tasks import task_of
 from flexattn.tune.workload import parse_workload
+from tests.problems import H200
 
-H200 = named("nvidia-h200")
 TAKEN = builds.Resources(100, 0, 0, 4096, 4, 0)
 
 

@@ -9,7 +9,6 @@ import torch
 
 from flexattn import create_block_mask
 from flexattn.catalogue import alibi, causal
-from flexattn.device import named
 from flexattn.errors import ArgumentError
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.binding import bind_arguments
@@ -19,9 +18,8 @@ from flexattn.mods import bind as bind_mod
 from flexattn.runtime import launch
 from flexattn.runtime.launch import Lists, prepare_launch
 from tests.launches import Recorded
-from tests.problems import choices, problem
+from tests.problems import A100, H200, choices, problem
 
-H200, A100 = named("nvidia-h200"), named("nvidia-a100")
 TAKEN = (
     Argument("Q", "tensordesc<bf16[1, 1, 64, 64]>"),
     Argument("n", "i32"),

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from flexattn.catalogue import causal
-from flexattn.device import named
 from flexattn.kernels.base.estimate import (
     ESTIMATE_MARGIN,
     Estimate,
@@ -13,9 +12,7 @@ from flexattn.kernels.base.estimate import (
     key_tiles,
     memory_time,
 )
-from tests.problems import problem
-
-H200 = named("nvidia-h200")
+from tests.problems import H200, problem
 
 RULES = ["a", "b"]
 

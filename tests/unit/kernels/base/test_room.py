@@ -12,9 +12,8 @@ from flexattn.kernels.base.limits import VARIED, rooms
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper.config import HopperPrefillConfig
-from tests.problems import problem
+from tests.problems import H200, problem
 
-H200 = named("nvidia-h200")
 MODS = {
     "plain": {},
     "causal": {"mask_mod": causal, "runs": True, "score_mod": softcap(30.0)},

@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 
-from flexattn.device import named
 from flexattn.kernels.cache_append.source import (
     append_arguments,
     append_programs,
@@ -12,9 +11,9 @@ from flexattn.kernels.cache_append.source import (
     render_append,
 )
 from flexattn.problem.serving import AXES, AppendForm, RopeForm
+from tests.problems import H200
 from tests.rendered_names import undefined
 
-H200 = named("nvidia-h200")
 ROPES = (None, RopeForm(8, False, ""), RopeForm(16, True, "float32"))
 
 

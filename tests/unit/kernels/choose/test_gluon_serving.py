@@ -9,13 +9,12 @@ import torch
 
 from flexattn import create_block_mask
 from flexattn.catalogue import alibi, causal
-from flexattn.device import named
 from flexattn.errors import CacheError, ConfigError
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.defaults import default, space
 from flexattn.kernels.choose.options import NONE, Options, for_torch, parse
 from flexattn.kernels.choose.registry import family_of, short
-from flexattn.kernels.hopper import family as hopper, space as gluon
+from flexattn.kernels.hopper import family as hopper
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.problem import Layout
@@ -25,17 +24,10 @@ from flexattn.report.numbers import config_axes, effects
 from flexattn.runtime.launch import Lists, prepare_launch
 from flexattn.tune.search import Axes
 from tests.launches import Recorded
-from tests.problems import choices, problem
+from tests.problems import A100, H200, choices, problem
 from tests.records import prefill_record
 
-
-@pytest.fixture(autouse=True)
-def a_triton_that_keeps_registers(monkeypatch):
-    monkeypatch.setattr(gluon, "offered", lambda: True)
-
-
 explain = importlib.import_module("flexattn.frontend.explain")
-H200, A100 = (named(f"nvidia-{name}") for name in ("h200", "a100"))
 PLAIN = HopperPrefillConfig(2, 128, 2, 240)
 STRIDED = Layout(False, True, True, True)
 FORCED = parse({"BACKEND": "GLUON"})

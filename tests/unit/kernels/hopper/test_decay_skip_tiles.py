@@ -10,13 +10,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from flexattn.catalogue import alibi, causal, causal_offset, sliding_window
-from flexattn.device import named
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from tests.covering import each_choice
 from tests.families import render
-from tests.problems import problem
+from tests.problems import H200, problem
 
-H200 = named("nvidia-h200")
 ROWS, WIDTH, BLOCK = 64, 64, 128
 KEEPS = {
     "causal": (causal, lambda row, key: key <= row),

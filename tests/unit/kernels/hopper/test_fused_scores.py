@@ -8,15 +8,13 @@ import pytest
 import torch
 
 from flexattn.catalogue import alibi, causal, relative_bias, sliding_window, softcap
-from flexattn.device import named
 from flexattn.kernels.base.source import traits_of
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.hopper import space as gluon
 from flexattn.kernels.hopper.source import COEFFICIENTS, LIMIT, float_bits, print_consumer_score
 from tests.families import render
-from tests.problems import problem
+from tests.problems import H200, problem
 
-H200 = named("nvidia-h200")
 BIAS = torch.zeros(8192)
 
 

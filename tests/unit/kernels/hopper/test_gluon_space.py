@@ -28,12 +28,6 @@ from tests.families import (
 )
 from tests.problems import problem
 
-
-@pytest.fixture(autouse=True)
-def a_triton_that_keeps_registers(monkeypatch):
-    monkeypatch.setattr(gluon, "offered", lambda: True)
-
-
 H200, A100, B200 = (named(f"nvidia-{name}") for name in ("h200", "a100", "b200"))
 PLAIN = HopperPrefillConfig(2, 128, 2, 240)
 WIDE = replace(PLAIN, BLOCK_N=64, num_stages=1, consumer_regs=232, v_parts=2, k_parts=4)

@@ -5,23 +5,16 @@ from dataclasses import replace
 import pytest
 
 from flexattn.catalogue import causal, softcap
-from flexattn.device import named
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.defaults import default, reasons, space
 from flexattn.kernels.hopper import space as gluon
 from flexattn.kernels.hopper.config import HopperPrefillConfig, tiles_of
 from tests.families import gluon_refused, render
-from tests.problems import problem
+from tests.problems import H200, problem
 
-H200 = named("nvidia-h200")
 DIMS = tuple(range(16, 257, 8))
 PAIRS = [*((D, D) for D in DIMS), (192, 120), (72, 128), (40, 256), (200, 64), (256, 72)]
 NEW = [pair for pair in PAIRS if not (pair[0] in gluon.QK_DIMS and pair[1] in gluon.V_DIMS)]
-
-
-@pytest.fixture(autouse=True)
-def a_triton_with_gluon(monkeypatch):
-    monkeypatch.setattr(gluon, "offered", lambda: True)
 
 
 @pytest.mark.parametrize("v_box", [16, 32, 64])

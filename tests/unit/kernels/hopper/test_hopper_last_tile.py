@@ -11,12 +11,10 @@ from dataclasses import replace
 import pytest
 
 from flexattn.catalogue import causal
-from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from tests.families import render
-from tests.problems import problem
+from tests.problems import H200, problem
 
-H200 = named("nvidia-h200")
 KEYS = re.compile(r"start_n = \(end - 1 - i\) \* BLOCK_N")
 
 

@@ -2,24 +2,15 @@
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, strategies as st
 
 from flexattn.catalogue import causal
-from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.hopper import space
 from flexattn.kernels.hopper.cost import expected
 from flexattn.kernels.hopper.space import alternatives
 from tests.families import violated
-from tests.problems import problem
-
-H200 = named("nvidia-h200")
-
-
-@pytest.fixture(autouse=True)
-def a_triton_that_has_it(monkeypatch):
-    monkeypatch.setattr(space, "offered", lambda: True)
+from tests.problems import H200, problem
 
 
 def sized(D, B, heads, rows, keys, mask_class=""):

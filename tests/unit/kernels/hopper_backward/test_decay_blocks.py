@@ -5,12 +5,10 @@ import torch
 from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import causal, causal_offset, document, sliding_window
-from flexattn.device import named
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.reference import attention
 from tests.unit.kernels.hopper_backward.test_emulated import GQA, MHA, PIPELINES, gradients
 
-H200 = named("nvidia-h200")
 CONFIG = HopperBackwardConfig(64, 128, 2)
 # Steep, of one tile or two; flat; level.
 SLOPES = torch.tensor([4.0, 1.5, 0.01, 0.0])

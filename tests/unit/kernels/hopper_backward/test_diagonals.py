@@ -8,16 +8,13 @@ import pytest
 import torch
 
 from flexattn.catalogue import causal, relative_bias, softcap, t5_bias
-from flexattn.device import named
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.hopper_backward.source import render
 from flexattn.reference import attention
 from tests.emulated_diagonals import broadcast_diagonals, lanes_run, reduce_diagonals, threads
-from tests.problems import problem
+from tests.problems import H200, problem
 from tests.unit.kernels.hopper_backward.test_emulated import GQA, MASKS, MHA, PIPELINES, gradients
-
-H200 = named("nvidia-h200")
 
 
 def assembly(source, name):

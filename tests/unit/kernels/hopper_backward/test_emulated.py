@@ -10,7 +10,6 @@ import torch
 
 from flexattn import create_block_mask
 from flexattn.catalogue import causal, sliding_window
-from flexattn.device import named
 from flexattn.frontend.gradients import AskedGradients, _problem
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.choose.registry import family_of
@@ -26,8 +25,8 @@ from flexattn.runtime.key_lists import BothLists
 from tests.emulated_gluon import run
 from tests.emulated_memory import Descriptor, Pointer
 from tests.launches import Recorded
+from tests.problems import H200
 
-H200 = named("nvidia-h200")
 SIZES = {"Q": "BLOCK_M", "DO": "BLOCK_M", "K": "BLOCK_N", "V": "BLOCK_N"}
 SIZES |= {"DK": "BLOCK_N", "DV": "BLOCK_N"}
 

@@ -8,7 +8,6 @@ import torch
 from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
-from flexattn.device import named
 from flexattn.errors import ConfigError
 from flexattn.frontend.explain import _why_this_language
 from flexattn.frontend.gradients import _options
@@ -35,9 +34,8 @@ from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.mods import bind
 from flexattn.problem import Layout
 from flexattn.runtime.dispatch import candidates_of
-from tests.problems import problem
+from tests.problems import A100, H200, problem
 
-H200, A100 = named("nvidia-h200"), named("nvidia-a100")
 CONFIG = HopperBackwardConfig(64, 128, 2)
 PAIRS = torch.zeros(1024, 1024)
 

@@ -8,9 +8,8 @@ import torch
 from flexattn.device import named
 from flexattn.kernels.paged_decode.config import ServingConfig, merge_shape
 from flexattn.kernels.paged_decode.limits import serving_reasons
-from tests.problems import served, serving_space
+from tests.problems import H200, served, serving_space
 
-H200 = named("nvidia-h200")
 # Operands swapped.
 FEW = ServingConfig(16, 64, 4, 3, 1, combine="launch", split_policy="whole")
 MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")

@@ -8,9 +8,8 @@ import torch
 from flexattn.device import named
 from flexattn.kernels.paged_decode.config import ServingConfig, merge_shape
 from flexattn.kernels.paged_decode.limits import serving_reasons
-from tests.problems import of_form, served, serving_candidates, serving_space
+from tests.problems import H200, of_form, served, serving_candidates, serving_space
 
-H200 = named("nvidia-h200")
 # Two warpgroups, and one.
 PAIR = ServingConfig(64, 64, 8, 4, 1, combine="launch", split_policy="whole")
 ONE = replace(PAIR, num_warps=4)

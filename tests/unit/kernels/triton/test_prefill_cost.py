@@ -12,22 +12,14 @@ from bench.short_prompts import short_prompts
 from flexattn.catalogue import causal, document
 from flexattn.catalogue.scores import softcap
 from flexattn.deploy.warm import at_other_sizes
-from flexattn.device import named
 from flexattn.kernels.choose.defaults import candidates, default
-from flexattn.kernels.hopper import space
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.kernels.triton.cost import expected_prefill as expected
 from flexattn.kernels.triton.family import PREFILL
-from tests.problems import problem
+from tests.problems import A100, H200, problem
 
-H200, A100 = (named(f"nvidia-{name}") for name in ("h200", "a100"))
 CAUSAL = "d1/2 i2 runs"
-
-
-@pytest.fixture(autouse=True)
-def a_triton_that_has_it(monkeypatch):
-    monkeypatch.setattr(space, "offered", lambda: True)
 
 
 def prompt(rows, heads, B=1, D=64, mask_class=CAUSAL, **about):

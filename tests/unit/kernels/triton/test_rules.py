@@ -1,10 +1,7 @@
 """Limits: each rule breaks alone, and what a config takes is exact."""
 
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +19,7 @@ from flexattn.kernels.triton.limits import LIMITS
 from flexattn.problem import Layout
 from tests.families import estimates, geometry, grid, unpromising, violated
 from tests.problems import problem
+from tests.processes import python
 
 MI300X = named("amd-mi300x")
 H200, A100, RTX = (named(f"nvidia-{name}") for name in ("h200", "a100", "rtx-5090"))
@@ -113,11 +111,7 @@ assert ("sympy" in sys.modules) == torchs, "a server that starts would wait for 
 
 
 def test_neither_an_import_nor_a_first_call_needs_sympy():
-    root = Path(__file__).parents[4]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_SYMPY], cwd=root, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", WITHOUT_SYMPY)
 
 
 @pytest.mark.parametrize("effort", EFFORTS)

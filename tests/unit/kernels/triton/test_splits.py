@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from flexattn.catalogue import sliding_window
-from flexattn.device import named
 from flexattn.kernels.choose.defaults import candidates, default
 from flexattn.kernels.triton.config import decode_grid
 from flexattn.kernels.triton.cost import expected_decode as expected, other_splits
 from flexattn.kernels.triton.family import DECODE
-from tests.problems import problem
+from tests.problems import A100, H200, problem
 
-H200, A100 = (named(f"nvidia-{name}") for name in ("h200", "a100"))
 CHUNKS = Path(__file__).parents[4] / "bench/results/h200-chunks.json"
 
 

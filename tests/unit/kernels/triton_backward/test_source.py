@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from flexattn.catalogue import causal, relative_bias, softcap
-from flexattn.device import named
 from flexattn.kernels.base.config import turned
 from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.kernels.triton_backward.source import render
 from flexattn.mods.derivative import loaded_floats
-from tests.problems import problem
+from tests.problems import H200, problem
 
 CONFIG = BackwardConfig(64, 128, 128, 64, 8, 2)
-H200 = named("nvidia-h200")
 
 
 def structure(score_mod=None, mask_mod=None, grads=False, **more):

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from flexattn.catalogue import causal
-from flexattn.device import named
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.triton_backward.config import (
     BackwardConfig,
@@ -14,10 +13,9 @@ from flexattn.kernels.triton_backward.config import (
     reads_runs,
     sizes_of_launch,
 )
-from tests.problems import problem
+from tests.problems import H200, problem
 
 CONFIG = BackwardConfig(64, 128, 128, 64, 8, 2)
-H200 = named("nvidia-h200")
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (127, 129), (4096, 8192), (130, 1)])

@@ -1,7 +1,5 @@
 """What tests of a failing build share."""
 
-import logging
-
 import pytest
 
 from flexattn.runtime import fallback
@@ -18,12 +16,6 @@ def place(tmp_path, monkeypatch):
     with override(cache_dir=tmp_path, cache=(), mode="off", strict=False):
         yield tmp_path
     memory().forget()
-
-
-@pytest.fixture
-def said(caplog):
-    caplog.set_level(logging.INFO, "flexattn")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 @pytest.fixture(autouse=True)

@@ -1,14 +1,11 @@
 """What is remembered of builds on disk, where it holds, and what damages it."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from flexattn.device import INTERPRETER, named
+from flexattn.device import INTERPRETER
 from flexattn.kernels.choose.options import NONE
 from flexattn.runtime import outcomes
 from flexattn.runtime.dispatch import candidates_of
@@ -16,11 +13,8 @@ from flexattn.runtime.fallback import told
 from flexattn.runtime.outcomes import Memory, Outcome, memory
 from flexattn.settings import override
 from tests.failing_builds import H200, LASTING, WANTED, Builder, gluon, served
-from tests.problems import problem
-
-A100 = named("nvidia-a100")
-ROOT = Path(__file__).parents[4]
-
+from tests.problems import A100, problem
+from tests.processes import ROOT, python
 
 SOURCE = next(candidates_of(problem("decode"), H200, NONE)).sources()[0]
 REFUSED = Outcome("compiler", "NameError('sigmoid is not defined')")
@@ -144,19 +138,8 @@ print(" ".join(builder.languages), choice.config.language, choice.attempts[0].re
 
 
 def test_a_second_process_does_not_compile_what_the_first_was_refused(place):
-    told_environment = dict(os.environ) | {
-        "FLEXATTN_CACHE_DIR": str(place), "FLEXATTN_MODE": "off", "FLEXATTN_STRICT": "0",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }  # fmt: skip
-    told_environment.pop("TRITON_INTERPRET", None)
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", CHILD], cwd=ROOT, env=told_environment, text=True,
-            capture_output=True, check=True,
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    assert [each.stdout.split() for each in said] == [
+    about = {"FLEXATTN_CACHE_DIR": place, "FLEXATTN_MODE": "off", "FLEXATTN_STRICT": 0}
+    assert [python("-c", CHILD, **about)[0].split() for _ in range(2)] == [
         ["gluon", "triton", "triton", "False"],
         ["triton", "triton", "True"],
     ]
