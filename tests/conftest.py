@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_itemcollected(item):
     """Tests of these folders have its name for a mark."""
-    if (folder := item.path.parent.name) in ("gpu", "compile"):
+    if (folder := item.path.parent.name) in ("gpu", "compile", "interpreter"):
         item.add_marker(folder)
 
 
