@@ -18,6 +18,7 @@ os.environ.setdefault("FLEXATTN_VERIFY", "off")
 import pytest
 
 from flexattn.mods.bind import clear
+from flexattn.settings import say_once
 from tests.support import poison
 
 with suppress(ImportError):  # the tests of a GPU run without it
@@ -77,6 +78,7 @@ def poisoned(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def nothing_traced():
+def nothing_traced_or_said():
     """A number that another test traced with another value would be an argument."""
     clear()
+    say_once.cache_clear()

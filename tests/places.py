@@ -3,13 +3,12 @@
 from contextlib import contextmanager
 
 from flexattn.records import layers, untuned
-from flexattn.settings import override, say_once
+from flexattn.settings import override
 
 
 @contextmanager
 def own_place(folder, monkeypatch):
     """Records and lists below a folder, and nothing shipped; nothing was said or noted yet."""
-    say_once.cache_clear()
     untuned._noted.clear()
     monkeypatch.setattr(layers, "configs_folder", lambda: None)
     layers._memory.clear()

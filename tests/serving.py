@@ -6,10 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from flexattn.reference import Precision, Reference, attention
-from flexattn.serving import DecodePlan
+from flexattn.serving import DecodePlan, ServingConfig
 from flexattn.verify.gate import judge
 from tests.support import block_mask
 
+SMALL = ServingConfig(16, 16, 4, 2)
+MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
+PAIR = ServingConfig(64, 64, 8, 4, 1, combine="launch", split_policy="whole")
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -91,12 +94,12 @@ def _laid(found, layout, together):
     return torch.stack(found, 1) if together else tuple(found)
 
 
-def plan_for(each, *, page=0, ragged=False, config=None, **options):
-    """A plan whose maxima are a little above the batch."""
+def plan_for(each, *, page=0, ragged=False, config=None, spare=1, **options):
+    """A plan whose maxima are a little above the batch, of so many requests more."""
     Hq, Hkv = each.heads
     lengths = {"total_q": len(each.q) + 5} if ragged else {"q_len": max(1, each.q_lens[0])}
     return DecodePlan(
-        batch=len(each.kv_lens) + 1,
+        batch=len(each.kv_lens) + spare,
         kv_len=max(each.kv_lens) + 3,
         heads=(Hq, Hkv),
         head_dim=(each.q.shape[2], each.v[0].shape[2]),

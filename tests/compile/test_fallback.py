@@ -17,7 +17,7 @@ from flexattn.runtime.build import builder, unloaded
 from flexattn.runtime.dispatch import candidates_of, chosen
 from flexattn.runtime.outcomes import Memory, outcome_of
 from flexattn.runtime.resources import loop_spills, resources
-from flexattn.settings import override, say_once
+from flexattn.settings import override
 from flexattn.tune.builds import compile_one, orders_for
 from tests.compile.devices import DEVICES
 from tests.problems import H200, problem
@@ -27,7 +27,6 @@ WANTED = problem("prefill", 64, score_mod=softcap(50.0))
 
 @pytest.fixture(autouse=True)
 def place(tmp_path):
-    say_once.cache_clear()
     with override(cache_dir=tmp_path, mode="off", strict=False):
         yield tmp_path
 

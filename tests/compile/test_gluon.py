@@ -1,10 +1,8 @@
 """The Gluon template compiles for Hopper with no device, on the oldest Triton and the newest."""
 
 import re
-import subprocess
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from flexattn.kernels.hopper.merge_consumers import ALONE
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.cuda_launch import RANK
 from flexattn.runtime.kernel_store import binary_of
-from flexattn.runtime.resources import resources
+from flexattn.runtime.resources import _disassembled, resources
 from tests.cases import CASES as WHOLE
 from tests.compile.shares import LONG, part, share
 from tests.families import estimates, gluon_refused, preferences, render
@@ -71,14 +69,6 @@ def wrong(problem, config):
     }
     found = [name for name, is_so in faults.items() if is_so]
     return f"{describe(config)}: {', '.join(found)}: {taken}, {estimate} bytes" if found else ""
-
-
-def disassembled(compiled):
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True).stdout
 
 
 # Registers for a table's diagonals and for lists beside 256 columns: Triton's template has them.
@@ -269,7 +259,7 @@ def test_a_tile_branches_past_the_row_max_where_no_row_rose():
     config = default(wanted, H200, "gluon")
     assert config.lazy_rescale
     source = render(wanted.structure, config, H200, "test")
-    code = disassembled(compile_source(source, H200))
+    code = _disassembled(compile_source(source, H200).asm["cubin"])
     jumped = []
     for vote in re.finditer(r"VOTE\.ANY (P\d), P\d ;", code):
         branch = re.compile(rf"@!{vote.group(1)} BRA `\((\.L_x_\d+)\)").search(code, vote.end())

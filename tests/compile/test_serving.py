@@ -1,14 +1,10 @@
 """The serving kernels for an H200 without one: they fit, spill nothing, and copy ahead."""
 
 import re
-import subprocess
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import triton
 
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.device import named
@@ -19,7 +15,7 @@ from flexattn.kernels.paged_decode.source import render_serving, render_serving_
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.kernel_store import binary_of
-from flexattn.runtime.resources import resources
+from flexattn.runtime.resources import _disassembled, resources
 from tests.compile.shares import LONG, share
 from tests.problems import served, serving_candidates, serving_space
 
@@ -58,12 +54,7 @@ AWAITED = {
 
 def spills_by_tile(compiled):
     """Loads and stores of spilled registers in the innermost loops that multiply."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        code = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True)
-    lines = code.stdout.splitlines()
+    lines = _disassembled(compiled.asm["cubin"]).splitlines()
     begins = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"(\.L\w+):", line))}
     loops = [
         range(begins[m[1]], i)

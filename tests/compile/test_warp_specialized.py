@@ -15,9 +15,9 @@ from flexattn.runtime.resources import resources, spills_too_much
 from tests.compile.shares import share
 from tests.compile.test_serving import DEVICE, form
 from tests.problems import serving_candidates
+from tests.serving import PAIR
 
 pytestmark = pytest.mark.oldest
-PAIR = ServingConfig(64, 64, 8, 4, 1, combine="launch", split_policy="whole")
 ONE = replace(PAIR, num_warps=4)
 
 

@@ -22,7 +22,7 @@ IN_SERVING_CALLS = "tests/interpreter/test_serving_calls.py"
 IN_SERVING_TREES = "tests/interpreter/test_serving_trees.py"
 IN_APPEND = "tests/interpreter/test_append.py"
 CACHE = "flexattn/serving/cache.py"
-IN_SERVING_MLA = "tests/interpreter/test_serving_mla.py"
+IN_PIPELINES = "tests/interpreter/test_serving_pipelines.py"
 IN_PREFILLS = "tests/interpreter/test_serving_prefills.py"
 ROW_TILES = "templates/hopper/row_tiles.py.jinja"
 IN_ROW_TILES = "tests/interpreter/test_row_tiles.py"
@@ -260,7 +260,7 @@ SERVING = (
         CACHE,
         "tensor = tensor[:1]",
         "tensor = tensor",
-        IN_SERVING_MLA + "::test_requests_that_share_keys_by_a_stride_of_0[64x1]",
+        IN_PIPELINES + "::test_requests_that_share_keys_by_a_stride_of_0[mla]",
     ),
     Fault(
         "a ragged batch's last row is nobody's",

@@ -18,7 +18,7 @@ from flexattn.runtime.cuda_launch import CudaLaunch
 from flexattn.serving import CascadePlan, DecodePlan, ServingConfig, flex_decode
 from flexattn.settings import override
 from tests.gpu.faults import little_memory
-from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
+from tests.serving import MLA, PAIR, assert_right, batch, plan_for, poisoned_pages, run
 from tests.support import ON_SM_90, assert_accurate, inputs
 
 BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
@@ -26,8 +26,6 @@ HEADS, KEYS, PAGE = (32, 8), 8192, 16
 SHAPE = {"kv_len": KEYS, "heads": HEADS, "head_dim": 128, "page_size": PAGE}
 LAST, LAUNCH = (ServingConfig(16, 64, 4, 3, combine=combine) for combine in ("last", "launch"))
 AWAIT = ServingConfig(8, 128, 4, 1, 2, combine="await", split_policy="heads")
-MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
-PAIR = ServingConfig(64, 64, 8, 4, 1, combine="launch", split_policy="whole")
 ONE = replace(PAIR, num_warps=4, num_stages=3)
 DEPENDENT = ServingConfig(64, 64, 4, 3, combine="dependent")
 FAR = 1e30  # of the memory around the cache: a value of it would show in any output

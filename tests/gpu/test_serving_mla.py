@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window
-from flexattn.serving import ServingConfig
 from tests.odd_mods import checkerboard
-from tests.serving import assert_right, batch, plan_for, run, with_rows
+from tests.serving import MLA, assert_right, batch, plan_for, run, with_rows
 from tests.support import ON_SM_90
 
 pytestmark = [pytest.mark.usefixtures("poisoned"), ON_SM_90]
-MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
 FEW = replace(MLA, BLOCK_M=16, BLOCK_N=64, num_stages=3)
 TWO = replace(FEW, num_stages=2)
 WIDER = replace(TWO, BLOCK_M=32)

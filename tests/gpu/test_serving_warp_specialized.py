@@ -9,6 +9,7 @@ from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.serving import ServingConfig
 from tests.odd_mods import checkerboard
 from tests.serving import (
+    PAIR,
     assert_right,
     assert_right_of_shared_keys,
     batch,
@@ -20,7 +21,6 @@ from tests.support import ON_SM_90
 
 pytestmark = [pytest.mark.usefixtures("poisoned"), ON_SM_90]
 # Two warpgroups, and one.
-PAIR = ServingConfig(64, 64, 8, 4, 1, combine="launch", split_policy="whole")
 ONE = replace(PAIR, num_warps=4)
 DEFAULTS = replace(ONE, num_stages=3), replace(ONE, num_stages=2, per_sm=2)
 TWO = replace(PAIR, num_stages=2)

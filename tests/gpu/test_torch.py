@@ -8,7 +8,6 @@ import flexattn
 from flexattn.catalogue import causal, softcap
 from flexattn.frontend.install import torch_flex_attention
 from flexattn.reference import Precision, attention
-from flexattn.settings import say_once
 from tests.support import block_mask, inputs, sinks
 
 
@@ -34,7 +33,6 @@ class _Halved(torch.autograd.Function):
 
 
 def test_a_mod_with_a_function_is_handed_to_torch_and_says_so_once(caplog):
-    say_once.cache_clear()
     q, k, v = tensors(grad=True)
     mask = block_mask(causal, q, k, 128, False, False)
 

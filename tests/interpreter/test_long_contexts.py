@@ -10,9 +10,9 @@ from flexattn.catalogue import sliding_window
 from flexattn.errors import InputError
 from flexattn.reference import Precision, attention
 from flexattn.serving import DecodePlan, ServingConfig
+from tests.serving import SMALL
 
 MILLION, PAGE = 2**20, 16
-SMALL = ServingConfig(16, 16, 4, 2)
 WARP = ServingConfig(8, 64, 2, 1, 2, 1, "await", "heads")
 F16 = torch.float16
 

@@ -10,7 +10,6 @@ import torch
 import flexattn
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import bind
-from flexattn.serving import ServingConfig
 from tests.gradients import assert_gradients
 from tests.long_mods import (
     fibonacci,
@@ -22,10 +21,8 @@ from tests.long_mods import (
     vectors,
     windows,
 )
-from tests.serving import assert_right, batch, plan_for, run
+from tests.serving import SMALL, assert_right, batch, plan_for, run
 from tests.support import assert_accurate, block_mask, inputs
-
-SMALL = ServingConfig(16, 16, 4, 2)
 
 
 def long(*row):

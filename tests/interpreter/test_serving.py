@@ -9,6 +9,7 @@ from tests.cases import CASES
 from tests.covering import each_choice, pairwise
 from tests.serving import (
     EIGHT_BITS,
+    SMALL,
     assert_right,
     batch,
     plan_for,
@@ -18,7 +19,6 @@ from tests.serving import (
 )  # fmt: skip
 from tests.support import DTYPES
 
-SMALL = ServingConfig(16, 16, 4, 2)
 LENGTHS = [53, 0, 1, 17, 128, 32]
 
 

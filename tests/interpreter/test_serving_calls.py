@@ -15,9 +15,8 @@ from flexattn.mods import bind
 from flexattn.runtime.build import builder
 from flexattn.serving import DecodePlan, ServingConfig, checks, flex_decode, merge_states
 from flexattn.settings import override
-from tests.serving import assert_right, batch, plan_for, poisoned_cache, poisoned_pages, run
+from tests.serving import SMALL, assert_right, batch, plan_for, poisoned_cache, poisoned_pages, run
 
-SMALL = ServingConfig(16, 16, 4, 2)
 LENGTHS = [53, 0, 2, 17]
 
 

@@ -15,10 +15,9 @@ from flexattn.errors import InputError
 from flexattn.runtime.build import TritonLaunch
 from flexattn.serving import DecodePlan, ServingConfig, flex_decode, kernels
 from flexattn.settings import override
-from tests.serving import assert_right, batch, plan_for, poisoned_pages
+from tests.serving import SMALL, assert_right, batch, plan_for, poisoned_pages
 from tests.watched_memory import watched
 
-SMALL = ServingConfig(16, 16, 4, 2)
 INVARIANT = ServingConfig(16, 128, 4, 1, 1, 1, "await", "heads")
 PLANS = {
     "last": (SMALL, {}),

@@ -9,10 +9,9 @@ from torch.nn.attention.flex_attention import and_masks
 from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.errors import InputError
 from flexattn.serving import KeptKeys, PrefixTree, ServingConfig, TreePlan
-from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
+from tests.serving import SMALL, assert_right, batch, plan_for, poisoned_pages, run
 from tests.trees import EVERY
 
-SMALL = ServingConfig(16, 16, 4, 2)
 WARP = ServingConfig(8, 32, 2, 1, 2, 1, "await", "heads")
 LENGTHS = (53, 128, 9, 70)
 

@@ -1,4 +1,4 @@
-"""Caches whose pages, tokens or heads have scales of their own, interpreted."""
+"""Caches of eight bits, whose pages, tokens or heads may have scales of their own, interpreted."""
 
 import math
 import random
@@ -11,7 +11,7 @@ from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.errors import ConfigError, InputError, InputTypeError
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.serving import CascadePlan, DecodePlan, flex_decode, kernels
-from tests.covering import each_choice
+from tests.covering import each_choice, pairwise
 from tests.invariance import (
     Piece,
     assert_same_bits,
@@ -28,6 +28,7 @@ from tests.serving import (
     finely_quantized,
     plan_for,
     poisoned_pages,
+    quantized,
     run,
     scale_tensors,
     with_rows,
@@ -37,19 +38,24 @@ TILE = ServingConfig(16, 16, 4, 2)
 WARPS = ServingConfig(8, 32, 2, 1, combine="await", split_policy="heads")
 WALKS = {"tile": TILE, "warp": WARPS}
 LENGTHS = [53, 0, 1, 70]
-SCALES = ["page", "page_head", "token", "token_head"]
+SCALES = ["tensor", "head", "page", "page_head", "token", "token_head"]
 E4M3 = EIGHT_BITS[0]
 
 
-def check(each, scales, *, dtype=E4M3, config=TILE, page=16, layout="NHD", call=None, **mods):
-    few, wide, steps = finely_quantized(each, dtype, scales, page)
+def check(each, scales, *, dtype=E4M3, config=TILE, page=16, layout="NHD", spare=1, **mods):
+    given, scaled = {}, scales
+    if scales in ("tensor", "head"):
+        few, wide, *both = quantized(each, dtype, scales == "head")
+        given, scaled = dict(zip(("k_scale", "v_scale"), both, strict=True)), True
+    else:
+        few, wide, steps = finely_quantized(each, dtype, scales, page)
     ragged = len(set(each.q_lens)) > 1
     options = {name: mods[name] for name in mods if name != "sinks"}
     plan = plan_for(
-        few, page=page, config=config, scaled=scales, kv_dtype=dtype, layout=layout,
-        ragged=ragged, sinks="sinks" in mods, **options,
+        few, page=page, config=config, scaled=scaled, kv_dtype=dtype, layout=layout,
+        ragged=ragged, spare=spare, sinks="sinks" in mods, **options,
     )  # fmt: skip
-    given = scale_tensors(steps, plan, scales, layout)
+    given = given or scale_tensors(steps, plan, scales, layout)
     if "sinks" in mods:
         given["sinks"] = mods["sinks"]
     got = run(plan, few, layout=layout, **given)
@@ -69,11 +75,23 @@ def test_scales_of_pages_and_tokens(walk, scales, layout):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize(
-    ("walk", "wide"), [("tile", torch.float16), ("warp", torch.bfloat16)], ids=str
-)
-def test_dtypes(walk, wide):
-    check(requests(dtype=wide), "token_head", dtype=EIGHT_BITS[1], config=WALKS[walk])
+@pairwise(
+    walk=WALKS, wide=[torch.float16, torch.bfloat16], dtype=EIGHT_BITS,
+    scales=["tensor", "head", "token_head"],
+)  # fmt: skip
+def test_dtypes(walk, wide, dtype, scales):
+    check(requests(dtype=wide), scales, dtype=dtype, config=WALKS[walk])
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (64, 128), (128, 64)])
+def test_head_dimensions(D, Dv):
+    check(requests(D, Dv), "tensor", config=WARPS, score_mod=softcap(30.0))
+
+
+@pytest.mark.parametrize(("warps", "own"), [(1, 64), (4, 16)])
+def test_pieces(warps, own):
+    config = ServingConfig(8, warps * own, warps, 1, 5, 1, "await", "heads")
+    check(requests(lengths=[53, 0, 1, 170, 128, 96]), "tensor", config=config)
 
 
 @pytest.mark.parametrize(("layout", "scales"), [("NHD", "token"), ("HND", "token_head")])
@@ -95,7 +113,8 @@ def test_pages_of_any_size(walk, page, scales):
     check(requests(128, 64), scales, page=page, config=WALKS[walk])
 
 
-@each_choice(name=["causal", "window", "cap"], walk=WALKS)
+@pytest.mark.parametrize("name", ["causal", "window", "cap"])
+@pytest.mark.parametrize("walk", WALKS)
 def test_mods_sinks_and_several_queries(name, walk):
     mods = {
         "causal": {"mask_mod": causal, "sinks": torch.randn(8)},
@@ -112,16 +131,10 @@ def test_a_mixed_batch_of_chunks_and_single_tokens():
         check(each, "token_head", page=8, config=config, mask_mod=causal)
 
 
-@pytest.mark.parametrize("keys", [0, 33, 517])
-def test_tiles_of_one_request_go_round(keys):
+@each_choice(keys=[0, 33, 517], scales=["tensor", "token_head"])
+def test_tiles_of_one_request_go_round(keys, scales):
     config = ServingConfig(8, 32, 2, 1, combine="await", split_policy="round")
-    few, wide, steps = finely_quantized(requests(lengths=[keys]), E4M3, "token_head", 16)
-    plan = DecodePlan(
-        batch=1, kv_len=600, heads=(8, 2), head_dim=64, device="cpu", page_size=16, lse=True,
-        config=config, kv_dtype=E4M3, scaled="token_head",
-    )  # fmt: skip
-    got = run(plan, few, **scale_tensors(steps, plan, "token_head"))
-    assert_right(got, few, exact=wide)
+    check(requests(lengths=[keys]), scales, config=config, spare=0)
 
 
 @pytest.mark.parametrize("scales", ["token_head", "page"])

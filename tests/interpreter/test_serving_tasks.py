@@ -15,8 +15,7 @@ from flexattn.problem import Shape
 from flexattn.records.record import Gated, Policy
 from flexattn.serving.verified import make_batch, serving_judge
 from flexattn.tune.tasks import serving_task
-
-SMALL = ServingConfig(16, 16, 4, 2)
+from tests.serving import SMALL
 
 
 def task(q_len=1, kv_len=53, B=5, dims=(16, 16), score=None, mask=None, heads=(4, 2), **options):

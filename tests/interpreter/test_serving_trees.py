@@ -11,10 +11,9 @@ from flexattn.errors import ConfigError, InputError
 from flexattn.serving import PrefixTree, ServingConfig, TreePlan
 from tests import trees
 from tests.launches import launches_of
-from tests.serving import Batch, assert_right, poisoned_pages
+from tests.serving import SMALL, Batch, assert_right, poisoned_pages
 from tests.trees import EVERY, OWN, TREE, Case, requests_of
 
-SMALL = ServingConfig(16, 16, 4, 2)
 LAUNCH = ServingConfig(16, 16, 4, 2, combine="launch")
 WARP = ServingConfig(8, 32, 2, 1, 2, 1, "await", "heads")
 case = partial(trees.case, config=SMALL, shared_config=LAUNCH)

@@ -114,7 +114,6 @@ def test_interpreting_cannot_be_switched_on_later():
 
 
 def test_said_once(caplog):
-    say_once.cache_clear()
     with caplog.at_level(logging.WARNING, "flexattn"):
         for text in ("one", "two", "one"):
             say_once(text)

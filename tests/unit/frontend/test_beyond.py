@@ -16,7 +16,7 @@ from flexattn.frontend import attention, install
 from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.mods import bind
-from flexattn.mods.bind import clear, stats
+from flexattn.mods.bind import stats
 from tests.random_mods.mods import everywhere
 
 WIDE = torch.randn(2, 200, generator=torch.Generator().manual_seed(0))
@@ -65,7 +65,6 @@ def test_its_block_mask_is_torchs(caplog):
 
 
 def test_it_is_traced_once():
-    clear()
     for _ in range(3):
         with pytest.raises(NoKernelError, match=r"(?s)uses torch.digamma.*rule: .*do: "):
             bind(SCORES["digamma"], "score")

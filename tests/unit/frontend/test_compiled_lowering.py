@@ -30,7 +30,7 @@ from flexattn.mods.refusal import Refusal
 from flexattn.problem import mask_lists
 from flexattn.problem.mask_lists import known_class, known_runs
 from flexattn.runtime.key_lists import BothLists
-from flexattn.settings import override, say_once
+from flexattn.settings import override
 from tests.compiled import as_on_a_gpu, compiling
 from tests.support import inputs, run
 
@@ -56,7 +56,6 @@ def test_a_moved_seam_is_said_once_and_breaks_the_graph(monkeypatch, caplog):
 
     hop = torch.ops.higher_order.flex_attention
     monkeypatch.setitem(lowerings, hop, lambda query, key, value, node: None)
-    say_once.cache_clear()
     with caplog.at_level(logging.WARNING, "flexattn"):
         why, again = (seam.open_seam() for _ in range(2))
     assert "query, key, value, node" in why and again == why
@@ -69,7 +68,6 @@ def test_a_moved_seam_is_said_once_and_breaks_the_graph(monkeypatch, caplog):
 
 
 def test_torchs_lowering_serves_what_ours_leaves_and_sees_no_key_of_ours(monkeypatch, caplog):
-    say_once.cache_clear()
     served.clear()
     seen = []
 
@@ -265,7 +263,6 @@ def test_a_mod_that_no_kernel_computes_is_left_to_torch(inductor, monkeypatch, c
         raise Refusal("uses an operation of tomorrow")
 
     monkeypatch.setattr(lowering, "read_graph", refuse)
-    say_once.cache_clear()
     q, k, v = inputs(1, 2, 2, 9, 9, 16)
     with caplog.at_level(logging.WARNING, "flexattn"):
         inductor.compile(flexattn.flex_attention)(q, k, v)
@@ -281,7 +278,6 @@ def test_a_mod_that_no_kernel_computes_is_left_to_torch(inductor, monkeypatch, c
 def test_a_backward_that_c_plus_plus_calls_is_left_to_torch(caplog):
     """Inductor ended the compile: its C++ wrapper takes tensors alone from an op it looks up."""
     graph = types.SimpleNamespace(cpp_wrapper=True, current_node=types.SimpleNamespace(args=()))
-    say_once.cache_clear()
     with V.set_graph_handler(graph), caplog.at_level(logging.WARNING, "flexattn"):
         assert lowering.lower_backward(*[None] * 14, options={}) is None
     assert "cpp_wrapper" in caplog.text

@@ -15,7 +15,7 @@ from flexattn.errors import DeviceError, InputError, MeasureError, SettingsError
 from flexattn.measure.process import ChildProcess, clipped, failed, is_sticky
 from flexattn.measure.worker import Deadlines, Worker, device_lock
 from flexattn.records.record import Failed, Gated
-from flexattn.settings import override, say_once, worker_environment
+from flexattn.settings import override, worker_environment
 from tests.processes import ROOT
 from tests.unit.measure.runners import RUNNER, config, task
 
@@ -231,7 +231,6 @@ def test_timing_waits_for_another_tuner_and_says_so(tmp_path):
 
 def test_without_a_directory_for_locks_it_is_measured_all_the_same(caplog):
     """A tuner in a container with a read-only HOME stopped before it measured anything."""
-    say_once.cache_clear()
     with override(cache_dir=Path("/dev/null/cache")):
         for _ in range(2):
             with device_lock("gpu-1", alone=True):

@@ -12,14 +12,6 @@ from flexattn.mods.bind import clear, stats
 from tests.bound import value
 from tests.processes import python
 
-pytestmark = pytest.mark.usefixtures("fresh")
-
-
-@pytest.fixture
-def fresh():
-    clear()
-
-
 FIRST = """
 import torch
 from flexattn.mods import bind

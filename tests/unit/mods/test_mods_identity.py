@@ -12,11 +12,6 @@ from flexattn.mods.bind import clear, stats
 from tests.bound import value
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    clear()
-
-
 def test_bools_and_zeros_are_told_apart():
     def mod(c):
         return lambda s, b, h, q, k: s * 0 + c

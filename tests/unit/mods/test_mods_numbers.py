@@ -31,12 +31,6 @@ Q, K = torch.arange(61)[:, None], torch.arange(67)[None, :]
 LARGEST = 2**31 - 1
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    bind(lambda b, h, q, k: q >= k, "mask")
-    clear()
-
-
 @pytest.fixture
 def one_constant(monkeypatch):
     """The second value of a divisor is an argument: each value before it costs a trace."""

@@ -10,7 +10,7 @@ import torch
 from flexattn.errors import ModError
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
-from flexattn.mods.bind import clear, stats
+from flexattn.mods.bind import stats
 from tests.random_mods import changes
 
 PLACES = {"b": torch.tensor(0), "h": torch.tensor(1), "q_idx": torch.tensor(6)}
@@ -88,7 +88,6 @@ def test_numbers_follow_pythons_rules(case):
     """A changed number became a tensor, and what Python computed of it followed tensor rules:
     True + True was 1, floats had 32 bits, ints wrapped, and 2 ** n was refused."""
     text, values = RULES[case]
-    clear()
     mod, change = outer(text, *values[0])
     score = torch.linspace(-2, 2, 9)
     for n, m in values:
@@ -114,7 +113,6 @@ def test_numbers_follow_pythons_rules(case):
 )
 def test_changing_numbers_have_few_mods(text, values, most):
     """A branch on a number made each of its values a kernel; now each way through it is one."""
-    clear()
     mod, change = outer(text, *values[0])
     found = set()
     for n, m in [*values, *values]:
@@ -138,7 +136,6 @@ def test_changing_numbers_have_few_mods(text, values, most):
 )
 def test_what_python_raises_of_a_number_is_raised(text, values, error):
     """A number that was an argument divided by zero, or read outside, without a word."""
-    clear()
     mod, change = outer(text, *values[0])
     for n, m in values[:-1]:
         change(n, m)
@@ -153,13 +150,11 @@ def test_what_python_raises_of_a_number_is_raised(text, values, error):
 @pytest.mark.parametrize("index", range(2, 32, 3))
 def test_random_expressions_of_numbers(index):
     """`python -m tests.random_mods changes` has a hundred of them."""
-    clear()
     assert changes.check(15, index)
 
 
 def test_torchs_tracer_writes_nothing(capfd):
     """Each number that torch's tracer refused as a tensor left its traceback on stderr."""
-    clear()
     for n in (1, 3, 4):
         bind(outer("s + ((n > 2) << 2)", n, 0)[0], "score")
     with pytest.raises(ModError, match="__lshift__"):

@@ -12,7 +12,7 @@ from flexattn.mods import bind, operators
 from flexattn.mods.bind import clear, record, stats
 from flexattn.mods.identity import identify
 from flexattn.mods.recorded import digest
-from flexattn.settings import override, say_once
+from flexattn.settings import override
 from tests.processes import python
 
 SCORE = ("score", "b", "h", "q_idx", "kv_idx")
@@ -43,14 +43,6 @@ CHANGES = {
     "comparison": ("kv_idx < WINDOW", "kv_idx <= WINDOW"),
     "integer for float": ("cap = 30.0", "cap = 30"),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    say_once.cache_clear()
-    clear()
-    yield
-    clear()
 
 
 def made(text, name="users_module"):

@@ -21,7 +21,6 @@ NAMES = ("score", "b", "h", "q_idx", "kv_idx")
 
 @pytest.fixture(autouse=True)
 def unchanged():
-    clear()
     with restored():
         yield
 

@@ -12,7 +12,6 @@ from flexattn import flex_attention
 from flexattn.errors import ModError, UnsupportedError
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind, watch
-from flexattn.mods.bind import clear
 
 NAMES = ("score", "b", "h", "q_idx", "kv_idx")
 VALUES = (
@@ -67,7 +66,6 @@ def test_a_refusal_says_how_it_was_read(text):
 @pytest.mark.parametrize("text", QUESTIONS)
 def test_questions_are_asked_again(text):
     """nbytes, torch.numel and dim_order kept their answers under other data."""
-    clear()
     t = torch.zeros(2, 2)
     mod = reading(text, t)
     env = {name: torch.tensor(4) for name in NAMES} | {"score": torch.tensor(1.0)}

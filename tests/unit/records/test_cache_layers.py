@@ -18,7 +18,7 @@ from flexattn.records.layers import MAX_DISTANCE, distance, find, layers, ranked
 from flexattn.records.record import Policy, Sizes, key_of, sizes_of
 from flexattn.records.store import REPLAY_MARK, Store
 from flexattn.records.why import why
-from flexattn.settings import override, say_once
+from flexattn.settings import override
 from tests.families import geometry
 from tests.problems import H200, problem
 from tests.records import decode_record, prefill_record
@@ -31,7 +31,6 @@ PLACES = ("FLEXATTN_CACHE", "user", "shipped")
 @pytest.fixture
 def places(tmp_path, monkeypatch):
     """The three layers, empty."""
-    say_once.cache_clear()
     configs = tmp_path / "configs"
     configs.mkdir()
     monkeypatch.setattr(module, "configs_folder", lambda: configs)

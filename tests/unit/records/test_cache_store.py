@@ -15,7 +15,6 @@ from flexattn.neuron.config import NkiPrefillConfig
 from flexattn.records.codec import MAX_BYTES, encode_record
 from flexattn.records.record import Trial
 from flexattn.records.store import REPLAY_MARK, Store, generation
-from flexattn.settings import say_once
 from flexattn.util.files import open_lock, try_lock
 from tests.processes import started
 from tests.records import HERE, key, prefill_record
@@ -31,7 +30,6 @@ def store(tmp_path):
 @pytest.fixture
 def said(caplog):
     """Warnings as they come; each test hears them anew."""
-    say_once.cache_clear()
     caplog.set_level(logging.WARNING, "flexattn")
     return lambda: [record.getMessage() for record in caplog.records]
 

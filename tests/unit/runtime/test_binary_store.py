@@ -14,7 +14,7 @@ from flexattn.kernels.base.source import Source
 from flexattn.runtime import build
 from flexattn.runtime.build import Builder
 from flexattn.runtime.kernel_store import Binary, KernelStore, TensorMap, binary_of
-from flexattn.settings import override, say_once
+from flexattn.settings import override
 from flexattn.util.files import sealed, unsealed
 from tests.problems import A100, H200
 from tests.stored_kernels import belongs_to_another
@@ -24,11 +24,6 @@ CODE = b"\x7fELF" + bytes(range(256))
 BINARY = Binary(CODE, "kernel", "sm_90", 1024, 4, 12, (BOX,))
 ARGUMENTS = (Argument("Q", "tensordesc<bf16[1, 1, 128, 64]>"), Argument("sm_scale", "fp32"))
 SOURCE = Source("import triton\n", hashlib.sha256(b"text").hexdigest(), ARGUMENTS, 4, 2)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    say_once.cache_clear()
 
 
 @pytest.fixture

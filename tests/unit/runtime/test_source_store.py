@@ -14,7 +14,7 @@ from flexattn.runtime import build
 from flexattn.runtime.build import Builder, Kernel, builder
 from flexattn.runtime.dispatch import Dispatcher
 from flexattn.runtime.kernel_store import Binary, KernelStore
-from flexattn.settings import override, say_once
+from flexattn.settings import override
 from flexattn.util.files import sealed, unsealed
 from tests.problems import A100, H200, choices, problem
 
@@ -23,14 +23,8 @@ CAPPED = {"score_mod": softcap(30.0), "mask_mod": causal, "runs": True}
 
 @pytest.fixture(autouse=True)
 def fresh():
-    forget()
+    builder().rendered.clear()
     yield
-    forget()
-
-
-def forget():
-    for each in (say_once,):
-        each.cache_clear()
     builder().rendered.clear()
 
 
@@ -75,7 +69,7 @@ def test_another_number_of_splits_is_the_same_source(tmp_path):
 def test_dispatch_renders_nothing_that_is_there(tmp_path, monkeypatch):
     wanted = problem(**CAPPED)
     _, (source,) = export(tmp_path, wanted)
-    forget()
+    builder().rendered.clear()
 
     def render(*args):
         raise AssertionError("rendered")

@@ -14,7 +14,7 @@ from flexattn.errors import CacheError
 from flexattn.runtime import build, codecache
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.codecache import text_file
-from flexattn.settings import override, say_once
+from flexattn.settings import override
 from tests.problems import H200
 from tests.processes import python
 from tests.stored_kernels import belongs_to_another, stored, tiny, wrong
@@ -30,7 +30,6 @@ def caches(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     # Triton writes what is set to the environment too.
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    say_once.cache_clear()
     codecache._made.cache_clear()
     with knobs.cache.scope(), override(cache_dir=tmp_path / "cache"):
         yield tmp_path

@@ -14,7 +14,6 @@ from flexattn.errors import ConfigError, InputError
 from flexattn.kernels.choose.options import NONE, Options, for_torch, parse
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.mods.rules import REWRITES
-from flexattn.settings import say_once
 
 
 class Size(int, enum.Enum):
@@ -148,7 +147,6 @@ def test_what_has_no_effect_is_a_line_for_whoever_debugs(caplog):
 
 def test_flash_is_served_and_said_once(caplog):
     """It was refused, though torch documents it and whoever asks for it wants speed."""
-    say_once.cache_clear()
     with caplog.at_level(logging.INFO, "flexattn"):
         for _ in range(3):
             parse({"BACKEND": "FLASH"})

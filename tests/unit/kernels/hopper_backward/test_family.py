@@ -373,7 +373,7 @@ def test_explain_says_why_one_of_the_two_serves(words):
     assert (choice.config.language == "gluon") is (words == "warp-specialised")
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [pytest.param(64, marks=pytest.mark.long), 128])
 def test_kernels_of_one_hash_ask_for_the_same_passes(D):
     """The hash finds a kernel in every cache, and covers the text alone: there it says of both."""
     asked = {}

@@ -9,10 +9,10 @@ from flexattn.device import named
 from flexattn.kernels.paged_decode.config import ServingConfig, merge_shape
 from flexattn.kernels.paged_decode.limits import serving_reasons
 from tests.problems import H200, served, serving_space
+from tests.serving import MLA
 
 # Operands swapped.
 FEW = ServingConfig(16, 64, 4, 3, 1, combine="launch", split_policy="whole")
-MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
 
 
 def form(heads=16, B=64, page=64, q_len=1, dims=(576, 512), total_q=0, **options):

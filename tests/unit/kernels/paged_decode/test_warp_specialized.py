@@ -9,9 +9,9 @@ from flexattn.device import named
 from flexattn.kernels.paged_decode.config import ServingConfig, merge_shape
 from flexattn.kernels.paged_decode.limits import serving_reasons
 from tests.problems import H200, of_form, served, serving_candidates, serving_space
+from tests.serving import PAIR
 
 # Two warpgroups, and one.
-PAIR = ServingConfig(64, 64, 8, 4, 1, combine="launch", split_policy="whole")
 ONE = replace(PAIR, num_warps=4)
 DEPENDENT = ServingConfig(64, 64, 4, 3, combine="dependent")
 

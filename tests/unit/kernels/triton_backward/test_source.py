@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from flexattn.catalogue import causal, relative_bias, softcap
@@ -26,11 +25,6 @@ def text(given, config=CONFIG):
 
 
 BIAS = relative_bias(torch.zeros(32, 128), 64)
-
-
-def test_plain_attention_has_no_mods():
-    found = text(structure())
-    assert not any(word in found for word in ("score", "masked", "kv_idx", "atomic", "libdevice"))
 
 
 def test_gradients_of_captured_tensors_are_there_where_they_are_asked_for():
@@ -57,22 +51,3 @@ def test_loops_are_guarded_where_a_search_asks_and_a_score_mod_reads_memory_insi
     assert "if begin < end:" not in one and other.count("if begin < end:") == 2
     kept = [line.strip() for line in other.splitlines() if "begin < end" not in line]
     assert kept[3:] == [line.strip() for line in one.splitlines()][3:], "and nothing else changes"
-
-
-def test_a_soft_caps_derivative_uses_its_tanh():
-    found = text(structure(softcap(50.0)))
-    assert found.count(" = short_tanh(") + found.count(" = fast_tanh(") == 2, "once in each half"
-
-
-@pytest.mark.parametrize("runs", [False, True])
-def test_lists_or_runs_in_both_directions(runs):
-    found = text(structure(mask_mod=causal, runs=runs))
-    assert ("KV_RUNS" in found and "Q_RUNS" in found) is runs
-    assert ("FULL_Q_IDX" in found and "KV_NUM" in found) is not runs
-
-
-def test_walked_tiles_come_by_the_copy_engine_where_a_config_says_so():
-    found = render(structure(), replace(CONFIG, use_tma=True), H200, "title")
-    described = [each.name for each in found.arguments if each.described]
-    assert described == ["Q_TILES", "DO_TILES", "K_TILES", "V_TILES"]
-    assert all(f"{name}.load(" in found.text for name in described)

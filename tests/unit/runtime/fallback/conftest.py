@@ -4,13 +4,12 @@ import pytest
 
 from flexattn.runtime import fallback
 from flexattn.runtime.outcomes import memory
-from flexattn.settings import override, say_once
+from flexattn.settings import override
 
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     """A user's directory of this test's own, no records, and nothing that an earlier test knew."""
-    say_once.cache_clear()
     memory().forget()
     monkeypatch.setattr("flexattn.kernels.hopper.space.offered", lambda: True)
     with override(cache_dir=tmp_path, cache=(), mode="off", strict=False):
