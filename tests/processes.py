@@ -18,11 +18,14 @@ def environment(interpret=False, **changes):
     return found | {name: str(value) for name, value in changes.items()}
 
 
-def started(*arguments, interpret=False, **changes):
-    """A Popen of `python arguments`, whose output and errors are read through pipes."""
+def started(*arguments, interpret=False, apart=False, **changes):
+    """A Popen of `python arguments`, whose output and errors are read through pipes.
+
+    apart: whether it has a group of its own, to which signals can be sent.
+    """
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)], env=environment(interpret, **changes), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=apart,
     )  # fmt: skip
 
 

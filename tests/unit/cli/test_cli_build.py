@@ -112,7 +112,7 @@ main()
 def test_ctrl_c_ends_a_build_in_words(tmp_path):
     """It ended in the tracebacks of all processes, whose terminal it is as well."""
     process = started(
-        "-c", INTERRUPT, FLEXATTN_CACHE_DIR=tmp_path, TRITON_CACHE_DIR=tmp_path / "t"
+        "-c", INTERRUPT, apart=True, FLEXATTN_CACHE_DIR=tmp_path, TRITON_CACHE_DIR=tmp_path / "t"
     )
     first = process.stderr.readline()
     os.killpg(process.pid, signal.SIGINT)
