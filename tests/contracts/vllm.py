@@ -120,10 +120,10 @@ class OwnShape(AttentionBackend):
 
 
 class Layouts(AttentionBackend):
-    """The base class from 0.29 on; from 0.31 on block sizes take a spec."""
+    """The base class from 0.29 on."""
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec=None):
+    def get_supported_kernel_block_sizes():
         return [1]
 
     @classmethod
@@ -135,9 +135,18 @@ class Layouts(AttentionBackend):
         return spec
 
 
+class SizesOfSpecs(Layouts):
+    """The base class from 0.31 on."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None):
+        return [1]
+
+
 RELEASES = {
     **dict.fromkeys(("0.26.0", "0.27.0", "0.28.0"), OwnShape),
-    **dict.fromkeys(("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"), Layouts),
+    **dict.fromkeys(("0.29.0", "0.30.0"), Layouts),
+    **dict.fromkeys(("0.31.0", "0.32.0", "0.33.0"), SizesOfSpecs),
 }
 
 
@@ -216,6 +225,7 @@ CLASSES = {
     AttentionBackend: "FlexattnBackend",
     OwnShape: "FlexattnBackend",
     Layouts: "FlexattnBackend",
+    SizesOfSpecs: "FlexattnBackend",
     AttentionMetadataBuilder: "FlexattnMetadataBuilder",
     AttentionImpl: "FlexattnImpl",
 }
