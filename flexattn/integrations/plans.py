@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -15,11 +16,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
 from flexattn import catalogue
-from flexattn.errors import InputError, SettingsError
+from flexattn.errors import FlexAttnError, InputError, SettingsError
 from flexattn.mods import bind
+from flexattn.problem.serving import ServingProblem
 from flexattn.serving import AppendPlan, DecodePlan
 from flexattn.serving.cache import Scaled
 from flexattn.serving.decode import live_identity
+from flexattn.serving.kernels import build, plan_problem
 from flexattn.serving.verified import verified_by
 from flexattn.settings import current, log
 
@@ -183,7 +186,8 @@ class Layer:
         """Soft-capping, then ALiBi, then the user's; None where there is none."""
         chain = [] if not self.softcap else [catalogue.softcap(self.softcap)]
         if self.slopes is not None:
-            chain.append(_alibi(torch.tensor(self.slopes, device=self.device)))
+            slopes = torch.tensor(self.slopes, dtype=torch.float32, device=self.device)
+            chain.append(_alibi(slopes))
         chain += [] if own is None else [own]
 
         def score_mod(score: Tensor, *place: Tensor) -> Tensor:
@@ -229,97 +233,101 @@ class LayerPlans(NamedTuple):
 
 
 class Plans:
-    """Plans that the layers of one model share, each made at its first use, run by one stream.
-
-    On a GPU each is made in a thread: half of a compile runs outside Python.
-    """
+    """Plans that the layers of one model share, each made at its first use, run by one stream."""
 
     def __init__(self) -> None:
-        self._made: dict[Any, Future[Any]] = {}
+        self._made: dict[Any, Any] = {}
+        self._begun: set[Any] = set()
         self._threads: ThreadPoolExecutor | None = None
-        self._said: set[Layer] = set()
         self.spans: Spans | None = None
 
-    def plan(self, layer: Layer, **maxima: Any) -> DecodePlan:
+    def plan(
+        self, layer: Layer, mods: Mapping[str, _Mod] | None = None, **maxima: Any
+    ) -> DecodePlan:
         """The plan of layers like this one. maxima: batch, kv_len and total_q of DecodePlan, 0 for
         single tokens, and batch_invariant."""
-        found: DecodePlan = self._begun(layer, {}, maxima).result()
-        return found
-
-    def append(self, layer: Layer, slots: torch.dtype) -> AppendPlan:
-        """The plan that writes the cache of layers like this. slots: dtype of slot mappings."""
-        found: AppendPlan = self._begun_append(layer, slots).result()
-        return found
-
-    def begin(self, layer: Layer, rows: int, **maxima: Any) -> list[Future[Any]]:
-        """A layer's plans with the user's mods, which threads make: see LayerPlans.
-
-        rows: the most of a chunk.
-        """
-        mods = user_mods(layer)
-        single = replace(layer, spans=None)
-        return [
-            self._begun(single, mods, {"total_q": 0, **maxima}),
-            self._begun(layer, mods, {"total_q": rows, **maxima}),
-            self._begun_append(layer, torch.int64),
-        ]
-
-    def of(self, layer: Layer, rows: int, **maxima: Any) -> LayerPlans:
-        """A layer's plans, when all that were begun are made and verified."""
-        found = LayerPlans(*(each.result() for each in self.begin(layer, rows, **maxima)))
-        if self._threads is not None:  # one that allocates would end a capture
-            self._threads.shutdown()
-            self._threads = None
-        if layer not in self._said:
-            self._said.add(layer)
-            said = ", ".join(dict.fromkeys(verified_by(each) for each in found[:2]))
-            log.info("attention as in %s: kernels verified %s", layer.name, said)
-        return found
-
-    def _begun(
-        self, layer: Layer, mods: Mapping[str, _Mod], maxima: Mapping[str, Any]
-    ) -> Future[Any]:
-        own = [mods.get(kind) for kind in _KINDS]
-        bound = [bind(mod, kind[:-4]) for mod, kind in zip(own, _KINDS, strict=True)]
-
-        def make() -> DecodePlan:
-            return DecodePlan(
+        own = _own(mods)
+        key = (layer, *_identities(own), *maxima.items())
+        found: DecodePlan | None = self._made.get(key)
+        if found is None:
+            found = self._made[key] = DecodePlan(
                 heads=layer.heads, head_dim=layer.head_dim, dtype=layer.dtype,
                 kv_dtype=layer.kv_dtype, device=layer.device, page_size=layer.page_size,
                 scale=layer.scale, sinks=layer.sinks, scaled=layer.scaled,
                 score_mod=layer.score_mod(own[0]), mask_mod=layer.mask_mod(own[1]), **maxima,
             )  # fmt: skip
+            said = verified_by(found)
+            log.info("attention as in %s: kernels verified %s", layer.name or "a layer", said)
+        return found
 
-        return self._once((layer, *map(live_identity, bound), *maxima.items()), layer, make)
-
-    def _begun_append(self, layer: Layer, slots: torch.dtype) -> Future[Any]:
+    def append(self, layer: Layer, slots: torch.dtype) -> AppendPlan:
+        """The plan that writes the cache of layers like this. slots: dtype of slot mappings."""
         about: dict[str, Any] = {
             "heads": layer.heads[1], "head_dim": layer.head_dim, "page_size": layer.page_size,
             "dtype": layer.dtype, "kv_dtype": layer.kv_dtype, "scaled": layer.scaled,
             "slots": slots, "device": layer.device,
         }  # fmt: skip
-        return self._once(tuple(about.values()), layer, lambda: AppendPlan(**about))
-
-    def _once(self, key: Any, layer: Layer, make: Callable[[], Any]) -> Future[Any]:
-        found = self._made.get(key)
+        key = tuple(about.values())
+        found: AppendPlan | None = self._made.get(key)
         if found is None:
-            if layer.device.type == "cuda":
-                if self._threads is None:
-                    self._threads = ThreadPoolExecutor(_THREADS)
-                found = self._threads.submit(copy_context().run, _on(layer.device, make))
-            else:
-                found = Future()
-                found.set_result(make())
-            self._made[key] = found
+            found = self._made[key] = AppendPlan(**about)
         return found
 
+    def begin(
+        self, layer: Layer, rows: int, mods: Mapping[str, _Mod] | None = None, **maxima: Any
+    ) -> None:
+        """Compile a layer's kernels in threads: half of a compile runs outside Python.
 
-def _on(device: torch.device, make: Callable[[], Any]) -> Callable[[], Any]:
-    def run() -> Any:
-        with torch.cuda.device(device):
-            return make()
+        They are verified when their plans are made, in the caller's thread: a check sets torch's
+        default dtype, which is the process's. What fails does so again there.
+        """
+        own = _own(mods)
+        key = (layer, rows, *_identities(own))
+        if layer.device.type != "cuda" or key in self._begun:
+            return
+        self._begun.add(key)
+        self._threads = self._threads or ThreadPoolExecutor(_THREADS)
+        for kind, total in ((replace(layer, spans=None), 0), (layer, rows)):
+            found = (kind.score_mod(own[0]), kind.mask_mod(own[1]))
+            bound = [bind(mod, name[:-4]) for mod, name in zip(found, _KINDS, strict=True)]
+            about: dict[str, Any] = {name: value or False for name, value in maxima.items()}
+            problem = plan_problem(
+                heads=kind.heads, head_dim=kind.head_dim, dtype=kind.dtype, kv_dtype=kind.kv_dtype,
+                page=kind.page_size, sinks=kind.sinks, scaled=kind.scaled, score=bound[0],
+                mask=bound[1], positive_scale=kind.scale is None or kind.scale > 0, total_q=total,
+                **about,
+            )  # fmt: skip
+            self._threads.submit(copy_context().run, _compile, problem, layer.device)
 
-    return run
+    def of(self, layer: Layer, rows: int, **maxima: Any) -> LayerPlans:
+        """A layer's plans with the user's mods, verified; nothing is being compiled then.
+
+        rows: the most of a chunk.
+        """
+        mods = user_mods(layer)
+        self.begin(layer, rows, mods, **maxima)
+        if self._threads is not None:  # one that allocates would end a capture
+            self._threads.shutdown()
+            self._threads = None
+        return LayerPlans(
+            self.plan(replace(layer, spans=None), mods, total_q=0, **maxima),
+            self.plan(layer, mods, total_q=rows, **maxima),
+            self.append(layer, torch.int64),
+        )
+
+
+def _own(mods: Mapping[str, _Mod] | None) -> list[_Mod | None]:
+    return [(mods or {}).get(kind) for kind in _KINDS]
+
+
+def _identities(own: Sequence[_Mod | None]) -> list[object]:
+    bound = [bind(mod, kind[:-4]) for mod, kind in zip(own, _KINDS, strict=True)]
+    return [live_identity(each) for each in bound]
+
+
+def _compile(problem: ServingProblem, device: torch.device) -> None:
+    with suppress(FlexAttnError), torch.cuda.device(device):
+        build(problem, device, None)
 
 
 def user_mods(layer: Layer) -> Mapping[str, _Mod]:

@@ -287,7 +287,7 @@ class FlexattnImpl(AttentionImpl):
         if device.type == "cuda" and not (self._wide or current().mods):
             # While weights are read.
             layer = self._layer("", self._guess, torch.get_default_dtype(), device)
-            self.plans.begin(layer, self._rows, **self.maxima)
+            self.plans.begin(layer, self._rows, None, **self.maxima)
 
     def _layer(self, name: str, page: int, dtype: torch.dtype, device: torch.device) -> Layer:
         page = 1 if self.packed else page

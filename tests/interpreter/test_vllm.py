@@ -282,3 +282,19 @@ def test_the_cache_is_written_by_one_kernel(model, monkeypatch):
         server.impl.do_kv_cache_update(server.layer, step.k, step.v, server.cache, step.slots)
     called = {each.name for each in profile.events()}
     assert not {name for name in called if "index" in name or "scatter" in name or "where" in name}
+
+
+def test_kernels_that_compile_while_weights_are_read_are_those_of_the_plans(monkeypatch):
+    begun, ours = [], plans.Plans()
+    monkeypatch.setattr(plans, "_compile", lambda *given: begun.append(given))
+    maxima = {"batch": 4, "kv_len": 128, "batch_invariant": None}
+    about = {"page_size": 16, "softcap": 2.0, "slopes": SLOPES, "window": 9, "scale": 0.2}
+    layer = plans.Layer((4, 2), (16, 16), torch.float32, torch.device("cpu"), **about)
+    elsewhere = replace(layer, device=torch.device("cuda", 0))
+    monkeypatch.setattr(plans.Layer, "score_mod", lambda self, own: softcap(self.softcap))
+    for _ in range(2):
+        ours.begin(layer, 40, **maxima)
+        ours.begin(elsewhere, 40, **maxima)
+    single, chunks, _ = ours.of(layer, 40, **maxima)
+    assert [problem for problem, _ in begun] == [single.problem, chunks.problem]
+    assert {where for _, where in begun} == {elsewhere.device} and ours._threads is None
