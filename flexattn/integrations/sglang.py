@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import UnsupportedError
-from flexattn.integrations.plans import DraftTrees, Layer, LayerPlans, Plans
+from flexattn.integrations.plans import DraftTrees, Layer, LayerPlans, Plans, user_mods
 from flexattn.problem import rounded
 from flexattn.serving import DecodePlan
 
@@ -228,7 +228,7 @@ class FlexattnBackend(AttentionBackend):
             if self._drafted:
                 kind = replace(kind, spans=self._trees)
                 self._verify[layer.layer_id] = self._plans.plan(
-                    kind, q_len=self._drafted, **maxima
+                    kind, user_mods(kind), q_len=self._drafted, **maxima
                 )
         return found
 

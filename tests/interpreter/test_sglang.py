@@ -1,10 +1,14 @@
 """SGLang's calls, as its contract has them, over the real kernels: batches step by step."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
 from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.integrations import plans
+from flexattn.settings import override
 from tests.contracts import imported, sglang
 from tests.contracts.requests import Requests
 from tests.contracts.sglang import ForwardMode, Pool, SWAKVPool
@@ -127,10 +131,15 @@ def ancestors():
     return seen
 
 
-@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
-def test_drafts_are_verified(backend, version):
-    """A tree, a chain whose mask is not given, and another tree in a batch that is padded."""
-    of = Requests()
+@pytest.mark.parametrize(("version", "own"), [("0.5.17", False), ("0.5.23", True)])
+def test_drafts_are_verified(backend, monkeypatch, version, own):
+    """A tree, a chain whose mask is not given, another tree; own: with a mask of the user's."""
+    of, chosen = Requests(), ""
+    if own:
+        named = ModuleType("masks_of_a_user")
+        named.mods = lambda layer: {"mask_mod": lambda b, h, q_idx, kv_idx: kv_idx != 1}
+        monkeypatch.setitem(sys.modules, named.__name__, named)
+        chosen = f"{named.__name__}:mods"
     runner = sglang.runner(of, Pool(of), version=version)
     server, layer = backend(version=version, drafted=5)(runner), sglang.layer(of)
     server.init_cuda_graph_state(3, 15)
@@ -139,12 +148,16 @@ def test_drafts_are_verified(backend, version):
     def serve_step(step, mode, trees=None):
         batch = sglang.forward_batch(step, runner, mode, of.page, trees)
         server.init_forward_metadata(batch)
-        out = server.forward(step.q.flatten(1), step.k, step.v, layer, batch)
+        with override(mods=chosen):
+            out = server.forward(step.q.flatten(1), step.k, step.v, layer, batch)
         return out.view_as(step.q)
+
+    def past_only(b, h, q, kv):
+        return (q >= kv) & ((kv != 1) | (not own))
 
     first = of.step({"a": 18, "b": 3})
     out = serve_step(first, ForwardMode.EXTEND)
-    assert_right((out, None), first.each, mask_mod=causal)
+    assert_right((out, None), first.each, mask_mod=past_only)
     for trees in ((tree, chain), None, (chain, tree)):
         step = of.step({"a": 5, "b": 5})
         out = serve_step(step, ForwardMode.TARGET_VERIFY, trees)
@@ -153,8 +166,8 @@ def test_drafts_are_verified(backend, version):
 
         def seen(b, h, q, kv, past=past, each=each):
             inside = each[b, (q - past[b]).clamp(min=0), (kv - past[b]).clamp(min=0)]
-            return (kv < past[b]) | inside
+            return ((kv < past[b]) | inside) & ((kv != 1) | (not own))
 
         assert_right((out, None), step.each, mask_mod=seen)
     step = of.step({"b": 1, "a": 1})
-    assert_right((serve_step(step, ForwardMode.DECODE), None), step.each, mask_mod=causal)
+    assert_right((serve_step(step, ForwardMode.DECODE), None), step.each, mask_mod=past_only)
