@@ -138,7 +138,7 @@ GOLDENS = {
         lse=False,
     ),
     "gluon_relative_bias": lambda: kernel(
-        replace(HOPPER, early_loads=False, tile_scheduler="static"),
+        replace(HOPPER, tile_scheduler="static"),
         score_mod=relative_bias(torch.zeros(32, 64), 32),
     ),
     "gluon_fp8_causal_sinks": lambda: kernel(

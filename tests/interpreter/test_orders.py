@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
-from flexattn.catalogue import causal, sliding_window
+from flexattn.catalogue import sliding_window
 from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.options import Options
@@ -41,16 +41,3 @@ def test_every_order_covers_every_tile(order, block):
     q, k, v = inputs(2, 6, 2, 41, 27)
     mask = None if block is None else block_mask(sliding_window(9), q, k, block, False, False)
     check(q, k, v, "prefill", mask=mask, order=order, BLOCK_M=16, BLOCK_N=16)
-
-
-@pytest.mark.oldest
-@pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_loads_after_the_scores(kind):
-    bias = torch.linspace(-3, 3, 45)
-
-    def score_mod(score, b, h, q_idx, kv_idx):
-        return score + bias[kv_idx]
-
-    q, k, v = inputs(2, 4, 2, 7, 45)
-    mask = block_mask(causal, q, k, 16)
-    check(q, k, v, kind, score_mod, mask, early_loads=False)

@@ -131,21 +131,6 @@ def compares_numbers(structure: Structure) -> bool:
     return form.span.low is None and documents is not None and documents.rest is None and narrow
 
 
-def loads_early(structure: Structure) -> bool:
-    """True if a config's early_loads has an effect: a score_mod reads something by key alone."""
-    terms = structure.terms
-    if terms is None:
-        return False
-    if terms.diagonal is not None:
-        return loads_diagonals(structure)
-    decode = structure.kind == "decode"
-    return any(
-        _loads(expr, by_row=False, head_per_row=decode)
-        for expr in (terms.core, terms.column, terms.rest)
-        if expr is not None
-    )
-
-
 def loads_diagonals(structure: Structure) -> bool:
     """True if a score_mod reads a value for every diagonal of a tile."""
     terms = structure.terms

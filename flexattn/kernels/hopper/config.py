@@ -51,8 +51,6 @@ class HopperPrefillConfig:
     first.
     l2_swizzle: query heads of a section where order is "sections"; default 8. As many as have
     their K and V in L2 together (`section_of` in space.py).
-    early_loads: whether what a score_mod reads by key is asked for before the products of the
-    scores; default True. It hides the latency and takes registers.
     q_in_regs: columns of Q that a consumer keeps in registers, as the A operand of wgmma: 0, half
     of them or all; default 0. For wide heads shared memory's bandwidth is the limit.
     lazy_rescale: whether the accumulator is rescaled only where a row's maximum rose by much;
@@ -84,7 +82,6 @@ class HopperPrefillConfig:
     tile_scheduler: TileScheduler = "grid"
     order: HopperOrder = "last"
     l2_swizzle: int = 8
-    early_loads: bool = True
     q_in_regs: int = 0
     lazy_rescale: bool = False
     cross_tile_pipeline: bool = True
@@ -97,7 +94,7 @@ class HopperPrefillConfig:
     ptxas: Ptxas = ""
 
     # Fields of earlier versions, with the value that every kernel has now.
-    retired: ClassVar[dict[str, object]] = {"fp8_pv": False}
+    retired: ClassVar[dict[str, object]] = {"fp8_pv": False, "early_loads": True}
 
     language: ClassVar[Language] = "gluon"
 

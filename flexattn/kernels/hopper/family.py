@@ -9,10 +9,8 @@ from typing import Any
 from flexattn.device import Device
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Geometry, Language, at_rest, words
-from flexattn.kernels.base.estimate import Estimate
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.features import FEW_BY_KEY, values_by_key
-from flexattn.kernels.base.source import Source
 from flexattn.kernels.hopper import cost, ragged, space
 from flexattn.kernels.hopper.config import (
     CONSUMER_REGISTERS,
@@ -75,13 +73,8 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         yield from rules[:1]
         yield from alternatives(replace(problem, q_len=1), rules)
 
-    def expected(
-        self, problem: Problem, config: HopperPrefillConfig, device: Device
-    ) -> Estimate | None:
-        return cost.expected(problem, config, device)
-
-    def variants(self, config: HopperPrefillConfig) -> Iterator[HopperPrefillConfig]:
-        return space.forms(config)
+    expected = staticmethod(cost.expected)
+    variants = staticmethod(space.forms)
 
     def axes(
         self, problem: Problem, device: Device, effort: Effort
@@ -97,7 +90,6 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
             l2_swizzle=8,
             lazy_rescale=False,
             order="last",
-            early_loads=True,
         )
 
     def uncompiled(self, config: HopperPrefillConfig) -> HopperPrefillConfig:
@@ -107,10 +99,7 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         """The other Triton brought other assemblers."""
         return replace(config, ptxas=preferred())
 
-    def fit_to_mask(
-        self, config: HopperPrefillConfig, structure: Structure
-    ) -> HopperPrefillConfig:
-        return fit_to_mask(config, structure)
+    fit_to_mask = staticmethod(fit_to_mask)
 
     def check_rows(self, rows: int) -> None:
         if rows < CONSUMER_ROWS or rows % CONSUMER_ROWS:
@@ -132,13 +121,8 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         rows, keys, stages = config.all_rows, config.BLOCK_N, config.num_stages
         return {"BACKEND": "GLUON", "BLOCK_M": rows, "BLOCK_N": keys, "num_stages": stages}
 
-    def grid(self, problem: Problem, config: HopperPrefillConfig, device: Device) -> Geometry:
-        return grid(problem, config, device)
-
-    def render(
-        self, structure: Structure, config: HopperPrefillConfig, device: Device, title: str
-    ) -> Source:
-        return render(structure, config, device, title)
+    grid = staticmethod(grid)
+    render = staticmethod(render)
 
     def bind(
         self, problem: Problem, config: HopperPrefillConfig, grid: Geometry
@@ -150,8 +134,7 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
 
         r, q, v: consumer_regs, q_in_regs and v_box, where they are no default; parts: v_parts and
         k_parts. lazy: lazy_rescale; gqa: pack_gqa; drains: no cross_tile_pipeline;
-        pingpong-softmax: ping_pong with ping_pong_softmax; then tile_scheduler and order. late: no
-        early_loads.
+        pingpong-softmax: ping_pong with ping_pong_softmax; then tile_scheduler and order.
         """
         parts = [f"{config.BLOCK_M}x{config.BLOCK_N} c{config.consumers} s{config.num_stages}"]
         if config.consumer_regs != CONSUMER_REGISTERS.get(config.consumers):
@@ -168,7 +151,7 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         parts += [config.tile_scheduler] * (config.tile_scheduler != "grid")
         if config.order != "last":
             parts.append(config.order + str(config.l2_swizzle) * (config.order == "sections"))
-        return " ".join(parts + ["late"] * (not config.early_loads) + words(config))
+        return " ".join(parts + words(config))
 
 
 PREFILL = _Prefill()

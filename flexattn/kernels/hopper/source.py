@@ -258,6 +258,8 @@ def render(
         "hoisted": hoisted,
         # Knobs that this structure or another one may rule out.
         "lazy_rescale": lazy,
+        # A value for each score would take registers before the scores are there.
+        "early_loads": not case.loads_tile,
         "cross_tile_pipeline": pipelined,
         "ping_pong_softmax": config.ping_pong_softmax and not pipelined,
         # Scores of fp8 depend on factors of the heads.

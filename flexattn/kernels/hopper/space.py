@@ -10,7 +10,7 @@ from pathlib import Path
 from flexattn.device import Device
 from flexattn.kernels.base.config import turned
 from flexattn.kernels.base.estimate import L2_BYTES, best_first
-from flexattn.kernels.base.features import loads_by_key, loads_early, loads_tiles
+from flexattn.kernels.base.features import loads_by_key, loads_tiles
 from flexattn.kernels.hopper.config import (
     BOX,
     BOXED_REGISTERS,
@@ -88,10 +88,10 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
         if each.consumers > 2 and (_moves(structure) or found.consumers < each.consumers):
             continue  # each has a part of a run of its own, which rules out the pipeline
         keys = found.BLOCK_N
-        late = loads_tiles(structure, (CONSUMER_ROWS, keys))
-        reads = loads_by_key(structure, (CONSUMER_ROWS, keys)) or late
+        unit = CONSUMER_ROWS, keys
+        reads = loads_by_key(structure, unit) or loads_tiles(structure, unit)
         lazy = _rescales_lazily(structure, widest, reads or diagonal)
-        found = replace(found, early_loads=not late, lazy_rescale=lazy)
+        found = replace(found, lazy_rescale=lazy)
         if structure.sparsity is not None:
             # Walking lists takes the registers that a part of Q would; runs end 2 % earlier at
             # D 256. In boxes registers are left, and 64 rows of Q are as many bytes as 64 keys.
@@ -284,7 +284,6 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     if every and columns == 128:
         for each in preferences(structure):
             yield from (replace(each, q_in_regs=part) for part in (64, 128))
-    early = (True, False) if loads_early(structure) else (True,)
     schedulers: tuple[TileScheduler, ...] = ("grid", "dynamic")
     if every:
         schedulers = ("grid", "static", "dynamic")
@@ -295,17 +294,15 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
         tile = replace(tile, ptxas=preferred())
         tile = _in_parts(_in_boxes(tile, box) if box else tile, structure)
         tile = fit_to_mask(tile, structure)
-        waits = early if not loads_tiles(structure, (CONSUMER_ROWS, tile.BLOCK_N)) else (False,)
         turns = (False, True) if tile.consumers > 1 else (False,)
-        for ping_pong, (scheduler, pipelined), order, loads in product(
-            turns, walks, _orders(problem, tile, every), waits
+        for ping_pong, (scheduler, pipelined), order in product(
+            turns, walks, _orders(problem, tile, every)
         ):
             found = replace(
                 tile,
                 ping_pong=ping_pong,
                 tile_scheduler=scheduler,
                 order=order,
-                early_loads=loads,
                 cross_tile_pipeline=pipelined,
             )
             if order == "sections":

@@ -13,7 +13,6 @@ from flexattn.device import Device
 from flexattn.kernels.base.arguments import skips_vanished
 from flexattn.kernels.base.config import Geometry, Language, turned, words
 from flexattn.kernels.base.family import Around, Effort, KernelFamily
-from flexattn.kernels.base.source import Source
 from flexattn.kernels.hopper_backward.config import (
     HopperBackwardConfig,
     at_sizes,
@@ -250,13 +249,8 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
     ) -> HopperBackwardConfig:
         return at_sizes(config, problem)
 
-    def grid(self, problem: Problem, config: HopperBackwardConfig, device: Device) -> Geometry:
-        return backward_grid(problem, config, device)
-
-    def render(
-        self, structure: Structure, config: HopperBackwardConfig, device: Device, title: str
-    ) -> Source:
-        return render(structure, config, device, title)
+    grid = staticmethod(backward_grid)
+    render = staticmethod(render)
 
     def around(self, problem: Problem, config: HopperBackwardConfig, device: Device) -> Around:
         """dq is added up in fp32, in the order in which threads hold it."""

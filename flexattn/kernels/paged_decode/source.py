@@ -121,7 +121,6 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "all_pieces": (*qk, *v),
         "layout": _CONTIGUOUS,
         "use_tma": False,
-        "early_loads": True,
         # Kept in registers, what does not change would leave a warpgroup's tile too few.
         "licm": config.BLOCK_M < 64,
         "fold_scale": score is None and form.positive_scale and not form.scaled,

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import Config, Geometry, Language, knob, tile_for, tiles_per_q
-from flexattn.kernels.base.features import loads_early
+from flexattn.kernels.base.config import Config, Geometry, Language, tile_for, tiles_per_q
 from flexattn.problem import Problem, Structure
 
 TritonOrder = Literal["last", "first", "group", "heads"]
@@ -21,8 +20,7 @@ class PrefillConfig:
     use_tma: Q, K and V are read through tensor descriptors, by the bulk copy engine.
     order: which tiles start first. "last" and "first": a head's last or first rows, head after
     head; "group": the heads that share keys side by side; "heads": all heads side by side. The
-    last two start with the last rows. early_loads: what a score_mod loads by key alone is asked
-    for before the scores are computed.
+    last two start with the last rows.
     """
 
     BLOCK_M: int
@@ -31,7 +29,9 @@ class PrefillConfig:
     num_stages: int
     use_tma: bool = False
     order: TritonOrder = "last"
-    early_loads: bool = knob(True, False, word="late", moves=loads_early)
+
+    # Fields of earlier versions, with the value that every kernel has now.
+    retired: ClassVar[dict[str, object]] = {"early_loads": True}
 
     heads: ClassVar[int] = 1
     language: ClassVar[Language] = "triton"
@@ -42,7 +42,6 @@ class DecodeConfig:
     """BLOCK_M packed rows (query heads of a group x query positions) loop over a split of keys.
 
     num_splits: pieces of the keys, each for one CTA; 0 lets the sizes decide at launch.
-    early_loads: as in prefill.
     """
 
     BLOCK_M: int
@@ -50,7 +49,8 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     num_splits: int = 0
-    early_loads: bool = knob(True, False, word="late", moves=loads_early)
+
+    retired: ClassVar[dict[str, object]] = {"early_loads": True}
 
     heads: ClassVar[int] = 1
     language: ClassVar[Language] = "triton"

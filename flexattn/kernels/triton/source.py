@@ -101,7 +101,6 @@ def render(
         **structure_context(structure, device),
         **mod_context([each.lines for each in printed], device),
         "config": config,
-        "early_loads": config.early_loads,
         "hoisted": [line for each in printed for line in each.hoisted],
         "score": score,
         "mask": mask,

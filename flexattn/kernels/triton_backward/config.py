@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from flexattn.kernels.base.arguments import skips_vanished
 from flexattn.kernels.base.config import Geometry, Language, knob, tile_for
-from flexattn.kernels.printers.gradient_printer import adds_along_diagonals
 from flexattn.mods.expr import reads, walk
 from flexattn.problem import Problem, Sparsity, Structure
 
@@ -31,8 +30,7 @@ class BackwardConfig:
 
     BLOCK_N1 keys are held for dK and dV, and query rows walked BLOCK_M1 at a time; BLOCK_M2 rows
     are held for dQ, and keys walked BLOCK_N2 at a time. use_tma: what is walked is read through
-    tensor descriptors, by the bulk copy engine. sum_diagonals: the gradient of a relative bias is
-    summed along each tile's diagonals before it is added up. guarded: whether each loop stands
+    tensor descriptors, by the bulk copy engine. guarded: whether each loop stands
     behind a condition that it has a turn; default False. A product goes on when a loop ends, and
     of a loop that may have no turn ptxas may see another instruction write its sums: then each
     wgmma of the kernel waits for the one before it (C7515). So it is on Hopper of a learned bias
@@ -46,8 +44,10 @@ class BackwardConfig:
     num_warps: int = 4
     num_stages: int = 2
     use_tma: bool = False
-    sum_diagonals: bool = knob(True, False, word="scattered", moves=adds_along_diagonals)
     guarded: bool = knob(False, True, word="guarded", moves=serialises)
+
+    # Fields of earlier versions, with the value that every kernel has now.
+    retired: ClassVar[dict[str, object]] = {"sum_diagonals": True}
 
     heads: ClassVar[int] = 1
     language: ClassVar[Language] = "triton"

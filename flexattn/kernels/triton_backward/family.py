@@ -71,7 +71,7 @@ class ConfigCase(StructureCase[BackwardConfig]):
         c, itemsize = self.config, self.structure.itemsize
         keys = itemsize * self._elements(c.BLOCK_N1, c.BLOCK_M1)
         queries = itemsize * self._elements(c.BLOCK_M2, c.BLOCK_N2)
-        if c.sum_diagonals and adds_along_diagonals(self.structure):
+        if adds_along_diagonals(self.structure):
             # Scores are turned through shared memory, in float32 and a buffer a stage.
             queries += 4 * c.num_stages * c.BLOCK_M2 * c.BLOCK_N2
         return max(keys, queries) + SHARED_SLACK

@@ -120,7 +120,7 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
     """The backward kernel of a structure with a config; title goes into its header."""
     traits = traits_of(device, structure)
     over_keys, mask_over_keys = print_with_gradients(
-        structure, replace(traits, dialect=OVER_KEYS), structure.grads, config.sum_diagonals
+        structure, replace(traits, dialect=OVER_KEYS), structure.grads, diagonals=True
     )
     over_rows, mask_over_rows = print_with_gradients(structure, replace(traits, dialect=OVER_ROWS))
     sparsity, skipped = structure.sparsity, skips_blocks(structure, config)

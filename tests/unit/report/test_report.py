@@ -139,7 +139,7 @@ def test_reasons_are_counted_by_stage_with_an_example():
     [
         (PrefillConfig(128, 64, 4, 2), "128x64 w4 s2"),
         (PrefillConfig(128, 64, 4, 2, True, "group"), "128x64 w4 s2 tma order=group"),
-        (DecodeConfig(16, 128, 4, 3, 8, False), "16x128 w4 s3 splits=8 early_loads=off"),
+        (DecodeConfig(16, 128, 4, 3, 8), "16x128 w4 s3 splits=8"),
     ],
 )
 def test_a_config_in_a_cell(config, text):

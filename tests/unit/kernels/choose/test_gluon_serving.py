@@ -125,9 +125,9 @@ def test_its_names():
     assert short(config) == "128x128 c2 s2 pingpong static sections16"
     other = replace(
         PLAIN, consumer_regs=232, q_in_regs=64, lazy_rescale=True, pack_gqa=True,
-        cross_tile_pipeline=False, ping_pong=True, ping_pong_softmax=True, early_loads=False,
+        cross_tile_pipeline=False, ping_pong=True, ping_pong_softmax=True,
     )  # fmt: skip
-    words = "64x128 c2 s2 r232 q64 lazy gqa drains pingpong-softmax late"
+    words = "64x128 c2 s2 r232 q64 lazy gqa drains pingpong-softmax"
     assert short(other) == words
     assert short(replace(PLAIN, v_parts=2, k_parts=4)) == "128x128 c2 s2 parts2-4"
     assert describe(PLAIN) == "consumers=2 BLOCK_N=128 num_stages=2 consumer_regs=240"

@@ -231,15 +231,19 @@ def test_sections_hold_whole_groups_in_the_cache():
         assert section == group or section // group * kv_len * 512 <= gluon.L2_BYTES
 
 
-def test_early_loads_are_an_axis_where_they_move_anything():
-    def offered(score_mod):
-        return {each.early_loads for each in gluon.axes(problem(score_mod=score_mod), False)}
-
+def test_what_is_read_by_key_is_asked_for_before_the_products_of_the_scores():
     keys = torch.zeros(8192)
-    assert offered(None) == {True}
-    assert offered(lambda score, b, h, q_idx, kv_idx: score + keys[kv_idx]) == {True, False}
+
+    def early(score_mod):
+        wanted = problem(score_mod=score_mod)
+        config = next(gluon.preferences(wanted.structure))
+        text = render(wanted.structure, config, H200, "").text
+        consumed = text[text.index("def consume_tile") :]
+        return consumed.index("gl.load(") < consumed.index("multiply_qk(")
+
+    assert early(lambda score, b, h, q_idx, kv_idx: score + keys[kv_idx])
     # A value for every score would take registers before the scores are there.
-    assert offered(head_bias(torch.zeros(2, 32, 64, 64))) == {False}
+    assert not early(head_bias(torch.zeros(2, 32, 64, 64)))
 
 
 def test_a_triton_without_gluon_is_offered_none(monkeypatch):

@@ -10,7 +10,6 @@ from hypothesis import given, strategies as st
 from flexattn.catalogue import causal, relative_bias, softcap
 from flexattn.device import named
 from flexattn.kernels.base.config import power_above
-from flexattn.kernels.base.features import loads_early
 from flexattn.kernels.choose.defaults import LEFT_OUT, default, reasons, space, survey
 from flexattn.kernels.hopper.family import PREFILL as HOPPER
 from flexattn.kernels.triton.config import ORDERS, AmdPrefillConfig, DecodeConfig, PrefillConfig
@@ -182,26 +181,6 @@ def test_orders_are_tried_where_they_differ(about, expected):
     assert set(orders(wanted, PrefillConfig(64, 64, 4, 2), every=False)) == expected
     if "mask_mod" in about and "q_len" not in about and "group" not in about:
         assert orders(wanted, PrefillConfig(64, 64, 4, 2), every=True) == ORDERS
-
-
-def test_loads_are_moved_only_where_a_score_mod_reads_by_key():
-    per_key, per_head = torch.zeros(64), torch.zeros(32, 64)
-
-    def by_key(score, b, h, q_idx, kv_idx):
-        return score + per_key[kv_idx]
-
-    def by_head_and_key(score, b, h, q_idx, kv_idx):
-        return score + per_head[h, kv_idx]
-
-    # A table by distance is read as one strip of diagonals, where a tile has one head.
-    expected = {by_key: (True, True), by_head_and_key: (True, False), BIAS: (True, False)}
-    for score_mod, moves in expected.items():
-        for kind, moved in zip(("prefill", "decode"), moves, strict=True):
-            wanted = problem(kind, score_mod=score_mod)
-            assert loads_early(wanted.structure) is moved
-            triton = (each for each in space(wanted, H200) if each.language == "triton")
-            offered = {config.early_loads for config in triton}
-            assert offered == ({True, False} if moved else {True})
 
 
 @given(st.integers(1, 2**16))

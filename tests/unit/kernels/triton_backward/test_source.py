@@ -32,12 +32,8 @@ def test_gradients_of_captured_tensors_are_there_where_they_are_asked_for():
     assert text(structure(BIAS, grads=True)).count("atomic_add") == 1
 
 
-def test_a_relative_bias_is_summed_along_diagonals_or_scattered():
-    given = structure(BIAS, grads=True)
-    configs = [each for each in turned(CONFIG, given) if not each.guarded]
-    assert [each.sum_diagonals for each in configs] == [True, False]
-    one, other = (text(given, each) for each in configs)
-    assert "tl.gather" in one and "tl.gather" not in other
+def test_a_relative_bias_is_summed_along_diagonals():
+    assert "tl.gather" in text(structure(BIAS, grads=True))
     assert list(turned(CONFIG, structure(softcap(50.0)))) == [CONFIG]
 
 
