@@ -51,6 +51,8 @@ class FlexattnBackend(AttentionBackend):
         parts = (pool, getattr(pool, "full_kv_pool", pool))
         _refuse({
             "MLA": model_runner.use_mla_backend,
+            "a draft model, for which --speculative-draft-attention-backend names another,":
+            model_runner.is_draft_worker,
             "--enable-unified-memory": getattr(self.kv_index_translator, "is_translating", False),
             "a cache of 4 bits or of scaled blocks": any(
                 getattr(each, "is_quantized_kv_cache", False) for each in parts
@@ -111,8 +113,6 @@ class FlexattnBackend(AttentionBackend):
         mode, spec = forward_batch.forward_mode, forward_batch.spec_info
         verify = mode.is_target_verify()
         _refuse({
-            "a draft model, for which --speculative-draft-attention-backend names another,":
-            mode.is_draft_extend_v2() or (mode.is_decode() and spec is not None),
             "drafts of another number of tokens than --speculative-num-draft-tokens": verify
             and getattr(spec, "draft_token_num", self._drafted) != self._drafted,
             "an encoder": forward_batch.encoder_lens is not None,
@@ -120,7 +120,7 @@ class FlexattnBackend(AttentionBackend):
         n = forward_batch.batch_size
         self._lens[:n].copy_(forward_batch.seq_lens[:n])
         if verify:
-            self._trees.fill(forward_batch.seq_lens[:n], spec.custom_mask)
+            self._trees.fill(forward_batch.seq_lens[:n], getattr(spec, "custom_mask", None))
             self._lens[:n] += self._drafted
         elif not mode.is_decode_or_idle():
             lens = forward_batch.extend_seq_lens[:n]

@@ -63,9 +63,6 @@ class ForwardMode(IntEnum):
     def is_target_verify(self):
         return self == ForwardMode.TARGET_VERIFY
 
-    def is_draft_extend_v2(self):
-        return False
-
 
 class AttentionBackend:
     needs_cpu_seq_lens = True
@@ -197,6 +194,7 @@ def runner(of, pool, *, requests=6, length=96, version=VERSION):
             req_to_token=torch.zeros(requests + 1, length, dtype=torch.int32, device=of.device),
         ),
         token_to_kv_pool=pool, device=str(of.device), page_size=of.page, use_mla_backend=False,
+        is_draft_worker=False,
     )  # fmt: skip
     named = RELEASES[version].translator
 

@@ -48,6 +48,7 @@ def test_the_contract_is_that_of_the_real_package():
 
 @pytest.mark.parametrize(("holder", "field", "named"), [
     ("", "use_mla_backend", "MLA"),
+    ("", "is_draft_worker", "--speculative-draft-attention-backend"),
     ("kv_index_translator", "is_translating", "unified-memory"),
     ("token_to_kv_pool", "is_quantized_kv_cache", "4 bits"),
 ])  # fmt: skip
@@ -65,9 +66,6 @@ def test_batches_and_layers_that_are_refused(ours):
     server, step = ours.FlexattnBackend(runner), of.step({"a": 3})
     batch = sglang.forward_batch(step, runner, ForwardMode.TARGET_VERIFY, of.page)
     with pytest.raises(UnsupportedError, match="drafts of another number"):
-        server.init_forward_metadata(batch)
-    batch.forward_mode = ForwardMode.DECODE
-    with pytest.raises(UnsupportedError, match="--speculative-draft-attention-backend"):
         server.init_forward_metadata(batch)
     batch.forward_mode, batch.encoder_lens = ForwardMode.EXTEND, torch.ones(1)
     with pytest.raises(UnsupportedError, match="an encoder"):
