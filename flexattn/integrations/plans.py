@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
 from flexattn import catalogue
+from flexattn.device import usable
 from flexattn.errors import FlexAttnError, InputError, SettingsError
 from flexattn.mods import bind
 from flexattn.problem.serving import ServingProblem
@@ -297,7 +298,7 @@ class Plans:
                 mask=bound[1], positive_scale=kind.scale is None or kind.scale > 0, total_q=total,
                 **about,
             )  # fmt: skip
-            self._threads.submit(copy_context().run, _compile, problem, layer.device)
+            self._threads.submit(copy_context().run, _compile, problem, usable(layer.device))
 
     def of(self, layer: Layer, rows: int, **maxima: Any) -> LayerPlans:
         """A layer's plans with the user's mods, verified; nothing is being compiled then.

@@ -28,8 +28,46 @@ ROW_TILES = "templates/hopper/row_tiles.py.jinja"
 IN_ROW_TILES = "tests/interpreter/test_row_tiles.py"
 REQUESTS = "templates/hopper/requests.jinja"
 IN_RAGGED = "tests/unit/kernels/hopper/test_ragged.py"
+IN_VLLM = "tests/interpreter/test_vllm.py"
+IN_SGLANG = "tests/interpreter/test_sglang.py"
+ADAPTORS = "flexattn/integrations/"
 
 SERVING = (
+    Fault(
+        "a page that was guessed for a warm-up replaces that of vLLM's cache",
+        ADAPTORS + "vllm.py",
+        "            if self._ready is None:",
+        "            if self._ready is not None:",
+        IN_VLLM + "::test_a_page_that_was_guessed_does_not_replace_the_right_one",
+    ),
+    Fault(
+        "values have the scales of their keys",
+        ADAPTORS + "vllm.py",
+        '"v_scale": places[..., 1]}',
+        '"v_scale": places[..., 0]}',
+        IN_VLLM + "::test_a_cache_of_eight_bits[fp8_per_token_head-dtype1]",
+    ),
+    Fault(
+        "a row of an image is taken for that of the request before",
+        ADAPTORS + "plans.py",
+        "torch.sub(ends[1:], lens,",
+        "torch.sub(ends[:-1], lens,",
+        IN_VLLM + "::test_rows_of_an_image_see_each_other",
+    ),
+    Fault(
+        "a draft's mask is read where its first key's is",
+        ADAPTORS + "plans.py",
+        "- widths * n + past",
+        "- widths * n",
+        IN_SGLANG + "::test_drafts_are_verified[0.5.17-False]",
+    ),
+    Fault(
+        "new keys of a layer with a window go to the slots of the other layers",
+        ADAPTORS + "sglang.py",
+        "slots = self._window_slots if self._more_slots is None else self._more_slots",
+        "slots = forward_batch.out_cache_loc",
+        IN_SGLANG + "::test_a_chunk_longer_than_the_buffers_has_slots_in_its_window",
+    ),
     Fault(
         "the first-use check leaves its prefills to the streaming kernel",
         "flexattn/serving/verified.py",
