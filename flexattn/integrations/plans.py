@@ -226,10 +226,12 @@ def _alibi(slopes: Tensor) -> _Mod:
 
 
 class LayerPlans(NamedTuple):
-    """The plans of a layer: attention of single tokens and of chunks, and its cache's writes."""
+    """The plans of a layer: attention of single tokens, of chunks, and of chunks with spans, which
+    is that of chunks where the layer has none; and its cache's writes."""
 
     single: DecodePlan
     chunks: DecodePlan
+    spans: DecodePlan
     append: AppendPlan
 
 
@@ -288,7 +290,7 @@ class Plans:
             return
         self._begun.add(key)
         self._threads = self._threads or ThreadPoolExecutor(_THREADS)
-        for kind, total in ((replace(layer, spans=None), 0), (layer, rows)):
+        for kind, total in _kinds(layer, rows):
             found = (kind.score_mod(own[0]), kind.mask_mod(own[1]))
             bound = [bind(mod, name[:-4]) for mod, name in zip(found, _KINDS, strict=True)]
             about: dict[str, Any] = {name: value or False for name, value in maxima.items()}
@@ -310,11 +312,14 @@ class Plans:
         if self._threads is not None:  # one that allocates would end a capture
             self._threads.shutdown()
             self._threads = None
-        return LayerPlans(
-            self.plan(replace(layer, spans=None), mods, total_q=0, **maxima),
-            self.plan(layer, mods, total_q=rows, **maxima),
-            self.append(layer, torch.int64),
-        )
+        made = [self.plan(kind, mods, total_q=n, **maxima) for kind, n in _kinds(layer, rows)]
+        return LayerPlans(made[0], made[1], made[-1], self.append(layer, torch.int64))
+
+
+def _kinds(layer: Layer, rows: int) -> list[tuple[Layer, int]]:
+    """The layers of a layer's plans, and the rows of each, 0 for single tokens."""
+    plain = replace(layer, spans=None)
+    return [(plain, 0), (plain, rows), *([(layer, rows)] if layer.spans is not None else [])]
 
 
 def _own(mods: Mapping[str, _Mod] | None) -> list[_Mod | None]:

@@ -156,7 +156,8 @@ class FlexattnBackend(AttentionBackend):
 class FlexattnMetadata(AttentionMetadata):
     """The batch of a forward for a group of layers; tensors are vLLM's own buffers.
 
-    single: each request has one row, which sees all of its keys.
+    single: each request has one row, which sees all of its keys. wide: rows may see more than a
+    causal mask.
     """
 
     num_actual_tokens: int
@@ -167,6 +168,7 @@ class FlexattnMetadata(AttentionMetadata):
     block_table: Tensor
     slot_mapping: Tensor
     single: bool
+    wide: bool
 
 
 class FlexattnMetadataBuilder(AttentionMetadataBuilder):
@@ -224,8 +226,16 @@ class FlexattnMetadataBuilder(AttentionMetadataBuilder):
         single = common.max_query_len == 1 and not wide and self._rows_of is None
         return FlexattnMetadata(
             common.num_actual_tokens, common.max_query_len, ends, common.max_seq_len, lens, table,
-            common.slot_mapping, single and len(lens) <= common.num_actual_tokens,
+            common.slot_mapping, single and len(lens) <= common.num_actual_tokens, wide,
         )  # fmt: skip
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> FlexattnMetadata:
+        """A graph of chunks serves batches with and without images."""
+        found = self.build(0, common_attn_metadata)
+        found.wide = self._spans is not None
+        return found
 
 
 class FlexattnImpl(AttentionImpl):
@@ -365,7 +375,8 @@ class FlexattnImpl(AttentionImpl):
             plans.single.run(q, pages, out=out, **given)
         else:
             given["cu_seqlens_q"] = batch.query_start_loc
-            plans.chunks.run(query[:rows], pages, out=output[:rows], **given)
+            plan = plans.spans if batch.wide else plans.chunks
+            plan.run(query[:rows], pages, out=output[:rows], **given)
         return output
 
     def _paged(

@@ -205,6 +205,11 @@ def test_rows_of_an_image_see_each_other(model):
     step = of.step({"a": 1, "b": 1})
     out = server.run(step, mm_req_doc_ranges={})
     assert_right((out, None), step.each, mask_mod=causal)
+    plans = server.impl._ready[1]
+    assert plans.chunks.form.mask != plans.spans.form.mask, "text alone keeps the causal mask"
+    step = of.step({"a": 3, "c": 2})
+    metadata = server.builder.build_for_cudagraph_capture(vllm.common(step))
+    assert_right((server.run(step, metadata), None), step.each, mask_mod=causal)
 
 
 def test_requests_that_say_whether_they_are_causal(model):
@@ -216,6 +221,8 @@ def test_requests_that_say_whether_they_are_causal(model):
         assert_right((out, None), step.each, mask_mod=Masks(free=[1 - each for each in flags]))
     step = of.step({"a": 4})
     assert_right((server.run(step, causal=False), None), step.each, mask_mod=Masks(free=[1]))
+    step = of.step({"b": 2})
+    assert_right((server.run(step), None), step.each, mask_mod=causal)
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -297,6 +304,7 @@ def test_kernels_that_compile_while_weights_are_read_are_those_of_the_plans(monk
     for _ in range(2):
         ours.begin(layer, 40, **maxima)
         ours.begin(elsewhere, 40, **maxima)
-    single, chunks, _ = ours.of(layer, 40, **maxima)
+    single, chunks, spans, _ = ours.of(layer, 40, **maxima)
+    assert spans is chunks
     assert [problem for problem, _ in begun] == [single.problem, chunks.problem]
     assert {where for _, where in begun} == {elsewhere.device} and ours._threads is None
