@@ -5,16 +5,12 @@ Without one, a child process interprets the kernels, and others compile them.
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import typer
@@ -31,7 +27,6 @@ from flexattn.cli.workloads import (
     FULL_WORKLOADS,
     SMALL_WORKLOADS,
     DemoTrial,
-    DemoVariant,
     DemoWorkload,
     bars,
     print_notes,
@@ -44,9 +39,10 @@ from flexattn.cli.workloads import (
 from flexattn.device import detect, named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import short
+from flexattn.records.record import Failed
 from flexattn.records.store import Store
 from flexattn.settings import child_environment, current, override
-from flexattn.tune.builds import BuiltConfig, build_all, compilers
+from flexattn.tune.builds import BuiltConfig, Pool, build_all, compilers
 from flexattn.tune.campaign import Campaign
 from flexattn.tune.subject import Method, method_for
 from flexattn.tune.tasks import task_of, tasks
@@ -241,7 +237,7 @@ DEMO_DEVICE = "nvidia-h200"
 INTERPRETED = 2
 CONFIGS = 3
 PATIENCE = 20.0  # seconds after which a workload gets its first config alone
-_DEADLINE = 300
+_DEADLINE = 300.0
 
 
 def compile_workloads() -> list[tuple[str, BuiltConfig]]:
@@ -258,29 +254,16 @@ def compile_workloads() -> list[tuple[str, BuiltConfig]]:
     return found
 
 
-def interpret_workloads() -> str:
-    """Run the rendered kernels in Triton's interpreter and judge them; a line of JSON."""
-    trials = [run_trial(w, "float16", INTERPRETED, PATIENCE) for w in SMALL_WORKLOADS]
-    return json.dumps([asdict(trial) for trial in trials])
+def interpret(workload: DemoWorkload) -> DemoTrial:
+    """Run a workload's rendered kernels in Triton's interpreter and judge them."""
+    return run_trial(workload, "float16", INTERPRETED, PATIENCE)
 
 
-def interpreted() -> tuple[tuple[DemoTrial, ...], str]:
-    """The trials of a process that interprets, and the last lines of one that failed."""
-    code = f"import sys; from {__name__} import *; sys.stdout.write(interpret_workloads())"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=child_environment(interpret=True),
-            capture_output=True, text=True, timeout=_DEADLINE, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return (), f"interpreting: no answer within {_DEADLINE} s"
-    if done.returncode:
-        words = done.stderr.strip().splitlines()[-8:]
-        return (), f"interpreting: status {done.returncode}\n" + "\n".join(words)
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    return tuple(map(_trial, found)), ""
-
-
-def _trial(fields: dict[str, Any]) -> DemoTrial:
-    variants = tuple(DemoVariant(**each) for each in fields["variants"])
-    return DemoTrial(**{**fields, "variants": variants})
+def interpreted() -> tuple[list[DemoTrial], str]:
+    """The trials of a process that interprets, and what became of the others, in words."""
+    environment = partial(child_environment, interpret=True)
+    with Pool(interpret, 1, _DEADLINE, environment) as pool:
+        found = dict(pool.run(SMALL_WORKLOADS))
+    lost = [f"interpreting: {each}" for each in found.values() if isinstance(each, Failed)]
+    trials = [found[i] for i in sorted(found) if isinstance(found[i], DemoTrial)]
+    return trials, "\n".join(lost)

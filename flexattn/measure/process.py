@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, TypeVar
@@ -24,10 +24,6 @@ from flexattn.settings import log, worker_environment
 _C = TypeVar("_C", bound="Closing")
 
 _KEPT_BYTES = 16 << 10
-_SERVE = (
-    "import sys; from flexattn.measure.runner import serve_runner; "
-    "serve_runner(int(sys.argv[1]), sys.argv[2])"
-)
 # A process whose kernel spins is gone when the driver has stopped the kernel.
 _REAP_SECONDS = 30.0
 
@@ -81,8 +77,8 @@ def receive(pipe: Connection[Any, Any]) -> Any:
     return pickle.loads(pipe.recv_bytes())
 
 
-def end_with_parent(handle: int, end: Callable[[], None]) -> None:
-    """Call `end`, from a thread, when the parent dies.
+def pipe_of_child(handle: int) -> Connection[Any, Any]:
+    """A child's end of its pipe; the child and what it started are killed when its parent dies.
 
     handle: of a pipe whose other end the parent alone holds, so that it closes then.
     """
@@ -91,9 +87,10 @@ def end_with_parent(handle: int, end: Callable[[], None]) -> None:
 
     def wait() -> None:
         waiter.poll()
-        end()
+        os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True).start()
+    return Connection(handle)
 
 
 class Closing:
@@ -125,15 +122,17 @@ class Spawned:
     chosen by an environment that must stand before anything is imported.
     """
 
-    def __init__(self, start: Sequence[str], what: str, environment: Mapping[str, str]) -> None:
-        """start: the interpreter's arguments; its pipe's handle and `what` come behind them."""
+    def __init__(self, serve: str, what: str, environment: Mapping[str, str]) -> None:
+        """serve: "module:function", its life; called with the handle of its pipe, and `what`."""
+        module, _, name = serve.partition(":")
+        code = f"import sys; from {module} import {name}; {name}(int(sys.argv[1]), sys.argv[2])"
         self.pipe: Connection[Any, Any]
         self.pipe, theirs = Pipe()
         # A file, and not a pipe that somebody would have to read.
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *start, str(theirs.fileno()), what],
+                [sys.executable, "-c", code, str(theirs.fileno()), what],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=self._printed,
@@ -167,17 +166,26 @@ class Spawned:
         except subprocess.TimeoutExpired:
             log.warning("process %d does not die; its GPU may stay busy", self.pid)
 
-    def ended(self, patience: float) -> str:
-        """The end of the process in a word, a signal's name or its exit status; waits a few
-        seconds.
-        """
+    def receive(self, patience: float) -> Any:
+        """The next message. Raises Died where it is gone, or silent for so many seconds."""
+        try:
+            if self.pipe.poll(patience):
+                return receive(self.pipe)
+        except (EOFError, OSError):
+            raise self.died() from None
+        self.end()
+        raise Died(Failed("hang", "Deadline", self._told(f"silent for {patience:g} s, killed")))
+
+    def died(self) -> Died:
+        """The error of a process whose pipe is closed: a signal's name, or its exit status."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience)  # the pipe closes a moment before the process is gone
+            self._process.wait(5.0)  # the pipe closes a moment before the process is gone
         self.end()
         status = self._process.returncode or 0
-        return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        return Died(Failed("crash", name, self._told(f"its process ended with {name}")))
 
-    def told(self, what: str) -> str:
+    def _told(self, what: str) -> str:
         """The text `what`, with the last words of the process."""
         handle = self._printed.fileno()
         begin = max(0, os.fstat(handle).st_size - _KEPT_BYTES)
@@ -190,9 +198,10 @@ class ChildProcess(Spawned):
 
     def __init__(self, runner: str, gpu: int, patience: float) -> None:
         """Start it, and wait for its runner. Raises MeasureError, or what the runner says."""
-        super().__init__(("-c", _SERVE), runner, worker_environment(gpu))
+        serve = "flexattn.measure.runner:serve_runner"
+        super().__init__(serve, runner, worker_environment(gpu))
         try:
-            hello = self._receive(patience)
+            hello = self.receive(patience)
         except Died as died:
             raise MeasureError(f"the worker's child did not start: {died}") from died
         except BaseException:
@@ -217,27 +226,14 @@ class ChildProcess(Spawned):
         try:
             send(self.pipe, request)
         except OSError:
-            raise self._died() from None
+            raise self.died() from None
         finally:
             watch.cancel()
         while True:
-            message = self._receive(patience)
+            message = self.receive(patience)
             yield message
             if isinstance(message, (Reply, ErrorReply)):
                 return
-
-    def _receive(self, patience: float) -> Any:
-        try:
-            if self.pipe.poll(patience):
-                return receive(self.pipe)
-        except (EOFError, OSError):
-            raise self._died() from None
-        self.end()
-        raise Died(Failed("hang", "Deadline", self.told(f"silent for {patience:g} s, killed")))
-
-    def _died(self) -> Died:
-        name = self.ended(1.0)
-        return Died(Failed("crash", name, self.told(f"the worker's child ended with {name}")))
 
 
 # After one of these every later CUDA call of the process fails (CUDA runtime API, cudaError_t).

@@ -29,9 +29,9 @@ from flexattn.measure.process import (
     Reply,
     Request,
     clipped,
-    end_with_parent,
     failed,
     is_sticky,
+    pipe_of_child,
     receive,
     send,
 )
@@ -189,8 +189,7 @@ def serve_runner(handle: int, where: str) -> None:
     """Serve the pipe with this handle until it closes; `where` is "package.module:RunnerClass"."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     faulthandler.enable()
-    end_with_parent(handle, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    pipe: Connection[Any, Any] = Connection(handle)
+    pipe = pipe_of_child(handle)
     try:
         runner: DeviceRunner = resolve_name(where)()
         send(pipe, Reply(runner.device))

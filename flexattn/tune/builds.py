@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
-import signal
 import threading
 import time
 import traceback
@@ -17,10 +16,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from flexattn.device import Device
 from flexattn.errors import BuildError, MeasureError
@@ -28,7 +26,7 @@ from flexattn.kernels.base.config import Config
 from flexattn.kernels.base.features import fp32_products
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.choose.registry import family_of, launch_key
-from flexattn.measure.process import Closing, Spawned, end_with_parent, receive, send
+from flexattn.measure.process import Closing, Died, Spawned, pipe_of_child, receive, send
 from flexattn.problem import Problem, Structure
 from flexattn.records.record import Failed, Stage
 from flexattn.runtime.build import compile_source
@@ -39,21 +37,7 @@ from flexattn.util.locks import renewed
 
 # Seconds that a new process may take to import what its work needs, beside the task's own.
 STARTUP = 120.0
-_SERVE = (
-    "import sys; from flexattn.tune.builds import serve_tasks; "
-    "serve_tasks(int(sys.argv[1]), sys.argv[2])"
-)
-
 _Work = Callable[[Any], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A task without a result: its process died, was killed at the deadline, or raised."""
-
-    how: Literal["crash", "hang", "raised"]
-    error: str
-    message: str
 
 
 class Pool(Closing):
@@ -96,9 +80,11 @@ class Pool(Closing):
                 self._future(task, self._later)
 
     def run(self, tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """Index and result of each task as it ends; a task without a result gives a Lost.
+        """Index and result of each task as it ends.
 
-        Any number of threads may wait at once. Raises MeasureError where the pool is closed.
+        A Failed is the result of a task whose process died or was killed at the deadline ("crash",
+        "hang"), and of one that raised ("build"). Any number of threads may wait at once. Raises
+        MeasureError where the pool is closed.
         """
         places: dict[Future[Any], list[int]] = {}
         with self._lock:
@@ -126,7 +112,7 @@ class Pool(Closing):
         """The result of a task, to come or there already; `queue` says how soon it is wanted."""
         name = getattr(task, "name", None) or object()
         known = self._known.get(name)
-        if known is not None and known.done() and isinstance(known.result(), Lost):
+        if known is not None and known.done() and _is_lost(known.result()):
             known = None
         if self._ended and (known is None or not known.done()):
             raise _over(self._ended)
@@ -166,30 +152,29 @@ class Pool(Closing):
         with contextlib.suppress(OSError):
             send(process.pipe, task)
         try:
-            while process.pipe.poll(patience):
-                ready, result = receive(process.pipe)
-                if not ready:
-                    return result
+            ready = True
+            while ready:
+                ready, result = process.receive(patience)
                 patience = self._deadline
-        except (EOFError, OSError):
-            name = process.ended(5.0)
-            lost = Lost("crash", name, process.told(f"the compiler's process ended with {name}"))
-        else:
-            process.end()
-            message = f"no answer within {self._deadline:g} s, so its process was killed"
-            lost = Lost("hang", "Deadline", message)
-        self._own.process = None
-        with self._lock:
-            self._processes.discard(process)
-        return lost
+            return result
+        except Died as died:
+            self._own.process = None
+            with self._lock:
+                self._processes.discard(process)
+            return died.failed
 
     def _begun(self) -> Spawned:
-        process = self._own.process = Spawned(("-c", _SERVE), self._work, self._environment())
+        serve = "flexattn.tune.builds:serve_tasks"
+        process = self._own.process = Spawned(serve, self._work, self._environment())
         with self._lock:
             self._processes.add(process)
             if self._ended:
                 process.kill()
         return process
+
+
+def _is_lost(result: Any) -> bool:
+    return isinstance(result, Failed) and result.stage in ("crash", "hang")
 
 
 def _over(why: object) -> MeasureError:
@@ -210,8 +195,7 @@ def serve_tasks(handle: int, where: str) -> None:
 
     where: "package.module:function", the work.
     """
-    end_with_parent(handle, lambda: os.killpg(0, signal.SIGKILL))
-    pipe: Connection[Any, Any] = Connection(handle)
+    pipe = pipe_of_child(handle)
     # Where times are taken meanwhile, the process that takes them comes first.
     os.nice(10)
     work: _Work = resolve_name(where)
@@ -225,7 +209,7 @@ def _done(work: _Work, task: Any) -> Any:
     try:
         return work(task)
     except Exception as error:  # whatever it was, the parent must hear of it
-        return Lost("raised", type(error).__name__, traceback.format_exc())
+        return Failed("build", type(error).__name__, traceback.format_exc())
 
 
 # Seconds that one config may compile for: most need one or two.
@@ -403,9 +387,6 @@ def twins(found: Sequence[BuiltConfig]) -> list[int | None]:
 
 
 def _built(config: Config, result: Any, matrix: bool, device: Device) -> BuiltConfig:
-    if isinstance(result, Lost):
-        stage = "build" if result.how == "raised" else result.how
-        return BuiltConfig(config, failed=Failed(stage, result.error, result.message))
     if isinstance(result, Failed):
         return BuiltConfig(config, failed=result)
     taken, digest, seconds = result

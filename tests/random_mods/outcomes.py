@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flexattn.errors import BuildError, FlexAttnError
-from flexattn.tune.builds import Lost, Pool
+from flexattn.records.record import Failed
+from flexattn.tune.builds import Pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ def general(line: str) -> str:
 def outcomes(pool: Pool, tasks: Sequence[Task]) -> Iterator[Outcome]:
     """What became of each task as it ends; one whose process died or was late has failed."""
     for place, found in pool.run(tasks):
-        if isinstance(found, Lost):
-            cause = f"{found.how}: {found.error}"
+        if isinstance(found, Failed):
+            cause = f"{found.stage}: {found.error}"
             found = Outcome(tasks[place].index, "failed", cause=cause, message=found.message)
         yield found
 

@@ -6,7 +6,8 @@ import time
 import pytest
 
 from flexattn.errors import MeasureError
-from flexattn.tune.builds import Lost, Pool
+from flexattn.records.record import Failed
+from flexattn.tune.builds import Pool
 from tests.build_doubles import Order, ordered
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
@@ -58,7 +59,7 @@ def test_a_process_that_dies_costs_its_order_and_the_next_who_asks_tries_again(
 ):
     troubled = orders(tmp_path, 4, kind="dies once")
     (lost,) = dict(compiling.run(troubled)).values()
-    assert isinstance(lost, Lost) and lost.how == "crash"
+    assert isinstance(lost, Failed) and lost.stage == "crash"
     assert dict(compiling.run(troubled)) == {0: 40}
 
 
