@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +102,12 @@ def export(kind: str, out: Path) -> dict[str, Any]:
     from flexattn.frontend.call import make_call
     from flexattn.frontend.plan import plan
     from flexattn.measure.task import Task
-    from flexattn.measure.worker import Worker
     from flexattn.mods import bind
     from flexattn.records.store import Store
     from flexattn.runtime.launch import Lists
-    from flexattn.tune.builds import build_all, compilers
-    from flexattn.tune.subject import method_for
-    from flexattn.tune.tuner import tune
+    from flexattn.tune.builds import compilers
+    from flexattn.tune.subject import SILENT, method_for
+    from flexattn.tune.tuner import GpuTuner
     from flexattn.tune.workload import policy_for
 
     q, k, v = inputs(kind)
@@ -128,9 +126,9 @@ def export(kind: str, out: Path) -> dict[str, Any]:
         bind(cap, "score"), None if mask is None else bind(causal, "mask"), lists,
     )  # fmt: skip
     store = Store(out.parent / "records")
-    with compilers() as pool, Worker() as worker:
-        build = partial(build_all, problem, device=device, pool=pool)
-        store.write(tune(task, worker, build, method_for("quick", SECONDS)), replace=True)
+    method = method_for("quick", SECONDS)
+    with compilers() as pool, GpuTuner(method, pool, None, SILENT) as tuner:
+        store.write(tuner.tune(task), replace=True)
     found = write([task], device, out, store, mods=[(cap, "score"), (causal, "mask")])
     return {"kernels": found.kernels, "block_masks": found.block_masks, "mods": found.mods}
 

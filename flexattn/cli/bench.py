@@ -28,11 +28,9 @@ from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import family_of, short
 from flexattn.measure.task import Task
 from flexattn.measure.timing import Samples, paired_ratio, time_interleaved
-from flexattn.mods import bind
-from flexattn.runtime.launch import Lists, Outputs
 from flexattn.tune.tasks import mods_of, task_from
 from flexattn.tune.workload import Row
-from flexattn.verify.oracle import make_inputs, make_sinks, oracle
+from flexattn.verify.oracle import Judge, make_inputs, make_sinks, moved, oracle
 
 OURS, DEFAULT, TORCH = "flexattn", "default", "torch"
 # How torch's kernel is compiled, where it is timed at all.
@@ -94,7 +92,6 @@ class RowInputs:
     v: Tensor
     sinks: Tensor | None
     score_mod: Callable[..., Any] | None
-    mask_mod: Callable[..., Any] | None
     block_mask: BlockMask | None
 
     @classmethod
@@ -109,7 +106,16 @@ class RowInputs:
             lengths = row.shape.q_len, row.shape.kv_len
             mask = create_block_mask(mask_mod, B, H, *lengths, where, row.block_size)
         tensors = *make_inputs(task.problem, where), make_sinks(task.problem, where)
-        return cls(task, *tensors, score_mod, mask_mod, mask)
+        return cls(task, *tensors, score_mod, mask)
+
+    def judge(self) -> Judge:
+        """The judge of its outputs, by the float64 oracle."""
+        task, where = self.task, self.q.device
+        score, mask = moved(task.score, where), moved(task.mask, where)
+        lists = None if task.lists is None else task.lists.to(where)
+        sparsity = task.problem.structure.sparsity
+        given = self.q, self.k, self.v, task.scale, score, mask
+        return oracle(*given, lists, sparsity, self.sinks)
 
 
 def race_row(
@@ -118,7 +124,7 @@ def race_row(
     """One row's race on a GPU, or on the CPU's clock in the interpreter."""
     x, target = RowInputs.of(row, where), detect(where)
     q, k, v, task, mask, sinks = x.q, x.k, x.v, x.task, x.block_mask, x.sinks
-    score_mod, mask_mod = x.score_mod, x.mask_mod
+    score_mod = x.score_mod
     common: dict[str, Any] = {"score_mod": score_mod, "block_mask": mask, "scale": task.scale}
     choice = plan(
         make_call(q, k, v, score_mod, mask, task.scale, True, False, None, None, sinks)
@@ -128,12 +134,8 @@ def race_row(
     calls: dict[str, _Call] = {OURS: ours, DEFAULT: partial(ours, kernel_options=static)}
     if rival != "none":
         calls[TORCH] = partial(_torchs(TORCH_MODES[rival]), q, k, v, **common, enable_gqa=True)
-    score, bound = bind(score_mod, "score"), bind(mask_mod, "mask")
-    lists = None if mask is None else Lists.of(mask)
-    sparsity = choice.problem.structure.sparsity
-    judge = oracle(q, k, v, task.scale, score, bound, lists, sparsity, sinks)
     with torch.no_grad():
-        verdict = judge(Outputs(ours(), None, None))
+        verdict = x.judge()((ours(), None, None))
         cuda, policy = where.type == "cuda", task.policy
         samples = time_interleaved(
             calls,

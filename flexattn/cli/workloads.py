@@ -26,7 +26,6 @@ from flexattn.kernels.choose.registry import family_of, short
 from flexattn.problem import Shape
 from flexattn.tune.tasks import mods_of
 from flexattn.tune.workload import ModPath, Row
-from flexattn.verify.oracle import Slices
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def run_trial(workload: DemoWorkload, dtype: str, configs: int, seconds: float) 
     worst = (math.nan, math.nan)
     begin = time.perf_counter()
     with torch.no_grad():
-        slices = Slices.of(x.q, x.k, x.v, x.score_mod, x.mask_mod)
+        judge = x.judge()
         call = make_call(x.q, x.k, x.v, x.score_mod, x.block_mask, None, True, False, None, None)
         choice = plan(call).launch.choice
         for config in nearest(choice.problem, choice.device, choice.config, configs):
@@ -134,7 +133,7 @@ def run_trial(workload: DemoWorkload, dtype: str, configs: int, seconds: float) 
             try:
                 torch.full_like(x.q, math.nan)  # unwritten output then shows as NaN
                 forced = family_of(config).options_of(config) if variants else None
-                verdict = slices.judge(attend(forced))
+                verdict = judge((attend(forced), None, None))
             except FlexAttnError as error:
                 # Only the plain call must run; a variant may be too large for this device.
                 variants.append(DemoVariant(name, bool(variants), error.got))

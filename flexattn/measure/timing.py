@@ -169,6 +169,9 @@ class Ratio:
     rounds: int
 
 
+NO_RATIO = Ratio(math.nan, math.nan, math.nan, 0)
+
+
 def paired_ratio(a: Samples, b: Samples) -> Ratio:
     """Time of `a` over time of `b`, round by round: above 1, `b` is the faster.
 
@@ -176,7 +179,7 @@ def paired_ratio(a: Samples, b: Samples) -> Ratio:
     statistic reaches 95 %, and the interval is the whole range. A failed side makes the ratio NaN.
     """
     if a.failure or b.failure:
-        return Ratio(math.nan, math.nan, math.nan, 0)
+        return NO_RATIO
     if len(a.us) != len(b.us) or not a.us:
         raise InputError(
             f"{len(a.us)} and {len(b.us)} rounds cannot be paired",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from typing import Any, Literal
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.base.limits import Rule, able
+from flexattn.kernels.choose.defaults import Survey
 from flexattn.neuron.config import (
     CHUNK,
     MaskSelect,
@@ -45,14 +46,6 @@ class _Nki:
 
 
 NKI = _Nki()
-
-
-@dataclass(frozen=True, slots=True)
-class NkiSurvey:
-    """A space, the default first, and how many other configs broke each rule first."""
-
-    configs: tuple[NkiConfig, ...]
-    rejected: tuple[tuple[str, int], ...]
 
 
 @lru_cache(maxsize=256)
@@ -103,7 +96,7 @@ def default_config(problem: Problem, target: str) -> NkiConfig:
     return next(found)
 
 
-def target_survey(problem: Problem, target: str, effort: NkiEffort = "full") -> NkiSurvey:
+def target_survey(problem: Problem, target: str, effort: NkiEffort = "full") -> Survey:
     """The configs of an effort that fit, each once, and the others counted by reason.
 
     Raises UnsupportedError naming the operation and the target for mods that cannot be expressed,
@@ -119,7 +112,7 @@ def target_survey(problem: Problem, target: str, effort: NkiEffort = "full") -> 
             rejected[broken[0].name] += 1
         else:
             offered.append(config)
-    return NkiSurvey(tuple(offered), tuple(rejected.items()))
+    return Survey(tuple(offered), tuple(rejected.items()))  # type: ignore[arg-type]
 
 
 def _preferences(problem: Problem) -> Iterator[NkiConfig]:

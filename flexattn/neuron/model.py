@@ -171,16 +171,16 @@ def rank(
     progress.stage("rank", len(found.configs))
     for config in found.configs:
         try:
-            guess = nki_estimate(task, config, target)
+            guess = nki_estimate(task, config, target)  # type: ignore[arg-type]
         except FlexAttnError as error:
             if not trials:
                 raise
             failed = Failed("infeasible", type(error).__name__, error.got[:400])
-            trials.append(Trial(config, failed=failed))  # type: ignore[arg-type]
+            trials.append(Trial(config, failed=failed))
             progress.step(f"{failed.error}: {describe(config)}")
             continue
         used = 128 * guess.sbuf_bytes
-        trials.append(Trial(config, shared_memory=used, screening=(guess.time,)))  # type: ignore[arg-type]
+        trials.append(Trial(config, shared_memory=used, screening=(guess.time,)))
         least = guess.time if least is None else min(least, guess.time)
         progress.step(describe(config), least)
     timed = sorted((t for t in trials[1:] if t.screening), key=lambda t: t.screening[0])

@@ -7,8 +7,9 @@ from dataclasses import replace
 from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
+from flexattn.kernels.choose.defaults import Survey
 from flexattn.measure.task import Task, call_of
-from flexattn.neuron.family import NkiEffort, NkiSurvey, default_config, target_survey
+from flexattn.neuron.family import NkiEffort, default_config, target_survey
 from flexattn.neuron.instance import Instance, instance, rungs as rungs
 from flexattn.neuron.lint import lint
 from flexattn.neuron.measure import measured
@@ -36,7 +37,7 @@ def check_tuning(
         )
 
 
-def survey_of(task: Task, effort: Effort) -> NkiSurvey:
+def survey_of(task: Task, effort: Effort) -> Survey:
     """As Plugin.survey_of."""
     return target_survey(call_of(task).problem, task.device.name, _effort(effort))
 

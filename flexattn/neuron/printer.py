@@ -144,50 +144,46 @@ class NkiPrinter(NkiEmitter):
 
     def _loaded(self, table: NkiTable) -> NkiValue:
         """A table's values for the tile at hand, by DMA."""
-        name = table.name
-        b, h = _place(table)
-        start = f"({b} * {name}.shape[1] + {h}) * {name}.shape[2]"
+        name, (b, h) = table.name, _place(table)
         if table.kind == "uniform" or (table.kind == "row" and not self.pools.keys_first):
             column = self.pools.take("column")
             source = f"{name}[{b}, {h}, q0:q0 + rows]"
             if table.kind == "uniform":
                 lanes = "keys" if self.pools.keys_first else "rows"
-                source = f"{name}.ap(pattern=[[0, {lanes}], [1, 1]], offset={start})"
+                source = f"{name}.ap(pattern=[[0, {lanes}], [1, 1]], offset={_start(table)})"
             self.hoisted.append(f"nisa.dma_copy(dst={column.text}, src={source})")
             return column
         tile = self.pools.take("tile_f32")
-        if self.pools.keys_first:
-            source = f"{name}.ap(pattern={self._pattern(table)}, offset={self._offset(table)})"
-        elif table.kind == "key":
-            source = f"{name}.ap(pattern=[[0, rows], [1, cols]], offset={start} + k0)"
-        elif table.kind == "relative":
-            # Row p of a table that repeats with its period starts p elements earlier.
-            first = f"{start} + k0 - q0 + relative_zero"
-            source = f"{name}.ap(pattern=[[relative_step, rows], [1, cols]], offset={first})"
-        else:
+        if table.kind == "pair" and not self.pools.keys_first:
             source = f"{name}[{b}, {h}, q0:q0 + rows, k0:k0 + cols]"
+        else:
+            source = f"{name}.ap(pattern={self._pattern(table)}, offset={self._offset(table)})"
         self.body.append(f"nisa.dma_copy(dst={tile.text}, src={source})")
         return tile
 
     def _pattern(self, table: NkiTable) -> str:
-        """Steps from key to key, from chunk to chunk and from row to row of a table."""
+        """Steps from key to key, from chunk to chunk and from row to row of a table.
+
+        With rows on the partitions from row to row, then from key to key.
+        """
         row = {
             "row": "1", "key": "0", "relative": "relative_step", "pair": f"{table.name}.shape[3]",
         }[table.kind]  # fmt: skip
+        if not self.pools.keys_first:
+            return f"[[{row}, rows], [1, cols]]"
         if table.kind == "row":
             return f"[[0, keys], [0, count], [{row}, rows]]"
         return f"[[1, keys], [keys, count], [{row}, rows]]"
 
     def _offset(self, table: NkiTable) -> str:
         """The place of a tile's first element in a table."""
-        name, (b, h) = table.name, _place(table)
-        start = f"({b} * {name}.shape[1] + {h}) * {name}.shape[2]"
+        start = _start(table)
         return {
             "row": f"{start} + q0",
             "key": f"{start} + k0",
             # Row r of a table that repeats with its period starts r elements earlier.
             "relative": f"{start} + k0 - q0 + relative_zero",
-            "pair": f"({start} + q0) * {name}.shape[3] + k0",
+            "pair": f"({start} + q0) * {table.name}.shape[3] + k0",
         }[table.kind]
 
     def _iota(self, node: Expr) -> NkiValue:
@@ -281,6 +277,12 @@ class NkiPrinter(NkiEmitter):
 
 def _place(table: NkiTable) -> tuple[str, str]:
     return "b" if table.per_batch else "0", "h" if table.per_head else "0"
+
+
+def _start(table: NkiTable) -> str:
+    """The place of the first row of the batch and the head at hand."""
+    name, (b, h) = table.name, _place(table)
+    return f"({b} * {name}.shape[1] + {h}) * {name}.shape[2]"
 
 
 def offset_of(form: Affine, prefix: str) -> str:

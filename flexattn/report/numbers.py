@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 
 from flexattn.kernels.base.config import Config
-from flexattn.measure.timing import Ratio, Samples, paired_ratio
+from flexattn.measure.timing import NO_RATIO, Ratio, Samples, paired_ratio
 from flexattn.records.record import Record, Trial
 
 _Value = int | str  # of one field of a config; switches are False and True
@@ -205,7 +204,7 @@ def gain(record: Record) -> Ratio:
         if common:
             a, b = (Samples(samples[:common]) for samples in pair)
             return paired_ratio(a, b)
-    return Ratio(math.nan, math.nan, math.nan, 0)
+    return NO_RATIO
 
 
 def untimed_reasons(record: Record) -> tuple[Reason, ...]:

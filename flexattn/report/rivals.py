@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flexattn.errors import InputError
-from flexattn.measure.timing import Ratio, Samples, paired_ratio
+from flexattn.measure.timing import NO_RATIO, Ratio, Samples, paired_ratio
 
 _SCHEMA, _OURS = 1, "flexattn"
 
@@ -113,17 +113,14 @@ def _told(data: dict[str, Any]) -> RivalRow:
         for field in ("us", "ratio")
     )
     ours = us.pop(_OURS, math.nan) if data["passed"] else math.nan
+    known = {} if math.isnan(ours) else ratios
     rivals = tuple(
-        Rival(name, each, _plain_ratio(math.nan if math.isnan(ours) else ratios.get(name)))
+        # The verb keeps no interval of a ratio.
+        Rival(name, each, replace(NO_RATIO, value=known.get(name, math.nan)))
         for name, each in us.items()
         if name != _OURS
     )
     return RivalRow(str(data["title"]), ours, rivals)
-
-
-def _plain_ratio(value: float | None) -> Ratio:
-    """A ratio whose interval was not kept."""
-    return Ratio(math.nan if value is None else value, math.nan, math.nan, 0)
 
 
 def _green(data: dict[str, Any], name: str) -> bool:
@@ -133,7 +130,7 @@ def _green(data: dict[str, Any], name: str) -> bool:
 
 def _ratio(rival: Samples, ours: Samples) -> Ratio:
     if len(rival.us) != len(ours.us) or not ours.us:
-        return Ratio(math.nan, math.nan, math.nan, 0)
+        return NO_RATIO
     return paired_ratio(rival, ours)
 
 

@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from flexattn import __version__
 from flexattn.errors import CacheError, MeasureError
 from flexattn.kernels.base.config import Config, describe
 from flexattn.measure.task import Measurer
@@ -270,7 +270,7 @@ class Evaluator:
             rejected=subject.rejected + ((NOT_TRIED, untried),) * (untried > 0),
             seconds=round(time.monotonic() - self.begin, 3),
             made=datetime.now(timezone.utc).date().isoformat(),
-            tool=_tool(),
+            tool=f"flexattn {__version__}",
             title=subject.title,
             note=method.note,
         )
@@ -280,10 +280,3 @@ class Evaluator:
         kept = [i for i in range(len(self.table)) if i == self.subject.default or self._touched(i)]
         found = self.table.compact(kept, self.method.margin, self.method.confidence)
         return *found, len(self.table) - len(kept)
-
-
-def _tool() -> str:
-    try:
-        return f"flexattn {metadata.version('flexattn')}"
-    except metadata.PackageNotFoundError:
-        return "flexattn"

@@ -1,4 +1,4 @@
-"""tune(): one problem becomes one Record; who tunes problem after problem: a GPU, or a plug-in."""
+"""GpuTuner: one problem becomes one Record; and what tunes for devices that are no GPUs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from flexattn.errors import FlexAttnError
 from flexattn.kernels.base.config import Config, Fields, describe
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose import registry
+from flexattn.kernels.choose.defaults import Survey
 from flexattn.measure.process import Closing
 from flexattn.measure.task import Measurer, Task
 from flexattn.measure.worker import Worker
@@ -77,9 +78,12 @@ class GpuTuner(Closing):
     """Tunes tasks on one GPU, or in the interpreter; leaving it ends its worker.
 
     compilers: processes that compile, for this tuner and maybe others. journals: a folder that
-    keeps what an interrupted problem had finished. gpu: of this host. storage: a database's URL;
-    workers that name it tune each problem together. again_since: what they had finished before
-    this moment, in seconds of the clock, is measured again.
+    keeps finished batches, so that the same call goes on after an interrupt; whoever has written
+    the record drops them with `flexattn.tune.evaluator.settle`. gpu: of this host. storage: a
+    database's URL. All workers that name it share each problem, by a study there instead of a
+    journal, and each gets the one record. again_since: a study that was finished before this
+    moment (seconds of the clock) is left as it is and a new round of it begins, which all who ask
+    so share.
     """
 
     method: Method
@@ -98,7 +102,11 @@ class GpuTuner(Closing):
         self._measurer.close()
 
     def tune(self, task: Task) -> Record:
-        """One problem's record. Raises MeasureError where nothing can be timed."""
+        """One problem's record.
+
+        Raises MeasureError where no config of the space runs, InputError for a storage that is no
+        database's URL.
+        """
         self.progress.problem(task.title)
 
         def build(configs: Sequence[Config]) -> list[BuiltConfig]:
@@ -112,55 +120,21 @@ class GpuTuner(Closing):
                 pool=self.compilers,
             )
 
-        return tune(
-            task,
-            self._measurer,
-            build,
-            self.method,
-            seeds=seeds(task),
-            journals=self.journals,
-            storage=self.storage,
-            again_since=self.again_since,
-            progress=self.progress,
-        )
-
-
-def tune(
-    task: Task,
-    measurer: Measurer,
-    build: BuildConfigs,
-    method: Method = USUAL,
-    *,
-    seeds: Sequence[Config] = (),
-    journals: Path | None = None,
-    storage: str | None = None,
-    again_since: float | None = None,
-    progress: Progress = SILENT,
-) -> Record:
-    """Tune one problem.
-
-    build: configs to what their builds tell. seeds: configs to look at first, such as the
-    neighbours' winners and the shipped ones. journals: a folder that keeps finished batches, so
-    that the same call goes on after an interrupt; whoever has written the record drops them with
-    `flexattn.tune.evaluator.settle`.
-    storage: a database's URL. All workers that call this for the problem share it, by a study
-    there instead of a journal, and each gets the one record. The space is the effort's alone:
-    seeds do not widen it. again_since: a study that was finished before this moment (seconds of
-    the clock) is left as it is and a new round of it begins, which all who ask so share.
-    Raises MeasureError where no config of the space runs, InputError for a URL that is no
-    database's.
-    """
-    shared = storage is not None
-    subject = subject_of(task, environment_of(task), method.effort, () if shared else seeds)
-    measurer.start()
-    # Its clock starts before the oracle is made, which the budget pays for.
-    evaluator = Evaluator(subject, measurer, build, method, progress)
-    measurer.open(task)
-    if storage is not None:
-        first = subject.index(seeds)
-        return SharedTuning(evaluator, storage, first=first, again_since=again_since).run()
-    journal = None if journals is None else Journal(journals, subject, method.provenance)
-    return _tuned(evaluator, seeds, journal)
+        first, shared = seeds(task), self.storage is not None
+        environment, effort = environment_of(task), self.method.effort
+        # A shared space is the effort's alone: seeds of one host do not widen it.
+        subject = subject_of(task, environment, effort, () if shared else first)
+        self._measurer.start()
+        # Its clock starts before the oracle is made, which the budget pays for.
+        evaluator = Evaluator(subject, self._measurer, build, self.method, self.progress)
+        self._measurer.open(task)
+        if self.storage is not None:
+            given, since = subject.index(first), self.again_since
+            return SharedTuning(evaluator, self.storage, first=given, again_since=since).run()
+        journal = None
+        if self.journals is not None:
+            journal = Journal(self.journals, subject, self.method.provenance)
+        return _tuned(evaluator, first, journal)
 
 
 def tune_subject(
@@ -173,7 +147,7 @@ def tune_subject(
     journal: Journal | None = None,
     progress: Progress = SILENT,
 ) -> Record:
-    """`tune` for a subject whose task the measurer has open already."""
+    """Tune a subject whose task the measurer has open already. build: what its builds tell."""
     return _tuned(Evaluator(subject, measurer, build, method, progress), seeds, journal)
 
 
@@ -221,15 +195,6 @@ class PluginKernel(NamedTuple):
     combine: Path | None
 
 
-class PluginSurvey(Protocol):
-    """The configs that fit, the default first, and how many others each rule rejects."""
-
-    @property
-    def configs(self) -> Sequence[Fields]: ...
-    @property
-    def rejected(self) -> Sequence[tuple[str, int]]: ...
-
-
 class Plugin(Protocol):
     """A module of these functions, flexattn.<backend>.plugin; they raise FlexAttnError."""
 
@@ -238,7 +203,7 @@ class Plugin(Protocol):
     ) -> None:
         """Refuse what a tuning for the device cannot be asked."""
 
-    def survey_of(self, task: Task, effort: Effort) -> PluginSurvey:
+    def survey_of(self, task: Task, effort: Effort) -> Survey:
         """The space of a task."""
 
     def tuner(self, progress: Progress, effort: Effort, method: Method) -> TuneTask:
