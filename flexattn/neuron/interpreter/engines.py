@@ -1,4 +1,4 @@
-"""The instructions of nki.isa: what each checks, what it costs, and what it computes."""
+"""The instructions of nki.isa: each checks its operands, and gives its cost and its value."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor as Array
 
 from flexattn.device.neuroncore import PARTITIONS, STATIONARY_MAX
 from flexattn.neuron.interpreter import costs
-from flexattn.neuron.interpreter.machine import NKI_DTYPES, Machine, Tensor, current_machine
+from flexattn.neuron.interpreter.machine import NKI_DTYPES, Tensor, current_machine
 from flexattn.neuron.interpreter.rules import (
+    Issued,
     Operator,
     binary,
     check,
     column,
     engine_of,
     instruction,
-    issue,
-    on_chip,
+    lies_in,
     operand,
     same,
 )
@@ -28,20 +29,20 @@ _FLOATS = ("float32", "bfloat16", "float16")
 Pattern = Sequence[Sequence[int]]
 
 
-@instruction
+@instruction("tensor")
 def nc_matmul(
     dst: Tensor,
     stationary: Tensor,
     moving: Tensor,
     accumulate: bool | None = None,
-) -> None:
+) -> Issued:
     """dst (+)= stationary^T moving: [K, M] and [K, N] give [M, N], summed in float32.
 
     This subset wants accumulate spelled out, and accumulates only onto the very region that a
     matmul with accumulate=False began.
     """
-    on_chip(stationary, moving, only="sbuf")
-    on_chip(dst, only="psum")
+    lies_in("sbuf", stationary, moving)
+    lies_in("psum", dst)
     check(isinstance(accumulate, bool), f"accumulate={accumulate!r}", "it is True or False")
     machine = current_machine()
     core = machine.core
@@ -68,18 +69,21 @@ def nc_matmul(
             "accumulate=True where no matmul began",
             "the first matmul of a region has accumulate=False",
         )
-    issue("tensor", costs.matmul(stationary, moving), (stationary, moving), (dst,))
-    machine.counts["matmul cycles"] += int(costs.matmul(stationary, moving))
+    cycles = costs.matmul(stationary, moving)
+    machine.counts["matmul cycles"] += int(cycles)
     if not accumulate:
         dst.storage.started = [each for each in dst.storage.started if each[0] != dst.offset]
         dst.storage.started.append(region)
-    if machine.numerics:
+
+    def value() -> Array:
         product = stationary.rows().T @ moving.rows()
-        dst.put(dst.rows() + product if accumulate else product)
+        return dst.rows() + product if accumulate else product
+
+    return cycles, value
 
 
-@instruction
-def nc_transpose(dst: Tensor, data: Tensor, engine: Any = None) -> None:
+@instruction("tensor")
+def nc_transpose(dst: Tensor, data: Tensor, engine: Any = None) -> Issued:
     """dst = data^T, its free axes flattened, to PSUM by the Tensor Engine."""
     engine_of(engine, "tensor")
     shape, most = (data.shape[0], data.free), PARTITIONS
@@ -87,18 +91,20 @@ def nc_transpose(dst: Tensor, data: Tensor, engine: Any = None) -> None:
     fits = dst.shape[0] == data.free and dst.free == data.shape[0]
     check(fits, f"{shape} into {dst.shape}", "dst is data turned over")
     check(dst.dtype == data.dtype, f"{data.dtype} into {dst.dtype}", "the dtype stays")
-    on_chip(data, only="sbuf")
-    on_chip(dst, only="psum")
+    lies_in("sbuf", data)
+    lies_in("psum", dst)
     check(len(dst.banks()) == 1, "dst in two PSUM banks", "a matmul writes one bank")
     core = current_machine().core
-    machine = issue("tensor", costs.transpose_cost(core, data), (data,), (dst,))
-    if machine.numerics:
+
+    def value() -> Array:
         turned = data.array().reshape(data.shape[0], -1).T
-        if not core.has_exact_transpose:
-            # v2 multiplies by an identity: NaN and infinities spread over the whole column.
-            finite = turned.to(torch.float32).isfinite().all(1, keepdim=True)
-            turned = torch.where(finite, turned, torch.nan)
-        dst.put(turned)
+        if core.has_exact_transpose:
+            return turned
+        # v2 multiplies by an identity: NaN and infinities spread over the whole column.
+        finite = turned.to(torch.float32).isfinite().all(1, keepdim=True)
+        return torch.where(finite, turned, torch.nan)
+
+    return costs.transpose_cost(core, data), value
 
 
 def _one_run(dst: Tensor) -> None:
@@ -108,7 +114,7 @@ def _one_run(dst: Tensor) -> None:
         run *= size
 
 
-@instruction
+@instruction("scalar")
 def activation(
     dst: Tensor,
     op: Any,
@@ -118,9 +124,8 @@ def activation(
     reduce_op: Any = None,
     reduce_res: Tensor | None = None,
     reduce_cmd: Any = None,
-) -> None:
+) -> Issued:
     """dst = op(data * scale + bias), and the sum of each row in reduce_res."""
-    on_chip(dst, data, bias, scale, reduce_res)
     same(dst, data)
     known = isinstance(op, Operator) and op.unary
     check(known, f"op={op!r}", "it is an activation function")
@@ -133,34 +138,32 @@ def activation(
         check(getattr(reduce_op, "name", "") == "add", f"reduce_op={reduce_op!r}", "it adds")
         got = getattr(reduce_cmd, "name", None)
         check(got == "reset_reduce", f"reduce_cmd {got}", "reset_reduce in this subset")
-    cycles = costs.scalar(data, reduce_res is not None)
-    machine = issue("scalar", cycles, (data, bias, scale), (dst, reduce_res))
-    if machine.numerics:
-        values = data.rows() * column(scale)
-        if bias is not None:
-            values = values + column(bias)
-        values = op(values)
-        dst.put(values)
+
+    def value() -> Array:
+        scaled = data.rows() * column(scale)
+        values: Array = op(scaled if bias is None else scaled + column(bias))
         if reduce_res is not None:
             reduce_res.put(values.sum(1, keepdim=True))
+        return values
+
+    return costs.scalar(data, reduce_res is not None), value
 
 
-@instruction
+@instruction("gpsimd")
 def iota(
     dst: Tensor,
     pattern: Pattern,
     offset: int = 0,
     channel_multiplier: int = 0,
-) -> None:
+) -> Issued:
     """dst = offset + partition * channel_multiplier + the sum of step * index."""
-    on_chip(dst, only="sbuf")
+    lies_in("sbuf", dst)
     _check_pattern(pattern, dst)
-    machine = issue("gpsimd", costs.gpsimd(dst), (), (dst,))
-    if machine.numerics:
-        dst.put(_affine(pattern, offset, channel_multiplier, dst.shape[0]).to(torch.float64))
+    places = channel_multiplier, dst.shape[0]
+    return costs.gpsimd(dst), lambda: _affine(pattern, offset, *places).to(torch.float64)
 
 
-@instruction
+@instruction("gpsimd")
 def affine_select(
     dst: Tensor,
     pattern: Pattern,
@@ -169,17 +172,19 @@ def affine_select(
     on_false_value: float,
     cmp_op: Any = None,
     offset: int = 0,
-) -> None:
+) -> Issued:
     """Elements where an affine function of their place compares with 0, a number elsewhere."""
-    on_chip(dst, on_true_tile, only="sbuf")
+    lies_in("sbuf", dst, on_true_tile)
     same(dst, on_true_tile)
     _check_pattern(pattern, dst)
     found = binary(cmp_op)
-    machine = issue("gpsimd", costs.gpsimd(on_true_tile), (on_true_tile,), (dst,))
-    if machine.numerics:
+
+    def value() -> Array:
         places = _affine(pattern, offset, channel_multiplier, dst.shape[0])
         chosen = found(places, torch.zeros((), dtype=torch.int64)) != 0
-        dst.put(torch.where(chosen, on_true_tile.rows(), column(on_false_value)))
+        return torch.where(chosen, on_true_tile.rows(), column(on_false_value))
+
+    return costs.gpsimd(on_true_tile), value
 
 
 def _check_pattern(pattern: Pattern, dst: Tensor) -> None:
@@ -196,20 +201,16 @@ def _affine(pattern: Pattern, offset: int, multiplier: int, partitions: int) -> 
     return value
 
 
-@instruction
-def dma_copy(dst: Tensor, src: Tensor) -> None:
+@instruction("dma")
+def dma_copy(dst: Tensor, src: Tensor) -> Issued:
     """dst = src between HBM and SBUF, converted where dtypes differ."""
     _reachable(dst, src)
     check(dst.size == src.size, f"{src.shape} into {dst.shape}", "as many elements")
-    charged = costs.dma_bytes(dst, src)
-    machine = _transfer(dst, src, charged)
-    if machine.numerics:
-        source = src.array().reshape(dst.shape)
-        dst.put(source if src.dtype == dst.dtype else source.to(torch.float32))
+    return costs.dma_bytes(dst, src), lambda: src.array() if src.dtype == dst.dtype else src.rows()
 
 
-@instruction
-def dma_transpose(dst: Tensor, src: Tensor) -> None:
+@instruction("dma")
+def dma_transpose(dst: Tensor, src: Tensor) -> Issued:
     """dst = src with its two axes swapped; 2-byte data, from NeuronCore-v3."""
     _reachable(dst, src)
     core = current_machine().core
@@ -220,35 +221,26 @@ def dma_transpose(dst: Tensor, src: Tensor) -> None:
     check(src.storage.itemsize == 2, f"{src.dtype}", "elements of 2 bytes")
     check(src.shape[-1] <= 128, f"{src.shape}", "the last axis has at most 128 elements")
     share = costs.DMA_TRANSPOSE["sbuf" if src.buffer == "sbuf" else "hbm"]
-    charged = int(src.size * src.storage.itemsize / share)
-    machine = _transfer(dst, src, charged)
-    if machine.numerics:
-        dst.put(src.array().T)
+    return int(src.size * src.storage.itemsize / share), lambda: src.array().T
 
 
-@instruction
-def tensor_copy(dst: Tensor, src: Tensor, engine: Any = None) -> None:
+@instruction("vector")
+def tensor_copy(dst: Tensor, src: Tensor, engine: Any = None) -> Issued:
     """dst = src on chip, converted through float32 where dtypes differ."""
-    on_chip(dst, src)
     same(dst, src)
     engine_of(engine, "vector")
     cycles = costs.copied(current_machine().core, dst, src)
-    machine = issue("vector", cycles, (src,), (dst,))
-    if machine.numerics:
-        dst.put(src.array() if dst.dtype == src.dtype else src.rows())
+    return cycles, lambda: src.array() if dst.dtype == src.dtype else src.rows()
 
 
-@instruction
-def memset(dst: Tensor, value: float) -> None:
+@instruction("vector")
+def memset(dst: Tensor, value: float) -> Issued:
     """Fill dst with a number; integer tiles take integers."""
-    on_chip(dst)
     integer = "int" in dst.dtype
     got = f"{value!r} into {dst.dtype}"
     check(not integer or isinstance(value, int), got, "an integer tile takes an integer")
     half = value == 0 and dst.dtype in costs.HALF
-    machine = issue("vector", costs.one_input(dst, 0.5 if half else 1), (), (dst,))
-    if machine.numerics:
-        dst.array().copy_(column(value))
+    return costs.one_input(dst, 0.5 if half else 1), lambda: column(value).expand(dst.shape)
 
 
 def _reachable(*tensors: Tensor) -> None:
@@ -256,46 +248,21 @@ def _reachable(*tensors: Tensor) -> None:
         check(each.buffer != "psum", "an operand in PSUM", "since 0.3 DMA cannot reach PSUM")
 
 
-def _transfer(dst: Tensor, src: Tensor, charged: int) -> Machine:
-    """Count a transfer; each DMA engine serves eight partitions."""
-    machine = current_machine()
-    core = machine.core
-    machine.counts[machine.instruction] += 1
-    machine.counts["dma instructions"] += 1
-    machine.counts["dma bytes"] += src.size * src.storage.itemsize
-    machine.counts["dma bytes charged"] += charged
-    chips = [each for each in (dst, src) if each.storage.on_chip]
-    partitions = min([each.shape[0] for each in chips], default=128)
-    engines = min(core.dma_engines, -(-partitions // 8))
-    cost = charged / (core.dma_engine * core.dma_engines)
-    machine.timeline.issue(
-        ["dma"],
-        cost,
-        costs.DMA_START + charged / (core.dma_engine * engines) - cost,
-        [each.span() for each in (src,) if each.storage.on_chip],
-        [each.span() for each in (dst,) if each.storage.on_chip],
-    )
-    return machine
-
-
 FP32_MIN = float(torch.finfo(torch.float32).min)
 SIMPLE = ("add", "multiply", "subtract")
 
 
-@instruction
-def tensor_tensor(dst: Tensor, data1: Tensor, data2: Tensor, op: Any) -> None:
+@instruction("vector")
+def tensor_tensor(dst: Tensor, data1: Tensor, data2: Tensor, op: Any) -> Issued:
     """dst = data1 op data2, element by element."""
-    on_chip(dst, data1, data2)
     same(dst, data1, data2)
     found = binary(op)
     _not_both_psum(data1, data2)
     cycles = costs.two_inputs(dst, data1, data2, found.name in SIMPLE)
-    machine = issue("vector", cycles, (data1, data2), (dst,))
-    if machine.numerics:
-        dst.put(found(data1.rows(), data2.rows()))
+    return cycles, lambda: found(data1.rows(), data2.rows())
 
 
-@instruction
+@instruction("vector")
 def tensor_scalar(
     dst: Tensor,
     data: Tensor,
@@ -304,9 +271,8 @@ def tensor_scalar(
     reverse0: bool = False,
     op1: Any = None,
     operand1: Any = None,
-) -> None:
+) -> Issued:
     """dst = (data op0 operand0) op1 operand1; operands are numbers or columns."""
-    on_chip(dst, data, operand0, operand1)
     same(dst, data)
     first = binary(op0)
     operand(operand0, data)
@@ -314,15 +280,16 @@ def tensor_scalar(
     if op1 is not None:
         second = binary(op1)
         operand(operand1, data)
-    cycles = costs.copied(current_machine().core, dst, data)
-    machine = issue("vector", cycles, (data, operand0, operand1), (dst,))
-    if machine.numerics:
+
+    def value() -> Array:
         pair = data.rows(), column(operand0)
         values = first(*pair[::-1]) if reverse0 else first(*pair)
-        dst.put(values if second is None else second(values, column(operand1)))
+        return values if second is None else second(values, column(operand1))
+
+    return costs.copied(current_machine().core, dst, data), value
 
 
-@instruction
+@instruction("vector")
 def scalar_tensor_tensor(
     dst: Tensor,
     data: Tensor,
@@ -330,22 +297,20 @@ def scalar_tensor_tensor(
     operand0: Any,
     op1: Any,
     operand1: Tensor,
-) -> None:
+) -> Issued:
     """dst = (data op0 operand0) op1 operand1, where operand1 is a tile."""
-    on_chip(dst, data, operand0, operand1)
     same(dst, data, operand1)
     first, second = binary(op0), binary(op1)
     operand(operand0, data)
     _not_both_psum(data, operand1)
-    machine = issue("vector", costs.one_input(data, 2.0), (data, operand0, operand1), (dst,))
-    if machine.numerics:
-        dst.put(second(first(data.rows(), column(operand0)), operand1.rows()))
+    return costs.one_input(data, 2.0), lambda: second(
+        first(data.rows(), column(operand0)), operand1.rows()
+    )
 
 
-@instruction
-def tensor_reduce(dst: Tensor, op: Any, data: Tensor, axis: int) -> None:
+@instruction("vector")
+def tensor_reduce(dst: Tensor, op: Any, data: Tensor, axis: int) -> Issued:
     """dst = the maximum over the last free axis of data."""
-    on_chip(dst, data)
     check(axis == data.ndim - 1 > 0, f"axis {axis} of {data.shape}", "it is the last free one")
     found = binary(op)
     check(found.name == "maximum", f"op={op!r}", "it is no reduction of this subset")
@@ -354,27 +319,21 @@ def tensor_reduce(dst: Tensor, op: Any, data: Tensor, axis: int) -> None:
     check(fits, f"{data.shape} into {dst.shape}", f"dst has {kept} elements a partition")
     half = dst.dtype == data.dtype == "bfloat16"
     cycles = costs.one_input(data, 0.5 if half else 1.0)
-    machine = issue("vector", cycles, (data,), (dst,))
-    if machine.numerics:
-        dst.put(data.rows().reshape(data.shape[0], kept, -1).amax(2))
+    return cycles, lambda: data.rows().reshape(data.shape[0], kept, -1).amax(2)
 
 
-@instruction
-def reciprocal(dst: Tensor, data: Tensor) -> None:
+@instruction("vector")
+def reciprocal(dst: Tensor, data: Tensor) -> Issued:
     """dst = 1 / data."""
-    on_chip(dst, data)
     same(dst, data)
-    machine = issue("vector", costs.one_input(data, 8.0), (data,), (dst,))
-    if machine.numerics:
-        dst.put(data.rows().reciprocal())
+    return costs.one_input(data, 8.0), lambda: data.rows().reciprocal()
 
 
-@instruction
+@instruction("vector")
 def tensor_copy_predicated(
     dst: Tensor, src: Any, predicate: Tensor, reverse_pred: bool = False
-) -> None:
+) -> Issued:
     """Overwrite dst by src, a tile or a number, where the predicate is not 0 (is, if reversed)."""
-    on_chip(dst, src, predicate)
     same(dst, predicate)
     check(predicate.dtype == "uint8", f"a {predicate.dtype} predicate", "uint8 in this subset")
     factor = 2.0
@@ -383,16 +342,17 @@ def tensor_copy_predicated(
         check(src.dtype == dst.dtype, f"{src.dtype} into {dst.dtype}", "the dtype stays")
         _not_both_psum(src, predicate)
         factor = 1.0 if src.buffer != predicate.buffer else 2.0
-    cycles = costs.one_input(predicate, factor)
-    machine = issue("vector", cycles, (src, predicate, dst), (dst,))
-    if machine.numerics:
+
+    def value() -> Array:
         chosen = (predicate.array() != 0).reshape(dst.shape) != reverse_pred
         kind = NKI_DTYPES[dst.dtype]
         new = src.array().reshape(dst.shape) if isinstance(src, Tensor) else column(src)
-        dst.array().copy_(torch.where(chosen, new.to(kind), dst.array()))
+        return torch.where(chosen, new.to(kind), dst.array())
+
+    return costs.one_input(predicate, factor), value
 
 
-@instruction
+@instruction("vector")
 def range_select(
     dst: Tensor,
     on_true_tile: Tensor,
@@ -405,14 +365,13 @@ def range_select(
     reduce_op: Any = None,
     range_start: int = 0,
     on_false_value: float = FP32_MIN,
-) -> None:
+) -> Issued:
     """Elements whose index compares with both bounds of their row, FP32_MIN elsewhere.
 
     reduce_res: the maximum of each row.
     """
     core = current_machine().core
     check(core.has_range_select, core.name, "it exists from NeuronCore-v3 on")
-    on_chip(dst, on_true_tile, bound0, bound1, reduce_res)
     same(dst, on_true_tile)
     compared = ("equal", "less", "less_equal", "greater", "greater_equal")
     for op in (comp_op0, comp_op1):
@@ -429,16 +388,16 @@ def range_select(
         check(got == "reset_reduce", f"reduce_cmd {got}", "reset_reduce in this subset")
         check(getattr(reduce_op, "name", "") == "maximum", f"{reduce_op!r}", "it is maximum")
         operand(reduce_res, on_true_tile)
-    reads = (on_true_tile, bound0, bound1)
-    machine = issue("vector", costs.one_input(on_true_tile), reads, (dst, reduce_res))
-    if machine.numerics:
-        values = on_true_tile.rows()
+
+    def value() -> Array:
         places = torch.arange(range_start, last, dtype=torch.float32)[None]
         inside = (comp_op0(places, bound0.rows()) != 0) & (comp_op1(places, bound1.rows()) != 0)
-        selected = torch.where(inside, values, FP32_MIN)
-        dst.put(selected)
+        selected = torch.where(inside, on_true_tile.rows(), FP32_MIN)
         if reduce_res is not None:
             reduce_res.put(selected.amax(1, keepdim=True))
+        return selected
+
+    return costs.one_input(on_true_tile), value
 
 
 def _not_both_psum(one: Tensor, other: Tensor) -> None:

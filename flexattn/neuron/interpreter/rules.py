@@ -9,16 +9,16 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor as Array
 
 from flexattn.neuron.interpreter import costs
-from flexattn.neuron.interpreter.machine import Machine, Tensor, current_machine, fault
+from flexattn.neuron.interpreter.machine import Tensor, current_machine, fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ OPERATORS: dict[str, Operator] = {
 }
 
 
-_Instruction = TypeVar("_Instruction", bound=Callable[..., None])
+Issued: TypeAlias = tuple[float, Callable[[], Array]]
+_Instruction = TypeVar("_Instruction", bound=Callable[..., Issued])
 # nki.isa: which partitions a view may start at, by how many it has.
 _STARTS = ((32, (0, 32, 64, 96)), (64, (0, 64)), (128, (0,)))
 _CLOCK = {
@@ -66,26 +67,42 @@ _CLOCK = {
 }  # fmt: skip
 
 
-def instruction(function: _Instruction) -> _Instruction:
-    """An instruction of nki.isa: called by keyword, with tensors where it wants them."""
-    name = function.__name__
-    needed = [
-        each.name
-        for each in inspect.signature(function).parameters.values()
-        if each.annotation == "Tensor"
-    ]
+def instruction(engine: str) -> Callable[[_Instruction], _Instruction]:
+    """An instruction of an engine in nki.isa: called by keyword, with tensors where it wants them.
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> None:
-        if args:
-            raise fault(f"nisa.{name} with positional arguments", "name them all")
-        for each in needed:
-            if each in kwargs and not isinstance(kwargs[each], Tensor):
-                raise fault(f"nisa.{name}: {each}={kwargs[each]!r}", "it is a tensor")
-        current_machine().instruction = name
-        function(**kwargs)
+    The function checks its operands and gives its cost (of "dma" bytes) and its value, which goes
+    to `dst` where values are computed. It writes `dst` and `reduce_res`, and reads all else.
+    """
 
-    return call  # type: ignore[return-value]
+    def made(function: _Instruction) -> _Instruction:
+        name = function.__name__
+        parameters = inspect.signature(function).parameters.values()
+        needed = [each.name for each in parameters if each.annotation == "Tensor"]
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> None:
+            if args:
+                raise fault(f"nisa.{name} with positional arguments", "name them all")
+            for each in needed:
+                if each in kwargs and not isinstance(kwargs[each], Tensor):
+                    raise fault(f"nisa.{name}: {each}={kwargs[each]!r}", "it is a tensor")
+            machine = current_machine()
+            machine.instruction = name
+            tensors = {key: each for key, each in kwargs.items() if isinstance(each, Tensor)}
+            if engine != "dma":
+                on_chip(*tensors.values())
+            cost, value = function(**kwargs)
+            writes = [tensors.pop(key) for key in ("dst", "reduce_res") if key in tensors]
+            if engine == "dma":
+                transfer(writes[0], tensors["src"], int(cost))
+            else:
+                issue(engine, cost, [*tensors.values()], writes)
+            if machine.numerics:
+                writes[0].put(value())
+
+        return call  # type: ignore[return-value]
+
+    return made
 
 
 def check(holds: bool, got: str, rule: str) -> None:
@@ -94,18 +111,20 @@ def check(holds: bool, got: str, rule: str) -> None:
         raise fault(f"nisa.{current_machine().instruction}: {got}", rule)
 
 
-def on_chip(*operands: Any, only: str = "") -> None:
+def lies_in(buffer: str, *operands: Tensor) -> None:
+    """These operands are in one memory alone."""
+    for each in operands:
+        check(each.buffer == buffer, f"an operand in {each.buffer}", f"it is in {buffer}")
+
+
+def on_chip(*operands: Tensor) -> None:
     """Tiles of compute engines are in SBUF or PSUM and start at a partition they can reach."""
     for each in operands:
-        if not isinstance(each, Tensor):
-            continue
         check(
             each.storage.on_chip,
             f"an operand in {each.buffer}",
             "engines read and write SBUF and PSUM",
         )
-        if only:
-            check(each.buffer == only, f"an operand in {each.buffer}", f"it is in {only}")
         starts = next(starts for most, starts in _STARTS if each.shape[0] <= most)
         check(
             each.first_partition in starts,
@@ -156,17 +175,15 @@ def engine_of(engine: Any, only: str) -> None:
     check(chosen in ("unknown", only), f"engine {chosen}", f"it runs on {only}")
 
 
-def issue(engine: str, cycles: float, reads: tuple[Any, ...], writes: tuple[Any, ...]) -> Machine:
+def issue(engine: str, cycles: float, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
     """Count an instruction of a compute engine and place it on the timeline."""
     machine = current_machine()
     core = machine.core
     machine.counts[machine.instruction] += 1
     machine.counts[f"{engine} instructions"] += 1
-    inputs = [each for each in reads if isinstance(each, Tensor)]
-    outputs = [each for each in writes if isinstance(each, Tensor)]
     engines = [engine]
     if core.has_shared_ports:
-        buffers = {each.buffer for each in (*inputs, *outputs)}
+        buffers = {each.buffer for each in (*reads, *writes)}
         if engine in ("vector", "gpsimd") and "sbuf" in buffers:
             engines.append("vector or gpsimd at sbuf")
         if engine in ("vector", "scalar") and "psum" in buffers:
@@ -177,13 +194,33 @@ def issue(engine: str, cycles: float, reads: tuple[Any, ...], writes: tuple[Any,
         engines,
         cycles / clock,
         0.0 if engine == "gpsimd" else latency,
-        [each.span() for each in inputs],
-        [each.span() for each in outputs],
+        [each.span() for each in reads],
+        [each.span() for each in writes],
     )
-    for each in outputs:
+    for each in writes:
         if each.buffer == "psum" and machine.instruction != "nc_matmul":
             _forget(each)
-    return machine
+
+
+def transfer(dst: Tensor, src: Tensor, charged: int) -> None:
+    """Count a transfer; each DMA engine serves eight partitions."""
+    machine = current_machine()
+    core = machine.core
+    machine.counts[machine.instruction] += 1
+    machine.counts["dma instructions"] += 1
+    machine.counts["dma bytes"] += src.size * src.storage.itemsize
+    machine.counts["dma bytes charged"] += charged
+    chips = [each for each in (dst, src) if each.storage.on_chip]
+    partitions = min([each.shape[0] for each in chips], default=128)
+    engines = min(core.dma_engines, -(-partitions // 8))
+    cost = charged / (core.dma_engine * core.dma_engines)
+    machine.timeline.issue(
+        ["dma"],
+        cost,
+        costs.DMA_START + charged / (core.dma_engine * engines) - cost,
+        [each.span() for each in (src,) if each.storage.on_chip],
+        [each.span() for each in (dst,) if each.storage.on_chip],
+    )
 
 
 def _forget(written: Tensor) -> None:
