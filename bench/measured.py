@@ -19,6 +19,7 @@ from flexattn.records.codec import decode_record
 from flexattn.records.layers import TOOLCHAIN_FIELDS
 from flexattn.records.record import Key, Trial, key_of
 from flexattn.records.store import Store
+from flexattn.tune.race import common_rounds, timed_for
 from flexattn.tune.replay import load_study, stored
 from flexattn.tune.tasks import plan_task, task_of
 from flexattn.tune.workload import Row, read
@@ -95,16 +96,12 @@ def times(trials: Sequence[Trial], beside: int) -> dict[Any, float]:
 
 def paired(trials: Sequence[Trial], beside: int) -> dict[Any, list[tuple[float, float]]]:
     """Times of each config that passed the gate, each with that of `beside` in the same round."""
-    base, found = trials[beside], {}
-    for trial in trials:
-        ran = trial if trial.same_code_as is None else trials[trial.same_code_as]
-        if ran.failed is not None or (ran.gate is not None and not ran.gate.passed):
-            continue
-        own, rounds = ran.screening, base.screening[ran.start :]
-        if ran.finals and base.finals:
-            own, rounds = ran.finals, base.finals
-        if own:
-            found[trial.config] = list(zip(own, rounds, strict=False))
+    found = {}
+    for index, trial in enumerate(trials):
+        ran = timed_for(trials, index)
+        good = ran.failed is None and (ran.gate is None or ran.gate.passed)
+        if good and (pairs := common_rounds(trials, index, beside)):
+            found[trial.config] = pairs
     return found
 
 

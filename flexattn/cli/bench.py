@@ -11,14 +11,13 @@ from typing import Any, Literal
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.block_mask.create import create_block_mask
 from flexattn.cli import options
 from flexattn.cli.selection import chosen_rows
-from flexattn.cli.terminal import cell, say_json, tell
+from flexattn.cli.terminal import cell, columns, say_json, tell
 from flexattn.device import detect
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.attention import flex_attention
@@ -184,13 +183,10 @@ def _ratio(theirs: Samples, ours: Samples) -> float | None:
 
 
 def _print(done: Sequence[Benched]) -> None:
-    table = Table(title="median microseconds, and paired ratios: above 1 flexattn is faster")
     names = [name for name in (OURS, DEFAULT, TORCH) if any(name in each.us for each in done)]
-    table.add_column("row", no_wrap=True)
-    for name in (*names, *(f"{name}/ours" for name in names[1:])):
-        table.add_column(name, justify="right")
-    for name in ("served by", "config", "gate"):
-        table.add_column(name)
+    numbers = (f">{name}" for name in (*names, *(f"{name}/ours" for name in names[1:])))
+    title = "median microseconds, and paired ratios: above 1 flexattn is faster"
+    table = columns("row", *numbers, "served by", "config", "gate", title=title)
     for each in done:
         times = ["-" if (us := each.us.get(n)) is None else f"{us:.1f}" for n in names]
         ratios = ["-" if (r := each.ratio.get(n)) is None else f"{r:.3f}" for n in names[1:]]

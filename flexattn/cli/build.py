@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import typer
-from rich.table import Table
 
 from flexattn.cli import options
 from flexattn.cli.offline import problem_called
 from flexattn.cli.selection import device_of, effort_of, say_assumed
-from flexattn.cli.terminal import INTERRUPTED, cell, say_json, tell, wide_console
+from flexattn.cli.terminal import INTERRUPTED, cell, columns, say_json, tell, wide_console
 from flexattn.cli.watch import Watch
 from flexattn.device import Device
 from flexattn.errors import InputError
@@ -124,11 +123,9 @@ def _line(built: BuiltConfig) -> str:
 def print_report(report: BuildReport) -> None:
     """The table of configs with what each takes, and below it what was not built, by rule."""
     console = wide_console()
-    table = Table(title=f"{report.problem}\n{report.device}, effort {report.effort}")
-    table.add_column("config", no_wrap=True)
-    for name in ("regs", "spills", "shared", "matrix", "s"):
-        table.add_column(name, justify="right")
-    table.add_column("note")
+    title = f"{report.problem}\n{report.device}, effort {report.effort}"
+    headings = ">regs", ">spills", ">shared", ">matrix", ">s"
+    table = columns("config", *headings, "note", title=title)
     for built, twin in zip(report.built, report.twins, strict=True):
         numbers: tuple[int, ...] = (
             built.registers,

@@ -21,7 +21,7 @@ from flexattn.cli import options as asking
 from flexattn.cli.bench import DEFAULT, OURS, TORCH, Benched, RivalChoice, race_row
 from flexattn.cli.offline import nearest
 from flexattn.cli.selection import writable
-from flexattn.cli.terminal import cell, tell
+from flexattn.cli.terminal import cell, columns, tell
 from flexattn.cli.watch import Watch
 from flexattn.cli.workloads import (
     FULL_WORKLOADS,
@@ -125,11 +125,9 @@ def gpu_sentences(done: Sequence[Benched], name: str) -> tuple[str, str, str]:
 
 
 def _raced(done: Sequence[Benched]) -> Table:
-    table = Table(title="Median microseconds of one race a workload")
-    table.add_column("workload", no_wrap=True)
-    for column in (TORCH, DEFAULT, "tuned", f"{TORCH}/tuned"):
-        table.add_column(column, justify="right")
-    table.add_column("tuned config")
+    numbers = f">{TORCH}", f">{DEFAULT}", ">tuned", f">{TORCH}/tuned"
+    title = "Median microseconds of one race a workload"
+    table = columns("workload", *numbers, "tuned config", title=title)
     for row in done:
         times = (_number(row.us.get(each)) for each in (TORCH, DEFAULT, OURS))
         ratio = row.ratio.get(TORCH)
@@ -221,11 +219,9 @@ def cpu_sentences(
 
 
 def _built(built: Sequence[tuple[str, BuiltConfig]]) -> Table:
-    table = Table(title=f"Compiled for {DEMO_DEVICE}, without one: bfloat16, full shapes")
-    table.add_column("workload", no_wrap=True)
-    table.add_column("config", overflow="fold")
-    for name in ("registers", "spills", "shared KiB", "mma"):
-        table.add_column(name, justify="right")
+    title = f"Compiled for {DEMO_DEVICE}, without one: bfloat16, full shapes"
+    headings = ">registers", ">spills", ">shared KiB", ">mma"
+    table = columns("workload", "config", *headings, title=title)
     for name, each in built:
         shared = f"{each.shared_memory / 1024:.0f}"
         numbers = [str(each.registers), str(each.spills), shared, str(each.matrix_instructions)]

@@ -22,7 +22,7 @@ from rich.table import Table
 from flexattn import __version__
 from flexattn.cli import options
 from flexattn.cli.selection import device_here, device_of, places, say_assumed
-from flexattn.cli.terminal import say, say_json, wide_console
+from flexattn.cli.terminal import columns, say, say_json, wide_console
 from flexattn.device import INTERPRETER, KNOWN, Device
 from flexattn.device.neuroncore import BANK_BYTES, CORES, PSUM_BANKS
 from flexattn.errors import CacheError, FlexAttnError
@@ -293,12 +293,9 @@ def _print(facts: dict[str, Any]) -> None:
 def print_devices(args: options.Devices) -> None:
     """Run `flexattn devices`."""
     console = wide_console()
-    table = Table()
-    table.add_column("device", no_wrap=True)
-    table.add_column("arch")
     # 80 columns hold it: a heading of two lines is as wide as the longer one.
-    for heading in ("SMs\nor CUs", "shared\nmemory", "registers", "of a\nthread"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ">SMs\nor CUs", ">shared\nmemory", ">registers", ">of a\nthread"
+    table = columns("device", "arch", *headings)
     for device in KNOWN.values():
         numbers = (device.num_sms, device.shared_memory, device.registers, device.max_registers)
         table.add_row(device.name, device.arch, *map(str, numbers))
@@ -311,12 +308,9 @@ def _neuron() -> Table:
 
     Clocks are those of the Tensor, Vector, Scalar and GpSimd engines.
     """
-    table = Table(
-        title="AWS Neuron: one core of 128 partitions, cores of a chip", title_justify="left"
-    )
-    table.add_column("device", no_wrap=True)
-    for heading in ("cores", "SBUF KiB", "PSUM KiB", "moving", "T/V/S/G GHz", "DMA GB/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    title = "AWS Neuron: one core of 128 partitions, cores of a chip"
+    numbers = ">cores", ">SBUF KiB", ">PSUM KiB", ">moving", ">T/V/S/G GHz", ">DMA GB/s"
+    table = columns("device", *numbers, title=title, title_justify="left")
     for core in CORES.values():
         clocks = (core.tensor_ghz, core.vector_ghz, core.scalar_ghz, core.gpsimd_ghz)
         table.add_row(

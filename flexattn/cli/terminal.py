@@ -12,6 +12,7 @@ from flexattn.util.text import one_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
 # The status of a verb that Ctrl-C ended, as shells have it.
@@ -45,6 +46,18 @@ def wide_console() -> Console:
     from rich.console import Console
 
     return Console(width=shutil.get_terminal_size((PIPED, 0)).columns)
+
+
+def columns(*headings: str, **about: Any) -> Table:
+    """An empty table: its first column is not wrapped, and ">heading" is one of numbers."""
+    from rich.table import Table
+
+    made = Table(**about)
+    for place, heading in enumerate(headings):
+        number = heading.startswith(">")
+        justify: Any = "right" if number else "left"
+        made.add_column(heading.removeprefix(">"), justify=justify, no_wrap=number or not place)
+    return made
 
 
 def tell(console: Console, text: str, style: str = "") -> None:

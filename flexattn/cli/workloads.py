@@ -17,7 +17,7 @@ from torch import Tensor
 from flexattn.block_mask.visual import Picture, visualize
 from flexattn.cli.bench import RowInputs
 from flexattn.cli.offline import nearest
-from flexattn.cli.terminal import tell
+from flexattn.cli.terminal import columns, tell
 from flexattn.errors import FlexAttnError
 from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.call import make_call
@@ -147,13 +147,7 @@ def run_trial(workload: DemoWorkload, dtype: str, configs: int, seconds: float) 
 
 def verdict_table(title: str) -> Table:
     """A table whose first columns are those of `cells`."""
-    found = Table(title=title)
-    found.add_column("workload", no_wrap=True)
-    found.add_column("shape")
-    for name in ("max error", "budget"):
-        found.add_column(name, justify="right")
-    found.add_column("gate")
-    return found
+    return columns("workload", "shape", ">max error", ">budget", "gate", title=title)
 
 
 def verdict_cells(

@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, fields
 from flexattn.kernels.base.config import Config
 from flexattn.measure.timing import NO_RATIO, Ratio, Samples, paired_ratio
 from flexattn.records.record import Record, Trial
+from flexattn.tune.race import common_rounds, timed_for
 
 _Value = int | str  # of one field of a config; switches are False and True
 
@@ -83,7 +84,7 @@ def timed(record: Record) -> tuple[Timed, ...]:
     """Every config with a time, the fastest first."""
     found = []
     for index, trial in enumerate(record.trials):
-        source = _source(record, trial)
+        source = timed_for(record.trials, index)
         samples = source.finals or source.screening
         if trial.failed is None and source.failed is None and samples:
             low, middle, high = _quartiles(samples)
@@ -194,17 +195,12 @@ def gain(record: Record) -> Ratio:
 
     Rounds of the race where both ran it, else of the screening; NaN where no round is common.
     """
-    default, winner = (
-        _source(record, record.trials[index])
-        for index in (record.decision.default, record.decision.winner)
-    )
-    screened = default.screening[winner.start :]
-    for pair in ((default.finals, winner.finals), (screened, winner.screening)):
-        common = min(map(len, pair))
-        if common:
-            a, b = (Samples(samples[:common]) for samples in pair)
-            return paired_ratio(a, b)
-    return NO_RATIO
+    decision = record.decision
+    pairs = common_rounds(record.trials, decision.winner, decision.default)
+    if not pairs:
+        return NO_RATIO
+    winner, default = map(Samples, zip(*pairs, strict=True))
+    return paired_ratio(default, winner)
 
 
 def untimed_reasons(record: Record) -> tuple[Reason, ...]:
@@ -214,8 +210,8 @@ def untimed_reasons(record: Record) -> tuple[Reason, ...]:
         for name, count in sorted(record.rejected, key=lambda each: -each[1])
     ]
     failed: dict[tuple[str, str], list[Trial]] = {}
-    for trial in record.trials:
-        stage = _stage(record, trial)
+    for index, trial in enumerate(record.trials):
+        stage = _stage(trial, timed_for(record.trials, index))
         if stage is not None:
             failed.setdefault(stage, []).append(trial)
     rest = [
@@ -241,18 +237,10 @@ def label(value: _Value) -> str:
     return ("off", "on")[value] if isinstance(value, bool) else str(value) or "none"
 
 
-def _source(record: Record, trial: Trial) -> Trial:
-    """The trial that was timed for this one: another where the machine code is the same."""
-    return trial if trial.same_code_as is None else record.trials[trial.same_code_as]
-
-
-def _stage(record: Record, trial: Trial) -> tuple[str, str] | None:
-    """Stage and reason of a trial without a time; None for a timed one."""
-    if trial.failed is not None:
-        return trial.failed.stage, trial.failed.error
-    source = _source(record, trial)
-    if source.failed is not None:
-        return source.failed.stage, source.failed.error
+def _stage(trial: Trial, source: Trial) -> tuple[str, str] | None:
+    """Stage and reason of a trial without a time; None for a timed one. source: timed for it."""
+    if (failed := trial.failed or source.failed) is not None:
+        return failed.stage, failed.error
     if source.finals or source.screening:
         return None
     if trial.gate is not None and not trial.gate.passed:

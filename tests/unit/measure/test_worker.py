@@ -117,15 +117,15 @@ def test_a_child_killed_between_requests_costs_nothing(worker):
 
 
 def test_ctrl_c_leaves_no_half_answered_child(worker, monkeypatch):
-    pid, receive = worker.pid, ChildProcess._receive
+    pid, receive = worker.pid, ChildProcess.receive
 
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ChildProcess, "_receive", interrupted)
+    monkeypatch.setattr(ChildProcess, "receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         worker.gate(GOOD)
-    monkeypatch.setattr(ChildProcess, "_receive", receive)
+    monkeypatch.setattr(ChildProcess, "receive", receive)
     assert gone(pid)
     assert isinstance(worker.gate(GOOD), Gated)
 
