@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flexattn import __version__
-from flexattn.device.neuroncore import CORES
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.environment import template_hash
@@ -29,10 +27,10 @@ from flexattn.measure.task import Task
 from flexattn.neuron.config import NkiConfig
 from flexattn.neuron.family import NkiEffort, target_survey
 from flexattn.neuron.interpreter import costs
-from flexattn.neuron.interpreter.interpret import Interpreted, interpret
+from flexattn.neuron.interpreter.interpret import Interpreted
 from flexattn.neuron.run import Prepared, prepare
 from flexattn.neuron.schedule import Schedule
-from flexattn.problem import DTYPES, Kind, Problem
+from flexattn.problem import DTYPES, Kind
 from flexattn.records.environment import NO_TEXT, bare, closure
 from flexattn.records.record import SCHEMA, Decision, Environment, Failed, Record, Trial, key_of
 from flexattn.tune.subject import SILENT, Progress
@@ -69,16 +67,15 @@ def nki_estimate(task: Task, config: NkiConfig, target: str) -> NkiEstimate:
     )
     schedule: Schedule = prepared.extra[1]
     kept = _sampled(schedule)
-    loads = _run(prepared, tuple(_with_visits(section, ()) for section in kept))
-    walked = _run(prepared, kept)
+    loads, *_ = _run(prepared, tuple(_with_visits(section, ()) for section in kept))
+    walked, *merges = _run(prepared, kept)
     share = _chunks(schedule) / max(_chunks(kept), 1), _work(schedule) / max(_work(kept), 1)
     times = {
         name: _scaled(loads.busy.get(name, 0.0), walked.busy.get(name, 0.0), share)
         for name in {*loads.busy, *walked.busy}
     }
     total = _scaled(loads.nanoseconds, walked.nanoseconds, share)
-    if prepared.combine is not None:
-        total += prepared.merge(_queries(one)).nanoseconds
+    total += sum(merge.nanoseconds for merge in merges)
     units = problem.B * problem.Hkv / 1000
     return NkiEstimate(
         time=total * units,
@@ -90,22 +87,15 @@ def nki_estimate(task: Task, config: NkiConfig, target: str) -> NkiEstimate:
     )
 
 
-def _run(prepared: Prepared, schedule: Schedule) -> Interpreted:
-    problem, s = prepared.problem, prepared.problem.structure
-    keys = problem.B, problem.Hkv, problem.kv_len
-    k, v = (
-        torch.empty(*keys, dim, dtype=_TORCH[s.dtype]) for dim in (s.head_dim_qk, s.head_dim_v)
-    )
-    given = list(prepared.arguments(_queries(problem), k, v))
-    given[4] = schedule
-    core = CORES[prepared.target]
-    return interpret(prepared.source.text, given, core, numerics=False)
-
-
-def _queries(problem: Problem) -> Tensor:
-    s = problem.structure
-    rows = problem.B, problem.Hq, problem.q_len
-    return torch.empty(*rows, s.head_dim_qk, dtype=_TORCH[s.dtype])
+def _run(prepared: Prepared, schedule: Schedule) -> tuple[Interpreted, ...]:
+    """What a schedule takes, and then what merges its splits, by shape alone."""
+    p, s = prepared.problem, prepared.problem.structure
+    scale, _, *rest = prepared.extra
+    walking = replace(prepared, extra=(scale, schedule, *rest))
+    sizes = ((p.Hq, p.q_len, s.head_dim_qk), (p.Hkv, p.kv_len, s.head_dim_qk),
+             (p.Hkv, p.kv_len, s.head_dim_v))  # fmt: skip
+    q, k, v = (torch.empty(p.B, *each, dtype=_TORCH[s.dtype]) for each in sizes)
+    return walking.interpret(q, k, v, numerics=False).runs
 
 
 def _scaled(loads: float, all_of_it: float, share: tuple[float, float]) -> float:

@@ -52,12 +52,10 @@ class Prepared:
 
     def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
         """The kernel's arguments; decode's rows are packed head by head."""
-        return (self._packed(q), k.contiguous(), v.contiguous(), *self.extra)
-
-    def _packed(self, q: Tensor) -> Tensor:
         heads = self.problem.structure.packed_heads
         B, Hq, L, D = q.shape
-        return q.contiguous().view(B, Hq // heads, heads * L, D)
+        packed = q.contiguous().view(B, Hq // heads, heads * L, D)
+        return (packed, k.contiguous(), v.contiguous(), *self.extra)
 
     def run(
         self,
@@ -94,13 +92,6 @@ class Prepared:
             return runs[-1].results
 
         return replace(self.run(q, k, v, kernel), runs=tuple(runs))
-
-    def merge(self, q: Tensor) -> Interpreted:
-        """Count combine by shape alone, without computing."""
-        assert self.combine is not None
-        packed = self._packed(q)
-        given = (packed, *self._parts(packed))
-        return interpret(self.combine.text, given, CORES[self.target], numerics=False)
 
     def _parts(self, q: Tensor) -> tuple[Tensor, ...]:
         """The partial results that combine reads, of the right shapes."""
