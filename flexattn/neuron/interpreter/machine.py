@@ -2,12 +2,11 @@
 
 Every engine has a queue of its own and runs beside the others. An instruction starts when its
 engine is free and the memory it touches is: what it reads has been written, what it overwrites has
-been read and written. Memory is told apart by bytes of a partition.
+been read and written. Memory is told apart by elements of a partition.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,8 +41,8 @@ def fault(got: str, rule: str) -> KernelError:
 class Storage:
     """One allocation. shape: partitions first where on chip. data: flat; None where not computed.
 
-    started: regions that a matmul began to accumulate in, as (offset, shape). spans: what the
-    timeline knows of its parts.
+    started: regions that a matmul began to accumulate in, as (offset, shape). times: of each
+    part of it that an instruction touched, when that was last written, and read.
     """
 
     shape: tuple[int, ...]
@@ -51,8 +50,7 @@ class Storage:
     buffer: str
     data: torch.Tensor | None
     started: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    cuts: list[int] = field(default_factory=list)
-    times: list[tuple[float, float]] = field(default_factory=list)
+    times: dict[tuple[int, int], list[float]] = field(default_factory=dict)
 
     @property
     def on_chip(self) -> bool:
@@ -74,15 +72,6 @@ class Storage:
         return -(-used // BANK_BYTES) * BANK_BYTES if self.buffer == "psum" else used
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Bytes first..last-1 of every partition of an allocation."""
-
-    memory: Storage
-    first: int
-    last: int
-
-
 @dataclass
 class Timeline:
     """The clock of each engine, in nanoseconds from the start of the kernel.
@@ -96,71 +85,28 @@ class Timeline:
 
     def issue(
         self,
-        engines: Iterable[str],
+        engines: Sequence[str],
         cost: float,
         latency: float,
-        reads: Iterable[Span],
-        writes: Iterable[Span],
+        reads: Iterable[Tensor],
+        writes: Iterable[Tensor],
     ) -> None:
         """An instruction that holds its engines for `cost` and is done `latency` after that."""
-        engines = tuple(engines)
-        start = max([self.free.get(engine, 0.0) for engine in engines], default=0.0)
-        reads, writes = tuple(reads), tuple(writes)
-        for span in reads:
-            start = max(start, _latest(span, reading=True))
-        for span in writes:
-            start = max(start, _latest(span, reading=False))
+        # A reader waits for who wrote last, a writer for who read last too.
+        waited = [self.free.get(engine, 0.0) for engine in engines]
+        waited += [written for each in reads for written, _ in each.touched()]
+        waited += [max(times) for each in writes for times in each.touched()]
+        start = max(waited)
         for engine in engines:
             self.free[engine] = start + cost
-        if engines:
-            self.busy[engines[0]] += cost  # type: ignore[assignment]
+        self.busy[engines[0]] += cost  # type: ignore[assignment]
         done = start + cost + latency
         self.end = max(self.end, done)
-        for span in reads:
-            _mark(span, read=start + cost)
-        for span in writes:
-            _mark(span, written=done)
-
-
-def _latest(span: Span, reading: bool) -> float:
-    """When the bytes are ready: written for a reader, and read by everyone for a writer."""
-    first, last = _parts(span)
-    times = span.memory.times[first:last]
-    if reading:
-        return max((written for written, _ in times), default=0.0)
-    return max((max(pair) for pair in times), default=0.0)
-
-
-def _mark(span: Span, written: float | None = None, read: float | None = None) -> None:
-    first, last = _parts(span)
-    times = span.memory.times
-    for index in range(first, last):
-        before_written, before_read = times[index]
-        if written is not None:
-            times[index] = (written, before_read)
-        elif read is not None and read > before_read:
-            times[index] = (before_written, read)
-
-
-def _parts(span: Span) -> tuple[int, int]:
-    """The indices of the parts that the bytes are made of; parts are split at their ends."""
-    memory = span.memory
-    if not memory.cuts:
-        memory.cuts += [span.first, span.last]
-        memory.times.append((0.0, 0.0))
-        return 0, 1
-    for place in (span.first, span.last):
-        index = bisect_left(memory.cuts, place)
-        if index < len(memory.cuts) and memory.cuts[index] == place:
-            continue
-        insort(memory.cuts, place)
-        if index == 0:
-            memory.times.insert(0, (0.0, 0.0))
-        elif index == len(memory.cuts) - 1:
-            memory.times.append((0.0, 0.0))
-        else:
-            memory.times.insert(index, memory.times[index - 1])
-    return bisect_left(memory.cuts, span.first), bisect_left(memory.cuts, span.last)
+        for each in reads:
+            times = each.times()
+            times[1] = max(times[1], start + cost)
+        for each in writes:
+            each.times()[0] = done
 
 
 @dataclass
@@ -281,17 +227,26 @@ class Tensor:
     def first_partition(self) -> int:
         return self.offset // self.storage.per_partition
 
-    def span(self) -> Span:
-        """The bytes of a partition that it touches; all that lies between them counts."""
+    def part(self) -> tuple[int, int]:
+        """The elements first..last-1 of a partition that hold all that it touches."""
         first = self.offset % self.storage.per_partition
         pairs = zip(self.shape[1:], self.strides[1:], strict=True)
-        last = first + sum((size - 1) * abs(stride) for size, stride in pairs) + 1
-        return Span(self.storage, first * self.storage.itemsize, last * self.storage.itemsize)
+        return first, first + sum((size - 1) * stride for size, stride in pairs) + 1
+
+    def times(self) -> list[float]:
+        """When its part of the memory was last written, and read, as a whole."""
+        return self.storage.times.setdefault(self.part(), [0.0, 0.0])
+
+    def touched(self) -> list[list[float]]:
+        """The times of all parts of the memory that share an element with it."""
+        first, last = self.part()
+        every = self.storage.times.items()
+        return [times for (begin, end), times in every if begin < last and first < end]
 
     def banks(self) -> range:
         """The PSUM banks that it lies in, counted from the start of its allocation."""
-        span = self.span()
-        return range(span.first // BANK_BYTES, (span.last - 1) // BANK_BYTES + 1)
+        first, last = (each * self.storage.itemsize for each in self.part())
+        return range(first // BANK_BYTES, (last - 1) // BANK_BYTES + 1)
 
     def __getitem__(self, key: Any) -> Tensor:
         keys = list(key) if isinstance(key, tuple) else [key]

@@ -194,8 +194,8 @@ def issue(engine: str, cycles: float, reads: Sequence[Tensor], writes: Sequence[
         engines,
         cycles / clock,
         0.0 if engine == "gpsimd" else latency,
-        [each.span() for each in reads],
-        [each.span() for each in writes],
+        reads,
+        writes,
     )
     for each in writes:
         if each.buffer == "psum" and machine.instruction != "nc_matmul":
@@ -218,21 +218,17 @@ def transfer(dst: Tensor, src: Tensor, charged: int) -> None:
         ["dma"],
         cost,
         costs.DMA_START + charged / (core.dma_engine * engines) - cost,
-        [each.span() for each in (src,) if each.storage.on_chip],
-        [each.span() for each in (dst,) if each.storage.on_chip],
+        [each for each in (src,) if each.storage.on_chip],
+        [each for each in (dst,) if each.storage.on_chip],
     )
 
 
 def _forget(written: Tensor) -> None:
     """Forget the matmul results that another instruction has overwritten: none may add to them."""
-    storage, span = written.storage, written.span()
-    storage.started = [
-        (offset, shape)
-        for offset, shape in storage.started
-        if not _overlaps(storage, offset, shape, span.first, span.last)
-    ]
+    storage, (first, last) = written.storage, written.part()
 
+    def kept(offset: int, shape: tuple[int, ...]) -> bool:
+        begin = offset % storage.per_partition
+        return begin >= last or first >= begin + prod(shape[1:])
 
-def _overlaps(storage: Any, offset: int, shape: tuple[int, ...], first: int, last: int) -> bool:
-    begin = offset % storage.per_partition * storage.itemsize
-    return bool(begin < last and first < begin + prod(shape[1:]) * storage.itemsize)
+    storage.started = [each for each in storage.started if kept(*each)]
