@@ -125,12 +125,10 @@ def on_chip(*operands: Tensor) -> None:
             f"an operand in {each.buffer}",
             "engines read and write SBUF and PSUM",
         )
-        starts = next(starts for most, starts in _STARTS if each.shape[0] <= most)
-        check(
-            each.first_partition in starts,
-            f"{each.shape[0]} partitions from {each.first_partition}",
-            f"so many start at one of {starts}",
-        )
+        count, first = each.shape[0], each.first_partition
+        starts = next(starts for most, starts in _STARTS if count <= most)
+        got = f"{count} partitions from {first}"
+        check(first in starts, got, f"so many start at one of {starts}")
 
 
 def same(*tiles: Tensor) -> None:
