@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -194,30 +193,21 @@ def text_bars(groups: Mapping[str, Mapping[str, float]], unit: str) -> str:
 
 def bars(groups: Mapping[str, Mapping[str, float]], unit: str, path: Path) -> list[Path]:
     """A file: a panel a group, a bar a label, torch's in another color; [] where no value is."""
+    from matplotlib.figure import Figure
+
     groups = {title: values for title, values in groups.items() if values}
     if not groups:
         return []
-    figure, panels = _figure(1.0 + 0.34 * sum(2 + len(g) for g in groups.values()), groups)
+    heights = [2 + len(values) for values in groups.values()]
+    figure = Figure(figsize=(7.2, 1.0 + 0.34 * sum(heights)), layout="constrained")
+    panels = figure.subplots(len(groups), squeeze=False, height_ratios=heights)[:, 0]
     for axes, (title, values) in zip(panels, groups.items(), strict=True):
-        labels = list(values)
-        colors = [_RIVAL if label.startswith("torch") else _OURS for label in labels]
-        drawn = axes.barh(labels, list(values.values()), color=colors)
+        colors = [_RIVAL if label.startswith("torch") else _OURS for label in values]
+        drawn = axes.barh(list(values), list(values.values()), color=colors)
         axes.bar_label(drawn, fmt="%.4g", padding=3)
         axes.margins(x=0.15)
         axes.invert_yaxis()
         axes.set(title=title, xlabel=unit)
-    return [_save(figure, path)]
-
-
-def _figure(height: float, groups: Mapping[str, Any]) -> Any:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, height), layout="constrained")
-    ratios = [2 + len(values) for values in groups.values()]
-    return figure, figure.subplots(len(groups), squeeze=False, height_ratios=ratios)[:, 0]
-
-
-def _save(figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-    return path
+    return [path]
