@@ -8,12 +8,8 @@ of starting compute different outputs, and where a process with binaries compile
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,14 +19,12 @@ from bench.cold_child import LENGTHS
 from bench.command import main, named
 from bench.peers import OURS
 from bench.results import Gate
-from bench.runner import Kind, Method, Uncounted, in_turns
-from bench.time_limit import SECONDS
+from bench.runner import Kind, Method, Uncounted, fresh, in_turns
 
 # Whether Triton's cache is kept between processes, and whether the exported directory is named.
 WARM, EMPTY, BINARIES = (
     f"{OURS} {how}" for how in ("warm Triton cache", "empty Triton cache", "binaries")
 )
-ROOT = Path(__file__).resolve().parent.parent
 METHOD = Method(rounds=5)
 
 
@@ -70,31 +64,17 @@ class Start:
                 "FLEXATTN_CACHE": str(folder / "records"),
             }
             own |= {"FLEXATTN_BINARIES": str(folder / "exported")} if binaries else {}
-            found = child(own, "run", self.x.row.name, "none" if binaries else "compiler")
+            compiler = "none" if binaries else "compiler"
+            found = fresh("bench.cold_child", "run", self.x.row.name, compiler, **own)
         print(self.name, found["seconds"], file=sys.stderr, flush=True)
         return found
-
-
-def child(environment: Mapping[str, str], *arguments: str) -> dict[str, Any]:
-    """The answer of a fresh `bench.cold_child`. Raises RuntimeError where it failed."""
-    ours = ("FLEXATTN_BINARIES", "FLEXATTN_CACHE", "FLEXATTN_MODE")
-    kept = {name: value for name, value in os.environ.items() if name not in ours}
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.cold_child", *arguments],
-        env=kept | dict(environment), cwd=ROOT, capture_output=True, text=True, check=False,
-        timeout=SECONDS,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"bench.cold_child {' '.join(arguments)} failed:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def _make(row: ColdRow, method: Method) -> Exported:
     x = Exported(row)
     folder = Path(x.folder.name)
     own = {"TRITON_CACHE_DIR": str(folder / "warm"), "FLEXATTN_CACHE_DIR": str(folder / "none")}
-    child(own, "export", row.name, str(folder / "exported"))
+    fresh("bench.cold_child", "export", row.name, str(folder / "exported"), **own)
     return x
 
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +31,8 @@ from torch import Tensor
 import flexattn
 from bench.environment import describe
 from bench.results import write
-from bench.time_limit import SECONDS, time_limit
+from bench.runner import fresh
+from bench.time_limit import time_limit
 from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.base import source
@@ -46,7 +45,6 @@ LIMIT_MS = 50.0
 # What FLEXATTN_MODE is, by how a process is called in the results.
 MODES = {"records looked for": "replay", "records off": "off"}
 PROFILED = "profiled"
-ROOT = Path(__file__).resolve().parent.parent
 CAP = 30.0
 # The slowest calls that are kept, with their sizes.
 KEPT = 10
@@ -264,22 +262,14 @@ def faults(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return wrong
 
 
-def _process(mode: str, options: Sequence[str]) -> Any:
+def _process(mode: str, options: Sequence[str]) -> dict[str, Any]:
     """The findings of one fresh process, which has directories of its own for all that is kept."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("FLEXATTN_")}
     with tempfile.TemporaryDirectory() as empty:
         own = {
             "FLEXATTN_CACHE_DIR": f"{empty}/own", "TRITON_CACHE_DIR": f"{empty}/triton",
             "FLEXATTN_MODE": mode,
         }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-m", "bench.first_traffic", "--here", *options],
-            env=kept | own, cwd=ROOT, capture_output=True, text=True, check=False,
-            timeout=2 * SECONDS,
-        )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"a process of bench.first_traffic failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+        return fresh("bench.first_traffic", "--here", *options, **own)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

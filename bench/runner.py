@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -18,7 +23,7 @@ from bench.inputs import Inputs, check, make
 from bench.peers import OURS, Refusal, call_of
 from bench.results import Gate, Report, RowResult
 from bench.table import BAR
-from bench.time_limit import time_limit
+from bench.time_limit import SECONDS, time_limit
 from flexattn.measure.timing import Samples, time_interleaved
 
 
@@ -28,6 +33,7 @@ class Uncounted:
     flops, kv_bytes = 0.0, 0
 
 
+ROOT = Path(__file__).resolve().parent.parent
 HOST_CALLS = 200  # below the launches that a driver queues, so that a call never waits for the GPU
 
 
@@ -102,6 +108,22 @@ def wall_us(call: Callable[[], Any]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return (time.perf_counter_ns() - begin) / 1e3
+
+
+def fresh(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    """What a fresh process of a module answers, a line of JSON, without this one's settings.
+
+    Raises RuntimeError where it failed.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("FLEXATTN_")}
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], env=kept | environment, cwd=ROOT,
+        capture_output=True, text=True, check=False, timeout=2 * SECONDS,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def no_memory(call: Any, inputs: Any) -> int:
