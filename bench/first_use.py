@@ -80,8 +80,8 @@ def _make(row: UseRow, method: Method) -> Callable[[], Any]:
     def call() -> None:
         with torch.set_grad_enabled(row.backward):
             out: Any = flex_attention(q, k, v, *given, enable_gqa=True)
-        if row.backward:
-            out.float().sum().backward()
+            if row.backward:
+                out.float().sum().backward()
 
     return call
 
@@ -105,11 +105,15 @@ def check_us(call: Callable[[], Any]) -> float:
         patch.object(plans, "accepted", timed),
     ):
         call()
-    return sum(spent) / len(spent)
+    return sum(spent) / max(1, len(spent))
 
 
 FIRST_USE = Kind(
-    _make, lambda call, x: Gate(True, "not judged"), lambda peer, x: x, race=in_turns(check_us)
+    _make,
+    lambda call, x: Gate(True, "not judged"),
+    lambda peer, x: x,
+    grad=True,
+    race=in_turns(check_us),
 )
 run = partial(main, "first_use", ROWS, METHOD, known={OURS: OURS}, kind=FIRST_USE)
 

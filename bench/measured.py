@@ -17,9 +17,8 @@ from flexattn.presets import files
 from flexattn.problem import Problem
 from flexattn.records.codec import decode_record
 from flexattn.records.layers import TOOLCHAIN_FIELDS
-from flexattn.records.record import Key, Trial, key_of
+from flexattn.records.record import Key, Trial, common_rounds, key_of, timed_for
 from flexattn.records.store import Store
-from flexattn.tune.race import common_rounds, timed_for
 from flexattn.tune.replay import load_study, stored
 from flexattn.tune.tasks import plan_task, task_of
 from flexattn.tune.workload import Row, read

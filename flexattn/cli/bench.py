@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexattn.block_mask.create import create_block_mask
 from flexattn.cli import options
 from flexattn.cli.selection import chosen_rows
-from flexattn.cli.terminal import cell, columns, say_json, tell
+from flexattn.cli.terminal import cell, say_json, table_of, tell
 from flexattn.device import detect
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.attention import flex_attention
@@ -186,7 +186,7 @@ def _print(done: Sequence[Benched]) -> None:
     names = [name for name in (OURS, DEFAULT, TORCH) if any(name in each.us for each in done)]
     numbers = (f">{name}" for name in (*names, *(f"{name}/ours" for name in names[1:])))
     title = "median microseconds, and paired ratios: above 1 flexattn is faster"
-    table = columns("row", *numbers, "served by", "config", "gate", title=title)
+    table = table_of("row", *numbers, "served by", "config", "gate", title=title)
     for each in done:
         times = ["-" if (us := each.us.get(n)) is None else f"{us:.1f}" for n in names]
         ratios = ["-" if (r := each.ratio.get(n)) is None else f"{r:.3f}" for n in names[1:]]

@@ -11,7 +11,7 @@ import typer
 from flexattn.cli import options
 from flexattn.cli.offline import problem_called
 from flexattn.cli.selection import device_of, effort_of, say_assumed
-from flexattn.cli.terminal import INTERRUPTED, cell, columns, say_json, tell, wide_console
+from flexattn.cli.terminal import INTERRUPTED, cell, say_json, table_of, tell, wide_console
 from flexattn.cli.watch import Watch
 from flexattn.device import Device
 from flexattn.errors import InputError
@@ -125,7 +125,7 @@ def print_report(report: BuildReport) -> None:
     console = wide_console()
     title = f"{report.problem}\n{report.device}, effort {report.effort}"
     headings = ">regs", ">spills", ">shared", ">matrix", ">s"
-    table = columns("config", *headings, "note", title=title)
+    table = table_of("config", *headings, "note", title=title)
     for built, twin in zip(report.built, report.twins, strict=True):
         numbers: tuple[int, ...] = (
             built.registers,

@@ -21,7 +21,7 @@ from flexattn.cli import options as asking
 from flexattn.cli.bench import DEFAULT, OURS, TORCH, Benched, RivalChoice, race_row
 from flexattn.cli.offline import nearest
 from flexattn.cli.selection import writable
-from flexattn.cli.terminal import cell, columns, tell
+from flexattn.cli.terminal import cell, table_of, tell
 from flexattn.cli.watch import Watch
 from flexattn.cli.workloads import (
     FULL_WORKLOADS,
@@ -127,7 +127,7 @@ def gpu_sentences(done: Sequence[Benched], name: str) -> tuple[str, str, str]:
 def _raced(done: Sequence[Benched]) -> Table:
     numbers = f">{TORCH}", f">{DEFAULT}", ">tuned", f">{TORCH}/tuned"
     title = "Median microseconds of one race a workload"
-    table = columns("workload", *numbers, "tuned config", title=title)
+    table = table_of("workload", *numbers, "tuned config", title=title)
     for row in done:
         times = (_number(row.us.get(each)) for each in (TORCH, DEFAULT, OURS))
         ratio = row.ratio.get(TORCH)
@@ -221,7 +221,7 @@ def cpu_sentences(
 def _built(built: Sequence[tuple[str, BuiltConfig]]) -> Table:
     title = f"Compiled for {DEMO_DEVICE}, without one: bfloat16, full shapes"
     headings = ">registers", ">spills", ">shared KiB", ">mma"
-    table = columns("workload", "config", *headings, title=title)
+    table = table_of("workload", "config", *headings, title=title)
     for name, each in built:
         shared = f"{each.shared_memory / 1024:.0f}"
         numbers = [str(each.registers), str(each.spills), shared, str(each.matrix_instructions)]
@@ -250,7 +250,7 @@ def compile_workloads() -> list[tuple[str, BuiltConfig]]:
     return found
 
 
-def interpret(workload: DemoWorkload) -> DemoTrial:
+def interpret_workload(workload: DemoWorkload) -> DemoTrial:
     """Run a workload's rendered kernels in Triton's interpreter and judge them."""
     return run_trial(workload, "float16", INTERPRETED, PATIENCE)
 
@@ -258,7 +258,7 @@ def interpret(workload: DemoWorkload) -> DemoTrial:
 def interpreted() -> tuple[list[DemoTrial], str]:
     """The trials of a process that interprets, and what became of the others, in words."""
     environment = partial(child_environment, interpret=True)
-    with Pool(interpret, 1, _DEADLINE, environment) as pool:
+    with Pool(interpret_workload, 1, _DEADLINE, environment) as pool:
         found = dict(pool.run(SMALL_WORKLOADS))
     lost = [f"interpreting: {each}" for each in found.values() if isinstance(each, Failed)]
     trials = [found[i] for i in sorted(found) if isinstance(found[i], DemoTrial)]

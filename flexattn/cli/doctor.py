@@ -22,7 +22,7 @@ from rich.table import Table
 from flexattn import __version__
 from flexattn.cli import options
 from flexattn.cli.selection import device_here, device_of, places, say_assumed
-from flexattn.cli.terminal import columns, say, say_json, wide_console
+from flexattn.cli.terminal import say, say_json, table_of, wide_console
 from flexattn.device import INTERPRETER, KNOWN, Device
 from flexattn.device.neuroncore import BANK_BYTES, CORES, PSUM_BANKS
 from flexattn.errors import CacheError, FlexAttnError
@@ -295,7 +295,7 @@ def print_devices(args: options.Devices) -> None:
     console = wide_console()
     # 80 columns hold it: a heading of two lines is as wide as the longer one.
     headings = ">SMs\nor CUs", ">shared\nmemory", ">registers", ">of a\nthread"
-    table = columns("device", "arch", *headings)
+    table = table_of("device", "arch", *headings)
     for device in KNOWN.values():
         numbers = (device.num_sms, device.shared_memory, device.registers, device.max_registers)
         table.add_row(device.name, device.arch, *map(str, numbers))
@@ -310,7 +310,7 @@ def _neuron() -> Table:
     """
     title = "AWS Neuron: one core of 128 partitions, cores of a chip"
     numbers = ">cores", ">SBUF KiB", ">PSUM KiB", ">moving", ">T/V/S/G GHz", ">DMA GB/s"
-    table = columns("device", *numbers, title=title, title_justify="left")
+    table = table_of("device", *numbers, title=title, title_justify="left")
     for core in CORES.values():
         clocks = (core.tensor_ghz, core.vector_ghz, core.scalar_ghz, core.gpsimd_ghz)
         table.add_row(

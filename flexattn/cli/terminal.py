@@ -48,7 +48,7 @@ def wide_console() -> Console:
     return Console(width=shutil.get_terminal_size((PIPED, 0)).columns)
 
 
-def columns(*headings: str, **about: Any) -> Table:
+def table_of(*headings: str, **about: Any) -> Table:
     """An empty table: its first column is not wrapped, and ">heading" is one of numbers."""
     from rich.table import Table
 

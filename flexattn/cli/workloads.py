@@ -16,7 +16,7 @@ from torch import Tensor
 from flexattn.block_mask.visual import Picture, visualize
 from flexattn.cli.bench import RowInputs
 from flexattn.cli.offline import nearest
-from flexattn.cli.terminal import columns, tell
+from flexattn.cli.terminal import table_of, tell
 from flexattn.errors import FlexAttnError
 from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.call import make_call
@@ -146,7 +146,7 @@ def run_trial(workload: DemoWorkload, dtype: str, configs: int, seconds: float) 
 
 def verdict_table(title: str) -> Table:
     """A table whose first columns are those of `cells`."""
-    return columns("workload", "shape", ">max error", ">budget", "gate", title=title)
+    return table_of("workload", "shape", ">max error", ">budget", "gate", title=title)
 
 
 def verdict_cells(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from operator import attrgetter
@@ -248,6 +248,22 @@ class Trial:
     finals: tuple[float, ...] = ()
     failed: Failed | None = None
     same_code_as: int | None = None
+
+
+def timed_for(trials: Sequence[Trial], index: int) -> Trial:
+    """The trial whose samples stand for one: another where the machine code is the same."""
+    twin = trials[index].same_code_as
+    return trials[index if twin is None else twin]
+
+
+def common_rounds(trials: Sequence[Trial], index: int, beside: int) -> list[tuple[float, float]]:
+    """Times of two trials in the rounds that both ran: of the race, or else of the screening.
+
+    beside: the trial that was screened with all others.
+    """
+    own, base = timed_for(trials, index), timed_for(trials, beside)
+    raced = list(zip(own.finals, base.finals, strict=False))
+    return raced or list(zip(own.screening, base.screening[own.start :], strict=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 
 from flexattn.kernels.base.config import Config
 from flexattn.measure.timing import NO_RATIO, Ratio, Samples, paired_ratio
-from flexattn.records.record import Record, Trial
-from flexattn.tune.race import common_rounds, timed_for
+from flexattn.records.record import Record, Trial, common_rounds, timed_for
 
 _Value = int | str  # of one field of a config; switches are False and True
 

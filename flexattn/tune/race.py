@@ -200,22 +200,6 @@ def cost(trials: Sequence[Trial], index: int, default: int) -> float:
     return statistics.median(a / b for a, b in zip(trial.screening, paired, strict=False))
 
 
-def timed_for(trials: Sequence[Trial], index: int) -> Trial:
-    """The trial whose samples stand for one: another where the machine code is the same."""
-    twin = trials[index].same_code_as
-    return trials[index if twin is None else twin]
-
-
-def common_rounds(trials: Sequence[Trial], index: int, beside: int) -> list[tuple[float, float]]:
-    """Times of two trials in the rounds that both ran: of the race, or else of the screening.
-
-    beside: the trial that was screened with all others.
-    """
-    own, base = timed_for(trials, index), timed_for(trials, beside)
-    raced = list(zip(own.finals, base.finals, strict=False))
-    return raced or list(zip(own.screening, base.screening[own.start :], strict=False))
-
-
 def thinned(trials: Sequence[Trial], default: int) -> tuple[Trial, ...]:
     """Trials as a record keeps them: of one far off, the round of its median cost alone."""
     costs = [cost(trials, index, default) for index in range(len(trials))]
