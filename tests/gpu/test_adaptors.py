@@ -61,6 +61,24 @@ def test_vllm_replays_a_graph_with_other_requests(monkeypatch, order, window):
         assert not out[n:].any()
 
 
+def test_vllms_kernels_compile_while_its_model_is_made(monkeypatch):
+    """Threads compile, in vLLM's default device and dtype; plans that wait for them are right."""
+    of = requests()
+    config = vllm.config(64, tokens=700, length=640, dtype=of.dtype)
+    ours = imported(monkeypatch, vllm.modules(config), "flexattn.integrations.vllm")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(of.dtype)
+    try:
+        with torch.device("cuda"):
+            impl = ours.FlexattnImpl(8, 128, 128**-0.5, 2)
+        assert impl.plans._threads is not None
+        server = vllm.Model(ours.FlexattnBackend, config, of)
+    finally:
+        torch.set_default_dtype(before)
+    step = of.step({"a": 301, "b": 2, "c": 130})
+    assert_right((server.run(step), None), step.each, mask_mod=causal)
+
+
 def test_sglang_replays_a_graph_with_other_requests(monkeypatch):
     of = requests()
     ours = imported(monkeypatch, sglang.modules(), "flexattn.integrations.sglang")
