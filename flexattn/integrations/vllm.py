@@ -286,6 +286,12 @@ class FlexattnImpl(AttentionImpl):
             config.model_config.is_mm_prefix_lm or config.attention_config.use_non_causal
         )
         self._images = config.model_config.is_mm_prefix_lm
+        if self._wide and config.parallel_config.use_ubatching:
+            raise UnsupportedError(
+                "--enable-dbo with a model whose rows see more than a causal mask",
+                "the metadata of one batch at a time stands where masks read it",
+                "leave --enable-dbo out",
+            )
         block = config.cache_config.block_size or _PAGES[0]
         self._guess = max((each for each in _PAGES if block % each == 0), default=_PAGES[0])
         before = [getattr(layer, "impl", None) for layer in graphs.static_forward_context.values()]

@@ -295,6 +295,7 @@ def config(
             max_num_encoder_input_tokens=tokens,
         ),
         attention_config=SimpleNamespace(use_non_causal=free),
+        parallel_config=SimpleNamespace(use_ubatching=False),
         compilation_config=SimpleNamespace(
             static_forward_context={}, cudagraph_capture_sizes=[1, 2, 4]
         ),

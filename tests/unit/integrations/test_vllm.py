@@ -89,6 +89,14 @@ def test_what_is_refused(ours):
             builder.build(0, vllm.common(step, **batch))
 
 
+def test_microbatches_of_a_model_with_images_are_refused(ours, monkeypatch):
+    config = vllm.config(16, images=True)
+    config.parallel_config.use_ubatching = True
+    monkeypatch.setattr(ours, "get_current_vllm_config", lambda: config)
+    with pytest.raises(UnsupportedError, match="--enable-dbo"):
+        ours.FlexattnImpl(4, 16, 0.25, 2)
+
+
 @pytest.mark.parametrize("name", ["vllm.v1.attention.backend", "vllm.config"])
 def test_a_vllm_that_lacks_a_name_is_told_in_words(monkeypatch, name):
     """An ImportError would be swallowed: vLLM takes it for a backend that is not installed."""
