@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial, reduce
-from operator import or_
+from operator import is_, or_
 from typing import Any
 
 import torch
@@ -175,19 +175,20 @@ def _on(q: Tensor, mod: GraphMod, tensors: Sequence[Tensor], integers: Sequence[
 
 @dataclass(slots=True)
 class _Look:
-    """The result of reading lists, and how often they had been written to.
+    """The result of reading lists, and how often they had been written to. The first one has it.
 
-    by_key: the same lists by key, once a backward asked for them, and what they were made for.
+    others: the lists behind the first. by_key: the same lists by key, once a backward asked for
+    them, and what they were made for.
     """
 
-    lists: tuple[weakref.ref[Tensor], ...]
+    others: list[weakref.ref[Tensor]]
     written: tuple[tuple[int, int], ...]
     name: str
     runs: Tensor | None
     by_key: tuple[Any, Lists] | None = None
 
 
-_looks: dict[int, _Look] = {}
+_LOOK = "_flexattn_look"
 
 
 def remember_look(mask: BlockMask, lists: Sequence[Tensor], said: Spec) -> None:
@@ -209,10 +210,8 @@ def remember_look(mask: BlockMask, lists: Sequence[Tensor], said: Spec) -> None:
         mask_class(mask)
         name = known_class(mask)
         if name is not None:
-            key = id(lists[0])
-            first = weakref.ref(lists[0], lambda _: _looks.pop(key, None))
-            rest = tuple(map(weakref.ref, lists[1:]))
-            _looks[key] = _Look((first, *rest), _written(lists), name, known_runs(mask))
+            others = [*map(weakref.ref, lists[1:])]
+            setattr(lists[0], _LOOK, _Look(others, _written(lists), name, known_runs(mask)))
 
 
 def remember_by_key(mask: BlockMask, lists: Sequence[Tensor], given: Sequence[Tensor]) -> None:
@@ -242,10 +241,9 @@ def remember_by_key(mask: BlockMask, lists: Sequence[Tensor], given: Sequence[Te
 
 
 def _known(lists: Sequence[Tensor]) -> _Look | None:
-    found = _looks.get(id(lists[0]))
-    if found is None or len(found.lists) != len(lists):
-        return None
-    same = all(there() is x for there, x in zip(found.lists, lists, strict=True))
+    found: _Look | None = getattr(lists[0], _LOOK, None)
+    others = [] if found is None else [there() for there in found.others]
+    same = len(others) == len(lists) - 1 and all(map(is_, others, lists[1:]))
     return found if same else None
 
 
@@ -419,32 +417,27 @@ def _as(found: Tensor, own: Tensor) -> Tensor:
     return found.to(own.device, own.dtype).contiguous()
 
 
-def _fake_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Any, dlse: Any, lists: Any,
-    by_key: Any, score: Sequence[Tensor], mask: Any, score_integers: Any, mask_integers: Any,
-    spec: str, scale: float,
-) -> _Found:  # fmt: skip
+def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> _Found:
     dq, dk, dv = (
         x.new_empty_strided(x.shape, dense_strides(x.stride(), tuple(x.shape))) for x in (q, k, v)
     )
-    return dq, dk, dv, _fake_captured(score, spec)
+    return dq, dk, dv, _fake_captured(*rest)
 
 
-def _fake_packed(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Any, dlse: Any, lists: Any,
-    by_key: Any, score: Sequence[Tensor], mask: Any, score_integers: Any, mask_integers: Any,
-    spec: str, scale: float, places: Any,
-) -> tuple[Tensor, Any]:  # fmt: skip
-    return _packed(q, k, v), _fake_captured(score, spec)
+def _fake_packed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Any]:
+    return _packed(q, k, v), _fake_captured(*rest)
+
+
+def _fake_captured(
+    out: Any, lse: Any, dout: Any, dlse: Any, lists: Any, by_key: Any, score: Sequence[Tensor],
+    mask: Any, score_integers: Any, mask_integers: Any, spec: str, *_: Any,
+) -> list[Tensor]:  # fmt: skip
+    return [score[i].new_empty(score[i].shape) for i in parsed(spec).grads]
 
 
 def _fake_by_key(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     *batch, rows, columns = indices.shape
     return counts.new_empty([*batch, columns]), indices.new_empty([*batch, columns, rows])
-
-
-def _fake_captured(score: Sequence[Tensor], spec: str) -> list[Tensor]:
-    return [score[i].new_empty(score[i].shape) for i in parsed(spec).grads]
 
 
 for _name, _run, _shapes in (

@@ -2,6 +2,7 @@
 
 import logging
 import types
+import weakref
 from functools import partial
 
 import pytest
@@ -131,9 +132,10 @@ def test_lists_are_looked_at_once_until_somebody_writes_to_them(monkeypatch):
     assert not torch.equal(mask.call(), whole[0])
     # As with an eager call's mask: it is read as lists from now on.
     assert len(seen) == 1 and mask.found[3] == (mask.found[0][0], None)
-    known = len(op._looks)
-    del mask.lists, seen[:]
-    assert len(op._looks) == known - 1
+    # The lists have what was found, and nothing else keeps either.
+    runs = weakref.ref(getattr(mask.lists[0], op._LOOK).runs)
+    del mask.lists, mask.found, seen[:]
+    assert runs() is None
 
 
 def test_lists_of_inference_mode_have_a_class_and_no_runs(monkeypatch):

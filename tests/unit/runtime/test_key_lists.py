@@ -141,7 +141,9 @@ def test_lists_of_inference_mode_are_never_kept():
         remember_by_key(mask, lists, [])
         with torch.inference_mode():
             lists[2].zero_()
-    assert op._looks[id(lists[0])].by_key is None and not BothLists.of(mask).by_key.full_num.any()
+    assert (
+        getattr(lists[0], op._LOOK).by_key is None and not BothLists.of(mask).by_key.full_num.any()
+    )
 
 
 def test_what_is_kept_has_been_waited_for(monkeypatch):
