@@ -6,7 +6,7 @@ A causal mask of 1M x 1M has 67M blocks, and all but 8192 of them follow from th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,47 +112,27 @@ class _Host:
         names = {node.value for node in walk(self.bound.mod.expr) if node.op == "var"}
         B, H = (self.sizes[i] if name in names else 1 for i, name in enumerate("bh"))
         blocks = [-(-self.sizes[2 + i] // self.block[i]) for i in range(2)]
-        rule = (
-            bounds_of(self.bound.mod),
-            tables_of(bounds_of(self.bound.mod).tables, self.bound.tensors, self.block),
-        )
+        bounds = bounds_of(self.bound.mod)
+        tables = tables_of(bounds.tables, self.bound.tensors, self.block)
         step = _COARSE if blocks[0] * blocks[1] > _FEW else 1
-        coarse = [-(-count // step) for count in blocks]
-        kinds = torch.empty(B * H * coarse[0] * coarse[1], dtype=torch.int8)
-        for first in range(0, kinds.numel(), _TILES):
-            number = torch.arange(first, min(first + _TILES, kinds.numel()))
-            kinds[number] = self._bounded(_unflat(number, H, coarse), step, *rule)
-        fine = kinds.view(B, H, *coarse)
+        kinds = torch.full((B, H, *(-(-n // step) for n in blocks)), _OPEN, dtype=torch.int8)
+        _decide(kinds, _TILES, lambda tiles: self._bounded(tiles, step, bounds, tables))
         if step > 1:
-            fine = fine.repeat_interleave(step, 2)[:, :, : blocks[0]]
-            fine = fine.repeat_interleave(step, 3)[:, :, :, : blocks[1]].contiguous()
-            self._settle(fine, *rule)
-        flat = fine.view(-1)
-        pending = torch.nonzero(flat == _OPEN)[:, 0]
-        for some in pending.split(max(1, _CHUNK // _SAMPLED**2)):
-            flat[some] = self._sampled(_unflat(some, H, blocks))
-        pending = pending[flat[pending] == _OPEN]
-        for some in pending.split(max(1, _CHUNK // math.prod(self._spans))):
-            flat[some] = self._exact(_unflat(some, H, blocks))
+            kinds = kinds.repeat_interleave(step, 2)[:, :, : blocks[0]]
+            kinds = kinds.repeat_interleave(step, 3)[:, :, :, : blocks[1]].contiguous()
+            _decide(kinds, _TILES, lambda tiles: self._bounded(tiles, 1, bounds, tables))
+        _decide(kinds, max(1, _CHUNK // _SAMPLED**2), self._sampled)
+        _decide(kinds, max(1, _CHUNK // math.prod(self._spans)), self._exact)
         for dim, count in enumerate(blocks):
             if self.sizes[2 + dim] % self.block[dim]:
-                last = fine.select(2 + dim, count - 1)
+                last = kinds.select(2 + dim, count - 1)
                 last.copy_(last.clamp(max=PARTIAL))
-        return fine.expand(*self.sizes[:2], *blocks).contiguous()
+        return kinds.expand(*self.sizes[:2], *blocks).contiguous()
 
     @property
     def _spans(self) -> tuple[int, int]:
         """Rows and keys of a block that may lie within the lengths."""
         return min(self.block[0], self.sizes[2]), min(self.block[1], self.sizes[3])
-
-    def _settle(self, fine: Tensor, bounds: Bounds, tables: tuple[Extremes, ...]) -> None:
-        """Decide the blocks of open squares, each by itself."""
-        flat = fine.view(-1)
-        pending = torch.nonzero(flat == _OPEN)[:, 0]
-        for some in pending.split(_TILES):
-            flat[some] = self._bounded(
-                _unflat(some, fine.shape[1], list(fine.shape[2:])), 1, bounds, tables
-            )
 
     def _bounded(
         self, tiles: list[Tensor], step: int, bounds: Bounds, tables: tuple[Extremes, ...]
@@ -203,11 +183,16 @@ class _Host:
         return keep.expand(len(tiles[0]), q_idx.shape[1], kv_idx.shape[1])
 
 
-def _unflat(number: Tensor, heads: int, blocks: list[int]) -> list[Tensor]:
-    """b, h, row and column of tiles that are counted over [B, H, rows, columns]."""
-    rest, column = number // blocks[1], number % blocks[1]
-    rest, row = rest // blocks[0], rest % blocks[0]
-    return [rest // heads, rest % heads, row, column]
+def _decide(kinds: Tensor, most: int, rule: Callable[[list[Tensor]], Tensor]) -> None:
+    """Give open tiles, of [B, H, rows, columns], the kind that a rule finds, `most` at a time.
+
+    rule: of the b, h, row and column of tiles.
+    """
+    flat, (_, heads, rows, columns) = kinds.view(-1), kinds.shape
+    for some in torch.nonzero(flat == _OPEN)[:, 0].split(most):
+        rest, column = some // columns, some % columns
+        rest, row = rest // rows, rest % rows
+        flat[some] = rule([rest // heads, rest % heads, row, column])
 
 
 class BlockClassifier:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
+from flexattn.mods.analysis.affine import Sum
 from flexattn.mods.analysis.intervals import dtype_range
 from flexattn.mods.expr import Expr, const, integer
 from flexattn.mods.ops import OPS, Range
@@ -42,24 +43,13 @@ class Atom:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Form:
-    """A sum of atoms times whole numbers, and a number."""
-
-    terms: dict[Atom, int]
-    offset: int
+class Form(Sum[Atom]):
+    """A sum of atoms."""
 
     def plus(self, other: Form, times: int = 1) -> Form:
-        """self + times * other."""
-        terms = dict(self.terms)
-        for atom, factor in other.terms.items():
-            terms[atom] = terms.get(atom, 0) + times * factor
-        kept = {atom: factor for atom, factor in terms.items() if factor}
-        form = Form(kept, self.offset + times * other.offset)
-        return form if len(kept) <= _TERMS else single(form.low, form.high, *form.range)
-
-    def times(self, factor: int) -> Form:
-        """factor * self."""
-        return Form({}, 0).plus(self, factor)
+        """self + times * other; a sum of many atoms is one."""
+        form = Sum.plus(self, other, times)
+        return form if len(form.terms) <= _TERMS else single(form.low, form.high, *form.range)
 
     @property
     def range(self) -> tuple[int, int]:
@@ -68,7 +58,7 @@ class Form:
             sorted((factor * atom.least, factor * atom.most))
             for atom, factor in self.terms.items()
         ]
-        return self.offset + sum(low for low, _ in ends), self.offset + sum(top for _, top in ends)
+        return self.number + sum(low for low, _ in ends), self.number + sum(top for _, top in ends)
 
     @property
     def low(self) -> Expr:
@@ -91,8 +81,8 @@ class Form:
             else:
                 total = applied("add" if factor > 0 else "sub", total, end)
         if total is None:
-            return integer(self.offset)
-        return applied("add", total, integer(self.offset))
+            return integer(self.number)
+        return applied("add", total, integer(self.number))
 
 
 def constant(value: int) -> Form:
@@ -140,7 +130,7 @@ class Whole:
     @property
     def number(self) -> int | None:
         """Its value where it is a number."""
-        return None if self.form.terms else self.form.offset
+        return None if self.form.terms else self.form.number
 
 
 def settled(x: Whole, dtype: str) -> Whole | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from typing import Any, Generic, TypeVar
 
 from flexattn.mods.analysis.intervals import Intervals, dtype_range
 from flexattn.mods.expr import Expr, const, integer, reads, terms_of, walk
@@ -12,35 +14,64 @@ from flexattn.mods.simplify import applied, make
 
 # Past every key, and so far from the ends of 64 bits that positions can be added.
 LARGE = 2**40
+ROW, KEY = (Expr("var", "int64", (), name) for name in ("q_idx", "kv_idx"))
+_MOVING = ("score", "q_idx", "kv_idx")
 
 
-@dataclass(frozen=True, slots=True)
-class Affine:
-    """q * q_idx + kv * kv_idx + number + rest; rest is an int64 Expr of neither, None for 0."""
+_T = TypeVar("_T", bound=Hashable)
+_S = TypeVar("_S", bound="Sum[Any]")
 
-    q: int = 0
-    kv: int = 0
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sum(Generic[_T]):
+    """A whole number as a sum of others, each so many times, and a number that is known."""
+
+    terms: Mapping[_T, int]
     number: int = 0
-    rest: Expr | None = None
+
+    def plus(self: _S, other: _S, times: int = 1) -> _S:
+        """self + times * other."""
+        terms = dict(self.terms)
+        for term, factor in other.terms.items():
+            terms[term] = terms.get(term, 0) + times * factor
+        kept = {term: factor for term, factor in terms.items() if factor}
+        return replace(self, terms=kept, number=self.number + times * other.number)
+
+    def times(self: _S, factor: int) -> _S:
+        """factor * self."""
+        return replace(self, terms={}, number=0).plus(self, factor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Affine(Sum[Expr]):
+    """An integer as a sum of int64 Exprs."""
+
+    @property
+    def q(self) -> int:
+        """How many times it has q_idx."""
+        return self.terms.get(ROW, 0)
+
+    @property
+    def kv(self) -> int:
+        """How many times it has kv_idx."""
+        return self.terms.get(KEY, 0)
+
+    @property
+    def positional(self) -> bool:
+        """True if positions reach it by themselves alone: no other term reads one."""
+        return not any(reads(term, *_MOVING) for term in self.terms if term not in (ROW, KEY))
 
     @property
     def relative(self) -> bool:
-        """It depends on kv_idx - q_idx alone."""
+        """True if it depends on kv_idx - q_idx alone, where it is positional."""
         return self.q + self.kv == 0
 
-    def plus(self, other: Affine) -> Affine:
-        """self + other."""
-        rest = self.rest or other.rest
-        if self.rest is not None and other.rest is not None:
-            rest = applied("add", self.rest, other.rest)
-        return Affine(self.q + other.q, self.kv + other.kv, self.number + other.number, rest)
-
-    def times(self, factor: int) -> Affine:
-        """factor * self."""
-        rest = self.rest
-        if rest is not None and factor != 1:
-            rest = applied("mul", rest, integer(factor))
-        return Affine(self.q * factor, self.kv * factor, self.number * factor, rest)
+    @property
+    def rest(self) -> Expr | None:
+        """The terms that are no position; None for 0."""
+        rest = {term: factor for term, factor in self.terms.items() if term not in (ROW, KEY)}
+        scaled = (x if n == 1 else applied("mul", x, integer(n)) for x, n in rest.items())
+        return reduce(partial(applied, "add"), scaled) if rest else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,74 +96,76 @@ class Edge:
     rest: Expr | None
 
 
-def affine_forms(
-    roots: tuple[Expr, ...], ranges: Mapping[str, Range] | None
-) -> dict[Expr, Affine]:
-    """The integer nodes that are affine in q_idx and kv_idx, where these stay in their ranges.
+class Forms:
+    """Which sum an integer is; each node is looked at once.
 
-    Sums of 64 bits are taken not to wrap; a narrower one has a form where its interval says so.
-    ranges: None for forms modulo 2^32, which a sum of 32 bits has though it wraps.
+    Sums of 64 bits are taken not to wrap; a narrower one is opened where its interval says that it
+    does not. interval: None for forms modulo 2^32, which a sum of 32 bits has though it wraps.
     """
-    interval = None if ranges is None else Intervals(ranges)
 
-    def wraps(node: Expr) -> bool:
-        if interval is None:
-            return node.dtype not in ("int32", "int64")
-        return node.dtype != "int64" and interval(node) == dtype_range(node.dtype)
+    def __init__(self, interval: Intervals | None) -> None:
+        self.interval = interval
+        self.known: dict[Expr, Affine] = {}
 
-    forms: dict[Expr, Affine] = {}
-    for node in walk(*roots):
-        if not is_int(node.dtype):
-            continue
+    def __call__(self, expr: Expr) -> Affine:
+        known = self.known
+        for node in walk(expr, enter=lambda node: node not in known):
+            if node not in known and is_int(node.dtype):
+                known[node] = self._form(node)
+        return known[expr]
+
+    def _form(self, node: Expr) -> Affine:
         if node.op == "const":
-            form: Affine | None = Affine(number=int(node.value or 0))
-        elif not reads(node, "score", "q_idx", "kv_idx"):
-            form = Affine(rest=make("cast", "int64", (node,)))
-        elif wraps(node):
-            form = None
-        else:
-            form = _affine(node, [forms.get(arg) for arg in node.args])
-        if form is not None:
-            forms[node] = form
-    return forms
+            return Affine({}, int(node.value or 0))
+        whole = Affine({make("cast", "int64", (node,)): 1})
+        args = [self.known[arg] for arg in node.args if is_int(arg.dtype)]
+        opened = reads(node, *_MOVING) and not self._wraps(node) and len(args) == len(node.args)
+        if not opened or node.op not in ("add", "sub", "neg", "mul", "cast"):
+            return whole
+        x, y = args[0], args[-1]
+        if node.op == "mul":
+            return whole if y.terms else x.times(y.number)
+        if node.op in ("add", "sub"):
+            return x.plus(y, 1 if node.op == "add" else -1)
+        return x if node.op == "cast" else x.times(-1)
+
+    def _wraps(self, node: Expr) -> bool:
+        if self.interval is None:
+            return node.dtype not in ("int32", "int64")
+        return node.dtype != "int64" and self.interval(node) == dtype_range(node.dtype)
 
 
-def _affine(node: Expr, args: list[Affine | None]) -> Affine | None:
-    if node.op == "var":
-        return Affine(int(node.value == "q_idx"), int(node.value == "kv_idx"))
-    known = [arg for arg in args if arg is not None]
-    if len(known) < len(args):
+def affine_forms(roots: tuple[Expr, ...], ranges: Mapping[str, Range]) -> dict[Expr, Affine]:
+    """The integer nodes that are affine in q_idx and kv_idx, where these stay in their ranges."""
+    forms = Forms(Intervals(ranges))
+    nodes = [node for node in walk(*roots) if is_int(node.dtype)]
+    return {node: form for node in nodes if (form := forms(node)).positional}
+
+
+def _difference(term: Expr, forms: Forms) -> Affine | None:
+    """What a comparison of integers compares with 0, if that is affine in positions."""
+    if term.op not in _COMPARE or not is_int(term.args[0].dtype):
         return None
-    if node.op == "add":
-        return known[0].plus(known[1])
-    if node.op == "sub":
-        return known[0].plus(known[1].times(-1))
-    if node.op == "neg":
-        return known[0].times(-1)
-    if node.op == "mul" and node.args[1].op == "const":
-        return known[0].times(known[1].number)
-    return known[0] if node.op == "cast" else None
+    left, right = map(forms, term.args)
+    found = left.plus(right, -1)
+    return found if found.positional else None
 
 
-def comparison_of(term: Expr, forms: Mapping[Expr, Affine]) -> Comparison | None:
-    """A comparison of two affine integers as one of their difference; forms: of its operands."""
-    if term.op not in ("lt", "le", "eq"):
-        return None
-    left, right = (forms.get(arg) for arg in term.args)
-    if left is None or right is None:
-        return None
-    return Comparison(term.op, left.plus(right.times(-1)))
+def comparison_of(term: Expr, forms: Forms) -> Comparison | None:
+    """A comparison of two integers as one of their difference with 0."""
+    form = _difference(term, forms)
+    return None if form is None or term.op == "ne" else Comparison(term.op, form)
 
 
-def edges(mask: Expr, forms: Mapping[Expr, Affine]) -> tuple[Edge, ...]:
+def edges(mask: Expr, forms: Forms) -> tuple[Edge, ...]:
     """The bounds that follow from a mask's conjunction of comparisons, each linear in kv_idx.
 
-    Sound and not complete: a term that is anything else bounds nothing. forms: of its nodes.
+    Sound and not complete: a term that is anything else bounds nothing.
     """
     return tuple(edge for term in terms_of(mask, "and") for edge in _edges(term, forms))
 
 
-def free_edges(mask: Expr, forms: Mapping[Expr, Affine]) -> tuple[Edge, ...] | None:
+def free_edges(mask: Expr, forms: Forms) -> tuple[Edge, ...] | None:
     """Bounds between which a mask keeps every key, None where there may be no such keys."""
     found: dict[Expr, tuple[Edge, ...] | None] = {}
     for node in walk(mask, enter=lambda node: node.op in ("and", "or")):
@@ -147,7 +180,7 @@ def free_edges(mask: Expr, forms: Mapping[Expr, Affine]) -> tuple[Edge, ...] | N
     return found[mask]
 
 
-def _edges(term: Expr, forms: Mapping[Expr, Affine]) -> tuple[Edge, ...]:
+def _edges(term: Expr, forms: Forms) -> tuple[Edge, ...]:
     """The bounds that one comparison makes."""
     found = comparison_of(term, forms)
     if found is None or found.form.kv not in (1, -1):
@@ -261,14 +294,12 @@ def along_diagonals(expr: Expr) -> bool:
     has the same value along a diagonal, or neither. A sum a + c of 0 makes the first the second; a
     comparison of two affine nodes is one of their difference.
     """
-    forms = affine_forms((expr,), None)
+    forms = Forms(None)
     same: dict[Expr, bool] = {}
     for node in walk(expr):
-        compared = [forms.get(arg) for arg in node.args] if node.op in _COMPARE else [None]
-        if node in forms:
-            same[node] = forms[node].relative
-        elif None not in compared:
-            same[node] = len({form.q + form.kv for form in compared if form}) == 1
+        form = forms(node) if is_int(node.dtype) else _difference(node, forms)
+        if form is not None and form.positional:
+            same[node] = form.relative
         else:
             same[node] = node.op != "var" and all(same[arg] for arg in node.args)
     return same[expr]

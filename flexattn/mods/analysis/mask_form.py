@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from functools import partial, reduce
 
 from flexattn.mods.analysis.affine import (
+    KEY,
     LARGE,
+    Affine,
     Comparison,
     Edge,
-    affine_forms,
+    Forms,
     comparison_of,
     edges,
     free_edges,
@@ -24,7 +26,6 @@ from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import Range, is_int
 from flexattn.mods.simplify import applied, make
 
-KEY = Expr("var", "int64", (), "kv_idx")
 # Where whole tiles may still be added to a bound in 32 bits.
 _SMALL = 2**30
 
@@ -77,17 +78,14 @@ class _Span:
 
 
 _OPAQUE = _Span()
-# What a sum adds of each operand.
-_SIGNS = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)}
 
 
-def key_span(expr: Expr, ranges: Mapping[str, Range]) -> KeySpan:
+def key_span(expr: Expr, interval: Intervals) -> KeySpan:
     """The span of a mask_mod's expression; all of it is `rest` where no comparison gives a bound.
 
-    ranges: what its variables can be. Sound, wrapping of 64-bit integers included: a comparison
-    that could wrap gives no bound.
+    Sound, wrapping of 64-bit integers included: a comparison that could wrap gives no bound.
     """
-    found = _Spans(ranges)
+    found = _Spans(interval)
     spans = {term: found.of(term) for term in terms_of(expr, "and")}
     both = _both(list(spans.values()))
     if both.low is both.high is None:
@@ -110,11 +108,11 @@ def key_span(expr: Expr, ranges: Mapping[str, Range]) -> KeySpan:
     return KeySpan(low, high, conjunction(below), conjunction(above), conjunction(rest))
 
 
-def key_bound(term: Expr, interval: Intervals) -> KeyBound | None:
+def key_bound(term: Expr, forms: Forms) -> KeyBound | None:
     """A comparison solved for kv_idx, None where that cannot be."""
     if term.op not in ("lt", "le") or not is_int(term.args[0].dtype):
         return None
-    return _solved(term.op, term.args[0], term.args[1], interval)
+    return _solved(term.op, term.args[0], term.args[1], forms)
 
 
 def conjunction(terms: list[Expr]) -> Expr | None:
@@ -125,8 +123,8 @@ def conjunction(terms: list[Expr]) -> Expr | None:
 class _Spans:
     """The spans of conditions; each node is looked at once."""
 
-    def __init__(self, ranges: Mapping[str, Range]) -> None:
-        self.interval = Intervals(ranges)
+    def __init__(self, interval: Intervals) -> None:
+        self.interval, self.forms = interval, Forms(interval)
         self.known: dict[Expr, _Span] = {}
         self.near: dict[Expr, bool] = {}
 
@@ -166,7 +164,7 @@ class _Spans:
                 low, high = self.interval(other) or (0, 0)
                 clamped = self.interval.limited(_wide(side), low - 1, high + 1)
                 x, y = (clamped if each is side else each for each in (x, y))
-        found = _solved(op, x, y, self.interval)
+        found = _solved(op, x, y, self.forms)
         if found is None or not found.rises:
             return _OPAQUE
         bound = found.value
@@ -216,44 +214,23 @@ def _folded(op: str, bounds: list[Expr | None]) -> Expr | None:
     return reduce(partial(applied, op), known) if known else None
 
 
-def _solved(op: str, x: Expr, y: Expr, interval: Intervals) -> KeyBound | None:
+def _solved(op: str, x: Expr, y: Expr, forms: Forms) -> KeyBound | None:
     """x < y or x <= y as a bound of kv_idx, where its factor is 1 or -1."""
-    terms = _linear(y, interval)
-    for term, factor in _linear(x, interval).items():
-        terms[term] = terms.get(term, 0) - factor
-    # x < y is now 0 < terms.
-    factor = terms.pop(KEY, 0)
-    terms = {term: -factor * count for term, count in terms.items() if count}
-    if factor not in (1, -1) or any(reads(term, "kv_idx") for term in terms):
+    found = forms(y).plus(forms(x), -1)
+    # x < y is now 0 < found.
+    factor = found.kv
+    value = found.times(-factor).plus(Affine({KEY: 1}))
+    if factor not in (1, -1) or any(reads(term, "kv_idx") for term in value.terms):
         return None
-    rises = all(_rising(term, count) for term, count in terms.items())
-    return KeyBound(op if factor == -1 else {"lt": "gt", "le": "ge"}[op], _sum(terms), rises)
+    rises = all(_rising(term, count) for term, count in value.terms.items())
+    return KeyBound(op if factor == -1 else {"lt": "gt", "le": "ge"}[op], _sum(value), rises)
 
 
-def _linear(expr: Expr, interval: Intervals) -> dict[Expr, int]:
-    """An integer as a sum of Exprs, each so many times; a narrow sum that may wrap is one."""
-
-    def opened(node: Expr) -> bool:
-        wraps = node.dtype != "int64" and interval(node) == dtype_range(node.dtype)
-        if wraps or not reads(node, "q_idx", "kv_idx"):
-            return False
-        return node.op in _SIGNS or (node.op == "cast" and is_int(node.args[0].dtype))
-
-    times = {expr: 1}
-    found: dict[Expr, int] = {}
-    for node in reversed(list(walk(expr, enter=opened))):
-        if opened(node):
-            for sign, arg in zip(_SIGNS.get(node.op, (1,)), node.args, strict=True):
-                times[arg] = times.get(arg, 0) + sign * times[node]
-        else:
-            term = _wide(node)
-            found[term] = found.get(term, 0) + times[node]
-    return found
-
-
-def _sum(terms: Mapping[Expr, int]) -> Expr:
+def _sum(form: Affine) -> Expr:
+    """A form as one Expr, what is added before what is taken away."""
+    terms = [*form.terms.items(), (integer(abs(form.number)), 1 if form.number > 0 else -1)]
     total = integer(0)
-    for term, factor in sorted(terms.items(), key=lambda each: (-each[1], each[0].order)):
+    for term, factor in sorted(terms, key=lambda each: (-each[1], each[0].order)):
         if factor not in (1, -1):
             term = applied("mul", term, integer(abs(factor)))
         total = applied("add" if factor > 0 else "sub", total, term)
@@ -262,7 +239,7 @@ def _sum(terms: Mapping[Expr, int]) -> Expr:
 
 def _rising(term: Expr, factor: int) -> bool:
     """True if a term so many times never falls as q_idx grows."""
-    return factor in (1, -1) and _rises(term) and not (factor < 0 and reads(term, "q_idx"))
+    return _rises(term) and (factor > 0 or not reads(term, "q_idx"))
 
 
 def _rises(expr: Expr) -> bool:
@@ -348,14 +325,12 @@ def mask_form(expr: Expr, ranges: Mapping[str, Range]) -> MaskForm:
 
 @once
 def _mask_form(expr: Expr, items: tuple[tuple[str, Range], ...]) -> MaskForm:
-    ranges = dict(items)
-    span = key_span(expr, ranges)
-    forms = affine_forms((expr,), ranges)
+    interval = Intervals(dict(items))
+    span, forms = key_span(expr, interval), Forms(interval)
     # Edges hold at any position: a narrow sum of one, which wraps at some, has none.
-    anywhere = affine_forms((expr,), {})
-    interval = Intervals(ranges)
+    anywhere = Forms(Intervals({}))
     terms = tuple(
-        MaskTerm(term, key_bound(term, interval), comparison_of(term, forms))
+        MaskTerm(term, key_bound(term, forms), comparison_of(term, forms))
         for term in terms_of(expr, "and")
     )
     return MaskForm(

@@ -260,7 +260,7 @@ def test_a_block_of_unknown_size_bounds_the_keys_too(one_constant):
 
     for n in (2, 12):
         bound = bind(blocks(n), "mask")
-    found = key_span(bound.mod.expr, INDEX_RANGES)
+    found = key_span(bound.mod.expr, Intervals(INDEX_RANGES))
     assert divisors(bound.mod.expr) and found.high is not None
 
 
