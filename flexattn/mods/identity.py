@@ -8,6 +8,7 @@ follow has a reason, and such a callable is traced at every call.
 from __future__ import annotations
 
 import collections
+import copyreg
 import datetime
 import enum
 import functools
@@ -390,7 +391,7 @@ _PYTHONS = frozenset(
 def visit_object(self: Identity, value: Any, cls: type, path: Path) -> None:
     """Add an instance of any class: what it is, and everything it holds."""
     state = getattr(value, "__dict__", None)
-    slots = [name for base in cls.__mro__ for name in _slots(base)]
+    slots: list[str] = copyreg._slotnames(cls)  # type: ignore[attr-defined]
     if state is None and not slots and not isinstance(value, _CONTAINERS):
         self.key.append(weakref.ref(cls))
         if cls is not object:
@@ -451,18 +452,6 @@ def visit_attributes(self: Identity) -> None:
                     self.watchable = False
                     self.key.append(name)
                     self.visit(value, (path, "attr", name))
-
-
-def _slots(cls: type) -> list[str]:
-    """The attributes of a class's own slots, as instances know them."""
-    slots = vars(cls).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    private = f"_{cls.__name__.lstrip('_')}"
-    return [
-        private + name if name.startswith("__") and not name.endswith("__") else name
-        for name in names
-        if name not in ("__dict__", "__weakref__")
-    ]
 
 
 def _hides(cls: type, slots: int) -> bool:

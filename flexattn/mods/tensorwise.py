@@ -141,14 +141,8 @@ def _diagonal(x: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
     rest = [dim for dim in range(rank) if dim not in (one, other)]
     down, along = max(-offset, 0), max(offset, 0)
     length = max(0, min(x.shape[one] - down, x.shape[other] - along))
-
-    def at(i: Index) -> Expr:
-        full = dict(zip(rest, i, strict=False))
-        full[one] = applied("add", i[-1], integer(down))
-        full[other] = applied("add", i[-1], integer(along))
-        return x.at(tuple(full[dim] for dim in range(rank)))
-
-    return Array((*(x.shape[dim] for dim in rest), length), x.dtype, at)
+    places = [_arange(first, first + length) for first in (down, along)]
+    return index(_rearranged(x, [*rest, one, other]), [*[None] * len(rest), *places])
 
 
 def _diagonal_scatter(x: Array, y: Array, *which: int) -> Array:
@@ -194,8 +188,17 @@ def _filled(
 
 
 def _arange(*ends: int | float, dtype: torch.dtype | None = None, **_: Any) -> Array:
+    """Integers are computed where they are looked at, so a slice may be of any length."""
     values = torch.arange(*ends, dtype=dtype, device="cpu")
-    return literal_array(values.tolist(), values.shape, name_of(values.dtype))
+    if not all(isinstance(end, int) for end in ends) or values.is_floating_point():
+        return literal_array(values.tolist(), values.shape, name_of(values.dtype))
+    first, step = int(ends[0] if len(ends) > 1 else 0), int(ends[2] if len(ends) > 2 else 1)
+
+    def at(i: Index) -> Expr:
+        whole = applied("add", applied("mul", i[0], integer(step)), integer(first))
+        return make("cast", name_of(values.dtype), (whole,))
+
+    return Array(values.shape, name_of(values.dtype), at)
 
 
 TENSORWISE: dict[str, Callable[..., Any]] = {

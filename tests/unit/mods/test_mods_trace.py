@@ -47,7 +47,7 @@ def check(fn, kind="score"):
 
 
 bias4, bias2, bias1 = seeded(B, H, Q, KV), seeded(Q, KV), seeded(H)
-half, relative = seeded(H, dtype=torch.bfloat16), seeded(Q + KV)
+half, relative, long = seeded(H, dtype=torch.bfloat16), seeded(Q + KV), seeded(300)
 doc = torch.tensor([0, 0, 1, 1, 1, 2, 2, 3, 3])
 which = torch.randint(0, Q, (B, Q), generator=torch.Generator().manual_seed(1))
 rope_q, rope_k = seeded(B, H, Q, 16), seeded(B, 1, KV, 16)
@@ -117,6 +117,12 @@ SCORES = {
         s + s.new_ones([]) + torch.zeros(()) + torch.ones_like(s) + torch.full((), 3)
     ),
     "arange": lambda s, b, h, q, k: s + (torch.arange(5) * q).sum(),
+    "long slices": lambda s, b, h, q, k: (
+        s * long[200:][k] + long[::3][q - k] + long.flip(0)[k] + long.split(150)[1][h]
+    ),
+    "long places": lambda s, b, h, q, k: (
+        s + long.roll(2)[q] + torch.arange(400, 7, -3)[k] + long.view(15, 20).tril(2)[q, k]
+    ),
 }
 
 MASKS = {
