@@ -19,14 +19,14 @@ import torch
 from flexattn.errors import NoKernelError, UnsupportedError
 from flexattn.mods import recorded
 from flexattn.mods.derivative import without_stops
-from flexattn.mods.expr import Buffer, Expr
+from flexattn.mods.expr import Buffer
 from flexattn.mods.host_numbers import program, scalar_of, scalars_of
 from flexattn.mods.identity import Identity, identify
 from flexattn.mods.lift import lift, replaceable
 from flexattn.mods.numbers import derived, reaching_divisors
 from flexattn.mods.ops import name_of
 from flexattn.mods.refusal import Refusal, captured, named_mod
-from flexattn.mods.simplify import plug, rebuilt, renumber
+from flexattn.mods.simplify import plug, renumber
 from flexattn.mods.site import (
     SIZE_ATTRIBUTES,
     Bound,
@@ -314,20 +314,6 @@ def _state(generator: Any) -> Any:
     return pickle.dumps(generator)
 
 
-def _bare(result: Trace) -> tuple[Expr, tuple[str, ...]]:
-    """A trace's expression of what its texts give, or, without texts, of the scalars they are."""
-    places = [scalar_of(text) for text in result.texts]
-    if not places or None in places:
-        return result.expr, result.texts
-
-    def moved(node: Expr, _: Sequence[Expr]) -> Expr | None:
-        if node.op != "scalar":
-            return None
-        return Expr("scalar", node.dtype, (), places[int(node.value or 0)])
-
-    return rebuilt(result.expr, moved), ()
-
-
 def variant_of(
     kind: str,
     result: Trace,
@@ -335,13 +321,15 @@ def variant_of(
     earlier: Sequence[Variant] = (),
 ) -> Variant:
     """A trace as a Mod of numbers near the present ones; earlier: those that do not hold them."""
-    expr, texts = _bare(result)
-    kinds: tuple[type, ...] = ()
-    if texts:
-        scalars = program(texts)(scalars)
+    texts, kinds = result.texts, tuple[type, ...]()
+    places = [place for text in texts if (place := scalar_of(text)) is not None]
+    if len(places) == len(texts):  # each text is a scalar: nothing is computed
+        texts = ()
+    else:
+        scalars, places = program(texts)(scalars), []
         kinds = tuple(map(type, scalars))
     alike = [each for each in earlier if each.texts == texts]
-    expr, found = derived(expr, scalars, alike[-1].numbers if alike else ())
+    expr, found = derived(result.expr, scalars, alike[-1].numbers if alike else (), places)
     expr, tensors, slots = renumber(expr)
     buffers = tuple(
         Buffer(name_of(t.dtype), t.dim()) for t in (result.tensors[i] for i in tensors)

@@ -56,12 +56,16 @@ def reaching_divisors(expr: Expr) -> set[int]:
 
 
 def derived(
-    expr: Expr, scalars: Sequence[int | float], earlier: Sequence[Number]
+    expr: Expr,
+    scalars: Sequence[int | float],
+    earlier: Sequence[Number],
+    places: Sequence[int] = (),
 ) -> tuple[Expr, tuple[Number, ...]]:
     """An expression of the host's numbers as one of a kernel's, by slot.
 
     scalars: their present values. earlier: numbers of a Mod of the same expression that these
-    values did not fit: limits only grow, so that a number has few Mods however it changes.
+    values did not fit: limits only grow, so that a number has few Mods however it changes. places:
+    of the expression's slots among the scalars, where these are others.
     """
     nodes = list(walk(expr))
     read = [node for node in nodes if node.op == "scalar"]
@@ -72,6 +76,7 @@ def derived(
     numbers: dict[Expr, Number] = {}
     for node in read:
         slot, limits = int(node.value or 0), None
+        slot = places[slot] if places else slot
         if node.dtype == "int64":
             steps = (*_OF_FACTORS, _LARGEST) if node in multiplied else (_LARGEST,)
             limits = _limits(int(scalars[slot]), steps, divides=node in below)
