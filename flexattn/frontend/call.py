@@ -269,13 +269,18 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def bind_on(fn: Callable[..., Any], kind: str, q: Tensor) -> tuple[Bound, Identity | None]:
     """Trace a mod; what it captures is on q's device, with negative bits resolved."""
     bound, identity = look(fn, kind)
-    index, where = q.get_device(), q.device
-    for tensor in bound.tensors:
-        if tensor.get_device() != index or tensor.is_neg() or tensor.device != where:
-            bind(fn, kind, q.device)  # says what is wrong, unless it is a number on the CPU
-            there = tuple(each.to(q.device).resolve_neg() for each in bound.tensors)
-            return bound._replace(tensors=there), identity
-    return bound, identity
+    there = on_device(bound, q)
+    if there is not bound:
+        bind(fn, kind, q.device)  # says what is wrong, unless it is a number on the CPU
+    return there, identity
+
+
+def on_device(bound: Bound, q: Tensor) -> Bound:
+    """The bound mod, its tensors on q's device with negative bits resolved."""
+    where = q.device
+    if all([x.device == where and not x.is_neg() for x in bound.tensors]):
+        return bound
+    return bound._replace(tensors=tuple(x.to(where).resolve_neg() for x in bound.tensors))
 
 
 functorch: Any = torch._C._functorch

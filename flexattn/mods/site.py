@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -84,13 +85,14 @@ class SiteLayout:
 
     asked: attributes of the captured tensors that belong to the key, too, for a trace read them.
     guards: what Python asked of the other scalars, which are arguments; their values now belong
-    to the key. Variants of one key differ by the range of their numbers; the first that holds
-    them serves.
+    to the key. general: a divisor is an argument. Variants of one key differ by the range of their
+    numbers; the first that holds them serves.
     """
 
     constants: tuple[int, ...]
     asked: tuple[str, ...]
     guards: tuple[str, ...]
+    general: bool = False
     variants: Lru[tuple[Any, ...], tuple[Variant, ...]] = field(
         default_factory=lambda: Lru(_VARIANTS), compare=False
     )
@@ -129,16 +131,15 @@ class Site:
     is computed from stays a constant for a few values, which `divisors` keeps beside the first
     one and what was exported; with others it is an argument.
 
-    layouts: from the oldest on. The variants of each hold for the values that they were traced
-    with, and the oldest is found first: a call that comes back gets the Mod it had, whose kernels
-    are compiled. general: those in which a divisor is an argument, which are found last. asked,
-    guards: what its traces asked of tensors and of the arguments. beyond: by numbers and sizes,
-    why no kernel computes it. Plain torch does so each time, and no call is traced again.
+    layouts: from the oldest on, general ones last. The variants of each hold for the values that
+    they were traced with, and the oldest is found first: a call that comes back gets the Mod it
+    had, whose kernels are compiled. asked, guards: what its traces asked of tensors and of the
+    arguments. beyond: by numbers and sizes, why no kernel computes it. Plain torch does so each
+    time, and no call is traced again.
     """
 
     first: tuple[int | float, ...]
     layouts: list[SiteLayout] = field(default_factory=list)
-    general: list[SiteLayout] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
     guards: set[str] = field(default_factory=set)
     arguments: set[int] = field(default_factory=set)
@@ -158,11 +159,12 @@ class Site:
         self.asked.update(asked)
         self.guards.update(guards)
         constants = tuple(i for i in range(len(self.first)) if i not in arguments)
-        found = SiteLayout(constants, tuple(sorted(self.asked)), tuple(sorted(self.guards)))
-        known = self.general if general else self.layouts
-        if found in known:
-            return known[known.index(found)]
-        known.append(found)
+        kept = tuple(sorted(self.asked)), tuple(sorted(self.guards))
+        found = SiteLayout(constants, *kept, general)
+        if found in self.layouts:
+            return self.layouts[self.layouts.index(found)]
+        # In one step: other threads read them.
+        self.layouts = sorted([*self.layouts, found], key=attrgetter("general"))
         return found
 
     def specialises(self, values: tuple[int | float, ...]) -> bool:
@@ -172,7 +174,7 @@ class Site:
 
     def find(self, identity: Identity) -> Bound | None:
         """This call's variant with what it captures now; the earliest, where several hold."""
-        for layout in (*self.layouts, *self.general):
+        for layout in self.layouts:
             for variant in layout.alike(identity):
                 found = variant.bound(identity.tensors, identity.scalars)
                 if found is not None:

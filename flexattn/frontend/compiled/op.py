@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.block_mask.lists import lazy_mask, transposed
 from flexattn.frontend.attention import route_of, run_admitted
-from flexattn.frontend.call import Call
+from flexattn.frontend.call import Call, on_device
 from flexattn.frontend.compiled.spec import Spec, parsed
 from flexattn.frontend.gradients import (
     AskedGradients,
@@ -37,7 +37,6 @@ from flexattn.frontend.gradients import (
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import Bound
 from flexattn.mods.expr import ScoreMod
-from flexattn.mods.graph import GraphMod
 from flexattn.problem import checks, out_dtype
 from flexattn.problem.mask_lists import keep_class, keep_runs, known_class, known_runs, mask_class
 from flexattn.problem.problem import NARROWER
@@ -140,7 +139,7 @@ def score_of(
     """The score_mod as kernels and as plain torch take it; an identity is none."""
     if said.score is None or said.score.mod.expr.op == "var":
         return None, None
-    bound = _on(q, said.score, tensors, integers)
+    bound = on_device(said.score.bound(tensors, integers), q)
     return bound, score_callable(bound)
 
 
@@ -155,22 +154,13 @@ def mask_of(
     """The mask_mod as kernels take it, and the BlockMask; what was found in it before is kept."""
     if said.mask is None or said.block is None:
         return None, None
-    bound = _on(q, said.mask, tensors, integers)
+    bound = on_device(said.mask.bound(tensors, integers), q)
     mask_mod = mask_callable(bound)
     assert mask_mod is not None
     mask = lazy_mask(tuple(lists), said.block, mask_mod, (q.shape[2], k.shape[2]))
     checks.check_block_mask(mask, q, k)
     remember_look(mask, lists, said)
     return bound, mask
-
-
-def _on(q: Tensor, mod: GraphMod, tensors: Sequence[Tensor], integers: Sequence[int]) -> Bound:
-    """The bound mod, its tensors on q's device with negative bits resolved."""
-    bound = mod.bound(tensors, integers)
-    if all(x.device == q.device and not x.is_neg() for x in bound.tensors):
-        return bound
-    there = tuple(x.to(q.device).resolve_neg() for x in bound.tensors)
-    return bound._replace(tensors=there)
 
 
 @dataclass(slots=True)
