@@ -31,8 +31,8 @@ MODS = (
     Fault(
         "a bound that falls counts as one that rises",
         MASK_FORM,
-        'return factor in (1, -1) and _rises(term) and not (factor < 0 and reads(term, "q_idx"))',
-        "return factor in (1, -1) and _rises(term)",
+        'return _rises(term) and (factor > 0 or not reads(term, "q_idx"))',
+        "return _rises(term)",
         IN_MASK_FORM + "::test_what_gives_no_bound[<lambda>1]",
     ),
     Fault(
