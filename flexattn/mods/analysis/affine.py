@@ -14,8 +14,10 @@ from flexattn.mods.simplify import applied, make
 
 # Past every key, and so far from the ends of 64 bits that positions can be added.
 LARGE = 2**40
-ROW, KEY = (Expr("var", "int64", (), name) for name in ("q_idx", "kv_idx"))
+_ROW, KEY = (Expr("var", "int64", (), name) for name in ("q_idx", "kv_idx"))
 _MOVING = ("score", "q_idx", "kv_idx")
+# A sum of more terms is a term itself: each step of a long chain would copy all before it.
+_TERMS = 256
 
 
 _T = TypeVar("_T", bound=Hashable)
@@ -49,7 +51,7 @@ class Affine(Sum[Expr]):
     @property
     def q(self) -> int:
         """How many times it has q_idx."""
-        return self.terms.get(ROW, 0)
+        return self.terms.get(_ROW, 0)
 
     @property
     def kv(self) -> int:
@@ -59,7 +61,7 @@ class Affine(Sum[Expr]):
     @property
     def positional(self) -> bool:
         """True if positions reach it by themselves alone: no other term reads one."""
-        return not any(reads(term, *_MOVING) for term in self.terms if term not in (ROW, KEY))
+        return not any(reads(term, *_MOVING) for term in self.terms if term not in (_ROW, KEY))
 
     @property
     def relative(self) -> bool:
@@ -69,7 +71,7 @@ class Affine(Sum[Expr]):
     @property
     def rest(self) -> Expr | None:
         """The terms that are no position; None for 0."""
-        rest = {term: factor for term, factor in self.terms.items() if term not in (ROW, KEY)}
+        rest = {term: factor for term, factor in self.terms.items() if term not in (_ROW, KEY)}
         scaled = (x if n == 1 else applied("mul", x, integer(n)) for x, n in rest.items())
         return reduce(partial(applied, "add"), scaled) if rest else None
 
@@ -124,10 +126,12 @@ class Forms:
             return whole
         x, y = args[0], args[-1]
         if node.op == "mul":
-            return whole if y.terms else x.times(y.number)
-        if node.op in ("add", "sub"):
-            return x.plus(y, 1 if node.op == "add" else -1)
-        return x if node.op == "cast" else x.times(-1)
+            found = whole if y.terms else x.times(y.number)
+        elif node.op in ("add", "sub"):
+            found = x.plus(y, 1 if node.op == "add" else -1)
+        else:
+            found = x if node.op == "cast" else x.times(-1)
+        return found if len(found.terms) <= _TERMS else whole
 
     def _wraps(self, node: Expr) -> bool:
         if self.interval is None:

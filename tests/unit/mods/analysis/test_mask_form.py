@@ -283,3 +283,15 @@ masks = st.recursive(
 @given(masks)
 def test_any_mask(expr):
     hold(Mod("mask", expr, (), (), "any"))
+
+
+@pytest.mark.parametrize("steps", [100, 300])
+def test_a_sum_of_hundreds_of_terms_bounds_the_keys(steps):
+    """Past a number of terms it is one: each step would copy those of all before it."""
+
+    def mod(b, h, q, k):
+        for i in range(steps):
+            q = q + q // (i + 2)
+        return k <= q
+
+    assert mask_form(bind(mod, "mask").mod.expr, INDEX_RANGES).span.high is not None
