@@ -456,8 +456,8 @@ class DecodePlan:
             "capacity": kernels.grid.num_tiles, "num_sms": self._num_sms, "Hq": m.Hq,
             "stride_oh": m.head_dim_v, "group": self.form.group, "sm_scale": self.scale,
         }  # fmt: skip
-        rows = {"Q": q.flatten(0, -3), "OUT": out.flatten(0, -3)}
-        boxes = {name: box_of(x.transpose(0, 1)[None]) for name, x in rows.items()}
+        rows, heads = {"Q": q.flatten(0, -3), "OUT": out.flatten(0, -3)}, (m.Hkv, self.form.group)
+        boxes = {name: box_of(x.unflatten(1, heads).transpose(0, 1)) for name, x in rows.items()}
         boxes |= {name: cache_box(name, x, m) for name, x in (("K", k), ("V", v))}
         every, requests = (*own, *names), max(1, own["num_requests"])
         return (

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flexattn.catalogue import alibi, causal, sliding_window
-from flexattn.kernels.hopper.config import HopperPrefillConfig
+from flexattn.catalogue import alibi, causal, sliding_window, softcap
+from flexattn.kernels.hopper.config import RaggedPrefillConfig
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
@@ -14,18 +14,21 @@ from tests.compile.product_loops import product_loops
 from tests.families import estimates, render, violated
 from tests.problems import H200, served
 
-CONFIG = HopperPrefillConfig(
+CONFIG = RaggedPrefillConfig(
     2, 128, 2, 232, ping_pong=True, tile_scheduler="dynamic", order="sections",
     lazy_rescale=True, cross_tile_pipeline=False, v_box=64,
 )  # fmt: skip
 WINDOW = {"score": bind(alibi(32, "cpu"), "score"), "mask": bind(sliding_window(1000), "mask")}
+CAPPED = {"score": bind(softcap(30.0), "score"), "mask": bind(sliding_window(1000), "mask")}
 CASES = {
     "pages of 16": (128, 16, CONFIG, {}),
     "pages of 128": (128, 128, CONFIG, {}),
     "packed": (128, 16, replace(CONFIG, pack_gqa=True), {"lse": True}),
+    "heads in rows": (128, 16, replace(CONFIG, packed_heads=4), {"lse": True}),
+    "rows of no head": (128, 128, replace(CONFIG, packed_heads=8), {**CAPPED, "sinks": True}),
     "window": (128, 64, CONFIG, WINDOW),
     "64 columns": (64, 16, CONFIG, {"sinks": True}),
-    "256 columns": (256, 16, replace(CONFIG, BLOCK_N=64), {}),
+    "256 columns": (256, 16, replace(CONFIG, BLOCK_N=64, packed_heads=2), {}),
 }
 
 

@@ -40,8 +40,8 @@ HOPPER = (
     Fault(
         "Hopper: rows of the second consumer",
         ROWS,
-        '" + consumer * ROWS"',
-        '" + consumer * 0"',
+        '" + consumer * %s"',
+        '" + consumer * 0 * %s"',
         IN_WIDE + "::test_numbers[default-full-dims0]",
     ),
     Fault(

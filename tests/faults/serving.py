@@ -111,6 +111,27 @@ SERVING = (
         IN_RAGGED + "::test_pages[16]",
     ),
     Fault(
+        "rows of no head are stored",
+        REQUESTS,
+        " & (h % GROUP + row % PACKED_HEADS < GROUP)",
+        "",
+        IN_RAGGED + "::test_what_a_plan_asks[seven heads in a tile]",
+    ),
+    Fault(
+        "the second tile of a group begins behind the heads of one",
+        REQUESTS,
+        "h = h // HEAD_TILES * GROUP + h % HEAD_TILES * HEADS",
+        "h = h * HEADS",
+        IN_RAGGED + "::test_what_a_plan_asks[some of five heads]",
+    ),
+    Fault(
+        "each row of a tile is a position",
+        "templates/hopper/scores.jinja",
+        '" // PACKED_HEADS" if ragged',
+        '"" if ragged',
+        IN_RAGGED + "::test_what_a_plan_asks[two heads in a tile]",
+    ),
+    Fault(
         "a page id past the cache is read",
         PROGRAM,
         "page = tl.minimum(page_next.to(tl.uint32), num_pages - 1).to(tl.uint64)",

@@ -13,7 +13,7 @@ from flexattn.runtime.build import builder
 from flexattn.serving.kernels import in_phase
 from tests.problems import served
 
-GROUP, HEADS, ROWS, KEYS = 4, 2, 64, 128
+GROUP, HEADS, ROWS, KEYS = 4, 2, 32, 128
 POISON = 10**6
 
 
@@ -24,8 +24,8 @@ def listed(q_lens, kv_lens, phase="prefill", capacity=None, cu=None, sms=132, ra
     problem = served(
         B, *sizes, max_keys, HEADS * GROUP, HEADS, 128, 128, torch.bfloat16, torch.bfloat16, 16
     )
-    form = in_phase(problem, phase).structure
-    config = next(ragged_defaults(form))
+    problem = in_phase(problem, phase)
+    form, config = problem.structure, next(ragged_defaults(problem))
     assert (config.BLOCK_M, config.BLOCK_N) == (ROWS, KEYS)
     target = detect(torch.device("cpu"))
     kernel = builder().kernel(render_row_tiles(form, config, target), target, -1)
@@ -59,7 +59,7 @@ def prefills_of(q_lens, kv_lens, sms=132):
     """Which requests Hopper's forward serves: those that the streaming kernel serves in more time,
     and whose keys do not keep one SM busy behind all others."""
     own = [
-        -(-q // ROWS) * -(-k // KEYS) * HEADS * GROUP // 2 if q > DECODE_QUERIES else 0
+        -(-q // ROWS) * -(-k // KEYS) * HEADS if q > DECODE_QUERIES else 0
         for q, k in zip(q_lens, kv_lens, strict=True)
     ]
     share = sum(own) / sms

@@ -114,9 +114,10 @@ def test_the_prefills_kernels_are_given_the_run(made, each):
     assert tiles["total_q"] == attend["total_q"] == rows
     assert (attend["Hq"], attend["group"], attend["sm_scale"]) == (4, 2, plan.scale)
     boxes = kernels.attend.boxes
-    for name, heads, tensor in (("Q", 4, each.q), ("OUT", 4, out)):
-        assert boxes[name].shape == (1, heads, rows, 64)
-        assert boxes[name].strides[1:] == (tensor.stride(1), tensor.stride(0), 1)
+    for name, tensor in (("Q", each.q), ("OUT", out)):
+        row, head = tensor.stride(0), tensor.stride(1)
+        assert boxes[name].shape == (2, rows, 2, 64)
+        assert boxes[name].strides == (2 * head, row, head, 1)
     assert boxes["K"].shape == (len(k), 2, 16, 64)
 
 

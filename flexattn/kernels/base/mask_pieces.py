@@ -66,8 +66,14 @@ class MaskPieces:
         return tuple(line for each in every for line in each.lines)
 
 
-def print_mask(captures: Captures, traits: Traits, tile: Unit) -> MaskPieces:
-    """A mask_mod in pieces, of which most tiles need one alone; tile: its rows and keys."""
+def print_mask(
+    captures: Captures, traits: Traits, tile: Unit | None, positions: str = "ROWS"
+) -> MaskPieces:
+    """A mask_mod in pieces, of which most tiles need one alone.
+
+    tile: its rows and keys; None where it begins at no multiple of them. positions: the constant
+    that holds the number of its query positions.
+    """
     form = mask_form(captures.mod.expr, INDEX_RANGES)
     span = form.span
 
@@ -78,7 +84,7 @@ def print_mask(captures: Captures, traits: Traits, tile: Unit) -> MaskPieces:
 
     column = View(dtype="int32")
     first = View(q_idx="row_start", by_row=False, dtype="int32")
-    last = replace(first, q_idx="(row_start + ROWS - 1)")
+    last = replace(first, q_idx=f"(row_start + {positions} - 1)")
     once = span.rest is not None and asked_once(span.rest, tile)
     pieces = MaskPieces(
         piece("mask", span.rest, replace(first, kv_idx="start_n", dtype="") if once else View()),

@@ -28,7 +28,7 @@ class FamilyRow(NamedTuple):
 
 # In the order in which the static defaults ask them; the last of a kind always serves.
 ROWS = (
-    FamilyRow("hopper", "PREFILL", ("HopperPrefillConfig",)),
+    FamilyRow("hopper", "PREFILL", ("HopperPrefillConfig", "RaggedPrefillConfig")),
     FamilyRow("triton", "PREFILL", ("PrefillConfig", "AmdPrefillConfig")),
     FamilyRow("triton", "DECODE", ("DecodeConfig", "AmdDecodeConfig")),
     FamilyRow("hopper_backward", "BACKWARD", ("HopperBackwardConfig",)),

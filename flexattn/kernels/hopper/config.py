@@ -101,7 +101,16 @@ class HopperPrefillConfig:
     @property
     def heads(self) -> int:
         """Query heads of one tile."""
-        return self.consumers if self.pack_gqa else 1
+        return self.consumers if self.pack_gqa else self.packed_heads
+
+    @property
+    def packed_heads(self) -> int:
+        """Query heads of one consumer's rows."""
+        return 1
+
+    def head_tiles(self, group: int) -> int:
+        """Tiles that the heads of a group make for the same query rows."""
+        return -(-group // self.heads)
 
     @property
     def merges(self) -> bool:
@@ -135,6 +144,18 @@ class HopperPrefillConfig:
         if many and self.consumers == 2 and self.consumer_regs <= BOXED_REGISTERS:
             return _BOXED_PRODUCER
         return _PRODUCER_REGISTERS.get(self.consumers, 24)
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedPrefillConfig(HopperPrefillConfig):
+    """A plan's: its rows are cut by requests, and its keys lie in pages.
+
+    packed_heads: heads of a group in the rows of a tile, a power of two up to 64; default 1. Row r
+    is of head r % packed_heads; what is above a group's last head is no row. Mods that read the
+    head have pack_gqa instead, where each consumer has one.
+    """
+
+    packed_heads: int = 1
 
 
 # Columns of Q, K and the output in one TMA copy where head dimensions are any: 128 bytes, which is
@@ -253,7 +274,7 @@ def multiplied(head_dim: int, v_box: int) -> int:
 
 def shares_keys(problem: Problem, config: HopperPrefillConfig) -> bool:
     """True if the heads of a tile are of one group."""
-    return problem.Hq // problem.Hkv % config.heads == 0
+    return not config.pack_gqa or problem.Hq // problem.Hkv % config.heads == 0
 
 
 def grid(problem: Problem, config: HopperPrefillConfig, device: Device) -> Geometry:
@@ -270,7 +291,7 @@ def grid(problem: Problem, config: HopperPrefillConfig, device: Device) -> Geome
     if isinstance(problem, ServingProblem):
         # Each request may end within a tile.
         rows = problem.rows // config.BLOCK_M + problem.B
-        units = rows * (problem.Hq // config.heads)
+        units = rows * problem.Hkv * config.head_tiles(problem.structure.group)
         return Geometry(min(units, device.num_sms), rows, units)
     tiles = -(-problem.q_len // config.BLOCK_M)
     units = problem.B * (problem.Hq // config.heads) * tiles * config.v_parts

@@ -26,6 +26,7 @@ from flexattn.kernels.hopper.source import render
 from flexattn.kernels.hopper.space import alternatives, sized
 from flexattn.kernels.ptx.assembler import preferred
 from flexattn.problem import Kind, Problem, Structure
+from flexattn.problem.serving import ServingProblem
 
 # The one switch: whether it serves prefills on Hopper that nobody tuned. Either way another family
 # serves what this one cannot, and a tuner chooses between both.
@@ -63,8 +64,9 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         return LEADS and self.offered(device) and values_by_key(structure) <= FEW_BY_KEY
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
-        form = ragged.form_of(problem.structure)
-        return sized(problem, device) if form is None else ragged.ragged_defaults(form)
+        if isinstance(problem, ServingProblem):
+            return ragged.ragged_defaults(problem)
+        return sized(problem, device)
 
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
         structure = problem.structure
@@ -133,8 +135,9 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         """128x128 c2 s2 pingpong static heads has two consumers that alternate.
 
         r, q, v: consumer_regs, q_in_regs and v_box, where they are no default; parts: v_parts and
-        k_parts. lazy: lazy_rescale; gqa: pack_gqa; drains: no cross_tile_pipeline;
-        pingpong-softmax: ping_pong with ping_pong_softmax; then tile_scheduler and order.
+        k_parts. h: packed_heads. lazy: lazy_rescale; gqa: pack_gqa; drains: no
+        cross_tile_pipeline; pingpong-softmax: ping_pong with ping_pong_softmax; then
+        tile_scheduler and order.
         """
         parts = [f"{config.BLOCK_M}x{config.BLOCK_N} c{config.consumers} s{config.num_stages}"]
         if config.consumer_regs != CONSUMER_REGISTERS.get(config.consumers):
@@ -143,6 +146,7 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         parts += [f"{letter}{number}" for letter, number in numbers.items() if number]
         if config.v_parts * config.k_parts > 1:
             parts.append(f"parts{config.v_parts}-{config.k_parts}")
+        parts += [f"h{config.packed_heads}"] * (config.packed_heads > 1)
         flags = {"lazy": config.lazy_rescale, "gqa": config.pack_gqa}
         parts += [word for word, holds in flags.items() if holds]
         parts += ["drains"] * (not config.cross_tile_pipeline)

@@ -14,12 +14,18 @@ from flexattn.kernels.base.arguments import (
     sinks,
 )
 from flexattn.kernels.base.source import Source, make_source
-from flexattn.kernels.hopper.config import BOX, BOXED_REGISTERS, HopperPrefillConfig
+from flexattn.kernels.hopper.config import (
+    BOX,
+    BOXED_REGISTERS,
+    CONSUMER_ROWS,
+    HopperPrefillConfig,
+    RaggedPrefillConfig,
+)
 from flexattn.kernels.printers.mask_printer import print_key_bounds
 from flexattn.kernels.printers.spelling import signature_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.problem import Structure
-from flexattn.problem.serving import DECODE_QUERIES, ServingForm
+from flexattn.problem.serving import DECODE_QUERIES, ServingForm, ServingProblem
 
 # Keys of a page that boxes of the copy engine are made for.
 PAGES = (16, 32, 64, 128, 256)
@@ -28,6 +34,8 @@ _TILES = _REQUESTS = 64
 # Packed rows of a tile of the streaming kernel, and its time by that of a tile of this one: 2,048
 # rows of 16k keys take it 2.75 times as long (an H200).
 _STREAMED_ROWS, _STREAMED_TIME = 64, 1.35
+# Heads that the rows of a consumer may be of.
+_PACKED = (1, 2, 4, 8, 16, 32, 64)
 # What the producer alone reads, beside the tensors of K and V.
 _PRODUCED = ("group", "COUNTER", "TABLE", "stride_table")
 
@@ -51,17 +59,45 @@ def unserved(form: ServingForm, config: HopperPrefillConfig) -> str:
         "an order of tiles other than sections": config.order != "sections",
         "a tile_scheduler other than dynamic": config.tile_scheduler != "dynamic",
         "a cross_tile_pipeline": config.cross_tile_pipeline,
+        f"packed_heads={config.packed_heads}": config.packed_heads not in _PACKED,
+        "packed_heads beside pack_gqa": config.packed_heads > 1 and config.pack_gqa,
+        "packed_heads beside mods of a head": config.packed_heads > 1 and not _packs(form),
     }
     return next((what for what, holds in asked.items() if holds), "")
 
 
-def ragged_defaults(form: ServingForm) -> Iterator[HopperPrefillConfig]:
+def _packs(form: ServingForm) -> bool:
+    """True if the rows of a tile may be of several heads: no mod reads the head, or diagonals."""
+    named = any(
+        mod is not None and "h" in mod.mod.expr.variables for mod in (form.score, form.mask)
+    )
+    return not named and (form.terms is None or form.terms.diagonal is None)
+
+
+def packed_heads(rows: int, group: int, tile: int) -> int:
+    """Heads of a group that share tiles, where a request brings so many query positions.
+
+    Each tile of rows reads and multiplies the same keys, so the time is the number of tiles: those
+    of the positions of some heads, times those that the group's heads make. Of as many, most heads
+    read the keys least often.
+    """
+    able = [heads for heads in _PACKED if heads < 2 * group]
+    return min(able, key=lambda heads: (-(-group // heads) * -(-rows * heads // tile), -heads))
+
+
+def ragged_defaults(problem: ServingProblem) -> Iterator[RaggedPrefillConfig]:
     """The static defaults, best first; not all of them can run."""
+    form = problem.structure
     keys = 128 if max(form.head_dim_qk, form.head_dim_v) <= 128 else 64
-    first = HopperPrefillConfig(
+    first = RaggedPrefillConfig(
         2, keys, 2, BOXED_REGISTERS, ping_pong=True, tile_scheduler="dynamic", order="sections",
-        lazy_rescale=True, cross_tile_pipeline=False, v_box=BOX, pack_gqa=form.group % 2 == 0,
+        lazy_rescale=True, cross_tile_pipeline=False, v_box=BOX,
     )  # fmt: skip
+    if _packs(form):
+        heads = packed_heads(problem.rows // problem.B, form.group, first.all_rows)
+        first = replace(first, packed_heads=heads)
+    elif form.group % 2 == 0:
+        first = replace(first, pack_gqa=True)
     yield first
     yield replace(first, ping_pong=False)
 
@@ -72,9 +108,22 @@ def box_rows(form: ServingForm, config: HopperPrefillConfig) -> int:
 
 
 def constants(form: ServingForm, config: HopperPrefillConfig) -> dict[str, object]:
-    """Sizes of pages. PAGES: of a tile; PAGE_ROWS: keys of one copy."""
+    """Sizes of pages and of rows.
+
+    PAGES: of a tile; PAGE_ROWS: keys of one copy. TOKENS: query positions of a consumer, each of
+    PACKED_HEADS heads. HEAD_TILES: tiles of the heads of a group, HEADS each.
+    """
     rows = box_rows(form, config)
-    return {"PAGE": form.page, "PAGE_ROWS": rows, "PAGES": config.BLOCK_N // rows}
+    return {
+        "PAGE": form.page, "PAGE_ROWS": rows, "PAGES": config.BLOCK_N // rows,
+        "TOKENS": CONSUMER_ROWS // config.packed_heads, "PACKED_HEADS": config.packed_heads,
+        "GROUP": form.group, "HEAD_TILES": config.head_tiles(form.group), "HEADS": config.heads,
+    }  # fmt: skip
+
+
+def described_rows(name: str, dtype: str, width: int, heads: int) -> tuple[str, str]:
+    """A descriptor of a consumer's rows, of so many heads, in a tensor [Hkv, rows, group, D]."""
+    return name, f"tensordesc<{signature_type(dtype)}{[1, CONSUMER_ROWS // heads, heads, width]}>"
 
 
 def _requests(form: ServingForm) -> list[Argument]:
@@ -148,7 +197,7 @@ def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Dev
         settings |= {
             "BLOCK_N": config.BLOCK_N,
             "PACKED": form.group,
-            "HEAD_TILES": form.group * form.kv_heads // config.heads,
+            "HEAD_TILES": form.kv_heads * config.head_tiles(form.group),
             "DECODE_QUERIES": DECODE_QUERIES,
             "STREAMED_ROWS": _STREAMED_ROWS,
             "STREAMED_TIME": _STREAMED_TIME * form.kv_heads,

@@ -51,18 +51,22 @@ def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argume
     given, out = structure.dtype, structure.out_dtype
     form = ragged.form_of(structure)
     keys = config.BLOCK_N if form is None else ragged.box_rows(form, config)
-    described = (
+    described = dict((
         descriptor("Q", given, CONSUMER_ROWS, tiles.qk_width),
         descriptor("K", given, keys, tiles.qk_width),
         # Of fp8, V comes in the output's dtype.
         descriptor("V", out, keys, tiles.v_box),
         descriptor("OUT", out, CONSUMER_ROWS, tiles.out_width),
-    )
+    ))  # fmt: skip
     if form is not None:
-        return ragged.arguments(form, dict(described))
+        described |= (
+            ragged.described_rows("Q", given, tiles.qk_width, config.packed_heads),
+            ragged.described_rows("OUT", out, tiles.out_width, config.packed_heads),
+        )
+        return ragged.arguments(form, described)
     counts = config.tile_scheduler == "dynamic"
     sizes = (Argument("num_work_tiles", "i32"), *(Argument("COUNTER", "*i32", 4),) * counts)
-    return attention_arguments(structure, config, dict(described), sizes=sizes)
+    return attention_arguments(structure, config, described, sizes=sizes)
 
 
 def consumer_arguments(
@@ -169,17 +173,16 @@ def render(
     # A maximum that is returned is exact.
     lazy = config.lazy_rescale and not structure.max_scores
     score = None if structure.score is None else print_consumer_score(structure, traits, lazy)
-    mask = (
-        None
-        if structure.mask is None
-        else print_mask(
-            structure.mask, replace(traits, dialect=HOPPER), (CONSUMER_ROWS, config.BLOCK_N)
-        )
-    )
+    form = ragged.form_of(structure)
+    # Rows of requests begin at any position, and several may be of one.
+    tile = (CONSUMER_ROWS, config.BLOCK_N) if form is None else None
+    mask = None
+    if structure.mask is not None:
+        positions = "ROWS" if form is None else "TOKENS"
+        mask = print_mask(structure.mask, replace(traits, dialect=HOPPER), tile, positions)
     used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
     mods = mod_context([each.lines for each in used], device, HOPPER)
     sparsity = structure.sparsity
-    form = ragged.form_of(structure)
     # The producer computes a range of keys from the bounds of the mask.
     runs = runs_of(structure, config) if form is None else int(mask is not None)
     persistent = config.persistent

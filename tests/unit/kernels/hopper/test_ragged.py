@@ -10,8 +10,8 @@ from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.device import named
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.choose.registry import family_of
-from flexattn.kernels.hopper.config import HopperPrefillConfig
-from flexattn.kernels.hopper.ragged import box_rows
+from flexattn.kernels.hopper.config import RaggedPrefillConfig
+from flexattn.kernels.hopper.ragged import box_rows, packed_heads, ragged_defaults
 from flexattn.kernels.hopper.source import render
 from flexattn.mods import bind
 from tests.emulated_memory import Descriptor, Number, Pointer
@@ -20,7 +20,7 @@ from tests.families import geometry, violated
 from tests.problems import served
 
 H200 = replace(named("nvidia-h200"), num_sms=3)
-CONFIG = HopperPrefillConfig(
+CONFIG = RaggedPrefillConfig(
     2, 128, 2, 232, ping_pong=False, tile_scheduler="dynamic", order="sections", l2_swizzle=2,
     cross_tile_pipeline=False, v_box=64, merge_consumers=False,
 )  # fmt: skip
@@ -82,12 +82,16 @@ def emulated(
     q = np.random.default_rng(seed + 1).standard_normal((total, Hq, D)).astype(np.float32)
     out = np.full((total, Hq, Dv), np.nan, np.float32)
     lse = np.full((total, Hq), np.nan, np.float32)
-    rows, keys = (1, 1, 64, 64), (1, 1, box_rows(form, config), 64)
+    rows = (1, 64 // config.packed_heads, config.packed_heads, 64)
+    keys = (1, 1, box_rows(form, config), 64)
+    q_heads, out_heads = (
+        x.reshape(total, Hkv, Hq // Hkv, -1).transpose(1, 0, 2, 3) for x in (q, out)
+    )
     given = {
-        "Q": Descriptor(q.transpose(1, 0, 2)[None], rows, 2),
+        "Q": Descriptor(q_heads, rows, 2),
         "K": Descriptor(cache.k.transpose(0, 2, 1, 3), keys, 2),
         "V": Descriptor(cache.v.transpose(0, 2, 1, 3), keys, 2),
-        "OUT": Descriptor(out.transpose(1, 0, 2)[None], rows, 2),
+        "OUT": Descriptor(out_heads, rows, 2),
         "OUT_ROWS": Pointer(out.reshape(-1)), "LSE": Pointer(lse.reshape(-1)),
         "stride_oh": Dv, "stride_om": Hq * Dv, "Hq": Hq, "group": Hq // Hkv,
         "COUNTER": Pointer(np.zeros(1, np.int64)),
@@ -190,6 +194,21 @@ ASKED = {
     "lazy": {"config": replace(CONFIG, lazy_rescale=True)},
     "ping pong": {"config": replace(CONFIG, ping_pong=True)},
     "packed": {"config": replace(CONFIG, pack_gqa=True)},
+    "two heads in a tile": {"config": replace(CONFIG, packed_heads=2)},
+    "seven heads in a tile": {"heads": (14, 2), "config": replace(CONFIG, packed_heads=8)},
+    "some of five heads": {
+        "heads": (10, 2),
+        "mask_mod": sliding_window(40),
+        "sinks": [i / 4 for i in range(10)],
+        "config": replace(CONFIG, packed_heads=4),
+        "score_mod": softcap(4.0),
+    },
+    "sixteen heads": {
+        "heads": (16, 1),
+        "config": replace(CONFIG, packed_heads=16),
+        "mask_mod": holes,
+    },
+    "forty-eight heads": {"heads": (48, 1), "config": replace(CONFIG, packed_heads=64)},
     "three consumers": {"config": replace(CONFIG, consumers=3, consumer_regs=160, BLOCK_N=64)},
     "64 columns": {"dims": (64, 64)},
     "96 columns": {"dims": (96, 96)},
@@ -218,11 +237,43 @@ def test_no_keys_and_too_few():
     np.testing.assert_allclose(out[10:], wanted[0][10:], atol=2e-5)
 
 
+TILED = {  # query positions of a request, heads of a group: heads of a tile
+    (2048, 8): 8, (2048, 7): 1, (52, 7): 8, (294, 48): 16, (26, 5): 8, (2048, 5): 1, (9, 71): 32,
+    (2048, 1): 1, (500, 2): 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", TILED)
+def test_heads_of_a_tile(rows):
+    assert packed_heads(*rows, 128) == TILED[rows]
+
+
+def test_mods_that_read_the_head_keep_one_head_a_consumer():
+    for mod, tiled in (
+        (softcap(4.0), (False, 4)),
+        (alibi(8, "cpu"), (True, 1)),
+        (tilted, (True, 1)),
+    ):
+        found = served(
+            1, 1, 999, 1024, 8, 2, 128, 128, torch.bfloat16, torch.bfloat16, 16,
+            score=bind(mod, "score"),
+        )  # fmt: skip
+        first = next(ragged_defaults(found))
+        assert (first.pack_gqa, first.packed_heads) == tiled
+        assert not violated(first, found.structure, H200)
+
+
 REFUSED = {
+    "mods of a head": {
+        "score": bind(alibi(4, "cpu"), "score"),
+        "config": replace(CONFIG, packed_heads=2),
+    },
     "pages of 8": {"page": 8},
     "a contiguous cache": {"page": 0},
     "batch-invariant rows": {"batch_invariant": True},
     "scales": {"scaled": True},
+    "packed_heads=3": {"config": replace(CONFIG, packed_heads=3)},
+    "packed_heads beside pack_gqa": {"config": replace(CONFIG, packed_heads=2, pack_gqa=True)},
     "a v_box other than 64": {"config": replace(CONFIG, v_box=32)},
     "sections": {"config": replace(CONFIG, order="heads")},
     "dynamic": {"config": replace(CONFIG, tile_scheduler="static")},
