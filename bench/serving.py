@@ -34,7 +34,10 @@ SERVING = Kind(
 
 
 def variant(text: str) -> ServingPeer:
-    """Ours with these fields of its config; own.FIELD: a cascade's second; batch_invariant=1."""
+    """Ours with these fields of its config; batch_invariant=1.
+
+    own.FIELD: of a cascade's second pass; prefill.FIELD: of the kernel of prefills.
+    """
     changes = parse_config(text)
     return served_with(changes, bool(changes.pop("batch_invariant", 0)))
 

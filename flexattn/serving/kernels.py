@@ -21,7 +21,12 @@ from flexattn.kernels.base.config import Geometry
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.hopper.config import CONSUMER_ROWS
 from flexattn.kernels.hopper.family import PREFILL
-from flexattn.kernels.hopper.ragged import render_row_tiles
+from flexattn.kernels.hopper.ragged import (
+    merge_programs,
+    part_words,
+    render_merge_parts,
+    render_row_tiles,
+)
 from flexattn.kernels.paged_decode.config import SPLIT_KEYS, ServingConfig
 from flexattn.kernels.paged_decode.family import PAGED_DECODE
 from flexattn.mods import Bound
@@ -158,12 +163,19 @@ _UNCOUNTED = 2**16
 
 
 class PrefillKernels(NamedTuple):
-    """The kernels of the prefills of a mixed batch: one lists their tiles of rows, one attends."""
+    """The kernels of the prefills of a mixed batch: one lists their tiles of rows, one attends.
+
+    merge: the one that merges parts of keys, with so many programs; None where none are cut.
+    words: the numbers in float32 that parts take.
+    """
 
     choice: Choice
     attend: Kernel
     row_tiles: Kernel
     grid: Geometry
+    merge: Kernel | None = None
+    merges: int = 0
+    words: int = 0
 
 
 class Kernels(NamedTuple):
@@ -211,10 +223,10 @@ def build(problem: ServingProblem, device: torch.device, config: ServingConfig |
         return builder().kernel(source, target, index)
 
     prefills = None if config is not None else _prefill_kernels(problem, target, compiled)
-    if prefills is not None and problem.total_q:
+    if prefills is not None and _mixed(problem):
         problem = in_phase(problem, "decode")
     found = _counted(plan_candidates(problem, target, config))
-    if prefills is not None and not problem.total_q:
+    if prefills is not None and not _mixed(problem):
         only: Any = next(found).config
         return Kernels(prefills.choice, only, index, None, None, 0, 0, 0, prefills)
     choice = first_served(found, problem, target, compiled, memory())
@@ -227,6 +239,11 @@ def build(problem: ServingProblem, device: torch.device, config: ServingConfig |
     )  # fmt: skip
 
 
+def _mixed(problem: ServingProblem) -> bool:
+    """True if some requests of a batch may be prefills and others decodes."""
+    return problem.total_q > 0 and problem.B > 1
+
+
 def in_phase(problem: ServingProblem, phase: Phase) -> ServingProblem:
     """The part of a mixed batch that is in a phase."""
     return replace(problem, structure=replace(problem.structure, phase=phase))
@@ -237,26 +254,35 @@ def _prefill_kernels(
 ) -> PrefillKernels | None:
     """The kernels of the prefills; None where the serving kernel is to serve them as well.
 
-    It can split a request's keys between SMs, which batches of few rows need.
+    Batches of few rows are most often decodes, which would wait for a kernel without work.
     """
     few = problem.rows * problem.Hq < CONSUMER_ROWS * target.num_sms
+    few = few and problem.rows <= DECODE_QUERIES * problem.B
     short = min(problem.q_len, problem.kv_len) <= DECODE_QUERIES
     if few or short or not PREFILL.offered(target):
         return None
-    asked = in_phase(problem, "prefill") if problem.total_q else problem
+    asked = in_phase(problem, "prefill") if _mixed(problem) else problem
     origin = f"static default for {target.arch}"
-    found = (
+    able = (
         Candidate(asked, target, config, "default", origin)
         for config in PREFILL.able(asked, target)
     )
     try:
-        choice = first_served(found, asked, target, compiled, memory())
+        choice = first_served(able, asked, target, compiled, memory())
     except (BuildError, ConfigError, WrongKernelError):
         return None
     chosen: Any = choice.config
-    row_tiles = compiled(render_row_tiles(asked.structure, chosen, target))
-    grid = PREFILL.grid(asked, chosen, target)
-    return PrefillKernels(choice, choice.kernels[0], row_tiles, grid)
+    form = asked.structure
+    row_tiles = compiled(render_row_tiles(form, chosen, target))
+    found = PrefillKernels(
+        choice, choice.kernels[0], row_tiles, PREFILL.grid(asked, chosen, target)
+    )
+    if not chosen.splits:
+        return found
+    return found._replace(
+        merge=compiled(render_merge_parts(form, chosen, target)),
+        merges=merge_programs(form, chosen, target), words=part_words(form, chosen, target),
+    )  # fmt: skip
 
 
 def plan_candidates(

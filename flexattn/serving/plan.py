@@ -13,6 +13,7 @@ from torch import Tensor
 from flexattn.device import usable
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.base.config import Config
+from flexattn.kernels.hopper.ragged import CUT_WORDS, TILE_WORDS
 from flexattn.kernels.paged_decode.config import ServingConfig, part_slots, workspace
 from flexattn.kernels.paged_decode.engines import UNWRITTEN
 from flexattn.kernels.paged_decode.source import stepped_axes, tied
@@ -59,15 +60,15 @@ _TENSORS = (
 class _Ready(InOrder):
     """Kernels that hold what shapes and strides decide, and the plan's own outputs for them.
 
-    They are given what `_TENSORS` names. prefills: what lists the tiles of prefills, and attends;
-    they are given `out` a second time.
+    They are given what `_TENSORS` names. prefills: what lists the tiles of prefills,
+    attends, and merges; they are given `out` a second time.
     """
 
     out: Tensor
     lse: Tensor | None
     keys: int
     pages: int
-    prefills: tuple[Launcher, Launcher] | None = None
+    prefills: tuple[Launcher, ...] | None = None
 
 
 class DecodePlan:
@@ -202,11 +203,17 @@ class DecodePlan:
         self._listed: dict[str, Tensor] = {}
         if prefills is not None:
             # In a batch without a prefill the first one is a tile of some request.
-            sizes = {"ROW_TILES": 2 + 2 * prefills.grid.num_tiles, "COUNTER": 1, "PREFILLS": m.B}
+            tiles = prefills.grid.num_tiles
+            sizes = {
+                "ROW_TILES": 2 + TILE_WORDS * tiles, "CUT_TILES": 2 + CUT_WORDS * tiles,
+                "COUNTER": 1, "PREFILLS": m.B,
+            }  # fmt: skip
             self._listed = {
                 name: torch.zeros(words, dtype=torch.int32, device=where)
                 for name, words in sizes.items()
             }
+            parts = torch.empty(prefills.words, dtype=torch.float32, device=where)
+            self._listed["WORKSPACE"] = parts
             # Programs that await parts of others give up where prefills hold the SMs for long.
             alone = kernels.attend is None or self._given_up is not None
             self._beside = None if alone or where.type != "cuda" else Beside(where)
@@ -432,23 +439,22 @@ class DecodePlan:
         return _Ready(tuple(ready), out, lse, keys, cache.pages, prefills)
 
     def _launch_both(
-        self, ready: _Ready, prefills: tuple[Launcher, Launcher], tensors: tuple[Any, ...]
+        self, ready: _Ready, prefills: tuple[Launcher, ...], tensors: tuple[Any, ...]
     ) -> None:
         """Launch the prefills, and the decodes beside them: each fills SMs that others leave."""
-        row_tiles, attend = prefills
-        launch_here(row_tiles, self._gpu, tensors, self._streams)
-        if not ready.kernels:
-            launch_here(attend, self._gpu, tensors)
-            return
-        if self._beside is not None:
+        launch_here(prefills[0], self._gpu, tensors, self._streams)
+        if ready.kernels and self._beside is not None:
             self._beside.begin()
-        launch_here(attend, self._gpu, tensors)
+        for each in prefills[1:]:
+            launch_here(each, self._gpu, tensors)
+        if not ready.kernels:
+            return
         with self._beside or nullcontext():
             launch_here(ready, self._gpu, tensors)
 
     def _prepare_prefills(
         self, kernels: PrefillKernels, q: Tensor, k: Tensor, v: Tensor, out: Tensor, fixed: Any
-    ) -> tuple[Launcher, Launcher]:
+    ) -> tuple[Launcher, ...]:
         """The launches of the prefills; fixed: the values of the decodes'."""
         m, names = self.problem, self._names
         own = fixed | self._addresses(self._listed)
@@ -460,7 +466,10 @@ class DecodePlan:
         boxes = {name: box_of(x.unflatten(1, heads).transpose(0, 1)) for name, x in rows.items()}
         boxes |= {name: cache_box(name, x, m) for name, x in (("K", k), ("V", v))}
         every, requests = (*own, *names), max(1, own["num_requests"])
-        return (
+        ready: tuple[Launcher, ...] = (
             kernels.row_tiles.prepare(requests, own, names, spare=every),
             kernels.attend.prepare(kernels.grid.programs, own, names, boxes, every),
         )
+        if kernels.merge is not None:
+            ready += (kernels.merge.prepare(kernels.merges, own, names, spare=every),)
+        return ready

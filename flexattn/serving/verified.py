@@ -228,6 +228,8 @@ if TYPE_CHECKING:
 
 # Keys of the longest request: more than any tile has, and no multiple of one.
 _KEYS = 389
+# Of prefills whose keys are cut into parts.
+_CUT_KEYS = 1101
 _REQUESTS = 3
 
 
@@ -241,10 +243,9 @@ def is_right(plan: DecodePlan, kernels: Kernels) -> bool:
     prefills = kernels.prefills
     if prefills is not None:
         subject = LaunchedKernels.of(prefills.choice)
-        subject = replace(subject, sources=(*subject.sources, prefills.row_tiles.source))
-        # Of a few rows the streaming kernel would serve all.
-        plan._num_sms = 1
-        right = accepted(subject, [partial(_judge, plan, "prefill")])
+        own = [prefills.row_tiles, *filter(None, [prefills.merge])]
+        subject = replace(subject, sources=(*subject.sources, *(each.source for each in own)))
+        right = accepted(subject, [partial(_judge_prefills, plan, prefills.merge is not None)])
         plan._num_sms = kernels.target.num_sms
         plan._forget()
         if not right:
@@ -261,15 +262,28 @@ def verified_by(plan: DecodePlan) -> str:
     return ", ".join({verification(LaunchedKernels.of(each)) or "never": 0 for each in choices})
 
 
-def _judge(plan: DecodePlan, phase: Phase) -> Verdict:
+def _judge_prefills(plan: DecodePlan, splits: bool) -> Verdict:
+    """The verdict on prefills, and with splits on keys in parts."""
+    plan._num_sms = 1  # of a few rows the streaming kernel would serve all
+    verdict = _judge(plan, "prefill")
+    if not (verdict.passed and splits):
+        return verdict
+    plan._num_sms = plan._kernels.target.num_sms
+    plan._forget()
+    return _judge(plan, "prefill", 17, _CUT_KEYS, 1)
+
+
+def _judge(
+    plan: DecodePlan, phase: Phase, rows: int = 137, keys: int = _KEYS, most: int = _REQUESTS
+) -> Verdict:
     """The verdict on a run over a made-up batch of requests in a phase."""
     m, where = plan.problem, plan.device
-    kv = min(m.kv_len, _KEYS)
-    requests = min(m.B, _REQUESTS)
+    kv = min(m.kv_len, keys)
+    requests = min(m.B, most)
     q_lens = (min(m.q_len, kv),) * requests
     if m.total_q:  # a chunk, then single queries as far as there is room
-        most = {"": 37, "decode": DECODE_QUERIES, "prefill": 137}[phase]
-        chunk = max(1, min(m.total_q - requests + 1, kv, most))
+        chunk = {"": 37, "decode": DECODE_QUERIES, "prefill": rows}[phase]
+        chunk = max(1, min(m.total_q - requests + 1, kv, chunk))
         requests = min(requests, 1 + m.total_q - chunk)
         q_lens = (chunk, *[1] * (requests - 1))
     lens = (kv, max(q_lens[-1], kv // 3), max(q_lens[-1], kv // 2 + 1))[:requests]

@@ -24,11 +24,16 @@ CASES = {
     "pages of 16": (128, 16, CONFIG, {}),
     "pages of 128": (128, 128, CONFIG, {}),
     "packed": (128, 16, replace(CONFIG, pack_gqa=True), {"lse": True}),
-    "heads in rows": (128, 16, replace(CONFIG, packed_heads=4), {"lse": True}),
-    "rows of no head": (128, 128, replace(CONFIG, packed_heads=8), {**CAPPED, "sinks": True}),
-    "window": (128, 64, CONFIG, WINDOW),
-    "64 columns": (64, 16, CONFIG, {"sinks": True}),
-    "256 columns": (256, 16, replace(CONFIG, BLOCK_N=64, packed_heads=2), {}),
+    "heads in rows": (128, 16, replace(CONFIG, packed_heads=4, splits=True), {"lse": True}),
+    "rows of no head": (
+        128,
+        128,
+        replace(CONFIG, packed_heads=8, splits=True),
+        {**CAPPED, "sinks": True},
+    ),
+    "window": (128, 64, replace(CONFIG, pack_gqa=True, splits=True), WINDOW),
+    "64 columns": (64, 16, replace(CONFIG, splits=True), {"sinks": True}),
+    "256 columns": (256, 16, replace(CONFIG, BLOCK_N=64, packed_heads=2, splits=True), {}),
 }
 
 

@@ -92,7 +92,7 @@ SERVING = (
     Fault(
         "more tiles of rows than there is room for are stored",
         ROW_TILES,
-        "kept = (tile < num_tiles) & (rank < capacity)",
+        "kept = (tile < num_tiles) & (rank + part < capacity)",
         "kept = tile < num_tiles",
         IN_ROW_TILES + "::test_more_tiles_than_were_planned_for",
     ),
@@ -111,6 +111,34 @@ SERVING = (
         IN_RAGGED + "::test_pages[16]",
     ),
     Fault(
+        "a part of a tile's keys ends where all do",
+        "templates/hopper/keys.jinja",
+        "end = begin + num_n_blocks * (part_idx + 1) // num_parts",
+        "end = begin + num_n_blocks",
+        IN_RAGGED + "::test_keys_in_parts[causal]",
+    ),
+    Fault(
+        "the log-sum-exp of a part is its maximum",
+        "templates/hopper/epilogue.jinja",
+        "m_row + gl.log2(l_safe))\n{% endmacro %}",
+        "m_row)\n{% endmacro %}",
+        IN_RAGGED + "::test_keys_in_parts[causal]",
+    ),
+    Fault(
+        "parts of two requests are left in one place",
+        ROW_TILES,
+        "slot += tl.sum(counts * parts, 0)",
+        "slot += tl.sum(counts, 0)",
+        IN_ROW_TILES + "::test_drawn_batches[1]",
+    ),
+    Fault(
+        "a second head's rows are merged into other positions",
+        "templates/hopper/merge_parts.py.jinja",
+        "row + lane // PACKED_HEADS % TILE_TOKENS",
+        "row + lane // PACKED_HEADS",
+        "tests/interpreter/test_merge_parts.py::test_merge[heads of consumers]",
+    ),
+    Fault(
         "rows of no head are stored",
         REQUESTS,
         " & (h % GROUP + row % PACKED_HEADS < GROUP)",
@@ -120,8 +148,8 @@ SERVING = (
     Fault(
         "the second tile of a group begins behind the heads of one",
         REQUESTS,
-        "h = h // HEAD_TILES * GROUP + h % HEAD_TILES * HEADS",
-        "h = h * HEADS",
+        "h = head_tile // HEAD_TILES * GROUP + head_tile % HEAD_TILES * HEADS",
+        "h = head_tile * HEADS",
         IN_RAGGED + "::test_what_a_plan_asks[some of five heads]",
     ),
     Fault(

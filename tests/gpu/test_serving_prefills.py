@@ -7,6 +7,7 @@ import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.kernels.hopper.config import HopperPrefillConfig
+from flexattn.serving import DecodePlan
 from flexattn.settings import override
 from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
 from tests.support import ON_SM_90
@@ -55,6 +56,40 @@ def test_requests_of_equal_rows():
     assert isinstance(plan.prefill_config, HopperPrefillConfig)
     for _ in range(2):
         assert_right(run(plan, each), each, mask_mod=causal)
+
+
+LONG = {
+    "few tiles": ([105], [6514]),
+    "one long cache": ([40, 100, 17, 1, 300], [500, 30000, 700, 9000, 300]),
+    "long caches": ([50] * 6, [16001, 20000, 9000, 12345, 30000, 64]),
+}
+
+
+@pytest.mark.parametrize("asked", ["causal", "window", "sinks", "alibi", "no mask"])
+@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(16, 2, 128), (28, 4, 64), (32, 16, 128)])
+@pytest.mark.parametrize("lengths", LONG)
+def test_keys_in_parts(lengths, Hq, Hkv, D, asked):
+    each = batch(*LONG[lengths], Hq, Hkv, D, **BF16)
+    mods = {
+        "no mask": {}, "window": {"mask_mod": sliding_window(3000)},
+        "alibi": {"mask_mod": causal, "score_mod": alibi(Hq, "cuda")},
+    }.get(asked, {"mask_mod": causal})  # fmt: skip
+    sinks = torch.randn(Hq, device="cuda") if asked == "sinks" else None
+    plan = check(each, page=64, sinks=sinks, **mods)
+    assert plan.prefill_config.splits
+
+
+def test_a_plan_of_one_request():
+    """It launches no other kernel, also where the request decodes."""
+    plan = DecodePlan(
+        batch=1, kv_len=9000, total_q=400, heads=(28, 4), head_dim=128, page_size=16, lse=True,
+        mask_mod=causal,
+    )  # fmt: skip
+    assert plan._kernels.attend is None
+    for q_len, kv_len in ((300, 300), (1, 9000), (17, 5000), (400, 8999)):
+        each = batch([q_len], [kv_len], 28, 4, 128, **BF16)
+        for _ in range(2):
+            assert_right(run(plan, each), each, mask_mod=causal)
 
 
 LENS = torch.tensor([100, 260, 31, 900, 2, 0, 1, 30])

@@ -1,43 +1,60 @@
 """The tiles of rows of a batch of requests, as the device lists them before attention."""
 
 import random
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 import torch
 
+from flexattn.catalogue import sliding_window
 from flexattn.device import detect
+from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.hopper.ragged import ragged_defaults, render_row_tiles
+from flexattn.mods import bind
 from flexattn.problem.serving import DECODE_QUERIES
 from flexattn.runtime.build import builder
 from flexattn.serving.kernels import in_phase
-from tests.problems import served
+from tests.problems import H200, served
 
 GROUP, HEADS, ROWS, KEYS = 4, 2, 32, 128
+# Parts that there is memory for.
+MOST = 2 * 132 // HEADS + 1
 POISON = 10**6
 
 
-def listed(q_lens, kv_lens, phase="prefill", capacity=None, cu=None, sms=132, ragged=True):
-    """(request, first row) of each tile, in their order; and which requests are prefills."""
+def listed(
+    q_lens, kv_lens, phase="prefill", capacity=None, cu=None, sms=132, ragged=True, splits=False,
+    mask_mod=None,
+):  # fmt: skip
+    """(request, first row, part, parts, slot) of each tile in order; which requests are prefills;
+    and of each tile that is cut (row, rows left, parts, first slot)."""
     B, max_keys, total = len(q_lens), 2**20, sum(q_lens)
     sizes = (1, total) if ragged else (q_lens[0], 0)
+    mask = bind(mask_mod, "mask")
     problem = served(
-        B, *sizes, max_keys, HEADS * GROUP, HEADS, 128, 128, torch.bfloat16, torch.bfloat16, 16
-    )
+        B, *sizes, max_keys, HEADS * GROUP, HEADS, 128, 128, torch.bfloat16, torch.bfloat16, 16,
+        mask=mask,
+    )  # fmt: skip
     problem = in_phase(problem, phase)
-    form, config = problem.structure, next(ragged_defaults(problem))
+    form, config = problem.structure, next(ragged_defaults(problem, H200))
+    config = replace(config, packed_heads=GROUP, splits=splits)
     assert (config.BLOCK_M, config.BLOCK_N) == (ROWS, KEYS)
     target = detect(torch.device("cpu"))
-    kernel = builder().kernel(render_row_tiles(form, config, target), target, -1)
-    capacity = sum(-(-n // ROWS) for n in q_lens) if capacity is None else capacity
-    tiles = torch.full((2 + 2 * capacity + 64,), POISON, dtype=torch.int32)
+    source = render_row_tiles(form, config, replace(target, num_sms=132))
+    kernel = builder().kernel(source, target, -1)
+    tiles = sum(-(-n // ROWS) for n in q_lens)
+    capacity = tiles + MOST if capacity is None else capacity
+    found = torch.full((2 + 5 * capacity + 64,), POISON, dtype=torch.int32)
+    cut = torch.full((2 + 4 * MOST + 64,), POISON, dtype=torch.int32)
     counter = torch.full((1,), POISON, dtype=torch.int32)
     prefills = torch.full((B + 1,), POISON, dtype=torch.int32)
     given = {
         "SEQ_LENS": torch.tensor(kv_lens, dtype=torch.int32),
-        "ROW_TILES": tiles, "COUNTER": counter,
+        "ROW_TILES": found, "COUNTER": counter, "CUT_TILES": cut,
     }  # fmt: skip
-    fixed = {"num_requests": B, "max_keys": max_keys, "capacity": capacity}
+    fixed = {"num_requests": B, "max_keys": max_keys, "capacity": capacity, "num_sms": sms}
+    fixed |= captured_values(form.mask, mask)
     if ragged:
         ends = cu or [*accumulate(q_lens, initial=0)]
         given["CU_SEQLENS"] = torch.tensor(ends, dtype=torch.int32)
@@ -46,33 +63,24 @@ def listed(q_lens, kv_lens, phase="prefill", capacity=None, cu=None, sms=132, ra
         fixed["q_rows"] = q_lens[0]
     if phase:
         given["PREFILLS"] = prefills
-        fixed["num_sms"] = sms
-    kernel.prepare(B, fixed, tuple(given)).launch(-1, tuple(given.values()))
+    kernel.prepare(B, fixed, tuple(given), spare=tuple(fixed)).launch(-1, tuple(given.values()))
     assert counter.item() == 0 and prefills[B] == POISON
-    count = tiles[0].item()
-    assert (tiles[2 + 2 * capacity :] == POISON).all()
-    found = [tuple(each) for each in tiles[2 : 2 + 2 * count].view(-1, 2).tolist()]
-    return found, prefills[:B].bool().tolist() if phase else [True] * B
+    count, cut_count = found[0].item(), cut[0].item()
+    assert (found[2 + 5 * capacity :] == POISON).all()
+    assert (cut[2 + 4 * cut_count :] == POISON).all()
+    words = found[2 : 2 + 5 * count].view(-1, 5).tolist()
+    cut = [tuple(each) for each in cut[2 : 2 + 4 * cut_count].view(-1, 4).tolist()]
+    which = prefills[:B].bool().tolist() if phase else [True] * B
+    return [tuple(each) for each in words], which, cut
 
 
-def prefills_of(q_lens, kv_lens, sms=132):
-    """Which requests Hopper's forward serves: those that the streaming kernel serves in more time,
-    and whose keys do not keep one SM busy behind all others."""
-    own = [
-        -(-q // ROWS) * -(-k // KEYS) * HEADS if q > DECODE_QUERIES else 0
-        for q, k in zip(q_lens, kv_lens, strict=True)
-    ]
-    share = sum(own) / sms
-    found = []
-    for q, k, mine in zip(q_lens, kv_lens, own, strict=True):
-        keys = -(-k // KEYS)
-        streamed = 1.35 * HEADS * -(-q * GROUP // 64) * keys
-        found.append(0 < mine <= streamed and keys <= share + streamed / sms)
-    return found
+def prefills_of(q_lens):
+    """Which requests Hopper's forward serves: those that take the streaming kernel more time."""
+    return [q > DECODE_QUERIES and -(-q // ROWS) <= 1.35 * -(-q * GROUP // 64) for q in q_lens]
 
 
 def expected(q_lens, kv_lens, prefills):
-    """The same, sorted by where a tile ends among its request's positions."""
+    """Tiles of whole requests, sorted by where a tile ends among its request's positions."""
     found = [
         (-(max(k - q, 0) + first + ROWS), b, first)
         for b, (q, k, holds) in enumerate(zip(q_lens, kv_lens, prefills, strict=True))
@@ -94,23 +102,59 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("sms", [1, 32, 132])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_order(batch, sms):
-    found, prefills = listed(*BATCHES[batch], sms=sms)
-    assert prefills == prefills_of(*BATCHES[batch], sms)
-    assert found == expected(*BATCHES[batch], prefills)
+def test_order(batch):
+    found, prefills, cut = listed(*BATCHES[batch])
+    assert prefills == prefills_of(BATCHES[batch][0])
+    assert [each[:2] for each in found] == expected(*BATCHES[batch], prefills)
+    assert all(each[2:4] == (0, 1) for each in found) and not cut
 
 
-def test_a_request_that_would_keep_one_sm_busy_is_streamed():
-    batch = BATCHES["one has far more keys"]
-    assert prefills_of(*batch, 32) == [False, *[True] * 7]
+def parts_of(q_lens, widths, sms):
+    """Into how many parts each request's tiles of keys are cut."""
+    tiles = [-(-q // ROWS) * holds for q, holds in zip(q_lens, prefills_of(q_lens), strict=True)]
+    share = sum(t * w for t, w in zip(tiles, widths, strict=True)) * HEADS / sms or 0.001
+    return [max(1, min(2 * w / share, w // 4, 64)) if w > 1.5 * share else 1 for w in widths]
+
+
+def check_parts(q_lens, kv_lens, widths, sms=132, **more):
+    found, prefills, cut = listed(q_lens, kv_lens, sms=sms, splits=True, **more)
+    parts = [int(n) for n in parts_of(q_lens, widths, sms)]
+    whole = expected(q_lens, kv_lens, prefills)
+    assert [each[:4] for each in found] == [
+        (b, first, part, parts[b]) for b, first in whole for part in range(parts[b])
+    ]
+    slots = sorted(each[4] for each in found if each[3] > 1)
+    assert slots == [*range(len(slots))] and len(slots) <= MOST
+    starts = [*accumulate(q_lens, initial=0)]
+    firsts = {each[:2]: each[4] for each in found if each[2] == 0}
+    assert sorted(cut) == sorted(
+        (starts[b] + first, q_lens[b] - first, parts[b], firsts[b, first])
+        for b, first in whole
+        if parts[b] > 1
+    )
+    return parts
+
+
+def test_keys_of_few_tiles_are_cut():
+    assert check_parts([105], [6514], [51])[0] > 8
+    q_lens, kv_lens = BATCHES["one has far more keys"]
+    parts = check_parts(q_lens, kv_lens, [-(-n // 128) for n in kv_lens])
+    assert parts[0] > 30 and set(parts[1:]) == {1}
+    assert check_parts([70 * ROWS], [4000], [32]) == [1]
+
+
+def test_keys_that_a_window_leaves_are_cut():
+    """Of 60,000 keys the rows see 11 tiles."""
+    about = {"mask_mod": sliding_window(1000)}
+    low = (60000 - 100 - 999) // 128
+    assert check_parts([100], [60000], [469 - low], **about) == [2]
 
 
 def test_all_are_prefills_where_a_plan_says_so():
     batch = [130] * 3, [700, 0, 130]
-    found, _ = listed(*batch, phase="", ragged=False)
-    assert found == expected(*batch, [True] * 3)
+    found, _, _ = listed(*batch, phase="", ragged=False)
+    assert [each[:2] for each in found] == expected(*batch, [True] * 3)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -118,15 +162,13 @@ def test_drawn_batches(seed):
     draw = random.Random(seed)
     count = draw.choice((3, 64, 65, 130))
     q_lens = [draw.choice((0, 1, 16, 17, draw.randrange(1, 400))) for _ in range(count)]
-    kv_lens = [n + draw.choice((0, 0, draw.randrange(2000))) for n in q_lens]
-    found, prefills = listed(q_lens, kv_lens, sms=8)
-    assert prefills == prefills_of(q_lens, kv_lens, 8)
-    assert found == expected(q_lens, kv_lens, prefills)
+    kv_lens = [n + draw.choice((0, 0, draw.randrange(20000))) for n in q_lens]
+    check_parts(q_lens, kv_lens, [max(1, -(-n // 128)) for n in kv_lens])
 
 
 def test_more_tiles_than_were_planned_for():
     """Of requests whose rows overlap, against the rules, nothing is written behind the last."""
-    found, _ = listed([256, 256], [256, 256], capacity=3, cu=[0, 512, 0], sms=1)
+    found, _, _ = listed([256, 256], [256, 256], capacity=3, cu=[0, 512, 0], sms=1)
     assert len(found) == 3
-    found, _ = listed([300, 300, 300], [900] * 3, capacity=4, cu=[0, 900, 0, 900], sms=1)
+    found, _, _ = listed([300, 300, 300], [900] * 3, capacity=4, cu=[0, 900, 0, 900], sms=1)
     assert len(found) == 4

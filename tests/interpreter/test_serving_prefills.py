@@ -9,7 +9,12 @@ import flexattn.serving.kernels as serving
 from flexattn.catalogue import causal
 from flexattn.device import detect
 from flexattn.kernels.hopper.family import PREFILL
-from flexattn.kernels.hopper.ragged import render_row_tiles
+from flexattn.kernels.hopper.ragged import (
+    merge_programs,
+    part_words,
+    render_merge_parts,
+    render_row_tiles,
+)
 from flexattn.runtime.build import builder
 from flexattn.runtime.dispatch import Candidate
 from flexattn.serving.kernels import PrefillKernels, in_phase
@@ -50,9 +55,18 @@ def made(monkeypatch):
         choice = Candidate(asked, H200, config, "default", "here").choice()
         source = render_row_tiles(asked.structure, config, target)
         row_tiles = Launched(builder().kernel(source, target, -1))
+        merge = Launched(
+            builder().kernel(render_merge_parts(asked.structure, config, H200), target, -1)
+        )
         found.append(
             PrefillKernels(
-                choice, Recorded(choice.source), row_tiles, PREFILL.grid(asked, config, H200)
+                choice,
+                Recorded(choice.source),
+                row_tiles,
+                PREFILL.grid(asked, config, H200),
+                merge,
+                merge_programs(asked.structure, config, H200),
+                part_words(asked.structure, config, H200),
             )
         )
         return found[-1]
@@ -104,6 +118,9 @@ def test_the_prefills_kernels_are_given_the_run(made, each):
     (k, _), given = run_on(plan, each, out)
     (kernels,) = made
     (tiles,), (attend,) = kernels.row_tiles.launched, kernels.attend.launched
+    (merge,) = kernels.merge.launched
+    assert merge["CUT_TILES"] is tiles["CUT_TILES"] and merge["WORKSPACE"] is attend["WORKSPACE"]
+    assert len(attend["WORKSPACE"]) == kernels.words and merge["OUT"] is out
     assert plan.prefill_config == kernels.choice.config
     assert kernels.row_tiles.programs == len(Q_LENS)
     assert tiles["ROW_TILES"] is attend["ROW_TILES"] and tiles["COUNTER"] is attend["COUNTER"]

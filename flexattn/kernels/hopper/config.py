@@ -10,7 +10,7 @@ from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Geometry, Language, power_above, tile_for, walks_runs
 from flexattn.kernels.ptx.assembler import Ptxas
 from flexattn.problem import Problem, Structure
-from flexattn.problem.serving import ServingProblem
+from flexattn.problem.serving import ServingForm, ServingProblem
 
 HopperOrder = Literal["last", "group", "heads", "sections"]
 TileScheduler = Literal["grid", "static", "dynamic"]
@@ -108,6 +108,11 @@ class HopperPrefillConfig:
         """Query heads of one consumer's rows."""
         return 1
 
+    @property
+    def splits(self) -> bool:
+        """True if keys of a tile may be cut into parts."""
+        return False
+
     def head_tiles(self, group: int) -> int:
         """Tiles that the heads of a group make for the same query rows."""
         return -(-group // self.heads)
@@ -152,12 +157,16 @@ class RaggedPrefillConfig(HopperPrefillConfig):
 
     packed_heads: heads of a group in the rows of a tile, a power of two up to 64; default 1. Row r
     is of head r % packed_heads; what is above a group's last head is no row. Mods that read the
-    head have pack_gqa instead, where each consumer has one.
+    head have pack_gqa instead, where each consumer has one. splits: whether the device may cut a
+    tile's keys into parts for several SMs, which another kernel merges; default False.
     """
 
     packed_heads: int = 1
+    splits: bool = False
 
 
+# Parts into which a tile is cut whose keys are one SM's share of all.
+PARTS_OF_SHARE = 2
 # Columns of Q, K and the output in one TMA copy where head dimensions are any: 128 bytes, which is
 # the widest swizzle.
 BOX = 64
@@ -290,12 +299,23 @@ def grid(problem: Problem, config: HopperPrefillConfig, device: Device) -> Geome
         )
     if isinstance(problem, ServingProblem):
         # Each request may end within a tile.
-        rows = problem.rows // config.BLOCK_M + problem.B
-        units = rows * problem.Hkv * config.head_tiles(problem.structure.group)
+        form = problem.structure
+        rows = problem.rows // config.BLOCK_M + problem.B + split_slots(form, config, device)
+        units = rows * problem.Hkv * config.head_tiles(form.group)
         return Geometry(min(units, device.num_sms), rows, units)
     tiles = -(-problem.q_len // config.BLOCK_M)
     units = problem.B * (problem.Hq // config.heads) * tiles * config.v_parts
     return Geometry(min(units, device.num_sms) if config.persistent else units, tiles, units)
+
+
+def split_slots(form: ServingForm, config: HopperPrefillConfig, device: Device) -> int:
+    """Parts of tiles of rows that there is memory for, each of all heads; 0 without splits.
+
+    Those that are cut have no more keys than all have, so they have no more parts.
+    """
+    if not config.splits:
+        return 0
+    return PARTS_OF_SHARE * device.num_sms // (form.kv_heads * config.head_tiles(form.group)) + 1
 
 
 def fit_to_mask(config: HopperPrefillConfig, structure: Structure) -> HopperPrefillConfig:

@@ -65,7 +65,7 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
         if isinstance(problem, ServingProblem):
-            return ragged.ragged_defaults(problem)
+            return ragged.ragged_defaults(problem, device)
         return sized(problem, device)
 
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
@@ -147,6 +147,7 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         if config.v_parts * config.k_parts > 1:
             parts.append(f"parts{config.v_parts}-{config.k_parts}")
         parts += [f"h{config.packed_heads}"] * (config.packed_heads > 1)
+        parts += ["splits"] * config.splits
         flags = {"lazy": config.lazy_rescale, "gqa": config.pack_gqa}
         parts += [word for word, holds in flags.items() if holds]
         parts += ["drains"] * (not config.cross_tile_pipeline)

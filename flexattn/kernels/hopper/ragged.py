@@ -13,16 +13,26 @@ from flexattn.kernels.base.arguments import (
     several,
     sinks,
 )
-from flexattn.kernels.base.source import Source, make_source
+from flexattn.kernels.base.source import (
+    BASE_2,
+    Source,
+    make_source,
+    mod_context,
+    named_pieces,
+    traits_of,
+)
 from flexattn.kernels.hopper.config import (
     BOX,
     BOXED_REGISTERS,
     CONSUMER_ROWS,
+    PARTS_OF_SHARE,
     HopperPrefillConfig,
     RaggedPrefillConfig,
+    grid,
+    split_slots,
 )
 from flexattn.kernels.printers.mask_printer import print_key_bounds
-from flexattn.kernels.printers.spelling import signature_type
+from flexattn.kernels.printers.spelling import signature_type, triton_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.problem import Structure
 from flexattn.problem.serving import DECODE_QUERIES, ServingForm, ServingProblem
@@ -36,6 +46,14 @@ _TILES = _REQUESTS = 64
 _STREAMED_ROWS, _STREAMED_TIME = 64, 1.35
 # Heads that the rows of a consumer may be of.
 _PACKED = (1, 2, 4, 8, 16, 32, 64)
+# Where fewer tiles than this share of all SMs have most of the keys, they are cut: into parts of
+# half of an SM's share, each of this many tiles of keys at least.
+_CUT_FROM, _LEAST_PART, _MOST_PARTS = 1.5, 4, 64
+# Rows and parts that a program merges at a time.
+_MERGE_ROWS, _MERGE_PARTS = 8, 4
+# Numbers of a tile of rows, and what the producer tells consumers of it.
+TILE_WORDS, CUT_WORDS = 5, 4
+REQUEST_WORDS = ("kv_len", "out_row", "rows_left", "slot")
 # What the producer alone reads, beside the tensors of K and V.
 _PRODUCED = ("group", "COUNTER", "TABLE", "stride_table")
 
@@ -85,8 +103,11 @@ def packed_heads(rows: int, group: int, tile: int) -> int:
     return min(able, key=lambda heads: (-(-group // heads) * -(-rows * heads // tile), -heads))
 
 
-def ragged_defaults(problem: ServingProblem) -> Iterator[RaggedPrefillConfig]:
-    """The static defaults, best first; not all of them can run."""
+def ragged_defaults(problem: ServingProblem, device: Device) -> Iterator[RaggedPrefillConfig]:
+    """The static defaults, best first; not all of them can run.
+
+    Keys are cut unless one request's rows alone occupy all SMs.
+    """
     form = problem.structure
     keys = 128 if max(form.head_dim_qk, form.head_dim_v) <= 128 else 64
     first = RaggedPrefillConfig(
@@ -98,6 +119,8 @@ def ragged_defaults(problem: ServingProblem) -> Iterator[RaggedPrefillConfig]:
         first = replace(first, packed_heads=heads)
     elif form.group % 2 == 0:
         first = replace(first, pack_gqa=True)
+    units = grid(problem, first, device).num_work_tiles
+    first = replace(first, splits=problem.B > 1 or units < 2 * device.num_sms)
     yield first
     yield replace(first, ping_pong=False)
 
@@ -107,17 +130,21 @@ def box_rows(form: ServingForm, config: HopperPrefillConfig) -> int:
     return min(form.page, config.BLOCK_N)
 
 
-def constants(form: ServingForm, config: HopperPrefillConfig) -> dict[str, object]:
+def constants(form: ServingForm, config: HopperPrefillConfig, device: Device) -> dict[str, object]:
     """Sizes of pages and of rows.
 
     PAGES: of a tile; PAGE_ROWS: keys of one copy. TOKENS: query positions of a consumer, each of
-    PACKED_HEADS heads. HEAD_TILES: tiles of the heads of a group, HEADS each.
+    PACKED_HEADS heads. HEAD_TILES: tiles of the heads of a group, HEADS each. WEIGHTS: where the
+    log-sum-exps of parts begin.
     """
     rows = box_rows(form, config)
+    words = part_words(form, config, device)
     return {
         "PAGE": form.page, "PAGE_ROWS": rows, "PAGES": config.BLOCK_N // rows,
         "TOKENS": CONSUMER_ROWS // config.packed_heads, "PACKED_HEADS": config.packed_heads,
         "GROUP": form.group, "HEAD_TILES": config.head_tiles(form.group), "HEADS": config.heads,
+        "WEIGHTS": words // (form.head_dim_v + 1) * form.head_dim_v,
+        "OUT_COLUMNS": form.head_dim_v,
     }  # fmt: skip
 
 
@@ -126,17 +153,31 @@ def described_rows(name: str, dtype: str, width: int, heads: int) -> tuple[str, 
     return name, f"tensordesc<{signature_type(dtype)}{[1, CONSUMER_ROWS // heads, heads, width]}>"
 
 
+def part_words(form: ServingForm, config: HopperPrefillConfig, device: Device) -> int:
+    """Numbers in float32 of the parts: rows of outputs, then their log-sum-exps in base 2."""
+    heads = form.kv_heads * config.head_tiles(form.group)
+    return split_slots(form, config, device) * heads * config.all_rows * (form.head_dim_v + 1)
+
+
+def merge_programs(form: ServingForm, config: HopperPrefillConfig, device: Device) -> int:
+    """Programs of the kernel that merges: a tile that is cut has two parts at least."""
+    heads = form.kv_heads * config.head_tiles(form.group)
+    return split_slots(form, config, device) // 2 * heads * (config.all_rows // _MERGE_ROWS)
+
+
 def _requests(form: ServingForm) -> list[Argument]:
     """The arguments from which tiles of rows and lengths of requests are read.
 
-    ROW_TILES [2 + 2 x tiles] is made by `hopper/row_tiles.py.jinja` before every launch.
+    ROW_TILES [2 + TILE_WORDS x tiles] is made by `hopper/row_tiles.py.jinja` before every launch.
     """
     names = ("ROW_TILES", "SEQ_LENS", *("CU_SEQLENS",) * form.ragged)
     numbers = ("total_q" if form.ragged else "q_rows", "max_keys")
     return several("*i32", *names, divisible_by=4) + several("i32", *numbers)
 
 
-def arguments(form: ServingForm, described: Mapping[str, str]) -> tuple[Argument, ...]:
+def arguments(
+    form: ServingForm, config: HopperPrefillConfig, described: Mapping[str, str]
+) -> tuple[Argument, ...]:
     """Arguments of the kernel, in order; none of them depends on a length.
 
     described: types of the descriptors of Q, K, V and OUT. OUT_ROWS: the address of OUT
@@ -145,6 +186,7 @@ def arguments(form: ServingForm, described: Mapping[str, str]) -> tuple[Argument
     found = [Argument(name, kind) for name, kind in described.items()]
     found.append(Argument("OUT_ROWS", f"*{signature_type(form.dtype)}", 16))
     found += several("*fp32", *("LSE",) * form.lse, divisible_by=4)
+    found += (Argument("WORKSPACE", "*fp32", 16),) * config.splits
     found += dense_stride_arguments("o", "hm", form.head_dim_v)
     found += several("i32", "Hq", "group")
     found += [Argument("COUNTER", "*i32", 4), *_requests(form)]
@@ -170,6 +212,7 @@ def ragged_context(
     return {
         "edges": edges,
         "free_edges": free_edges,
+        "tile_words": TILE_WORDS,
         "request_arguments": ["Hq", *requests],
         "range_arguments": ["b", "q_first", "rows_left", "kv_len", *captured],
         "range_values": ["b", "row_start", "rows_left", "kv_len", *captured],
@@ -182,32 +225,74 @@ def ragged_context(
 
 def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Device) -> Source:
     """The kernel that lists a batch's tiles of rows before attention, a program a request."""
+    traits = traits_of(device, form)
+    edges, _ = print_key_bounds(form.mask, traits)
+    statements = [edge.statements for edge in edges]
+    captured = captured_arguments(form.mask) if any(statements) else ()
     settings: dict[str, float] = {
         "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "HEAD_TILES": form.kv_heads * config.head_tiles(form.group),
         "TILES": _TILES,
         "REQUESTS": _REQUESTS,
+        "TILE_WORDS": TILE_WORDS,
+        "CUT_WORDS": CUT_WORDS,
+        "CUT_FROM": _CUT_FROM,
+        "PARTS_OF_SHARE": PARTS_OF_SHARE,
+        "LEAST_PART": _LEAST_PART,
+        "MOST_PARTS": _MOST_PARTS if config.splits else 1,
+        "SLOTS": split_slots(form, config, device),
     }
-    found = _requests(form)[1:]
-    given = [each.name for each in (*found, Argument("num_requests", "i32"))]
-    found += several("i32", "num_requests", "capacity")
-    names = ["ROW_TILES", "COUNTER"]
+    found = [*_requests(form)[1:], *several("i32", "num_requests", "num_sms"), *captured]
+    given = [each.name for each in found]
+    found.append(Argument("capacity", "i32"))
+    names = ["ROW_TILES", "COUNTER", "CUT_TILES"]
     if form.phase:
         names.append("PREFILLS")
-        found.append(Argument("num_sms", "i32"))
         settings |= {
-            "BLOCK_N": config.BLOCK_N,
             "PACKED": form.group,
-            "HEAD_TILES": form.kv_heads * config.head_tiles(form.group),
             "DECODE_QUERIES": DECODE_QUERIES,
             "STREAMED_ROWS": _STREAMED_ROWS,
             "STREAMED_TIME": _STREAMED_TIME * form.kv_heads,
         }
     found += several("*i32", *names, divisible_by=4)
     context: dict[str, object] = {
+        **mod_context(statements, device),
         "constants": tuple(settings.items()),
+        "edges": edges,
         "form": form,
         "request_arguments": ["b", *given],
         "request_values": lambda b: ", ".join((b, *given)),
     }
     header = [f"tiles of {config.BLOCK_M} rows of a batch for {device.arch}"]
     return make_source("hopper/row_tiles.py.jinja", device, header, context, tuple(found), 4, 1)
+
+
+def render_merge_parts(form: ServingForm, config: HopperPrefillConfig, device: Device) -> Source:
+    """The kernel that merges the parts of the tiles of rows whose keys were cut."""
+    settings = constants(form, config, device) | {
+        "BLOCK_M": config.all_rows,
+        "TILE_TOKENS": config.BLOCK_M,
+        "TILE_HEADS": config.heads,
+        "HEADS": form.kv_heads,
+        "PACKED": form.group,
+        "CUT_WORDS": CUT_WORDS,
+        "ALL_HEAD_TILES": form.kv_heads * config.head_tiles(form.group),
+        "HEAD_DIM_V": form.head_dim_v,
+        "MERGE_ROWS": _MERGE_ROWS,
+        "MERGE_PARTS": _MERGE_PARTS,
+        "ROW_PARTS": config.all_rows // _MERGE_ROWS,
+    }
+    found = [Argument("OUT", f"*{signature_type(form.dtype)}", 16)]
+    found += several("*fp32", *("LSE",) * form.lse, divisible_by=4)
+    found += [Argument("WORKSPACE", "*fp32", 16), Argument("CUT_TILES", "*i32", 4)]
+    found += [*sinks(form), Argument("stride_om", "i32")]
+    context: dict[str, object] = {
+        "constants": (*settings.items(), *BASE_2),
+        "v_pieces": named_pieces("v", form.head_dim_v),
+        "form": form,
+        "cut_tiles": True,
+        "out_element": triton_type(form.dtype),
+    }
+    header = [f"merge of parts of {config.BLOCK_M} rows for {device.arch}"]
+    return make_source("hopper/merge_parts.py.jinja", device, header, context, tuple(found), 4, 1)

@@ -63,7 +63,7 @@ def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argume
             ragged.described_rows("Q", given, tiles.qk_width, config.packed_heads),
             ragged.described_rows("OUT", out, tiles.out_width, config.packed_heads),
         )
-        return ragged.arguments(form, described)
+        return ragged.arguments(form, config, described)
     counts = config.tile_scheduler == "dynamic"
     sizes = (Argument("num_work_tiles", "i32"), *(Argument("COUNTER", "*i32", 4),) * counts)
     return attention_arguments(structure, config, described, sizes=sizes)
@@ -189,6 +189,7 @@ def render(
     case = case_of(config, structure, device)
     separate_o_smem, q_stages = case.own_output, case.q_slots
     decay_skip = form is None and skips_far(structure, config)
+    request_words = ragged.REQUEST_WORDS[: 3 + config.splits] if form is not None else ()
     work_tile_in_smem = persistent or sparsity is not None or decay_skip
     fold_scale = structure.positive_scale if score is None else score.folded
     narrowed = tiles.v_columns < tiles.v_width
@@ -210,7 +211,7 @@ def render(
             "TILES_PER_KV": sparsity.kv_block // config.BLOCK_N,
         }
     if form is not None:
-        settings |= ragged.constants(form, config)
+        settings |= ragged.constants(form, config, device)
     if decay_skip:
         settings["ALL_KEYS"] = float(ALL_KEYS)
     if score is not None and score.strip:
@@ -291,7 +292,8 @@ def render(
         "runs": runs,
         "ragged": form is not None,
         "may_be_empty": sparsity is not None or form is not None,
-        "work_tile_words": 5 + 4 * runs + 3 * (form is not None),
+        "work_tile_words": 5 + 4 * runs + len(request_words),
+        "request_words": request_words,
         "decay_skip": decay_skip,
         "keys_aligned": keys_aligned(structure, config.BLOCK_N),
         "fused": fused,

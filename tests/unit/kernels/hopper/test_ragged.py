@@ -11,7 +11,7 @@ from flexattn.device import named
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper.config import RaggedPrefillConfig
-from flexattn.kernels.hopper.ragged import box_rows, packed_heads, ragged_defaults
+from flexattn.kernels.hopper.ragged import box_rows, packed_heads, part_words, ragged_defaults
 from flexattn.kernels.hopper.source import render
 from flexattn.mods import bind
 from tests.emulated_memory import Descriptor, Number, Pointer
@@ -26,15 +26,23 @@ CONFIG = RaggedPrefillConfig(
 )  # fmt: skip
 
 
-def row_tiles(q_lens, kv_lens, rows):
-    """How many tiles there are, and each one's request and first row, the most keys first."""
+def row_tiles(q_lens, kv_lens, rows, parts=1):
+    """How many tiles there are, and each one's request and first row, the most keys first.
+
+    parts: into which the keys of each tile are cut, if they are many.
+    """
     found = [
         (min(max(k - q, 0) + first + rows, k), b, first)
         for b, (q, k) in enumerate(zip(q_lens, kv_lens, strict=True))
         for first in range(0, q, rows)
     ]
     found.sort(key=lambda each: -each[0])
-    return [len(found), 0, *(number for each in found for number in each[1:])]
+    listed, slots = [], 0
+    for _, b, first in found:
+        count = parts if kv_lens[b] > 64 else 1
+        listed += [(b, first, part, count, slots + part) for part in range(count)]
+        slots += count
+    return [len(listed), 0, *(number for each in listed for number in each)]
 
 
 class Cache:
@@ -66,7 +74,7 @@ class Cache:
 
 def emulated(
     page, q_lens, kv_lens, heads=(4, 2), dims=(128, 128), score_mod=None, mask_mod=causal,
-    sinks=None, config=CONFIG, seed=0, uniform=False,
+    sinks=None, config=CONFIG, seed=0, uniform=False, parts=1,
 ):  # fmt: skip
     """(out, lse) of a kernel in bfloat16 that computes exactly, and of float64."""
     (Hq, Hkv), (D, Dv), total = heads, dims, sum(q_lens)
@@ -77,7 +85,8 @@ def emulated(
     )  # fmt: skip
     form = problem.structure
     assert not violated(config, form, H200)
-    source = render(form, config, H200, "test")
+    roomy = replace(H200, num_sms=100)  # it has slots for all parts
+    source = render(form, config, roomy, "test")
     cache = Cache(page, kv_lens, Hkv, dims, seed)
     q = np.random.default_rng(seed + 1).standard_normal((total, Hq, D)).astype(np.float32)
     out = np.full((total, Hq, Dv), np.nan, np.float32)
@@ -87,6 +96,7 @@ def emulated(
     q_heads, out_heads = (
         x.reshape(total, Hkv, Hq // Hkv, -1).transpose(1, 0, 2, 3) for x in (q, out)
     )
+    workspace = np.full(part_words(form, config, roomy), np.nan, np.float32)
     given = {
         "Q": Descriptor(q_heads, rows, 2),
         "K": Descriptor(cache.k.transpose(0, 2, 1, 3), keys, 2),
@@ -95,7 +105,8 @@ def emulated(
         "OUT_ROWS": Pointer(out.reshape(-1)), "LSE": Pointer(lse.reshape(-1)),
         "stride_oh": Dv, "stride_om": Hq * Dv, "Hq": Hq, "group": Hq // Hkv,
         "COUNTER": Pointer(np.zeros(1, np.int64)),
-        "ROW_TILES": Pointer(np.array(row_tiles(q_lens, kv_lens, config.BLOCK_M))),
+        "ROW_TILES": Pointer(np.array(row_tiles(q_lens, kv_lens, config.BLOCK_M, parts))),
+        "WORKSPACE": Pointer(workspace),
         "SEQ_LENS": Pointer(np.array(kv_lens)), "CU_SEQLENS": Pointer(np.cumsum([0, *q_lens])),
         "total_q": total, "q_rows": q_lens[0], "max_keys": 1024, "sm_scale": 0.1,
         "TABLE": Pointer(cache.table.reshape(-1)), "stride_table": cache.table.shape[1],
@@ -108,7 +119,41 @@ def emulated(
         elif type(value) is int:
             given[name] = Number(value)
     run(source, geometry(problem, config, H200).programs, given, seed)
+    if parts > 1:
+        listed = np.reshape(given["ROW_TILES"].array[2:], (-1, 5))
+        merge_parts(out, lse, listed, workspace, config, (q_lens, heads, sinks))
     return (out, lse), exact(q, q_lens, cache, score_mod, mask_mod, sinks)
+
+
+def merge_parts(out, lse, listed, workspace, config, about):
+    """Write the rows of tiles whose keys were cut, merged from their parts."""
+    q_lens, (Hq, Hkv), sinks = about
+    group, rows = Hq // Hkv, config.all_rows
+    head_tiles, Dv = config.head_tiles(group), out.shape[-1]
+    size = len(workspace) // (Dv + 1)
+    outs = workspace[: size * Dv].reshape(-1, rows, Dv)
+    logs = workspace[size * Dv :].reshape(-1, rows)
+    starts = np.cumsum([0, *q_lens])
+    for b, first, part, parts, slot in listed:
+        if parts == 1 or part:
+            continue
+        for tile in range(Hkv * head_tiles):
+            at = (slot + np.arange(parts)) * Hkv * head_tiles + tile
+            base_2, values = logs[at] * np.log(2), outs[at]
+            for row in range(rows):
+                heads = config.packed_heads
+                token = first + row // heads % config.BLOCK_M
+                head = row % heads + row // (config.BLOCK_M * heads)
+                head += tile % head_tiles * config.heads
+                if token >= q_lens[b] or head >= group:
+                    continue
+                h, at_row = tile // head_tiles * group + head, starts[b] + token
+                extra = [] if sinks is None else [sinks[h]]
+                total = np.logaddexp.reduce([*base_2[:, row], *extra])
+                assert np.isnan(out[at_row, h]).all() and np.isnan(lse[at_row, h])
+                lse[at_row, h] = total
+                weights = np.exp(base_2[:, row] - max(total, -1e30))
+                out[at_row, h] = weights @ values[:, row]
 
 
 def exact(q, q_lens, cache, score_mod, mask_mod, sinks):
@@ -225,6 +270,26 @@ def test_what_a_plan_asks(asked):
         check(64, [65, 130], [500, 140], **ASKED[asked], seed=3)
 
 
+CUT = {
+    "causal": {},
+    "no mask": {"mask_mod": None},
+    "sinks": {"sinks": [0.5, -1.0, 3.0, 0.0], "mask_mod": sliding_window(64)},
+    "heads in a tile": {"heads": (14, 2), "config": {"packed_heads": 8}},
+    "heads of consumers": {"config": {"pack_gqa": True, "lazy_rescale": True}, "mask_mod": holes},
+    "alibi": {"score_mod": alibi(4, "cpu"), "mask_mod": prefix},
+    "96 columns": {"dims": (96, 96), "config": {"packed_heads": 2}},
+    "256 columns": {"dims": (256, 256), "config": {"BLOCK_N": 64}},
+}
+
+
+@pytest.mark.parametrize("asked", CUT)
+def test_keys_in_parts(asked):
+    """Parts of a tile's keys are left in float32; some have no key that the tile's rows see."""
+    more = dict(CUT[asked])
+    config = replace(CONFIG, splits=True, **more.pop("config", {}))
+    check(16, [70, 33, 3], [700, 300, 40], config=config, parts=3, **more)
+
+
 def test_requests_of_equal_rows():
     """Their rows begin at multiples of q_rows; no cu_seqlens is read."""
     check(16, [70] * 3, [70, 300, 129], uniform=True)
@@ -258,7 +323,7 @@ def test_mods_that_read_the_head_keep_one_head_a_consumer():
             1, 1, 999, 1024, 8, 2, 128, 128, torch.bfloat16, torch.bfloat16, 16,
             score=bind(mod, "score"),
         )  # fmt: skip
-        first = next(ragged_defaults(found))
+        first = next(ragged_defaults(found, H200))
         assert (first.pack_gqa, first.packed_heads) == tiled
         assert not violated(first, found.structure, H200)
 
