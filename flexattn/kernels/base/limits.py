@@ -125,6 +125,33 @@ def is_power_of_two(size: int) -> bool:
     return size >= 1 and size & (size - 1) == 0
 
 
+# More than any tile that fits, so that what limits compute of one stays a small number.
+LARGEST_TILE = 2**16
+
+
+def power_of_two(name: str) -> Rule[Any]:
+    """The rule of a tile's size, which the matrix instructions and Triton's ranges ask for."""
+
+    def holds(c: Any) -> bool:
+        size = getattr(c.config, name)
+        return 16 <= size <= LARGEST_TILE and is_power_of_two(size)
+
+    says = f"{name}={{c.config.{name}}} is not a power of two of at least 16"
+    return Rule("power of two", says, holds)
+
+
+NUM_WARPS: Rule[Any] = Rule(
+    "warps",
+    "num_warps={c.config.num_warps} is not one of 1, 2, 4, 8, 16",
+    lambda c: c.config.num_warps in (1, 2, 4, 8, 16),
+)
+NUM_STAGES: Rule[Any] = Rule(
+    "stages",
+    "num_stages={c.config.num_stages} is not between 1 and 8",
+    lambda c: 1 <= c.config.num_stages <= 8,
+)
+
+
 def able(
     configs: Iterable[_C], reasons: Callable[[_C], list[str]], what: str, do: str
 ) -> Iterator[_C]:

@@ -8,7 +8,7 @@ from math import floor
 
 from flexattn.device import Device
 from flexattn.kernels.base.features import loads_by_key, loads_diagonals, loads_tiles, tma_layout
-from flexattn.kernels.base.limits import SHARED_MEMORY, Limits, Rule
+from flexattn.kernels.base.limits import NUM_STAGES, SHARED_MEMORY, Limits, Rule
 from flexattn.kernels.hopper.config import (
     BOX,
     CONSUMER_ROWS,
@@ -284,11 +284,7 @@ LIMITS: Limits[ConfigCase] = Limits(
             "BLOCK_N={c.config.BLOCK_N} is not a power of two from 16 to 256",
             lambda c: 16 <= c.config.BLOCK_N <= 256 and 256 % c.config.BLOCK_N == 0,
         ),
-        Rule(
-            "stages",
-            "num_stages={c.config.num_stages} is not between 1 and 8",
-            lambda c: 1 <= c.config.num_stages <= 8,
-        ),
+        NUM_STAGES,
         Rule(
             "register split",
             "consumer_regs={c.config.consumer_regs} is no multiple of 8 from 24 to 240 that leaves"

@@ -303,9 +303,6 @@ class _PagedDecode(KernelFamily[ServingConfig]):
     def axes(self, problem: Any, device: Device, effort: Effort) -> Iterator[ServingConfig]:
         return serving_axes(problem, device)
 
-    def tile(self, config: ServingConfig) -> ServingConfig:
-        return config
-
     def template(self, config: ServingConfig) -> str:
         return config.template
 

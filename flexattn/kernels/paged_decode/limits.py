@@ -8,7 +8,13 @@ from typing import Any, get_args
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import padded
-from flexattn.kernels.base.limits import SHARED_MEMORY, Limits, Rule, is_power_of_two
+from flexattn.kernels.base.limits import (
+    SHARED_MEMORY,
+    Limits,
+    Rule,
+    is_power_of_two,
+    power_of_two,
+)
 from flexattn.kernels.paged_decode.config import (
     Combine,
     ServingConfig,
@@ -141,15 +147,6 @@ _ENOUGH: Rule[ConfigCase] = Rule(
 )
 
 
-def _tile(name: str) -> Rule[ConfigCase]:
-    def holds(c: ConfigCase) -> bool:
-        size = getattr(c.config, name)
-        return size >= 16 and is_power_of_two(size)
-
-    words = f"{name}={{c.config.{name}}} is no power of two of at least 16"
-    return Rule("power of two", words, holds)
-
-
 # All warps of a program share a tile: program.py.jinja.
 PROGRAMS_LIMITS: Limits[ConfigCase] = Limits(
     ConfigCase,
@@ -165,8 +162,7 @@ PROGRAMS_LIMITS: Limits[ConfigCase] = Limits(
             "combine={c.config.combine!r} is one of last, launch, dependent, await",
             lambda c: c.config.combine in COMBINES,
         ),
-        _tile("BLOCK_M"),
-        _tile("BLOCK_N"),
+        *map(power_of_two, ("BLOCK_M", "BLOCK_N")),
         Rule(
             "warps",
             "num_warps is 1, 2, 4 or 8, and num_stages at least 1",

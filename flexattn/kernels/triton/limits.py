@@ -11,7 +11,15 @@ from math import floor
 from flexattn.device import Device, is_rdna
 from flexattn.kernels.base import features
 from flexattn.kernels.base.config import padded, pieces, power_above
-from flexattn.kernels.base.limits import SHARED_MEMORY, Limits, Rule, StructureCase
+from flexattn.kernels.base.limits import (
+    NUM_STAGES,
+    NUM_WARPS,
+    SHARED_MEMORY,
+    Limits,
+    Rule,
+    StructureCase,
+    power_of_two,
+)
 from flexattn.kernels.triton.config import (
     ORDERS,
     AmdDecodeConfig,
@@ -24,8 +32,6 @@ from flexattn.problem import Structure
 
 # The widest head dimension of one tile that the copy engine reads.
 TMA_WIDEST = 256
-# Tiles are powers of two, of which this is more than any.
-POWER = 2**16
 # More waves of a SIMD than this leave no kernel of ours its registers.
 MOST_WAVES = 8
 
@@ -201,15 +207,6 @@ def case_of(
     return ConfigCase(config, structure, limited(device, config))
 
 
-def _power_of_two(name: str) -> Rule[ConfigCase]:
-    def holds(c: ConfigCase) -> bool:
-        size = getattr(c.config, name)
-        return bool(size >= 16 and POWER % size == 0)
-
-    says = f"{name}={{c.config.{name}}} is not a power of two of at least 16"
-    return Rule("power of two", says, holds)
-
-
 def _tma_reads(dim: str) -> Rule[ConfigCase]:
     says = f"use_tma: head dimension {{c.structure.{dim}}} is not one tile of at most 256"
     return Rule("tma", says, lambda c: not c.use_tma or _one_tile(getattr(c.structure, dim)))
@@ -242,17 +239,9 @@ LIMITS: Limits[ConfigCase] = Limits(
             "the compiler for {c.device.arch} does not know the hints of {config}",
             _known_hints,
         ),
-        *map(_power_of_two, ("BLOCK_M", "BLOCK_N")),
-        Rule(
-            "warps",
-            "num_warps={c.config.num_warps} is not one of 1, 2, 4, 8, 16",
-            lambda c: c.config.num_warps in (1, 2, 4, 8, 16),
-        ),
-        Rule(
-            "stages",
-            "num_stages={c.config.num_stages} is not between 1 and 8",
-            lambda c: 1 <= c.config.num_stages <= 8,
-        ),
+        *map(power_of_two, ("BLOCK_M", "BLOCK_N")),
+        NUM_WARPS,
+        NUM_STAGES,
         Rule(
             "splits",
             "num_splits={c.config.num_splits} is below 0",

@@ -13,6 +13,7 @@ from flexattn.kernels.base.config import Geometry, Language, pieces, turned, wor
 from flexattn.kernels.base.family import Around, Effort, KernelFamily
 from flexattn.kernels.base.features import fp32_products, tma_layout
 from flexattn.kernels.base.limits import (
+    NUM_WARPS,
     SHARED_MEMORY,
     Limits,
     Rule,
@@ -98,11 +99,7 @@ LIMITS: Limits[ConfigCase] = Limits(
             "tiles are powers of two of at least 16",
             lambda c: all(size >= 16 and is_power_of_two(size) for _, size in c.config.tiles),
         ),
-        Rule(
-            "warps",
-            "num_warps is 1, 2, 4, 8 or 16",
-            lambda c: c.config.num_warps in (1, 2, 4, 8, 16),
-        ),
+        NUM_WARPS,
         Rule("stages", "num_stages is at least 1", lambda c: c.config.num_stages >= 1),
         Rule(
             "tma",
