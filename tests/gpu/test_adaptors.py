@@ -70,11 +70,10 @@ def test_vllms_kernels_compile_while_its_model_is_made(monkeypatch):
     torch.set_default_dtype(of.dtype)
     try:
         with torch.device("cuda"):
-            impl = ours.FlexattnImpl(8, 128, 128**-0.5, 2)
-        assert impl.plans._threads is not None
-        server = vllm.Model(ours.FlexattnBackend, config, of)
+            server = vllm.Model(ours.FlexattnBackend, config, of)
     finally:
         torch.set_default_dtype(before)
+    assert server.impl.plans._begun and server.impl.plans._threads is None
     step = of.step({"a": 301, "b": 2, "c": 130})
     assert_right((server.run(step), None), step.each, mask_mod=causal)
 
