@@ -36,7 +36,8 @@ SERVING = Kind(
 def variant(text: str) -> ServingPeer:
     """Ours with these fields of its config; batch_invariant=1.
 
-    own.FIELD: of a cascade's second pass; prefill.FIELD: of the kernel of prefills.
+    own.FIELD: of a cascade's second pass; prefill.FIELD: of the kernel of prefills, or
+    a number of its rules, as prefill._CUT_FROM.
     """
     changes = parse_config(text)
     return served_with(changes, bool(changes.pop("batch_invariant", 0)))

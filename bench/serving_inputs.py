@@ -196,15 +196,22 @@ def planned(
 
 @contextmanager
 def _prefills_with(changes: Mapping[str, Any]) -> Iterator[None]:
-    """Plans that are made inside have these fields in the configs of their prefills."""
+    """Plans that are made inside have these fields in the configs of their prefills.
+
+    Names with an underscore are numbers of the rules by which the device lists tiles.
+    """
+    from flexattn.kernels.hopper import ragged
     from flexattn.kernels.hopper.family import PREFILL as family
 
     able = family.able
+    fields = {name: value for name, value in changes.items() if name[0] != "_"}
+    rules = {name: float(changes[name]) for name in changes if name not in fields}
+    rules = {name: int(rule) if rule.is_integer() else rule for name, rule in rules.items()}
 
     def changed(_: Any, *about: Any) -> Iterator[Any]:
-        return (replace(each, **changes) for each in able(*about))
+        return (replace(each, **fields) for each in able(*about))
 
-    with patch.object(type(family), "able", changed):
+    with patch.dict(vars(ragged), rules), patch.object(type(family), "able", changed):
         yield
 
 
