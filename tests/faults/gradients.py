@@ -5,6 +5,7 @@ from tests.faults.fault import Fault
 BACKWARD = "templates/triton_backward/backward.py.jinja"
 DELTA = "templates/base/delta.jinja"
 PARTS = "templates/triton_backward/parts.jinja"
+HELPERS = "templates/base/helpers.jinja"
 GRADIENT_PRINTER = "flexattn/kernels/printers/gradient_printer.py"
 OPS = "flexattn/mods/ops.py"
 DERIVATIVE = "flexattn/mods/derivative.py"
@@ -69,6 +70,27 @@ GRADIENTS = (
         "ds = tl.where(p == 0.0, 0.0, ds * {{ grad.factor }})",
         "ds = ds * {{ grad.factor }}",
         IN_BACKWARD + "::test_removed_scores_have_no_gradient_whatever_the_derivative_is_there",
+    ),
+    Fault(
+        "a row's only place gets its sum twice",
+        HELPERS,
+        "add_steps(grad, last, high, first < last)",
+        "add_steps(grad, last, high, first <= last)",
+        IN_BACKWARD + "::test_what_a_score_mod_captures[by triangles]",
+    ),
+    Fault(
+        "scores of a row's first place are added once more",
+        HELPERS,
+        "return inside & (place > first) & (place < last)",
+        "return inside & (place >= first) & (place < last)",
+        IN_BACKWARD + "::test_what_a_score_mod_captures[by tiles of both]",
+    ),
+    Fault(
+        "what goes to one place is added score by score",
+        GRADIENT_PRINTER,
+        "if self.steps and self.row and self.key:",
+        "if False:",
+        IN_BACKWARD + "::test_what_goes_to_one_place_is_summed_in_its_tile_first[by triangles]",
     ),
     Fault(
         "a score_mod that does not read the score hands it a gradient",

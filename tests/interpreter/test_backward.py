@@ -2,8 +2,10 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 import flexattn
 from flexattn.catalogue import causal
@@ -151,6 +153,7 @@ def test_a_score_that_is_not_read():
     assert not found[0].any() and not found[1].any() and found[3].any()
 
 
+DOCUMENT = torch.arange(53) // 20
 CAPTURED = {
     "by head": ((2,), lambda t: lambda s, b, h, q, k: s * t[h]),
     "by row": ((37,), lambda t: lambda s, b, h, q, k: s + t[q]),
@@ -158,6 +161,11 @@ CAPTURED = {
     "by key, added and multiplied": ((53,), lambda t: lambda s, b, h, q, k: s * t[k] + t[k - 1]),
     "by distance": ((2, 90), lambda t: lambda s, b, h, q, k: s + t[h, q - k + 52]),
     "by clamped distance": ((9,), lambda t: lambda s, b, h, q, k: s + t[(q - k).clamp(-4, 4) + 4]),
+    "by key in steps": ((4,), lambda t: lambda s, b, h, q, k: s + t[k // 16]),
+    "by row in steps": ((2, 7), lambda t: lambda s, b, h, q, k: s * t[h, q.clamp(max=6)]),
+    "by tiles of both": ((3, 5), lambda t: lambda s, b, h, q, k: s * t[q // 16, k.clamp(max=4)]),
+    "by triangles": ((2,), lambda t: lambda s, b, h, q, k: s + t[(q // 4 >= k // 4).long()]),
+    "by documents": ((3, 3), lambda t: lambda s, b, h, q, k: s + t[DOCUMENT[q], DOCUMENT[k]]),
     "dense": ((2, 2, 37, 53), lambda t: lambda s, b, h, q, k: s + t[b, h, q, k]),
     "dense, one batch": ((1, 2, 37, 53), lambda t: lambda s, b, h, q, k: s + t[0, h, q, k]),
     "a number": ((), lambda t: lambda s, b, h, q, k: s * t),
@@ -176,6 +184,21 @@ def test_what_a_score_mod_captures(name):
     table = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.5
     mask = (lambda b, h, q, k: k < 30) if name == "beyond the end" else None
     assert_gradients(q, k, v, make=make, tensors=[table], mask_mod=mask)
+
+
+@pytest.mark.parametrize("name", ["by clamped distance", "by triangles", "by row in steps"])
+def test_what_goes_to_one_place_is_summed_in_its_tile_first(name, monkeypatch):
+    """Programs add in any order, and of many terms that cancel a clamp's end lost its digits."""
+    added, create = [], InterpreterBuilder.create_atomic_rmw
+
+    def counted(self, op, place, value, kept, *rest):
+        added.append(int(np.broadcast_to(kept.data, np.shape(value.data)).sum()))
+        return create(self, op, place, value, kept, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", counted)
+    test_what_a_score_mod_captures(name)
+    # A tile of a head has its two ends, and the diagonals between.
+    assert 0 < sum(added) < 2 * 2 * 37 * 53 / 30
 
 
 def test_tables_read_through_indices():

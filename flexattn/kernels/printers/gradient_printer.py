@@ -17,11 +17,16 @@ from flexattn.kernels.printers.triton_printer import (
 )
 from flexattn.mods.analysis.affine import FREE, along_diagonals, slope_of
 from flexattn.mods.derivative import Derivatives, LoadDerivative, derivatives
-from flexattn.mods.expr import Expr, reads
+from flexattn.mods.expr import Expr, reads, walk
 from flexattn.problem import Captures, Structure
 
 # A lane gives another one 32 bits.
 _SHUFFLED = frozenset(("float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8"))
+# Operations of an index that has another value at the next position, mostly. Behind any other, as
+# a clamp or a division, many scores of a tile may read one place.
+_MOVING = frozenset((
+    "var", "const", "scalar", "cast", "add", "sub", "neg", "abs", "mul", "floor_mod", "trunc_mod",
+))  # fmt: skip
 # Of which diagonals a thread's names speak: those that it reads, and those that it has sums of.
 _READ, SUMS = "diagonal", "summed"
 
@@ -34,6 +39,13 @@ def on_diagonals(load: Expr) -> bool:
 def reads_by_diagonal(load: Expr) -> bool:
     """True if a load is printed once for each diagonal of a warp."""
     return load.op == "load" and load.dtype in _SHUFFLED and on_diagonals(load)
+
+
+def reads_in_steps(load: Expr) -> bool:
+    """True if many neighbours may read one place."""
+    return any(
+        node.op not in _MOVING and reads(node, "q_idx", "kv_idx") for node in walk(*load.args)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +345,9 @@ def _along_diagonals(printer: MultiPrinter, load: Expr, prefix: str) -> _PlacePr
 class _Scatter:
     """One load's gradient, summed over what its place does not depend on, then added there.
 
-    Where no index depends on the keys, that is once for all of the loop.
+    Where no index depends on the keys, that is once for all of the loop. Of places in steps, what
+    goes to a tile's first and last one is summed before it is added: programs add in any order,
+    and many terms that cancel would lose float32's digits.
     """
 
     def __init__(
@@ -348,6 +362,7 @@ class _Scatter:
         self.logical, self.tl = printer.logical, printer.tl
         self.number = number
         self.sum = f"{self.base}_sum{number}"
+        self.steps = reads_in_steps(each.load)
         self.along = None
         self.warps = None
         if isinstance(printer, DiagonalPrinter):
@@ -366,23 +381,25 @@ class _Scatter:
         if not found.summed((self.slot,)):
             own = ("rows[:, None]", "(offs_n < end_n)[None, :]")
             return Scatter((), (f"{self.sum} = {each}", *self._add(*own, by="store")), ())
+        if self.steps and self.row and self.key:
+            return self._over_steps(each)
         if self.along is not None:
-            return self._over_diagonals(each, self.along)
+            return Scatter((), tuple(self._over_diagonals(each, self.along, "rows[:, None]")), ())
         some = f"({self.sum} != 0.0)"
         if self.row and self.key:
             return Scatter((), (f"{self.sum} = {each}", *self._add(some, "rows[:, None]")), ())
         if self.key:
             kept = f"tl.where(rows[:, None], {each}, 0.0)"
             grad = f"{self.sum} = tl.sum({kept}, 0)[None, :]"
-            return Scatter((), (grad, *self._add(some)), ())
+            return Scatter((), (grad, *self._added(some)), ())
         before = f"{self.sum} = tl.zeros([BLOCK_M2, 1], tl.float32)"
         inside = f"{self.sum} += tl.sum({each}, 1)[:, None]"
         if self.row:
-            return Scatter((before,), (inside,), self._add("rows[:, None]"))
+            return Scatter((before,), (inside,), self._added("rows[:, None]"))
         total = f"{self.sum} = tl.sum(tl.where(rows[:, None], {self.sum}, 0.0))"
         return Scatter((before,), (inside,), (total, *self._add()))
 
-    def _over_diagonals(self, each: str, along: _PlacePrinter) -> Scatter:
+    def _over_diagonals(self, each: str, along: _PlacePrinter, kept: str) -> list[str]:
         """One addition for each diagonal of a tile, in place of one for each of its scores.
 
         Row i moved by i columns has element (i, j) in column c = (j - i) mod N: a column then
@@ -390,19 +407,60 @@ class _Scatter:
         """
         self.places = along.places[along.roots[0]]
         moved, turned = f"{self.base}_moved{self.number}", f"{self.base}_turned{self.number}"
-        lines = [
-            f"{moved} = lanes_n[None, :] + lanes_m[:, None]",
-            f"{turned} = tl.where(rows[:, None], {each}, 0.0)",
-            f"{turned} = tl.gather({turned}, {moved} % BLOCK_N2, 1)",
-            "for turn in tl.static_range(0, (BLOCK_M2 + BLOCK_N2 - 2) // BLOCK_N2 + 1):",
-        ]
         inner = [
             f"{self.sum} = tl.sum(tl.where({moved} // BLOCK_N2 == turn, {turned}, 0.0), 0)",
             "diagonal_kv = start_n + lanes_n - turn * BLOCK_N2",
             *along.hoisted, *along.early, *along.body,
             *self._add(f"({self.sum} != 0.0)"),
         ]  # fmt: skip
-        return Scatter((), (*lines, *(f"    {line}" for line in inner)), ())
+        return [
+            f"{moved} = lanes_n[None, :] + lanes_m[:, None]",
+            f"{turned} = tl.where({kept}, {each}, 0.0)",
+            f"{turned} = tl.gather({turned}, {moved} % BLOCK_N2, 1)",
+            "for turn in tl.static_range(0, (BLOCK_M2 + BLOCK_N2 - 2) // BLOCK_N2 + 1):",
+            *(f"    {line}" for line in inner),
+        ]
+
+    def _over_steps(self, each: str) -> Scatter:
+        """The ends of each row are added as one, then those of what is left of each column."""
+        ds, kept = (f"{self.base}_{what}{self.number}" for what in ("ds", "kept"))
+        first = [f"{ds} = {each}", *self._stepped(f"({ds} != 0.0)", "rows[:, None]")]
+        grad, spot = f"{self.base}_grad", f"{self.base}_spot{self.number}"
+        left = f"add_ends({grad}, {spot}, {ds}, {kept}, 0)"
+        others = [f'tl.atomic_add({grad} + {spot}, {ds}, mask={left}, sem="relaxed")']
+        if self.along is not None:
+            others = self._over_diagonals(ds, self.along, kept)
+        lines = (
+            f"{kept} = add_ends({grad}, {spot}, {ds}, {kept}, 1)",
+            f"if tl.max({kept}.to(tl.int32)) > 0:",
+            *(f"    {line}" for line in others),
+        )
+        return Scatter((), (*first, *lines), ())
+
+    def _stepped(self, *kept: str) -> tuple[str, ...]:
+        """Statements that give places, and where they are kept and inside, a name."""
+        checks = [*(inside for _, inside in self.places), *kept]
+        return (
+            f"{self.base}_spot{self.number} = ({' + '.join(self._offsets)}).to(tl.int64)",
+            f"{self.base}_kept{self.number} = {self.logical('and', checks)}",
+        )
+
+    def _added(self, *kept: str) -> tuple[str, ...]:
+        """Statements that add sums of a row of places, or of a column."""
+        if not self.steps:
+            return self._add(*kept)
+        spot, inside = (f"{self.base}_{what}{self.number}" for what in ("spot", "kept"))
+        added = f"add_steps({self.base}_grad, {spot}, {self.sum}, {inside})"
+        return (*self._stepped(*kept), added)
+
+    @property
+    def _offsets(self) -> list[str]:
+        """The parts of a place, in elements."""
+        last = len(self.places) - 1
+        return [
+            index.text if dim == last else f"{index.text} * {self.base}_step{dim}"
+            for dim, (index, _) in enumerate(self.places)
+        ]
 
     def _over_warps(self, each: str, along: Along) -> Scatter:
         """One addition for each diagonal of a warp's part of a tile."""
@@ -416,14 +474,9 @@ class _Scatter:
 
     def _add(self, *kept: str, by: str = "atomic_add") -> tuple[str, ...]:
         """Statements that add the sum to the gradient where it is kept and inside."""
-        last = len(self.places) - 1
-        steps = [
-            index.text if dim == last else f"{index.text} * {self.base}_step{dim}"
-            for dim, (index, _) in enumerate(self.places)
-        ]
         place, inside = (f"{self.base}_{what}{self.number}" for what in ("place", "inside"))
         checks = [*(inside for _, inside in self.places), *kept]
-        lines = [f"{place} = {' + '.join([f'{self.base}_grad', *steps])}"]
+        lines = [f"{place} = {' + '.join([f'{self.base}_grad', *self._offsets])}"]
         if checks:
             lines.append(f"{inside} = {self.logical('and', checks)}")
         if by == "add_where":

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from flexattn.catalogue import causal, relative_bias, softcap
@@ -25,6 +26,7 @@ def text(given, config=CONFIG):
 
 
 BIAS = relative_bias(torch.zeros(32, 128), 64)
+TABLE, PLACES = torch.zeros(32, 128), torch.arange(9000) // 80
 
 
 def test_gradients_of_captured_tensors_are_there_where_they_are_asked_for():
@@ -35,6 +37,21 @@ def test_gradients_of_captured_tensors_are_there_where_they_are_asked_for():
 def test_a_relative_bias_is_summed_along_diagonals():
     assert "tl.gather" in text(structure(BIAS, grads=True))
     assert list(turned(CONFIG, structure(softcap(50.0)))) == [CONFIG]
+
+
+@pytest.mark.parametrize("steps", [
+    lambda s, b, h, q, k: s + TABLE[h, (q - k).clamp(-8, 8) + 8],
+    lambda s, b, h, q, k: s + TABLE[q // 3, (q - k) % 7],
+    lambda s, b, h, q, k: s + TABLE[h, (q >= k).long()],
+    lambda s, b, h, q, k: s + TABLE[h, PLACES[k]],
+    lambda s, b, h, q, k: s + TABLE[h, torch.where(q < 9, q, 9)],
+])  # fmt: skip
+def test_the_ends_of_places_in_steps_are_summed_in_a_tile(steps):
+    """Where neighbours have places of their own it would only cost time."""
+    for each in turned(CONFIG, given := structure(steps, grads=True)):
+        assert "add_steps(" in text(given, each)
+    for moving in (BIAS, lambda s, b, h, q, k: s + TABLE[h, (q - k).abs() % 9]):
+        assert "add_steps" not in text(structure(moving, grads=True))
 
 
 def test_loops_are_guarded_where_a_search_asks_and_a_score_mod_reads_memory_inside():
