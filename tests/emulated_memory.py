@@ -11,7 +11,10 @@ class Tile(np.ndarray):
 
     type = SimpleNamespace(layout=None)
 
-    def to(self, dtype):
+    def to(self, dtype, bitcast=False):
+        if bitcast:
+            kind = np.int32 if dtype == "int32" else np.float32
+            return np.ascontiguousarray(self, self.dtype.kind + "4").view(kind).view(Tile)
         if dtype == "uint32":
             return (self.astype(np.int64) & 0xFFFFFFFF).view(Tile)
         if dtype == "uint64":

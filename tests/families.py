@@ -29,7 +29,7 @@ def estimates(config, structure, device):
 
 
 def preferences(problem, device, language):
-    return by_language(problem.structure.kind, language).defaults(problem, device)
+    return by_language(problem.structure.kind, language, device).defaults(problem, device)
 
 
 def grid(problem, device, effort):

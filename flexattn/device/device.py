@@ -47,6 +47,11 @@ class Device:
         return self.capability == 90
 
     @property
+    def has_tensor_memory(self) -> bool:
+        """Matrix instructions that read and write tensor memory: sm_100 to sm_110, not sm_120."""
+        return 100 <= self.capability < 120
+
+    @property
     def has_tanh(self) -> bool:
         """A hardware tanh (`tanh.approx.f32`)."""
         return self.capability >= 75

@@ -67,12 +67,17 @@ class MaskPieces:
 
 
 def print_mask(
-    captures: Captures, traits: Traits, tile: Unit | None, positions: str = "ROWS"
+    captures: Captures,
+    traits: Traits,
+    tile: Unit | None,
+    positions: str = "ROWS",
+    exchanges: bool = True,
 ) -> MaskPieces:
     """A mask_mod in pieces, of which most tiles need one alone.
 
     tile: its rows and keys; None where it begins at no multiple of them. positions: the constant
-    that holds the number of its query positions.
+    that holds the number of its query positions. exchanges: threads exchange what each of them
+    loads for a key.
     """
     form = mask_form(captures.mod.expr, INDEX_RANGES)
     span = form.span
@@ -96,7 +101,7 @@ def print_mask(
     if span.is_prefix:
         of_run = replace(first, q_idx="first_row", by_key=False)
         pieces = replace(pieces, under=piece("under", span.high, of_run))
-    if once or not form.rest_loads_keys_alone:
+    if once or not exchanges or not form.rest_loads_keys_alone:
         return pieces
     by_thread = piece("mask", span.rest, View(kv_idx="key_of_thread"))
     later = piece("mask", span.rest, View(early=_BY_KEY))

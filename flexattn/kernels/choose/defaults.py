@@ -49,7 +49,7 @@ def _wanted(problem: Problem, device: Device, language: Language | None) -> Iter
     if language is None:
         found = tuple(leading(problem.structure, device))
     else:
-        only = by_language(problem.structure.kind, language)
+        only = by_language(problem.structure.kind, language, device)
         found = () if only is None else (only,)
     every: dict[KernelFamily[Any], Iterable[Any]]
     every, faster = {family: family.defaults(problem, device) for family in found}, None
@@ -87,7 +87,7 @@ def refused(problem: Problem, device: Device, language: Language) -> str:
     """The reason why no config of a language's template can run for a problem; "" where one
     can.
     """
-    family = by_language(problem.structure.kind, language)
+    family = by_language(problem.structure.kind, language, device)
     if family is None:
         return f"no {problem.structure.kind} template is written in it"
     if not family.offered(device) and not problem.structure.fp8:

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import FlexKernelOptions
 
 from flexattn.errors import ConfigError, InputError
 from flexattn.kernels.base.config import Config, Language, check_power
-from flexattn.kernels.choose.registry import by_language, family_of
+from flexattn.kernels.choose.registry import check_rows, family_of
 from flexattn.kernels.ptx.assembler import PTXAS, Ptxas
 from flexattn.mods.rules import REWRITES
 from flexattn.problem import Tanh
@@ -238,9 +238,9 @@ def _backward(behind: Mapping[str, Any]) -> tuple[tuple[str, int | bool], ...]:
 
 def _rows(chosen: Mapping[str, Any], language: Language | None) -> int | None:
     """Rows of a tile, which the template's family has rules for."""
-    rows, family = _integer(chosen, "BLOCK_M"), by_language("prefill", language or "triton")
-    if rows is not None and family is not None:
-        family.check_rows(rows)
+    rows = _integer(chosen, "BLOCK_M")
+    if rows is not None:
+        check_rows("prefill", language or "triton", rows)
     return rows
 
 

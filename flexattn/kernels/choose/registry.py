@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from flexattn.device import Device
+from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.family import KernelFamily
 from flexattn.problem import Kind, Structure
@@ -28,6 +29,7 @@ class FamilyRow(NamedTuple):
 
 # In the order in which the static defaults ask them; the last of a kind always serves.
 ROWS = (
+    FamilyRow("blackwell", "PREFILL", ("BlackwellPrefillConfig",)),
     FamilyRow("hopper", "PREFILL", ("HopperPrefillConfig", "RaggedPrefillConfig")),
     FamilyRow("triton", "PREFILL", ("PrefillConfig", "AmdPrefillConfig")),
     FamilyRow("triton", "DECODE", ("DecodeConfig", "AmdDecodeConfig")),
@@ -98,8 +100,8 @@ def _all(kind: Kind) -> list[KernelFamily[Any]]:
 
 
 def families(kind: Kind, device: Device) -> tuple[KernelFamily[Any], ...]:
-    """The families of a kind of calls whose templates a device and the installed Triton take."""
-    return tuple(each for each in _all(kind) if each.offered(device))
+    """The measured families of a kind of calls that a device and the installed Triton can run."""
+    return tuple(each for each in _all(kind) if not each.unmeasured and each.offered(device))
 
 
 def leading(structure: Structure, device: Device) -> Iterator[KernelFamily[Any]]:
@@ -107,6 +109,21 @@ def leading(structure: Structure, device: Device) -> Iterator[KernelFamily[Any]]
     return (each for each in _all(structure.kind) if each.leads(structure, device))
 
 
-def by_language(kind: Kind, language: Language) -> KernelFamily[Any] | None:
-    """The family that kernel_options mean by a language: of several, the last row's."""
-    return next((each for each in reversed(_all(kind)) if each.language == language), None)
+def by_language(kind: Kind, language: Language, device: Device) -> KernelFamily[Any] | None:
+    """The family that kernel_options mean by a language: of several, the last row's that runs."""
+    found = [each for each in reversed(_all(kind)) if each.language == language]
+    return next((each for each in found if each.offered(device)), found[0] if found else None)
+
+
+def check_rows(kind: Kind, language: Language, rows: int) -> None:
+    """Raise ConfigError if no family of a language has tiles of so many rows, on any device."""
+    refused = None
+    for family in (each for each in _all(kind) if each.language == language):
+        try:
+            family.check_rows(rows)
+        except ConfigError as error:
+            refused = error
+        else:
+            return
+    if refused is not None:
+        raise refused

@@ -291,6 +291,7 @@ def render(
         "listed": sparsity is not None and not runs,
         "runs": runs,
         "ragged": form is not None,
+        "splits": config.splits,
         "may_be_empty": sparsity is not None or form is not None,
         "work_tile_words": 5 + 4 * runs + len(request_words),
         "request_words": request_words,

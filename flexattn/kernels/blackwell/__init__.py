@@ -1,0 +1,1 @@
+"""Prefill on Blackwell, in Gluon: scores, weights and outputs are in tensor memory."""

@@ -1,0 +1,97 @@
+"""Blackwell's prefill as a family: chosen by BACKEND="GLUON" alone until somebody measures it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from flexattn.device import Device
+from flexattn.errors import ConfigError
+from flexattn.kernels.base.config import Geometry, Language
+from flexattn.kernels.base.family import Effort, KernelFamily
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.blackwell.config import (
+    LANES,
+    BlackwellPrefillConfig,
+    fit_to_mask,
+)
+from flexattn.kernels.blackwell.limits import LIMITS
+from flexattn.kernels.blackwell.source import render
+from flexattn.problem import Kind, Problem, Structure
+
+
+class _Prefill(KernelFamily[BlackwellPrefillConfig]):
+    name = "blackwell"
+    kind: Kind = "prefill"
+    language: Language = "gluon"
+    limits = LIMITS
+    unmeasured = True
+
+    def offered(self, device: Device) -> bool:
+        return device.has_tensor_memory and _has_tensor_memory()
+
+    def leads(self, structure: Structure, device: Device) -> bool:
+        return False
+
+    def defaults(self, problem: Problem, device: Device) -> Iterator[BlackwellPrefillConfig]:
+        widest = max(problem.structure.head_dims)
+        keys = 128 if widest <= 128 else 64
+        for q_tiles in (2, 1):
+            for stages in (4, 3, 2):
+                yield fit_to_mask(
+                    BlackwellPrefillConfig(keys, stages, q_tiles, polynomial=4), problem.structure
+                )
+
+    def axes(
+        self, problem: Problem, device: Device, effort: Effort
+    ) -> Iterator[BlackwellPrefillConfig]:
+        return iter(())
+
+    def fit_to_mask(
+        self, config: BlackwellPrefillConfig, structure: Structure
+    ) -> BlackwellPrefillConfig:
+        return fit_to_mask(config, structure)
+
+    def check_rows(self, rows: int) -> None:
+        if rows not in (LANES, 2 * LANES):
+            raise ConfigError(
+                f"kernel_options['BLOCK_M']={rows} with the Gluon template for Blackwell",
+                f"its tiles have {LANES} rows, one or two in a program",
+                f"use {LANES} or {2 * LANES}",
+            )
+
+    def forced(
+        self, config: BlackwellPrefillConfig, numbers: Mapping[str, Any]
+    ) -> BlackwellPrefillConfig:
+        """Rows are a number of tiles; its warps and its loads are no choice."""
+        names = ("BLOCK_N", "num_stages")
+        config = replace(config, **{name: numbers[name] for name in names if name in numbers})
+        return replace(config, q_tiles=numbers.get("BLOCK_M", config.BLOCK_M) // LANES)
+
+    def options_of(self, config: BlackwellPrefillConfig) -> dict[str, int | bool | str]:
+        numbers = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
+        return {"BACKEND": "GLUON", **numbers, "num_stages": config.num_stages}
+
+    def grid(self, problem: Problem, config: BlackwellPrefillConfig, device: Device) -> Geometry:
+        # A program for each work tile: q_tiles tiles of rows of one head.
+        tiles = -(-problem.q_len // config.BLOCK_M)
+        units = problem.B * problem.Hq * tiles
+        return Geometry(units, tiles, units)
+
+    def render(
+        self, structure: Structure, config: BlackwellPrefillConfig, device: Device, title: str
+    ) -> Source:
+        return render(structure, config, device, title)
+
+
+def _has_tensor_memory() -> bool:
+    """True if the installed Triton's Gluon has tensor memory with the names of 3.9."""
+    try:
+        from triton.experimental.gluon.language.nvidia import blackwell
+    except ImportError:
+        return False
+    return hasattr(blackwell.tensor_memory_descriptor, "reinterpret")
+
+
+PREFILL = _Prefill()

@@ -1,0 +1,173 @@
+"""Source of the Blackwell kernel: its arguments, its mods as Gluon, and its template's context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from flexattn.device import Device
+from flexattn.kernels.base.arguments import Argument, attention_arguments, descriptor
+from flexattn.kernels.base.config import describe
+from flexattn.kernels.base.features import ALL_KEYS, skips_far
+from flexattn.kernels.base.mask_pieces import print_mask
+from flexattn.kernels.base.source import (
+    BASE_2,
+    Source,
+    expressions,
+    make_source,
+    mod_context,
+    traits_of,
+)
+from flexattn.kernels.blackwell.config import (
+    LANES,
+    OUT_COLUMNS,
+    WARPGROUP,
+    BlackwellPrefillConfig,
+    qk_widths,
+    touched_runs,
+)
+from flexattn.kernels.printers.score_printer import print_score
+from flexattn.kernels.printers.spelling import Dialect, TensorForm
+from flexattn.problem import Structure
+
+# A selection behind a condition stays there.
+BLACKWELL = Dialect(
+    "gl",
+    "gluon.jit",
+    gluon=True,
+    rows="ROWS",
+    tile=TensorForm("[ROWS, BLOCK_N]", "S_LAYOUT"),
+    key=TensorForm("[1, BLOCK_N]", "S_LAYOUT"),
+    row=TensorForm("[ROWS]", "BY_ROW"),
+    over_rows="BY_ROW",
+    over_keys="BY_KEY",
+    guarded="keep_branch({0})",
+)
+_TEMPLATE = "blackwell/prefill.py.jinja"
+# 2^r on [-1/2, 1/2] within 7.5e-5 of it, by reweighted least squares. A weight is rounded to 2^-9
+# or 2^-11 of itself.
+POLYNOMIAL = (0.99992813, 0.69326098, 0.24261014, 0.055171154)
+# Columns of P that a thread has in registers at once.
+PIECE = 32
+# 1.5 * 2^23: a number below it in magnitude, added to it, is rounded to an integer.
+ROUNDER = 12582912.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Columns of one copy of Q or K."""
+
+    start: int
+    width: int
+
+
+# Barriers of each stage of K and V, and of each tile of rows.
+_OF_STAGES = ("K_FULL", "K_EMPTY", "V_FULL", "V_EMPTY")
+_OF_TILES = (
+    "Q_FULL", "S_FULL", "P_FULL", "O_FULL", "O_EMPTY", "ALPHA_FULL", "SUMS_FULL",
+)  # fmt: skip
+
+
+def _places(counts: Mapping[str, int], total: str) -> dict[str, object]:
+    """The first place of each of several arrays in one, and the number of all places."""
+    found: dict[str, object] = {}
+    place = 0
+    for name, count in counts.items():
+        found[name] = place
+        place += count
+    return {**found, total: place}
+
+
+def arguments(structure: Structure, config: BlackwellPrefillConfig) -> tuple[Argument, ...]:
+    """Arguments of the kernel, in order."""
+    widths = qk_widths(structure.head_dim_qk)
+    described = (
+        descriptor("Q", structure.dtype, LANES, widths[0]),
+        descriptor("K", structure.dtype, config.BLOCK_N, widths[0]),
+        descriptor("V", structure.dtype, config.BLOCK_N, structure.head_dim_v),
+        descriptor("OUT", structure.out_dtype, LANES, OUT_COLUMNS),
+    )
+    return attention_arguments(structure, config, dict(described))
+
+
+def render(
+    structure: Structure, config: BlackwellPrefillConfig, device: Device, title: str
+) -> Source:
+    """The Blackwell prefill kernel of a structure with a config; title goes into its header."""
+    found = arguments(structure, config)
+    traits = replace(traits_of(device, structure), dialect=BLACKWELL)
+    score = None
+    if structure.score is not None:
+        # A thread has all keys of a row: it shares no values of diagonals.
+        apart = replace(structure, rules_off=tuple({*structure.rules_off, "diagonal"}))
+        score = replace(print_score(apart, traits, even_columns=True), limits=None)
+    mask = None
+    if structure.mask is not None:
+        mask = print_mask(structure.mask, traits, (LANES, config.BLOCK_N), exchanges=False)
+    used = [each for each in (score, mask) if each is not None]
+    sparsity = structure.sparsity
+    runs = touched_runs(structure, config)
+    decay_skip = skips_far(structure, config)
+    widths = qk_widths(structure.head_dim_qk)
+    settings: dict[str, object] = {
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "ROWS": LANES,
+        "Q_TILES": config.q_tiles,
+        "STAGES": config.num_stages,
+        "HEAD_DIM_QK": structure.head_dim_qk,
+        "HEAD_DIM_V": structure.head_dim_v,
+        "PIECE": PIECE,
+        "O_COLUMNS": OUT_COLUMNS,
+        "O_PARTS": structure.head_dim_v // OUT_COLUMNS,
+        "V_TYPE": BLACKWELL.type(structure.out_dtype),
+    }
+    if sparsity is not None:
+        settings |= {
+            "SPARSE_Q": sparsity.q_block,
+            "SPARSE_KV": sparsity.kv_block,
+            "TILES_PER_KV": sparsity.kv_block // config.BLOCK_N,
+        }
+    if decay_skip:
+        settings["ALL_KEYS"] = float(ALL_KEYS)
+    if config.polynomial:
+        settings["ROUNDER"] = ROUNDER
+    rows = ("ALPHAS", "SUMS", "MAXIMA", *("EXACT_MAXIMA",) * structure.max_scores)
+    settings |= _places(dict.fromkeys(rows, config.q_tiles), "ROW_VALUES")
+    settings |= _places(
+        dict.fromkeys(_OF_STAGES, config.num_stages) | dict.fromkeys(_OF_TILES, config.q_tiles),
+        "BARRIERS",
+    )
+    context = {
+        **mod_context([each.lines for each in used], device, BLACKWELL),
+        "config": config,
+        "structure": structure,
+        "score": score,
+        "mask": mask,
+        "hoisted": [line for each in used for line in each.hoisted],
+        "constants": (*settings.items(), *BASE_2),
+        "qk_chunks": [_Chunk(sum(widths[:i]), width) for i, width in enumerate(widths)],
+        "polynomial": POLYNOMIAL,
+        "has_full": sparsity is not None and sparsity.has_full,
+        "listed": sparsity is not None and not runs,
+        "runs": runs,
+        "decay_skip": decay_skip,
+        "fold_scale": structure.positive_scale if score is None else score.folded,
+        "far": structure.far or structure.sinks != "",
+        # Parts of Hopper's template that this one has otherwise.
+        "early_loads": False,
+        "lazy_rescale": False,
+        "cross_tile_pipeline": False,
+        "ragged": False,
+        "splits": False,
+        "case": {"q_slots": 1},
+        "work_tile_in_smem": False,
+        "exchange_width": 0,
+        "early_exp2": 0,
+        "exponents_early": False,
+        "fused": "",
+    }  # fmt: skip
+    header = [title, f"config: {describe(config)}", *expressions(structure)]
+    return make_source(
+        _TEMPLATE, device, header, context, found, WARPGROUP, config.num_stages, "gluon"
+    )

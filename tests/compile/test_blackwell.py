@@ -1,0 +1,84 @@
+"""Blackwell's prefill for sm_100 to sm_110: it compiles, and its loops do not spill."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from flexattn.catalogue import alibi, causal, softcap
+from flexattn.device import named
+from flexattn.kernels.blackwell.config import BlackwellPrefillConfig
+from flexattn.runtime.build import compile_source
+from flexattn.runtime.resources import _BRANCH, _LABEL, _SPILL, _disassembled
+from tests.families import estimates, render, violated
+from tests.problems import problem
+
+pytestmark = pytest.mark.compile
+
+B200 = named("nvidia-b200")
+# Head dimensions, and configs that fit them.
+DIMS = {
+    (64, 64): [(128, 4, 2), (64, 6, 2), (128, 4, 1)],
+    (128, 128): [(128, 2, 2), (64, 4, 2), (128, 3, 1)],
+    (192, 128): [(64, 2, 2), (64, 4, 1), (128, 2, 1)],
+    (256, 256): [(64, 2, 1), (64, 1, 1), (128, 1, 1)],
+}
+MODS = {
+    "full": {},
+    "causal": {"mask_mod": causal, "runs": True},
+    "alibi": {"score_mod": alibi(32, "cpu"), "mask_mod": causal, "runs": True},
+    "softcap": {"score_mod": softcap(30.0)},
+}
+SOME = [("causal", (128, 128), 0), ("full", (192, 128), 0)]
+# Addresses that ptxas keeps on the stack by choice, read once in a loop of 2,000 instructions.
+BY_CHOICE = 10
+
+
+def spilled(cubin):
+    """Loads and stores of spilled registers in each partition's loops over keys.
+
+    A partition begins by setting its number of registers: no loop of its own has that in it.
+    """
+    lines = _disassembled(cubin).splitlines()
+    labels, found = {}, []
+    for number, line in enumerate(lines):
+        if label := _LABEL.match(line):
+            labels[label.group(1)] = number
+        elif (branch := _BRANCH.search(line)) and branch.group(1) in labels:
+            inside = lines[labels[branch.group(1)] : number]
+            works = any(re.search(r"\b(UTC\w*MMA|LDTM)\b", each) for each in inside)
+            if works and not any("USETMAXREG" in each or "EXIT" in each for each in inside):
+                found.append(sum(bool(_SPILL.search(each)) for each in inside))
+    return found
+
+
+def compiles(mods, dims, which, device=B200):
+    keys, stages, q_tiles = DIMS[dims][which]
+    config = BlackwellPrefillConfig(keys, stages, q_tiles, polynomial=4)
+    form = problem(D=dims[0], Dv=dims[1], **MODS[mods]).structure
+    assert not violated(config, form, device)
+    compiled = compile_source(render(form, config, device, "test"), device)
+    assert compiled.metadata.shared <= estimates(config, form, device)[0]
+    assert "tcgen05.mma" in compiled.asm["ptx"]
+    loops = spilled(compiled.asm["cubin"])
+    assert loops and max(loops) <= BY_CHOICE, loops
+
+
+@pytest.mark.parametrize(("mods", "dims", "which"), SOME)
+def test_its_loops_do_not_spill(mods, dims, which):
+    compiles(mods, dims, which)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("mods", ["full", "causal", "alibi"])
+@pytest.mark.parametrize(
+    ("dims", "which"), [(dims, i) for dims in DIMS for i in range(len(DIMS[dims]))]
+)
+def test_every_config(mods, dims, which):
+    compiles(mods, dims, which)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ["sm_103", "sm_110"])
+def test_other_chips_with_tensor_memory(arch):
+    compiles("softcap", (64, 64), 0, replace(B200, arch=arch))
