@@ -7,6 +7,7 @@ PRODUCER = "templates/hopper/producer.jinja"
 SCORES = "templates/hopper/scores.jinja"
 ROWS = "templates/hopper/rows.jinja"
 KEYS = "templates/hopper/keys.jinja"
+MASKED = "templates/base/masked_scores.jinja"
 EPILOGUE = "templates/hopper/epilogue.jinja"
 CONSUMER = "templates/hopper/consumer.jinja"
 SCORES_PY = "templates/hopper_backward/scores.jinja"
@@ -32,7 +33,7 @@ HOPPER = (
     ),
     Fault(
         "Hopper: keys past the end count",
-        SCORES,
+        MASKED,
         "inside = gl.expand_dims(start_n + gl.arange(0, BLOCK_N, BY_KEY) < kv_len, 0)",
         "inside = gl.expand_dims(start_n + gl.arange(0, BLOCK_N, BY_KEY) <= kv_len, 0)",
         IN_WIDE + "::test_numbers[default-full-dims0]",
@@ -127,7 +128,7 @@ HOPPER = (
     ),
     Fault(
         "Hopper: the last row of a window is taken for the first",
-        SCORES,
+        MASKED,
         "if start_n < {{ mask.last_low.result }}:",
         "if start_n > {{ mask.last_low.result }}:",
         IN_WIDE + "::test_numbers[default-window-dims2]",

@@ -112,7 +112,7 @@ SERVING = (
     ),
     Fault(
         "a part of a tile's keys ends where all do",
-        "templates/hopper/keys.jinja",
+        "templates/base/kv_tiles.jinja",
         "end = begin + num_n_blocks * (part_idx + 1) // num_parts",
         "end = begin + num_n_blocks",
         IN_RAGGED + "::test_keys_in_parts[causal]",
@@ -154,7 +154,7 @@ SERVING = (
     ),
     Fault(
         "each row of a tile is a position",
-        "templates/hopper/scores.jinja",
+        "templates/base/masked_scores.jinja",
         '" // PACKED_HEADS" if ragged',
         '"" if ragged',
         IN_RAGGED + "::test_what_a_plan_asks[two heads in a tile]",

@@ -154,18 +154,9 @@ def render(
         "decay_skip": decay_skip,
         "fold_scale": structure.positive_scale if score is None else score.folded,
         "far": structure.far or structure.sinks != "",
-        # Parts of Hopper's template that this one has otherwise.
-        "early_loads": False,
-        "lazy_rescale": False,
-        "cross_tile_pipeline": False,
+        # Parts of those templates that other kernels have.
         "ragged": False,
         "splits": False,
-        "case": {"q_slots": 1},
-        "work_tile_in_smem": False,
-        "exchange_width": 0,
-        "early_exp2": 0,
-        "exponents_early": False,
-        "fused": "",
     }  # fmt: skip
     header = [title, f"config: {describe(config)}", *expressions(structure)]
     return make_source(
