@@ -51,8 +51,6 @@ class KernelFamily(ABC, Generic[_C]):
     limits: Limits[Any]
     # Configs of the quick effort.
     quick = 12
-    # Nobody has measured it: kernel_options alone choose it.
-    unmeasured = False
 
     def offered(self, device: Device) -> bool:
         """True if the installed Triton, and the device, have the language of the template."""

@@ -26,13 +26,9 @@ class _Prefill(KernelFamily[BlackwellPrefillConfig]):
     kind: Kind = "prefill"
     language: Language = "gluon"
     limits = LIMITS
-    unmeasured = True
 
     def offered(self, device: Device) -> bool:
         return device.has_tensor_memory and _has_tensor_memory()
-
-    def leads(self, structure: Structure, device: Device) -> bool:
-        return False
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[BlackwellPrefillConfig]:
         widest = max(problem.structure.head_dims)

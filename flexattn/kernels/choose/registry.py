@@ -19,17 +19,19 @@ class FamilyRow(NamedTuple):
     family: the name of its object in the folder's module `family`. configs: its config classes,
     in the folder's module `config`. plugin: the folder is one of flexattn/ itself
     and has the name of a backend whose devices it serves; nothing but this row names it.
+    measured: False if nobody has: then kernel_options alone choose it.
     """
 
     folder: str
     family: str
     configs: tuple[str, ...]
     plugin: bool = False
+    measured: bool = True
 
 
 # In the order in which the static defaults ask them; the last of a kind always serves.
 ROWS = (
-    FamilyRow("blackwell", "PREFILL", ("BlackwellPrefillConfig",)),
+    FamilyRow("blackwell", "PREFILL", ("BlackwellPrefillConfig",), measured=False),
     FamilyRow("hopper", "PREFILL", ("HopperPrefillConfig", "RaggedPrefillConfig")),
     FamilyRow("triton", "PREFILL", ("PrefillConfig", "AmdPrefillConfig")),
     FamilyRow("triton", "DECODE", ("DecodeConfig", "AmdDecodeConfig")),
@@ -94,14 +96,20 @@ def launch_key(config: Any) -> tuple[object, ...]:
     return family_of(config).launch_key(config)
 
 
-def _all(kind: Kind) -> list[KernelFamily[Any]]:
-    found = (_family(row) for row in ROWS if not row.plugin)
-    return [family for family in found if family.kind == kind]
+def _all(kind: Kind, measured: bool = True) -> list[KernelFamily[Any]]:
+    """The families of a kind. measured: without those that nobody has measured."""
+    rows = (row for row in ROWS if not row.plugin and row.measured >= measured)
+    return [family for family in map(_family, rows) if family.kind == kind]
+
+
+def _written_in(kind: Kind, language: Language) -> list[KernelFamily[Any]]:
+    """The families of a kind whose templates are in a language, the last row's first."""
+    return [each for each in reversed(_all(kind, measured=False)) if each.language == language]
 
 
 def families(kind: Kind, device: Device) -> tuple[KernelFamily[Any], ...]:
     """The measured families of a kind of calls that a device and the installed Triton can run."""
-    return tuple(each for each in _all(kind) if not each.unmeasured and each.offered(device))
+    return tuple(each for each in _all(kind) if each.offered(device))
 
 
 def leading(structure: Structure, device: Device) -> Iterator[KernelFamily[Any]]:
@@ -111,14 +119,14 @@ def leading(structure: Structure, device: Device) -> Iterator[KernelFamily[Any]]
 
 def by_language(kind: Kind, language: Language, device: Device) -> KernelFamily[Any] | None:
     """The family that kernel_options mean by a language: of several, the last row's that runs."""
-    found = [each for each in reversed(_all(kind)) if each.language == language]
+    found = _written_in(kind, language)
     return next((each for each in found if each.offered(device)), found[0] if found else None)
 
 
 def check_rows(kind: Kind, language: Language, rows: int) -> None:
     """Raise ConfigError if no family of a language has tiles of so many rows, on any device."""
     refused = None
-    for family in (each for each in _all(kind) if each.language == language):
+    for family in reversed(_written_in(kind, language)):
         try:
             family.check_rows(rows)
         except ConfigError as error:
