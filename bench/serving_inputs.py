@@ -6,23 +6,20 @@ The same files serve every checkout that `bench.trees` races, so they need publi
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from bench.inputs import CHECKED, E4M3, attention, off
 from bench.serving_rows import WINDOWED, ServingRow
-from flexattn.errors import InputError
 
 SCALE = 0.75  # of an eight-bit cache
 # Of a cascade or a tree, changes of the pass over a request's own keys: "own.per_sm=1".
-OWN, PREFILL = "own.", "prefill."
+OWN = "own."
 Levels = Sequence[tuple[int, int]]
 
 
@@ -156,8 +153,8 @@ def planned(
 ) -> partial[Tensor]:
     """A plan's run of a row, to which more may be given by name.
 
-    changes: fields of its config; behind PREFILL those of the kernel of prefills, behind OWN those
-    of the second pass where requests share keys. invariant: each row's bits are its own.
+    changes: fields of its config; behind OWN those of the second pass where requests share keys.
+    invariant: each row's bits are its own.
     """
     from flexattn import serving
 
@@ -181,38 +178,11 @@ def planned(
     if row.new:
         ends = torch.tensor([0, *row.new], device=x.q.device)
         call["cu_seqlens_q"] = ends.cumsum(0, dtype=torch.int32)
-    changes = dict(changes or {})
-    prefill = {key.removeprefix(PREFILL): changes.pop(key) for key in [*changes] if PREFILL in key}
-    with _prefills_with(prefill):
-        plan = serving.DecodePlan(**about)
-    found = plan.prefill_config
-    if prefill and found is None:
-        raise InputError(f"{prefill}", "a plan of this row has a kernel of prefills")
+    plan = serving.DecodePlan(**about)
     if changes:
         plan = serving.DecodePlan(**about, config=replace(plan.config, **changes))
     cache = x.k if row.variant == "mla" else (x.k, x.v)
     return partial(plan.run, x.q, cache, **call)
-
-
-@contextmanager
-def _prefills_with(changes: Mapping[str, Any]) -> Iterator[None]:
-    """Plans that are made inside have these fields in the configs of their prefills.
-
-    Names with an underscore are numbers of the rules by which the device lists tiles.
-    """
-    from flexattn.kernels.hopper import ragged
-    from flexattn.kernels.hopper.family import PREFILL as family
-
-    able = family.able
-    fields = {name: value for name, value in changes.items() if name[0] != "_"}
-    rules = {name: float(changes[name]) for name in changes if name not in fields}
-    rules = {name: int(rule) if rule.is_integer() else rule for name, rule in rules.items()}
-
-    def changed(_: Any, *about: Any) -> Iterator[Any]:
-        return (replace(each, **fields) for each in able(*about))
-
-    with patch.dict(vars(ragged), rules), patch.object(type(family), "able", changed):
-        yield
 
 
 def _sharing(

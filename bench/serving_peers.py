@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -15,8 +18,10 @@ from bench.peers import OURS, Refusal
 from bench.serving_inputs import Served, planned
 from bench.serving_rows import WINDOWED
 from bench.streaming import STREAMING, streaming
+from flexattn.kernels.hopper import ragged
+from flexattn.kernels.hopper.family import PREFILL as hopper
 
-EMPTY = "empty kernel"
+EMPTY, PREFILL = "empty kernel", "prefill."
 INVARIANT = f"{OURS} batch-invariant"
 ServingPeer: TypeAlias = Callable[[Served], "Callable[[], Tensor] | Refusal"]
 
@@ -24,15 +29,42 @@ ServingPeer: TypeAlias = Callable[[Served], "Callable[[], Tensor] | Refusal"]
 def served_with(changes: Mapping[str, Any], invariant: bool = False) -> ServingPeer:
     """Ours, with these fields of the config changed from the default.
 
-    invariant: with batch_invariant, so that each row's bits are its own.
+    changes: behind PREFILL, fields of the config of prefills. invariant: with batch_invariant, so
+    that each row's bits are its own. A plan without a kernel of prefills refuses their fields.
     """
+    prefills = {
+        key.removeprefix(PREFILL): value for key, value in changes.items() if PREFILL in key
+    }
+    others = {key: value for key, value in changes.items() if PREFILL not in key}
 
     def build(x: Served) -> Callable[[], Tensor] | Refusal:
         if invariant and (x.row.shares or x.row.variant == "mla"):
             return Refusal("batch invariance is for one pass over heads of 64 or 128")
-        return planned(x, changes, invariant)
+        with _prefills_with(prefills):
+            run = planned(x, others, invariant)
+        if prefills and run.func.__self__.prefill_config is None:
+            return Refusal(f"a plan of this row has no kernel of prefills to have {prefills}")
+        return run
 
     return build
+
+
+@contextmanager
+def _prefills_with(changes: Mapping[str, Any]) -> Iterator[None]:
+    """Plans that are made inside have these fields in the configs of their prefills.
+
+    Names with an underscore are numbers of the rules by which the device lists tiles.
+    """
+    able = hopper.able
+    fields = {name: value for name, value in changes.items() if name[0] != "_"}
+    rules = {name: float(changes[name]) for name in changes if name not in fields}
+    rules = {name: int(rule) if rule.is_integer() else rule for name, rule in rules.items()}
+
+    def changed(_: Any, *about: Any) -> Iterator[Any]:
+        return (replace(each, **fields) for each in able(*about))
+
+    with patch.dict(vars(ragged), rules), patch.object(type(hopper), "able", changed):
+        yield
 
 
 def empty(x: Served) -> Callable[[], Tensor]:

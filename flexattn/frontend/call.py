@@ -269,10 +269,9 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def bind_on(fn: Callable[..., Any], kind: str, q: Tensor) -> tuple[Bound, Identity | None]:
     """Trace a mod; what it captures is on q's device, with negative bits resolved."""
     bound, identity = look(fn, kind)
-    there = on_device(bound, q)
-    if there is not bound:
+    if any(x.device != q.device or x.is_neg() for x in bound.tensors):
         bind(fn, kind, q.device)  # says what is wrong, unless it is a number on the CPU
-    return there, identity
+    return on_device(bound, q), identity
 
 
 def on_device(bound: Bound, q: Tensor) -> Bound:
