@@ -90,7 +90,7 @@ class ServingForm(Structure):
 
     @property
     def far(self) -> bool:
-        """True if scores or sinks can be so far from 0 that base 2 needs care: base/base_2.py."""
+        """True if scores or sinks may need the care of `in_base_2` (printers/spelling.py)."""
         return self.sinks != "" or (self.score is not None and reaches_end(self.score.mod.expr))
 
     @property
