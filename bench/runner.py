@@ -111,9 +111,9 @@ def wall_us(call: Callable[[], Any]) -> float:
 
 
 def fresh(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
-    """What a fresh process of a module answers, a line of JSON, without this one's settings.
+    """The answer of a fresh process of a module, a line of JSON, without this one's settings.
 
-    Raises RuntimeError where it failed.
+    Raises RuntimeError if it failed.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FLEXATTN_")}
     done = subprocess.run(

@@ -140,6 +140,14 @@ def power_of_two(name: str) -> Rule[Any]:
     return Rule("power of two", says, holds)
 
 
+KEYS_OF_BLOCK: Rule[Any] = Rule(
+    "mask block",
+    "BLOCK_N={c.config.BLOCK_N} does not divide the mask's block of "
+    "{c.structure.sparsity.kv_block}",
+    lambda c: (
+        c.structure.sparsity is None or c.structure.sparsity.kv_block % c.config.BLOCK_N == 0
+    ),
+)
 NUM_WARPS: Rule[Any] = Rule(
     "warps",
     "num_warps={c.config.num_warps} is not one of 1, 2, 4, 8, 16",

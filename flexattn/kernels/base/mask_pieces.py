@@ -19,7 +19,7 @@ class MaskPieces:
     """A mask_mod as bounds on the keys of a row, and what else it asks.
 
     low, high: the first key of each row, and one past the last, as columns of int32; None where
-    nothing is known. rest: what is asked of keys between them; None where that is nothing.
+    nothing is known. rest: the condition on keys between them; None if there is none.
     first_high, last_low: high of the first row, and low of the last: no other row's high is lower,
     and no other's low is higher. exchanged: names of what rest computes of the keys alone, each
     thread for one key, which it then gives to all threads through shared memory; empty where rest

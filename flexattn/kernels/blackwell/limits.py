@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flexattn.kernels.base.features import tma_layout
-from flexattn.kernels.base.limits import SHARED_MEMORY, Limits, Rule, StructureCase
+from flexattn.kernels.base.limits import (
+    KEYS_OF_BLOCK,
+    NUM_STAGES,
+    SHARED_MEMORY,
+    Limits,
+    Rule,
+    StructureCase,
+)
 from flexattn.kernels.blackwell.config import (
     LANES,
     OUT_COLUMNS,
@@ -56,11 +63,7 @@ LIMITS: Limits[ConfigCase] = Limits(
             "BLOCK_N={c.config.BLOCK_N} is not 64 or 128",
             lambda c: c.config.BLOCK_N in (64, 128),
         ),
-        Rule(
-            "stages",
-            "num_stages={c.config.num_stages} is not between 1 and 8",
-            lambda c: 1 <= c.config.num_stages <= 8,
-        ),
+        NUM_STAGES,
         Rule(
             "tiles of rows",
             "q_tiles={c.config.q_tiles} is not 1 or 2",
@@ -125,15 +128,7 @@ LIMITS: Limits[ConfigCase] = Limits(
                 or (c.structure.sparsity.runs and c.structure.sparsity.q_block % LANES == 0)
             ),
         ),
-        Rule(
-            "mask block",
-            "BLOCK_N={c.config.BLOCK_N} does not divide the mask's block of "
-            "{c.structure.sparsity.kv_block}",
-            lambda c: (
-                c.structure.sparsity is None
-                or c.structure.sparsity.kv_block % c.config.BLOCK_N == 0
-            ),
-        ),
+        KEYS_OF_BLOCK,
         SHARED_MEMORY,
         Rule(
             "registers",

@@ -27,22 +27,10 @@ from flexattn.kernels.blackwell.config import (
     touched_runs,
 )
 from flexattn.kernels.printers.score_printer import print_score
-from flexattn.kernels.printers.spelling import Dialect, TensorForm
+from flexattn.kernels.printers.spelling import gluon_dialect
 from flexattn.problem import Structure
 
-# A selection behind a condition stays there.
-BLACKWELL = Dialect(
-    "gl",
-    "gluon.jit",
-    gluon=True,
-    rows="ROWS",
-    tile=TensorForm("[ROWS, BLOCK_N]", "S_LAYOUT"),
-    key=TensorForm("[1, BLOCK_N]", "S_LAYOUT"),
-    row=TensorForm("[ROWS]", "BY_ROW"),
-    over_rows="BY_ROW",
-    over_keys="BY_KEY",
-    guarded="keep_branch({0})",
-)
+BLACKWELL = gluon_dialect("S_LAYOUT")
 _TEMPLATE = "blackwell/prefill.py.jinja"
 # 2^r on [-1/2, 1/2] within 7.5e-5 of it, by reweighted least squares. A weight is rounded to 2^-9
 # or 2^-11 of itself.

@@ -19,7 +19,7 @@ class FamilyRow(NamedTuple):
     family: the name of its object in the folder's module `family`. configs: its config classes,
     in the folder's module `config`. plugin: the folder is one of flexattn/ itself
     and has the name of a backend whose devices it serves; nothing but this row names it.
-    measured: False if nobody has: then kernel_options alone choose it.
+    measured: False if nobody has timed its kernels. Then only kernel_options choose it.
     """
 
     folder: str
@@ -97,7 +97,7 @@ def launch_key(config: Any) -> tuple[object, ...]:
 
 
 def _all(kind: Kind, measured: bool = True) -> list[KernelFamily[Any]]:
-    """The families of a kind. measured: without those that nobody has measured."""
+    """The families of a kind. measured: only those whose kernels somebody has timed."""
     rows = (row for row in ROWS if not row.plugin and row.measured >= measured)
     return [family for family in map(_family, rows) if family.kind == kind]
 

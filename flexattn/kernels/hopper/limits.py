@@ -8,7 +8,7 @@ from math import floor
 
 from flexattn.device import Device
 from flexattn.kernels.base.features import loads_by_key, loads_diagonals, loads_tiles, tma_layout
-from flexattn.kernels.base.limits import NUM_STAGES, SHARED_MEMORY, Limits, Rule
+from flexattn.kernels.base.limits import KEYS_OF_BLOCK, NUM_STAGES, SHARED_MEMORY, Limits, Rule
 from flexattn.kernels.hopper.config import (
     BOX,
     CONSUMER_ROWS,
@@ -453,15 +453,7 @@ LIMITS: Limits[ConfigCase] = Limits(
             "divide the mask's block of {c.structure.sparsity.q_block}",
             _divides_block,
         ),
-        Rule(
-            "mask block",
-            "BLOCK_N={c.config.BLOCK_N} does not divide the mask's block of "
-            "{c.structure.sparsity.kv_block}",
-            lambda c: (
-                c.structure.sparsity is None
-                or c.structure.sparsity.kv_block % c.config.BLOCK_N == 0
-            ),
-        ),
+        KEYS_OF_BLOCK,
         # That they share a KV head too is a matter of a problem's heads: the grid asks.
         Rule(
             "pack_gqa",

@@ -30,7 +30,7 @@ from flexattn.kernels.hopper.config import (
 )
 from flexattn.kernels.hopper.limits import case_of
 from flexattn.kernels.printers.score_printer import PrintedScore, print_score as triton_score
-from flexattn.kernels.printers.spelling import Dialect, TensorForm
+from flexattn.kernels.printers.spelling import TensorForm, gluon_dialect
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.kernels.ptx.assembler import effective, for_split_tiles
 from flexattn.kernels.ptx.stages import Stages
@@ -96,20 +96,8 @@ def producer_arguments(found: tuple[Argument, ...], masked: bool) -> list[str]:
     return [argument.name for argument in found if argument.name.startswith(taken)]
 
 
-# Tiles are those of one consumer; a selection behind a condition stays there.
-HOPPER = Dialect(
-    "gl",
-    "gluon.jit",
-    gluon=True,
-    rows="ROWS",
-    tile=TensorForm("[ROWS, BLOCK_N]", "MMA_S"),
-    key=TensorForm("[1, BLOCK_N]", "MMA_S"),
-    row=TensorForm("[ROWS]", "BY_ROW"),
-    diagonal=TensorForm("[STRIP]", "BLOCKED_1D"),
-    over_rows="BY_ROW",
-    over_keys="BY_KEY",
-    over_diagonals="BLOCKED_1D",
-    guarded="keep_branch({0})",
+HOPPER = gluon_dialect(
+    "MMA_S", diagonal=TensorForm("[STRIP]", "BLOCKED_1D"), over_diagonals="BLOCKED_1D"
 )
 
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flexattn.mods.expr import Expr
 from flexattn.mods.numbers import divisor_of
@@ -194,6 +195,26 @@ class Dialect:
         if self.gluon:
             text = op.gluon or text
         return text.format(*operands, tl=self.module)
+
+
+def gluon_dialect(layout: str, **more: Any) -> Dialect:
+    """Gluon's dialect of a consumer's tile of scores [ROWS, BLOCK_N], in a layout of this name.
+
+    A selection behind a condition stays there. more: other fields of the dialect.
+    """
+    return Dialect(
+        "gl",
+        "gluon.jit",
+        gluon=True,
+        rows="ROWS",
+        tile=TensorForm("[ROWS, BLOCK_N]", layout),
+        key=TensorForm("[1, BLOCK_N]", layout),
+        row=TensorForm("[ROWS]", "BY_ROW"),
+        over_rows="BY_ROW",
+        over_keys="BY_KEY",
+        guarded="keep_branch({0})",
+        **more,
+    )
 
 
 TRITON = Dialect()
