@@ -188,6 +188,8 @@ def _assembly(block, body, consumers):
         "multiply_columns_of_v": lambda: None,
         "no_offset": lambda: 0,
         "keep_branch": lambda x: x,
+        "wait_for_row_tiles": lambda: None,
+        "launch_dependents": lambda: None,
         "load_scalar": lambda place: Number(place.array[0]),
         "exchange_values": lambda words, value: value,
         "fast_tanh": np.tanh,

@@ -7,6 +7,7 @@ import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.kernels.hopper.config import RaggedPrefillConfig
+from flexattn.kernels.hopper.ragged import render_merge_parts, render_row_tiles
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
@@ -51,3 +52,23 @@ def test_no_loop_spills(case):
     assert taken.shared <= estimates(config, form, H200)[0]
     loops = product_loops(compiled.asm["cubin"])
     assert loops and not any(spills for _, spills in loops), (loops, taken)
+
+
+def test_each_kernel_waits_for_the_one_before():
+    """Launched early, they read nothing of each other's before that kernel has ended."""
+    D, page, config, _ = CASES["64 columns"]
+    form = served(
+        4, 1, 2048, 8192, 32, 8, D, D, torch.bfloat16, torch.bfloat16, page,
+        mask=bind(causal, "mask"),
+    ).structure  # fmt: skip
+    sources = (
+        render_row_tiles(form, config, H200),
+        render(form, config, H200, "test"),
+        render_merge_parts(form, config, H200),
+    )
+    assert [each.launch_pdl for each in sources] == [False, True, True]
+    for i, source in enumerate(sources):
+        ptx = compile_source(source, H200).asm["ptx"]
+        first_load = ptx.index("ld.global")
+        assert ("griddepcontrol.wait" in ptx[:first_load]) == (i > 0)
+        assert ("griddepcontrol.launch_dependents" in ptx[:first_load]) == (i < 2)

@@ -104,6 +104,20 @@ SERVING = (
         IN_ROW_TILES + "::test_order[one-1]",
     ),
     Fault(
+        "decodes that the kernel of prefills serves have no tiles",
+        ROW_TILES,
+        "q_len = tl.where(is_prefill | light, q_len, 0)",
+        "q_len = tl.where(is_prefill, q_len, 0)",
+        IN_ROW_TILES + "::test_few_decodes_are_served_with_the_prefills[few]",
+    ),
+    Fault(
+        "tiles of rows are read before they are listed",
+        "templates/hopper/prefill.py.jinja",
+        "    wait_for_row_tiles() ",
+        "    # ",
+        "tests/compile/test_hopper_ragged.py::test_each_kernel_waits_for_the_one_before",
+    ),
+    Fault(
         "rows of a prefill stand at the first keys",
         REQUESTS,
         "row_start = gl.maximum(kv_len - q_len, 0) + first_row",

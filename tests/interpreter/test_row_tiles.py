@@ -74,9 +74,19 @@ def listed(
     return [tuple(each) for each in words], which, cut
 
 
-def prefills_of(q_lens):
-    """Which requests Hopper's forward serves: those that take the streaming kernel more time."""
-    return [q > DECODE_QUERIES and -(-q // ROWS) <= 1.35 * -(-q * GROUP // 64) for q in q_lens]
+def prefills_of(q_lens, widths, sms=132):
+    """Which requests Hopper's forward serves: those that take the streaming kernel more time, and
+    beside them the others, where these have up to 8 tiles of keys for each SM."""
+    slow = [q > DECODE_QUERIES and -(-q // ROWS) <= 1.35 * -(-q * GROUP // 64) for q in q_lens]
+    own = zip(q_lens, widths, slow, strict=True)
+    decodes = sum(-(-q // ROWS) * width for q, width, holds in own if not holds) * HEADS
+    light = any(slow) and sms > 1 and decodes <= 8 * sms
+    return [q > 0 and (holds or light) for q, holds in zip(q_lens, slow, strict=True)]
+
+
+def widths_of(kv_lens):
+    """Tiles of keys of each request without a mask."""
+    return [max(1, -(-n // KEYS)) for n in kv_lens]
 
 
 def expected(q_lens, kv_lens, prefills):
@@ -105,14 +115,16 @@ BATCHES = {
 @pytest.mark.parametrize("batch", BATCHES)
 def test_order(batch):
     found, prefills, cut = listed(*BATCHES[batch])
-    assert prefills == prefills_of(BATCHES[batch][0])
+    q_lens, kv_lens = BATCHES[batch]
+    assert prefills == prefills_of(q_lens, widths_of(kv_lens))
     assert [each[:2] for each in found] == expected(*BATCHES[batch], prefills)
     assert all(each[2:4] == (0, 1) for each in found) and not cut
 
 
 def parts_of(q_lens, widths, sms):
     """Into how many parts each request's tiles of keys are cut."""
-    tiles = [-(-q // ROWS) * holds for q, holds in zip(q_lens, prefills_of(q_lens), strict=True)]
+    served = prefills_of(q_lens, widths, sms)
+    tiles = [-(-q // ROWS) * holds for q, holds in zip(q_lens, served, strict=True)]
     share = sum(t * w for t, w in zip(tiles, widths, strict=True)) * HEADS / sms or 0.001
     return [max(1, min(2 * w / share, w // 4, 64)) if w > 1.5 * share else 1 for w in widths]
 
@@ -151,6 +163,24 @@ def test_keys_that_a_window_leaves_are_cut():
     assert check_parts([100], [60000], [469 - low], **about) == [2]
 
 
+@pytest.mark.parametrize(
+    "q_lens,kv_lens,sms,which",
+    [
+        ([200, 1, 3], [200, 4000, 70], 132, [1, 1, 1]),
+        ([200, 1, 1], [200, 60000, 20000], 132, [1, 0, 0]),
+        ([1, 3], [4000, 70], 132, [0, 0]),
+        ([200, 1], [200, 100], 1, [1, 0]),
+        ([200, *[1] * 100], [200, *[500] * 100], 132, [1, *[1] * 100]),
+        ([200, *[1] * 100], [200, *[900] * 100], 132, [1, *[0] * 100]),
+    ],
+    ids=["few", "many keys", "no prefill", "one SM", "many of few keys", "many"],
+)
+def test_few_decodes_are_served_with_the_prefills(q_lens, kv_lens, sms, which):
+    """A kernel of their own began when the prefills left the SMs: 10 to 20 us for one of a row."""
+    _, prefills, _ = listed(q_lens, kv_lens, sms=sms, splits=True)
+    assert [int(each) for each in prefills] == which
+
+
 def test_all_are_prefills_where_a_plan_says_so():
     batch = [130] * 3, [700, 0, 130]
     found, _, _ = listed(*batch, phase="", ragged=False)
@@ -163,7 +193,7 @@ def test_drawn_batches(seed):
     count = draw.choice((3, 64, 65, 130))
     q_lens = [draw.choice((0, 1, 16, 17, draw.randrange(1, 400))) for _ in range(count)]
     kv_lens = [n + draw.choice((0, 0, draw.randrange(20000))) for n in q_lens]
-    check_parts(q_lens, kv_lens, [max(1, -(-n // 128)) for n in kv_lens])
+    check_parts(q_lens, kv_lens, widths_of(kv_lens))
 
 
 def test_more_tiles_than_were_planned_for():

@@ -51,12 +51,13 @@ def made(monkeypatch):
         if found:  # they were found wrong
             return None
         asked = in_phase(problem, "prefill")
-        config = next(PREFILL.able(asked, H200))
+        config = replace(next(PREFILL.able(asked, H200)), splits=True)
         choice = Candidate(asked, H200, config, "default", "here").choice()
         source = render_row_tiles(asked.structure, config, target)
+        merging = replace(target, num_sms=H200.num_sms)
         row_tiles = Launched(builder().kernel(source, target, -1))
         merge = Launched(
-            builder().kernel(render_merge_parts(asked.structure, config, H200), target, -1)
+            builder().kernel(render_merge_parts(asked.structure, config, merging), target, -1)
         )
         found.append(
             PrefillKernels(

@@ -46,6 +46,9 @@ _TILES = _REQUESTS = 64
 _STREAMED_ROWS, _STREAMED_TIME = 64, 1.35
 # Heads that the rows of a consumer may be of.
 _PACKED = (1, 2, 4, 8, 16, 32, 64)
+# Tiles of keys for each SM up to which this kernel serves the decodes beside prefills, too: one of
+# their own waits for SMs, and merges. A tile of few rows takes it up to 1.7 times as long.
+_LIGHT = 8
 # Where fewer tiles than this share of all SMs have most of the keys, they are cut: into parts of
 # half of an SM's share, each of this many tiles of keys at least.
 _CUT_FROM, _LEAST_PART, _MOST_PARTS = 1.5, 4, 64
@@ -106,7 +109,7 @@ def packed_heads(rows: int, group: int, tile: int) -> int:
 def ragged_defaults(problem: ServingProblem, device: Device) -> Iterator[RaggedPrefillConfig]:
     """The static defaults, best first; not all of them can run.
 
-    Keys are cut unless one request's rows alone occupy all SMs.
+    Keys are cut if they may make two parts, unless one request's rows alone occupy all SMs.
     """
     form = problem.structure
     keys = 128 if max(form.head_dim_qk, form.head_dim_v) <= 128 else 64
@@ -120,7 +123,8 @@ def ragged_defaults(problem: ServingProblem, device: Device) -> Iterator[RaggedP
     elif form.group % 2 == 0:
         first = replace(first, pack_gqa=True)
     units = grid(problem, first, device).num_work_tiles
-    first = replace(first, splits=problem.B > 1 or units < 2 * device.num_sms)
+    cut = problem.kv_len >= 2 * _LEAST_PART * keys
+    first = replace(first, splits=cut and (problem.B > 1 or units < 2 * device.num_sms))
     yield first
     yield replace(first, ping_pong=False)
 
@@ -244,7 +248,7 @@ def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Dev
         "SLOTS": split_slots(form, config, device),
     }
     found = [*_requests(form)[1:], *several("i32", "num_requests", "num_sms"), *captured]
-    given = [each.name for each in found]
+    given, phased = [each.name for each in found], form.phase != ""
     found.append(Argument("capacity", "i32"))
     names = ["ROW_TILES", "COUNTER", "CUT_TILES"]
     if form.phase:
@@ -254,6 +258,7 @@ def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Dev
             "DECODE_QUERIES": DECODE_QUERIES,
             "STREAMED_ROWS": _STREAMED_ROWS,
             "STREAMED_TIME": _STREAMED_TIME * form.kv_heads,
+            "LIGHT": _LIGHT,
         }
     found += several("*i32", *names, divisible_by=4)
     context: dict[str, object] = {
@@ -261,8 +266,9 @@ def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Dev
         "constants": tuple(settings.items()),
         "edges": edges,
         "form": form,
-        "request_arguments": ["b", *given],
-        "request_values": lambda b: ", ".join((b, *given)),
+        "launch_pdl": device.backend == "cuda",
+        "request_arguments": ["b", *["light"] * phased, *given],
+        "request_values": lambda b, light="light": ", ".join((b, *[light] * phased, *given)),
     }
     header = [f"tiles of {config.BLOCK_M} rows of a batch for {device.arch}"]
     return make_source("hopper/row_tiles.py.jinja", device, header, context, tuple(found), 4, 1)
@@ -292,6 +298,7 @@ def render_merge_parts(form: ServingForm, config: HopperPrefillConfig, device: D
         "v_pieces": named_pieces("v", form.head_dim_v),
         "form": form,
         "cut_tiles": True,
+        "launch_pdl": device.backend == "cuda",
         "out_element": triton_type(form.dtype),
     }
     header = [f"merge of parts of {config.BLOCK_M} rows for {device.arch}"]
