@@ -7,9 +7,9 @@ Stable, changed only with a new minor version and a line in CHANGELOG.md: all na
 the environment variables and the verbs of the command line; the names in `kernel_options`.
 
 - attention: flex_attention, AuxRequest, AuxOutput, FlexKernelOptions, ScoreMod, MaskMod
+- of packed sequences: varlen_attn; nested tensors: pack, Packed
 - masks: create_block_mask, BlockMask, and_masks, or_masks, noop_mask, create_mask, visualize
 - what runs, and why: explain, Explanation
-- nested tensors: pack, Packed
 - torch's own function served by this library: install, uninstall
 - compiled before the first call: warm; other operators in mods: register_op
 
@@ -26,10 +26,15 @@ from flexattn import settings  # first: it reads FLEXATTN_INTERPRET before trito
 if TYPE_CHECKING:
     from flexattn.block_mask.visual import visualize
     from flexattn.deploy.warm import warm
+    from flexattn.frontend.varlen import varlen_attn
     from flexattn.public import *
 
 # The modules of names that no call of flex_attention needs.
-_APART = {"visualize": "flexattn.block_mask.visual", "warm": "flexattn.deploy.warm"}
+_APART = {
+    "varlen_attn": "flexattn.frontend.varlen",
+    "visualize": "flexattn.block_mask.visual",
+    "warm": "flexattn.deploy.warm",
+}
 __version__ = "0.2.0"
 
 __all__ = [
@@ -52,6 +57,7 @@ __all__ = [
     "pack",
     "register_op",
     "uninstall",
+    "varlen_attn",
     "visualize",
     "warm",
 ]

@@ -115,18 +115,22 @@ def padding(lengths: Tensor) -> MaskMod:
     return mask_mod
 
 
-def document_ids(offsets: Tensor) -> Tensor:
-    """The document of each packed row, int32 [offsets[-1]], as the document masks read it.
+def document_ids(offsets: Tensor, rows: int | None = None) -> Tensor:
+    """The document of each packed row, int32 [rows], as the document masks read it.
 
     offsets: int [documents + 1], where each begins and the last one ends, as cu_seqlens or the
-    offsets of a jagged tensor; a document may be empty.
+    offsets of a jagged tensor; a document may be empty. rows: offsets[-1], for which None waits
+    for the device, or more: rows behind the last document are of one more.
     """
+    if rows is not None:
+        row = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+        return torch.searchsorted(offsets[1:], row, right=True, out_int32=True)
     count = torch.arange(len(offsets) - 1, dtype=torch.int32, device=offsets.device)
     return count.repeat_interleave(offsets.diff())
 
 
-def document(doc_ids: Tensor) -> MaskMod:
-    """Keys of the query's own document; doc_ids int [max(L, S)].
+def document(doc_ids: Tensor, key_ids: Tensor | None = None) -> MaskMod:
+    """Keys of the query's own document; doc_ids int [max(L, S)], or [L] beside key_ids int [S].
 
     Documents are packed into one row without padding, and none sees another. Join it with
     `causal` by torch's `and_masks` to train on packed text.
@@ -135,9 +139,11 @@ def document(doc_ids: Tensor) -> MaskMod:
 
     Source: Krell et al., Efficient Sequence Packing, 2021, arXiv:2107.02027.
     """
+    # One tensor where there can be one: a kernel that compares a table with itself reads less.
+    of_keys = doc_ids if key_ids is None else key_ids
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return doc_ids[q_idx] == doc_ids[kv_idx]
+        return doc_ids[q_idx] == of_keys[kv_idx]
 
     mask_mod.__name__ = "document"
     return mask_mod

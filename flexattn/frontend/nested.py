@@ -63,7 +63,7 @@ def pack(query: Tensor, key: Tensor, value: Tensor) -> Packed:
     Raises InputError for tensors that are not nested, have other dimensions or do not match.
     """
     # The catalogue is not loaded with the package.
-    from flexattn.catalogue.masks import document_ids
+    from flexattn.catalogue.masks import document, document_ids
 
     named = {"query": query, "key": key, "value": value}
     (q, q_offsets), (k, kv_offsets), (v, v_offsets) = (
@@ -75,14 +75,10 @@ def pack(query: Tensor, key: Tensor, value: Tensor) -> Packed:
             f"query, key and value of lengths {', '.join(map(str, lengths))}",
             "they have as many sequences, and key and value the same lengths",
         )
-    kv_ids = document_ids(kv_offsets)
-    # One tensor where there can be one: a kernel that compares a table with itself reads less.
-    q_ids = kv_ids if _same(q_offsets, kv_offsets) else document_ids(q_offsets)
-
-    def same_sequence(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return q_ids[q_idx] == kv_ids[kv_idx]
-
-    return Packed(q, k, v, q_offsets, kv_offsets, same_sequence)
+    q_ids = document_ids(q_offsets, q.shape[2])
+    same = _same(q_offsets, kv_offsets)
+    mask_mod = document(q_ids, None if same else document_ids(kv_offsets, k.shape[2]))
+    return Packed(q, k, v, q_offsets, kv_offsets, mask_mod)
 
 
 def _same(offsets: Tensor, others: Tensor) -> bool:

@@ -148,6 +148,9 @@ def _sub(node: Expr) -> Expr | None:
             return const(0, node.dtype)
         if y.op == "const":
             return make("add", node.dtype, (x, make("neg", node.dtype, (y,))))
+        # A distance of two positions that count from the same start.
+        if x.op == y.op == "sub" and x.args[1] is y.args[1]:
+            return make("sub", node.dtype, (x.args[0], y.args[0]))
     return None
 
 

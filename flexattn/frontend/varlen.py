@@ -1,0 +1,378 @@
+"""varlen_attn(): attention of packed sequences, without a mask object.
+
+The sequences lie in one row; which belongs to which is found on the device, from cu_seqlens. One
+place, `_serve`, decides what serves a call: today `flex_attention` with a document mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, and_masks
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from flexattn.block_mask.intervals import interval_mask
+from flexattn.block_mask.lists import queue_of
+from flexattn.catalogue.masks import causal as causal_mask, document, document_ids
+from flexattn.errors import InputError, InputTypeError, LayoutError, PlaceError, UnsupportedError
+from flexattn.frontend.attention import flex_attention
+from flexattn.mods.expr import MaskMod, ScoreMod
+from flexattn.settings import current
+from flexattn.util.ambient import without_modes
+from flexattn.util.locks import Lru
+
+# The packs of each cu_seqlens_q that lives. Layers of a model differ in a window or a
+# mask_mod, and each may have a score_mod.
+_packs = WeakTensorKeyDictionary()
+_MASKS, _SCORES = 16, 256
+# Arguments of FlashAttention's function and of torch's: what changes nothing, and what else to do.
+_THEIRS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "softcap": ((0, None), "score_mod=flexattn.catalogue.softcap(cap)"),
+    "alibi_slopes": ((None,), "a score_mod that adds slopes[h] * (kv_idx - q_idx)"),
+    "return_attn_probs": ((False,), "return_lse=True, which returns (out, lse)"),
+    "block_table": ((None,), "flexattn.serving.DecodePlan, which reads paged caches"),
+    "seqused_k": ((None,), "flexattn.serving.DecodePlan, which takes seq_lens"),
+    "num_splits": ((None, 0, 1), 'kernel_options={"BATCH_INVARIANT": True}'),
+}  # fmt: skip
+
+
+def varlen_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int | None = None,
+    max_k: int | None = None,
+    *,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    enable_gqa: bool = True,
+    return_lse: bool = False,
+    return_aux: AuxRequest | None = None,
+    sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    **theirs: Any,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """Attention of sequences that lie one behind another, each within itself.
+
+    q [total_q, Hq, E], k [total_k, Hkv, E], v [total_k, Hkv, Ev]; dtypes and heads as for
+    `flex_attention`. cu_seqlens_q, cu_seqlens_k int32 or int64 [sequences + 1], on q's device:
+    where each sequence begins, from 0, and the last one ends. Sequences may be empty, and have
+    more keys than queries or fewer. Rows and keys behind the last one are one more sequence.
+    max_q, max_k: the longest lengths, which torch's and FlashAttention's functions ask for; no
+    path here needs them.
+
+    score_mod(score, b, h, q_idx, kv_idx) and mask_mod(b, h, q_idx, kv_idx): b is the number of
+    the sequence, q_idx and kv_idx count from its first query and its first key.
+    causal, window (left, right): keys at most so far before the query's own position and behind
+    it, -1 for any; causal is a right of 0. As in FlashAttention since 2.1 the last query stands
+    at the last key: query i of n at key i + m - n of m. Blocks outside of a window are not
+    visited, those that a mask_mod alone removes are.
+    scale, enable_gqa, return_lse, return_aux, sinks, dropout_p, kernel_options: as for
+    `flex_attention`; descales are of all sequences, [1, H]. deterministic: kernel_options'
+    DETERMINISTIC. window_size, softmax_scale, max_seqlen_q and max_seqlen_k are other names.
+
+    Returns out [total_q, Hq, Ev]; lse is [Hq, total_q]. A row without keys gives zeros.
+
+    Nothing waits for the device, and new lengths in the same tensors compile nothing: a captured
+    CUDA graph and a compiled one read them where they lie. What is found from cu_seqlens is kept
+    with cu_seqlens_q for later layers, while torch counts no write to either.
+
+    Raises as `flex_attention`, and InputError for cu_seqlens that do not fit; what stands in them
+    is checked on the CPU, or with FLEXATTN_CHECK=1.
+    """
+    scale = theirs.pop("softmax_scale", scale)
+    window = theirs.pop("window_size", window)
+    theirs.pop("max_seqlen_q", None)
+    theirs.pop("max_seqlen_k", None)
+    if theirs:
+        _refuse(theirs)
+    _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    left, right = _sides(window, causal)
+    if deterministic:
+        kernel_options = {**(kernel_options or {}), "DETERMINISTIC": True}
+    rest: dict[str, Any] = {
+        "scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse,
+        "kernel_options": kernel_options, "return_aux": return_aux, "sinks": sinks,
+        "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
+        "dropout_p": dropout_p,
+    }  # fmt: skip
+    asked = Asked(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], left, right, mask_mod)
+    return _serve(q, k, v, asked, score_mod, rest)  # type: ignore[no-any-return]
+
+
+class Asked(NamedTuple):
+    """Which keys each row sees: cu_seqlens, lengths, a window and a mask_mod of positions."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+    rows: int
+    keys: int
+    left: int
+    right: int
+    mask_mod: MaskMod | None
+
+    @property
+    def alike(self) -> bool:
+        """True if each sequence has the same queries and keys: rows and keys have one table."""
+        return self.cu_q is self.cu_k and self.rows == self.keys
+
+
+def _serve(
+    q: Tensor, k: Tensor, v: Tensor, asked: Asked, score_mod: ScoreMod | None, rest: dict[str, Any]
+) -> Any:
+    """The results of a call by the engine that serves it: the document mask, for every call."""
+    mask, score_mod = document_call(asked, score_mod)
+    heads = (q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+    found = flex_attention(*heads, score_mod=score_mod, block_mask=mask, **rest)
+    if rest["return_aux"] is not None:
+        out, aux = found
+        assert isinstance(aux, AuxOutput)
+        sides = (None if x is None else x[0] for x in (aux.lse, aux.max_scores))
+        return _rows(out), AuxOutput(*sides)
+    if rest["return_lse"]:
+        out, lse = found
+        assert isinstance(lse, Tensor)
+        return _rows(out), lse[0]
+    return _rows(found)
+
+
+def _rows(out: Any) -> Tensor:
+    found: Tensor = out[0].transpose(0, 1)
+    return found
+
+
+class Positions(NamedTuple):
+    """Where rows stand in their sequences, for mods of positions in a sequence.
+
+    sequence int32 [rows]: the number of each row's sequence, of a row behind the last one that of
+    the last. q_start, k_start int32 [rows]: its first query and its first key.
+    """
+
+    sequence: Tensor
+    q_start: Tensor
+    k_start: Tensor
+
+    def score_mod(self, score_mod: ScoreMod) -> ScoreMod:
+        """A score_mod of positions in a sequence as one of positions in the pack."""
+        sequence, q_start, k_start = self
+
+        def by_position(
+            score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+        ) -> Tensor:
+            q_at, kv_at = q_idx - q_start[q_idx], kv_idx - k_start[q_idx]
+            return score_mod(score, sequence[q_idx], h, q_at, kv_at)
+
+        return by_position
+
+    def mask_mod(self, mask_mod: MaskMod) -> MaskMod:
+        """The same of a mask_mod."""
+        sequence, q_start, k_start = self
+
+        def by_position(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            q_at, kv_at = q_idx - q_start[q_idx], kv_idx - k_start[q_idx]
+            return mask_mod(sequence[q_idx], h, q_at, kv_at)
+
+        return by_position
+
+
+def document_mask(asked: Asked) -> tuple[BlockMask, Positions]:
+    """The mask of a call whose rows and keys are above 0, and where its rows stand."""
+    cu_q = asked.cu_q.to(torch.int32)
+    cu_k = cu_q if asked.alike else asked.cu_k.to(torch.int32)
+    of = document_ids(cu_q, asked.rows)
+    q_start = cu_q[of]
+    k_start = q_start if asked.alike else cu_k[of]
+    k_end = _ends(cu_k, asked.keys)[of]
+    positions = Positions(of.clamp(max=max(cu_q.shape[0] - 2, 0)), q_start, k_start)
+    # The key at which each row stands, the last one at its sequence's last.
+    at = torch.arange(asked.rows, dtype=torch.int32, device=of.device)
+    if not asked.alike:
+        at = at - _ends(cu_q, asked.rows)[of] + k_end
+    first, end = k_start, k_end
+    if asked.left >= 0:
+        first = torch.maximum(first, at - asked.left)
+    if asked.right >= 0:
+        end = torch.minimum(end, at + (asked.right + 1))
+    end = torch.maximum(end, k_start)
+    # cu_seqlens that do not fit give wrong numbers, and no read outside of the keys.
+    first, end = first.clamp(0, asked.keys), end.clamp(0, asked.keys)
+    alike = asked.alike
+    terms = _alike(of, asked.left, asked.right) if alike else [_between(first, end)]
+    whole = asked.mask_mod is None
+    if asked.mask_mod is not None:
+        terms.append(positions.mask_mod(asked.mask_mod))
+    mask_mod = terms[0] if len(terms) == 1 else and_masks(*terms)
+    graded = torch.is_grad_enabled()
+    return interval_mask(first, end, asked.keys, mask_mod, whole, graded), positions
+
+
+class _Kept(NamedTuple):
+    """A pack's mask, its score mods by position, and what its key names by id, which is held."""
+
+    mask: BlockMask
+    positions: Positions
+    scores: Lru[int, tuple[ScoreMod, ScoreMod]]
+    held: tuple[Any, ...]
+
+
+def document_call(
+    asked: Asked, score_mod: ScoreMod | None
+) -> tuple[BlockMask | None, ScoreMod | None]:
+    """A call's mask and its score_mod by position, kept while nobody writes to its cu_seqlens.
+
+    The same objects for the same ones, by which launches are found. Made anew in a graph that is
+    being traced or captured, which is to read new lengths, and of tensors of inference mode, which
+    do not count what is written.
+    """
+    if not asked.rows or not asked.keys:
+        return None, score_mod
+    if not torch.compiler.is_dynamo_compiling():
+        kept = _kept(asked)
+        if score_mod is None:
+            return kept.mask, None
+        known = kept.scores.get(id(score_mod))
+        if known is None:
+            known = score_mod, kept.positions.score_mod(score_mod)
+            kept.scores.put(id(score_mod), known)
+        return kept.mask, known[1]
+    mask, positions = document_mask(asked)
+    return mask, None if score_mod is None else positions.score_mod(score_mod)
+
+
+def _kept(asked: Asked) -> _Kept:
+    cu_q, cu_k = asked.cu_q, asked.cu_k
+    _, stream, capturing = queue_of(cu_q.device)
+    if capturing or cu_q.is_inference() or cu_k.is_inference():
+        return _made(asked, capturing)
+    packs: Lru[tuple[Any, ...], _Kept] | None = _packs.get(cu_q)
+    if packs is None:
+        packs = _packs[cu_q] = Lru(_MASKS)
+    key = (
+        id(cu_k), cu_q._version, cu_k._version, cu_q.data_ptr(), cu_k.data_ptr(), *asked[2:6],
+        id(asked.mask_mod), torch.is_grad_enabled(), stream,
+    )  # fmt: skip
+    found = packs.get(key)
+    if found is None:
+        found = _made(asked, capturing)
+        packs.put(key, found)
+    return found
+
+
+def _made(asked: Asked, capturing: bool) -> _Kept:
+    with without_modes():
+        if (current().check or not asked.cu_q.is_cuda) and not capturing:
+            _check_values("cu_seqlens_q", asked.cu_q, "q", asked.rows)
+            _check_values("cu_seqlens_k", asked.cu_k, "k", asked.keys)
+        # No cu_seqlens_q, whose end lets the entry go.
+        held = asked.mask_mod, None if asked.cu_k is asked.cu_q else asked.cu_k
+        return _Kept(*document_mask(asked), Lru(_SCORES), held)
+
+
+def _ends(cu: Tensor, length: int) -> Tensor:
+    """The end of each sequence, and of what lies behind the last one."""
+    return torch.nn.functional.pad(cu[1:], (0, 1), value=length)
+
+
+def _alike(of: Tensor, left: int, right: int) -> list[MaskMod]:
+    """The terms of a mask where queries and keys have the same lengths: positions cancel."""
+    terms = [document(of)]
+    if right == 0:
+        terms.append(causal_mask)
+    elif right > 0:
+        terms.append(lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= right)
+    if left >= 0:
+        terms.append(lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= left)
+    return terms
+
+
+def _between(first: Tensor, end: Tensor) -> MaskMod:
+    def between(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (first[q_idx] <= kv_idx) & (kv_idx < end[q_idx])
+
+    return between
+
+
+def _sides(window: Any, causal: bool) -> tuple[int, int]:
+    """The keys on each side of a row's own that it sees, -1 for all; raises InputTypeError."""
+    pair = tuple(window) if isinstance(window, (tuple, list)) else ()
+    sides = [-1 if x is None else x for x in pair]
+    if len(sides) != 2 or not all(isinstance(x, (int, torch.SymInt)) for x in sides):
+        raise InputTypeError(
+            f"window is {window!r:.80}",
+            "it is (left, right), two integers: so many keys on each side, -1 for any number",
+            "pass (512, 0) for a causal window of 513 keys, causal=True for no window",
+        )
+    return max(sides[0], -1), 0 if causal else max(sides[1], -1)
+
+
+def _refuse(theirs: Mapping[str, Any]) -> None:
+    """Raise for arguments of other functions, but those of which the value changes nothing."""
+    for name, value in theirs.items():
+        if name not in _THEIRS:
+            raise InputTypeError(
+                f"varlen_attn has no argument {name}",
+                "it takes those of flex_attention, torch's varlen_attn and FlashAttention's "
+                "flash_attn_varlen_func",
+            )
+        neutral, better = _THEIRS[name]
+        if isinstance(value, Tensor) or value not in neutral:
+            shown = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+            raise UnsupportedError(
+                f"{name} is {shown}", f"varlen_attn has no {name}", f"pass or call {better}"
+            )
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
+    """Raises InputError for tensors of other dimensions, and cu_seqlens of no sequences."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            got = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise LayoutError(
+                f"{name} is {got}",
+                "it is [total length, heads, head_dim], the sequences one behind another",
+                "flexattn.flex_attention takes [batch, heads, length, head_dim], flexattn.pack "
+                "nested tensors",
+            )
+    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if not isinstance(cu, Tensor) or cu.dtype not in (torch.int32, torch.int64):
+            got = f"of {cu.dtype}" if isinstance(cu, Tensor) else f"a {type(cu).__name__}"
+            raise InputTypeError(
+                f"{name} is {got}",
+                "it is an int32 tensor of where each sequence begins, and the last one ends",
+                "torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), on q's device",
+            )
+        if cu.dim() != 1 or cu.shape[0] < 1 or cu.shape != cu_q.shape:
+            raise InputError(
+                f"cu_seqlens_q has shape {tuple(cu_q.shape)}, {name} {tuple(cu.shape)}",
+                "both have one dimension, of the number of sequences and one more",
+            )
+        if cu.device != q.device:
+            raise PlaceError(
+                f"{name} is on {cu.device}, q on {q.device}",
+                "they are on one device",
+                f"call {name}.to({str(q.device)!r})",
+            )
+
+
+def _check_values(name: str, cu: Tensor, of: str, length: int) -> None:
+    """Raises InputError unless cu_seqlens begin at 0, do not decrease and end within a length."""
+    values = cu.tolist()
+    if values[0] or values[-1] > length or values != sorted(values):
+        raise InputError(
+            f"{name} is {values[:8]}{' and more' if len(values) > 8 else ''}, {of} has {length}",
+            f"it begins with 0, never decreases, and ends at {of}'s length, or before",
+            "torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)",
+        )

@@ -1,0 +1,63 @@
+"""Packed sequences for tests, and the float64 oracle of each sequence by itself."""
+
+import torch
+
+from flexattn import create_block_mask
+from flexattn.reference import attention
+
+# Empty ones, one token, whole blocks, and more keys than queries and the other way round.
+LENGTHS = [3, 0, 128, 1, 59, 70]
+KEYS = [5, 2, 60, 0, 130, 70]
+
+
+def offsets(lengths, dtype=torch.int32):
+    return torch.tensor([0, *lengths]).cumsum(0, dtype=dtype)
+
+
+def pack(lengths=LENGTHS, keys=None, heads=(4, 2), widths=(16, 8), dtype=torch.float32, more=0):
+    """q, k, v and cu_seqlens of both, one tensor without keys; more: rows behind the last."""
+    draw = torch.Generator().manual_seed(sum(lengths))
+    sizes = sum(lengths) + more, sum(keys or lengths) + more
+    cu = offsets(lengths)
+    q = torch.randn(sizes[0], heads[0], widths[0], generator=draw)
+    k = torch.randn(sizes[1], heads[1], widths[0], generator=draw)
+    v = torch.randn(sizes[1], heads[1], widths[1], generator=draw)
+    return *(x.to(dtype) for x in (q, k, v)), cu, cu if keys is None else offsets(keys)
+
+
+def window_mask(n, m, left, right):
+    """Which of m keys each of n queries sees, the last query standing at the last key."""
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        at = q_idx + (m - n)
+        kept = kv_idx >= 0
+        if left >= 0:
+            kept = kept & (kv_idx >= at - left)
+        return kept & (kv_idx <= at + right) if right >= 0 else kept
+
+    return mask_mod
+
+
+def alone(q, k, v, cu_q, cu_k, *, left=-1, right=-1, score_mod=None, mask_mod=None, **more):
+    """out [total_q, Hq, Ev] and lse [Hq, total_q] of each sequence by itself, in float64."""
+    outs, norms = [], []
+    pairs = [[*zip(cu.tolist(), cu.tolist()[1:], strict=False)] for cu in (cu_q, cu_k)]
+    for i, ((a, b), (c, d)) in enumerate(zip(*pairs, strict=True)):
+        window = window_mask(b - a, d - c, left, right)
+
+        def kept(_, h, q_idx, kv_idx, i=i, window=window):
+            found = window(0, h, q_idx, kv_idx)
+            number = torch.full_like(q_idx, i)
+            return found if mask_mod is None else found & mask_mod(number, h, q_idx, kv_idx)
+
+        def scored(score, _, h, q_idx, kv_idx, i=i):
+            return score_mod(score, torch.full_like(q_idx, i), h, q_idx, kv_idx)
+
+        parts = [x.double().transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])]
+        mask = create_block_mask(kept, None, q.shape[1], b - a, d - c, "cpu", 16)
+        found = attention(
+            *parts, score_mod=None if score_mod is None else scored, block_mask=mask, **more
+        )
+        outs.append(found.out[0].transpose(0, 1))
+        norms.append(found.lse[0])
+    return torch.cat(outs), torch.cat(norms, 1)
