@@ -20,7 +20,7 @@ from flexattn.runtime.key_lists import keep_by_key
 from flexattn.runtime.launch import Lists
 
 # Rows, and keys, of a block.
-BLOCK = 128
+LIST_BLOCK = 128
 # Looking for the class would wait for the device, and another class for each pack may have another
 # kernel to compile: it is that of causal documents of some thousand tokens in a row of 32k.
 _CLASS = "d1/16 i4 runs"
@@ -37,24 +37,26 @@ def interval_mask(
     """
     rows = first.shape[0]
     device = first.device
-    at = torch.arange(-(-rows // BLOCK), dtype=torch.int32, device=device)
-    bottom = ((at + 1) * BLOCK).clamp(max=rows) - 1
-    low, low_bottom = first[::BLOCK], first[bottom]
-    high, high_bottom = end[::BLOCK], end[bottom]
+    at = torch.arange(-(-rows // LIST_BLOCK), dtype=torch.int32, device=device)
+    bottom = ((at + 1) * LIST_BLOCK).clamp(max=rows) - 1
+    low, low_bottom = first[::LIST_BLOCK], first[bottom]
+    high, high_bottom = end[::LIST_BLOCK], end[bottom]
     # Rows of a block that reaches past the last one make no full block.
-    full = (low_bottom + BLOCK - 1) // BLOCK, (high // BLOCK).where(at < rows // BLOCK, 0)
-    reach = low // BLOCK, (high_bottom + BLOCK - 1) // BLOCK
-    by_query = _lists(*reach, full if whole else None, -(-keys // BLOCK))
+    full = (
+        (low_bottom + LIST_BLOCK - 1) // LIST_BLOCK,
+        (high // LIST_BLOCK).where(at < rows // LIST_BLOCK, 0),
+    )
+    reach = low // LIST_BLOCK, (high_bottom + LIST_BLOCK - 1) // LIST_BLOCK
+    by_query = _lists(*reach, full if whole else None, -(-keys // LIST_BLOCK))
     found = None
     if by_key:
-        left = torch.arange(-(-keys // BLOCK), dtype=torch.int32, device=device) * BLOCK
-        right = left + BLOCK
-        full = (
-            _count(high, right, False), _count(low_bottom, left, True).clamp(max=rows // BLOCK)
-        )  # fmt: skip
+        left = torch.arange(-(-keys // LIST_BLOCK), dtype=torch.int32, device=device) * LIST_BLOCK
+        right = left + LIST_BLOCK
+        full_end = _count(low_bottom, left, True).clamp(max=rows // LIST_BLOCK)
+        full = _count(high, right, False), full_end
         reach = _count(high_bottom, left, True), _count(low, right, False)
-        found = _lists(*reach, full if whole else None, -(-rows // BLOCK))
-    lengths, block = (rows, keys), (BLOCK, BLOCK)
+        found = _lists(*reach, full if whole else None, -(-rows // LIST_BLOCK))
+    lengths, block = (rows, keys), (LIST_BLOCK, LIST_BLOCK)
     if torch.compiler.is_dynamo_compiling():
         make: Any = BlockMask
         lists = by_query[:4], (None,) * 4 if found is None else found[:4]

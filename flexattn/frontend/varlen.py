@@ -109,11 +109,11 @@ def varlen_attn(
         "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
         "dropout_p": dropout_p,
     }  # fmt: skip
-    asked = Asked(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], left, right, mask_mod)
-    return _serve(q, k, v, asked, score_mod, rest)  # type: ignore[no-any-return]
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], left, right, mask_mod)
+    return _serve(q, k, v, packing, score_mod, rest)  # type: ignore[no-any-return]
 
 
-class Asked(NamedTuple):
+class Packing(NamedTuple):
     """Which keys each row sees: cu_seqlens, lengths, a window and a mask_mod of positions."""
 
     cu_q: Tensor
@@ -131,10 +131,15 @@ class Asked(NamedTuple):
 
 
 def _serve(
-    q: Tensor, k: Tensor, v: Tensor, asked: Asked, score_mod: ScoreMod | None, rest: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    score_mod: ScoreMod | None,
+    rest: dict[str, Any],
 ) -> Any:
     """The results of a call by the engine that serves it: the document mask, for every call."""
-    mask, score_mod = document_call(asked, score_mod)
+    mask, score_mod = document_call(packing, score_mod)
     heads = (q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None])
     found = flex_attention(*heads, score_mod=score_mod, block_mask=mask, **rest)
     if rest["return_aux"] is not None:
@@ -188,35 +193,35 @@ class Positions(NamedTuple):
         return by_position
 
 
-def document_mask(asked: Asked) -> tuple[BlockMask, Positions]:
+def document_mask(packing: Packing) -> tuple[BlockMask, Positions]:
     """The mask of a call whose rows and keys are above 0, and where its rows stand."""
-    cu_q = asked.cu_q.to(torch.int32)
-    cu_k = cu_q if asked.alike else asked.cu_k.to(torch.int32)
-    of = document_ids(cu_q, asked.rows)
+    cu_q = packing.cu_q.to(torch.int32)
+    cu_k = cu_q if packing.alike else packing.cu_k.to(torch.int32)
+    of = document_ids(cu_q, packing.rows)
     q_start = cu_q[of]
-    k_start = q_start if asked.alike else cu_k[of]
-    k_end = _ends(cu_k, asked.keys)[of]
+    k_start = q_start if packing.alike else cu_k[of]
+    k_end = _ends(cu_k, packing.keys)[of]
     positions = Positions(of.clamp(max=max(cu_q.shape[0] - 2, 0)), q_start, k_start)
     # The key at which each row stands, the last one at its sequence's last.
-    at = torch.arange(asked.rows, dtype=torch.int32, device=of.device)
-    if not asked.alike:
-        at = at - _ends(cu_q, asked.rows)[of] + k_end
+    at = torch.arange(packing.rows, dtype=torch.int32, device=of.device)
+    if not packing.alike:
+        at = at - _ends(cu_q, packing.rows)[of] + k_end
     first, end = k_start, k_end
-    if asked.left >= 0:
-        first = torch.maximum(first, at - asked.left)
-    if asked.right >= 0:
-        end = torch.minimum(end, at + (asked.right + 1))
+    if packing.left >= 0:
+        first = torch.maximum(first, at - packing.left)
+    if packing.right >= 0:
+        end = torch.minimum(end, at + (packing.right + 1))
     end = torch.maximum(end, k_start)
     # cu_seqlens that do not fit give wrong numbers, and no read outside of the keys.
-    first, end = first.clamp(0, asked.keys), end.clamp(0, asked.keys)
-    alike = asked.alike
-    terms = _alike(of, asked.left, asked.right) if alike else [_between(first, end)]
-    whole = asked.mask_mod is None
-    if asked.mask_mod is not None:
-        terms.append(positions.mask_mod(asked.mask_mod))
+    first, end = first.clamp(0, packing.keys), end.clamp(0, packing.keys)
+    alike = packing.alike
+    terms = _alike(of, packing.left, packing.right) if alike else [_between(first, end)]
+    whole = packing.mask_mod is None
+    if packing.mask_mod is not None:
+        terms.append(positions.mask_mod(packing.mask_mod))
     mask_mod = terms[0] if len(terms) == 1 else and_masks(*terms)
     graded = torch.is_grad_enabled()
-    return interval_mask(first, end, asked.keys, mask_mod, whole, graded), positions
+    return interval_mask(first, end, packing.keys, mask_mod, whole, graded), positions
 
 
 class _Kept(NamedTuple):
@@ -229,7 +234,7 @@ class _Kept(NamedTuple):
 
 
 def document_call(
-    asked: Asked, score_mod: ScoreMod | None
+    packing: Packing, score_mod: ScoreMod | None
 ) -> tuple[BlockMask | None, ScoreMod | None]:
     """A call's mask and its score_mod by position, kept while nobody writes to its cu_seqlens.
 
@@ -237,10 +242,10 @@ def document_call(
     being traced or captured, which is to read new lengths, and of tensors of inference mode, which
     do not count what is written.
     """
-    if not asked.rows or not asked.keys:
+    if not packing.rows or not packing.keys:
         return None, score_mod
     if not torch.compiler.is_dynamo_compiling():
-        kept = _kept(asked)
+        kept = _kept(packing)
         if score_mod is None:
             return kept.mask, None
         known = kept.scores.get(id(score_mod))
@@ -248,37 +253,37 @@ def document_call(
             known = score_mod, kept.positions.score_mod(score_mod)
             kept.scores.put(id(score_mod), known)
         return kept.mask, known[1]
-    mask, positions = document_mask(asked)
+    mask, positions = document_mask(packing)
     return mask, None if score_mod is None else positions.score_mod(score_mod)
 
 
-def _kept(asked: Asked) -> _Kept:
-    cu_q, cu_k = asked.cu_q, asked.cu_k
+def _kept(packing: Packing) -> _Kept:
+    cu_q, cu_k = packing.cu_q, packing.cu_k
     _, stream, capturing = queue_of(cu_q.device)
     if capturing or cu_q.is_inference() or cu_k.is_inference():
-        return _made(asked, capturing)
+        return _made(packing, capturing)
     packs: Lru[tuple[Any, ...], _Kept] | None = _packs.get(cu_q)
     if packs is None:
         packs = _packs[cu_q] = Lru(_MASKS)
     key = (
-        id(cu_k), cu_q._version, cu_k._version, cu_q.data_ptr(), cu_k.data_ptr(), *asked[2:6],
-        id(asked.mask_mod), torch.is_grad_enabled(), stream,
+        id(cu_k), cu_q._version, cu_k._version, cu_q.data_ptr(), cu_k.data_ptr(), *packing[2:6],
+        id(packing.mask_mod), torch.is_grad_enabled(), stream,
     )  # fmt: skip
     found = packs.get(key)
     if found is None:
-        found = _made(asked, capturing)
+        found = _made(packing, capturing)
         packs.put(key, found)
     return found
 
 
-def _made(asked: Asked, capturing: bool) -> _Kept:
+def _made(packing: Packing, capturing: bool) -> _Kept:
     with without_modes():
-        if (current().check or not asked.cu_q.is_cuda) and not capturing:
-            _check_values("cu_seqlens_q", asked.cu_q, "q", asked.rows)
-            _check_values("cu_seqlens_k", asked.cu_k, "k", asked.keys)
+        if (current().check or not packing.cu_q.is_cuda) and not capturing:
+            _check_values("cu_seqlens_q", packing.cu_q, "q", packing.rows)
+            _check_values("cu_seqlens_k", packing.cu_k, "k", packing.keys)
         # No cu_seqlens_q, whose end lets the entry go.
-        held = asked.mask_mod, None if asked.cu_k is asked.cu_q else asked.cu_k
-        return _Kept(*document_mask(asked), Lru(_SCORES), held)
+        held = packing.mask_mod, None if packing.cu_k is packing.cu_q else packing.cu_k
+        return _Kept(*document_mask(packing), Lru(_SCORES), held)
 
 
 def _ends(cu: Tensor, length: int) -> Tensor:

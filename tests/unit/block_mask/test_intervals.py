@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexattn import create_block_mask
-from flexattn.block_mask.intervals import BLOCK, interval_mask
+from flexattn.block_mask.intervals import LIST_BLOCK, interval_mask
 from flexattn.problem.mask_lists import dense_blocks, known_runs, look_at_lists, query_lists
 from flexattn.runtime.key_lists import BothLists
 
@@ -28,7 +28,7 @@ def test_lists_are_those_of_the_blocks(seed, whole):
         return (first[q_idx] <= kv_idx) & (kv_idx < end[q_idx])
 
     mask = interval_mask(first, end, keys, mask_mod, whole, by_key=True)
-    columns, blocks = -(-keys // BLOCK), -(-rows // BLOCK)
+    columns, blocks = -(-keys // LIST_BLOCK), -(-rows // LIST_BLOCK)
     wanted = create_block_mask(mask_mod, None, None, rows, keys, "cpu")
     some, full = maps(query_lists(mask), columns)
     wanted_some, wanted_full = maps(query_lists(wanted), columns)
