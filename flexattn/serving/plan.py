@@ -13,7 +13,7 @@ from torch import Tensor
 from flexattn.device import usable
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.base.config import Config
-from flexattn.kernels.hopper.ragged import CUT_WORDS, TILE_WORDS
+from flexattn.kernels.hopper.ragged import CUT_WORDS, TILE_WORDS, streaming_sms
 from flexattn.kernels.paged_decode.config import ServingConfig, part_slots, workspace
 from flexattn.kernels.paged_decode.engines import UNWRITTEN
 from flexattn.kernels.paged_decode.source import stepped_axes, tied
@@ -460,6 +460,7 @@ class DecodePlan:
         own = fixed | self._addresses(self._listed)
         own |= {
             "capacity": kernels.grid.num_tiles, "num_sms": self._num_sms, "Hq": m.Hq,
+            "streaming_sms": streaming_sms(self._kernels.target) if self._beside else 0,
             "stride_oh": m.head_dim_v, "group": self.form.group, "sm_scale": self.scale,
         }  # fmt: skip
         rows, heads = {"Q": q.flatten(0, -3), "OUT": out.flatten(0, -3)}, (m.Hkv, self.form.group)

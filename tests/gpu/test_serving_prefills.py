@@ -61,6 +61,7 @@ def test_requests_of_equal_rows():
 LONG = {
     "few tiles": ([105], [6514]),
     "one long cache": ([40, 100, 17, 1, 300], [500, 30000, 700, 9000, 300]),
+    "decodes that stream": ([900, *[1] * 40], [2000, *[3000] * 40]),
     "long caches": ([50] * 6, [16001, 20000, 9000, 12345, 30000, 64]),
 }
 

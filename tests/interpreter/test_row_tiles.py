@@ -25,7 +25,7 @@ POISON = 10**6
 
 def listed(
     q_lens, kv_lens, phase="prefill", capacity=None, cu=None, sms=132, ragged=True, splits=False,
-    mask_mod=None,
+    mask_mod=None, streaming=0, workers=0,
 ):  # fmt: skip
     """(request, first row, part, parts, slot) of each tile in order; which requests are prefills;
     and of each tile that is cut (row, rows left, parts, first slot)."""
@@ -54,6 +54,7 @@ def listed(
         "ROW_TILES": found, "COUNTER": counter, "CUT_TILES": cut,
     }  # fmt: skip
     fixed = {"num_requests": B, "max_keys": max_keys, "capacity": capacity, "num_sms": sms}
+    fixed |= {"streaming_sms": streaming} if phase else {}
     fixed |= captured_values(form.mask, mask)
     if ragged:
         ends = cu or [*accumulate(q_lens, initial=0)]
@@ -65,6 +66,7 @@ def listed(
         given["PREFILLS"] = prefills
     kernel.prepare(B, fixed, tuple(given), spare=tuple(fixed)).launch(-1, tuple(given.values()))
     assert counter.item() == 0 and prefills[B] == POISON
+    assert found[1] == (workers or sms)
     count, cut_count = found[0].item(), cut[0].item()
     assert (found[2 + 5 * capacity :] == POISON).all()
     assert (cut[2 + 4 * cut_count :] == POISON).all()
@@ -179,6 +181,20 @@ def test_few_decodes_are_served_with_the_prefills(q_lens, kv_lens, sms, which):
     """A kernel of their own began when the prefills left the SMs: 10 to 20 us for one of a row."""
     _, prefills, _ = listed(q_lens, kv_lens, sms=sms, splits=True)
     assert [int(each) for each in prefills] == which
+
+
+def test_decodes_have_sms_of_their_own():
+    """They waited until prefills left the SMs, and the memory was idle meanwhile."""
+    q_lens, kv_lens = [1984, *[1] * 64], [8192, *[4096] * 64]
+    streamed = 0.6 * HEADS * 64 * 32
+    share = streamed / (streamed + HEADS * 1984 // ROWS * 64)
+    few = 132 - int(132 * share)
+    listed(q_lens, kv_lens, streaming=90, workers=few)
+    listed(q_lens, kv_lens, streaming=40, workers=132 - min(40, 132 - few))
+    listed(q_lens, kv_lens, streaming=10, workers=122)
+    # Without prefills nobody attends, and light decodes need none.
+    listed([1] * 64, [4096] * 64, streaming=57, workers=132 - 57)
+    listed([200, 1], [200, 300], streaming=57, workers=132)
 
 
 def test_all_are_prefills_where_a_plan_says_so():

@@ -49,6 +49,9 @@ _PACKED = (1, 2, 4, 8, 16, 32, 64)
 # Tiles of keys for each SM up to which this kernel serves the decodes beside prefills, too: one of
 # their own waits for SMs, and merges. A tile of few rows takes it up to 1.7 times as long.
 _LIGHT = 8
+# The time of an SM for a tile of keys that it streams, by that of one that it multiplies, and the
+# share of all SMs whose streams take the memory's whole bandwidth. An SM reads up to 75 GB/s.
+_STREAMED_ON_SM, _STREAMING = 0.6, 0.43
 # Where fewer tiles than this share of all SMs have most of the keys, they are cut: into parts of
 # half of an SM's share, each of this many tiles of keys at least.
 _CUT_FROM, _LEAST_PART, _MOST_PARTS = 1.5, 4, 64
@@ -163,6 +166,11 @@ def part_words(form: ServingForm, config: HopperPrefillConfig, device: Device) -
     return split_slots(form, config, device) * heads * config.all_rows * (form.head_dim_v + 1)
 
 
+def streaming_sms(device: Device) -> int:
+    """SMs that the kernel of decodes may have for itself beside prefills."""
+    return int(_STREAMING * device.num_sms)
+
+
 def merge_programs(form: ServingForm, config: HopperPrefillConfig, device: Device) -> int:
     """Programs of the kernel that merges: a tile that is cut has two parts at least."""
     heads = form.kv_heads * config.head_tiles(form.group)
@@ -250,6 +258,7 @@ def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Dev
     found = [*_requests(form)[1:], *several("i32", "num_requests", "num_sms"), *captured]
     given, phased = [each.name for each in found], form.phase != ""
     found.append(Argument("capacity", "i32"))
+    found += several("i32", *("streaming_sms",) * phased)
     names = ["ROW_TILES", "COUNTER", "CUT_TILES"]
     if form.phase:
         names.append("PREFILLS")
@@ -258,6 +267,7 @@ def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Dev
             "DECODE_QUERIES": DECODE_QUERIES,
             "STREAMED_ROWS": _STREAMED_ROWS,
             "STREAMED_TIME": _STREAMED_TIME * form.kv_heads,
+            "STREAMED_ON_SM": _STREAMED_ON_SM * form.kv_heads,
             "LIGHT": _LIGHT,
         }
     found += several("*i32", *names, divisible_by=4)

@@ -26,10 +26,11 @@ CONFIG = RaggedPrefillConfig(
 )  # fmt: skip
 
 
-def row_tiles(q_lens, kv_lens, rows, parts=1):
+def row_tiles(q_lens, kv_lens, rows, parts=1, workers=10**6):
     """How many tiles there are, and each one's request and first row, the most keys first.
 
-    parts: into which the keys of each tile are cut, if they are many.
+    parts: into which the keys of each tile are cut, if they are many. workers: programs that take
+    tiles.
     """
     found = [
         (min(max(k - q, 0) + first + rows, k), b, first)
@@ -42,7 +43,7 @@ def row_tiles(q_lens, kv_lens, rows, parts=1):
         count = parts if kv_lens[b] > 64 else 1
         listed += [(b, first, part, count, slots + part) for part in range(count)]
         slots += count
-    return [len(listed), 0, *(number for each in listed for number in each)]
+    return [len(listed), workers, *(number for each in listed for number in each)]
 
 
 class Cache:
@@ -74,7 +75,7 @@ class Cache:
 
 def emulated(
     page, q_lens, kv_lens, heads=(4, 2), dims=(128, 128), score_mod=None, mask_mod=causal,
-    sinks=None, config=CONFIG, seed=0, uniform=False, parts=1,
+    sinks=None, config=CONFIG, seed=0, uniform=False, parts=1, workers=10**6,
 ):  # fmt: skip
     """(out, lse) of a kernel in bfloat16 that computes exactly, and of float64."""
     (Hq, Hkv), (D, Dv), total = heads, dims, sum(q_lens)
@@ -105,7 +106,9 @@ def emulated(
         "OUT_ROWS": Pointer(out.reshape(-1)), "LSE": Pointer(lse.reshape(-1)),
         "stride_oh": Dv, "stride_om": Hq * Dv, "Hq": Hq, "group": Hq // Hkv,
         "COUNTER": Pointer(np.zeros(1, np.int64)),
-        "ROW_TILES": Pointer(np.array(row_tiles(q_lens, kv_lens, config.BLOCK_M, parts))),
+        "ROW_TILES": Pointer(
+            np.array(row_tiles(q_lens, kv_lens, config.BLOCK_M, parts, workers))
+        ),
         "WORKSPACE": Pointer(workspace),
         "SEQ_LENS": Pointer(np.array(kv_lens)), "CU_SEQLENS": Pointer(np.cumsum([0, *q_lens])),
         "total_q": total, "q_rows": q_lens[0], "max_keys": 1024, "sm_scale": 0.1,
@@ -288,6 +291,11 @@ def test_keys_in_parts(asked):
     more = dict(CUT[asked])
     config = replace(CONFIG, splits=True, **more.pop("config", {}))
     check(16, [70, 33, 3], [700, 300, 40], config=config, parts=3, **more)
+
+
+def test_programs_without_tiles():
+    """They leave their SMs to the decodes beside this kernel, and no tile is lost."""
+    check(16, [130, 70, 3], [130, 300, 40], workers=1)
 
 
 def test_requests_of_equal_rows():
