@@ -142,6 +142,39 @@ def not_after(mask_function: Any) -> bool:
     return any(map(not_after, parts[0].cell_contents))
 
 
+def window_of(mask_function: Any) -> tuple[int, int] | None:
+    """The keys on each side, -1 for all, that a mask_function keeps; None if it is no window.
+
+    It is `catalogue.causal`, or transformers' causal or bidirectional function, window, or their
+    intersection, also within packed sequences, whose positions it counts.
+    """
+    theirs: Any = sys.modules.get("transformers.masking_utils")
+    if mask_function is catalogue.causal:
+        return -1, 0
+    if theirs is None or not hasattr(mask_function, "__code__"):
+        return None
+    if mask_function is theirs.causal_mask_function:
+        return -1, 0
+    code, cells = mask_function.__code__, mask_function.__closure__ or ()
+    held = {x: cell.cell_contents for x, cell in zip(code.co_freevars, cells, strict=True)}
+    if code is theirs.sliding_window_overlay(1).__code__:
+        return held["sliding_window"] - 1, -1
+    if mask_function is theirs.bidirectional_mask_function:
+        return -1, -1
+    if code is theirs.packed_sequence_mask_function(None).__code__:
+        return -1, -1
+    if code is theirs.remap_positions_for_packed_sequence(None, None).__code__:
+        return window_of(held["mask_function"])
+    if code is not theirs.and_masks().__code__:
+        return None
+    windows = [window_of(each) for each in held["mask_functions"]]
+    left, right = (
+        min((each[side] for each in windows if each and each[side] >= 0), default=-1)
+        for side in (0, 1)
+    )
+    return None if None in windows else (left, right)
+
+
 def _own(at: int | Tensor, device: torch.device) -> Tensor:
     """A position that nobody else writes to.
 

@@ -17,6 +17,7 @@ from flexattn.block_mask.create import create_block_mask
 from flexattn.block_mask.lists import MOST_ROWS, few_rows
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.attention import flex_attention
+from flexattn.frontend.varlen import varlen_attn
 from flexattn.integrations.decode_masks import (
     MaskFunction,
     check_again,
@@ -25,6 +26,7 @@ from flexattn.integrations.decode_masks import (
     padded_mask,
     shared_mask,
     static_mask,
+    window_of,
 )
 from flexattn.integrations.paged import accept, attend_paged
 
@@ -35,6 +37,9 @@ PAGED = "flexattn_flash2"
 # which a mask that transformers made has what they say.
 _NO_PART = frozenset({"position_ids", "cache_position", "num_items_in_batch"})
 _IN_A_MASK = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+
+# A mask's window, where it is known to have no other condition but that of packed sequences.
+_WINDOW = "_flexattn_window"
 
 _capped = lru_cache(maxsize=64)(catalogue.softcap)
 
@@ -163,7 +168,11 @@ def make_mask(
             few_rows(mask_mod, batch_size, q_length, kv_length, torch.device(device))
         )
     mask = create_block_mask(mask_mod, batch_size, None, q_length, kv_length, device)
-    return mask if compiling else _contiguous(mask)
+    if compiling:
+        return mask
+    if padding is None and q_length == kv_length and isinstance(q_offset, int):
+        setattr(mask, _WINDOW, window_of(mask_function) if q_offset == kv_offset else None)
+    return _contiguous(mask)
 
 
 def attend_transformers(
@@ -196,7 +205,32 @@ def attend_transformers(
     Returns out [B, L, Hq, Dv], and None for the weights. Raises as flex_attention does, and
     UnsupportedError for transformers' own paged cache and for other tensors and floats among
     `rest`. dropout: where the module trains.
+    cu_seq_lens_q, cu_seq_lens_k: of one row of packed sequences, which attend each within itself
+    by `varlen_attn` where the mask is a window, or there is none.
     """
+    if s_aux is not None and sinks is not None:
+        raise InputError("both s_aux and sinks", "a layer has one kind of sinks")
+    sinks = s_aux if sinks is None else sinks
+    of_rows = sinks is not None and sinks.numel() != query.shape[1]
+    given: dict[str, Any] = {
+        "scale": scaling, "enable_gqa": True,
+        "sinks": None if sinks is None or of_rows else sinks.reshape(-1),
+        "dropout_p": dropout if dropout and module.training else 0.0,
+    }  # fmt: skip
+    cu_q, cu_k = rest.get("cu_seq_lens_q"), rest.get("cu_seq_lens_k")
+    if len(query) == 1 and isinstance(cu_q, Tensor) and isinstance(cu_k, Tensor):
+        causal = _causes(module) if is_causal is None else is_causal
+        window = _window(attention_mask, causal, sliding_window)
+        plain = position_bias is attention_bias is indices is None and not of_rows
+        if window is not None and plain:
+            _refuse(module, rest, True)
+            rows, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
+            found = varlen_attn(
+                rows, keys, values, cu_q, cu_k, score_mod=_score_mod(softcap, []), window=window,
+                **given,
+            )  # fmt: skip
+            assert isinstance(found, Tensor)
+            return found[None].contiguous(), None
     _refuse(module, rest, attention_mask is not None)
     biases = [
         _spread(each, query, key) for each in (position_bias, attention_bias) if each is not None
@@ -214,15 +248,9 @@ def attend_transformers(
         mask = _causal(query.shape[2], key.shape[2], sliding_window, query.device)
     if indices is not None:
         mask = _chosen(mask, indices, query, key)
-    if s_aux is not None and sinks is not None:
-        raise InputError("both s_aux and sinks", "a layer has one kind of sinks")
-    sinks = s_aux if sinks is None else sinks
-    of_rows = sinks is not None and sinks.numel() != query.shape[1]
     out = flex_attention(
-        query, key, value, _score_mod(softcap, biases), mask, scaling, enable_gqa=True,
-        return_lse=of_rows, sinks=None if sinks is None or of_rows else sinks.reshape(-1),
-        dropout_p=dropout if dropout and module.training else 0.0,
-    )  # fmt: skip
+        query, key, value, _score_mod(softcap, biases), mask, return_lse=of_rows, **given
+    )
     if of_rows:
         assert sinks is not None
         out, lse = out
@@ -300,6 +328,16 @@ def _refuse(module: torch.nn.Module, rest: Mapping[str, Any], masked: bool) -> N
                 + (", and sequences that are packed by a mask" if name in _IN_A_MASK else ""),
                 f"call the model without {name}, or model.set_attn_implementation('eager')",
             )
+
+
+def _window(
+    mask: BlockMask | Tensor | None, causal: bool, sliding_window: int | None
+) -> tuple[int, int] | None:
+    """The window that a mask is known to be, or that a layer without one has; None of others."""
+    if mask is not None:
+        found: tuple[int, int] | None = getattr(mask, _WINDOW, None)
+        return found
+    return -1 if sliding_window is None else sliding_window - 1, 0 if causal else -1
 
 
 def _chosen(mask: BlockMask | None, indices: Tensor, query: Tensor, key: Tensor) -> BlockMask:
