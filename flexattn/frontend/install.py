@@ -1,4 +1,4 @@
-"""install(): torch's own flex_attention, which this library serves where it can."""
+"""install(): torch's own flex_attention and varlen_attn, served by this library where it can."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
+from importlib import import_module
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
@@ -22,6 +23,8 @@ _TAKES = (
 )  # fmt: skip
 # The name by which torch's function finds ours, among its module's.
 _NAME = "_flexattn_serve"
+# The name by which torch's varlen_attn, served, finds a copy of what it was.
+_OWN = "_flexattn_own"
 
 
 class Installed:
@@ -57,7 +60,7 @@ def install(*, eager: bool = True) -> Installed:
 
     Every name that the function was imported under, and what torch.compile made of it, is served;
     torch keeps what flexattn refuses. eager: also calls outside of torch.compile. A second call
-    changes nothing; as a context manager it ends what it began.
+    changes nothing; as a context manager it ends what it began. So it is with torch's varlen_attn.
 
     Raises UnsupportedError where torch's function has other arguments than those known here.
     """
@@ -73,12 +76,19 @@ def install(*, eager: bool = True) -> Installed:
     served.clear()
     theirs.__globals__[_NAME] = _serve if eager else _serve_compiled
     theirs.__code__ = _in_its_place.__code__
+    varlen = _varlen_attn()
+    varlen.__globals__[_OWN] = _copied(varlen)
+    varlen.__globals__[_NAME] = _serve_varlen if eager else _serve_compiled_varlen
+    varlen.__code__ = _in_place_of_varlen.__code__
     return Installed(True)
 
 
 def uninstall() -> None:
-    """Give torch's flex_attention back; nothing where it is not replaced."""
+    """Give torch's functions back; nothing where they are not replaced."""
     if installed():
+        varlen = _varlen_attn()
+        varlen.__code__ = varlen.__globals__.pop(_OWN).__code__
+        del varlen.__globals__[_NAME]
         theirs.__code__ = torch_own.__code__
         del theirs.__globals__[_NAME]
 
@@ -128,13 +138,55 @@ def _traced(given: tuple[Any, ...]) -> Any:
     return torch_own(*given[:-1], return_aux=given[-1]) if found is None else found
 
 
-_own = FunctionType(
-    flex_attention.__code__, flex_attention.__globals__, "flex_attention",
-    flex_attention.__defaults__, flex_attention.__closure__,
-)  # fmt: skip
-_own.__kwdefaults__ = flex_attention.__kwdefaults__
+def _varlen_attn() -> Any:
+    return import_module("torch.nn.attention.varlen").varlen_attn
+
+
+def _in_place_of_varlen(
+    query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: Any, max_k: Any,
+    **rest: Any,
+) -> Any:  # fmt: skip
+    given = query, key, value, cu_seq_q, cu_seq_k, max_q, max_k
+    return _flexattn_serve(_flexattn_own, given, rest)  # type: ignore[name-defined] # noqa: F821
+
+
+def _serve_varlen(own: Any, given: tuple[Any, ...], rest: dict[str, Any]) -> Any:
+    from flexattn.frontend.varlen import varlen_attn
+
+    asked = rest.get("return_aux")
+    ours_too = {name: each for name, each in rest.items() if name != "return_aux"}
+    ours_too["return_lse"] = asked is not None and asked.lse
+    if torch.compiler.is_dynamo_compiling():
+        # Caches in pages, and the lengths that come with them, are torch's.
+        paged = any(rest.get(name) is not None for name in ("block_table", "seqused_k"))
+        return own(*given, **rest) if paged else varlen_attn(*given, **ours_too)
+    try:
+        found = varlen_attn(*given, **ours_too)
+    except CaptureError:
+        raise
+    except FlexAttnError as error:
+        served[f"torch: {error}"] += 1
+        return own(*given, **rest)
+    served["flexattn"] += 1
+    return found
+
+
+def _serve_compiled_varlen(own: Any, given: tuple[Any, ...], rest: dict[str, Any]) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return _serve_varlen(own, given, rest)
+    return own(*given, **rest)
+
+
+def _copied(fn: Any) -> Any:
+    copy = FunctionType(
+        fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
+    )  # fmt: skip
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
+
+
 # Its type is torch's, but for keys of kernel_options that are others'.
-torch_own: Any = _own
+torch_own: Any = _copied(flex_attention)
 # Who served calls of torch's function, and nodes of graphs as they were compiled.
 served: Counter[str] = Counter()
 

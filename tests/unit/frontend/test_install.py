@@ -12,6 +12,7 @@ from flexattn.frontend.compiled import node
 from flexattn.frontend.compiled.spec import MARK
 from flexattn.settings import override
 from tests.compiled import compiling
+from tests.packs import pack
 from tests.support import inputs
 
 ORIGINAL = flex_attention.__code__
@@ -84,6 +85,31 @@ def test_compiled_calls_are_nodes_of_ours(monkeypatch):
             monkeypatch.setattr(node, "breaks", lambda _: "a test")
             torch._dynamo.reset()
             assert not marked()
+
+
+def test_packed_sequences_of_torch_are_served_by_us(monkeypatch):
+    """Its varlen_attn has no kernel on the CPU: whatever comes is ours."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    q, k, v, cu, _ = pack()
+    wanted = flexattn.varlen_attn(q, k, v, cu, cu, 128, 128, window=(20, 0), return_lse=True)
+
+    def layer(q, k, v, cu):
+        return varlen_attn(
+            q, k, v, cu, cu, 128, 128, return_aux=AuxRequest(lse=True), window_size=(20, 0),
+            enable_gqa=True,
+        )  # fmt: skip
+
+    with flexattn.install() as found:
+        torch.testing.assert_close(layer(q, k, v, cu), wanted)
+        assert found.served == {"flexattn": 1}
+        with pytest.raises((NotImplementedError, TypeError)):
+            varlen_attn(q, k, v, cu, cu, 128, 128, enable_gqa=True, seqused_k=cu)
+        assert any("seqused_k" in each for each in found.served)
+        with compiling(monkeypatch, "aot_eager") as compiler:
+            torch.testing.assert_close(compiler.compile(layer)(q, k, v, cu), wanted)
+    with pytest.raises(NotImplementedError):
+        layer(q, k, v, cu)
 
 
 def test_a_torch_with_other_arguments_is_refused(monkeypatch):
