@@ -1,8 +1,9 @@
 """A small GPT, trained on text made on the spot: packed documents, soft-capping, a position bias.
 
 Each document is a sentence of a grammar that has to be looked back on: a noun that was named is
-named again. Documents are packed into rows, and a row's tokens attend within their document alone.
-The position bias is ALiBi's, or a table by distance that is learned.
+named again. Documents are packed into rows, and a row's tokens attend within their document alone:
+varlen_attn takes where each begins. The position bias is ALiBi's, or a table by distance that is
+learned.
 
     python examples/train_gpt.py [--steps 300] [--bias learned] [--beside torch]
 
@@ -11,8 +12,10 @@ reference, and prints how far the two losses are apart; --svg draws both. Withou
 """
 
 import argparse
+import os
 import random
 import time
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -56,21 +59,54 @@ def batches(seed, batch, length, device):
         yield torch.tensor(rows, device=device), torch.tensor(owners, device=device)
 
 
-def ours(q, k, v, score_mod, mask):
-    """This library."""
-    return flexattn.flex_attention(q, k, v, score_mod, mask)
+class Pack:
+    """Rows of documents: documents int64 [batch, length], the number of each token's within it."""
+
+    def __init__(self, documents):
+        self.documents = documents
+        places = torch.arange(documents.numel(), device=documents.device).view_as(documents)
+        first = F.pad(documents.diff() != 0, (1, 0), value=True)
+        # Where each begins in all rows one behind another. The size is the same for all batches,
+        # so that nothing waits for the device: what is left over is empty documents at the end.
+        starts = torch.where(first, places, places.numel()).flatten().sort().values
+        self.cu_seqlens = F.pad(starts, (0, 1), value=places.numel()).int()
+
+    @cached_property
+    def mask(self):
+        """The same as a BlockMask, for others' functions."""
+
+        def mask_mod(b, h, q_idx, kv_idx):
+            return (q_idx >= kv_idx) & (self.documents[b, q_idx] == self.documents[b, kv_idx])
+
+        B, L = self.documents.shape
+        return flexattn.create_block_mask(mask_mod, B, None, L, L, self.documents.device)
+
+
+def ours(q, k, v, score_mod, pack):
+    """This library: [batch, length, heads, head_dim]."""
+    rows = (x.flatten(0, 1) for x in (q, k, v))
+    starts = pack.cu_seqlens
+    out = flexattn.varlen_attn(*rows, starts, starts, score_mod=score_mod, causal=True)
+    return out.view_as(q)
 
 
 def torchs():
     """torch's compiled flex_attention."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    compiled = torch.compile(flex_attention)
+
+    def attend(q, k, v, score_mod, pack):
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        return compiled(*heads, score_mod, pack.mask).transpose(1, 2)
+
+    return attend
 
 
-def plain(q, k, v, score_mod, mask):
+def plain(q, k, v, score_mod, pack):
     """The reference, differentiated by autograd."""
-    return reference(q, k, v, score_mod=score_mod, block_mask=mask).out
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    return reference(*heads, score_mod=score_mod, block_mask=pack.mask).out.transpose(1, 2)
 
 
 class Block(nn.Module):
@@ -103,11 +139,10 @@ class Block(nn.Module):
 
         return score_mod
 
-    def forward(self, x, mask):
+    def forward(self, x, pack):
         """x [batch, length, width]."""
-        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = self.attend(*qkv, self.score_mod, mask)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        x = x + self.out(self.attend(*qkv, self.score_mod, pack).flatten(2))
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
@@ -123,15 +158,10 @@ class GPT(nn.Module):
 
     def forward(self, tokens, documents):
         """The mean loss of the next tokens: both int64 [batch, length + 1]."""
-        B, L = tokens.shape[0], tokens.shape[1] - 1
-
-        def mask_mod(b, h, q_idx, kv_idx):
-            return (q_idx >= kv_idx) & (documents[b, q_idx] == documents[b, kv_idx])
-
-        mask = flexattn.create_block_mask(mask_mod, B, None, L, L, tokens.device)
+        pack = Pack(documents[:, :-1])
         x = self.embed(tokens[:, :-1])
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, pack)
         logits = F.linear(self.norm(x), self.embed.weight)
         # What follows a document's last token is of another one.
         same = documents[:, 1:] == documents[:, :-1]
@@ -141,7 +171,7 @@ class GPT(nn.Module):
         return (loss * same.flatten()).sum() / same.sum()
 
 
-def train(attend, asked, device):
+def train(name, attend, asked, device):
     """Losses of each step, tokens a second after the first tenth, and the peak memory in MiB."""
     torch.manual_seed(0)
     model = GPT(asked.width, asked.heads, asked.depth, asked.bias, attend).to(device)
@@ -158,6 +188,8 @@ def train(attend, asked, device):
         loss.backward()
         rate.step()
         losses.append(loss.detach())
+        if (step + 1) % max(1, asked.steps // 10) == 0:
+            print(f"{name:10} step {step + 1} of {asked.steps}, loss {loss:.3f}", flush=True)
     seconds = now(device) - begin
     memory = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else float("nan")
     tokens = asked.batch * asked.length * (asked.steps - warm)
@@ -215,9 +247,15 @@ def main(arguments=None):
     chosen = {"flexattn": ours}
     if asked.beside:
         chosen[asked.beside] = torchs() if asked.beside == "torch" else plain
+    if device == "cpu":
+        interpreted = os.environ.get("FLEXATTN_INTERPRET") == "1"
+        how = (
+            "kernels run in Triton's interpreter, slowly" if interpreted else "plain torch attends"
+        )
+        print(f"There is no GPU: {how}. --tiny has sizes for it.", flush=True)
     curves = {}
     for name, attend in chosen.items():
-        curves[name], speed, memory = train(attend, asked, device)
+        curves[name], speed, memory = train(name, attend, asked, device)
         held = "" if device == "cpu" else f", {memory:.0f} MiB at the most"
         first, last = curves[name][0], sum(curves[name][-10:]) / len(curves[name][-10:])
         print(f"{name:10} loss {first:.3f} to {last:.3f}, {speed:.0f} tokens/s{held}")

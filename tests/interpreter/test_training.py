@@ -23,8 +23,14 @@ def test_losses_lie_on_one_another(bias, monkeypatch, tmp_path, capsys):
     assert ran, "kernels were differentiated"
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
     assert ours[-1] < ours[0] - 0.3
-    assert "tokens/s" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "interpreter" in said and "step 5 of 5" in said and "tokens/s" in said
     assert len(ET.parse(picture).getroot().findall("{*}polyline")) == 2
+
+
+def test_a_pack_begins_where_documents_do():
+    pack = train_gpt.Pack(torch.tensor([[0, 0, 1, 2], [0, 1, 1, 1]]))
+    assert pack.cu_seqlens.tolist() == [0, 2, 3, 4, 5, 8, 8, 8, 8]
 
 
 def test_text_has_documents():
