@@ -29,7 +29,7 @@ from flexattn.neuron.family import NkiEffort, target_survey
 from flexattn.neuron.interpreter import costs
 from flexattn.neuron.interpreter.interpret import Interpreted
 from flexattn.neuron.run import Prepared, prepare
-from flexattn.neuron.schedule import Schedule
+from flexattn.neuron.schedule import Part
 from flexattn.problem import DTYPES, Kind
 from flexattn.records.environment import NO_TEXT, bare, closure
 from flexattn.records.record import SCHEMA, Decision, Environment, Failed, Record, Trial, key_of
@@ -65,7 +65,7 @@ def nki_estimate(task: Task, config: NkiConfig, target: str) -> NkiEstimate:
     prepared = prepare(
         one, config, target, scale=task.scale, score=task.score, mask=task.mask, lists=task.lists
     )
-    schedule: Schedule = prepared.extra[1]
+    (schedule,) = prepared.extra[1]
     kept = _sampled(schedule)
     loads, *_ = _run(prepared, tuple(_with_visits(section, ()) for section in kept))
     walked, *merges = _run(prepared, kept)
@@ -87,11 +87,11 @@ def nki_estimate(task: Task, config: NkiConfig, target: str) -> NkiEstimate:
     )
 
 
-def _run(prepared: Prepared, schedule: Schedule) -> tuple[Interpreted, ...]:
+def _run(prepared: Prepared, schedule: Part) -> tuple[Interpreted, ...]:
     """What a schedule takes, and then what merges its splits, by shape alone."""
     p, s = prepared.problem, prepared.problem.structure
     scale, _, *rest = prepared.extra
-    walking = replace(prepared, extra=(scale, schedule, *rest))
+    walking = replace(prepared, extra=(scale, (schedule,), *rest))
     sizes = ((p.Hq, p.q_len, s.head_dim_qk), (p.Hkv, p.kv_len, s.head_dim_qk),
              (p.Hkv, p.kv_len, s.head_dim_v))  # fmt: skip
     q, k, v = (torch.empty(p.B, *each, dtype=_TORCH[s.dtype]) for each in sizes)
@@ -103,7 +103,7 @@ def _scaled(loads: float, all_of_it: float, share: tuple[float, float]) -> float
     return loads * share[0] + (all_of_it - loads) * share[1]
 
 
-def _sampled(schedule: Schedule) -> Schedule:
+def _sampled(schedule: Part) -> Part:
     """A few sections, evenly spaced, and of each as many visits, so as to walk few tiles."""
     step = max(1, -(-len(schedule) // MOST_SECTIONS))
     sections = schedule[step // 2 :: step]
@@ -120,18 +120,18 @@ def _spaced(visits: tuple[Any, ...], step: int) -> tuple[Any, ...]:
     return visits[min(step // 2, len(visits) // 2) :: step]
 
 
-def _chunks(schedule: Schedule) -> int:
+def _chunks(schedule: Part) -> int:
     """Chunks of keys that are loaded."""
     loads: list[Any] = [section[4] for section in schedule]
     return sum(len(each) for each in loads)
 
 
-def _work(schedule: Schedule) -> int:
+def _work(schedule: Part) -> int:
     """Rows times keys of all tiles."""
     return sum(visit[2] * tile[1] for visit in _visits(schedule) for tile in visit[6])
 
 
-def _visits(schedule: Schedule) -> list[Any]:
+def _visits(schedule: Part) -> list[Any]:
     visits: list[Any] = []
     for section in schedule:
         visits += section[5]  # type: ignore[arg-type]

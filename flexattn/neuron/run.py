@@ -41,11 +41,12 @@ class NkiOutputs:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A kernel with all that it is called with but q, k and v."""
+    """A kernel with all that it is called with but q, k and v. cores: physical, that share it."""
 
     problem: Problem
     config: NkiConfig
     target: str
+    cores: int
     source: NkiSource
     combine: NkiSource | None
     extra: tuple[Any, ...]
@@ -88,7 +89,9 @@ class Prepared:
 
         def kernel(source: NkiSource, given: tuple[Any, ...]) -> Sequence[Tensor]:
             core = CORES[self.target]
-            runs.append(interpret(source.text, given, core, numerics=numerics))
+            runs.append(
+                interpret(source.text, given, core, programs=self.cores, numerics=numerics)
+            )
             return runs[-1].results
 
         return replace(self.run(q, k, v, kernel), runs=tuple(runs))
@@ -138,6 +141,7 @@ def prepare(
     score: Bound | None = None,
     mask: Bound | None = None,
     lists: Lists | None = None,
+    cores: int = 1,
     force: bool = False,
 ) -> Prepared:
     """Render and lint the kernel, and make its schedule and tables from the mods as they are now.
@@ -166,6 +170,6 @@ def prepare(
     if config.num_splits > 1:
         combine = render_nki_combine(problem, target)
         lint(combine.text)
-    schedule = schedule_of(problem, config, lists)
+    schedule = schedule_of(problem, config, lists, cores)
     given = (scale, schedule, *tables, *numbers)
-    return Prepared(problem, config, target, source, combine, given)
+    return Prepared(problem, config, target, cores, source, combine, given)

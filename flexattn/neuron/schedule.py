@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from flexattn.neuron.config import (
     CHUNK,
@@ -14,7 +15,8 @@ from flexattn.neuron.config import (
 from flexattn.problem import Problem
 from flexattn.runtime.launch import Lists
 
-Schedule = tuple[tuple[object, ...], ...]
+Part = tuple[tuple[object, ...], ...]  # sections, one after the other
+Schedule = tuple[Part, ...]  # a part for each physical core
 Run = tuple[int, int, bool]  # first key, last key + 1, whether the mask is needed
 _Part = tuple[int, int, int]  # place in the tile, keys, chunk of the section
 Tile = tuple[int, int, bool, tuple[_Part, ...]]  # first key, keys, masked, parts
@@ -30,22 +32,46 @@ class RowTile:
     runs: tuple[Run, ...]
 
 
-def schedule_of(problem: Problem, config: NkiConfig, lists: Lists | None) -> Schedule:
+def schedule_of(
+    problem: Problem, config: NkiConfig, lists: Lists | None, cores: int = 1
+) -> Schedule:
     """Sections of (b, key head, slot, first key, chunks, visits): see prefill.py.jinja.
 
     Of a decode each split of the keys has its own, and ends each of them: see decode.py.jinja.
+    Each core has neighbouring tiles of query rows, of about as many keys as another's.
     """
     block = problem.structure.sparsity.kv_block if problem.structure.sparsity else CHUNK
     blocks = -(-problem.kv_len // block)
     step = -(-blocks // config.num_splits) * block
-    found: list[tuple[object, ...]] = []
+    tiles, costs = [], []
     for b, g, rows in units(problem, config, lists):
         for split in range(config.num_splits):
             first = min(split * step, problem.kv_len)
-            keys = (first, min(first + step, problem.kv_len))
-            made = _sections(problem, config, b, g, rows, keys, len(found))
-            found += [(*section, split) for section in made] if config.kind == "decode" else made
-    return tuple(found)
+            last = min(first + step, problem.kv_len)
+            tiles += [((b, g, split, (first, last)), row) for row in rows]
+            costs += [_cost(row, first, last) for row in rows]
+    parts: list[list[tuple[object, ...]]] = [[] for _ in range(cores)]
+    core_of = _shared(costs, cores)
+    for (core, (b, g, split, keys)), mine in groupby(
+        zip(core_of, tiles, strict=True), lambda each: (each[0], each[1][0])
+    ):
+        waiting, found = [row for _, (_, row) in mine], parts[core]
+        made = _sections(problem, config, b, g, waiting, keys, len(found))
+        found += [(*section, split) for section in made] if config.kind == "decode" else made
+    return tuple(map(tuple, parts))
+
+
+def _cost(row: RowTile, first: int, last: int) -> int:
+    """The keys of [first, last) that a tile visits, and a chunk for its own loads and results."""
+    return CHUNK + sum(max(0, min(end, last) - max(begin, first)) for begin, end, _ in row.runs)
+
+
+def _shared(costs: list[int], cores: int) -> Iterator[int]:
+    """The core of each tile in turn: the one in whose share of the sum its middle lies."""
+    total, before = sum(costs), 0
+    for cost in costs:
+        yield cores * (2 * before + cost) // (2 * total)
+        before += cost
 
 
 def units(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,9 +37,10 @@ _NAMES = {dtype: name for name, dtype in NKI_DTYPES.items()}
 class Interpreted:
     """The results of a run as tensors, and its use of the machine.
 
-    counts: instructions by name, "<engine> instructions", "matmul cycles", "dma bytes". busy: each
-    engine's nanoseconds. nanoseconds: the timeline's end, where every instruction waited for what
-    it reads. sbuf_bytes: of one partition. psum_banks: of eight.
+    counts: instructions by name, "<engine> instructions", "matmul cycles", "dma bytes", of all
+    cores. busy: each engine's nanoseconds. nanoseconds: the timeline's end, where every
+    instruction waited for what it reads; both of the core that takes longest. sbuf_bytes: of one
+    partition. psum_banks: of eight.
     """
 
     results: tuple[torch.Tensor, ...]
@@ -54,18 +56,36 @@ def interpret(
     arguments: Sequence[Any],
     core: NeuronCore,
     *,
+    programs: int = 1,
     numerics: bool = True,
 ) -> Interpreted:
     """Run the function `kernel` of the source with these arguments; tensors become HBM tensors.
 
-    numerics: False counts and checks without computing; results are empty then.
-    Raises KernelError for whatever breaks a rule.
+    programs: physical cores that run it, one after the other here, each with memory of its own
+    but for the results. numerics: False counts and checks without computing; results are empty
+    then. Raises KernelError for whatever breaks a rule.
     """
     kernel = _load(source)["kernel"]
-    machine = Machine(core, numerics)
+    machines = [Machine(core, numerics, program, programs) for program in range(programs)]
+    written = [_run(kernel, machine, arguments) for machine in machines]
+    slowest = max((machine.timeline for machine in machines), key=lambda each: each.end)
+    return Interpreted(
+        tuple(map(_merged, zip(*written, strict=True))),
+        dict(sum((machine.counts for machine in machines), Counter())),
+        {name: busy for name, busy in slowest.busy.items() if " " not in name},
+        slowest.end,
+        max(machine.live["sbuf"] for machine in machines),
+        max(machine.live["psum"] for machine in machines) // BANK_BYTES,
+    )
+
+
+def _run(
+    kernel: Callable[..., Any], machine: Machine, arguments: Sequence[Any]
+) -> tuple[torch.Tensor, ...]:
+    """The results as one core leaves them, poisoned where it wrote nothing."""
     with running(machine), _one_thread():
         try:
-            given = kernel(*(_hbm(each, numerics) for each in arguments))
+            given = kernel(*(_hbm(each, machine.numerics) for each in arguments))
         except (TypeError, AttributeError, NameError) as error:
             raise KernelError(
                 f"{type(error).__name__}: {error}", "this subset has no such thing"
@@ -74,16 +94,18 @@ def interpret(
     for each in outputs:
         if not isinstance(each, Tensor) or each.buffer != "shared_hbm":
             raise fault(f"the result {each!r}", "results are tensors in nl.shared_hbm")
-    results = tuple(each.array().clone() for each in outputs) if numerics else ()
-    timeline = machine.timeline
-    return Interpreted(
-        results,
-        dict(machine.counts),
-        {name: busy for name, busy in timeline.busy.items() if " " not in name},
-        timeline.end,
-        machine.live["sbuf"],
-        machine.live["psum"] // BANK_BYTES,
-    )
+    return tuple(each.array().clone() for each in outputs) if machine.numerics else ()
+
+
+def _merged(written: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One result of all cores."""
+    first, *others = written
+    for each in others:
+        mine = ~each.isnan()
+        if bool((mine & ~first.isnan()).any()):
+            raise fault("an element of a result that two cores write", "it has one core")
+        first = torch.where(mine, each, first)
+    return first
 
 
 @contextmanager
@@ -119,6 +141,8 @@ def _package() -> Any:
     language: dict[str, Any] = {name: name for name in NKI_DTYPES}
     language |= {name: name for name in BUFFERS} | dict(OPERATORS)
     language["ndarray"] = _ndarray
+    language["program_id"] = lambda axis=0: current_machine().program
+    language["num_programs"] = lambda axes=0: current_machine().programs
     names = vars(engines).items()
     instructions = {name: each for name, each in names if hasattr(each, "__wrapped__")}
     isa: dict[str, Any] = {"engine": Engine, "reduce_cmd": ReduceCmd, **instructions}

@@ -113,12 +113,15 @@ class Timeline:
 class Machine:
     """One run of a kernel on a core. numerics: values are computed, not only counted.
 
+    program: the core's number among the `programs` that run the kernel.
     instruction: the one that runs, which errors name.
     Allocations live to the end of the run: kernels here take all their memory at their start.
     """
 
     core: NeuronCore
     numerics: bool = True
+    program: int = 0
+    programs: int = 1
     instruction: str = ""
     live: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
