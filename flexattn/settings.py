@@ -335,6 +335,13 @@ def neuron_environment(artifacts: Path, target: str) -> dict[str, str]:
     return dict(os.environ) | own | {"PYTHONPATH": _import_path()}
 
 
+def neuron_names() -> tuple[str, str]:
+    """The target that the environment names for NKI, and the physical cores of a logical one."""
+    names = ("NEURON_PLATFORM_TARGET_OVERRIDE", "NEURON_LOGICAL_NC_CONFIG")
+    target, cores = (os.environ.get(name, "") for name in names)
+    return target, cores
+
+
 def names_ptxas() -> bool:
     """True if the environment names a ptxas for Triton: the user then wants that one."""
     names = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")

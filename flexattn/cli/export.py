@@ -1,7 +1,8 @@
-"""`flexattn export`: a directory to ship, with checked records and, if args for, binaries."""
+"""`flexattn export`: a directory to ship: checked records and binaries, or a plug-in's kernels."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,13 +16,14 @@ from flexattn.cli.terminal import say, say_json
 from flexattn.cli.watch import Watch
 from flexattn.deploy import binaries
 from flexattn.device import Device
-from flexattn.errors import CacheError, InputError
+from flexattn.errors import CacheError, FlexAttnError, InputError
 from flexattn.kernels.choose.defaults import reasons
 from flexattn.measure.task import Task
 from flexattn.records.layers import RecordLayer
 from flexattn.records.record import Key, Record, key_of
 from flexattn.records.store import REAL, Store, better
 from flexattn.tune.tasks import distinct, mods_of, tasks
+from flexattn.tune.tuner import Plugin, plugin_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,10 @@ class Shipped:
 
 def run(args: options.Export) -> None:
     """Run `flexattn export`."""
-    target = device_of(args.device, assumed=False)
+    target = device_of(args.device, assumed=False, neuron=True)
+    if (plugin := plugin_of(target.backend)) is not None:
+        _write_kernels(args, plugin, target)
+        return
     chosen: list[Task] | None = None
     mods: list[tuple[Callable[..., Any], str]] = []
     if args.named:
@@ -64,6 +69,33 @@ def run(args: options.Export) -> None:
     else:
         _print(args.out, target, done, built)
     if done.missing:
+        raise typer.Exit(1)
+
+
+def _write_kernels(args: options.Export, plugin: Plugin, device: Device) -> None:
+    """A folder for each problem of a workload, named as the problem."""
+    if not args.named or args.with_binaries or args.source:
+        raise InputError(
+            f"an export for {device.name} without a workload, or with --from or --with-binaries",
+            "it has kernels that are compiled where they run, and no records",
+            "name a workload: --preset sd21, or --workload FILE",
+        )
+    written, refused = [], []
+    for task in tasks(chosen_rows(args, plans=False, backward=False), device):
+        folder = args.out / re.sub(r"[^\w.]+", "-", task.title)
+        try:
+            plugin.write_kernel(task, folder)
+        except FlexAttnError as error:
+            refused.append((task.title, error.got))
+        else:
+            written.append(str(folder))
+    if args.as_json:
+        say_json({"directory": str(args.out), "kernels": written, "refused": refused})
+    else:
+        for title, why in refused:
+            say(f"refused: {title}: {why}", err=True)
+        say(f"{len(written)} kernels written to {args.out}")
+    if refused:
         raise typer.Exit(1)
 
 

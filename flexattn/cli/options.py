@@ -311,7 +311,8 @@ class Export(Chosen):
     """Collect a device's tuned records in a directory for FLEXATTN_CACHE, each one checked.
 
     With a workload or a preset, only its problems; those without a record are named, and the
-    status is 1.
+    status is 1. For Trainium it writes the kernels of a workload instead, with their schedules and
+    tables.
     """
 
     out: Annotated[Path, typer.Argument(help="The directory; what lies there stays.")]
@@ -319,7 +320,7 @@ class Export(Chosen):
         list[Path] | None,
         typer.Option("--from", help="A directory of records; every layer by default."),
     ] = None
-    device: GpuName = None
+    device: DeviceName = None
     with_binaries: Annotated[
         bool, typer.Option("--with-binaries", help="Compiled kernels too, of a workload.")
     ] = False

@@ -40,6 +40,11 @@ class NeuronCore:
     dma_engines: int = 16
 
     @property
+    def physical_cores(self) -> int:
+        """Physical cores of a logical one, unless a user says otherwise [lnc]."""
+        return 2 if self.generation >= 3 else 1
+
+    @property
     def has_range_select(self) -> bool:
         """nisa.range_select, from NeuronCore-v3 [isa]."""
         return self.generation >= 3

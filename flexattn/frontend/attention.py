@@ -26,6 +26,7 @@ from flexattn.frontend.call import (
 from flexattn.frontend.launch_cache import CallKey, as_given, call_key, launch_cache, remember
 from flexattn.frontend.plan import plan, verified_plan
 from flexattn.kernels.choose import options
+from flexattn.kernels.choose.registry import plugin_module
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods.derivative import has_own_gradient
 from flexattn.mods.expr import ScoreMod
@@ -36,9 +37,9 @@ from flexattn.runtime.codecache import without_collections
 from flexattn.runtime.launch import Outputs, strides_like
 from flexattn.settings import current, say_once
 
-Route = Literal["kernel", "interpreter", "reference", "torch", "empty"]
+Route = Literal["kernel", "interpreter", "reference", "torch", "empty", "plugin"]
 # Paths on which no plan is made.
-PLANLESS = ("reference", "torch", "empty")
+PLANLESS = ("reference", "torch", "empty", "plugin")
 
 
 def flex_attention(
@@ -177,7 +178,8 @@ def run_admitted(call: Call) -> Outputs:
 
 def _checked_route(call: Call) -> tuple[Route, str]:
     route, why = route_of(call)
-    if call.options.batch_invariant and route in ("reference", "torch") and not _nothing(call):
+    without = route in ("reference", "torch", "plugin") and not _nothing(call)
+    if call.options.batch_invariant and without:
         raise UnsupportedError(
             f"BATCH_INVARIANT, and {why}",
             "the library's own kernels alone are batch-invariant",
@@ -194,7 +196,7 @@ def _planless(route: Route, why: str, call: Call) -> Outputs:
     if route == "torch":
         say_once(f"{why}: the call is handed to torch's flex_attention")
         return _torch(call)
-    return _empty(call)
+    return _empty(call) if route == "empty" else _plugin(call)
 
 
 def route_of(call: Call) -> tuple[Route, str]:
@@ -221,6 +223,8 @@ def route_of(call: Call) -> tuple[Route, str]:
                 "convert them: x.to(torch.bfloat16)",
             )
         return "torch", why
+    if q.device.type in checks.PLUGINS:
+        return "empty" if _nothing(call) else "plugin", f"a plug-in serves {q.device.type}"
     if not q.is_cuda and not current().interpret:
         return "reference", "tensors on the CPU are computed by plain torch"
     if not q.is_cuda and fp8:
@@ -371,6 +375,27 @@ def _torch(call: Call) -> Outputs:
         # torch knows no sinks: what they take from a row follows from its lse alone.
         out, lse = add_sinks(out, lse, call.sinks)
     return Outputs(out, lse if asked.lse else None, aux.max_scores)
+
+
+def _plugin(call: Call) -> Outputs:
+    """The outputs of the plug-in that serves the tensors' device; what it has not is refused."""
+    if call.beyond is not None:
+        raise call.beyond
+    where, asked, graded = call.q.device, call.statistics, wants_grad(call)
+    refused = f"{graded} requires grad" if graded else "sinks" if call.sinks is not None else ""
+    if call.dropout is not None:
+        refused = f"dropout_p={call.dropout_p}"
+    if refused:
+        raise UnsupportedError(
+            f"{refused}, on {where}",
+            f"kernels for {where.type} have no gradients, no sinks and no dropout",
+            "leave them out, and call it under torch.no_grad()",
+        )
+    found: Outputs = plugin_module(where.type).attend(
+        call.q, call.k, call.v, call.score, call.mask, call.block_mask, call.scale,
+        (asked.lse, asked.max_scores),
+    )  # fmt: skip
+    return found
 
 
 def check_kernels_drop(call: Call) -> None:

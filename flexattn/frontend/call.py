@@ -267,8 +267,13 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def bind_on(fn: Callable[..., Any], kind: str, q: Tensor) -> tuple[Bound, Identity | None]:
-    """Trace a mod; what it captures is on q's device, with negative bits resolved."""
+    """Trace a mod; what it captures is on q's device, with negative bits resolved.
+
+    A plug-in reads it on the host, wherever it is.
+    """
     bound, identity = look(fn, kind)
+    if q.device.type in checks.PLUGINS:
+        return bound, identity
     if any(x.device != q.device or x.is_neg() for x in bound.tensors):
         bind(fn, kind, q.device)  # says what is wrong, unless it is a number on the CPU
     return on_device(bound, q), identity

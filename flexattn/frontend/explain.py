@@ -73,7 +73,7 @@ class Explanation:
 
     route: "kernel", "interpreter", "reference" (plain torch on the CPU), "torch" (mods that no
     kernel computes, gradients that an autograd Function of the score_mod decides, and devices that
-    torch alone serves) or "empty" (no query, or no key).
+    torch alone serves), "plugin" (devices that a plug-in serves) or "empty" (no query, no key).
     expected: what the family's model says of the config at these sizes; None where it has none.
     room: how far its stages and its tile of keys may go alone, by the family's limits.
     language: "triton" or "gluon", of the template. language_why: why not the other; both are None

@@ -20,11 +20,16 @@ from typing import Any
 
 import torch
 
+from flexattn.errors import UnsupportedError
 from flexattn.runtime.codecache import module_of
 
 WHERE = (
     "the real packages are on the AWS Neuron repository: "
     "pip install --extra-index-url https://pip.repos.neuron.amazonaws.com nki neuronx-cc"
+)
+NATIVE = (
+    "torch-neuronx with the device `neuron`, of SDK 2.33 and newer, is on the same repository: "
+    "pip install --extra-index-url https://pip.repos.neuron.amazonaws.com torch-neuronx==2.14.*"
 )
 
 
@@ -88,6 +93,20 @@ def real_package() -> tuple[Callable[..., Any] | None, str]:
     return simulate, ""
 
 
+def nki_op() -> Callable[..., Any]:
+    """torch_neuronx.nki_op; raises UnsupportedError where the native package is not installed."""
+    try:
+        from torch_neuronx import nki_op as found  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise UnsupportedError(
+            f"an NKI kernel as an operator of torch's: {str(error)[:200]}",
+            "torch_neuronx registers it, by nki_op",
+            NATIVE,
+        ) from error
+    registered: Callable[..., Any] = found
+    return registered
+
+
 # [sysfs] tools/neuron-sys-tools/neuron-sysfs-user-guide of the AWS Neuron documentation.
 DRIVER = Path("/sys/devices/virtual/neuron_device")
 _TARGETS = {"trn1": "trn1", "inf2": "trn1", "trn2": "trn2", "trn3": "trn3"}
@@ -101,19 +120,26 @@ class Instance:
     compiler: str
 
 
-def instance(driver: Path | None = None) -> tuple[Instance | None, str]:
-    """This machine as an instance; or None, and the reason why it can measure nothing."""
+def driver_target(driver: Path | None = None) -> tuple[str, str]:
+    """The target of this machine's cores by its driver; or "", and why there is none."""
     devices = sorted((driver or DRIVER).glob("neuron[0-9]*"))
     if not devices:
-        return None, "the Neuron driver lists no device: this is no Neuron instance"
+        return "", "the Neuron driver lists no device: this is no Neuron instance"
     kind = devices[0] / "info" / "architecture" / "instance_type"
     try:
         name = kind.read_text(encoding="utf-8").strip().lower()
     except OSError as error:
-        return None, f"{kind}: {error.strerror}"
-    target = next((core for word, core in _TARGETS.items() if name.startswith(word)), None)
-    if target is None:
-        return None, f"the driver calls this instance {name!r}, and NKI has no such target"
+        return "", f"{kind}: {error.strerror}"
+    target = next((core for word, core in _TARGETS.items() if name.startswith(word)), "")
+    why = f"the driver calls this instance {name!r}, and NKI has no such target"
+    return target, "" if target else why
+
+
+def instance(driver: Path | None = None) -> tuple[Instance | None, str]:
+    """This machine as an instance; or None, and the reason why it can measure nothing."""
+    target, why = driver_target(driver)
+    if not target:
+        return None, why
     simulate, why = real_package()
     if simulate is None:
         return None, why
@@ -124,10 +150,14 @@ def instance(driver: Path | None = None) -> tuple[Instance | None, str]:
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel's file and text with its arguments by name, in order; tensors are torch's."""
+    """A kernel's file and text with its arguments by name, in order; tensors are torch's.
+
+    cores: physical ones that run it.
+    """
 
     path: Path
     text: str
+    cores: int
     names: tuple[str, ...]
     values: tuple[Any, ...]
 
@@ -145,7 +175,7 @@ def main(argv: Sequence[str]) -> None:
         if isinstance(each, numpy.ndarray)
     }
     numpy.savez(inputs_path, **arrays)  # type: ignore[arg-type]
-    results = module_of(job.path, job.text).kernel(*given)
+    results = module_of(job.path, job.text).kernel[job.cores](*given)
     results = results if isinstance(results, tuple) else (results,)
     torch.save([_torch(each) for each in results], results_path)
 

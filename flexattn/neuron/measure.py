@@ -24,6 +24,7 @@ from flexattn.measure.process import Closing, Died, clipped
 from flexattn.measure.runner import gated
 from flexattn.measure.task import Task, call_of
 from flexattn.neuron import nrt_bench
+from flexattn.neuron.call import cores_of
 from flexattn.neuron.family import NkiEffort
 from flexattn.neuron.instance import Instance, Job
 from flexattn.neuron.model import rank, ranking_environment
@@ -113,14 +114,14 @@ class NeuronMeasurer(Closing):
         try:
             prepared = prepare(
                 task.problem, config, task.device.name, scale=task.scale, score=task.score,
-                mask=task.mask, lists=task.lists,
+                mask=task.mask, lists=task.lists, cores=cores_of(task.device.name, None),
             )  # fmt: skip
         except FlexAttnError as error:
             return Failed("infeasible", type(error).__name__, clipped(error.got))
         programs = self._programs[config] = []
 
         def kernel(source: NkiSource, values: tuple[Any, ...]) -> Sequence[Tensor]:
-            results, program = self._ran(source, values, prepared.target)
+            results, program = self._ran(source, values, prepared.target, prepared.cores)
             programs.append(program)
             return results
 
@@ -167,11 +168,11 @@ class NeuronMeasurer(Closing):
         return self._task, self._inputs
 
     def _ran(
-        self, source: NkiSource, values: tuple[Any, ...], target: str
+        self, source: NkiSource, values: tuple[Any, ...], target: str, cores: int
     ) -> tuple[Sequence[Tensor], Program]:
         """A kernel's results, and its program; raises Died with what failed."""
         place = Path(tempfile.mkdtemp(dir=self._folder))
-        job = Job(nki_path(source), source.text, source.arguments, values)
+        job = Job(nki_path(source), source.text, cores, source.arguments, values)
         torch.save(job, place / "job.pt")
         files = [str(place / name) for name in ("job.pt", "results.pt", "inputs.npz")]
         command = [sys.executable, "-m", "flexattn.neuron.instance", *files]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose.defaults import Survey
 from flexattn.measure.task import Task, call_of
+from flexattn.neuron.call import attend as attend, cores_of, spread
 from flexattn.neuron.family import NkiEffort, default_config, target_survey
 from flexattn.neuron.instance import Instance, instance, rungs as rungs
 from flexattn.neuron.lint import lint
 from flexattn.neuron.measure import measured
 from flexattn.neuron.model import rank, ranking_environment
-from flexattn.neuron.run import nki_path
+from flexattn.neuron.run import nki_path, prepare
 from flexattn.neuron.source import render_nki, render_nki_combine
 from flexattn.problem import Problem
 from flexattn.records.record import Environment, Record
@@ -76,6 +78,18 @@ def render_kernel(problem: Problem, device: Device) -> PluginKernel:
         lint(merging.text)
         combine = nki_path(merging)
     return PluginKernel(config, source.text, nki_path(source), combine)
+
+
+def write_kernel(task: Task, folder: Path) -> None:
+    """As Plugin.write_kernel."""
+    call_of(task)
+    target = task.device.name
+    cores = cores_of(target, None)
+    config = spread(default_config(task.problem, target), task.problem, target, cores)
+    prepare(
+        task.problem, config, target, scale=task.scale, score=task.score, mask=task.mask,
+        lists=task.lists, cores=cores,
+    ).write(folder)  # fmt: skip
 
 
 def _effort(effort: Effort) -> NkiEffort:

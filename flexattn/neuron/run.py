@@ -1,9 +1,11 @@
-"""Attention through an NKI kernel, off the device: our interpreter, or AWS's simulator."""
+"""Attention through an NKI kernel: by AWS's compiler, our interpreter, or AWS's simulator."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import torch
 from torch import Tensor
 
 from flexattn.device.neuroncore import CORES
-from flexattn.errors import ConfigError, UnsupportedError
+from flexattn.errors import ConfigError, InputError, UnsupportedError
 from flexattn.kernels.base.config import describe
 from flexattn.mods import Bound
 from flexattn.neuron.config import NkiConfig
 from flexattn.neuron.family import target_reasons
+from flexattn.neuron.instance import nki_op, real_package
 from flexattn.neuron.interpreter.interpret import Interpreted, interpret
 from flexattn.neuron.lint import lint
 from flexattn.neuron.schedule import schedule_of
@@ -41,7 +44,12 @@ class NkiOutputs:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A kernel with all that it is called with but q, k and v. cores: physical, that share it."""
+    """A kernel with all that it is called with but q, k and v.
+
+    cores: physical ones, which share the rows. source: its text, and the names of its arguments.
+    combine: what merges the splits of a decode. extra: the scale, the schedule, tables of what the
+    mods capture, numbers that they capture.
+    """
 
     problem: Problem
     config: NkiConfig
@@ -51,12 +59,100 @@ class Prepared:
     combine: NkiSource | None
     extra: tuple[Any, ...]
 
+    @cached_property
+    def function(self) -> Any:
+        """The kernel as nki.jit makes it; `function[cores](*arguments)` launches it.
+
+        Raises UnsupportedError where AWS's nki is not installed.
+        """
+        return _function(self.source)
+
+    @cached_property
+    def merge(self) -> Any:
+        """As function, of `combine`; it takes q as the kernel does and the kernel's results."""
+        return None if self.combine is None else _function(self.combine)
+
     def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-        """The kernel's arguments; decode's rows are packed head by head."""
-        heads = self.problem.structure.packed_heads
+        """The kernel's arguments, on q's device; decode's rows are packed head by head.
+
+        Raises InputError for shapes that it was not made for.
+        """
+        problem, s = self.problem, self.problem.structure
         B, Hq, L, D = q.shape
-        packed = q.contiguous().view(B, Hq // heads, heads * L, D)
-        return (packed, k.contiguous(), v.contiguous(), *self.extra)
+        rows = (problem.B, problem.Hq, problem.q_len, s.head_dim_qk)
+        keys = (problem.Hkv, problem.kv_len)
+        ends = ((*keys, s.head_dim_qk), (*keys, s.head_dim_v))
+        if q.shape != rows or (k.shape[1:], v.shape[1:]) != ends:
+            raise InputError(
+                f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}",
+                f"the kernel was made for {problem.describe()}",
+                "make one for these: flexattn.neuron.kernel",
+            )
+        packed = q.contiguous().view(B, Hq // s.packed_heads, s.packed_heads * L, D)
+        extra = (x.to(q.device) if isinstance(x, Tensor) else x for x in self.extra)
+        return (packed, k.contiguous(), v.contiguous(), *extra)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> NkiOutputs:
+        """Run it where AWS's packages are; on `neuron` tensors as an operator of torch's."""
+
+        def kernel(source: NkiSource, given: tuple[Any, ...]) -> Sequence[Tensor]:
+            if q.device.type == "neuron":
+                return self._operator(source, given)
+            return _as_list(self._function_of(source)[self.cores](*given))
+
+        return self.run(q, k, v, kernel)
+
+    def write(self, folder: Path) -> None:
+        """Write what calls the kernel without this library: its file, arguments and tables.
+
+        kernel.py and, of splits, combine.py; arguments.py has the names of the kernel's arguments
+        and those that are no tensors, tables.pt the others by name.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        problem, heads = self.problem, self.problem.structure.packed_heads
+        names = self.source.arguments
+        given = dict(zip(names[3:], self.extra, strict=True))
+        tables = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        rows = problem.B, problem.Hq // heads, heads * problem.q_len
+        lines = [
+            f"# {problem.describe()}, for {self.target}",
+            "# kernel[CORES] takes what NAMES says, in order; tables.pt has the tensors by name.",
+            f"# Its q has the shape {(*rows, problem.structure.head_dim_qk)}.",
+            "# combine[CORES] takes that q, and the kernel's results.",
+            f"CORES = {self.cores}",
+            f"NAMES = {names!r}",
+            *(f"{name.upper()} = {x!r}" for name, x in given.items() if name not in tables),
+        ]
+        (folder / "kernel.py").write_text(self.source.text, encoding="utf-8")
+        if self.combine is not None:
+            (folder / "combine.py").write_text(self.combine.text, encoding="utf-8")
+        (folder / "arguments.py").write_text("\n".join((*lines, "")), encoding="utf-8")
+        torch.save(tables, folder / "tables.pt")
+
+    def _function_of(self, source: NkiSource) -> Any:
+        return self.function if source is self.source else self.merge
+
+    def _operator(self, source: NkiSource, given: tuple[Any, ...]) -> Sequence[Tensor]:
+        """A kernel's results by an operator that nki_op makes, which torch.compile can trace.
+
+        It takes the tensors; all else is a part of it, and of its name.
+        """
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        rest = [None if isinstance(each, Tensor) else each for each in given]
+        digest = hashlib.sha256(repr((source.hash, self.cores, rest)).encode()).hexdigest()
+        name = f"nki_{digest[:24]}"
+        if not hasattr(torch.ops.flexattn, name):
+            compiled, register = self._function_of(source)[self.cores], nki_op()
+
+            def call(tensors):  # type: ignore[no-untyped-def]
+                left = iter(tensors)
+                return _as_list(compiled(*(next(left) if x is None else x for x in rest)))
+
+            # Classes, which torch takes from here; of names it knows its own alone.
+            call.__annotations__ = {"tensors": list[Tensor], "return": list[Tensor]}
+            register(f"flexattn::{name}", call, mutates_args=())
+        found: list[Tensor] = getattr(torch.ops.flexattn, name)(tensors)
+        return found
 
     def run(
         self,
@@ -109,12 +205,24 @@ class Prepared:
         """Run it in AWS's simulator, `nki.simulate`, for the target its environment names."""
 
         def kernel(source: NkiSource, given: tuple[Any, ...]) -> Sequence[Tensor]:
-            # As the real package decorates it; it looks its text up.
-            results = simulate(module_of(nki_path(source), source.text).kernel)(*given)
-            results = results if isinstance(results, tuple) else (results,)
-            return [torch.as_tensor(each) for each in results]
+            results = simulate(self._function_of(source)[self.cores])(*given)
+            return [torch.as_tensor(each) for each in _as_list(results)]
 
         return self.run(q, k, v, kernel)
+
+
+def _function(source: NkiSource) -> Any:
+    simulate, why = real_package()
+    if simulate is None:
+        raise UnsupportedError(
+            "an NKI kernel to run by AWS's compiler", why, "interpret(q, k, v) runs it anywhere"
+        )
+    # As the real package decorates it; it looks its text up.
+    return module_of(nki_path(source), source.text).kernel
+
+
+def _as_list(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, tuple) else [results]
 
 
 def _exact(value: float, target: str) -> float:

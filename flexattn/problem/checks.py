@@ -18,6 +18,8 @@ from flexattn.problem.inputs import Descales
 MAX_HEAD_DIM = 576
 # Devices whose calls go to torch's own flex_attention.
 TORCHS = ("xpu", "mps")
+# Devices whose calls go to a plug-in of that name.
+PLUGINS = ("neuron",)
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 # What torch puts in place of a sliced BlockMask's mask_mod: it raises when it is called.
 _SLICED = getattr(torch_flex, "_sliced_mask_mod_error", object())
@@ -207,7 +209,8 @@ def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
             f"block_mask lists {rows} blocks of {q_block} query rows for {lengths[0]} rows",
             "its lists reach over all of query",
         )
-    _check_place("block_mask", mask.kv_indices, q)
+    if q.device.type not in PLUGINS or not mask.kv_indices.is_cpu:  # they read it on the host
+        _check_place("block_mask", mask.kv_indices, q)
 
 
 def _check_lists(mask: BlockMask) -> None:
@@ -284,10 +287,10 @@ def _check_place(name: str, tensor: Tensor, q: Tensor) -> None:
 
 def check_devices(q: Tensor) -> None:
     """Raises InputError if nothing can compute tensors on their device."""
-    if q.device.type not in ("cpu", "cuda", *TORCHS):
+    if q.device.type not in ("cpu", "cuda", *TORCHS, *PLUGINS):
         raise InputError(
             f"query is on {q.device}",
-            "flexattn runs on cuda (NVIDIA and AMD) and cpu tensors, and leaves xpu and mps to "
-            "torch's flex_attention",
+            "flexattn runs on cuda (NVIDIA and AMD), cpu and neuron tensors, and leaves xpu and "
+            "mps to torch's flex_attention",
             "move them with x.to('cuda') or x.cpu()",
         )

@@ -10,6 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
 from flexattn.device import Device
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.base.config import Config, Fields, describe
@@ -19,9 +22,11 @@ from flexattn.kernels.choose.defaults import Survey
 from flexattn.measure.process import Closing
 from flexattn.measure.task import Measurer, Task
 from flexattn.measure.worker import Worker
+from flexattn.mods import Bound
 from flexattn.problem import Problem
 from flexattn.records.layers import layers, ranked, transferred
 from flexattn.records.record import Environment, Record, Sizes, key_of
+from flexattn.runtime.launch import Outputs
 from flexattn.tune.builds import BuiltConfig, Pool, build_all, orders_for
 from flexattn.tune.campaign import TuneTask, environment_of
 from flexattn.tune.evaluator import BuildConfigs, Evaluator, Journal
@@ -214,6 +219,25 @@ class Plugin(Protocol):
 
     def render_kernel(self, problem: Problem, device: Device) -> PluginKernel:
         """The kernel of the first config that fits."""
+
+    def write_kernel(self, task: Task, folder: Path) -> None:
+        """Write the kernel of the first config that fits, with all that it is called with."""
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        score: Bound | None,
+        mask: Bound | None,
+        block_mask: BlockMask | None,
+        scale: float,
+        statistics: tuple[bool, bool],
+    ) -> Outputs:
+        """flex_attention of tensors on the device: an admitted call without gradients.
+
+        statistics: whether lse and max_scores are asked for.
+        """
 
     def rungs(self) -> Sequence[Any]:
         """The verifications of this machine: rows with name, proves, available and why."""

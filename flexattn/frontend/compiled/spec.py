@@ -25,7 +25,7 @@ from flexattn.kernels.choose.options import NONE, Options, parse
 from flexattn.mods.graph import GraphMod
 from flexattn.mods.recorded import from_data, to_data
 from flexattn.problem import FP8
-from flexattn.problem.checks import mixes
+from flexattn.problem.checks import PLUGINS, mixes
 from flexattn.settings import current
 
 _NAMES = {"score", "mask", "block", "lse", "max_scores", "options", "looks", "backward", "grads"}
@@ -150,6 +150,8 @@ def breaks(call: Call) -> str:
             return "query, key and value are no tensors of four dimensions"
     if q.size(2) == 0:
         return "there is no query"
+    if q.device.type in PLUGINS:
+        return "a plug-in serves the device"
     narrower = k.dtype != q.dtype or v.dtype != q.dtype
     if narrower and (k.dtype != v.dtype or not mixes(q, k)):
         return "query, key and value have dtypes that no kernel takes together"

@@ -24,7 +24,7 @@ from tests import neuron_stand_ins as stand_ins
 from tests.processes import ROOT
 from tests.unit.neuron.test_nki_model import task_of
 
-HERE = Instance("trn2", "nki 0.6.0")
+HERE = Instance("trn2", "nki 0.7.0")
 SMALL = NkiPrefillConfig(128, 128, 128)
 WIDE = NkiPrefillConfig(128, 256, 256)
 
@@ -53,7 +53,7 @@ def task(kind="prefill", **mods):
 )
 def test_an_instance_is_known_by_its_driver(tmp_path, packages, kind, target):
     found, why = instance(stand_ins.driver(tmp_path / "sys", kind))
-    assert found == Instance(target, "nki 0.6.0") and not why
+    assert found == Instance(target, "nki 0.7.0") and not why
 
 
 def test_what_is_missing_is_said(tmp_path):

@@ -1,4 +1,4 @@
-"""The lint of rendered NKI sources: each construct that the compiler refuses is found, by line."""
+"""The lint of rendered NKI sources: what NKI 0.7 refuses is found, by line, and nothing else."""
 
 import pytest
 
@@ -12,26 +12,25 @@ from tests.covering import each_choice
 from tests.nki import kernel_of, problem_of
 
 REFUSED = {
-    "if x is None:\n        pass": "Is",
-    "y = [i for i in range(4)]": "comprehension",
-    "y = lambda a: a": "lambda",
-    "assert x": "assert",
-    "y = 4 in (3, 4)": "In",
-    "y = f'{x}'": "f-string",
-    "nisa.tensor_copy(x, x)": "positional",
-    "nisa.nc_matmul(dst=x, stationary=x, moving=x)": "accumulate",
     "nisa.tensor_copy(dst=x, src=x, mask=x)": "mask=",
     "i = nl.arange(128)": "nl.arange",
-    "for i in nl.affine_range(4):\n        pass": "affine_range",
-    "y = nl.load(x)": "nl.load",
-    "t = nl.ndarray((1, 1), dtype=nl.float32)": "buffer",
+    "for i in nl.affine_range(4):\n        pass": "use range",
+    "for i in nl.dynamic_range(4):\n        pass": "use nl.fori_loop",
     "t = nl.ndarray((1, 1), dtype=nl.float32, buffer='sbuf')": "string",
-    "y = sorted((1, 2))": "sorted",
-    "def inner():\n        return 1": "inner function",
-    "y = {1: 2}": "dict",
-    "global y": "global",
+    "y = STATE[0]": "the name STATE",
     "import numpy": "numpy",
 }
+# What NKI specialises by tracing Python, which older versions refused.
+ALLOWED = (
+    "if x is None:\n        pass",
+    "y = [i for i in range(4)]",
+    "y = lambda a: a",
+    "assert x",
+    "y = f'{x}'",
+    "y = sorted((1, 2))",
+    "def inner():\n        return 1",
+    "nisa.tensor_copy(x, x)",
+)
 
 
 @pytest.mark.parametrize("line", REFUSED, ids=REFUSED.values())
@@ -47,8 +46,6 @@ def test_a_construct_is_found(line):
     [
         ("@nki.jit", "@nki.jit(mode='x')", "decorators"),
         ("import nki\n", "import nki\nimport neuronxcc.nki\n", "neuronxcc"),
-        ("kernel(x)", "kernel(x, *, scale)", "keyword-only"),
-        ("kernel(x)", "kernel(*x)", "without a number"),
         ("return out", "pass", "no result"),
         ("@nki.jit", "state = {}\n\n\n@nki.jit", "module level"),
     ],
@@ -57,8 +54,9 @@ def test_a_function_that_is_no_kernel(old, new, words):
     assert any(words in each for each in findings(kernel_of("pass").replace(old, new)))
 
 
-def test_a_plain_kernel_passes():
-    assert findings(kernel_of("for i in range(min(4, len(x.shape))):\n        pass")) == []
+@pytest.mark.parametrize("line", ALLOWED)
+def test_all_of_python_passes(line):
+    assert findings(kernel_of(line)) == []
 
 
 RENDERED = [
