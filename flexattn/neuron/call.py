@@ -134,7 +134,7 @@ def _prepared(
         lse=statistics[0], max_scores=statistics[1], positive_scale=scale > 0,
     )  # fmt: skip
     if config is None:
-        config = spread(default_config(problem, target), problem, target, cores)
+        config = first_config(problem, target, cores)
     elif config.kind != problem.structure.kind:
         problem = replace(problem, structure=replace(problem.structure, kind=config.kind))
     return prepare(
@@ -156,8 +156,9 @@ def cores_of(target: str, cores: int | None) -> int:
     return int(found)
 
 
-def spread(config: NkiConfig, problem: Problem, target: str, cores: int) -> NkiConfig:
-    """The config, or the same that splits the keys over cores that would have no rows."""
+def first_config(problem: Problem, target: str, cores: int) -> NkiConfig:
+    """The default; of a decode without rows for all cores its keys are split over them."""
+    config = default_config(problem, target)
     tiles = problem.B * problem.Hkv * visits_of(problem, config)
     if isinstance(config, NkiPrefillConfig) or tiles >= cores or problem.kv_len <= cores * CHUNK:
         return config

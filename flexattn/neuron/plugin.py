@@ -10,7 +10,7 @@ from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose.defaults import Survey
 from flexattn.measure.task import Task, call_of
-from flexattn.neuron.call import attend as attend, cores_of, spread
+from flexattn.neuron.call import attend as attend, cores_of, first_config
 from flexattn.neuron.family import NkiEffort, default_config, target_survey
 from flexattn.neuron.instance import Instance, instance, rungs as rungs
 from flexattn.neuron.lint import lint
@@ -85,7 +85,7 @@ def write_kernel(task: Task, folder: Path) -> None:
     call_of(task)
     target = task.device.name
     cores = cores_of(target, None)
-    config = spread(default_config(task.problem, target), task.problem, target, cores)
+    config = first_config(task.problem, target, cores)
     prepare(
         task.problem, config, target, scale=task.scale, score=task.score, mask=task.mask,
         lists=task.lists, cores=cores,

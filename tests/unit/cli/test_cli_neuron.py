@@ -97,6 +97,23 @@ def test_what_nothing_timed_is_in_no_report_no_study_and_no_export(flexattn, wor
     flexattn("doctor")
 
 
+def test_an_export_has_a_folder_for_each_kernel_and_names_what_has_none(
+    flexattn, workload, tmp_path
+):
+    arguments = ("export", tmp_path / "out", "--workload", workload, *ALLOW, "--device", "trn2")
+    told = json.loads(flexattn(*arguments, "--json", status=1).stdout)
+    ((refused, why),) = told["refused"]
+    assert "wave" in refused and "sin of float32" in why and len(told["kernels"]) == 2
+    for folder in map(Path, told["kernels"]):
+        assert {"kernel.py", "arguments.py", "tables.pt"} <= {p.name for p in folder.iterdir()}
+        assert "@nki.jit" in (folder / "kernel.py").read_text()
+    assert "2 kernels written" in flexattn(*arguments, "--only", "plain").stdout
+    for more in (("--with-binaries",), ()):
+        named = arguments[2:] if more else ("--device", "trn2")
+        said = flexattn("export", tmp_path / "more", *named, *more, status=2).stderr
+        assert "no records" in said
+
+
 def test_ctrl_c_keeps_what_is_ranked(flexattn, workload, tmp_path, monkeypatch):
     tuner = plugin.tuner
 
