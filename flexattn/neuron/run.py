@@ -82,7 +82,8 @@ class Prepared:
         rows = (problem.B, problem.Hq, problem.q_len, s.head_dim_qk)
         keys = (problem.Hkv, problem.kv_len)
         ends = ((*keys, s.head_dim_qk), (*keys, s.head_dim_v))
-        if q.shape != rows or (k.shape[1:], v.shape[1:]) != ends:
+        batch = {k.shape[0], v.shape[0]} <= {1, problem.B}
+        if q.shape != rows or not batch or (k.shape[1:], v.shape[1:]) != ends:
             raise InputError(
                 f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}",
                 f"the kernel was made for {problem.describe()}",
