@@ -9,6 +9,7 @@ import tomllib
 
 from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.neuron.interpreter import engines
+from flexattn.neuron.lint import findings
 from flexattn.neuron.source import render_nki, render_nki_combine
 from flexattn.problem import Shape
 from tests import neuron_stand_ins as stand_ins
@@ -57,16 +58,18 @@ def undocumented(text):
 
 
 @each_choice(entry=CASES, rendered=RENDERED)
-def test_a_kernel_calls_what_is_documented(entry, rendered):
+def test_a_kernel_calls_what_is_documented_and_passes_the_lint(entry, rendered):
     built = entry.make(2, 4, 2, 141, 173)
     kind, config = rendered
     problem, *_ = problem_of(
         kind, Shape(2, 4, 2, 141, 173, 192, 64), score_mod=built.score_mod,
         mask_mod=built.mask_mod, lse=True, max_scores=True,
     )  # fmt: skip
-    assert undocumented(render_nki(problem, config, "trn2", "t").text) == []
+    texts = [render_nki(problem, config, "trn2", "t").text]
     if kind == "decode":
-        assert undocumented(render_nki_combine(problem, "trn2").text) == []
+        texts.append(render_nki_combine(problem, "trn2").text)
+    for text in texts:
+        assert undocumented(text) == [] == findings(text)
 
 
 @pytest.mark.parametrize(

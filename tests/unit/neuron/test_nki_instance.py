@@ -132,7 +132,7 @@ def test_without_nrtpy_the_error_names_the_variable(tmp_path, monkeypatch):
 def test_the_models_best_are_measured_and_the_record_says_so(packages, monkeypatch):
     monkeypatch.setattr(measure, "_BEST", {"quick": 3, "full": 3})
     record = measured(task(), HERE, method_for("quick", 300.0), "quick")
-    assert record.provenance == "measured" and record.environment.triton == "nki 0.6.0"
+    assert record.provenance == "measured" and record.environment.triton == "nki 0.7.0"
     assert "on the device" in record.note and len(record.trials) == 3
     assert all(trial.gate.passed and trial.screening for trial in record.trials)
     assert replay_study(record) == record.decision

@@ -3,13 +3,8 @@
 import pytest
 
 from flexattn.errors import KernelError
-from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.neuron.lint import findings, lint
-from flexattn.neuron.source import render_nki, render_nki_combine
-from flexattn.problem import Shape
-from tests.cases import CASES
-from tests.covering import each_choice
-from tests.nki import kernel_of, problem_of
+from tests.nki import kernel_of
 
 REFUSED = {
     "nisa.tensor_copy(dst=x, src=x, mask=x)": "mask=",
@@ -57,23 +52,3 @@ def test_a_function_that_is_no_kernel(old, new, words):
 @pytest.mark.parametrize("line", ALLOWED)
 def test_all_of_python_passes(line):
     assert findings(kernel_of(line)) == []
-
-
-RENDERED = [
-    ("prefill", NkiPrefillConfig(128, 512, transpose="dma")),
-    ("prefill", NkiPrefillConfig(64, 256, mask="affine", evict="scalar")),
-    ("decode", NkiDecodeConfig(128, 512, 4, mask="select")),
-]
-
-
-@each_choice(entry=CASES, rendered=RENDERED)
-def test_what_is_rendered_passes(entry, rendered):
-    built = entry.make(2, 4, 2, 141, 173)
-    kind, config = rendered
-    problem, *_ = problem_of(
-        kind, Shape(2, 4, 2, 141, 173, 192, 64), score_mod=built.score_mod,
-        mask_mod=built.mask_mod, lse=True, max_scores=True,
-    )  # fmt: skip
-    lint(render_nki(problem, config, "trn2", "t").text)
-    if kind == "decode":
-        lint(render_nki_combine(problem, "trn2").text)
