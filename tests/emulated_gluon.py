@@ -7,6 +7,7 @@ and one that was never written gives NaN. A thread that waits for ever ends the 
 """
 
 import random
+import re
 import threading
 from types import SimpleNamespace
 
@@ -77,6 +78,8 @@ class Block:
         self.hardware, self.products, self.copies, self.stores = {}, {}, [], {}
         # Of a thread: which partition it runs; and how many of them are consumers'.
         self.partitions, self.groups, self.warps = {}, 1, 1
+        # Of a thread: the steps and columns of its next product, where it says so.
+        self.narrowed = {}
 
     def count(self, place, more, mask=None, sem=None):
         if not np.ndim(place.offset):
@@ -94,7 +97,10 @@ class Block:
         return self.hardware.setdefault(number, Meeting(self))
 
     def product(self, a, b, acc, use_acc=True, is_async=True):
-        found = SimpleNamespace(value=None, operands=(a, b), acc=acc if use_acc else None)
+        narrow = self.narrowed.pop(threading.get_ident(), None)
+        found = SimpleNamespace(
+            value=None, operands=(a, b), acc=acc if use_acc else None, narrow=narrow
+        )
         self.flying.append(found)
         if self.chance.random() < 0.5:
             self.await_products(0 if acc is None else self.chance.randrange(len(self.flying)))
@@ -105,7 +111,17 @@ class Block:
             each = self.flying.pop(0)
             a, b = (x.array if isinstance(x, Shared) else x for x in each.operands)
             acc = 0 if each.acc is None else getattr(each.acc, "value", each.acc)
-            each.value = tile(np.asarray(a, np.float64) @ np.asarray(b, np.float64) + acc)
+            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+            if each.narrow is None:
+                each.value = tile(a @ b + acc)
+                continue
+            # The other columns of the result keep what they are.
+            steps, of_steps, columns, of_columns = each.narrow
+            assert a.shape[1] == 16 * of_steps and b.shape[1] in (of_columns, 2 * of_columns)
+            value = np.zeros((a.shape[0], b.shape[1])) + acc
+            columns = columns if columns < of_columns else b.shape[1]
+            value[:, :columns] += a[:, : 16 * steps] @ b[: 16 * steps, :columns]
+            each.value = tile(value)
         found = [getattr(x, "value", x) for x in deps]
         found = [x if y is None else y for x, y in zip(deps, found, strict=True)]
         return found[0] if len(found) == 1 else found
@@ -195,7 +211,8 @@ def run(source, programs, arguments, seed=0):
             block = Block(number, random.Random(chance.random()), programs)
             names = _language(block)
             exec(code, names)
-            names.update(_assembly(block))
+            names.update(_assembly(block, "xor.b32 t, t, 128" in source.text))
+            names.update(_announced(block, source.text))
             values = [arguments[each.name] for each in source.arguments]
             values = [Number(x) if type(x) is int else x for x in values]
             names[source.entry](*values)
@@ -294,14 +311,25 @@ def _select(condition, a, b):
     return np.where(condition, a, b).astype(np.float32).view(Tile)
 
 
-def _assembly(block):
+def _announced(block, text):
+    """The functions that say how narrow a thread's next product is."""
+    words = r"def (narrow_\w+)\(.*\n.*\n.*narrow_products 1: (\d+) of (\d+) steps, (\d+) of (\d+)"
+
+    def says(numbers):
+        return lambda: block.narrowed.__setitem__(threading.get_ident(), numbers)
+
+    return {name: says([*map(int, found)]) for name, *found in re.findall(words, text)}
+
+
+def _assembly(block, swapped):
     """In place of the functions that are inline assembly."""
 
     def add(place, values):
-        # One tile's address is a whole number of them. Of two warpgroups each adds half of it.
+        # One tile's address is a whole number of them. Of two warpgroups each adds half of it, the
+        # halves in the other order where the first one has fewer columns.
         size, half = values.size * block.groups, values.shape[1]
         assert place.offset % size == 0
-        first = half * (block.partitions[threading.get_ident()] % block.groups)
+        first = half * ((block.partitions[threading.get_ident()] + swapped) % block.groups)
         place.array[place.offset // size][:, first : first + half] += np.asarray(values)
 
     def await_semaphore(place, order):

@@ -225,10 +225,6 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         places = () if found is None else found.submodule_search_locations or ()
         return device.has_wgmma and any((Path(each) / _API).is_dir() for each in places)
 
-    def leads(self, structure: Structure, device: Device) -> bool:
-        """True if tiles are not much wider than heads: of 72 to 88 columns 128 are multiplied."""
-        return self.offered(device) and not 64 < _widest(structure) < 96
-
     def defaults(self, problem: Problem, device: Device) -> Iterator[HopperBackwardConfig]:
         return defaults(problem)
 
@@ -311,10 +307,6 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         tile = f"{config.BLOCK_M}x{config.BLOCK_N} s{config.num_stages}"
         ahead = [f"pipelined-{config.pipelined}"] if config.pipelined else []
         return " ".join([tile, *form, *ahead, *words(replace(config, pipelined=""))])
-
-
-def _widest(structure: Structure) -> int:
-    return max(structure.head_dim_qk, structure.head_dim_v)
 
 
 BACKWARD = _Backward()

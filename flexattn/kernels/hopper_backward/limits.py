@@ -14,6 +14,7 @@ from flexattn.kernels.hopper_backward.config import (
     PIPELINED,
     HopperBackwardConfig,
     columns,
+    multiplied,
 )
 from flexattn.kernels.hopper_backward.masks import loads_pairs, sums_diagonals
 from flexattn.problem import Structure
@@ -73,7 +74,10 @@ class ConfigCase:
     def registers(self) -> int:
         """Registers of a consumer's thread."""
         c = self.config
-        dk_and_dv = 2 * c.BLOCK_N * self.columns // CONSUMER_THREADS
+        # By products each warpgroup has one of them, and else both; of tiles' columns all.
+        qk, v = map(multiplied, self.structure.head_dims)
+        width = 2 * self.columns if c.split else 2 * max(qk, v) if c.by_product else qk + v
+        dk_and_dv = c.BLOCK_N * width // CONSUMER_THREADS
         # Of one tile; dP has as many.
         scores = c.BLOCK_M * c.BLOCK_N // CONSUMER_THREADS * (2 if c.by_product else 1)
         dq_tile = c.BLOCK_M * self.columns // CONSUMER_THREADS

@@ -38,6 +38,12 @@ from flexattn.kernels.hopper_backward.masks import (
     may_be_no_number,
     reads_diagonals,
 )
+from flexattn.kernels.hopper_backward.narrow import (
+    announcements,
+    dq_boxes,
+    halves_of_dq,
+    holds_half,
+)
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
 from flexattn.kernels.printers.gradient_printer import (
     PrintedGradient,
@@ -47,6 +53,7 @@ from flexattn.kernels.printers.gradient_printer import (
 from flexattn.kernels.printers.spelling import Dialect, TensorForm, signature_type
 from flexattn.kernels.printers.triton_printer import Printed, print_mod
 from flexattn.kernels.ptx.assembler import waits_meet
+from flexattn.kernels.ptx.narrow_products import NARROW_PRODUCTS
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.kernels.ptx.warp_numbers import WARP_NUMBERS, WARP_NUMBERS_FORM
 from flexattn.mods.expr import Expr, reads
@@ -79,7 +86,7 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
     found += [Argument(*descriptor(name, dtype, keys, width)) for name in ("DK", "DV")]
     sums = _SUMS
     if config.dq_tma:
-        sums_rows = rows * width // SUMS_OF_A_ROW // (2 if config.dq_halves else 1)
+        sums_rows = rows * width // SUMS_OF_A_ROW // dq_boxes(structure, config).count
         sums = Argument("DQ_ACC", _described(sums_rows, SUMS_OF_A_ROW, 128))
     found += [sums, *(Argument(name, "i32") for name in _SIZES)]
     found.append(Argument("sm_scale", "fp32"))
@@ -204,7 +211,7 @@ def render(
     score, mask = print_with_gradients(asked, traits, structure.grads, diagonals=True)
     used: list[PrintedGradient | Printed] = [each for each in (score, mask) if each is not None]
     sparsity, stages = structure.sparsity, _stages(structure, config)
-    found = arguments(structure, config)
+    found, narrow = arguments(structure, config), announcements(structure, config)
     context: dict[str, object] = {
         **mod_context([each.lines for each in used], device, TRANSPOSED),
         **_shapes(config, columns(structure)),
@@ -230,7 +237,10 @@ def render(
         "has_full": sparsity is not None and sparsity.has_full,
         "waits_meet": waits_meet(),
         "dp_rs": config.dp_rs and config.BLOCK_N == 128,
-        "v_half": config.dp_rs and config.BLOCK_N == 128 and columns(structure) == 128,
+        "v_half": holds_half(structure, config),
+        "narrow": narrow,
+        "dq_boxes": dq_boxes(structure, config),
+        **halves_of_dq(structure, config),
         "shift_rows": config.shift_rows and sparsity is None and not config.deterministic,
         "flags": flags_of(config),
         "announcement": ANNOUNCED,
@@ -264,7 +274,8 @@ def _stages(structure: Structure, config: HopperBackwardConfig) -> Stages:
     That only beside ds_first, with which it was measured: 1 % faster with a causal mask, H200.
     """
     told = structure.sparsity is not None and config.ds_first
-    return Stages((WARP_NUMBERS,) * told + (_TWO_BUFFERS,) * (config.ds_stages == 2))
+    passes = (WARP_NUMBERS,) * told + (_TWO_BUFFERS,) * (config.ds_stages == 2)
+    return Stages(passes + (NARROW_PRODUCTS,) * any(announcements(structure, config).values()))
 
 
 def render_before(

@@ -1,5 +1,6 @@
 """The pipelines of Hopper's backward, run in plain Python: their gradients are float64's."""
 
+import re
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -121,8 +122,9 @@ class Emulated(Recorded):
             return Descriptor(self.seen["stats"], (1, 1, 1, 2 * self.config.BLOCK_M), 4)
         if name == "DQ_ACC" and self.config.dq_tma:
             sums = self.seen["sums"].reshape(value.shape)
-            parts = 2 if self.config.dq_halves else 1
-            return Descriptor(sums, (1, 1, value.shape[2] // parts, value.shape[3]), 4)
+            (kind,) = (each.type for each in self.source.arguments if each.name == name)
+            rows = int(re.search(r"\[1, 1, (\d+), 32\]", kind)[1])
+            return Descriptor(sums, (1, 1, rows, value.shape[3]), 4)
         if name == "DQ_ACC":
             return Pointer(self.seen["sums"])
         if name in ("M_RUNS", "WORK_COUNTER"):
@@ -324,6 +326,40 @@ def test_half_of_v_is_held(name, mask, monkeypatch):
     torch.manual_seed(0)
     q, dout = (torch.randn(1, 2, 210, d, dtype=torch.float64) for d in widths)
     k, v = (torch.randn(1, 2, 200, d, dtype=torch.float64) for d in widths)
+    assert_gradients(config, (q, k, v), dout, MASKS[mask], monkeypatch)
+
+
+TALL, WIDE, SPLIT = (128, 128, 2), (64, 128, 2), (64, 64, 2)
+NARROW = [
+    ((48, 48), "persistent", "causal", TALL, MHA),
+    ((40, 64), "ds first halves", "full", TALL, GQA),
+    ((48, 24), "halves", "window", WIDE, MHA),
+    ((80, 80), "ds first halves", "full", WIDE, MHA),
+    ((80, 80), "persistent held", "causal", WIDE, GQA),
+    ((96, 96), "persistent held", "full", WIDE, MHA),
+    ((96, 96), "deterministic", "causal", WIDE, GQA),
+    ((96, 96), "dk halves", "window", WIDE, GQA),
+    ((112, 112), "halves", "packed", WIDE, MHA),
+    ((112, 80), "persistent trimmed", "documents", WIDE, MHA),
+    ((64, 104), "halves", "causal", WIDE, GQA),
+    ((160, 160), "by product", "full", SPLIT, GQA),
+    ((192, 192), "by product", "causal", SPLIT, MHA),
+    ((192, 192), "dk", "causal", SPLIT, GQA),
+    ((224, 224), "by product", "window", SPLIT, MHA),
+    ((192, 128), "by product", "full", SPLIT, MHA),
+    ((192, 128), "by product", "holes", SPLIT, GQA),
+    ((144, 176), "by product", "causal", SPLIT, MHA),
+    ((96, 192), "by product", "causal", SPLIT, MHA),
+]
+
+
+@pytest.mark.parametrize(("widths", "name", "mask", "tile", "heads"), NARROW, ids=str)
+def test_products_as_narrow_as_heads(widths, name, mask, tile, heads, monkeypatch):
+    """Lengths that no tile divides; each product takes the steps and columns that it announces."""
+    config = HopperBackwardConfig(*tile, **PIPELINES[name])
+    torch.manual_seed(0)
+    q, dout = (torch.randn(1, heads[0], 210, d, dtype=torch.float64) for d in widths)
+    k, v = (torch.randn(1, heads[1], 200, d, dtype=torch.float64) for d in widths)
     assert_gradients(config, (q, k, v), dout, MASKS[mask], monkeypatch)
 
 

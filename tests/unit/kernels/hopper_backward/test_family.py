@@ -30,6 +30,7 @@ from flexattn.kernels.hopper_backward.masks import (
 )
 from flexattn.kernels.hopper_backward.source import _TWO_BUFFERS as TWO_BUFFERS
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
+from flexattn.kernels.ptx.narrow_products import NARROW_PRODUCTS
 from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.mods import bind
 from flexattn.problem import Layout
@@ -200,16 +201,14 @@ def test_the_form_follows_the_sizes():
             backward_grid(problem("backward", kv_len=8191), replace(CONFIG, **promised), H200)
 
 
-@pytest.mark.parametrize(
-    ("dims", "hopper"),
-    [((40, 40), True), ((72, 72), False), ((80, 64), False), ((96, 96), True), ((192, 128), True)],
-)
-def test_heads_narrower_than_tiles(dims, hopper):
-    """Tiles are powers of two; where half of 128 columns would be zeros, Triton's lead."""
+@pytest.mark.parametrize("dims", [(40, 40), (72, 72), (80, 64), (96, 96), (192, 128)])
+def test_heads_narrower_than_tiles(dims):
+    """Tiles are powers of two; what is multiplied of them is as wide as the heads."""
     wanted = problem("backward", *dims)
-    assert isinstance(default(wanted, H200), HopperBackwardConfig) is hopper
-    assert not refused(wanted, H200, "gluon")
-    source = family_of(CONFIG).render(wanted.structure, default(wanted, H200, "gluon"), H200, "")
+    config = default(wanted, H200)
+    assert isinstance(config, HopperBackwardConfig)
+    source = family_of(CONFIG).render(wanted.structure, config, H200, "")
+    assert NARROW_PRODUCTS in source.stages.passes
     tiles = {each.type for each in source.arguments if each.name in ("Q", "V", "DK")}
     assert all(f", {columns(wanted.structure)}]" in each for each in tiles)
 
@@ -360,7 +359,6 @@ WHY = {
     "at 64 and 128 columns": ({"D": 256}, {"DETERMINISTIC": True}),
     "forced by kernel_options": ({}, {"BACKEND": "TRITON"}),
     "multiplies 16 bits": ({"dtype": "float32"}, {"BACKEND": "GLUON"}),
-    "the static default; gluon can run": ({"D": 80}, {}),
 }
 
 
@@ -373,7 +371,7 @@ def test_explain_says_why_one_of_the_two_serves(words):
     assert (choice.config.language == "gluon") is (words == "warp-specialised")
 
 
-@pytest.mark.parametrize("D", [pytest.param(64, marks=pytest.mark.long), 128])
+@pytest.mark.parametrize("D", [pytest.param(64, marks=pytest.mark.long), 112, 128])
 def test_kernels_of_one_hash_ask_for_the_same_passes(D):
     """The hash finds a kernel in every cache, and covers the text alone: there it says of both."""
     asked = {}
@@ -383,6 +381,10 @@ def test_kernels_of_one_hash_ask_for_the_same_passes(D):
             if family_of(config).language == "gluon":
                 source = family_of(config).render(wanted.structure, config, H200, "test")
                 assert asked.setdefault(source.hash, source.stages) == source.stages, config
-                told = {"ptx.warp_numbers": "# warp_numbers ", TWO_BUFFERS: ANNOUNCED}
+                told = {
+                    "ptx.warp_numbers": "# warp_numbers ",
+                    TWO_BUFFERS: ANNOUNCED,
+                    NARROW_PRODUCTS: "// narrow_products ",
+                }
                 assert {*source.stages.passes} == {x for x in told if told[x] in source.text}
     assert len({stages.passes for stages in asked.values()}) > 2
