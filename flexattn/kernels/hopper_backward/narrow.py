@@ -77,4 +77,7 @@ def halves_of_dq(structure: Structure, config: HopperBackwardConfig) -> dict[str
     """
     tile, qk = columns(structure), multiplied(structure.head_dim_qk)
     swapped = config.by_product and qk < tile
-    return {"swapped": swapped, "weighing_sums": (max(qk - tile // 2, 8) if swapped else tile // 2) // 2}
+    return {
+        "swapped": swapped,
+        "weighing_sums": (max(qk - tile // 2, 8) if swapped else tile // 2) // 2,
+    }
