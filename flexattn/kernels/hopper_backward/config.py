@@ -144,12 +144,12 @@ class HopperBackwardConfig:
 def columns(structure: Structure) -> int:
     """Columns of every tile: a power of two of at least 64, past a head's the copy engine gives 0.
 
-    What is multiplied of them: see multiplied.
+    How many of them wgmma multiplies: see multiplied_columns.
     """
     return max(64, power_above(max(structure.head_dim_qk, structure.head_dim_v)))
 
 
-def multiplied(head_dim: int) -> int:
+def multiplied_columns(head_dim: int) -> int:
     """Columns of a head dimension that wgmma multiplies: 16 at a time are summed."""
     return -(-head_dim // 16) * 16
 

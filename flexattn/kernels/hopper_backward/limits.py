@@ -14,7 +14,7 @@ from flexattn.kernels.hopper_backward.config import (
     PIPELINED,
     HopperBackwardConfig,
     columns,
-    multiplied,
+    multiplied_columns,
 )
 from flexattn.kernels.hopper_backward.masks import loads_pairs, sums_diagonals
 from flexattn.problem import Structure
@@ -75,7 +75,7 @@ class ConfigCase:
         """Registers of a consumer's thread."""
         c = self.config
         # By products each warpgroup has one of them, and else both; of tiles' columns all.
-        qk, v = map(multiplied, self.structure.head_dims)
+        qk, v = map(multiplied_columns, self.structure.head_dims)
         width = 2 * self.columns if c.split else 2 * max(qk, v) if c.by_product else qk + v
         dk_and_dv = c.BLOCK_N * width // CONSUMER_THREADS
         # Of one tile; dP has as many.

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns, multiplied
+from flexattn.kernels.hopper_backward.config import (
+    HopperBackwardConfig,
+    columns,
+    multiplied_columns,
+)
 from flexattn.kernels.ptx.narrow_products import announcement
 from flexattn.problem import Structure
 
@@ -24,7 +28,7 @@ def dq_boxes(structure: Structure, config: HopperBackwardConfig) -> Boxes:
 
     A warpgroup has eights of columns one after the other, 64 rows of each.
     """
-    tile, used = columns(structure), multiplied(structure.head_dim_qk)
+    tile, used = columns(structure), multiplied_columns(structure.head_dim_qk)
     if used == tile:
         return Boxes(2, ((0,), (1,)), False) if config.dq_halves else Boxes(1, ((0,), ()), False)
     by_rows = config.BLOCK_M == 128
@@ -43,7 +47,7 @@ def announcements(structure: Structure, config: HopperBackwardConfig) -> dict[st
     N is that of both: none of dk, dv and dq there is narrow, but by_product's first half of dq.
     """
     tile, rows, keys = columns(structure), config.BLOCK_M, config.BLOCK_N
-    qk, v = map(multiplied, structure.head_dims)
+    qk, v = map(multiplied_columns, structure.head_dims)
     score_columns = rows // 2 if config.split else rows
     # Of half of V in registers the rest is a product of its own.
     held = 64 if holds_half(structure, config) else 0
@@ -75,7 +79,7 @@ def halves_of_dq(structure: Structure, config: HopperBackwardConfig) -> dict[str
     Of fewer columns than tiles have, who weighs has those of the second half, and fewer sums of a
     thread: it has the exponentials, too.
     """
-    tile, qk = columns(structure), multiplied(structure.head_dim_qk)
+    tile, qk = columns(structure), multiplied_columns(structure.head_dim_qk)
     swapped = config.by_product and qk < tile
     return {
         "swapped": swapped,
