@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Literal
 
 Mask = Literal["full", "causal", "window", "documents", "blocks", "natten"]
@@ -18,6 +18,8 @@ NATTEN = 13
 DOCUMENTS = (311, 1777, 640, 2048, 129, 1500, 1024, 763)
 # Multiples of 8 up to 256 that are on no grid: of diffusion, vision, small and latent models.
 DIMS = (40, 48, 72, 80, 96, 112, 160, 192, 224)
+# Pairs of the backward's, 0 where values are as wide as keys.
+BACKWARD_DIMS = ((48, 0), (80, 0), (96, 0), (112, 0), (160, 0), (192, 0), (224, 0), (192, 128))
 # As many elements of a token's heads as the grid has.
 WIDTH = 2048
 
@@ -203,7 +205,7 @@ def mods_rows() -> list[Row]:
 
 
 def backward_rows() -> list[Row]:
-    """The grid at 4k and 16k, the same at 8k, the mods at D = 128 and 8k, and a forward there."""
+    """The grid at 4k and 16k, the same at 8k, other head dimensions, mods at 8k, and a forward."""
     rows = []
     for length in (4096, 16384, 8192):
         for d in (128, 64, 256):
@@ -211,6 +213,12 @@ def backward_rows() -> list[Row]:
             name = f"d{d}-{length // 1024}k"
             rows.append(Row(f"{name}-full", "8k" if length == 8192 else "grid", shape))
             rows.append(replace(rows[-1], name=f"{name}-causal", mask="causal"))
+    for length, (d, dv) in product((4096, 16384), BACKWARD_DIMS):
+        heads = HEADS[max(64, 1 << (d - 1).bit_length())]
+        shape = Shape(TOKENS // length, heads, heads, length, length, d)
+        name = f"d{d}{f'-{dv}' if dv else ''}-{length // 1024}k"
+        rows.append(Row(f"{name}-full", "dims", shape, dv=dv))
+        rows.append(replace(rows[-1], name=f"{name}-causal", mask="causal"))
     shape = Shape(TOKENS // 8192, HEADS[128], HEADS[128], 8192, 8192, 128)
     return [
         *rows,
