@@ -19,6 +19,7 @@ from flexattn.block_mask.lists import queue_of
 from flexattn.catalogue.masks import causal as causal_mask, document, document_ids
 from flexattn.errors import InputError, InputTypeError, LayoutError, PlaceError, UnsupportedError
 from flexattn.frontend.attention import flex_attention
+from flexattn.frontend.call import check_transforms
 from flexattn.mods.expr import MaskMod, ScoreMod
 from flexattn.settings import current
 from flexattn.util.ambient import without_modes
@@ -262,12 +263,14 @@ def _kept(packing: Packing) -> _Kept:
     _, stream, capturing = queue_of(cu_q.device)
     if capturing or cu_q.is_inference() or cu_k.is_inference():
         return _made(packing, capturing)
-    packs: Lru[tuple[Any, ...], _Kept] | None = _packs.get(cu_q)
-    if packs is None:
-        packs = _packs[cu_q] = Lru(_MASKS)
+    written = cu_q._version, cu_q.data_ptr()
+    known: tuple[Any, Lru[tuple[Any, ...], _Kept]] | None = _packs.get(cu_q)
+    if known is None or known[0] != written:  # memory of lengths that are gone is given back
+        known = _packs[cu_q] = written, Lru(_MASKS)
+    packs = known[1]
     key = (
-        id(cu_k), cu_q._version, cu_k._version, cu_q.data_ptr(), cu_k.data_ptr(), *packing[2:6],
-        id(packing.mask_mod), torch.is_grad_enabled(), stream,
+        id(cu_k), cu_k._version, cu_k.data_ptr(), *packing[2:6], id(packing.mask_mod),
+        torch.is_grad_enabled(), stream,
     )  # fmt: skip
     found = packs.get(key)
     if found is None:
@@ -277,6 +280,7 @@ def _kept(packing: Packing) -> _Kept:
 
 
 def _made(packing: Packing, capturing: bool) -> _Kept:
+    check_transforms((packing.cu_q, packing.cu_k))
     with without_modes():
         if (current().check or not packing.cu_q.is_cuda) and not capturing:
             _check_values("cu_seqlens_q", packing.cu_q, "q", packing.rows)

@@ -189,6 +189,9 @@ def test_nothing_is_kept_of_cu_seqlens_that_are_gone():
     before = len(varlen._packs)
     varlen_attn(q, k, v, cu, cu)
     assert len(varlen._packs) == before + 1
+    cu.add_(0)
+    varlen_attn(q, k, v, cu, cu)
+    assert len(varlen._packs[cu][1].items()) == 1
     assert torch.equal(copy.deepcopy(cu), cu)
     del cu, _
     assert len(varlen._packs) == before
@@ -212,6 +215,15 @@ def test_a_compiled_graph_reads_new_lengths_and_is_compiled_once():
         cu.copy_(offsets(lengths))
         torch.testing.assert_close(compiled(cu, max(lengths)), attend(cu, max(lengths)))
     assert counter.frame_count == 1
+    with torch.no_grad():  # where no lists by key are made
+        torch.testing.assert_close(compiled(cu, 261), attend(cu, 261))
+
+
+def test_a_trace_by_make_fx_is_refused_by_name():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with pytest.raises(UnsupportedError, match="is traced, as by torch"):
+        make_fx(lambda q, cu: varlen_attn(q, q, q, cu, cu))(Q, CU)
 
 
 def test_checked_mode_reads_inside_of_a_sequence():
