@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -194,6 +195,29 @@ def test_every_default_keeps_its_registers(name, D, sizes):
     kv_len, group = sizes
     _, spilled = kept(problem("backward", D, kv_len=kv_len, group=group, **MODS[name]))
     assert sum(spilled) <= SPILLS.get((name, D, sizes), (0, 0))[not OLDEST], spilled
+
+
+# Beside a default, what a race compares with it: changes of its fields, above 128 columns others.
+EARLY = {"early_lse": "all"}
+STAYS = {**EARLY, "dq_halves": False, "persistent": True}
+SHARED = {"by_product": False, **EARLY}
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize(
+    ("D", "changes"),
+    [*product((80, 96, 112), (EARLY, STAYS)), (48, EARLY), *product((160, 192, 224), (SHARED,))],
+    ids=str,
+)
+def test_what_a_race_of_narrow_heads_compares(D, changes, mask):
+    """Triton 3.6 has registers for each; 3.9, whose defaults differ, overlaps its products."""
+    wanted = problem("backward", D, kv_len=8192, group=1, **MODS[mask])
+    config = replace(next(defaults(wanted)), **changes)
+    compiled = compile_source(render(wanted.structure, config, H200, "race"), H200)
+    assert not resources(compiled, H200).serialised
+    spilled = [words for _, words in product_loops(compiled.asm["cubin"])]
+    assert spilled and (not any(spilled) or not OLDEST), spilled
 
 
 @pytest.mark.full_matrix

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexattn import create_block_mask
-from flexattn.catalogue import causal, sliding_window
+from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.frontend.gradients import AskedGradients, _problem
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.choose.registry import family_of
@@ -361,6 +361,29 @@ def test_products_as_narrow_as_heads(widths, name, mask, tile, heads, monkeypatc
     q, dout = (torch.randn(1, heads[0], 210, d, dtype=torch.float64) for d in widths)
     k, v = (torch.randn(1, heads[1], 200, d, dtype=torch.float64) for d in widths)
     assert_gradients(config, (q, k, v), dout, MASKS[mask], monkeypatch)
+
+
+CAPPED = [
+    ((96, 96), "persistent held", WIDE, MHA),
+    ((80, 112), "ds first halves", WIDE, GQA),
+    ((192, 192), "by product", SPLIT, GQA),
+    ((192, 128), "dk", SPLIT, MHA),
+    ((48, 48), "persistent", TALL, MHA),
+]
+
+
+@pytest.mark.parametrize(("widths", "name", "tile", "heads"), CAPPED, ids=str)
+def test_capped_scores_of_narrow_products(widths, name, tile, heads, monkeypatch):
+    """A score_mod beside a mask: what is not multiplied has no part in either derivative."""
+    config, cap = HopperBackwardConfig(*tile, **PIPELINES[name]), softcap(3.0)
+    torch.manual_seed(0)
+    q, dout = (torch.randn(1, heads[0], 210, d, dtype=torch.float64) for d in widths)
+    k, v = (torch.randn(1, heads[1], 200, d, dtype=torch.float64) for d in widths)
+    found, mask = gradients(config, q, k, v, dout, causal, monkeypatch, score_mod=cap)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, _, _ = attention(*leaves, block_mask=mask, score_mod=cap, scale=0.1)
+    for ours, wanted in zip(found, torch.autograd.grad(out, leaves, dout), strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("meets", [False, True])
