@@ -220,6 +220,28 @@ def fa4(x: Inputs) -> Ready | Refusal:
     return Ready(forward, tuple(each.transpose(1, 2).contiguous() for each in x.tensors))
 
 
+def fa3(x: Inputs) -> Ready | Refusal:
+    """FlashAttention-3, on [B, S, H, D] copies; of float8 with a factor for each head."""
+    if not x.row.plain:
+        return Refusal("it is raced without mods")
+    try:
+        from flash_attn_interface import flash_attn_func
+    except ImportError as error:
+        return Refusal.of(error)
+    names = ("q_descale", "k_descale", "v_descale")
+    options: dict[str, Any] = {"causal": x.row.mask == "causal"}
+    if x.row.fp8 and x.row.shape.hq != x.row.shape.hkv:
+        return Refusal("its factors are of heads of keys")
+    options |= dict(zip(names, x.factors, strict=False))
+
+    def forward(*leaves: Tensor) -> Tensor:
+        found = flash_attn_func(*leaves, **options)
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        return out
+
+    return Ready(forward, tuple(each.transpose(1, 2).contiguous() for each in x.tensors))
+
+
 def _fa4_mod(x: Inputs) -> dict[str, Any]:
     """ALiBi from the head's number; a relative table through its aux_tensors."""
     from cutlass import Float32, cute
@@ -298,6 +320,10 @@ PEERS: dict[str, Peer] = {
 TEMPLATES: dict[str, Peer] = {
     f"{OURS}-triton": ours_by("TRITON"),
     f"{OURS}-gluon": ours_by("GLUON"),
+    f"{OURS}-e4m3": refusing(
+        ours_with({"FP8_WEIGHTS": "e4m3"}), lambda x: "of rows in float8" * (not x.row.fp8)
+    ),
+    "fa3": fa3,
     "matmul": refusing(matmul, lambda x: "its products are of 16 bits or 32" * x.row.fp8),
 }
 BACKWARD_PEERS: dict[str, Peer] = {

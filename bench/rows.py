@@ -157,8 +157,12 @@ def prefill_rows() -> list[Row]:
     shape = Shape(TOKENS // 16384, HEADS[128], HEADS[128], 16384, 16384, 128)
     for part in (2, 8):
         rows.append(Row(f"d128-16k-blocks-{part}", "mods", shape, "blocks", density=1 / part))
-    rows.append(Row("d128-16k-fp8-full", "fp8", shape, fp8=True))
-    rows.append(Row("d128-16k-fp8-causal", "fp8", shape, "causal", fp8=True))
+    for d, heads in HEADS.items():
+        for length in (8192, 16384):
+            eight = Shape(TOKENS // length, heads, heads, length, length, d)
+            name = f"d{d}-{length // 1024}k-fp8"
+            rows.append(Row(f"{name}-full", "fp8", eight, fp8=True))
+            rows.append(Row(f"{name}-causal", "fp8", eight, "causal", fp8=True))
     for name, shared in (("gqa8", 8), ("mqa", HEADS[128])):
         heads = HEADS[128]
         shape = Shape(TOKENS // 4096, heads, heads // shared, 4096, 4096, 128)

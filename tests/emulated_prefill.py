@@ -14,6 +14,7 @@ from flexattn.runtime.build import DESCRIPTOR
 from tests.emulated_gluon import CONSUMERS, LOADER, _language, _maximum, _minimum
 from tests.emulated_memory import Descriptor, Number, Pointer, Shared, Tile, tile
 from tests.emulated_mla import Decoding, _store
+from tests.emulated_softmax import assembled, at_once
 from tests.launches import Recorded
 
 EACH = CONSUMERS // 2
@@ -35,7 +36,8 @@ class Emulated(Recorded):
             value, described = self.launched[-1][argument.name], DESCRIPTOR.match(argument.type)
             if described:
                 block = tuple(map(int, described["shape"].split(",")))
-                yield argument.name, Descriptor(value.numpy(), block, 2)
+                itemsize = 1 if "8" in described["element"] else 2
+                yield argument.name, Descriptor(value.numpy(), block, itemsize)
             elif isinstance(value, torch.Tensor):
                 yield argument.name, Pointer(value.view(-1).numpy())
             else:
@@ -75,6 +77,9 @@ def run(source, programs, arguments, seed=0):
             names = _prefill(block, programs)
             exec(code, names)
             names.update(_assembly(block, body, int(names["CONSUMERS"])))
+            if "MAX_OFFSET" in names:
+                lazy = "ONLINE_SOFTMAX" in names
+                names.update(assembled(names) if lazy else at_once(names["BLOCK_N"]))
             names[source.entry](*(arguments[each.name] for each in source.arguments))
 
 
@@ -180,6 +185,9 @@ def _assembly(block, body, consumers):
         **(lazy if "def exponents(" in body else {}),
         **(early if "def early_weights(" in body else {}),
         "consumer_release": lambda at: block.barrier(at).arrive(EACH, meet),
+        "consumer_release_if": lambda at, number: (
+            block.barrier(at).arrive(EACH, meet) if number > 0 else None
+        ),
         "producer_acquire": lambda at: block.barrier(at).sync(LOADER, meet),
         "warp_scheduler_sync": take_turn,
         "warp_scheduler_sync_if": take_turn,

@@ -45,6 +45,7 @@ def problem(
     sinks="",
     kv_dtype="",
     fp32_products="ieee",
+    fp8_weights="exact",
 ):
     """A problem of batch 2 with 8 key heads; with a mask_mod its lists have blocks of `block`.
 
@@ -66,6 +67,7 @@ def problem(
         positive_scale=True,
         sinks=sinks,
         kv_dtype=kv_dtype,
+        fp8_weights=fp8_weights,
     )
     length = q_len or (1 if kind == "decode" else 4096)
     return Problem(structure, 2, 8 * group, 8, length, kv_len)

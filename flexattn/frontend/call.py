@@ -19,7 +19,13 @@ from torch.nn import Parameter
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn.block_mask.lists import decided
-from flexattn.errors import InputError, InputTypeError, NoKernelError, UnsupportedError
+from flexattn.errors import (
+    ConfigError,
+    InputError,
+    InputTypeError,
+    NoKernelError,
+    UnsupportedError,
+)
 from flexattn.kernels.choose import options
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound, Identity, bind, look
@@ -184,6 +190,12 @@ def admit(given: Call) -> Call:
     # Kernels read memory as it is; a conjugate's imaginary part is the negative of its own.
     q, k, v = autocast(q.resolve_neg(), k.resolve_neg(), v.resolve_neg())
     checks.check_tensors(q, k, v, given.enable_gqa)
+    if chosen.fp8_weights != "exact" and q.dtype not in FP8:
+        raise ConfigError(
+            f"FP8_WEIGHTS={chosen.fp8_weights!r} with a query of {q.dtype}",
+            "weights are rounded to e4m3 where query, key and value are float8_e4m3fn",
+            "leave it out, or pass them in eight bits",
+        )
     if sinks is not None:
         checks.check_sinks(sinks, q)
         sinks = sinks.contiguous().resolve_neg()

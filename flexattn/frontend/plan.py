@@ -93,6 +93,7 @@ def _prepare(call: Call, masked: str, lists: Lists | None) -> ForwardLaunch:
     )  # fmt: skip
     # A tuner would tune the ordinary kernel.
     plain = not chosen.rules_off and chosen.tanh == "auto" and not chosen.batch_invariant
+    plain = plain and chosen.fp8_weights == "exact"
     if plain and call.dropout is None:
         note(problem, target, launch.choice.how, call.score, call.mask)
     return launch
@@ -139,6 +140,7 @@ def _problem(call: Call, masked: str, lists: Lists | None, target: Device) -> Pr
         kv_dtype=(DTYPES | FP8)[k.dtype],
         dropout=call.dropout is not None,
         batch_invariant=chosen.batch_invariant,
+        fp8_weights=chosen.fp8_weights,
     )
 
 
@@ -243,7 +245,7 @@ def _judge(planned: Plan, found: Outputs) -> Verdict:
         score_mod = score_callable(call.score)
     given = Attended(
         call.q, call.k, call.v, call.scale, score_mod, call.block_mask, call.sinks, call.descales,
-        call.dropout,
+        call.dropout, call.options.fp8_weights == "e4m3",
     )  # fmt: skip
     return judge_rows(given, found, borders_of(planned.launch.choice)[0])
 

@@ -11,6 +11,7 @@ from flexattn.problem.problem import (
     MAX_LENGTH,
     NARROWER,
     Captures,
+    Fp8Weights,
     Fp32Products,
     Kind,
     Layout,

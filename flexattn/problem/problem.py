@@ -15,6 +15,7 @@ from flexattn.mods.rules import ALL, Terms, split
 Kind = Literal["prefill", "decode", "backward", "serving"]
 Tanh = Literal["auto", "fast", "exact"]
 Fp32Products = Literal["ieee", "tf32x3", "bf16x6"]
+Fp8Weights = Literal["exact", "e4m3"]
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float16: "float16",
@@ -135,7 +136,8 @@ class Structure:
     grads: of a backward, the slots of what score_mod captures that get a gradient.
     dropout: weights are dropped, by a seed; how many is an argument. batch_invariant: a row's bits
     depend on its own query and keys alone. fp32_products: how tiles of float32 are multiplied: by
-    FMA, by three products of tf32, or by six of bfloat16.
+    FMA, by three products of tf32, or by six of bfloat16. fp8_weights: of e4m3 inputs, whether the
+    weights are rounded to bfloat16 as the output is, or to e4m3.
     """
 
     kind: Kind
@@ -158,6 +160,7 @@ class Structure:
     dropout: bool = False
     batch_invariant: bool = False
     fp32_products: Fp32Products = "ieee"
+    fp8_weights: Fp8Weights = "exact"
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -189,6 +192,16 @@ class Structure:
     def out_dtype(self) -> str:
         """The dtype of what comes out."""
         return "bfloat16" if self.fp8 else self.dtype
+
+    @property
+    def e4m3_weights(self) -> bool:
+        """True if weights and V are multiplied in e4m3."""
+        return self.fp8_weights == "e4m3"
+
+    @property
+    def value_dtype(self) -> str:
+        """The dtype in which a prefill of tiles multiplies V."""
+        return self.dtype if self.e4m3_weights else self.out_dtype
 
     @property
     def itemsize(self) -> int:
@@ -272,6 +285,7 @@ class Problem:
         found += [f"kv={s.kv_dtype}"] * (s.kv_dtype != "")
         found += [f"grads={','.join(map(str, s.grads))}"] * bool(s.grads)
         found += ["one-kv"] * self.broadcast_kv
+        found += [f"weights={s.fp8_weights}"] * s.e4m3_weights
         return " ".join(found + ["dropout"] * s.dropout)
 
     def unserved(self) -> tuple[str, str]:
@@ -302,6 +316,8 @@ class Problem:
             parts.append("dropout")
         if s.batch_invariant:
             parts.append("batch-invariant")
+        if s.e4m3_weights:
+            parts.append("weights of e4m3")
         return " ".join(parts)
 
 
@@ -340,6 +356,7 @@ def make_problem(
     dropout: bool = False,
     broadcast_kv: bool = False,
     batch_invariant: bool = False,
+    fp8_weights: Fp8Weights = "exact",
 ) -> Problem:
     """The one place where a call's facts become its Problem, when tuning and when dispatching."""
     structure = Structure(
@@ -363,6 +380,7 @@ def make_problem(
         grads=grads,
         dropout=dropout,
         batch_invariant=batch_invariant,
+        fp8_weights=fp8_weights,
     )
     s = shape
     return Problem(structure, s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, mask_class, broadcast_kv)

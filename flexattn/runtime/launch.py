@@ -20,7 +20,9 @@ from flexattn.kernels.base.arguments import (
 )
 from flexattn.kernels.base.binding import strides
 from flexattn.kernels.base.config import Geometry, walks_runs
+from flexattn.kernels.base.family import PERMUTED_KEYS, TRANSPOSED_KEYS
 from flexattn.kernels.base.features import skips_far
+from flexattn.kernels.base.source import Source
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.mods import Bound
@@ -28,7 +30,7 @@ from flexattn.problem import Problem, Sparsity, Structure, out_dtype
 from flexattn.problem.inputs import NO_DESCALES, Descales, Dropout
 from flexattn.problem.mask_lists import known_runs, query_lists
 from flexattn.problem.problem import longest_of_bucket
-from flexattn.runtime.build import Before, InOrder, Scratch
+from flexattn.runtime.build import Before, InOrder, Launcher, Scratch, builder
 from flexattn.runtime.decay_skip import begin, decay_window, pays
 from flexattn.runtime.dispatch import Choice, Dispatcher
 from flexattn.util.locks import Lru
@@ -226,7 +228,7 @@ class ForwardLaunch(Launch):
             lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
         if structure.max_scores:
             maxima = torch.empty(shape[:3], dtype=torch.float32, device=device)
-        if structure.fp8:
+        if structure.fp8 and not structure.e4m3_weights:
             v = v.to(self.dtype, memory_format=torch.contiguous_format)
         if self.counts:
             zero = counter(device, stream)
@@ -256,6 +258,24 @@ def _list(tensor: Tensor) -> Tensor:
 def raw_stream(index: int) -> int:
     """The handle of a GPU's current stream."""
     return int(torch._C._cuda_getCurrentRawStream(index))
+
+
+def transposed_shape(v: Tensor) -> tuple[int, ...]:
+    """The shape [B, heads, head_dim, width] of V with its keys innermost, of 16 bytes at least."""
+    B, heads, kv_len, head_dim = v.shape
+    return B, heads, head_dim, kv_len + -kv_len % PERMUTED_KEYS
+
+
+def prepare_transposed(
+    source: Source, v: Tensor, given: tuple[str, ...], target: Device, index: int
+) -> Launcher:
+    """The kernel that makes "V_KEYS" out of "V", for tensors like v."""
+    B, heads, _, width = transposed_shape(v)
+    tiles = -(-width // TRANSPOSED_KEYS)
+    fixed: dict[str, Any] = strides("stride_v", "bhn", v)
+    fixed |= {"heads": heads, "kv_len": v.shape[2], "width": width, "num_tiles": tiles}
+    kernel = builder().kernel(source, target, index)
+    return kernel.prepare(B * heads * tiles, fixed, given, spare=given)
 
 
 def prepare_launch(
@@ -306,6 +326,10 @@ def prepare_launch(
     if merger is not None and grid.num_splits > 1:
         words = rows * grid.num_splits * (structure.head_dim_v + 2)
         shared, behind = (Scratch("WORKSPACE", (words,)),), ("WORKSPACE", *behind)
+    transposes, laid_out = family.values_kernel(structure, target), tuple(v.shape)
+    if transposes is not None:
+        laid_out = transposed_shape(v)
+        shared, behind = (Scratch("V_KEYS", laid_out, v.dtype),), ("V_KEYS", *behind)
     given = (*_GIVEN, *behind)
     if skips_far(structure, config):
         # Where it would not pay it has address 0, and the same kernel visits all keys; its own
@@ -316,14 +340,20 @@ def prepare_launch(
             fixed["DECAY_WINDOW"] = 0
         else:
             before, given = found, longer
+    kernels, passed = list(before.kernels), given
+    if transposes is not None:
+        kernels.append(prepare_transposed(transposes, v, given, target, index))
+        renamed = {"V": "V_ROWS", "V_KEYS": "V"}
+        passed = tuple([renamed.get(name, name) for name in given])
     described: dict[str, Callable[[], DescriptorBox]] = {
         "Q": lambda: box_of(q),
         "K": lambda: box_of(k),
-        "V": lambda: dense_box(v.shape) if structure.fp8 else box_of(v),
+        "V": lambda: dense_box(laid_out) if structure.fp8 else box_of(v),
         "OUT": lambda: DescriptorBox(out_shape, out_strides),
     }
     boxes = {name: make() for name, make in described.items() if names[name].described}
-    kernels = [*before.kernels, kernel.prepare(grid.programs, fixed, given, boxes, spare=_GIVEN)]
+    spare = (*_GIVEN, "V_ROWS")
+    kernels.append(kernel.prepare(grid.programs, fixed, passed, boxes, spare=spare))
     if merger is not None and grid.num_splits > 1:
         # It takes some of what the other one takes.
         kernels.append(merger.prepare(rows, fixed, given, spare=(*fixed, *given)))

@@ -27,7 +27,16 @@ from flexattn.runtime.dispatch import Choice, dispatcher
 from flexattn.runtime.launch import Outputs
 from flexattn.runtime.outcomes import Outcome, compiler_of, memory
 from flexattn.settings import current, log, say_once
-from flexattn.verify.gate import ErrorRow, Triple, Verdict, badness, judge, judge_named
+from flexattn.verify.gate import (
+    E4M3_SHARE,
+    SHARE,
+    ErrorRow,
+    Triple,
+    Verdict,
+    badness,
+    judge,
+    judge_named,
+)
 
 # A sample's error scatters more than that of a whole tensor, by which the gate's budget is set.
 _MARGIN = 3.0
@@ -58,6 +67,7 @@ class Attended(NamedTuple):
     sinks: Tensor | None = None
     descales: Descales = NO_DESCALES
     dropout: Dropout | None = None
+    e4m3_weights: bool = False
 
 
 def beyond(verdict: Verdict) -> bool:
@@ -95,10 +105,10 @@ def judge_rows(call: Attended, got: Outputs, borders: Sequence[int]) -> Verdict:
     if not bool(sound.any()):
         raise Unjudged("rows of plain torch are not finite")
     mine = [None if x is None else at.of(x)[sound] for x in got]
-    dtype = out_dtype(q.dtype)
+    dtype, share = out_dtype(q.dtype), E4M3_SHARE if call.e4m3_weights else SHARE
 
     def against(reference: Reference) -> Verdict:
-        return judge((mine[0], mine[1], mine[2]), of(exact), of(reference), dtype)
+        return judge((mine[0], mine[1], mine[2]), of(exact), of(reference), dtype, share)
 
     def of(found: Reference) -> Triple:
         return found.out[sound], found.lse[sound], found.max_scores[sound]

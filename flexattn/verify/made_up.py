@@ -75,7 +75,7 @@ def judge_forward(chosen: ChosenKernels) -> Verdict:
             block_mask = block_mask_of(lists, structure.sparsity, mask_mod, lengths)
         call = Attended(
             q, k, v, chosen.scale, score_callable(chosen.score), block_mask, sinks,
-            dropout=dropout,
+            dropout=dropout, e4m3_weights=structure.e4m3_weights,
         )  # fmt: skip
         return judge_rows(call, found, borders_of(chosen.choice)[0])
 

@@ -105,6 +105,37 @@ def test_fp8_multiplies_scores_in_eight_bits_and_values_in_sixteen():
     assert scores and scores * 2 == values
 
 
+E4M3 = {"dtype": "float8_e4m3fn", "fp8_weights": "e4m3"}
+
+
+@pytest.mark.parametrize(("D", "mods"), share(FP8, lambda case: case == (256, "causal")))
+def test_weights_of_eight_bits(D, mods):
+    wanted = problem("prefill", D, **E4M3, **MODS[mods])
+    assert not (fault := wrong(wanted, default(wanted, H200, "gluon"))), fault
+
+
+@pytest.mark.parametrize("lazy_rescale", [True, False])
+def test_weights_of_eight_bits_are_an_operand_as_they_are(lazy_rescale):
+    """Nothing is shuffled between threads, and the words of four weights are made as such."""
+    wanted = problem("prefill", 128, **E4M3)
+    config = replace(
+        default(wanted, H200, "gluon"), tile_scheduler="grid", lazy_rescale=lazy_rescale
+    )
+    found = compile_source(render(wanted.structure, config, H200, "test"), H200)
+    text, code = found.asm["ptx"], _disassembled(found.asm["cubin"])
+    tile = "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"
+    # Scores twice, of the first tile and in the loop, and values twice, in it and behind it.
+    assert text.count(tile) == 4 * 4 and "bf16.bf16" not in text
+    # Elements of one word are side by side in the operand; in the layout of scores two are of
+    # another row.
+    words = re.findall(
+        r"packed_element = 4 .* -> tensor<64x128xf8E4M3FN, (.*?)>", found.asm["ttgir"]
+    )
+    assert words and all("dot_op" in layout for layout in words)
+    # Words of weights are packed where they are converted.
+    assert code.count("PRMT") <= 16
+
+
 def test_the_other_dtype():
     wanted = problem("prefill", 128, dtype="float16")
     assert not (fault := wrong(wanted, default(wanted, H200, "gluon"))), fault

@@ -19,6 +19,7 @@ from tests.interpreter import (
     test_decay_skip,
     test_serving_calls as calls,
     test_serving_cascades as cascades,
+    test_transpose_v,
 )
 from tests.support import KINDS, assert_accurate, block_mask, inputs, sinks
 
@@ -73,6 +74,9 @@ CASES = {
     "decay_skip": (
         test_decay_skip.test_the_decay_window_of_each_head_by_hand,
         {"decay_skip/norms.py.jinja", "decay_skip/window.py.jinja"},
+    ),
+    "fp8": (
+        lambda: test_transpose_v.test_any_strides("heads_last"), {"hopper/transpose_v.py.jinja"}
     ),
     "block mask": (
         lambda: block_masks.test_every_mask("document"), {"block_mask/block_mask.py.jinja"}

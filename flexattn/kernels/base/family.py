@@ -17,6 +17,8 @@ from flexattn.problem import Kind, Problem, Structure
 Effort = Literal["quick", "full", "exhaustive"]
 _C = TypeVar("_C", bound=Config)
 _NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+# Keys of one program that transposes V of 8 bits, and keys that it permutes among each other.
+TRANSPOSED_KEYS, PERMUTED_KEYS = 128, 16
 
 
 class Around(NamedTuple):
@@ -157,6 +159,10 @@ class KernelFamily(ABC, Generic[_C]):
 
     def combine(self, structure: Structure, device: Device) -> Source | None:
         """The kernel that merges the splits of this family's kernels."""
+        return None
+
+    def values_kernel(self, structure: Structure, device: Device) -> Source | None:
+        """The kernel that lays V out anew before a launch; None where it is read as it lies."""
         return None
 
     def sources(

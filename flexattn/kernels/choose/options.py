@@ -17,7 +17,7 @@ from flexattn.kernels.base.config import Config, Language, check_power
 from flexattn.kernels.choose.registry import check_rows, family_of
 from flexattn.kernels.ptx.assembler import PTXAS, Ptxas
 from flexattn.mods.rules import REWRITES
-from flexattn.problem import Tanh
+from flexattn.problem import Fp8Weights, Tanh
 from flexattn.problem.facts import Fp32Setting
 from flexattn.settings import current, log, say_once
 from flexattn.util.text import did_you_mean
@@ -26,7 +26,7 @@ LEGACY = "FORCE_USE_FLEX_ATTENTION"
 # Keys that torch does not have: they are taken out before a call is handed to it.
 OURS_ALONE = (
     "SPLIT_KV", "RULES_OFF", "TANH", "MERGE_CONSUMERS", "PTXAS", "DETERMINISTIC",
-    "BATCH_INVARIANT",
+    "BATCH_INVARIANT", "FP8_WEIGHTS",
 )  # fmt: skip
 HONOURED = (
     "BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "USE_TMA", "FLOAT32_PRECISION", "BACKEND",
@@ -109,6 +109,7 @@ FLASH = 'BACKEND="FLASH" leaves the choice of the kernel to flexattn'
 # As torch writes a precision into a kernel.
 _QUOTE = "'"
 _TANH: dict[str, Tanh] = {each: each for each in get_args(Tanh)}
+_FP8_WEIGHTS: dict[str, Fp8Weights] = {each: each for each in get_args(Fp8Weights)}
 # tf32x3 as well: six products of bfloat16 are nearer to float32, and faster.
 _FP32: dict[str, Fp32Setting] = {each: each for each in get_args(Fp32Setting)}
 _FP32["tf32x3"] = "bf16x6"
@@ -123,7 +124,7 @@ class Options:
     fp32: how it is multiplied; torch's own setting where None. rules_off, tanh: as a
     Structure has them. deterministic: a backward gives the same bits in every run, or is refused.
     backward: names and numbers of its config. batch_invariant: a row's bits depend on its own
-    query and keys alone.
+    query and keys alone. fp8_weights: as a Structure has them.
     """
 
     kind: str | None = None
@@ -143,6 +144,7 @@ class Options:
     deterministic: bool = False
     backward: tuple[tuple[str, int | bool], ...] = ()
     batch_invariant: bool = False
+    fp8_weights: Fp8Weights = "exact"
 
     @property
     def all_rules_off(self) -> tuple[str, ...]:
@@ -212,6 +214,7 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
         rules_off=_rules(chosen.get("RULES_OFF", "")),
         tanh=_one_of("TANH", chosen.get("TANH", "auto"), _TANH),
         fp32=_fp32(chosen.get("FLOAT32_PRECISION")),
+        fp8_weights=_one_of("FP8_WEIGHTS", chosen.get("FP8_WEIGHTS", "exact"), _FP8_WEIGHTS),
         deterministic=bool(_boolean(chosen, "DETERMINISTIC")),
         backward=_backward(behind),
         batch_invariant=current().batch_invariant if invariant is None else invariant,

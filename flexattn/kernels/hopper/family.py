@@ -11,6 +11,7 @@ from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Geometry, Language, at_rest, words
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.features import FEW_BY_KEY, values_by_key
+from flexattn.kernels.base.source import Source
 from flexattn.kernels.hopper import cost, ragged, space
 from flexattn.kernels.hopper.config import (
     CONSUMER_REGISTERS,
@@ -22,7 +23,7 @@ from flexattn.kernels.hopper.config import (
     with_consumers,
 )
 from flexattn.kernels.hopper.limits import LIMITS
-from flexattn.kernels.hopper.source import render
+from flexattn.kernels.hopper.source import render, render_transposed_values
 from flexattn.kernels.hopper.space import alternatives, sized
 from flexattn.kernels.ptx.assembler import preferred
 from flexattn.problem import Kind, Problem, Structure
@@ -125,6 +126,12 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
 
     grid = staticmethod(grid)
     render = staticmethod(render)
+
+    def values_kernel(self, structure: Structure, device: Device) -> Source | None:
+        """The kernel that transposes V of fp8, where it stays in 8 bits."""
+        if not structure.e4m3_weights:
+            return None
+        return render_transposed_values(structure.head_dim_v, device)
 
     def bind(
         self, problem: Problem, config: HopperPrefillConfig, grid: Geometry

@@ -22,7 +22,7 @@ from flexattn.kernels.hopper.config import (
     whole_boxes,
 )
 from flexattn.kernels.hopper.ragged import form_of, unserved
-from flexattn.problem import Structure
+from flexattn.problem import ITEMSIZE, Structure
 
 # Head dimensions that tiles of a power of two were made for, and measured.
 QK_DIMS, V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
@@ -132,7 +132,8 @@ class ConfigCase:
         """
         c = self.config
         keys = c.num_stages * c.BLOCK_N * self.qk_padded * self.structure.itemsize
-        values = c.num_stages * c.BLOCK_N * self.v_padded * ITEMSIZE_OUT
+        itemsize = ITEMSIZE[self.structure.value_dtype]
+        values = c.num_stages * c.BLOCK_N * self.v_padded * itemsize
         exchanged = 8 * c.consumers * max(c.BLOCK_N, CONSUMER_ROWS) if self.loads_keys else 0
         return self.q_tile + keys + values + exchanged + SHARED_SLACK
 
@@ -214,8 +215,9 @@ class ConfigCase:
         lazy_loop = c.lazy_rescale and held and self.config.persistent
         beside += MAINLOOP_REGISTERS if lazy_loop else 0
         beside += SCORE_REGISTERS if self.structure.score is not None else 0
-        # P in 16 bits.
-        tiles = floor(scores + accumulator + scores / 2)
+        # P in 16 bits, or in 8.
+        weights = scores / (4 if self.structure.e4m3_weights else 2)
+        tiles = floor(scores + accumulator + weights)
         return tiles + beside + self.gathered + REGISTER_SLACK
 
 
@@ -377,6 +379,18 @@ LIMITS: Limits[ConfigCase] = Limits(
                 or (
                     c.structure.head_dim_qk == c.structure.head_dim_v != 192
                     and c.config.q_in_regs == 0
+                )
+            ),
+        ),
+        Rule(
+            "fp8",
+            "weights of e4m3 are of inputs of e4m3, without dropout, in tiles of at least 32 keys",
+            lambda c: (
+                not c.structure.e4m3_weights
+                or (
+                    c.structure.itemsize == 1
+                    and not c.structure.dropout
+                    and c.config.BLOCK_N >= 32
                 )
             ),
         ),

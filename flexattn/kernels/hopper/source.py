@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument, attention_arguments, descriptor
-from flexattn.kernels.base.config import describe
+from flexattn.kernels.base.config import describe, power_above
+from flexattn.kernels.base.family import PERMUTED_KEYS, TRANSPOSED_KEYS
 from flexattn.kernels.base.features import ALL_KEYS, keys_aligned, skips_far
 from flexattn.kernels.base.mask_pieces import MaskPieces, print_mask
 from flexattn.kernels.base.source import (
@@ -51,11 +52,12 @@ def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argume
     given, out = structure.dtype, structure.out_dtype
     form = ragged.form_of(structure)
     keys = config.BLOCK_N if form is None else ragged.box_rows(form, config)
+    # Of fp8, V comes in the output's dtype, or with its keys innermost.
+    values = (tiles.v_box, keys) if structure.e4m3_weights else (keys, tiles.v_box)
     described = dict((
         descriptor("Q", given, CONSUMER_ROWS, tiles.qk_width),
         descriptor("K", given, keys, tiles.qk_width),
-        # Of fp8, V comes in the output's dtype.
-        descriptor("V", out, keys, tiles.v_box),
+        descriptor("V", structure.value_dtype, *values),
         descriptor("OUT", out, CONSUMER_ROWS, tiles.out_width),
     ))  # fmt: skip
     if form is not None:
@@ -122,6 +124,9 @@ MOST_RESCALED = 64
 _THREADS = 32 * CONSUMER_WARPS
 # Weights of a thread's tile whose exp2 is taken before the wait for the P V of the tile before.
 EARLY_EXP2 = 32
+# Weights of e4m3, whose largest number is 448, are 2^MAX_OFFSET larger than those of a maximum of
+# 1: what is below 2^-18 of it is lost, not 2^-10.
+MAX_OFFSET = 8.0
 # tanh by a polynomial, where scores are capped: exponentials fill the MUFU.
 # tanh(x) = x * (c0 + c1 u) of u = x * x up to LIMIT: scores up to 0.4 of their cap. Fitted by
 # reweighted least squares; the relative error is below that of the hardware's instruction, 2^-11.
@@ -206,6 +211,8 @@ def render(
         settings["STRIP"] = 1 << (CONSUMER_ROWS + config.BLOCK_N - 1).bit_length()
     if config.q_in_regs:
         settings["Q_IN_REGS"] = config.q_in_regs
+    if structure.e4m3_weights:
+        settings["MAX_OFFSET"] = MAX_OFFSET
     if tiles.out_chunks > 1:
         settings["OUT_WIDTH"] = tiles.out_width
     if config.v_box:
@@ -238,7 +245,7 @@ def render(
     # Beside 128 columns two consumers have registers left for exponents during P V.
     wide = lazy and config.consumers == 2 and tiles.qk_padded == tiles.v_width == per_thread * 2
     early_exp2 = EARLY_EXP2 if score is None else EARLY_EXP2 // 2
-    if not wide or fused == "softcap":
+    if not wide or fused == "softcap" or structure.e4m3_weights:
         early_exp2 = 0
     chunks = _chunks(tiles, config)
     context = {
@@ -300,7 +307,8 @@ def render(
         "rescaled": min(MOST_RESCALED, CONSUMER_ROWS * tiles.v_width // _THREADS),
         "half": half,
         "fold_scale": fold_scale,
-        "v_itemsize": ITEMSIZE[structure.out_dtype],
+        "v_itemsize": ITEMSIZE[structure.value_dtype],
+        "max_offset": MAX_OFFSET,
         "far": structure.far or structure.sinks != "",
         "consumer_arguments": consumer_arguments(found, work_tile_in_smem, structure.fp8),
         "producer_arguments": producer_arguments(
@@ -327,6 +335,25 @@ def render(
         "gluon",
         stages=Stages(passes, ptxas),
     )
+
+
+def render_transposed_values(head_dim: int, device: Device) -> Source:
+    """The kernel that lays V [B, heads, kv_len, head_dim] of 8 bits out for weights of 8 bits.
+
+    V_KEYS [B, heads, head_dim, width], dense, width kv_len's next multiple of PERMUTED_KEYS.
+    """
+    settings = {
+        "BLOCK_N": TRANSPOSED_KEYS,
+        "HEAD_DIM_V": head_dim,
+        "TILE_D": power_above(head_dim),
+    }
+    found = [Argument("V", "*u8", 16), Argument("V_KEYS", "*u8", 16)]
+    found += [Argument(f"stride_v{axis}", "i64", 16) for axis in "bhn"]
+    found += [Argument("heads", "i32"), Argument("kv_len", "i32")]
+    found += [Argument("width", "i64", PERMUTED_KEYS), Argument("num_tiles", "i32")]
+    header = [f"transposed V of {head_dim} for {device.arch}"]
+    context: dict[str, object] = {"constants": tuple(settings.items())}
+    return make_source("hopper/transpose_v.py.jinja", device, header, context, tuple(found), 4, 1)
 
 
 def _chunks(tiles: Tiles, config: HopperPrefillConfig) -> list[_Chunk]:

@@ -76,6 +76,8 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
     box = boxes(structure)[0]
     boxed = box and (64 < widest <= 128 or structure.head_dim_v > 128)
     table = _IN_BOXES if boxed else _PREFERRED
+    if structure.e4m3_weights and widest > 128:
+        table = _E4M3_WEIGHTS
     for each in next((configs for limit, configs in table if widest <= limit), ()):
         each = _in_parts(each, structure)
         if box:
@@ -182,7 +184,7 @@ def forms(config: HopperPrefillConfig) -> Iterator[HopperPrefillConfig]:
 
 def _rescales_lazily(structure: Structure, widest: int, reads: bool) -> bool:
     """True if lazy rescaling has registers left beside those of mods' reads, lists or runs."""
-    if structure.fp8:
+    if structure.fp8 and not structure.e4m3_weights:
         return 64 < widest <= 128 and structure.score is None
     if widest > 192 and reads:
         return False
@@ -242,6 +244,8 @@ _PREFERRED: tuple[tuple[int, tuple[HopperPrefillConfig, ...]], ...] = (
     (256, (config(2, 64, 2, held=128), config(2, 64, 2), config(2, 32, 2))),
     (576, (config(2, 64, 1), config(2, 32, 2), config(2, 32, 1), config(1, 64, 1))),
 )
+# The same where P and V are as narrow as K.
+_E4M3_WEIGHTS = ((256, (config(2, 128, 2), config(2, 64, 3), config(2, 64, 2), config(2, 32, 2))),)
 # The same in boxes. Up to 128 columns three consumers have registers for 64 keys each: 16 to 42 %
 # faster than two with 128 (H200), 2 to 23 % with a causal mask. Beyond by a count of registers and
 # shared memory.

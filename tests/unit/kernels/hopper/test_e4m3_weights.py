@@ -1,0 +1,157 @@
+"""Weights of e4m3: the Hopper prefill in plain Python, its softmax by its own assembly."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flexattn import create_block_mask
+from flexattn.catalogue import causal, sliding_window
+from flexattn.device import named
+from flexattn.kernels.choose.defaults import default
+from flexattn.kernels.choose.options import NONE, Options
+from flexattn.mods import bind
+from flexattn.problem.mask_lists import mask_class
+from flexattn.reference import Precision, attention
+from flexattn.runtime import launch as launching
+from flexattn.runtime.launch import Lists, prepare_launch
+from flexattn.verify.gate import E4M3_SHARE, judge
+from tests.emulated_prefill import Emulated
+from tests.problems import choices, problem
+from tests.support import inputs, sinks
+
+H200 = replace(named("nvidia-h200"), num_sms=3)
+E4M3 = torch.float8_e4m3fn
+
+
+def in_order(v, width):
+    """V [B, heads, keys, D] with keys innermost, as wgmma takes it beside weights in registers."""
+    B, H, S, D = v.shape
+    v = torch.nn.functional.pad(v, (0, 0, 0, width - S)).reshape(B, H, -1, 2, 4, 2, D)
+    return v.permute(0, 1, 6, 2, 4, 3, 5).reshape(B, H, D, width)
+
+
+class Transposing:
+    """In place of the kernel that lays V out."""
+
+    def kernel(self, source, target, index):
+        return self
+
+    def prepare(self, programs, fixed, given, spare=()):
+        self.given = given
+        return self
+
+    def launch(self, stream, values):
+        v, made = (values[self.given.index(name)] for name in ("V", "V_KEYS"))
+        made.copy_(in_order(v, made.shape[-1]))
+
+
+def emulated(monkeypatch, config, q, k, v, mask_mod=None, logits=None):
+    """(out, lse) of a kernel that computes all but the softmax exactly, and of float64; and out of
+    the reference run.
+    """
+    q_len, kv_len = q.shape[2], k.shape[2]
+    mask = mask_mod and create_block_mask(mask_mod, None, None, q_len, kv_len, "cpu", 128)
+    if mask is not None:
+        mask_class(mask)  # finds the runs that its lists may have
+    lists = mask and Lists.of(mask)
+    wanted = problem(
+        D=q.shape[3], dtype="float8_e4m3fn", mask_mod=mask_mod,
+        runs=lists is not None and lists.runs is not None, fp8_weights="e4m3",
+        sinks="" if logits is None else "float32",
+    )  # fmt: skip
+    wanted = replace(
+        wanted, B=q.shape[0], Hq=q.shape[1], Hkv=k.shape[1], q_len=q_len, kv_len=kv_len
+    )
+    config = replace(default(wanted, H200, "gluon"), merge_consumers=False, **config)
+    choice = next(choices(wanted, H200, Options(exact=config)))
+    kernels = SimpleNamespace(
+        choose=lambda *_: replace(choice, kernels=(Emulated(choice.source),))
+    )
+    monkeypatch.setattr(launching, "builder", Transposing)
+    q, k, v = (x.to(E4M3).float() for x in (q, k, v))
+    launch = prepare_launch(wanted, H200, q.device, kernels, NONE, q, k, v, lists)
+    rest = launch.rest_of(lists, None, bind(mask_mod, "mask"))
+    scale = q.shape[3] ** -0.5
+    got = launch.run(q, k, v, scale, rest, logits)
+    exact, rounded = (
+        attention(
+            *(x.to(E4M3) for x in (q, k, v)), block_mask=mask, scale=scale, sinks=logits,
+            precision=each,
+        )
+        for each in (Precision.ORACLE, Precision.ROUNDED)
+    )  # fmt: skip
+    return got[:2], exact[:2], rounded.out
+
+
+def assert_judged(found):
+    """Held to the stated share of the error of rows whose weights are rounded once."""
+    (out, lse), (exact, exact_lse), rounded = found
+    verdict = judge(
+        (out.bfloat16(), None, None), exact_of(exact), exact_of(rounded), torch.bfloat16,
+        E4M3_SHARE,
+    )  # fmt: skip
+    assert verdict.passed, verdict.message()
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=2e-5)
+
+
+def exact_of(out):
+    return out, None, None
+
+
+MASKS = {"full": None, "causal": causal, "window": sliding_window(90)}
+FORMS = {
+    "default": {},
+    "at once": {"lazy_rescale": False},
+    "across": {"cross_tile_pipeline": True},
+}
+CASES = [
+    (64, "full", "default"), (64, "causal", "at once"), (96, "window", "default"),
+    (128, "causal", "default"), (128, "full", "across"), (256, "full", "default"),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("D", "mask", "form"), CASES)
+def test_numbers(D, mask, form, monkeypatch):
+    given = inputs(1, 4, 2, 69, 301, D)
+    logits = sinks(4) if mask == "window" else None
+    config = FORMS[form]
+    assert_judged(emulated(monkeypatch, config, *given, mask_mod=MASKS[mask], logits=logits))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("lengths", [(1, 1), (3, 17), (65, 130)])
+def test_odd_lengths(lengths, monkeypatch):
+    assert_judged(emulated(monkeypatch, {}, *inputs(2, 2, 1, *lengths, 64)))
+
+
+def outliers(x):
+    """One column in a hundred is thirty times as large."""
+    x[..., 7::100] *= 30
+    return x
+
+
+def low_rank(x):
+    draw = torch.Generator().manual_seed(3)
+    basis = torch.randn(4, x.shape[-1], generator=draw)
+    return x[..., :4] @ basis + 0.3 * x
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("made", [outliers, low_rank])
+def test_other_inputs(made, monkeypatch):
+    given = [made(x.float()) for x in inputs(1, 2, 1, 60, 700, 128)]
+    assert_judged(emulated(monkeypatch, {}, *given))
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_scores_that_rise_from_tile_to_tile(monkeypatch):
+    """By more than e4m3 holds; the last keys come first."""
+    q, k, v = inputs(1, 2, 1, 60, 700, 64)
+    k = k.float()
+    k[..., 0] = torch.linspace(0, -400, 700)
+    q = q.float()
+    q[..., 0] = 1
+    assert_judged(emulated(monkeypatch, {}, q, k, v))
