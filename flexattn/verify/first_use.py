@@ -29,7 +29,6 @@ from flexattn.runtime.outcomes import Outcome, compiler_of, memory
 from flexattn.settings import current, log, say_once
 from flexattn.verify.gate import (
     E4M3_SHARE,
-    SHARE,
     ErrorRow,
     Triple,
     Verdict,
@@ -105,7 +104,7 @@ def judge_rows(call: Attended, got: Outputs, borders: Sequence[int]) -> Verdict:
     if not bool(sound.any()):
         raise Unjudged("rows of plain torch are not finite")
     mine = [None if x is None else at.of(x)[sound] for x in got]
-    dtype, share = out_dtype(q.dtype), E4M3_SHARE if call.e4m3_weights else SHARE
+    dtype, share = out_dtype(q.dtype), E4M3_SHARE if call.e4m3_weights else RMS_SHARE
 
     def against(reference: Reference) -> Verdict:
         return judge((mine[0], mine[1], mine[2]), of(exact), of(reference), dtype, share)

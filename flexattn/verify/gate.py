@@ -25,7 +25,7 @@ Triple: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 NAMES = ("out", "lse", "max_scores")
 # Errors as a share of the reference run's: as a rule, and of a root mean square where both round
 # weights to e4m3.
-SHARE, E4M3_SHARE = 2.0, 1.1
+RMS_SHARE, E4M3_SHARE = 2.0, 1.1
 _CHUNK = 2**22
 _SAMPLES = 8
 
@@ -86,7 +86,7 @@ class Verdict:
 
 
 def judge(
-    got: Triple, oracle: Triple, rounded: Triple, dtype: torch.dtype, rms_share: float = SHARE
+    got: Triple, oracle: Triple, rounded: Triple, dtype: torch.dtype, rms_share: float = RMS_SHARE
 ) -> Verdict:
     """Judges a run's (out, lse, max_scores) against the oracle, within the reference run's budget.
 
@@ -177,7 +177,7 @@ class _Check:
     reference: Tensor
     empty: Tensor | None
     dtype: torch.dtype
-    rms_share: float = SHARE
+    rms_share: float = RMS_SHARE
 
     def measure(self) -> tuple[list[ErrorRow], list[str]]:
         count = 0
@@ -234,7 +234,7 @@ class _Check:
         ]
 
     def _row(self, kind: str, error: float, reference: float, magnitude: float) -> ErrorRow:
-        share = self.rms_share if kind == "rms" else SHARE
+        share = self.rms_share if kind == "rms" else RMS_SHARE
         budget = share * reference + _ulp(magnitude, self.dtype)
         return ErrorRow(f"{self.name} {kind}", error, budget, reference)
 
