@@ -12,11 +12,48 @@ EPILOGUE = "templates/hopper/epilogue.jinja"
 CONSUMER = "templates/hopper/consumer.jinja"
 SCORES_PY = "templates/hopper_backward/scores.jinja"
 WALKED = "templates/hopper_backward/walked.jinja"
+E4M3_WEIGHTS = "templates/hopper/e4m3_weights.jinja"
+IN_E4M3 = "tests/unit/kernels/hopper/test_e4m3_weights.py"
 IN_WIDE = "tests/unit/kernels/hopper/test_wide.py"
 IN_EMULATED = "tests/unit/kernels/hopper_backward/test_emulated.py"
 IN_BANDS = "tests/unit/kernels/hopper_backward/test_bands.py"
 
 HOPPER = (
+    Fault(
+        "weights of e4m3: rows shift as the other row's maximum rose",
+        E4M3_WEIGHTS,
+        '"add.f32 t{{ e }}, t{{ e }}, n{{ e // 2 % 2 }}; "',
+        '"add.f32 t{{ e }}, t{{ e }}, n{{ 1 - e // 2 % 2 }}; "',
+        IN_E4M3 + "::test_scores_that_rise_from_tile_to_tile",
+    ),
+    Fault(
+        "weights of e4m3: sums before are not rescaled",
+        E4M3_WEIGHTS,
+        "ex2.approx.ftz.f32 a{{ r }}, u; mov.f32 m{{ r }}",
+        "mov.f32 m{{ r }}",
+        IN_E4M3 + "::test_scores_that_rise_from_tile_to_tile",
+    ),
+    Fault(
+        "weights of e4m3: a maximum may rise beyond the largest number",
+        E4M3_WEIGHTS,
+        "{{ float_bits(max_offset) }}, p; ",
+        "{{ float_bits(2 * max_offset) }}, p; ",
+        IN_E4M3 + "::test_scores_that_rise_from_tile_to_tile",
+    ),
+    Fault(
+        "weights of e4m3: halves of a word are the other's keys",
+        E4M3_WEIGHTS,
+        "{h{{ r }}, h{{ r + 2 }}}",
+        "{h{{ r + 2 }}, h{{ r }}}",
+        IN_E4M3 + "::test_numbers[128-causal-default]",
+    ),
+    Fault(
+        "weights of e4m3: V's keys are in another order than weights",
+        "templates/hopper/transpose_v.py.jinja",
+        "((place & 2) << 2)",
+        "((place & 2) << 1)",
+        "tests/interpreter/test_transpose_v.py::test_the_order_is_what_its_template_says",
+    ),
     Fault(
         "Hopper: the phase of a ring turns early",
         PREFILL,
