@@ -29,6 +29,7 @@ from flexattn.runtime.outcomes import Outcome, compiler_of, memory
 from flexattn.settings import current, log, say_once
 from flexattn.verify.gate import (
     E4M3_SHARE,
+    RMS_SHARE,
     ErrorRow,
     Triple,
     Verdict,

@@ -184,8 +184,6 @@ def forms(config: HopperPrefillConfig) -> Iterator[HopperPrefillConfig]:
 
 def _rescales_lazily(structure: Structure, widest: int, reads: bool) -> bool:
     """True if lazy rescaling has registers left beside those of mods' reads, lists or runs."""
-    if structure.fp8 and not structure.e4m3_weights:
-        return 64 < widest <= 128 and structure.score is None
     if widest > 192 and reads:
         return False
     sparsity = structure.sparsity

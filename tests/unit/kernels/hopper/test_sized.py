@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, strategies as st
 
 from flexattn.catalogue import causal
@@ -83,6 +84,14 @@ def test_more_keys_take_longer_and_more_tiles_are_more_waves():
     assert expected(many, config, H200).us > 4 * expected(few, config, H200).us
     halved = replace(many, q_len=2048)
     assert expected(many, config, H200).waves == 2 * expected(halved, config, H200).waves
+
+
+@pytest.mark.parametrize("mods", [{}, {"mask_mod": causal, "runs": True}], ids=["full", "causal"])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_eight_bits_rescale_as_seldom_as_sixteen(D, mods):
+    """Rescaled at each tile, an accumulator of 256 columns takes four products for each score."""
+    for dtype in ("bfloat16", "float8_e4m3fn"):
+        assert default(problem(D=D, dtype=dtype, **mods), H200, "gluon").lazy_rescale
 
 
 def test_inputs_of_eight_bits_and_nothing_to_do_have_no_estimate():
