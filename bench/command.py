@@ -95,13 +95,16 @@ def _peers(
 
 
 def config_variant(text: str) -> Peer:
-    """Ours with kernel options, or with a config of the Gluon template: "consumers=2,…"."""
+    """Ours with kernel options, or with a config of the Gluon template: "consumers=2,…", beside
+    which FP8_WEIGHTS alone is an option.
+    """
     given = parse_config(text)
     if "consumers" not in given:
         return ours_with(given)
+    weights = str(given.pop("FP8_WEIGHTS", "exact"))
     given.setdefault("consumer_regs", CONSUMER_REGISTERS.get(int(given["consumers"]), 0))
     try:
-        return ours_exactly(HopperPrefillConfig(**typed(given, HopperPrefillConfig)))
+        return ours_exactly(HopperPrefillConfig(**typed(given, HopperPrefillConfig)), weights)
     except TypeError as e:
         raise InputError(f"--config {text!r}", f"fields of HopperPrefillConfig: {e}") from e
 

@@ -97,11 +97,12 @@ def ours_by(backend: str) -> Peer:
     return refusing(ours_with({"BACKEND": backend}), lambda x: reason * (x.row.shape.q_len <= 16))
 
 
-def ours_exactly(config: HopperPrefillConfig | PrefillConfig) -> Peer:
+def ours_exactly(config: HopperPrefillConfig | PrefillConfig, fp8_weights: str = "exact") -> Peer:
     """Ours with a config whose numbers kernel_options cannot all say."""
 
     def build(x: Inputs) -> Ready:
-        mask, options = x.arguments()["block_mask"], {"BACKEND": config.language.upper()}
+        mask = x.arguments()["block_mask"]
+        options = {"BACKEND": config.language.upper(), "FP8_WEIGHTS": fp8_weights}
         descales = x.factors or (None, None, None)
         call = make_call(
             *x.tensors, x.score_mod, mask, None, x.gqa, False, options, None, None, *descales
