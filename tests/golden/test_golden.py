@@ -145,13 +145,6 @@ GOLDENS = {
     "gluon_fp8_causal_sinks": lambda: kernel(
         HOPPER, dtype="float8_e4m3fn", mask_mod=causal, runs=True, sinks="bfloat16"
     ),
-    "gluon_e4m3_weights": lambda: kernel(
-        replace(HOPPER, lazy_rescale=True),
-        dtype="float8_e4m3fn",
-        mask_mod=causal,
-        runs=True,
-        fp8_weights="e4m3",
-    ),
     "transposed_values": lambda: render_transposed_values(96, DEVICE),
     "backward_noop": lambda: kernel(BACKWARD, "backward", lse=False),
     "backward_tma_runs_softcap": lambda: kernel(
