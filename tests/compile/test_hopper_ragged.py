@@ -1,4 +1,4 @@
-"""Hopper's kernels of plans, rows of requests and keys in pages: their loops do not spill."""
+"""Hopper's kernels of plans and of packed sequences: their loops do not spill."""
 
 from dataclasses import replace
 
@@ -35,6 +35,17 @@ CASES = {
     "window": (128, 64, replace(CONFIG, pack_gqa=True, splits=True), WINDOW),
     "64 columns": (64, 16, replace(CONFIG, splits=True), {"sinks": True}),
     "256 columns": (256, 16, replace(CONFIG, BLOCK_N=64, packed_heads=2, splits=True), {}),
+    # Pages of 0 keys: packed sequences.
+    "packed sequences": (128, 0, replace(CONFIG, packed_heads=4), {"lse": True}),
+    "capped sequences": (
+        128,
+        0,
+        replace(CONFIG, packed_heads=8),
+        {**CAPPED, "sinks": True, "lse": True},
+    ),
+    "sequences of 64 columns": (64, 0, CONFIG, {"lse": True}),
+    "sequences of 96 columns": (96, 0, CONFIG, {"lse": True}),
+    "sequences of 256 columns": (256, 0, replace(CONFIG, BLOCK_N=64), {"lse": True}),
 }
 
 
@@ -45,6 +56,7 @@ def test_no_loop_spills(case):
     form = served(
         4, 1, 2048, 8192, 32, 8, D, D, torch.bfloat16, torch.bfloat16, page, **asked
     ).structure
+    form = replace(form, ragged_kv=not page)
     assert not violated(config, form, H200)
     compiled = compile_source(render(form, config, H200, "test"), H200)
     taken = resources(compiled, H200)

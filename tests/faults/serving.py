@@ -27,6 +27,7 @@ IN_PREFILLS = "tests/interpreter/test_serving_prefills.py"
 ROW_TILES = "templates/hopper/row_tiles.py.jinja"
 IN_ROW_TILES = "tests/interpreter/test_row_tiles.py"
 REQUESTS = "templates/hopper/requests.jinja"
+KEYS = "templates/hopper/keys.jinja"
 IN_RAGGED = "tests/unit/kernels/hopper/test_ragged.py"
 IN_VLLM = "tests/interpreter/test_vllm.py"
 IN_SGLANG = "tests/interpreter/test_sglang.py"
@@ -151,6 +152,48 @@ SERVING = (
         "row + lane // PACKED_HEADS % TILE_TOKENS",
         "row + lane // PACKED_HEADS",
         "tests/interpreter/test_merge_parts.py::test_merge[heads of consumers]",
+    ),
+    Fault(
+        "a sequence has the keys before it, too",
+        REQUESTS,
+        "gl.minimum(end_k, total_k) - first_key",
+        "gl.minimum(end_k, total_k)",
+        IN_RAGGED + "::test_packed_sequences[odd lengths]",
+    ),
+    Fault(
+        "every sequence's keys are those of the first one",
+        KEYS,
+        '"0, off_hkv, first_key + "',
+        '"0, off_hkv, "',
+        IN_RAGGED + "::test_packed_sequences[odd lengths]",
+    ),
+    Fault(
+        "a work tile's last values are of the next one's sequence",
+        KEYS,
+        '"0, %s, %s + " % (hkv, b)',
+        '"0, %s, first_key + " % hkv',
+        IN_RAGGED + "::test_packed_sequences[odd lengths]",
+    ),
+    Fault(
+        "the first rows of the next sequence are multiplied by weights of 0",
+        REQUESTS,
+        "if part * PAGE_ROWS + PAGE_ROWS > kept:",
+        "if part * PAGE_ROWS > kept:",
+        IN_RAGGED + "::test_a_sequence_of_nan_spoils_no_other[None]",
+    ),
+    Fault(
+        "queries of a packed sequence stand at its last keys",
+        REQUESTS,
+        "    row_start = first_row\n",
+        "    row_start = gl.maximum(kv_len - q_len, 0) + first_row\n",
+        IN_RAGGED + "::test_packed_sequences[more keys than queries]",
+    ),
+    Fault(
+        "two sequences of as many keys have one place in the order",
+        ROW_TILES,
+        "((widths == kv_tiles) & (others < b))",
+        "(widths == kv_tiles)",
+        IN_ROW_TILES + "::test_order_of_packed_sequences[None-many]",
     ),
     Fault(
         "rows of no head are stored",

@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from flexattn.catalogue import sliding_window
+from flexattn.catalogue import causal, sliding_window
 from flexattn.device import detect
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.hopper.ragged import ragged_defaults, render_row_tiles
@@ -25,11 +25,13 @@ POISON = 10**6
 
 def listed(
     q_lens, kv_lens, phase="prefill", capacity=None, cu=None, sms=132, ragged=True, splits=False,
-    mask_mod=None, streaming=0, workers=0,
+    mask_mod=None, streaming=0, workers=0, packed=False, behind=0,
 ):  # fmt: skip
     """(request, first row, part, parts, slot) of each tile in order; which requests are prefills;
     and of each tile that is cut (row, rows left, parts, first slot)."""
     B, max_keys, total = len(q_lens), 2**20, sum(q_lens)
+    # What lies behind the last sequence is one more.
+    programs = B + packed
     sizes = (1, total) if ragged else (q_lens[0], 0)
     mask = bind(mask_mod, "mask")
     problem = served(
@@ -37,34 +39,39 @@ def listed(
         mask=mask,
     )  # fmt: skip
     problem = in_phase(problem, phase)
+    problem = replace(problem, structure=replace(problem.structure, ragged_kv=packed))
     form, config = problem.structure, next(ragged_defaults(problem, H200))
     config = replace(config, packed_heads=GROUP, splits=splits)
     assert (config.BLOCK_M, config.BLOCK_N) == (ROWS, KEYS)
     target = detect(torch.device("cpu"))
     source = render_row_tiles(form, config, replace(target, num_sms=132))
     kernel = builder().kernel(source, target, -1)
-    tiles = sum(-(-n // ROWS) for n in q_lens)
+    tiles = sum(-(-n // ROWS) for n in (*q_lens, behind))
     capacity = tiles + MOST if capacity is None else capacity
     found = torch.full((2 + 5 * capacity + 64,), POISON, dtype=torch.int32)
     cut = torch.full((2 + 4 * MOST + 64,), POISON, dtype=torch.int32)
     counter = torch.full((1,), POISON, dtype=torch.int32)
     prefills = torch.full((B + 1,), POISON, dtype=torch.int32)
+    keys = [*accumulate(kv_lens, initial=0)] if packed else kv_lens
     given = {
-        "SEQ_LENS": torch.tensor(kv_lens, dtype=torch.int32),
+        "CU_SEQLENS_K" if packed else "SEQ_LENS": torch.tensor(keys, dtype=torch.int32),
         "ROW_TILES": found, "COUNTER": counter, "CUT_TILES": cut,
     }  # fmt: skip
-    fixed = {"num_requests": B, "max_keys": max_keys, "capacity": capacity, "num_sms": sms}
+    fixed = {"num_requests": programs, "capacity": capacity, "num_sms": sms}
+    fixed["total_k" if packed else "max_keys"] = sum(kv_lens) + behind if packed else max_keys
     fixed |= {"streaming_sms": streaming} if phase else {}
     fixed |= captured_values(form.mask, mask)
     if ragged:
         ends = cu or [*accumulate(q_lens, initial=0)]
         given["CU_SEQLENS"] = torch.tensor(ends, dtype=torch.int32)
-        fixed["total_q"] = total
+        fixed["total_q"] = total + behind
     else:
         fixed["q_rows"] = q_lens[0]
     if phase:
         given["PREFILLS"] = prefills
-    kernel.prepare(B, fixed, tuple(given), spare=tuple(fixed)).launch(-1, tuple(given.values()))
+    kernel.prepare(programs, fixed, tuple(given), spare=tuple(fixed)).launch(
+        -1, tuple(given.values())
+    )
     assert counter.item() == 0 and prefills[B] == POISON
     assert found[1] == (workers or sms)
     count, cut_count = found[0].item(), cut[0].item()
@@ -121,6 +128,43 @@ def test_order(batch):
     assert prefills == prefills_of(q_lens, widths_of(kv_lens))
     assert [each[:2] for each in found] == expected(*BATCHES[batch], prefills)
     assert all(each[2:4] == (0, 1) for each in found) and not cut
+
+
+PACKS = {
+    "odd": ([1, 700, 17, 0, 129, 1], [1, 700, 17, 0, 129, 1]),
+    "more keys": ([40, 0, 100], [5000, 70, 400]),
+    "more rows": ([400, 90, 33], [70, 0, 200]),
+    "many": ([70] * 70, [70] * 70),
+}
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("mask_mod", [None, causal])
+def test_order_of_packed_sequences(pack, mask_mod):
+    """By the keys that a tile's rows see: those of its sequence, or those before its last row."""
+    q_lens, kv_lens = PACKS[pack]
+    found, _, _ = listed(q_lens, kv_lens, phase="", packed=True, mask_mod=mask_mod)
+    wanted = [
+        (-(max(1, -(-k // KEYS)) if mask_mod is None else first + ROWS), b, first)
+        for b, (q, k) in enumerate(zip(q_lens, kv_lens, strict=True))
+        for first in range(0, q, ROWS)
+    ]
+    assert [each[:2] for each in found] == [each[1:] for each in sorted(wanted)]
+
+
+@pytest.mark.parametrize("mask_mod", [None, causal])
+def test_rows_behind_the_last_sequence_are_one_more(mask_mod):
+    found, _, _ = listed([40, 70], [40, 70], phase="", packed=True, mask_mod=mask_mod, behind=37)
+    assert sorted(each[:2] for each in found) == [
+        *((b, first) for b, n in enumerate((40, 70, 37)) for first in range(0, n, ROWS))
+    ]
+
+
+def test_keys_of_few_packed_rows_are_cut():
+    found, _, cut = listed([40, 70], [60000, 90], phase="", packed=True, splits=True)
+    parts = {b: parts for b, _, _, parts, _ in found}
+    assert parts[0] > 30 and parts[1] == 1
+    assert [each[0] for each in cut] == [0, ROWS]
 
 
 def parts_of(q_lens, widths, sms):

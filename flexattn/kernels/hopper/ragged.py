@@ -1,4 +1,4 @@
-"""Rows of requests and keys in pages: the parts of Hopper's forward that a plan's kernel has."""
+"""Rows of requests, keys in pages or of packed sequences: parts of Hopper's forward for plans."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ _MERGE_ROWS, _MERGE_PARTS = 8, 4
 TILE_WORDS, CUT_WORDS = 5, 4
 REQUEST_WORDS = ("kv_len", "out_row", "rows_left", "slot")
 # What the producer alone reads, beside the tensors of K and V.
-_PRODUCED = ("group", "COUNTER", "TABLE", "stride_table")
+_PRODUCED = ("group", "COUNTER")
+# Keys of packed sequences that are cleared at a time behind the last one.
+_CLEARED_ROWS = 16
 
 
 def form_of(structure: Structure) -> ServingForm | None:
@@ -72,7 +74,7 @@ def form_of(structure: Structure) -> ServingForm | None:
 def unserved(form: ServingForm, config: HopperPrefillConfig) -> str:
     """The part of a plan that the kernel does not have, in words; "" if it has everything."""
     asked = {
-        "a contiguous cache": not form.page,
+        "a contiguous cache": not form.page and not form.ragged_kv,
         f"pages of {form.page}": form.page not in (0, *PAGES),
         "scales": form.scaled or form.scales != "",
         "keys that hold the values": form.shared_kv,
@@ -112,7 +114,8 @@ def packed_heads(rows: int, group: int, tile: int) -> int:
 def ragged_defaults(problem: ServingProblem, device: Device) -> Iterator[RaggedPrefillConfig]:
     """The static defaults, best first; not all of them can run.
 
-    Keys are cut if they may make two parts, unless one request's rows alone occupy all SMs.
+    Keys are cut if they may make two parts, unless one request's rows alone, or those of packed
+    sequences, occupy all SMs.
     """
     form = problem.structure
     keys = 128 if max(form.head_dim_qk, form.head_dim_v) <= 128 else 64
@@ -127,24 +130,26 @@ def ragged_defaults(problem: ServingProblem, device: Device) -> Iterator[RaggedP
         first = replace(first, pack_gqa=True)
     units = grid(problem, first, device).num_work_tiles
     cut = problem.kv_len >= 2 * _LEAST_PART * keys
-    first = replace(first, splits=cut and (problem.B > 1 or units < 2 * device.num_sms))
+    several_requests = problem.B > 1 and not form.ragged_kv
+    cut = cut and (several_requests or units < 2 * device.num_sms)
+    first = replace(first, splits=cut)
     yield first
     yield replace(first, ping_pong=False)
 
 
 def box_rows(form: ServingForm, config: HopperPrefillConfig) -> int:
-    """Keys of one copy of K or V: a page, or a part of one as long as a tile."""
-    return min(form.page, config.BLOCK_N)
+    """Keys of one copy of K or V: a tile, or a page, or a part of one as long as a tile."""
+    return min(form.page or config.BLOCK_N, config.BLOCK_N)
 
 
 def constants(form: ServingForm, config: HopperPrefillConfig, device: Device) -> dict[str, object]:
     """Sizes of pages and of rows.
 
-    PAGES: of a tile; PAGE_ROWS: keys of one copy. TOKENS: query positions of a consumer, each of
-    PACKED_HEADS heads. HEAD_TILES: tiles of the heads of a group, HEADS each. WEIGHTS: where the
-    log-sum-exps of parts begin.
+    PAGES: of a tile; PAGE_ROWS: keys of one copy, or that are cleared at a time. TOKENS: query
+    positions of a consumer, each of PACKED_HEADS heads. HEAD_TILES: tiles of the heads of a group,
+    HEADS each. WEIGHTS: where the log-sum-exps of parts begin.
     """
-    rows = box_rows(form, config)
+    rows = box_rows(form, config) if form.page else _CLEARED_ROWS
     words = part_words(form, config, device)
     return {
         "PAGE": form.page, "PAGE_ROWS": rows, "PAGES": config.BLOCK_N // rows,
@@ -182,9 +187,17 @@ def _requests(form: ServingForm) -> list[Argument]:
 
     ROW_TILES [2 + TILE_WORDS x tiles] is made by `hopper/row_tiles.py.jinja` before every launch.
     """
-    names = ("ROW_TILES", "SEQ_LENS", *("CU_SEQLENS",) * form.ragged)
-    numbers = ("total_q" if form.ragged else "q_rows", "max_keys")
+    keys, most = "SEQ_LENS", ("max_keys",)
+    if form.ragged_kv:
+        keys, most = "CU_SEQLENS_K", ("total_k", "num_requests")
+    names = ("ROW_TILES", keys, *("CU_SEQLENS",) * form.ragged)
+    numbers = ("total_q" if form.ragged else "q_rows", *most)
     return several("*i32", *names, divisible_by=4) + several("i32", *numbers)
+
+
+def _pages(form: ServingForm) -> list[Argument]:
+    """The arguments that tell where pages are; none of packed sequences."""
+    return [Argument("TABLE", "*i32", 4), Argument("stride_table", "i32")] if form.page else []
 
 
 def arguments(
@@ -202,7 +215,7 @@ def arguments(
     found += dense_stride_arguments("o", "hm", form.head_dim_v)
     found += several("i32", "Hq", "group")
     found += [Argument("COUNTER", "*i32", 4), *_requests(form)]
-    found += [Argument("TABLE", "*i32", 4), Argument("stride_table", "i32")]
+    found += _pages(form)
     found += [Argument("sm_scale", "fp32"), *sinks(form)]
     return (*found, *captured_arguments(form.score), *captured_arguments(form.mask))
 
@@ -220,7 +233,8 @@ def ragged_context(
     if any(edge.statements for edge in (*edges, *(free_edges or ()))):
         captured = [each.name for each in captured_arguments(form.mask)]
     requests = [each.name for each in _requests(form)]
-    produced = {*_PRODUCED, *requests}
+    own = [*_PRODUCED, *(each.name for each in _pages(form))]
+    produced = {*own, *requests}
     return {
         "edges": edges,
         "free_edges": free_edges,
@@ -228,7 +242,7 @@ def ragged_context(
         "request_arguments": ["Hq", *requests],
         "range_arguments": ["b", "q_first", "rows_left", "kv_len", *captured],
         "range_values": ["b", "row_start", "rows_left", "kv_len", *captured],
-        "producer_arguments": ["Hq", *_PRODUCED, *requests, *captured],
+        "producer_arguments": ["Hq", *own, *requests, *captured],
         "consumer_arguments": [
             each.name for each in found if not each.described and each.name not in produced
         ],
@@ -255,7 +269,8 @@ def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Dev
         "MOST_PARTS": _MOST_PARTS if config.splits else 1,
         "SLOTS": split_slots(form, config, device),
     }
-    found = [*_requests(form)[1:], *several("i32", "num_requests", "num_sms"), *captured]
+    counts = ("num_requests",) * (not form.ragged_kv) + ("num_sms",)
+    found = [*_requests(form)[1:], *several("i32", *counts), *captured]
     given, phased = [each.name for each in found], form.phase != ""
     found.append(Argument("capacity", "i32"))
     found += several("i32", *("streaming_sms",) * phased)
@@ -275,6 +290,8 @@ def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Dev
         **mod_context(statements, device),
         "constants": tuple(settings.items()),
         "edges": edges,
+        # A sequence's rows differ in their keys where one of the bounds moves with the query.
+        "level": form.ragged_kv and all(each.lowest for each in edges),
         "form": form,
         "launch_pdl": device.backend == "cuda",
         "request_arguments": ["b", *["light"] * phased, *given],

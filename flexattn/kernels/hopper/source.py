@@ -286,6 +286,7 @@ def render(
         "listed": sparsity is not None and not runs,
         "runs": runs,
         "ragged": form is not None,
+        "paged": form is not None and form.page > 0,
         "splits": config.splits,
         "may_be_empty": sparsity is not None or form is not None,
         "work_tile_words": 5 + 4 * runs + len(request_words),

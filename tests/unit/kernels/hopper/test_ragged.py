@@ -1,4 +1,4 @@
-"""Rows of requests and keys in pages: the Hopper kernel of a plan, in plain Python."""
+"""Rows of requests, keys in pages or of packed sequences: Hopper's kernel, in plain Python."""
 
 from dataclasses import replace
 
@@ -73,22 +73,65 @@ class Cache:
                     cache[at, : len(part)] = part
 
 
+class Packed:
+    """Keys and values of sequences one behind the other, then rows of none, which are NaN.
+
+    bad: sequences whose own are NaN.
+    """
+
+    def __init__(self, kv_lens, heads, dims, seed, bad=()):
+        draw = np.random.default_rng(seed)
+        self.keys, self.values = (
+            [
+                np.full((n, heads, dim), np.nan, np.float32)
+                if b in bad
+                else draw.standard_normal((n, heads, dim)).astype(np.float32)
+                for b, n in enumerate(kv_lens)
+            ]
+            for dim in dims
+        )
+        rest = (np.full((5, heads, dim), np.nan, np.float32) for dim in dims)
+        every = zip((self.keys, self.values), rest, strict=True)
+        self.k, self.v = (np.concatenate([*own, behind]) for own, behind in every)
+        self.ends = np.cumsum([0, *kv_lens])
+
+
 def emulated(
     page, q_lens, kv_lens, heads=(4, 2), dims=(128, 128), score_mod=None, mask_mod=causal,
-    sinks=None, config=CONFIG, seed=0, uniform=False, parts=1, workers=10**6,
+    sinks=None, config=CONFIG, seed=0, uniform=False, parts=1, workers=10**6, bad=(),
+    behind=False,
 ):  # fmt: skip
-    """(out, lse) of a kernel in bfloat16 that computes exactly, and of float64."""
+    """(out, lse) of a kernel in bfloat16 that computes exactly, and of float64.
+
+    page: 0 of packed sequences; bad: whose keys and values are NaN; behind: cu_seqlens do not
+    count the last one.
+    """
     (Hq, Hkv), (D, Dv), total = heads, dims, sum(q_lens)
     score, mask = bind(score_mod, "score"), bind(mask_mod, "mask")
     problem = served(
         len(q_lens), q_lens[0], 0 if uniform else total, 1024, Hq, Hkv, D, Dv, torch.bfloat16,
         torch.bfloat16, page, score=score, mask=mask, sinks=sinks is not None, lse=True,
     )  # fmt: skip
+    problem = replace(problem, structure=replace(problem.structure, ragged_kv=not page))
     form = problem.structure
     assert not violated(config, form, H200)
     roomy = replace(H200, num_sms=100)  # it has slots for all parts
     source = render(form, config, roomy, "test")
-    cache = Cache(page, kv_lens, Hkv, dims, seed)
+    if page:
+        cache = Cache(page, kv_lens, Hkv, dims, seed)
+        k, v = (x.transpose(0, 2, 1, 3) for x in (cache.k, cache.v))
+        placed = {
+            "SEQ_LENS": Pointer(np.array(kv_lens)), "max_keys": 1024,
+            "TABLE": Pointer(cache.table.reshape(-1)), "stride_table": cache.table.shape[1],
+        }  # fmt: skip
+    else:
+        cache = Packed(kv_lens, Hkv, dims, seed, bad)
+        k, v = (x.transpose(1, 0, 2)[None] for x in (cache.k, cache.v))
+        placed = {
+            "CU_SEQLENS_K": Pointer(cache.ends[: len(kv_lens) + 1 - behind]),
+            "total_k": cache.ends[-1] if behind else len(cache.k),
+            "num_requests": len(cache.ends) - behind,
+        }  # fmt: skip
     q = np.random.default_rng(seed + 1).standard_normal((total, Hq, D)).astype(np.float32)
     out = np.full((total, Hq, Dv), np.nan, np.float32)
     lse = np.full((total, Hq), np.nan, np.float32)
@@ -100,8 +143,7 @@ def emulated(
     workspace = np.full(part_words(form, config, roomy), np.nan, np.float32)
     given = {
         "Q": Descriptor(q_heads, rows, 2),
-        "K": Descriptor(cache.k.transpose(0, 2, 1, 3), keys, 2),
-        "V": Descriptor(cache.v.transpose(0, 2, 1, 3), keys, 2),
+        "K": Descriptor(k, keys, 2), "V": Descriptor(v, keys, 2), **placed,
         "OUT": Descriptor(out_heads, rows, 2),
         "OUT_ROWS": Pointer(out.reshape(-1)), "LSE": Pointer(lse.reshape(-1)),
         "stride_oh": Dv, "stride_om": Hq * Dv, "Hq": Hq, "group": Hq // Hkv,
@@ -110,9 +152,8 @@ def emulated(
             np.array(row_tiles(q_lens, kv_lens, config.BLOCK_M, parts, workers))
         ),
         "WORKSPACE": Pointer(workspace),
-        "SEQ_LENS": Pointer(np.array(kv_lens)), "CU_SEQLENS": Pointer(np.cumsum([0, *q_lens])),
-        "total_q": total, "q_rows": q_lens[0], "max_keys": 1024, "sm_scale": 0.1,
-        "TABLE": Pointer(cache.table.reshape(-1)), "stride_table": cache.table.shape[1],
+        "CU_SEQLENS": Pointer(np.cumsum([0, *q_lens])[: len(q_lens) + 1 - behind]),
+        "total_q": total, "q_rows": q_lens[0], "sm_scale": 0.1,
         "SINKS": None if sinks is None else Pointer(np.array(sinks, np.float32)),
         **captured_values(form.score, score), **captured_values(form.mask, mask),
     }  # fmt: skip
@@ -160,9 +201,12 @@ def merge_parts(out, lse, listed, workspace, config, about):
 
 
 def exact(q, q_lens, cache, score_mod, mask_mod, sinks):
-    """(out, lse) in float64: the last query of a request stands at its last key."""
+    """(out, lse) in float64.
+
+    The last query of a request stands at its last key, the first one of a sequence at its first.
+    """
     outs, totals, first = [], [], 0
-    Hq, group = q.shape[1], q.shape[1] // cache.k.shape[2]
+    Hq, group = q.shape[1], q.shape[1] // cache.k.shape[-2]
     for b, q_len in enumerate(q_lens):
         k, v = (
             torch.from_numpy(x[b]).double().repeat_interleave(group, 1).transpose(0, 1)
@@ -171,7 +215,7 @@ def exact(q, q_lens, cache, score_mod, mask_mod, sinks):
         mine = torch.from_numpy(q[first : first + q_len]).double().transpose(0, 1)
         kv_len, first = k.shape[1], first + q_len
         scores = 0.1 * mine @ k.transpose(1, 2)
-        past = max(kv_len - q_len, 0)
+        past = max(kv_len - q_len, 0) if isinstance(cache, Cache) else 0
         at = (
             torch.tensor(b),
             torch.arange(Hq)[:, None, None],
@@ -308,6 +352,68 @@ def test_no_keys_and_too_few():
     (out, lse), wanted = emulated(32, [10, 70], [0, 40])
     assert not out[:10].any() and np.isneginf(lse[:10]).all()
     np.testing.assert_allclose(out[10:], wanted[0][10:], atol=2e-5)
+
+
+PACKS = {
+    "odd lengths": ([130, 1, 70, 3], [130, 1, 70, 3], {}),
+    "none, one, and whole tiles": ([0, 1, 128, 0, 256], [0, 1, 128, 0, 256], {}),
+    "more keys than queries": ([70, 3, 1], [333, 130, 257], {}),
+    "more queries than keys": ([200, 70], [40, 1], {}),
+    "queries or keys alone": ([0, 70, 33], [40, 0, 50], {}),
+    "all keys": ([70, 130], [300, 45], {"mask_mod": None}),
+    "window": ([300, 70, 140], [300, 70, 140], {"mask_mod": sliding_window(90)}),
+    "a bound by sequence": ([130, 260, 40], [130, 260, 40], {"mask_mod": prefix}),
+    "no bounds": ([130, 70], [130, 70], {"mask_mod": holes}),
+    "sinks": ([130, 40], [130, 40], {"sinks": [0.5, -1.0, 3.0, 0.0]}),
+    "alibi": (
+        [130, 40],
+        [130, 40],
+        {"score_mod": alibi(4, "cpu"), "config": {"pack_gqa": True}},
+    ),
+    "soft cap in a window": (
+        [130, 40],
+        [130, 40],
+        {"score_mod": softcap(4.0), "mask_mod": sliding_window(64)},
+    ),
+    "score by sequence": ([130, 40], [130, 40], {"score_mod": tilted}),
+    "heads in a tile": (
+        [30, 1, 17, 90],
+        [30, 1, 17, 90],
+        {"heads": (14, 2), "config": {"packed_heads": 8, "ping_pong": True}},
+    ),
+    "heads of one's own": ([130, 40], [130, 40], {"heads": (3, 3)}),
+    "keys in parts": ([70, 33, 3], [700, 300, 40], {"config": {"splits": True}, "parts": 3}),
+    "64 columns": ([130, 40], [130, 40], {"dims": (64, 64)}),
+    "80 columns": ([130, 40], [130, 40], {"dims": (80, 80)}),
+    "96 columns": ([130, 40], [130, 40], {"dims": (96, 96)}),
+    "192 columns": ([70, 40], [70, 40], {"dims": (192, 192), "config": {"BLOCK_N": 64}}),
+    "192 and 128": ([70, 40], [70, 40], {"dims": (192, 128), "config": {"BLOCK_N": 64}}),
+    "256 columns": ([70, 40], [70, 40], {"dims": (256, 256), "config": {"BLOCK_N": 64}}),
+}
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_packed_sequences(pack):
+    """Keys of a sequence begin at any row; those of the next one count for nothing."""
+    q_lens, kv_lens, asked = PACKS[pack]
+    asked = {**asked, "config": replace(CONFIG, **asked.get("config", {}))}
+    check(0, q_lens, kv_lens, **asked, seed=len(pack))
+
+
+def test_rows_behind_the_last_sequence_see_the_keys_there():
+    check(0, [40, 3, 70], [50, 130, 90], behind=True)
+    check(0, [40], [50], behind=True, mask_mod=sliding_window(20))
+
+
+@pytest.mark.parametrize("mask_mod", [None, causal])
+def test_a_sequence_of_nan_spoils_no_other(mask_mod):
+    """The last tile of keys of the one before it reads its first rows."""
+    q_lens = kv_lens = [70, 90, 131]
+    (out, lse), wanted = emulated(0, q_lens, kv_lens, bad=(1,), mask_mod=mask_mod)
+    for got, right in ((out, wanted[0]), (lse, wanted[1])):
+        assert np.isnan(got[70:160]).all()
+        kept = np.r_[:70, 160:291]
+        np.testing.assert_allclose(got[kept], right[kept], atol=2e-5, rtol=2e-5)
 
 
 TILED = {  # query positions of a request, heads of a group: heads of a tile
