@@ -9,24 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from flexattn.device import Device, detect
-from flexattn.errors import (
-    BuildError,
-    ConfigError,
-    InputError,
-    InputTypeError,
-    UnsupportedError,
-    WrongKernelError,
-)
-from flexattn.kernels.base.config import Geometry
+from flexattn.errors import ConfigError, InputError, InputTypeError, UnsupportedError
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.hopper.config import CONSUMER_ROWS
-from flexattn.kernels.hopper.family import PREFILL
-from flexattn.kernels.hopper.ragged import (
-    merge_programs,
-    part_words,
-    render_merge_parts,
-    render_row_tiles,
-)
 from flexattn.kernels.paged_decode.config import SPLIT_KEYS, ServingConfig
 from flexattn.kernels.paged_decode.family import PAGED_DECODE
 from flexattn.mods import Bound
@@ -52,6 +37,7 @@ from flexattn.problem.serving import (
 from flexattn.runtime.build import Kernel, builder
 from flexattn.runtime.dispatch import Candidate, Choice, first_served, open_candidates
 from flexattn.runtime.outcomes import memory
+from flexattn.runtime.ragged import RaggedKernels, ragged_kernels
 from flexattn.serving.cache import Scaled, asked_scales
 from flexattn.settings import current
 
@@ -162,22 +148,6 @@ def _check(asked: dict[str, Any]) -> None:
 _UNCOUNTED = 2**16
 
 
-class PrefillKernels(NamedTuple):
-    """The kernels of the prefills of a mixed batch: one lists their tiles of rows, one attends.
-
-    merge: the one that merges parts of keys, with so many programs; None where none are cut.
-    words: the numbers in float32 that parts take.
-    """
-
-    choice: Choice
-    attend: Kernel
-    row_tiles: Kernel
-    grid: Geometry
-    merge: Kernel | None = None
-    merges: int = 0
-    words: int = 0
-
-
 class Kernels(NamedTuple):
     """The kernels that a plan launches. programs: of the serving kernel; merges: of the merging
     one.
@@ -196,7 +166,7 @@ class Kernels(NamedTuple):
     programs: int
     merges: int
     row_tiles: int
-    prefills: PrefillKernels | None = None
+    prefills: RaggedKernels | None = None
 
     @property
     def target(self) -> Device:
@@ -251,7 +221,7 @@ def in_phase(problem: ServingProblem, phase: Phase) -> ServingProblem:
 
 def _prefill_kernels(
     problem: ServingProblem, target: Device, compiled: Callable[[Source], Kernel]
-) -> PrefillKernels | None:
+) -> RaggedKernels | None:
     """The kernels of the prefills; None where the serving kernel is to serve them as well.
 
     Batches of few rows are most often decodes, which would wait for a kernel without work.
@@ -259,30 +229,10 @@ def _prefill_kernels(
     few = problem.rows * problem.Hq < CONSUMER_ROWS * target.num_sms
     few = few and problem.rows <= DECODE_QUERIES * problem.B
     short = min(problem.q_len, problem.kv_len) <= DECODE_QUERIES
-    if few or short or not PREFILL.offered(target):
+    if few or short:
         return None
     asked = in_phase(problem, "prefill") if _mixed(problem) else problem
-    origin = f"static default for {target.arch}"
-    able = (
-        Candidate(asked, target, config, "default", origin)
-        for config in PREFILL.able(asked, target)
-    )
-    try:
-        choice = first_served(able, asked, target, compiled, memory())
-    except (BuildError, ConfigError, WrongKernelError):
-        return None
-    chosen: Any = choice.config
-    form = asked.structure
-    row_tiles = compiled(render_row_tiles(form, chosen, target))
-    found = PrefillKernels(
-        choice, choice.kernels[0], row_tiles, PREFILL.grid(asked, chosen, target)
-    )
-    if not chosen.splits:
-        return found
-    return found._replace(
-        merge=compiled(render_merge_parts(form, chosen, target)),
-        merges=merge_programs(form, chosen, target), words=part_words(form, chosen, target),
-    )  # fmt: skip
+    return ragged_kernels(asked, target, compiled)
 
 
 def plan_candidates(

@@ -13,15 +13,16 @@ from torch import Tensor
 from flexattn.device import usable
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.base.config import Config
-from flexattn.kernels.hopper.ragged import CUT_WORDS, TILE_WORDS, streaming_sms
+from flexattn.kernels.hopper.ragged import streaming_sms
 from flexattn.kernels.paged_decode.config import ServingConfig, part_slots, workspace
 from flexattn.kernels.paged_decode.engines import UNWRITTEN
 from flexattn.kernels.paged_decode.source import stepped_axes, tied
 from flexattn.mods import bind
 from flexattn.problem import captures_of
 from flexattn.problem.checks import check_scale
-from flexattn.runtime.build import InOrder, Launcher
+from flexattn.runtime.build import InOrder, Launcher, Scratch
 from flexattn.runtime.launch import box_of
+from flexattn.runtime.ragged import RaggedKernels
 from flexattn.serving import checks
 from flexattn.serving.cache import (
     KVCache,
@@ -32,7 +33,7 @@ from flexattn.serving.cache import (
     steps,
 )
 from flexattn.serving.checks import check_choices, inspect, pair, refuse_types, whole
-from flexattn.serving.kernels import Kernels, PrefillKernels, build, plan_problem
+from flexattn.serving.kernels import Kernels, build, plan_problem
 from flexattn.serving.launching import (
     NOTHING,
     Beside,
@@ -203,17 +204,11 @@ class DecodePlan:
         self._listed: dict[str, Tensor] = {}
         if prefills is not None:
             # In a batch without a prefill the first one is a tile of some request.
-            tiles = prefills.grid.num_tiles
-            sizes = {
-                "ROW_TILES": 2 + TILE_WORDS * tiles, "CUT_TILES": 2 + CUT_WORDS * tiles,
-                "COUNTER": 1, "PREFILLS": m.B,
-            }  # fmt: skip
+            shared = (*prefills.scratch, Scratch("PREFILLS", (m.B,), torch.int32))
             self._listed = {
-                name: torch.zeros(words, dtype=torch.int32, device=where)
-                for name, words in sizes.items()
+                each.name: torch.zeros(each.shape, dtype=each.dtype, device=where)
+                for each in shared
             }
-            parts = torch.empty(prefills.words, dtype=torch.float32, device=where)
-            self._listed["WORKSPACE"] = parts
             # Programs that await parts of others give up where prefills hold the SMs for long.
             alone = kernels.attend is None or self._given_up is not None
             self._beside = None if alone or where.type != "cuda" else Beside(where)
@@ -453,24 +448,17 @@ class DecodePlan:
             launch_here(ready, self._gpu, tensors)
 
     def _prepare_prefills(
-        self, kernels: PrefillKernels, q: Tensor, k: Tensor, v: Tensor, out: Tensor, fixed: Any
+        self, kernels: RaggedKernels, q: Tensor, k: Tensor, v: Tensor, out: Tensor, fixed: Any
     ) -> tuple[Launcher, ...]:
         """The launches of the prefills; fixed: the values of the decodes'."""
         m, names = self.problem, self._names
         own = fixed | self._addresses(self._listed)
         own |= {
-            "capacity": kernels.grid.num_tiles, "num_sms": self._num_sms, "Hq": m.Hq,
+            "num_sms": self._num_sms, "Hq": m.Hq, "stride_oh": m.head_dim_v,
             "streaming_sms": streaming_sms(self._kernels.target) if self._beside else 0,
-            "stride_oh": m.head_dim_v, "group": self.form.group, "sm_scale": self.scale,
+            "group": self.form.group, "sm_scale": self.scale,
         }  # fmt: skip
         rows, heads = {"Q": q.flatten(0, -3), "OUT": out.flatten(0, -3)}, (m.Hkv, self.form.group)
         boxes = {name: box_of(x.unflatten(1, heads).transpose(0, 1)) for name, x in rows.items()}
         boxes |= {name: cache_box(name, x, m) for name, x in (("K", k), ("V", v))}
-        every, requests = (*own, *names), max(1, own["num_requests"])
-        ready: tuple[Launcher, ...] = (
-            kernels.row_tiles.prepare(requests, own, names, spare=every),
-            kernels.attend.prepare(kernels.grid.programs, own, names, boxes, every),
-        )
-        if kernels.merge is not None:
-            ready += (kernels.merge.prepare(kernels.merges, own, names, spare=every),)
-        return ready
+        return kernels.prepare(own["num_requests"], own, names, boxes)

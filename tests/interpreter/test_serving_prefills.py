@@ -17,7 +17,8 @@ from flexattn.kernels.hopper.ragged import (
 )
 from flexattn.runtime.build import builder
 from flexattn.runtime.dispatch import Candidate
-from flexattn.serving.kernels import PrefillKernels, in_phase
+from flexattn.runtime.ragged import RaggedKernels
+from flexattn.serving.kernels import in_phase
 from flexattn.settings import override
 from tests.launches import Recorded
 from tests.problems import H200
@@ -60,7 +61,7 @@ def made(monkeypatch):
             builder().kernel(render_merge_parts(asked.structure, config, merging), target, -1)
         )
         found.append(
-            PrefillKernels(
+            RaggedKernels(
                 choice,
                 Recorded(choice.source),
                 row_tiles,

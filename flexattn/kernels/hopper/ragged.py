@@ -187,10 +187,9 @@ def _requests(form: ServingForm) -> list[Argument]:
 
     ROW_TILES [2 + TILE_WORDS x tiles] is made by `hopper/row_tiles.py.jinja` before every launch.
     """
-    keys, most = "SEQ_LENS", ("max_keys",)
-    if form.ragged_kv:
-        keys, most = "CU_SEQLENS_K", ("total_k", "num_requests")
+    keys = "CU_SEQLENS_K" if form.ragged_kv else "SEQ_LENS"
     names = ("ROW_TILES", keys, *("CU_SEQLENS",) * form.ragged)
+    most = ("total_k", "num_requests") if form.ragged_kv else ("max_keys",)
     numbers = ("total_q" if form.ragged else "q_rows", *most)
     return several("*i32", *names, divisible_by=4) + several("i32", *numbers)
 

@@ -1,0 +1,231 @@
+"""Kernels of rows that lengths on the device cut, and the launch of packed sequences by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.device import Device
+from flexattn.errors import BuildError, ConfigError, WrongKernelError
+from flexattn.kernels.base.config import Geometry
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.hopper.family import PREFILL
+from flexattn.kernels.hopper.ragged import (
+    CUT_WORDS,
+    TILE_WORDS,
+    merge_programs,
+    part_words,
+    render_merge_parts,
+    render_row_tiles,
+)
+from flexattn.mods import Bound
+from flexattn.problem import DTYPES, captures_of
+from flexattn.problem.facts import TensorFacts, facts_of, layout_of
+from flexattn.problem.serving import ServingForm, ServingProblem
+from flexattn.runtime.build import Kernel, Launcher, Scratch, builder
+from flexattn.runtime.dispatch import Candidate, Choice, first_served
+from flexattn.runtime.launch import (
+    DescriptorBox,
+    Launch,
+    Outputs,
+    box_of,
+    raw_stream,
+    rest_names,
+)
+from flexattn.runtime.outcomes import memory
+
+
+class RaggedKernels(NamedTuple):
+    """One kernel lists the tiles of rows of a batch, one attends, and one merges parts of keys.
+
+    merge: None where no keys are cut; merges: its programs. words: the numbers in float32 that
+    parts take.
+    """
+
+    choice: Choice
+    attend: Kernel
+    row_tiles: Kernel
+    grid: Geometry
+    merge: Kernel | None = None
+    merges: int = 0
+    words: int = 0
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """The memory that they share, uninitialised."""
+        tiles = self.grid.num_tiles
+        found = [
+            Scratch("ROW_TILES", (2 + TILE_WORDS * tiles,), torch.int32),
+            Scratch("CUT_TILES", (2 + CUT_WORDS * tiles,), torch.int32),
+            Scratch("COUNTER", (1,), torch.int32),
+        ]
+        return (*found, *(Scratch("WORKSPACE", (self.words,)),) * (self.merge is not None))
+
+    def prepare(
+        self, requests: int, fixed: Mapping[str, Any], given: Sequence[str], boxes: Any
+    ) -> tuple[Launcher, ...]:
+        """Their launches, of so many requests; arguments as those of Kernel.prepare."""
+        fixed = {**fixed, "capacity": self.grid.num_tiles}
+        every = (*fixed, *given)
+        ready = (
+            self.row_tiles.prepare(max(1, requests), fixed, given, spare=every),
+            self.attend.prepare(self.grid.programs, fixed, given, boxes, every),
+        )
+        if self.merge is None:
+            return ready
+        return (*ready, self.merge.prepare(self.merges, fixed, given, spare=every))
+
+
+def ragged_kernels(
+    problem: ServingProblem, target: Device, compiled: Callable[[Source], Kernel]
+) -> RaggedKernels | None:
+    """The kernels of a problem, by static defaults; None where none serves it."""
+    if not PREFILL.offered(target):
+        return None
+    origin = f"static default for {target.arch}"
+    able = (
+        Candidate(problem, target, config, "default", origin)
+        for config in PREFILL.able(problem, target)
+    )
+    try:
+        choice = first_served(able, problem, target, compiled, memory())
+    except (BuildError, ConfigError, WrongKernelError):
+        return None
+    config: Any = choice.config
+    form = problem.structure
+    row_tiles = compiled(render_row_tiles(form, config, target))
+    found = RaggedKernels(
+        choice, choice.kernels[0], row_tiles, PREFILL.grid(problem, config, target)
+    )
+    if not config.splits:
+        return found
+    return found._replace(
+        merge=compiled(render_merge_parts(form, config, target)),
+        merges=merge_programs(form, config, target), words=part_words(form, config, target),
+    )  # fmt: skip
+
+
+def packed_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: int,
+    score: Bound | None,
+    mask: Bound | None,
+    *,
+    lse: bool,
+    positive_scale: bool,
+    sinks: bool,
+) -> ServingProblem:
+    """The problem of packed sequences; shapes as those of PackedLaunch."""
+    (total_q, Hq, D), (total_k, Hkv, Dv) = q.shape, v.shape
+    form = ServingForm(
+        dtype=DTYPES[q.dtype],
+        kv_dtype=DTYPES[k.dtype],
+        head_dim_qk=D,
+        head_dim_v=Dv,
+        group=Hq // Hkv,
+        kv_heads=Hkv,
+        page=0,
+        # One kernel serves any number of them.
+        requests=1,
+        rows=0,
+        score=captures_of(score),
+        mask=captures_of(mask),
+        layout=layout_of(*(TensorFacts(*facts_of(x[None])) for x in (q, k, v))),
+        lse=lse,
+        positive_scale=positive_scale,
+        sinks="float32" if sinks else "",
+        ragged_kv=True,
+    )
+    # What lies behind the last sequence is one more.
+    return ServingProblem(
+        structure=form, B=sequences + 1, Hq=Hq, Hkv=Hkv, q_len=total_q, kv_len=total_k
+    )
+
+
+# What a call passes to its launches, by the names that kernels have for it.
+_GIVEN = (
+    "Q", "K", "V", "OUT", "OUT_ROWS", "LSE", "SINKS", "sm_scale", "CU_SEQLENS", "CU_SEQLENS_K",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLaunch(Launch):
+    """The launch of packed sequences: q [total_q, Hq, D], k and v [total_k, Hkv, D or Dv].
+
+    cu_seqlens int32 [sequences + 1] are read by the kernels alone: other lengths in as many
+    sequences have the same launch.
+    """
+
+    kernel_sources: tuple[Source, ...]
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        scale: float,
+        rest: tuple[Any, ...] = (),
+        sinks: Tensor | None = None,
+    ) -> Outputs:
+        """Allocate the outputs and launch on the current stream; rest: what `rest_of` gave.
+
+        out [total_q, Hq, Dv], lse fp32 [total_q, Hq].
+        """
+        gpu, problem = self.gpu, self.problem
+        if gpu >= 0 and gpu != torch._C._cuda_getDevice():
+            with torch.cuda.device(gpu):
+                return self.run(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, rest, sinks)
+        stream = raw_stream(gpu) if gpu >= 0 else -1
+        form = problem.structure
+        out = q.new_empty((problem.q_len, problem.Hq, form.head_dim_v))
+        lse = None
+        if form.lse:
+            lse = q.new_empty((problem.q_len, problem.Hq), dtype=torch.float32)
+        given: tuple[Any, ...] = (q, k, v, out, out, lse, sinks, scale, cu_seqlens_q, cu_seqlens_k)
+        given += tuple([each.empty(self.device) for each in self.scratch]) + rest
+        self.launch(stream, given)
+        return Outputs(out, lse, None)
+
+
+def prepare_packed(
+    problem: ServingProblem, target: Device, device: torch.device, q: Tensor, k: Tensor, v: Tensor
+) -> PackedLaunch | None:
+    """The launch of packed sequences; None where Hopper's forward does not serve them."""
+    index = device.index if device.type == "cuda" else -1
+
+    def compiled(source: Source) -> Kernel:
+        return builder().kernel(source, target, index)
+
+    kernels = ragged_kernels(problem, target, compiled)
+    if kernels is None:
+        return None
+    form, Hq, Hkv, Dv = problem.structure, problem.Hq, problem.Hkv, problem.head_dim_v
+    rest = rest_names(form, ())
+    scratch = kernels.scratch
+    names = (*_GIVEN, *(each.name for each in scratch), *rest)
+    fixed = {
+        "Hq": Hq, "group": form.group, "stride_oh": Dv, "stride_om": Hq * Dv,
+        "total_q": problem.q_len, "total_k": problem.kv_len, "num_requests": problem.B,
+        "num_sms": target.num_sms,
+    }  # fmt: skip
+    boxes = {
+        "Q": box_of(q.unflatten(1, (Hkv, form.group)).transpose(0, 1)),
+        "K": box_of(k.transpose(0, 1)[None]), "V": box_of(v.transpose(0, 1)[None]),
+        "OUT": DescriptorBox(
+            (Hkv, problem.q_len, form.group, Dv), (form.group * Dv, Hq * Dv, Dv, 1)
+        ),
+    }  # fmt: skip
+    sources = (*kernels.choice.sources, kernels.row_tiles.source)
+    return PackedLaunch(
+        kernels.prepare(problem.B, fixed, names, boxes), kernels.choice, kernels.grid, device,
+        index, scratch, False, rest,
+        sources if kernels.merge is None else (*sources, kernels.merge.source),
+    )  # fmt: skip
