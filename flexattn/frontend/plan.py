@@ -190,7 +190,7 @@ def verified_plan(make: Callable[[], Plan]) -> tuple[Plan, Outputs | None]:
 
 def _ways(planned: Plan, found: list[Outputs]) -> Iterator[Way]:
     """The call itself, whose outputs go into `found`, then a made-up one."""
-    if not _apart(planned.call.q):
+    if not judged_apart(planned.call.q):
         with torch.no_grad():
             found.append(planned.run())
         yield partial(_judge, planned, found[0])
@@ -210,7 +210,7 @@ def right_gradients(
 
     def ways() -> Iterator[Way]:
         saved, chosen = call()
-        if not _apart(saved.q):
+        if not judged_apart(saved.q):
             borders = borders_of(launch.choice)
             yield lambda: _worse(judge_gradients(saved, found, borders), chosen)
         yield partial(judge_backward, chosen)
@@ -225,7 +225,7 @@ def _worse(verdict: Verdict, chosen: ChosenKernels) -> Verdict:
     return judge_backward(chosen)
 
 
-def _apart(q: Tensor) -> bool:
+def judged_apart(q: Tensor) -> bool:
     """True if a made-up call is checked in place of this one.
 
     Nothing is computed while a graph is captured. Processes of a group have other inputs each, and

@@ -1,12 +1,14 @@
 """varlen_attn(): attention of packed sequences, without a mask object.
 
 The sequences lie in one row; which belongs to which is found on the device, from cu_seqlens. One
-place, `_serve`, decides what serves a call: today `flex_attention` with a document mask.
+place, `_serve`, decides what serves a call: on Hopper the forward that reads cu_seqlens; for what
+that does not have, gradients among it, `flex_attention` with a document mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +20,16 @@ from flexattn.block_mask.intervals import interval_mask
 from flexattn.block_mask.lists import queue_of
 from flexattn.catalogue.masks import causal as causal_mask, document, document_ids
 from flexattn.errors import InputError, InputTypeError, LayoutError, PlaceError, UnsupportedError
+from flexattn.frontend import packed
 from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.call import check_transforms
 from flexattn.mods.expr import MaskMod, ScoreMod
+from flexattn.problem.checks import check_scale
+from flexattn.runtime.launch import Outputs
 from flexattn.settings import current
 from flexattn.util.ambient import without_modes
 from flexattn.util.locks import Lru
+from flexattn.verify.first_use import Attended
 
 # The packs of each cu_seqlens_q that lives. Layers of a model differ in a window or a
 # mask_mod, and each may have a score_mod.
@@ -139,9 +145,16 @@ def _serve(
     score_mod: ScoreMod | None,
     rest: dict[str, Any],
 ) -> Any:
-    """The results of a call by the engine that serves it: the document mask, for every call."""
+    """The results of a call by the engine that serves it: Hopper's forward, or a document mask."""
+    given = (q, k, v, packing, score_mod, rest)
+    done = None if torch.compiler.is_dynamo_compiling() else _attended(*given)
+    if done is not None:
+        sums = None if done.lse is None else done.lse.T
+        if rest["return_aux"] is not None:
+            return done.out, AuxOutput(sums, None)
+        return (done.out, sums) if rest["return_lse"] else done.out
     mask, score_mod = document_call(packing, score_mod)
-    heads = (q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+    heads = _heads(q, k, v)
     found = flex_attention(*heads, score_mod=score_mod, block_mask=mask, **rest)
     if rest["return_aux"] is not None:
         out, aux = found
@@ -153,6 +166,47 @@ def _serve(
         assert isinstance(lse, Tensor)
         return _rows(out), lse[0]
     return _rows(found)
+
+
+def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as one batch."""
+    return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+
+
+def _attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    score_mod: ScoreMod | None,
+    rest: dict[str, Any],
+) -> Outputs | None:
+    """The results of the kernel that reads cu_seqlens; None of a call that it does not serve.
+
+    It has no dropout and no descales, and where queries and keys differ in their lengths it does
+    not know at which key the last query stands.
+    """
+    aux, sinks = rest["return_aux"], rest["sinks"]
+    theirs = any(rest[x] is not None for x in ("q_descale", "k_descale", "v_descale"))
+    theirs = theirs or bool(rest["kernel_options"]) or rest["dropout_p"] != 0.0
+    theirs = theirs or (aux is not None and aux.max_scores)
+    one_key_head = rest["enable_gqa"] or q.shape[1] == k.shape[1]
+    sided = max(packing.left, packing.right) >= 0
+    if theirs or not one_key_head or (sided and not packing.alike):
+        return None
+    masks = [*_sided(packing.left, packing.right)]
+    if packing.mask_mod is not None:
+        masks.append(packing.mask_mod)
+    mask_mod = and_masks(*masks) if len(masks) > 1 else masks[0] if masks else None
+    scale = check_scale(rest["scale"], q.shape[2])
+    lse = rest["return_lse"] or (aux is not None and aux.lse)
+
+    def as_documents() -> Attended:
+        mask, score = document_call(packing, score_mod)
+        return Attended(*_heads(q, k, v), scale, score, mask, sinks)
+
+    cu = packing.cu_q, packing.cu_k
+    return packed.attend(q, k, v, cu, score_mod, mask_mod, scale, sinks, lse, as_documents)
 
 
 def _rows(out: Any) -> Tensor:
@@ -297,14 +351,20 @@ def _ends(cu: Tensor, length: int) -> Tensor:
 
 def _alike(of: Tensor, left: int, right: int) -> list[MaskMod]:
     """The terms of a mask where queries and keys have the same lengths: positions cancel."""
-    terms = [document(of)]
+    return [document(of), *_sided(left, right)]
+
+
+@cache
+def _sided(left: int, right: int) -> tuple[MaskMod, ...]:
+    """The terms of a mask that are a window: the same functions for the same numbers."""
+    terms: list[MaskMod] = []
     if right == 0:
         terms.append(causal_mask)
     elif right > 0:
         terms.append(lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= right)
     if left >= 0:
         terms.append(lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= left)
-    return terms
+    return tuple(terms)
 
 
 def _between(first: Tensor, end: Tensor) -> MaskMod:

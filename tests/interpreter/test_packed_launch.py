@@ -7,15 +7,20 @@ import numpy as np
 import pytest
 import torch
 
+import flexattn
+import flexattn.frontend.packed as engine
 import flexattn.runtime.ragged as packed
 from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.device import detect
 from flexattn.kernels.hopper import ragged
 from flexattn.mods import bind
 from flexattn.runtime.build import DESCRIPTOR, builder
+from flexattn.runtime.outcomes import memory
+from flexattn.settings import override
 from tests.emulated_memory import Descriptor, Number, Pointer
 from tests.emulated_prefill import run
 from tests.launches import Recorded
+from tests.packs import alone
 from tests.problems import H200
 
 TARGET = replace(H200, num_sms=3)
@@ -197,3 +202,52 @@ def test_what_is_not_served():
         q, k, v, 1, None, None, lse=False, positive_scale=True, sinks=False
     )
     assert packed.prepare_packed(problem, TARGET, q.device, q, k, v) is None
+
+
+@pytest.fixture
+def is_served(monkeypatch):
+    """Tensors of the CPU count as those of the small Hopper; the launches that are made."""
+    made = []
+
+    def prepared(*given):
+        made.append(packed.prepare_packed(*given))
+        return made[-1]
+
+    monkeypatch.setattr(engine, "_is_plain", lambda *given: True)
+    monkeypatch.setattr(engine, "detect", lambda _: TARGET)
+    monkeypatch.setattr(engine, "prepare_packed", prepared)
+    with override(verify="first", check=False):
+        yield made
+
+
+@pytest.mark.parametrize("asked", ["causal", "window", "mask", "score"])
+def test_varlen_attn(is_served, asked):
+    """The first launch is judged by the document mask of the same call, and new lengths go on."""
+    given = {
+        "causal": {"causal": True},
+        "window": {"window": (40, 0)},
+        "mask": {"causal": True, "mask_mod": lambda b, h, q, k: (q - k) % 3 != b % 3},
+        "score": {"causal": True, "score_mod": lambda s, b, h, q, k: s + (k - q) / 64 + b},
+    }[asked]
+    mods = {name: mod for name, mod in given.items() if "mod" in name}
+    left, right = given.get("window", (-1, 0))
+    q, k, v = made(200, 200)
+    for lengths in ([70, 1, 129], [20, 100, 80]):
+        cu = numbers(lengths)
+        out, lse = flexattn.varlen_attn(q, k, v, cu, cu, scale=0.1, return_lse=True, **given)
+        wanted = alone(q, k, v, cu, cu, left=left, right=right, scale=0.1, **mods)
+        torch.testing.assert_close(out.double(), wanted[0], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse.double(), wanted[1], atol=1e-4, rtol=1e-4)
+    (launch,) = is_served
+    assert all(memory().verified(each, TARGET) for each in launch.kernel_sources)
+
+
+def test_what_takes_the_document_mask(is_served):
+    """Of other keys the last query stands at the last one, which the kernel does not know."""
+    q, k, v = made(60, 70)
+    cu_q, cu_k = numbers([40, 20]), numbers([20, 50])
+    out = flexattn.varlen_attn(q, k, v, cu_q, cu_k, causal=True)
+    wanted, _ = alone(q, k, v, cu_q, cu_k, right=0)
+    torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=2e-2)
+    flexattn.varlen_attn(q, k, v, cu_q, cu_k, kernel_options={"BACKEND": "TRITON"})
+    assert not is_served
