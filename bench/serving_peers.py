@@ -40,7 +40,7 @@ def served_with(changes: Mapping[str, Any], invariant: bool = False) -> ServingP
     def build(x: Served) -> Callable[[], Tensor] | Refusal:
         if invariant and (x.row.shares or x.row.variant == "mla"):
             return Refusal("batch invariance is for one pass over heads of 64 or 128")
-        with _prefills_with(prefills):
+        with prefills_with(prefills):
             run = planned(x, others, invariant)
         if prefills and run.func.__self__.prefill_config is None:
             return Refusal(f"a plan of this row has no kernel of prefills to have {prefills}")
@@ -50,7 +50,7 @@ def served_with(changes: Mapping[str, Any], invariant: bool = False) -> ServingP
 
 
 @contextmanager
-def _prefills_with(changes: Mapping[str, Any]) -> Iterator[None]:
+def prefills_with(changes: Mapping[str, Any]) -> Iterator[None]:
     """Plans that are made inside have these fields in the configs of their prefills.
 
     Names with an underscore are numbers of the rules by which the device lists tiles.
