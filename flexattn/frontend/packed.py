@@ -30,7 +30,7 @@ from flexattn.verify.made_up import borders_of
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-def attend(
+def attend_packed(
     q: Tensor,
     k: Tensor,
     v: Tensor,

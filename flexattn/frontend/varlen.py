@@ -20,9 +20,9 @@ from flexattn.block_mask.intervals import interval_mask
 from flexattn.block_mask.lists import queue_of
 from flexattn.catalogue.masks import causal as causal_mask, document, document_ids
 from flexattn.errors import InputError, InputTypeError, LayoutError, PlaceError, UnsupportedError
-from flexattn.frontend import packed
 from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.call import check_transforms
+from flexattn.frontend.packed import attend_packed
 from flexattn.mods.expr import MaskMod, ScoreMod
 from flexattn.problem.checks import check_scale
 from flexattn.runtime.launch import Outputs
@@ -206,7 +206,7 @@ def _attended(
         return Attended(*_heads(q, k, v), scale, score, mask, sinks)
 
     cu = packing.cu_q, packing.cu_k
-    return packed.attend(q, k, v, cu, score_mod, mask_mod, scale, sinks, lse, as_documents)
+    return attend_packed(q, k, v, cu, score_mod, mask_mod, scale, sinks, lse, as_documents)
 
 
 def _rows(out: Any) -> Tensor:
