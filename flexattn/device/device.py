@@ -96,13 +96,22 @@ _ROWS: tuple[tuple[Device, Peaks], ...] = (
     # NVIDIA H100 and H200 data sheets: SXM.
     (Device("nvidia-h100", "cuda", "sm_90", 132, 227 * KIB), Peaks(989.5, 494.5, 67.0, 3.35)),
     (Device("nvidia-h200", "cuda", "sm_90", 132, 227 * KIB), Peaks(989.5, 494.5, 67.0, 4.8)),
-    # NVIDIA HGX B200 data sheet, an eighth of eight GPUs.
+    # NVIDIA HGX B200 and B300 data sheets, an eighth of eight GPUs; Blackwell Ultra's full chip.
     (Device("nvidia-b200", "cuda", "sm_100", 148, 227 * KIB), Peaks(2250.0, 1125.0, 75.0, 8.0)),
+    (Device("nvidia-b300", "cuda", "sm_103", 160, 227 * KIB), Peaks(2250.0, 1125.0, 75.0, 8.0)),
+    # NVIDIA Jetson T5000 data sheet; DGX Spark's. Of 4 bits without sparsity half a PFLOP/s and a
+    # whole one: of 16 bits a quarter of that, and on GB10, as on other RTX chips, an eighth.
+    (Device("nvidia-thor", "cuda", "sm_110", 20, 227 * KIB), Peaks(258.8, 129.4, 8.1, 0.273)),
+    (Device("nvidia-gb10", "cuda", "sm_121", 48, 99 * KIB), Peaks(62.5, 31.0, 31.0, 0.273)),
     (
         Device("nvidia-rtx-5090", "cuda", "sm_120", 170, 99 * KIB),
         Peaks(209.5, 104.8, 104.8, 1.792),
     ),
-    # AMD Instinct MI300X data sheet; MI355X data sheet, which has no tf32.
+    # AMD Instinct MI210 data sheet; MI300X's; MI355X's, which like MI210's has no tf32.
+    (
+        Device("amd-mi210", "hip", "gfx90a", 104, 64 * KIB, 131072, 512, 64),
+        Peaks(181.0, 22.6, 22.6, 1.638),
+    ),
     (
         Device("amd-mi300x", "hip", "gfx942", 304, 64 * KIB, 131072, 512, 64),
         Peaks(1307.4, 653.7, 163.4, 5.3),

@@ -297,9 +297,11 @@ class CachedCall:
             return None
         if mask is not None and known_class(mask) != problem.mask_class:
             return None
-        both = given.k, given.v
-        whole = problem.structure.layout.aligned
-        if whole and not all(TensorFacts(*facts_of(x)).aligned for x in both):
+        both = [TensorFacts(*facts_of(x)) for x in (given.k, given.v)]
+        layout = problem.structure.layout
+        if layout.aligned and not all(each.aligned for each in both):
+            return None
+        if layout.near and not all(each.near for each in both):
             return None
         launch = latest.with_kv_len(keys, given.k, given.v)
         if launch is None:

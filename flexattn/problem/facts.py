@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.problem.problem import Fp32Products, Layout
+from flexattn.problem.problem import NEAR, Fp32Products, Layout
 
 
 class TensorFacts(NamedTuple):
@@ -39,6 +39,13 @@ class TensorFacts(NamedTuple):
             return False
         return all(size == 1 or stride > 0 for size, stride in pairs[1:])
 
+    @property
+    def near(self) -> bool:
+        """True if no element lies 2 GiB or more behind the first one."""
+        pairs = zip(self.shape, self.strides, strict=True)
+        last = sum(max(0, size - 1) * stride for size, stride in pairs)
+        return (last + 1) * self.dtype.itemsize <= NEAR
+
 
 def facts_of(tensor: Tensor | None) -> Any:
     """The values of TensorFacts, in their order, for keys: a plain tuple takes half the time."""
@@ -53,7 +60,8 @@ def facts_of(tensor: Tensor | None) -> Any:
 def layout_of(q: TensorFacts, k: TensorFacts, v: TensorFacts) -> Layout:
     """The layout of query, key and value in memory, as far as a kernel's code depends on it."""
     whole = q.aligned and k.aligned and v.aligned and (q.shape[0] == 1 or q.strides[0] > 0)
-    return Layout(q.strides[-1] == 1, k.strides[-1] == 1, v.strides[-1] == 1, whole)
+    near = q.near and k.near and v.near
+    return Layout(q.strides[-1] == 1, k.strides[-1] == 1, v.strides[-1] == 1, whole, near)
 
 
 # What is asked: no tf32 and no parts of numbers, tf32's accuracy, parts wherever they compile, or

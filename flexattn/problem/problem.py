@@ -42,6 +42,8 @@ INDEX_RANGES = {
 # Buckets of kv_len for which a decode's config is chosen: (up to so many keys, a bucket's width);
 # then the width of all longer ones. Each is within a power of two, by which records are filed.
 KV_BUCKETS, LONG_KV_BUCKET = ((16, 1), (512, 16), (2048, 64)), 128
+# The most bytes of a tensor whose offsets 32 bits with a sign hold.
+NEAR = 2**31 - 1
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 
@@ -89,12 +91,14 @@ class Layout:
 
     *_contiguous: the head dimension has stride 1. aligned: base addresses and all other
     strides are multiples of 16 bytes, so loads can be 16 bytes wide and TMA can read them.
+    near: each of them, and of outputs and gradients, spans less than 2 GiB.
     """
 
     q_contiguous: bool
     k_contiguous: bool
     v_contiguous: bool
     aligned: bool
+    near: bool = True
 
 
 DENSE = Layout(True, True, True, True)
@@ -254,7 +258,7 @@ class Problem:
 
     def at(self, B: int, q_len: int, kv_len: int) -> Problem:
         """The problem of other sizes."""
-        return replace(self, B=B, q_len=q_len, kv_len=kv_len)
+        return _near(replace(self, B=B, q_len=q_len, kv_len=kv_len))
 
     def classes(self) -> Iterator[Problem]:
         """The problem in each of the ways in which records may know it."""
@@ -383,7 +387,20 @@ def make_problem(
         fp8_weights=fp8_weights,
     )
     s = shape
-    return Problem(structure, s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, mask_class, broadcast_kv)
+    return _near(Problem(structure, s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, mask_class, broadcast_kv))
+
+
+def _near(problem: Problem) -> Problem:
+    """The problem, whose layout is not `near` if a dense tensor of its sizes is not.
+
+    Outputs and gradients are dense; lse has four bytes a row, which of wide heads is less.
+    """
+    p, structure = problem, problem.structure
+    width = max(*structure.head_dims, 2) * max(2, structure.itemsize)
+    rows = p.B * max(p.Hq * p.q_len, p.Hkv * p.kv_len)
+    if rows * width <= NEAR or not structure.layout.near:
+        return problem
+    return replace(p, structure=replace(structure, layout=replace(structure.layout, near=False)))
 
 
 def stable(value: object) -> str:

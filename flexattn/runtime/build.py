@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flexattn.device import Device
 from flexattn.errors import BuildError, FlexAttnError
+from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.binding import Binding, bind_arguments
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.ptx.assembler import ptx_version
@@ -227,9 +228,9 @@ def _compiled(source: Source, device: Device) -> Any:
     arch: int | str = device.capability or device.arch
     target = GPUTarget(device.backend, arch, device.warp_size)
     attrs = {
-        (i,): [["tt.divisibility", argument.divisible_by]]
+        (i,): promised
         for i, argument in enumerate(source.arguments)
-        if argument.divisible_by > 1
+        if (promised := _promises(argument))
     }
     try:
         with (
@@ -260,6 +261,14 @@ def _compiled(source: Source, device: Device) -> Any:
             "a rendered kernel compiles for every arch that its config is offered for",
             "report the file; kernel_options with smaller blocks may avoid it",
         ) from error
+
+
+def _promises(argument: Argument) -> list[list[Any]]:
+    """The facts of an argument that Triton's compiler may rely on, by the compiler's names."""
+    found: list[list[Any]] = []
+    if argument.divisible_by > 1:
+        found.append(["tt.divisibility", argument.divisible_by])
+    return [*found, ["tt.pointer_range", 32]] if argument.near else found
 
 
 def _signature(source: Source) -> dict[str, str]:

@@ -23,11 +23,15 @@ from flexattn.problem import ITEMSIZE, Captures, Structure
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One kernel argument: its name, its type as Triton's signature spells it, what divides it."""
+    """One kernel argument: its name, its type as Triton's signature spells it, what divides it.
+
+    near: it points to less than 2 GiB, of which offsets have 32 bits.
+    """
 
     name: str
     type: str
     divisible_by: int = 1
+    near: bool = False
 
     @property
     def described(self) -> bool:

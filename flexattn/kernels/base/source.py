@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from flexattn.device import Device
+from flexattn.kernels.base.amd import AmdHints, options_of
 from flexattn.kernels.base.arguments import Argument
-from flexattn.kernels.base.config import Language, pieces
+from flexattn.kernels.base.config import Config, Language, pieces
 from flexattn.kernels.base.environment import render_template, template_hash
 from flexattn.kernels.base.features import fp32_products
 from flexattn.kernels.printers.spelling import TRITON, Dialect, triton_type
@@ -23,6 +24,8 @@ from flexattn.problem import Captures, Structure
 # what stands around them.
 UNFUSED = (("enable_fp_fusion", False),)
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
+# Tensors whose sizes a problem has, by their arguments' names: `Layout.near` is of these.
+_SIZED = frozenset(("Q", "K", "V", "OUT", "LSE", "MAX", "DO", "DELTA", "DQ", "DK", "DV"))
 # Of templates/base/shared.jinja what few kernels have, for those that do not name it.
 _SELDOM: dict[str, object] = dict.fromkeys(
     ("late_sum", "columns", "widens", "scales", "dropout"), False
@@ -125,6 +128,16 @@ def hinted(source: Source, hints: tuple[tuple[str, int], ...]) -> Source:
     return replace(source, hash=digest_of(source))
 
 
+def with_hints(source: Source, config: Config, structure: Structure) -> Source:
+    """A rendered kernel with the hints of its config, under a hash of its own."""
+    source = hinted(source, source.hints + options_of(config))
+    if not isinstance(config, AmdHints) or not config.buffer_loads or not structure.layout.near:
+        return source
+    near = (replace(each, near=each.name in _SIZED) for each in source.arguments)
+    source = replace(source, arguments=tuple(near))
+    return replace(source, hash=digest_of(source))
+
+
 def digest_of(source: Source) -> str:
     """The hash of what is compiled, and how: all of a Source but its header."""
     # The header names lengths; kernels that differ in nothing else are one kernel.
@@ -137,6 +150,8 @@ def digest_of(source: Source) -> str:
         key += f" {source.stages.ptxas}"
     if source.hints:
         key += f" {source.hints}"
+    if near := [each.name for each in source.arguments if each.near]:
+        key += f" near: {near}"
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -178,17 +193,31 @@ def mod_context(
     }
 
 
-def named_pieces(prefix: str, head_dim: int) -> tuple[_Piece, ...]:
-    """The tiles of a head dimension, by the names that templates give them."""
+def named_pieces(prefix: str, head_dim: int, halved: bool = False) -> tuple[_Piece, ...]:
+    """The tiles of a head dimension, by the names that templates give them.
+
+    halved: one tile is two.
+    """
+    cut = pieces(head_dim)
+    if halved and len(cut) == 1:
+        half = cut[0][1] // 2
+        cut = (0, half, half), (half, half, head_dim - half)
     return tuple(
-        _Piece(f"{prefix}{i}", start, tile, used)
-        for i, (start, tile, used) in enumerate(pieces(head_dim))
+        _Piece(f"{prefix}{i}", start, tile, used) for i, (start, tile, used) in enumerate(cut)
     )
 
 
-def structure_context(structure: Structure, device: Device) -> dict[str, object]:
-    """The template's variables for a structure: itself, its tiles, and how they are computed."""
-    qk, v = named_pieces("qk", structure.head_dim_qk), named_pieces("v", structure.head_dim_v)
+def structure_context(
+    structure: Structure, device: Device, halved: bool = False
+) -> dict[str, object]:
+    """The template's variables for a structure: itself, its tiles, and how they are computed.
+
+    halved: a head dimension of one tile is cut into two, so that a product holds half of it.
+    """
+    qk, v = (
+        named_pieces(name, dim, halved)
+        for name, dim in zip(("qk", "v"), structure.head_dims, strict=True)
+    )
     sparsity, sinks = structure.sparsity, structure.sinks != ""
     return {
         "structure": structure,

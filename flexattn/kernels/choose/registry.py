@@ -36,7 +36,7 @@ ROWS = (
     FamilyRow("triton", "PREFILL", ("PrefillConfig", "AmdPrefillConfig")),
     FamilyRow("triton", "DECODE", ("DecodeConfig", "AmdDecodeConfig")),
     FamilyRow("hopper_backward", "BACKWARD", ("HopperBackwardConfig",)),
-    FamilyRow("triton_backward", "BACKWARD", ("BackwardConfig",)),
+    FamilyRow("triton_backward", "BACKWARD", ("BackwardConfig", "AmdBackwardConfig")),
     FamilyRow("paged_decode", "PAGED_DECODE", ("ServingConfig",)),
     FamilyRow("neuron", "NKI", ("NkiPrefillConfig", "NkiDecodeConfig"), True),
 )

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from flexattn.device import Device, is_rdna
 from flexattn.errors import ConfigError
 from flexattn.kernels.base import features
+from flexattn.kernels.base.amd import as_kind, each_hinted
 from flexattn.kernels.base.config import power_above, turned
 from flexattn.kernels.base.features import fp32_products
 from flexattn.kernels.triton.config import (
+    AmdDecodeConfig,
+    AmdPrefillConfig,
     DecodeConfig,
     PrefillConfig,
-    TritonConfigT,
     TritonOrder,
     decode_grid,
     fit_to_mask,
-    for_device,
 )
 from flexattn.kernels.triton.limits import LIMITS
 from flexattn.mods.analysis.mask_form import mask_form
@@ -35,8 +36,7 @@ def prefill_rules(problem: Problem, device: Device) -> Iterator[PrefillConfig]:
     structure = problem.structure
     order = _order(structure)
     for each in _prefill(structure, device):
-        config = for_device(replace(each, order=order), device)
-        yield fit_to_mask(config, structure)
+        yield fit_to_mask(_own(replace(each, order=order), device), structure)
 
 
 def decode_rules(problem: Problem, device: Device) -> Iterator[DecodeConfig]:
@@ -46,7 +46,15 @@ def decode_rules(problem: Problem, device: Device) -> Iterator[DecodeConfig]:
     """
     structure = problem.structure
     for each in _decode(problem, max(structure.head_dims), device):
-        yield fit_to_mask(for_device(each, device), structure)
+        if device.backend == "hip":
+            # Buffer instructions take 2 to 20 registers from CDNA's; with them RDNA's spill.
+            near = structure.itemsize == 2 and not is_rdna(device)
+            each = replace(as_kind(each, AmdDecodeConfig), buffer_loads=near)
+        yield fit_to_mask(each, structure)
+
+
+def _own(config: PrefillConfig, device: Device) -> PrefillConfig:
+    return as_kind(config, AmdPrefillConfig) if device.backend == "hip" else config
 
 
 def _prefill(structure: Structure, device: Device) -> Iterator[PrefillConfig]:
@@ -115,6 +123,16 @@ def _gathering(structure: Structure, widest: int) -> Iterator[PrefillConfig]:
         yield PrefillConfig(128 if tall else 64, 64, 4, 3, True)
 
 
+def _cdna(rows: int, keys: int, warps: int) -> PrefillConfig:
+    """A tile of CDNA, whose hints take 4 to 38 registers from it on gfx942 (Triton 3.9)."""
+    return AmdPrefillConfig(rows, keys, warps, 1, matrix_instr_nonkdim=16, buffer_loads=True)
+
+
+def _rdna(rows: int, keys: int, warps: int) -> PrefillConfig:
+    """A tile of RDNA, from which buffer instructions take up to 13 registers on gfx1201."""
+    return AmdPrefillConfig(rows, keys, warps, 1, buffer_loads=True)
+
+
 # Widest head dimension, then configs by preference: measured on an H200; elsewhere chosen to
 # fit 99 KiB of shared memory, the LDS of CDNA, or RDNA's registers, without spills.
 _Table: TypeAlias = dict[int, tuple[PrefillConfig, ...]]
@@ -147,15 +165,15 @@ _PREFILL: dict[str, _Table] = {
         576: (PrefillConfig(32, 16, 8, 1),),
     },
     "hip": {
-        64: (PrefillConfig(128, 64, 4, 1),),
-        128: (PrefillConfig(128, 64, 8, 1), PrefillConfig(64, 32, 4, 1)),
-        256: (PrefillConfig(64, 32, 4, 1),),
+        64: (_cdna(128, 64, 4),),
+        128: (_cdna(128, 64, 8), _cdna(64, 32, 4)),
+        256: (_cdna(64, 32, 4),),
         576: (PrefillConfig(32, 16, 4, 1),),
     },
     "rdna": {
         64: (PrefillConfig(64, 32, 4, 1), PrefillConfig(32, 32, 2, 1)),
-        128: (PrefillConfig(64, 16, 4, 1), PrefillConfig(32, 16, 2, 1)),
-        256: (PrefillConfig(32, 16, 8, 1), PrefillConfig(16, 16, 4, 1)),
+        128: (_rdna(64, 16, 4), _rdna(32, 16, 2)),
+        256: (_rdna(32, 16, 8), _rdna(16, 16, 4)),
         576: (PrefillConfig(16, 16, 8, 1),),
     },
 }
@@ -208,7 +226,7 @@ def invariant_config(problem: Problem, device: Device) -> PrefillConfig:
         sinks="", rules_off=(), tanh="auto", dropout=False,
     )  # fmt: skip
     for each in _tiles(wanted, device):
-        config = for_device(each, device)
+        config = _own(each, device)
         if not LIMITS.violated(config, plain, device):
             config = fit_to_mask(config, wanted)
             broken = LIMITS.reasons(config, wanted, device)
@@ -248,26 +266,22 @@ def _none(problem: Problem, why: str) -> ConfigError:
 # Waves of programs on the SMs that a split of the keys makes; one wave is what 0 splits mean.
 WAVES = (0.5, 1.5, 2, 3)
 MORE_WAVES = (0.25, 0.5, 0.75, 1.5, 2, 3, 4)
-# By whether it is RDNA, and whether all is tried: waves that share a SIMD's registers, and rows of
-# a matrix instruction; 0 leaves either to the compiler. RDNA has instructions of 16 rows alone.
-_HINTS: dict[tuple[bool, bool], tuple[tuple[int, ...], tuple[int, ...]]] = {
-    (False, False): ((0, 2), (0, 16)),
-    (False, True): ((0, 1, 2, 3), (0, 16, 32)),
-    (True, False): ((0,), (0,)),
-    (True, True): ((0, 2, 4), (0,)),
-}
 
 
 def prefill_axes(problem: Problem, device: Device, every: bool) -> Iterator[PrefillConfig]:
     """Every combination for prefill, with tiles cut to the mask's blocks; some cannot run."""
-    yield from _hinted(_prefill_grid(problem, device, every), device, every)
+    grid = _prefill_grid(problem, device, every)
+    hip = device.backend == "hip"
+    yield from each_hinted(grid, AmdPrefillConfig, device, every) if hip else grid
 
 
 def decode_axes(
     problem: Problem, device: Device, every: bool, height: int
 ) -> Iterator[DecodeConfig]:
     """The same for decode. height: of the static default's tiles, the only one but for `every`."""
-    yield from _hinted(_decode_grid(problem, device, every, height), device, every)
+    grid = _decode_grid(problem, device, every, height)
+    hip = device.backend == "hip"
+    yield from each_hinted(grid, AmdDecodeConfig, device, every) if hip else grid
 
 
 def orders(problem: Problem, config: PrefillConfig, every: bool) -> tuple[TritonOrder, ...]:
@@ -301,17 +315,8 @@ def split_counts(problem: Problem, config: DecodeConfig, device: Device, every: 
     return [0, *sorted(allowed - {once.num_splits})]
 
 
-def _hinted(
-    configs: Iterator[TritonConfigT], device: Device, every: bool
-) -> Iterator[TritonConfigT]:
-    """Each config with what AMD's compiler may be told besides; as it is for another's."""
-    if device.backend != "hip":
-        yield from configs
-        return
-    waves, rows = _HINTS[is_rdna(device), every]
-    for config, wave, row in product(configs, waves, rows):
-        hints: dict[str, Any] = {"waves_per_eu": wave, "matrix_instr_nonkdim": row}
-        yield replace(for_device(config, device), **hints)
+# Of CDNA, what AITER and Inductor publish beside the axes' tiles.
+_PUBLISHED = ((32, 32, 2, 1), (32, 32, 8, 1), (32, 64, 4, 2), (32, 64, 8, 2), (256, 64, 8, 1))
 
 
 def _prefill_grid(problem: Problem, device: Device, every: bool) -> Iterator[PrefillConfig]:
@@ -326,7 +331,10 @@ def _prefill_grid(problem: Problem, device: Device, every: bool) -> Iterator[Pre
         tall = (256,) if every else ()
         axes = ((32, 64, 128, *tall), (16, 32, 64, 128), (2, 4, 8), axes[-1])
     tma = (False, True) if device.has_tma else (False,)
-    for (rows, width, warps, stages), use_tma in product(product(*axes), tma):
+    tiles = [*product(*axes)]
+    if device.backend == "hip" and not every and not is_rdna(device):
+        tiles += _PUBLISHED
+    for (rows, width, warps, stages), use_tma in product(tiles, tma):
         tile = fit_to_mask(PrefillConfig(rows, width, warps, stages, use_tma), structure)
         for order in orders(problem, tile, every):
             yield from turned(replace(tile, order=order), structure)

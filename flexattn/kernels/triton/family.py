@@ -8,11 +8,12 @@ from itertools import islice
 from typing import Any
 
 from flexattn.device import Device
+from flexattn.kernels.base.amd import told
 from flexattn.kernels.base.config import Geometry, Language, at_rest, words
 from flexattn.kernels.base.estimate import ESTIMATE_MARGIN, Estimate, best_first
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.limits import Limits
-from flexattn.kernels.base.source import UNFUSED, Source, hinted
+from flexattn.kernels.base.source import UNFUSED, Source, hinted, with_hints
 from flexattn.kernels.triton import cost
 from flexattn.kernels.triton.config import (
     DecodeConfig,
@@ -20,7 +21,6 @@ from flexattn.kernels.triton.config import (
     TritonConfigT,
     decode_grid,
     fit_to_mask,
-    hints,
     prefill_grid,
 )
 from flexattn.kernels.triton.defaults import (
@@ -70,13 +70,12 @@ class _Family(KernelFamily[TritonConfigT]):
     def render(
         self, structure: Structure, config: TritonConfigT, device: Device, title: str
     ) -> Source:
-        options = hints(config) + (UNFUSED if structure.batch_invariant else ())
-        return hinted(render(structure, config, device, title), options)
+        source = with_hints(render(structure, config, device, title), config, structure)
+        return hinted(source, UNFUSED) if structure.batch_invariant else source
 
     def _short(self, config: TritonConfigT, own: list[str]) -> str:
         parts = [f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"]
-        parts += own + [f"{name}={value}" for name, value in hints(config)]
-        return " ".join(parts + words(config))
+        return " ".join(parts + own + told(config) + words(config))
 
 
 class _Prefill(_Family[PrefillConfig]):

@@ -10,6 +10,7 @@ from math import floor
 
 from flexattn.device import Device, is_rdna
 from flexattn.kernels.base import features
+from flexattn.kernels.base.amd import KNOWN_HINTS, AmdHints, limited
 from flexattn.kernels.base.config import padded, pieces, power_above
 from flexattn.kernels.base.limits import (
     NUM_STAGES,
@@ -20,20 +21,11 @@ from flexattn.kernels.base.limits import (
     StructureCase,
     power_of_two,
 )
-from flexattn.kernels.triton.config import (
-    ORDERS,
-    AmdDecodeConfig,
-    AmdPrefillConfig,
-    DecodeConfig,
-    PrefillConfig,
-    limited,
-)
+from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig
 from flexattn.problem import Structure
 
 # The widest head dimension of one tile that the copy engine reads.
 TMA_WIDEST = 256
-# More waves of a SIMD than this leave no kernel of ours its registers.
-MOST_WAVES = 8
 
 # Bytes of barriers, and of scratch of reductions and layout changes, beside the tiles.
 SHARED_SLACK = 2048
@@ -43,8 +35,8 @@ SPLIT_BYTES, RAMP_BYTES = 6, 32
 
 # Registers of addresses, loop state, row statistics and what the mods hold, beside the tiles, by
 # the instruction that multiplies.
-WGMMA_SLACK, MMA_SLACK, KEYS_SLACK, MFMA_SLACK, FMA_SLACK = 26, 40, 100, 120, 24
-WMMA_SLACK, SPLIT_SLACK = 24, 24
+WGMMA_SLACK, MMA_SLACK, KEYS_SLACK, MFMA_SLACK, FMA_SLACK = 26, 40, 100, 88, 24
+WMMA_SLACK, SPLIT_SLACK, WIDE_SLACK = 24, 24, 42
 # The most that rows take of RDNA's: of wide heads they are read again from shared memory.
 WMMA_ROWS = 128
 # What a mod reads for each key of a tile, before it is used.
@@ -69,6 +61,13 @@ class ConfigCase(StructureCase[PrefillConfig | DecodeConfig]):
     def is_hip(self) -> bool:
         """True if AMD's compiler makes the kernel."""
         return self.device.backend == "hip"
+
+    @property
+    def is_measured(self) -> bool:
+        """True of CDNA's with one stage, which load nothing ahead, or with a number of waves."""
+        hints = self.config
+        waves = isinstance(hints, AmdHints) and hints.waves_per_eu > 1
+        return self.is_hip and (waves or hints.num_stages == 1)
 
     # How products are made.
 
@@ -193,7 +192,10 @@ class ConfigCase(StructureCase[PrefillConfig | DecodeConfig]):
             return floor((4 * made + 2 * held_rows + 2 * held_keys) / 3) + WMMA_SLACK + gathered
         q, keys = c.BLOCK_M * self.qk_padded * words / threads, keys * words
         if self.is_hip:
-            return floor(3 / 2 * (made + q + 2 * keys)) + MFMA_SLACK
+            # gfx950 transposes V on its way from LDS; others hold more of it.
+            wide = self.v_padded > 128 and self.device.arch != "gfx950"
+            slack = MFMA_SLACK + WIDE_SLACK * wide
+            return floor(11 / 8 * (made + q + 2 * keys)) + slack
         if not self.rows_per_warp:
             # Warps beyond the rows share out the keys: fragments of K and V, and their addresses.
             return floor(made + 3 / 2 * keys) + KEYS_SLACK
@@ -212,21 +214,6 @@ def _tma_reads(dim: str) -> Rule[ConfigCase]:
     return Rule("tma", says, lambda c: not c.use_tma or _one_tile(getattr(c.structure, dim)))
 
 
-def _known_hints(c: ConfigCase) -> bool:
-    """True if the compiler knows a config's hints.
-
-    Of rows of a matrix instruction RDNA has 16, CDNA 16 or 32. Compilers drop other hints without
-    a word, or multiply tiles without matrix instructions.
-    """
-    if not isinstance(c.config, AmdPrefillConfig | AmdDecodeConfig):
-        return True
-    waves, rows = c.config.waves_per_eu, c.config.matrix_instr_nonkdim
-    if waves == rows == 0:
-        return True
-    known = (0, 16) if c.device.warp_size == 32 else (0, 16, 32)
-    return c.is_hip and waves <= MOST_WAVES and rows in known
-
-
 def _one_tile(head_dim: int) -> bool:
     return len(pieces(head_dim)) == 1 and padded(head_dim) <= TMA_WIDEST
 
@@ -234,11 +221,7 @@ def _one_tile(head_dim: int) -> bool:
 LIMITS: Limits[ConfigCase] = Limits(
     case_of,
     shape=(
-        Rule(
-            "hints",
-            "the compiler for {c.device.arch} does not know the hints of {config}",
-            _known_hints,
-        ),
+        KNOWN_HINTS,
         *map(power_of_two, ("BLOCK_M", "BLOCK_N")),
         NUM_WARPS,
         NUM_STAGES,
@@ -316,14 +299,23 @@ LIMITS: Limits[ConfigCase] = Limits(
             "headroom: about {c.registers} registers a thread leave few of "
             "{c.device.max_registers}",
             lambda c: (
-                is_rdna(c.device) or c.split_wgmma or 4 * c.registers <= 3 * c.device.max_registers
+                is_rdna(c.device)
+                or c.split_wgmma
+                or c.is_measured
+                or 4 * c.registers <= 3 * c.device.max_registers
             ),
         ),
-        # Two warps on the same 16 rows pay where the accumulator needs them, and only there.
+        # Two warps on the same 16 rows pay where the accumulator needs them, and only there; of
+        # CDNA published tiles have them, too.
         Rule(
             "idle warps",
             "idle warps: {c.config.num_warps} on {c.config.BLOCK_M} rows",
-            lambda c: c.structure.kind == "decode" or c.v_padded > 128 or c.rows_per_warp,
+            lambda c: (
+                c.structure.kind == "decode"
+                or c.v_padded > 128
+                or c.rows_per_warp
+                or (c.is_hip and not is_rdna(c.device))
+            ),
         ),
         Rule(
             "slower loads",

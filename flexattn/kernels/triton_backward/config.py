@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from flexattn.kernels.base.amd import AmdHints
 from flexattn.kernels.base.arguments import skips_vanished
 from flexattn.kernels.base.config import Geometry, Language, knob, tile_for
 from flexattn.mods.expr import reads, walk
@@ -67,6 +68,11 @@ class BackwardConfig:
         """The tiles by name."""
         names = ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
         return tuple((name, getattr(self, name)) for name in names)
+
+
+@dataclass(frozen=True)
+class AmdBackwardConfig(AmdHints, BackwardConfig):
+    """A BackwardConfig with hints for AMD's compiler."""
 
 
 def fit_to_mask(config: BackwardConfig, structure: Structure) -> BackwardConfig:

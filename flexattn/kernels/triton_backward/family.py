@@ -9,6 +9,13 @@ from itertools import product
 from typing import Any
 
 from flexattn.device import Device, is_rdna
+from flexattn.kernels.base.amd import (
+    KNOWN_HINTS,
+    as_kind,
+    each_hinted,
+    limited,
+    told,
+)
 from flexattn.kernels.base.config import Geometry, Language, pieces, turned, words
 from flexattn.kernels.base.family import Around, Effort, KernelFamily
 from flexattn.kernels.base.features import fp32_products, tma_layout
@@ -20,8 +27,10 @@ from flexattn.kernels.base.limits import (
     StructureCase,
     is_power_of_two,
 )
+from flexattn.kernels.base.source import Source, with_hints
 from flexattn.kernels.printers.gradient_printer import adds_along_diagonals
 from flexattn.kernels.triton_backward.config import (
+    AmdBackwardConfig,
     BackwardConfig,
     backward_grid,
     fit_to_mask,
@@ -30,7 +39,7 @@ from flexattn.kernels.triton_backward.config import (
     skips_blocks,
 )
 from flexattn.kernels.triton_backward.source import render, render_delta, rows_of_delta
-from flexattn.problem import Kind, Problem
+from flexattn.problem import Kind, Problem, Structure
 
 # Bytes of barriers and scratch, beside the tiles; registers of addresses and loop state, beside
 # those too.
@@ -91,9 +100,15 @@ class ConfigCase(StructureCase[BackwardConfig]):
         return found
 
 
+def case_of(config: BackwardConfig, structure: Structure, device: Device) -> ConfigCase:
+    """A config for a structure on a device, whose threads have the registers that hints leave."""
+    return ConfigCase(config, structure, limited(device, config))
+
+
 LIMITS: Limits[ConfigCase] = Limits(
-    ConfigCase,
+    case_of,
     shape=(
+        KNOWN_HINTS,
         Rule(
             "tiles",
             "tiles are powers of two of at least 16",
@@ -130,6 +145,16 @@ LIMITS: Limits[ConfigCase] = Limits(
 )
 
 
+def _cdna(m1: int, n1: int, m2: int, n2: int) -> BackwardConfig:
+    """Tiles of CDNA, whose hints take 7 to 81 registers from them on gfx942 (Triton 3.9)."""
+    return AmdBackwardConfig(m1, n1, m2, n2, 4, 1, matrix_instr_nonkdim=16, buffer_loads=True)
+
+
+def _rdna(m1: int, n1: int, m2: int, n2: int) -> BackwardConfig:
+    """Tiles of RDNA, whose matrix instructions have 16 rows."""
+    return AmdBackwardConfig(m1, n1, m2, n2, 4, 1, buffer_loads=True)
+
+
 _Table = dict[int, tuple[BackwardConfig, ...]]
 
 # By the widest head dimension; chosen so that loops compile without spills.
@@ -154,13 +179,13 @@ _TABLES: dict[str, _Table] = {
         256: (BackwardConfig(16, 32, 32, 16, 4, 1), BackwardConfig(32, 32, 32, 32, 8, 1)),
     },
     "hip": {
-        64: (BackwardConfig(64, 64, 64, 64, 4, 1), BackwardConfig(32, 64, 64, 32, 4, 1)),
-        128: (BackwardConfig(32, 64, 64, 32, 4, 1), BackwardConfig(16, 64, 64, 16, 4, 1)),
-        256: (BackwardConfig(16, 32, 32, 16, 4, 1),),
+        64: (_cdna(64, 64, 64, 64), _cdna(32, 64, 64, 32)),
+        128: (_cdna(32, 64, 64, 32), _cdna(16, 64, 64, 16)),
+        256: (_cdna(16, 32, 32, 16),),
     },
     "rdna": {
-        64: (BackwardConfig(16, 32, 32, 16, 4, 1),),
-        128: (BackwardConfig(16, 16, 16, 16, 4, 1),),
+        64: (_rdna(16, 32, 32, 16),),
+        128: (_rdna(16, 16, 16, 16),),
         256: (BackwardConfig(16, 16, 16, 16, 8, 1),),
     },
 }
@@ -206,6 +231,8 @@ def axes(problem: Problem, device: Device, every: bool) -> Iterator[BackwardConf
     walked = (16, 32, 64, 128) if every else (32, 64)
     stages = (1, 2, 3) if every else (2, 3)
     stages = (1, 2) if device.backend == "hip" else stages
+    if is_rdna(device):
+        held, walked = (16, 32, 64), (16, 32)
     tma = (False, True) if device.has_tma else (False,)
     for n1, m2, m1, n2, warps, depth in product(held, held, walked, walked, (4, 8), stages):
         yield from (BackwardConfig(m1, n1, m2, n2, warps, depth, each) for each in tma)
@@ -224,10 +251,15 @@ class _Backward(KernelFamily[BackwardConfig]):
     limits = LIMITS
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[BackwardConfig]:
-        return (fit_to_mask(each, problem.structure) for each in defaults(problem, device))
+        found = (fit_to_mask(each, problem.structure) for each in defaults(problem, device))
+        hip = device.backend == "hip"
+        return (as_kind(each, AmdBackwardConfig) for each in found) if hip else found
 
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[BackwardConfig]:
-        every = axes(problem, device, effort == "exhaustive")
+        exhaustive = effort == "exhaustive"
+        every = axes(problem, device, exhaustive)
+        if device.backend == "hip":
+            every = each_hinted(every, AmdBackwardConfig, device, exhaustive)
         for each in every:
             yield from turned(fit_to_mask(each, problem.structure), problem.structure)
 
@@ -240,7 +272,10 @@ class _Backward(KernelFamily[BackwardConfig]):
     def grid(self, problem: Problem, config: BackwardConfig, device: Device) -> Geometry:
         return backward_grid(problem, config)
 
-    render = staticmethod(render)
+    def render(
+        self, structure: Structure, config: BackwardConfig, device: Device, title: str
+    ) -> Source:
+        return with_hints(render(structure, config, device, title), config, structure)
 
     def bind(self, problem: Problem, config: BackwardConfig, grid: Geometry) -> dict[str, Any]:
         return sizes_of_launch(problem, config)
@@ -260,7 +295,8 @@ class _Backward(KernelFamily[BackwardConfig]):
         c = config
         tiles = f"{c.BLOCK_M1}x{c.BLOCK_N1} {c.BLOCK_M2}x{c.BLOCK_N2}"
         tma = ["tma"] * c.use_tma
-        return " ".join([f"{tiles} w{c.num_warps} s{c.num_stages}", *tma, *words(config)])
+        tiles += f" w{c.num_warps} s{c.num_stages}"
+        return " ".join([tiles, *tma, *told(config), *words(config)])
 
 
 BACKWARD = _Backward()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexattn.device import Device
+from flexattn.device import Device, is_rdna
 from flexattn.kernels.base.arguments import (
     M_BLOCK_MAX,
     N_BLOCK_MIN,
@@ -112,13 +112,24 @@ def _sparse(structure: Structure, runs: bool) -> list[Argument]:
     return found
 
 
+def _reloads(structure: Structure, device: Device) -> bool:
+    """True if a program reads its own tiles anew at each turn of its loop, as it does others'.
+
+    A wave of RDNA has 256 registers. Operands of 16 rows take one of them for each four bytes of a
+    row of RDNA4's, and two of RDNA3's, whose matrix instructions read them in both halves of a
+    wave: held through the loop they leave none for what is walked.
+    """
+    widest = 64 if device.arch.startswith("gfx11") else 128
+    return is_rdna(device) and max(structure.head_dims) > widest
+
+
 # Elements of the output that a program of delta reads at once.
 _ELEMENTS = 4096
 
 
 def render(structure: Structure, config: BackwardConfig, device: Device, title: str) -> Source:
     """The backward kernel of a structure with a config; title goes into its header."""
-    traits = traits_of(device, structure)
+    traits, reload = traits_of(device, structure), _reloads(structure, device)
     over_keys, mask_over_keys = print_with_gradients(
         structure, replace(traits, dialect=OVER_KEYS), structure.grads, diagonals=True
     )
@@ -132,7 +143,7 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         settings |= dict(zip(("SKIP_M", "SKIP_N"), skipped, strict=True))
     printed = (over_keys, mask_over_keys, over_rows, mask_over_rows)
     context: dict[str, object] = {
-        **structure_context(structure, device),
+        **structure_context(structure, device, reload and max(structure.head_dims) > 128),
         **mod_context([each.lines for each in printed if each is not None], device),
         "config": config,
         "over_keys": over_keys,
@@ -147,6 +158,7 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         "natural": structure.dtype == "float32",
         "far": structure.far,
         "decay_skip": skipped is not None,
+        "reload": reload,
         "keys_aligned": keys_aligned(structure, config.BLOCK_N1, config.BLOCK_N2),
     }
     return make_source(
