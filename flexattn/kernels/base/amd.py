@@ -95,18 +95,16 @@ KNOWN_HINTS: Rule[Any] = Rule(
 )
 
 
-# The hints that a search tries, by whether it is RDNA. Published tiles have those of CDNA; RDNA's
+# The hints that a search tries, by whether it is RDNA. CDNA's are those of published tiles, with
+# buffer instructions, which take registers from each 16-bit forward that was compiled. RDNA's
 # matrix instructions have 16 rows, and no kpack.
 _FULL: dict[bool, tuple[AmdHints, ...]] = {
     False: (
-        AmdHints(),
-        AmdHints(buffer_loads=True),
+        AmdHints(0, 0, buffer_loads=True),
         AmdHints(0, 16, buffer_loads=True),
         AmdHints(2, 0, buffer_loads=True),
         AmdHints(2, 16, buffer_loads=True),
-        AmdHints(1, 16, buffer_loads=True),
         AmdHints(0, 0, 2, buffer_loads=True),
-        AmdHints(0, 16, 2, buffer_loads=True),
     ),
     True: (AmdHints(), AmdHints(buffer_loads=True)),
 }

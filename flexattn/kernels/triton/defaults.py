@@ -78,6 +78,8 @@ def _prefill(structure: Structure, device: Device) -> Iterator[PrefillConfig]:
         # What is converted passes through registers: of four warps the loop spilled.
         yield from (PrefillConfig(128, 64, 8, 3, True), PrefillConfig(128, 64, 8, 2))
     table = _PREFILL.get(device.arch, _PREFILL["small"])
+    if device.has_tensor_memory:
+        table = _PREFILL["sm_100"]
     if device.backend == "hip":
         table = _PREFILL["rdna" if is_rdna(device) else "hip"]
     yield from next((found for limit, found in table.items() if widest <= limit), ())
@@ -134,7 +136,7 @@ def _rdna(rows: int, keys: int, warps: int) -> PrefillConfig:
 
 
 # Widest head dimension, then configs by preference: measured on an H200; elsewhere chosen to
-# fit 99 KiB of shared memory, the LDS of CDNA, or RDNA's registers, without spills.
+# fit 227 or 99 KiB of shared memory, the LDS of CDNA, or RDNA's registers, without spills.
 _Table: TypeAlias = dict[int, tuple[PrefillConfig, ...]]
 _PARTS: dict[str, _Table] = {
     "sm_90": {
@@ -157,6 +159,16 @@ _PREFILL: dict[str, _Table] = {
         ),
         256: (PrefillConfig(128, 64, 8, 2, True), PrefillConfig(128, 64, 8, 2)),
         576: (PrefillConfig(64, 32, 8, 2), PrefillConfig(64, 32, 8, 1)),
+    },
+    "sm_100": {
+        64: (PrefillConfig(128, 128, 8, 3, True), PrefillConfig(64, 64, 4, 2)),
+        128: (PrefillConfig(128, 64, 8, 3, True), PrefillConfig(64, 64, 4, 2)),
+        256: (
+            PrefillConfig(128, 64, 8, 2, True),
+            PrefillConfig(128, 32, 8, 2, True),
+            PrefillConfig(64, 32, 8, 2),
+        ),
+        576: (PrefillConfig(32, 16, 8, 1),),
     },
     "small": {
         64: (PrefillConfig(128, 64, 4, 3),),
@@ -315,8 +327,15 @@ def split_counts(problem: Problem, config: DecodeConfig, device: Device, every: 
     return [0, *sorted(allowed - {once.num_splits})]
 
 
-# Of CDNA, what AITER and Inductor publish beside the axes' tiles.
-_PUBLISHED = ((32, 32, 2, 1), (32, 32, 8, 1), (32, 64, 4, 2), (32, 64, 8, 2), (256, 64, 8, 1))
+def _published(structure: Structure) -> list[tuple[int, ...]]:
+    """The tiles of CDNA that AITER and Inductor publish beside those of the axes."""
+    if structure.dropout:
+        return [(32, 32, 2, 1)]
+    if max(structure.head_dims) <= 64:
+        return [(256, 64, 8, 1)]
+    if max(structure.head_dims) > 128:
+        return [(32, 32, 8, 1), (32, 64, 4, 2), (32, 64, 8, 2)]
+    return []
 
 
 def _prefill_grid(problem: Problem, device: Device, every: bool) -> Iterator[PrefillConfig]:
@@ -333,7 +352,7 @@ def _prefill_grid(problem: Problem, device: Device, every: bool) -> Iterator[Pre
     tma = (False, True) if device.has_tma else (False,)
     tiles = [*product(*axes)]
     if device.backend == "hip" and not every and not is_rdna(device):
-        tiles += _PUBLISHED
+        tiles += _published(structure)
     for (rows, width, warps, stages), use_tma in product(tiles, tma):
         tile = fit_to_mask(PrefillConfig(rows, width, warps, stages, use_tma), structure)
         for order in orders(problem, tile, every):

@@ -36,7 +36,7 @@ SPLIT_BYTES, RAMP_BYTES = 6, 32
 # Registers of addresses, loop state, row statistics and what the mods hold, beside the tiles, by
 # the instruction that multiplies.
 WGMMA_SLACK, MMA_SLACK, KEYS_SLACK, MFMA_SLACK, FMA_SLACK = 26, 40, 100, 88, 24
-WMMA_SLACK, SPLIT_SLACK, WIDE_SLACK = 24, 24, 42
+WMMA_SLACK, SPLIT_SLACK, WIDE_SLACK = 24, 24, 43
 # The most that rows take of RDNA's: of wide heads they are read again from shared memory.
 WMMA_ROWS = 128
 # What a mod reads for each key of a tile, before it is used.
@@ -82,9 +82,14 @@ class ConfigCase(StructureCase[PrefillConfig | DecodeConfig]):
         return self.fp32_products == "bf16x6"
 
     @property
+    def tall(self) -> bool:
+        """True if there are 64 rows and a warpgroup, for instructions of so many."""
+        return self.config.BLOCK_M >= 64 and self.config.num_warps >= 4
+
+    @property
     def warpgroups(self) -> bool:
         """True if warpgroups can multiply the tile: 64 rows each, K and V in shared memory."""
-        return self.device.has_wgmma and self.config.BLOCK_M >= 64 and self.config.num_warps >= 4
+        return self.device.has_wgmma and self.tall
 
     @cached_property
     def wgmma(self) -> bool:
@@ -150,8 +155,13 @@ class ConfigCase(StructureCase[PrefillConfig | DecodeConfig]):
         """Bytes of shared memory."""
         itemsize = SPLIT_BYTES if self.split_wgmma else self.structure.itemsize
         q_tile = self.config.BLOCK_M * self.qk_padded * itemsize
+        if self.is_hip and self.config.num_stages == 1 and itemsize == 2:
+            # Nothing is ahead: each in its turn.
+            return max(q_tile, self.kv_tiles, self.p_tile)
         if self.is_hip:
-            return max(q_tile, self.kv_tiles + self.p_tile)
+            # P of 32 rows lies in what K leaves.
+            beside = self.p_tile if self.config.BLOCK_M > 32 else 0
+            return max(q_tile, self.kv_tiles + beside)
         return q_tile + self.kv_tiles + self.p_tile + SHARED_SLACK
 
     @cached_property
@@ -178,6 +188,9 @@ class ConfigCase(StructureCase[PrefillConfig | DecodeConfig]):
             gathered = GATHER_REGISTERS
         if self.wgmma:
             return floor(made) + WGMMA_SLACK + 2 * c.num_stages + gathered
+        if self.device.has_tensor_memory and self.tall and self.structure.itemsize == 2:
+            # Sums are in tensor memory, and pass through registers.
+            return floor(made) + MMA_SLACK + gathered
         if self.split_wgmma:
             # A tile's product has sums of its own, and P lies there as three parts.
             return floor(2 * accumulator + 4 * scores) + SPLIT_SLACK
@@ -192,8 +205,8 @@ class ConfigCase(StructureCase[PrefillConfig | DecodeConfig]):
             return floor((4 * made + 2 * held_rows + 2 * held_keys) / 3) + WMMA_SLACK + gathered
         q, keys = c.BLOCK_M * self.qk_padded * words / threads, keys * words
         if self.is_hip:
-            # gfx950 transposes V on its way from LDS; others hold more of it.
-            wide = self.v_padded > 128 and self.device.arch != "gfx950"
+            # gfx942 holds more of a wide V than its neighbours.
+            wide = self.v_padded > 128 and self.device.arch == "gfx942"
             slack = MFMA_SLACK + WIDE_SLACK * wide
             return floor(11 / 8 * (made + q + 2 * keys)) + slack
         if not self.rows_per_warp:

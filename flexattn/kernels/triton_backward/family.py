@@ -173,6 +173,19 @@ _TABLES: dict[str, _Table] = {
         192: (BackwardConfig(32, 64, 64, 64, 8, 2), BackwardConfig(32, 32, 64, 32, 8, 1)),
         256: (BackwardConfig(32, 32, 64, 32, 8, 2, True), BackwardConfig(32, 32, 64, 32, 8, 1)),
     },
+    "sm_100": {
+        64: (BackwardConfig(64, 128, 128, 64, 8, 2, True), BackwardConfig(32, 64, 64, 32, 4, 2)),
+        128: (
+            BackwardConfig(32, 64, 64, 32, 8, 2, True),
+            BackwardConfig(32, 64, 64, 32, 8, 2),
+            BackwardConfig(16, 64, 64, 32, 4, 2),
+        ),
+        256: (
+            BackwardConfig(32, 32, 64, 32, 8, 2, True),
+            BackwardConfig(16, 32, 32, 16, 4, 1),
+            BackwardConfig(32, 32, 32, 32, 8, 1),
+        ),
+    },
     "small": {
         64: (BackwardConfig(32, 64, 64, 32, 4, 2),),
         128: (BackwardConfig(32, 64, 64, 32, 8, 2), BackwardConfig(16, 64, 64, 32, 4, 2)),
@@ -241,7 +254,8 @@ def axes(problem: Problem, device: Device, every: bool) -> Iterator[BackwardConf
 def _table(device: Device) -> _Table:
     if device.backend == "hip":
         return _TABLES["rdna" if is_rdna(device) else "hip"]
-    return _TABLES.get(device.arch, _TABLES["small"])
+    arch = "sm_100" if device.has_tensor_memory else device.arch
+    return _TABLES.get(arch, _TABLES["small"])
 
 
 class _Backward(KernelFamily[BackwardConfig]):

@@ -1,6 +1,6 @@
 """AMD's cards as detected, and what their configs say beside those of others."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +8,8 @@ import torch
 
 from flexattn.catalogue import causal
 from flexattn.device import detect, device as devices, is_rdna, named
-from flexattn.kernels.base.config import Config, describe
+from flexattn.kernels.base.amd import AmdHints
+from flexattn.kernels.base.config import Config, describe, values
 from flexattn.kernels.choose.defaults import default, reasons, space
 from flexattn.kernels.choose.registry import short
 from flexattn.kernels.triton.config import (
@@ -17,9 +18,13 @@ from flexattn.kernels.triton.config import (
     DecodeConfig,
     PrefillConfig,
 )
+from flexattn.kernels.triton_backward.config import AmdBackwardConfig, BackwardConfig
+from flexattn.problem import Shape, make_problem
+from flexattn.problem.facts import TensorFacts
 from flexattn.records.codec import decode, encode
 from tests.families import render
 from tests.problems import problem
+from tests.published import CARDS, EVERY, spills
 
 MI300X, MI355X = named("amd-mi300x"), named("amd-mi355x")
 RDNA = [named(f"amd-radeon-{name}") for name in ("rx-7900-xtx", "8060s-graphics", "rx-9070-xt")]
@@ -50,6 +55,7 @@ def seen(monkeypatch):
         ("gfx1201", 32, 256),
         ("gfx1102", 32, 256),
         ("gfx942:sramecc+", 64, 512),
+        ("gfx90a:sramecc+:xnack-", 64, 512),
     ],
 )
 def test_a_card_has_the_registers_of_its_kind(seen, arch, warp_size, registers):
@@ -61,16 +67,19 @@ def test_a_card_has_the_registers_of_its_kind(seen, arch, warp_size, registers):
 
 def test_a_record_without_hints_reads_and_writes_as_before():
     """Those of NVIDIA's devices neither gain a field nor change a byte."""
-    for config in (PrefillConfig(64, 64, 4, 2), DecodeConfig(16, 64, 4, 2)):
+    plain = PrefillConfig(64, 64, 4, 2), DecodeConfig(16, 64, 4, 2), BackwardConfig(*[64] * 4)
+    for config in plain:
         data = encode(config)
-        assert not {"waves_per_eu", "matrix_instr_nonkdim"} & data.keys()
+        assert not {each.name for each in fields(AmdHints)} & data.keys()
         assert decode(Config, data, "config") == config
         assert type(decode(Config, data, "config")) is type(config)
 
 
-@pytest.mark.parametrize("cls", [AmdPrefillConfig, AmdDecodeConfig])
+@pytest.mark.parametrize("cls", [AmdPrefillConfig, AmdDecodeConfig, AmdBackwardConfig])
 def test_a_record_keeps_hints(cls):
-    config = cls(64, 32, 4, 1, waves_per_eu=2, matrix_instr_nonkdim=16)
+    tile = (64, 32, 64, 32) if cls is AmdBackwardConfig else (64, 32, 4, 1)
+    hints = AmdHints(2, 16, 2, True)
+    config = cls(*tile, **values(hints))
     assert decode(Config, encode(config), "config") == config
     assert "waves_per_eu=2" in describe(config) and "waves_per_eu=2" in short(config)
 
@@ -85,6 +94,11 @@ def test_a_record_keeps_hints(cls):
         ({"waves_per_eu": 9}, MI300X, "hints"),
         ({"waves_per_eu": 2}, named("nvidia-h200"), "hints"),
         ({"waves_per_eu": 8}, MI300X, "registers"),
+        ({"kpack": 2}, MI300X, ""),
+        ({"kpack": 2}, MI355X, "hints"),
+        ({"kpack": 3}, MI300X, "hints"),
+        ({"buffer_loads": True}, RDNA[0], ""),
+        ({"buffer_loads": True}, named("nvidia-h200"), "hints"),
     ],
 )
 def test_hints_that_mean_nothing_or_leave_no_registers_are_refused(hints, device, told):
@@ -119,7 +133,62 @@ def test_what_the_tuner_is_offered(device, kind):
         assert kind == "decode" or 32 in {each.BLOCK_M for each in offered}
     else:
         assert {(0, 0), (0, 16), (2, 16)} <= hints
-    assert {each.waves_per_eu for each in space(wanted, device, "exhaustive")} >= {0, 2}
+    every = space(wanted, device, "exhaustive")
+    assert {each.waves_per_eu for each in every} >= {0, 2}
+    assert {each.buffer_loads for each in every} == {False, True}
+    assert {each.kpack for each in every} == ({1, 2} if device is MI300X else {1})
+
+
+@pytest.mark.parametrize("each", [x for x in EVERY if not spills(x)], ids=str)
+def test_what_others_publish_is_in_the_space(each):
+    """AITER's own tile of 64 columns was refused. One wave has all registers, as with no hint."""
+    structure = problem(each.kind, each.D).structure
+    wanted = replace(problem(each.kind, each.D), structure=replace(
+        structure, dropout="dropout" in each.source))  # fmt: skip
+    alike = {"buffer_loads": False} | ({"order": "last"} if each.kind == "prefill" else {})
+    found = {replace(c, **alike) for c in space(wanted, named(CARDS[each.arch]))}
+    hints = {"waves_per_eu": 0} if each.config.waves_per_eu == 1 else {}
+    assert replace(each.config, **hints) in found
+
+
+def test_a_tensor_of_2_gib_has_offsets_of_64_bits():
+    """Buffer instructions add 32 bits to an address: beyond that they read other memory."""
+    wanted = problem(D=64)
+    config = default(wanted, MI300X)
+    assert config.buffer_loads
+    near = render(wanted.structure, config, MI300X, "near")
+    layout = replace(wanted.structure.layout, near=False)
+    far = render(replace(wanted.structure, layout=layout), config, MI300X, "far")
+    named_near = {each.name for each in near.arguments if each.near}
+    assert named_near == {"Q", "K", "V", "OUT", "LSE"}
+    assert not any(each.near for each in far.arguments) and far.hash != near.hash
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "near"),
+    [
+        ((1, 1, 2**23, 128), None, False),
+        ((1, 1, 2**23 - 1, 128), None, True),
+        ((1, 2, 16, 128), (0, 2**30, 128, 1), False),
+        ((64, 1, 16, 128), (0, 2048, 128, 1), True),
+        ((1, 1, 0, 128), None, True),
+    ],
+)
+def test_how_far_a_tensor_reaches(shape, strides, near):
+    strides = strides or (0, 0, shape[3], 1)
+    facts = TensorFacts(torch.Tensor, torch.Size(shape), strides, torch.bfloat16, -1, 0, False)
+    assert facts.near is near
+
+
+def test_sizes_alone_make_a_problem_far():
+    """The outputs and gradients of a call are dense, whatever its inputs are."""
+    asked = Shape(2, 32, 8, 2**18, 2**18, 128, 128)
+    far = make_problem("prefill", "bfloat16", asked, None, None, None)
+    assert not far.structure.layout.near
+    near = make_problem(
+        "prefill", "bfloat16", replace(asked, q_len=4096, kv_len=4096), None, None, None
+    )
+    assert near.structure.layout.near and not near.at(64, 2**16, 2**16).structure.layout.near
 
 
 def test_others_are_offered_no_hints():
