@@ -159,9 +159,9 @@ class ConfigCase(StructureCase[PrefillConfig | DecodeConfig]):
             # Nothing is ahead: each in its turn.
             return max(q_tile, self.kv_tiles, self.p_tile)
         if self.is_hip:
-            # P of 32 rows lies in what K leaves.
-            beside = self.p_tile if self.config.BLOCK_M > 32 else 0
-            return max(q_tile, self.kv_tiles + beside)
+            # Of wide heads P of few rows lies in what K leaves.
+            few = self.v_padded > 128 and self.config.BLOCK_M <= 32
+            return max(q_tile, self.kv_tiles + (0 if few else self.p_tile))
         return q_tile + self.kv_tiles + self.p_tile + SHARED_SLACK
 
     @cached_property
