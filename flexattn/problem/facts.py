@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.problem.problem import NEAR, Fp32Products, Layout
+from flexattn.problem.problem import NEAR_BYTES, Fp32Products, Layout
 
 
 class TensorFacts(NamedTuple):
@@ -44,7 +44,7 @@ class TensorFacts(NamedTuple):
         """True if no element lies 2 GiB or more behind the first one."""
         pairs = zip(self.shape, self.strides, strict=True)
         last = sum(max(0, size - 1) * stride for size, stride in pairs)
-        return (last + 1) * self.dtype.itemsize <= NEAR
+        return (last + 1) * self.dtype.itemsize <= NEAR_BYTES
 
 
 def facts_of(tensor: Tensor | None) -> Any:

@@ -43,7 +43,7 @@ INDEX_RANGES = {
 # then the width of all longer ones. Each is within a power of two, by which records are filed.
 KV_BUCKETS, LONG_KV_BUCKET = ((16, 1), (512, 16), (2048, 64)), 128
 # The most bytes of a tensor whose offsets 32 bits with a sign hold.
-NEAR = 2**31 - 1
+NEAR_BYTES = 2**31 - 1
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 
@@ -398,7 +398,7 @@ def _near(problem: Problem) -> Problem:
     p, structure = problem, problem.structure
     width = max(*structure.head_dims, 2) * max(2, structure.itemsize)
     rows = p.B * max(p.Hq * p.q_len, p.Hkv * p.kv_len)
-    if rows * width <= NEAR or not structure.layout.near:
+    if rows * width <= NEAR_BYTES or not structure.layout.near:
         return problem
     return replace(p, structure=replace(structure, layout=replace(structure.layout, near=False)))
 

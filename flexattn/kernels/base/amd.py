@@ -53,7 +53,7 @@ def options_of(config: Any) -> tuple[tuple[str, int], ...]:
     return tuple((name, value) for name, value in found if value != getattr(AmdHints, name))
 
 
-def told(config: Any) -> list[str]:
+def hint_words(config: Any) -> list[str]:
     """The hints of a config as words of a table's cell."""
     found = [f"{name}={value}" for name, value in options_of(config)]
     return found + ["buffer"] * (isinstance(config, AmdHints) and config.buffer_loads)
@@ -79,7 +79,7 @@ def _known(c: Any) -> bool:
     a word, or multiply tiles without matrix instructions.
     """
     hints = c.config
-    if not told(hints):
+    if not hint_words(hints):
         return True
     rows = (0, 16) if c.device.warp_size == 32 else (0, 16, 32)
     return (

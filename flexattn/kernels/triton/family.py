@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from flexattn.device import Device
-from flexattn.kernels.base.amd import told
+from flexattn.kernels.base.amd import hint_words
 from flexattn.kernels.base.config import Geometry, Language, at_rest, words
 from flexattn.kernels.base.estimate import ESTIMATE_MARGIN, Estimate, best_first
 from flexattn.kernels.base.family import Effort, KernelFamily
@@ -75,7 +75,7 @@ class _Family(KernelFamily[TritonConfigT]):
 
     def _short(self, config: TritonConfigT, own: list[str]) -> str:
         parts = [f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"]
-        return " ".join(parts + own + told(config) + words(config))
+        return " ".join(parts + own + hint_words(config) + words(config))
 
 
 class _Prefill(_Family[PrefillConfig]):

@@ -13,8 +13,8 @@ from flexattn.kernels.base.amd import (
     KNOWN_HINTS,
     as_kind,
     each_hinted,
+    hint_words,
     limited,
-    told,
 )
 from flexattn.kernels.base.config import Geometry, Language, pieces, turned, words
 from flexattn.kernels.base.family import Around, Effort, KernelFamily
@@ -310,7 +310,7 @@ class _Backward(KernelFamily[BackwardConfig]):
         tiles = f"{c.BLOCK_M1}x{c.BLOCK_N1} {c.BLOCK_M2}x{c.BLOCK_N2}"
         tma = ["tma"] * c.use_tma
         tiles += f" w{c.num_warps} s{c.num_stages}"
-        return " ".join([tiles, *tma, *told(config), *words(config)])
+        return " ".join([tiles, *tma, *hint_words(config), *words(config)])
 
 
 BACKWARD = _Backward()
