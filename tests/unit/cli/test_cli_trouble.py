@@ -50,10 +50,10 @@ def test_an_export_without_records_does_not_say_that_there_are_some(flexattn, tm
     assert "0 records" in shown and "nvidia-a100" in shown and "FLEXATTN_CACHE" not in shown
 
 
-@pytest.mark.parametrize("verb", ["build", "why", "export", "doctor"])
+@pytest.mark.parametrize("verb", ["build", "why", "doctor"])
 def test_devices_in_help_are_those_that_the_verb_takes(flexattn, verb):
     assert "trn1" not in flexattn(verb, "-h").stdout
-    given = {"build": ["causal"], "why": ["causal"], "export": ["out"]}.get(verb, [])
+    given = {"build": ["causal"], "why": ["causal"]}.get(verb, [])
     assert "trn1 is a Neuron device" in flexattn(verb, *given, "--device", "trn1", status=2).stderr
 
 
