@@ -74,7 +74,6 @@ EVERY = tuple(_every())
 # keys, warps and waves_per_eu.
 SPILLING = {
     ("gfx942", "prefill", 128, (128, 64, 4, 2)): 33,
-    ("gfx950", "prefill", 128, (128, 64, 4, 2)): 4,
     ("gfx942", "prefill", 128, (256, 64, 8, 1)): 26,
     ("gfx942", "prefill", 128, (128, 128, 8, 0)): 63,
     ("gfx950", "prefill", 128, (128, 128, 8, 0)): 4,
@@ -83,9 +82,7 @@ SPILLING = {
     ("gfx950", "prefill", 256, (64, 128, 8, 0)): 6,
     ("gfx942", "prefill", 256, (128, 32, 8, 0)): 50,
     ("gfx950", "prefill", 256, (128, 32, 8, 0)): 10,
-    ("gfx942", "prefill", 256, (128, 64, 4, 0)): 2,
     ("gfx942", "prefill", 256, (128, 64, 8, 0)): 60,
-    ("gfx950", "prefill", 256, (128, 64, 8, 0)): 2,
     ("gfx942", "prefill", 256, (128, 128, 4, 0)): 119,
     ("gfx950", "prefill", 256, (128, 128, 4, 0)): 135,
     ("gfx942", "prefill", 256, (128, 128, 8, 0)): 113,
@@ -95,11 +92,26 @@ SPILLING = {
     ("gfx950", "backward", 256, (64, 64, 4, 0)): 76,
 }
 
+# These spill nothing in a loop with buffer instructions, and without them a few words or nearly:
+# they have 252 of 256 registers and more. The space, which counts both alike, leaves them out.
+LEFT_OUT = {
+    ("gfx950", "prefill", 128, (128, 64, 4, 2)),
+    ("gfx942", "prefill", 256, (128, 64, 4, 0)),
+    ("gfx950", "prefill", 256, (128, 64, 8, 0)),
+}
+
 
 def spills(each):
     """Spills inside of loops of a published config; 0 for all that are not in SPILLING."""
+    return SPILLING.get(_tile(each), 0)
+
+
+def left_out(each):
+    """True of a published config that spills nothing and is not in the space."""
+    return _tile(each) in LEFT_OUT
+
+
+def _tile(each):
     c = each.config
     rows, keys = (c.BLOCK_M, c.BLOCK_N) if each.kind == "prefill" else (c.BLOCK_M1, c.BLOCK_N1)
-    return SPILLING.get(
-        (each.arch, each.kind, each.D, (rows, keys, c.num_warps, c.waves_per_eu)), 0
-    )
+    return each.arch, each.kind, each.D, (rows, keys, c.num_warps, c.waves_per_eu)

@@ -159,8 +159,11 @@ class ConfigCase(StructureCase[PrefillConfig | DecodeConfig]):
             # Nothing is ahead: each in its turn.
             return max(q_tile, self.kv_tiles, self.p_tile)
         if self.is_hip:
-            # Of wide heads P of few rows lies in what K leaves.
-            few = self.v_padded > 128 and self.config.BLOCK_M <= 32
+            # Of wide heads P of few rows lies in what K leaves, but where each warp has keys of
+            # its own of 16 rows: these are exchanged beside it.
+            rows, keys = self.config.BLOCK_M, self.config.BLOCK_N
+            apart = rows == 16 and keys >= 16 * self.config.num_warps
+            few = self.v_padded > 128 and rows <= 32 and not apart
             return max(q_tile, self.kv_tiles + (0 if few else self.p_tile))
         return q_tile + self.kv_tiles + self.p_tile + SHARED_SLACK
 
