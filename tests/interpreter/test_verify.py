@@ -210,7 +210,7 @@ def test_ranks_decide_alike(monkeypatch):
     q, k, v = made(40, 50, B=2)
     want = attention(q, k, v, score_mod=CAP, block_mask=mask).out
     seen = []
-    monkeypatch.setattr("flexattn.frontend.plan._apart", lambda q: True)
+    monkeypatch.setattr("flexattn.frontend.plan.judged_apart", lambda q: True)
     monkeypatch.setattr("flexattn.frontend.plan.judge_rows", seen.append)
     with planted(monkeypatch, "* 20.0", "* 16.0") as found:
         got = flex_attention(q, k, v, score_mod=CAP, block_mask=mask, enable_gqa=True)
