@@ -93,11 +93,13 @@ SPILLING = {
 }
 
 # These spill nothing in a loop with buffer instructions, and without them a few words or nearly:
-# they have 252 of 256 registers and more. The space, which counts both alike, leaves them out.
+# they have 252 of 256 registers and more. The last one spills 49 words under Triton 3.6. The
+# space, which counts all alike, leaves them out.
 LEFT_OUT = {
     ("gfx950", "prefill", 128, (128, 64, 4, 2)),
     ("gfx942", "prefill", 256, (128, 64, 4, 0)),
     ("gfx950", "prefill", 256, (128, 64, 8, 0)),
+    ("gfx942", "prefill", 256, (64, 128, 4, 0)),
 }
 
 

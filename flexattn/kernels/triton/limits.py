@@ -36,7 +36,7 @@ SPLIT_BYTES, RAMP_BYTES = 6, 32
 # Registers of addresses, loop state, row statistics and what the mods hold, beside the tiles, by
 # the instruction that multiplies.
 WGMMA_SLACK, MMA_SLACK, KEYS_SLACK, MFMA_SLACK, FMA_SLACK = 26, 40, 100, 88, 24
-WMMA_SLACK, SPLIT_SLACK, WIDE_SLACK = 24, 24, 43
+WMMA_SLACK, SPLIT_SLACK, WIDE_SLACK = 24, 24, 63
 # The most that rows take of RDNA's: of wide heads they are read again from shared memory.
 WMMA_ROWS = 128
 # What a mod reads for each key of a tile, before it is used.
@@ -159,10 +159,13 @@ class ConfigCase(StructureCase[PrefillConfig | DecodeConfig]):
             # Nothing is ahead: each in its turn.
             return max(q_tile, self.kv_tiles, self.p_tile)
         if self.is_hip:
-            # Of wide heads P of few rows lies in what K leaves, but where each warp has keys of
-            # its own of 16 rows: these are exchanged beside it.
+            # Of wide heads P of few rows lies in what K leaves, but where the warps that share
+            # rows have keys of their own each: these are exchanged beside it.
             rows, keys = self.config.BLOCK_M, self.config.BLOCK_N
-            apart = rows == 16 and keys >= 16 * self.config.num_warps
+            asked = self.config.matrix_instr_nonkdim if isinstance(self.config, AmdHints) else 0
+            matrix_rows = asked or min(rows, 32)
+            sharing = self.config.num_warps * matrix_rows // rows
+            apart = sharing > 1 and keys >= matrix_rows * sharing
             few = self.v_padded > 128 and rows <= 32 and not apart
             return max(q_tile, self.kv_tiles + (0 if few else self.p_tile))
         return q_tile + self.kv_tiles + self.p_tile + SHARED_SLACK
