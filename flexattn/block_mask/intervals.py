@@ -73,7 +73,7 @@ def interval_mask(
 
 
 def _count(values: Tensor, bounds: Tensor, equal: bool) -> Tensor:
-    """How many of values, which do not decrease, are below each bound, or equal to it."""
+    """The number of values, which do not decrease, below each bound; with equal, also at it."""
     return torch.searchsorted(values.contiguous(), bounds, right=equal, out_int32=True)
 
 

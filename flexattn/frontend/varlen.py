@@ -97,8 +97,8 @@ def varlen_attn(
     CUDA graph and a compiled one read them where they lie. What is found from cu_seqlens is kept
     with cu_seqlens_q for later layers, while torch counts no write to either.
 
-    Raises as `flex_attention`, and InputError for cu_seqlens that do not fit; what stands in them
-    is checked on the CPU, or with FLEXATTN_CHECK=1.
+    Raises as `flex_attention`, and InputError for cu_seqlens that do not fit. Their numbers are
+    checked on the CPU, and on a GPU with FLEXATTN_CHECK=1.
     """
     scale = theirs.pop("softmax_scale", scale)
     window = theirs.pop("window_size", window)
@@ -215,7 +215,7 @@ def _rows(out: Any) -> Tensor:
 
 
 class Positions(NamedTuple):
-    """Where rows stand in their sequences, for mods of positions in a sequence.
+    """The positions of rows in their sequences, for mods.
 
     sequence int32 [rows]: the number of each row's sequence, of a row behind the last one that of
     the last. q_start, k_start int32 [rows]: its first query and its first key.

@@ -117,7 +117,8 @@ HOPPER = (
         "    consumer_release({{ shared.k_empty(config.k_parts - 1) }})",
         "    consumer_release({{ shared.k_empty(config.k_parts - 1) }})\n"
         "    qk = warpgroup_mma_wait(1, deps=[qk])",
-        IN_WIDE + "::test_numbers[default-full-dims0]",
+        # Whether a case shows it hangs on when threads run: several do in each run.
+        IN_WIDE + "::test_numbers",
     ),
     Fault(
         "Hopper backward: delta is added",

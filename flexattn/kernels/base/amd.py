@@ -1,4 +1,4 @@
-"""What a config tells AMD's compiler beside its tile: hints, their rule, and those of a search."""
+"""Hints of a config for AMD's compiler, the rule about them, and those that a search tries."""
 
 from __future__ import annotations
 
