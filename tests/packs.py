@@ -3,7 +3,8 @@
 import torch
 
 from flexattn import create_block_mask
-from flexattn.reference import attention
+from flexattn.reference import Precision, attention
+from flexattn.verify.gate import judge
 
 # Empty ones, one token, whole blocks, and more keys than queries and the other way round.
 LENGTHS = [3, 0, 128, 1, 59, 70]
@@ -38,8 +39,13 @@ def window_mask(n, m, left, right):
     return mask_mod
 
 
-def alone(q, k, v, cu_q, cu_k, *, left=-1, right=-1, score_mod=None, mask_mod=None, **more):
-    """out [total_q, Hq, Ev] and lse [Hq, total_q] of each sequence by itself, in float64."""
+def alone(q, k, v, cu_q, cu_k, *, left=-1, right=-1, score_mod=None, mask_mod=None,
+    precision=Precision.ORACLE, **more,
+):  # fmt: skip
+    """out [total_q, Hq, Ev] and lse [Hq, total_q] of each sequence by itself.
+
+    precision: of the oracle, in float64, or of the reference run.
+    """
     outs, norms = [], []
     pairs = [[*zip(cu.tolist(), cu.tolist()[1:], strict=False)] for cu in (cu_q, cu_k)]
     for i, ((a, b), (c, d)) in enumerate(zip(*pairs, strict=True)):
@@ -53,11 +59,29 @@ def alone(q, k, v, cu_q, cu_k, *, left=-1, right=-1, score_mod=None, mask_mod=No
         def scored(score, _, h, q_idx, kv_idx, i=i):
             return score_mod(score, torch.full_like(q_idx, i), h, q_idx, kv_idx)
 
-        parts = [x.double().transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])]
-        mask = create_block_mask(kept, None, q.shape[1], b - a, d - c, "cpu", 16)
+        parts = [x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])]
+        mask = create_block_mask(kept, None, q.shape[1], b - a, d - c, q.device, 16)
         found = attention(
-            *parts, score_mod=None if score_mod is None else scored, block_mask=mask, **more
-        )
+            *parts, score_mod=None if score_mod is None else scored, block_mask=mask,
+            precision=precision, **more,
+        )  # fmt: skip
         outs.append(found.out[0].transpose(0, 1))
         norms.append(found.lse[0])
     return torch.cat(outs), torch.cat(norms, 1)
+
+
+def assert_right(got, *given, **asked):
+    """Hold (out, lse or None) of varlen_attn to the oracle, as the accuracy rule says.
+
+    Rows behind the last sequence are not judged. asked: as of `alone`.
+    """
+    oracle, rounded = (
+        alone(*given, precision=each, **asked) for each in (Precision.ORACLE, Precision.ROUNDED)
+    )
+    rows = len(oracle[0])
+    triples = [
+        (out[:rows].transpose(0, 1)[None], None if lse is None else lse[None, :, :rows], None)
+        for out, lse in (got, oracle, rounded)
+    ]
+    verdict = judge(*triples, given[0].dtype)
+    assert verdict.passed, verdict.message()
