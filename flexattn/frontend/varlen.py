@@ -35,8 +35,9 @@ from flexattn.verify.first_use import Attended
 # mask_mod, and each may have a score_mod.
 _packs = WeakTensorKeyDictionary()
 _MASKS, _SCORES = 16, 256
-# Arguments of FlashAttention's function and of torch's: what changes nothing, and what else to do.
-_THEIRS: dict[str, tuple[tuple[Any, ...], str]] = {
+# Arguments of FlashAttention's function and of torch's: values that change nothing, and what to
+# pass instead of others.
+_OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "softcap": ((0, None), "score_mod=flexattn.catalogue.softcap(cap)"),
     "alibi_slopes": ((None,), "a score_mod that adds slopes[h] * (kv_idx - q_idx)"),
     "return_attn_probs": ((False,), "return_lse=True, which returns (out, lse)"),
@@ -70,7 +71,7 @@ def varlen_attn(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     kernel_options: Mapping[str, Any] | None = None,
-    **theirs: Any,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention of sequences that lie one behind another, each within itself.
 
@@ -100,12 +101,12 @@ def varlen_attn(
     Raises as `flex_attention`, and InputError for cu_seqlens that do not fit. Their numbers are
     checked on the CPU, and on a GPU with FLEXATTN_CHECK=1.
     """
-    scale = theirs.pop("softmax_scale", scale)
-    window = theirs.pop("window_size", window)
-    theirs.pop("max_seqlen_q", None)
-    theirs.pop("max_seqlen_k", None)
-    if theirs:
-        _refuse(theirs)
+    scale = others.pop("softmax_scale", scale)
+    window = others.pop("window_size", window)
+    others.pop("max_seqlen_q", None)
+    others.pop("max_seqlen_k", None)
+    if others:
+        _refuse(others)
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
     left, right = _sides(window, causal)
     if deterministic:
@@ -187,12 +188,12 @@ def _attended(
     not know at which key the last query stands.
     """
     aux, sinks = rest["return_aux"], rest["sinks"]
-    theirs = any(rest[x] is not None for x in ("q_descale", "k_descale", "v_descale"))
-    theirs = theirs or bool(rest["kernel_options"]) or rest["dropout_p"] != 0.0
-    theirs = theirs or (aux is not None and aux.max_scores)
+    unserved = any(rest[x] is not None for x in ("q_descale", "k_descale", "v_descale"))
+    unserved = unserved or bool(rest["kernel_options"]) or rest["dropout_p"] != 0.0
+    unserved = unserved or (aux is not None and aux.max_scores)
     one_key_head = rest["enable_gqa"] or q.shape[1] == k.shape[1]
     sided = max(packing.left, packing.right) >= 0
-    if theirs or not one_key_head or (sided and not packing.alike):
+    if unserved or not one_key_head or (sided and not packing.alike):
         return None
     masks = [*_sided(packing.left, packing.right)]
     if packing.mask_mod is not None:
@@ -351,7 +352,9 @@ def _ends(cu: Tensor, length: int) -> Tensor:
 
 def _alike(of: Tensor, left: int, right: int) -> list[MaskMod]:
     """The terms of a mask where queries and keys have the same lengths: positions cancel."""
-    return [document(of), *_sided(left, right)]
+    # Dynamo warns about functions that keep their results.
+    made = _sided.__wrapped__ if torch.compiler.is_dynamo_compiling() else _sided
+    return [document(of), *made(left, right)]
 
 
 @cache
@@ -387,16 +390,16 @@ def _sides(window: Any, causal: bool) -> tuple[int, int]:
     return max(sides[0], -1), 0 if causal else max(sides[1], -1)
 
 
-def _refuse(theirs: Mapping[str, Any]) -> None:
-    """Raise for arguments of other functions, but those of which the value changes nothing."""
-    for name, value in theirs.items():
-        if name not in _THEIRS:
+def _refuse(others: Mapping[str, Any]) -> None:
+    """Raise for arguments of other libraries, except values that change nothing."""
+    for name, value in others.items():
+        if name not in _OTHERS:
             raise InputTypeError(
                 f"varlen_attn has no argument {name}",
                 "it takes those of flex_attention, torch's varlen_attn and FlashAttention's "
                 "flash_attn_varlen_func",
             )
-        neutral, better = _THEIRS[name]
+        neutral, better = _OTHERS[name]
         if isinstance(value, Tensor) or value not in neutral:
             shown = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
             raise UnsupportedError(

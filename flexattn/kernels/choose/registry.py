@@ -19,7 +19,7 @@ class FamilyRow(NamedTuple):
     family: the name of its object in the folder's module `family`. configs: its config classes,
     in the folder's module `config`. plugin: the folder is one of flexattn/ itself
     and has the name of a backend whose devices it serves; nothing but this row names it.
-    measured: False if nobody has timed its kernels. Then only kernel_options choose it.
+    measured: False if its kernels were never timed. Then only kernel_options choose it.
     """
 
     folder: str
