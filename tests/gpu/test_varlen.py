@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flexattn import varlen_attn
+from flexattn.settings import override
 from tests.packs import KEYS, LENGTHS, assert_right, offsets, pack
 
 OTHER = [100, 0, 61, 0, 50, 50]
@@ -37,8 +38,9 @@ def test_a_new_pack_waits_for_nothing():
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        cu.copy_(new)
-        found = step()
+        with override(check=False):  # a check of numbers waits for them
+            cu.copy_(new)
+            found = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(x.isfinite().all() for x in found)
