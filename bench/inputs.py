@@ -16,6 +16,8 @@ from torch import Tensor
 from bench.rows import BLOCK, NATTEN, Row
 
 E4M3, LARGEST = torch.float8_e4m3fn, 448.0
+# What a row's largest weight becomes before weights are rounded to e4m3.
+RAISED = 256.0
 # Rows of one head that are checked at once, and of a forward at most.
 PIECE, CHECKED = 512, 512
 
@@ -160,12 +162,13 @@ def mask_of(row: Row, device: str) -> Any:
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, at: tuple[int, int], places: Tensor, score: Any, mask: Any,
-    sink: Tensor | None = None, coarse: torch.dtype | None = None,
+    sink: Tensor | None = None, coarse: torch.dtype | None = None, e4m3_weights: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention of some rows of a head, by the definition: q [n, D], k [S, D], v [S, Dv], float64.
 
     at: batch and head. places: positions of the rows. coarse: scores and weights are rounded to
-    it, as a careful kernel rounds them; of float32 sums are, too.
+    it, as a careful kernel rounds them; of float32 sums are, too. e4m3_weights: weights are
+    rounded to e4m3 instead, the largest of each row as RAISED.
     """
     b, h = (torch.tensor(each, device=q.device) for each in at)
     rows, keys = places[:, None], torch.arange(len(k), device=q.device)
@@ -183,13 +186,16 @@ def attention(
     if sink is not None:
         scores = torch.cat([scores, sink.to(q.dtype).expand(len(q), 1)], 1)
     weights = scores.softmax(-1).nan_to_num(0.0)[:, : len(k)]  # a row without keys gives zeros
+    if e4m3_weights:
+        raised = RAISED / weights.amax(-1, keepdim=True).clamp_min(1e-30)
+        return (weights * raised).float().to(E4M3).to(q.dtype) / raised @ v
     return rounded(weights) @ v
 
 
-def off(name: str, got: Tensor, exact: Tensor, rounded: Tensor) -> str:
+def off(name: str, got: Tensor, exact: Tensor, rounded: Tensor, rms_share: float = 2.0) -> str:
     """The errors of `got` beyond twice those of the rounded reference, plus one ulp, in words.
 
-    That of the largest number and of the root mean square, each.
+    That of the largest number and of the root mean square, each. rms_share: in place of twice.
     """
     if got.shape != exact.shape or not bool(got.isfinite().all()):
         return f"{name}: {tuple(got.shape)} of {tuple(exact.shape)}, or not finite; "
@@ -200,17 +206,20 @@ def off(name: str, got: Tensor, exact: Tensor, rounded: Tensor) -> str:
             return float(x.abs().max() if kind == "max" else x.square().mean().sqrt())
 
         error, theirs = size(got.double() - exact), size(rounded.to(dtype).double() - exact)
-        budget = 2 * theirs + ulp * size(exact)
+        budget = (rms_share if kind == "rms" else 2) * theirs + ulp * size(exact)
         if not error <= budget:
             found += f"{name}: {kind} error {error:.3e}, budget {budget:.3e}; "
     return found
 
 
-def check(out: Tensor, x: Inputs) -> str:
+def check(out: Tensor, x: Inputs, e4m3_share: float | None = None) -> str:
     """The faults of an output, in words; "" where it has none.
 
     The rows at both ends and some between are looked at, of the first and the last head.
+    e4m3_share: of a call that asked for weights in e4m3, the `rms_share` of such a reference.
     """
+    eight = e4m3_share is not None
+    share = 2.0 if e4m3_share is None else e4m3_share
     s, draw = x.row.shape, torch.Generator().manual_seed(0)
     rows = torch.arange(s.q_len)
     if s.q_len > CHECKED:
@@ -221,8 +230,9 @@ def check(out: Tensor, x: Inputs) -> str:
     for b, h in sorted({(0, 0), (s.batch - 1, s.hq - 1)}):
         q, k, v = x.wide(b, h)
         given = (q[rows], k, v, (b, h), rows, score, x.mask_mod)
-        exact, rounded = (attention(*given, coarse=each) for each in (None, x.dtype))
-        found += off(f"out[{b}, {h}]", out[b, h, rows], exact, rounded)
+        exact = attention(*given)
+        rounded = attention(*given, coarse=x.dtype, e4m3_weights=eight)
+        found += off(f"out[{b}, {h}]", out[b, h, rows], exact, rounded, share)
     return found
 
 

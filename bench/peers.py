@@ -53,19 +53,25 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Ready:
-    """A peer's forward, as a function of the leaves: q, k and v in the peer's own layout."""
+    """A peer's forward, as a function of the leaves: q, k and v in the peer's own layout.
+
+    e4m3_weights: it was asked to round weights to e4m3, for which the gate has a budget.
+    """
 
     forward: Callable[..., Tensor]
     leaves: tuple[Tensor, ...]
+    e4m3_weights: bool = False
+
+    def __call__(self) -> Tensor:
+        return self.forward(*self.leaves)
 
 
 Peer: TypeAlias = Callable[[Inputs], Ready | Refusal]
 
 
-def call_of(peer: Peer, x: Inputs) -> Callable[[], Tensor] | Refusal:
+def call_of(peer: Peer, x: Inputs) -> Ready | Refusal:
     """A peer's forward of a row."""
-    found = peer(x)
-    return partial(found.forward, *found.leaves) if isinstance(found, Ready) else found
+    return peer(x)
 
 
 def refusing(peer: Peer, why: Callable[[Inputs], str]) -> Peer:
@@ -83,7 +89,8 @@ def ours_with(options: Mapping[str, Any], **more: Any) -> Callable[[Inputs], Rea
 
     def build(x: Inputs) -> Ready:
         given = x.arguments() | {"kernel_options": dict(options) or None} | more
-        return Ready(partial(flexattn.flex_attention, **given), x.tensors)
+        eight = options.get("FP8_WEIGHTS") == "e4m3"
+        return Ready(partial(flexattn.flex_attention, **given), x.tensors, eight)
 
     return build
 
@@ -113,7 +120,7 @@ def ours_exactly(config: HopperPrefillConfig | PrefillConfig, fp8_weights: str =
             Exactly(exact=config), *x.tensors, made.lists, call.descales,
         )  # fmt: skip
         exact = made._replace(launch=launch)
-        return Ready(lambda *leaves: exact.run().out, ())
+        return Ready(lambda *leaves: exact.run().out, (), fp8_weights == "e4m3")
 
     return build
 

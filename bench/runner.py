@@ -20,11 +20,12 @@ from torch import Tensor
 
 from bench.environment import clocks, describe
 from bench.inputs import Inputs, check, make
-from bench.peers import OURS, Refusal, call_of
+from bench.peers import OURS, Ready, Refusal, call_of
 from bench.results import Gate, Report, RowResult
 from bench.table import BAR
 from bench.time_limit import SECONDS, time_limit
 from flexattn.measure.timing import Samples, time_interleaved
+from flexattn.verify.gate import E4M3_SHARE
 
 
 class Uncounted:
@@ -153,7 +154,8 @@ class Kind:
 
 def _judged(call: Callable[[], Tensor], x: Inputs) -> Gate:
     poison(x.q)
-    return Gate.of(check(call(), x))
+    eight = isinstance(call, Ready) and call.e4m3_weights
+    return Gate.of(check(call(), x, E4M3_SHARE if eight else None))
 
 
 FORWARD = Kind(lambda row, method: make(row, method.device, method.dtype), _judged)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bench import command, results, runner, table
-from bench.inputs import check, make
-from bench.peers import OURS, PEERS, TEMPLATES, Ready, Refusal, call_of, sdpa
+from bench.inputs import attention as attend, check, make
+from bench.peers import OURS, PEERS, TEMPLATES, Ready, Refusal, call_of, ours_with, sdpa
 from bench.rows import Row, Shape, decode_rows, mods_rows, prefill_rows, shape_rows
 from bench.runner import Method, run
 from flexattn.errors import InputError
@@ -157,6 +157,31 @@ def test_slices_stand_for_the_whole(row):
     with torch.no_grad():
         assert check(call_of(rightly, inputs)(), inputs) == ""
         assert "max error" in check(call_of(wrongly, inputs)(), inputs)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_weights_of_e4m3_have_a_budget_of_their_own(mask):
+    """One rounding of weights is some ten times what bfloat16's is; twice the error is red."""
+    row = Row("eight", "fp8", Shape(1, 2, 2, 301, 301, 64), mask, fp8=True)
+    x = make(row, "cpu")
+
+    def of(e4m3_weights, times=1.0):
+        given = torch.arange(301), None, x.mask_mod
+        out = torch.empty(1, 2, 301, 64, dtype=torch.bfloat16)
+        for h in range(2):
+            at = (*x.wide(0, h), (0, h), *given)
+            exact = attend(*at)
+            rounded = attend(*at, coarse=x.dtype, e4m3_weights=e4m3_weights)
+            out[0, h] = exact + times * (rounded - exact)
+        return out
+
+    def gate(out, **options):
+        return runner.FORWARD.judge(replace(ours_with(options)(x), forward=lambda *_: out), x)
+
+    eight = {"FP8_WEIGHTS": "e4m3"}
+    assert gate(of(True), **eight).passed and gate(of(False)).passed
+    assert "rms error" in gate(of(True)).message
+    assert "rms error" in gate(of(True, 2.0), **eight).message
 
 
 def test_documents_and_short_queries_have_slices():
