@@ -39,8 +39,9 @@ def interval_mask(
     device = first.device
     at = torch.arange(-(-rows // LIST_BLOCK), dtype=torch.int32, device=device)
     bottom = ((at + 1) * LIST_BLOCK).clamp(max=rows) - 1
-    low, low_bottom = first[::LIST_BLOCK], first[bottom]
-    high, high_bottom = end[::LIST_BLOCK], end[bottom]
+    # No views, in which Inductor of torch 2.11 searches from the beginning of their memory.
+    low, low_bottom = first[at * LIST_BLOCK], first[bottom]
+    high, high_bottom = end[at * LIST_BLOCK], end[bottom]
     # Rows of a block that reaches past the last one make no full block.
     full = (
         (low_bottom + LIST_BLOCK - 1) // LIST_BLOCK,
@@ -74,7 +75,7 @@ def interval_mask(
 
 def _count(values: Tensor, bounds: Tensor, equal: bool) -> Tensor:
     """The number of values, which do not decrease, below each bound; with equal, also at it."""
-    return torch.searchsorted(values.contiguous(), bounds, right=equal, out_int32=True)
+    return torch.searchsorted(values, bounds, right=equal, out_int32=True)
 
 
 def _lists(first: Tensor, end: Tensor, full: tuple[Tensor, Tensor] | None, width: int) -> Lists:

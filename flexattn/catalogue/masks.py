@@ -124,7 +124,9 @@ def document_ids(offsets: Tensor, rows: int | None = None) -> Tensor:
     """
     if rows is not None:
         row = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
-        return torch.searchsorted(offsets[1:], row, right=True, out_int32=True)
+        # Ends that are at most a row, counted in a tensor of their own: of a view, Inductor of
+        # torch 2.11 searches from the beginning of its memory.
+        return torch.searchsorted(offsets[1:] - 1, row, out_int32=True)
     count = torch.arange(len(offsets) - 1, dtype=torch.int32, device=offsets.device)
     return count.repeat_interleave(offsets.diff())
 

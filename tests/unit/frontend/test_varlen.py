@@ -1,6 +1,7 @@
 """varlen_attn(): packed sequences against the float64 oracle of each by itself."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -217,6 +218,27 @@ def test_a_compiled_graph_reads_new_lengths_and_is_compiled_once():
     assert counter.frame_count == 1
     with torch.no_grad():  # where no lists by key are made
         torch.testing.assert_close(compiled(cu, 261), attend(cu, 261))
+
+
+@pytest.mark.parametrize("rows", [100, 261])
+def test_a_compiled_graph_searches_no_view(rows):
+    """Inductor of torch 2.11 loses a view's offset: https://github.com/pytorch/pytorch/issues/182343."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    searched = []
+
+    def seen(graph, example):
+        found = [x for x in graph.graph.nodes if "searchsorted" in str(x.target)]
+        searched.extend(str(x.args[0].target) for x in found)
+        return make_boxed_func(graph.forward)
+
+    q, k, v, cu, _ = pack([rows - 30, 0, 30])
+    attend = partial(varlen_attn, q, k, v, causal=True)
+    compiled = torch.compile(attend, fullgraph=True, backend=aot_autograd(fw_compiler=seen))
+    torch.testing.assert_close(compiled(cu, cu), attend(cu, cu))
+    assert len(searched) == 5
+    assert not any(name in each for each in searched for name in ("slice", "view", "select"))
 
 
 def test_a_trace_by_make_fx_is_refused_by_name():
