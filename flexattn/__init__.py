@@ -26,11 +26,17 @@ from flexattn import settings  # first: it reads FLEXATTN_INTERPRET before trito
 if TYPE_CHECKING:
     from flexattn.block_mask.visual import visualize
     from flexattn.deploy.warm import warm
+    from flexattn.frontend.explain import Explanation, explain
+    from flexattn.frontend.install import install, uninstall
+    from flexattn.frontend.nested import Packed, pack
     from flexattn.frontend.varlen import varlen_attn
     from flexattn.public import *
 
 # The modules of names that no call of flex_attention needs.
 _APART = {
+    **dict.fromkeys(("Explanation", "explain"), "flexattn.frontend.explain"),
+    **dict.fromkeys(("install", "uninstall"), "flexattn.frontend.install"),
+    **dict.fromkeys(("Packed", "pack"), "flexattn.frontend.nested"),
     "varlen_attn": "flexattn.frontend.varlen",
     "visualize": "flexattn.block_mask.visual",
     "warm": "flexattn.deploy.warm",

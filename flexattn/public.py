@@ -1,4 +1,4 @@
-"""What users import from flexattn, each name from where it is made."""
+"""Names that users import from flexattn and that its first call loads, each from its module."""
 
 from torch.nn.attention.flex_attention import (
     AuxOutput as AuxOutput,
@@ -13,18 +13,6 @@ from torch.nn.attention.flex_attention import (
 
 from flexattn.block_mask.create import create_block_mask as create_block_mask
 from flexattn.frontend.attention import flex_attention as flex_attention
-from flexattn.frontend.explain import (
-    Explanation as Explanation,
-    explain as explain,
-)
-from flexattn.frontend.install import (
-    install as install,
-    uninstall as uninstall,
-)
-from flexattn.frontend.nested import (
-    Packed as Packed,
-    pack as pack,
-)
 from flexattn.mods import register_op as register_op
 from flexattn.mods.expr import (
     MaskMod as MaskMod,
