@@ -313,7 +313,7 @@ def _select(condition, a, b):
 
 def _announced(block, text):
     """The functions that say how narrow a thread's next product is."""
-    words = r"def (narrow_\w+)\(.*\n.*\n.*narrow_products 1: (\d+) of (\d+) steps, (\d+) of (\d+)"
+    words = r"def (narrow_\w+)\(.*\n.*\n.*narrow_products 2: (\d+) of (\d+) steps, (\d+) of (\d+)"
 
     def says(numbers):
         return lambda: block.narrowed.__setitem__(threading.get_ident(), numbers)

@@ -19,7 +19,7 @@ from flexattn.kernels.base.source import (
     mod_context,
     traits_of,
 )
-from flexattn.kernels.hopper import merge_consumers, ragged, unpadded_values
+from flexattn.kernels.hopper import merge_consumers, ragged
 from flexattn.kernels.hopper.config import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
@@ -34,6 +34,7 @@ from flexattn.kernels.printers.score_printer import PrintedScore, print_score as
 from flexattn.kernels.printers.spelling import TensorForm, gluon_dialect
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.kernels.ptx.assembler import effective, for_split_tiles
+from flexattn.kernels.ptx.narrow_products import NARROW_PRODUCTS, from_registers
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.problem import ITEMSIZE, Structure
 
@@ -116,7 +117,6 @@ def print_consumer_score(structure: Structure, traits: Traits, lazy_rescale: boo
 _TEMPLATE = "hopper/prefill.py.jinja"
 # By its module: see kernels/ptx/stages.py.
 PASS = "hopper.merge_consumers"
-UNPADDED = "hopper.unpadded_values"
 # One for each stage of K, of V and of Q, and for each consumer's turn on the tensor cores.
 _HARDWARE_BARRIERS = 16
 # Registers that one piece of assembly multiplies.
@@ -273,7 +273,7 @@ def render(
             sum(len(each.parts) for each in chunks if each.of_part > part)
             for part in range(config.k_parts)
         ],
-        "unpadded": narrowed and unpadded_values.announcement(tiles.v_columns, tiles.v_width),
+        "narrow_pv": narrowed and from_registers(tiles.v_columns, tiles.v_width),
         "has_full": sparsity is not None and sparsity.has_full,
         "q_released_early": persistent and separate_o_smem and not pipelined,
         "barrier_threads": 128 * config.consumers + 32,
@@ -321,7 +321,7 @@ def render(
     header = [title, f"config: {describe(config)}", *expressions(structure)]
     passes = (PASS,) if config.merges else ()
     if narrowed:
-        passes = (*passes, UNPADDED)
+        passes = (*passes, NARROW_PRODUCTS)
     ptxas = effective(config.ptxas)
     if config.v_box and not ptxas and (ptxas := for_split_tiles()):
         header.append(f"assembled by {ptxas}: ptxas 12.8 makes wrong code of it")

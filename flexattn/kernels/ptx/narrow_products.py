@@ -6,8 +6,9 @@ takes fewer steps, and one whose result has as many columns takes a smaller N. A
 of a result are in the order of its columns, four for each eight: those of the first N are the
 first of the list, and ptxas gives no registers to what is zero throughout.
 
-A kernel says in a comment of its inline assembly how large the next product is. Without the pass
-the product multiplies zeros, and its result is the same.
+A kernel says in a comment of its inline assembly how large the next product is, or how large all
+are whose first operand lies in registers. Without the pass a product multiplies what the tiles
+hold behind the columns, and its result is the same, or its kernel drops what is more.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from flexattn.errors import RenderError
 
 NARROW_PRODUCTS = "ptx.narrow_products"
 # Part of every announcement: a kernel that an older form of the pass made has another name.
-_NAME = "narrow_products 1"
-_ANNOUNCED = re.compile(rf"{_NAME}: (\d+) of (\d+) steps, (\d+) of (\d+) columns")
+_NAME = "narrow_products 2"
+_NEXT = re.compile(rf"{_NAME}: (\d+) of (\d+) steps, (\d+) of (\d+) columns")
+_FROM_REGISTERS = re.compile(rf"{_NAME}: from registers, (\d+) of (\d+) columns")
 _STEP = re.compile(
     r"(?P<name>wgmma\.mma_async\.sync\.aligned\.m64n)(?P<columns>\d+)(?P<types>k16\S+ )"
-    r"\{(?P<sums>[^}]*)\}(?P<rest>[^;]*;)"
+    r"\{(?P<sums>[^}]*)\}, (?P<operand>[^;]*;)"
 )
 _END = "wgmma.commit_group"
 
@@ -35,40 +37,67 @@ def announcement(steps: tuple[int, int], columns: tuple[int, int]) -> str:
     return f"{_NAME}: {steps[0]} of {steps[1]} steps, {columns[0]} of {columns[1]} columns"
 
 
+def from_registers(columns: int, padded: int) -> str:
+    """The line about all products whose first operand lies in registers; padded: as written."""
+    return f"{_NAME}: from registers, {columns} of {padded} columns"
+
+
 def block_warps(text: str) -> None:
     """A block keeps its warps."""
 
 
 def merged(ptx: str) -> str:
-    """The PTX with each product behind an announcement as narrow as that says.
+    """The PTX with each product as narrow as the kernel announces.
 
-    Raises RenderError where another product follows.
+    Raises RenderError where there is no such product.
     """
-    head, *rest = _ANNOUNCED.split(ptx)
+    head, *rest = _NEXT.split(ptx)
     found = [head]
     for i in range(0, len(rest), 5):
         steps, written, columns, padded = map(int, rest[i : i + 4])
         product, end, after = rest[i + 4].partition(_END)
         widths = [int(each["columns"]) for each in _STEP.finditer(product)]
         if widths != [padded] * written:
-            raise RenderError(
-                f"PTX with products of {widths} columns behind one of {written} steps and "
-                f"{padded} columns",
-                "products are found where Triton writes PTX as its releases 3.6 to 3.9 do",
-                'take another template: kernel_options={"BACKEND": "TRITON"}',
+            raise _unknown(
+                f"products of {widths} columns behind one of {written} steps and {padded} columns"
             )
-        found += [_narrowed(product, steps, columns), end, after]
-    return "".join(found)
+        found += [_first(steps, columns, product), end, after]
+    ptx = "".join(found)
+    every = _FROM_REGISTERS.search(ptx)
+    return ptx if every is None else _every(ptx, int(every[1]), int(every[2]))
 
 
-def _narrowed(product: str, steps: int, columns: int) -> str:
+def _first(steps: int, columns: int, product: str) -> str:
     """The text of a product with the first of its steps, each of so many columns."""
     left = iter(range(steps))
+    return _STEP.sub(lambda step: "" if next(left, None) is None else _cut(step, columns), product)
+
+
+def _every(ptx: str, columns: int, padded: int) -> str:
+    """The PTX with each product of `padded` columns narrowed whose first operand is registers."""
+    count = 0
 
     def narrowed(step: re.Match[str]) -> str:
-        if next(left, None) is None:
-            return ""
-        sums = ",".join(step["sums"].split(",")[: columns // 2])
-        return f"{step['name']}{columns}{step['types']}{{{sums}}}{step['rest']}"
+        nonlocal count
+        if int(step["columns"]) != padded or not step["operand"].startswith("{"):
+            return step[0]
+        count += 1
+        return _cut(step, columns)
 
-    return _STEP.sub(narrowed, product)
+    ptx = _STEP.sub(narrowed, ptx)
+    if not count:
+        raise _unknown(f"no product of {padded} columns whose first operand lies in registers")
+    return ptx
+
+
+def _cut(step: re.Match[str], columns: int) -> str:
+    sums = ",".join(step["sums"].split(",")[: columns // 2])
+    return f"{step['name']}{columns}{step['types']}{{{sums}}}, {step['operand']}"
+
+
+def _unknown(what: str) -> RenderError:
+    return RenderError(
+        f"PTX with {what}",
+        "products are found where Triton writes PTX as its releases 3.6 to 3.9 do",
+        'take another template: kernel_options={"BACKEND": "TRITON"}',
+    )

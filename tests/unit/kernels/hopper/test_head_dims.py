@@ -49,7 +49,7 @@ def test_every_multiple_of_8_has_a_config_to_start_from(D, Dv, mods):
     assert tiles.v_columns == -(-Dv // step) * step <= tiles.v_box * tiles.v_boxes
     assert config.v_box == 64 or tiles.v_columns == tiles.v_box * tiles.v_boxes
     text = render(wanted.structure, config, H200, "test").text
-    assert ("unpadded_values 1" in text) is (tiles.v_columns < tiles.v_width)
+    assert ("narrow_products 2" in text) is (tiles.v_columns < tiles.v_width)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from flexattn.errors import RenderError
-from flexattn.kernels.ptx.narrow_products import announcement, block_warps, merged
+from flexattn.kernels.ptx.narrow_products import announcement, block_warps, from_registers, merged
 
 COMMIT = "\twgmma.commit_group.sync.aligned;\n"
 
@@ -28,7 +28,7 @@ def says(*numbers):
 
 def bare(text):
     """Without announcements, which are said once, and lines that hold nothing."""
-    text = re.sub(r"narrow_products 1: .* columns", "", text)
+    text = re.sub(r"narrow_products 2: .* columns", "", text)
     return [line for line in text.splitlines() if line.strip()]
 
 
@@ -52,3 +52,22 @@ def test_products_that_are_not_found_are_no_kernel(text):
     """In silence dq would lack columns that nobody multiplies."""
     with pytest.raises(RenderError, match="4 steps and 128 columns"):
         merged(says((4, 4), (96, 128)) + text)
+
+
+IN_REGISTERS = "{%r900,%r901,%r902,%r903}, %rd7"
+OF_P = f"\tmov.b32 %r1, 0; // {from_registers(80, 128)}\n"
+
+
+def test_products_from_registers_are_narrowed():
+    """Scores are as wide where a tile has 128 keys: their Q lies in shared memory."""
+    scores, other = product(128, 64, 4), product(64, 32, 4, IN_REGISTERS)
+    found = merged(OF_P + scores + product(128, 64, 2, IN_REGISTERS) + other)
+    assert found == OF_P + scores + product(80, 40, 2, IN_REGISTERS) + other
+    assert block_warps(found) is None
+
+
+@pytest.mark.parametrize("text", ["", product(128, 64, 4), product(256, 128, 4, IN_REGISTERS)])
+def test_no_product_from_registers_is_no_kernel(text):
+    """Its tiles of V end where the products that Gluon writes do not."""
+    with pytest.raises(RenderError, match="no product of 128 columns"):
+        merged(OF_P + text)
