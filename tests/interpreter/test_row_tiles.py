@@ -141,15 +141,16 @@ PACKS = {
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("mask_mod", [None, causal])
 def test_order_of_packed_sequences(pack, mask_mod):
-    """By the keys that a tile's rows see: those of its sequence, or those before its last row."""
+    """The sequence of the most tiles of keys first, and of each its last rows."""
     q_lens, kv_lens = PACKS[pack]
     found, _, _ = listed(q_lens, kv_lens, phase="", packed=True, mask_mod=mask_mod)
+    seen = kv_lens if mask_mod is None else map(min, q_lens, kv_lens)
     wanted = [
-        (-(max(1, -(-k // KEYS)) if mask_mod is None else first + ROWS), b, first)
-        for b, (q, k) in enumerate(zip(q_lens, kv_lens, strict=True))
+        (-max(1, -(-keys // KEYS)), b, -first)
+        for b, (q, keys) in enumerate(zip(q_lens, seen, strict=True))
         for first in range(0, q, ROWS)
     ]
-    assert [each[:2] for each in found] == [each[1:] for each in sorted(wanted)]
+    assert [(b, -first) for b, first, *_ in found] == [each[1:] for each in sorted(wanted)]
 
 
 @pytest.mark.parametrize("mask_mod", [None, causal])

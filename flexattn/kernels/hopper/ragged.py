@@ -289,8 +289,6 @@ def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Dev
         **mod_context(statements, device),
         "constants": tuple(settings.items()),
         "edges": edges,
-        # A sequence's rows differ in their keys where one of the bounds moves with the query.
-        "level": form.ragged_kv and all(each.lowest for each in edges),
         "form": form,
         "launch_pdl": device.backend == "cuda",
         "request_arguments": ["b", *["light"] * phased, *given],
