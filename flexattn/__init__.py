@@ -8,6 +8,7 @@ the environment variables and the verbs of the command line; the names in `kerne
 
 - attention: flex_attention, AuxRequest, AuxOutput, FlexKernelOptions, ScoreMod, MaskMod
 - of packed sequences: varlen_attn; nested tensors: pack, Packed
+- keys that data choose: Selection
 - masks: create_block_mask, BlockMask, and_masks, or_masks, noop_mask, create_mask, visualize
 - what runs, and why: explain, Explanation
 - torch's own function served by this library: install, uninstall
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from flexattn.frontend.explain import Explanation, explain
     from flexattn.frontend.install import install, uninstall
     from flexattn.frontend.nested import Packed, pack
+    from flexattn.frontend.selection import Selection
     from flexattn.frontend.varlen import varlen_attn
     from flexattn.public import *
 
@@ -37,6 +39,7 @@ _APART = {
     **dict.fromkeys(("Explanation", "explain"), "flexattn.frontend.explain"),
     **dict.fromkeys(("install", "uninstall"), "flexattn.frontend.install"),
     **dict.fromkeys(("Packed", "pack"), "flexattn.frontend.nested"),
+    "Selection": "flexattn.frontend.selection",
     "varlen_attn": "flexattn.frontend.varlen",
     "visualize": "flexattn.block_mask.visual",
     "warm": "flexattn.deploy.warm",
@@ -52,6 +55,7 @@ __all__ = [
     "MaskMod",
     "Packed",
     "ScoreMod",
+    "Selection",
     "and_masks",
     "create_block_mask",
     "create_mask",

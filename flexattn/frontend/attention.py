@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import copy
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from flexattn.runtime.codecache import without_collections
 from flexattn.runtime.launch import Outputs, strides_like
 from flexattn.settings import current, say_once
 
+if TYPE_CHECKING:
+    from flexattn.frontend.selection import Selection
+
 Route = Literal["kernel", "interpreter", "reference", "torch", "empty", "plugin"]
 # Paths on which no plan is made.
 PLANLESS = ("reference", "torch", "empty", "plugin")
@@ -47,7 +50,7 @@ def flex_attention(
     key: Tensor,
     value: Tensor,
     score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None,
+    block_mask: BlockMask | Selection | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
@@ -67,7 +70,8 @@ def flex_attention(
     the CPU also float8_e4m3fn. Key and value may both be float8_e4m3fn beside any query (on sm_89
     and newer, AMD and the CPU), and float16 or bfloat16 beside a float32 one.
     score_mod(score, b, h, q_idx, kv_idx) -> score. block_mask: from `create_block_mask`, torch's
-    or ours. scale: 1/sqrt(E) where None. kernel_options: torch's FlexKernelOptions.
+    or ours, or a `Selection` of keys. scale: 1/sqrt(E) where None. kernel_options: torch's
+    FlexKernelOptions.
     sinks [Hq]: a logit for each query head that joins the softmax's sum and has no value, as a
     score after score_mod: not scaled. float16, bfloat16 or float32, or of query's dtype.
     q_descale [B, Hq], k_descale, v_descale [B or 1, Hkv]: float32 factors of each head of float8
@@ -88,6 +92,8 @@ def flex_attention(
     masks and score_mod as in FlexAttention (arXiv 2412.05496); sinks as in gpt-oss (2508.10925);
     dropout by Philox4x32-7 (Salmon et al., SC11).
     """
+    if block_mask is not None and hasattr(block_mask, "for_call"):  # a Selection
+        block_mask = block_mask.for_call(query, key)
     given = (
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
         return_aux, sinks, q_descale, k_descale, v_descale, dropout_p,

@@ -21,10 +21,18 @@ from flexattn.frontend.gradients import (
     plan_backward,
     run_backward,
 )
+from flexattn.frontend.launch_cache import with_lists_of
 from flexattn.frontend.plan import Plan, plan, verified_plan
 from flexattn.mods.derivative import derivatives
 from flexattn.problem.facts import facts_of, setting_of
-from flexattn.problem.mask_lists import UNKNOWN, known_class, query_lists, unwritten, versions
+from flexattn.problem.mask_lists import (
+    UNKNOWN,
+    known_class,
+    list_form,
+    query_lists,
+    unwritten,
+    versions,
+)
 from flexattn.records.store import generation
 from flexattn.runtime.launch import Outputs
 from flexattn.settings import current
@@ -110,9 +118,13 @@ class GradCall:
         )  # fmt: skip
         last, parts = self._backward, _parts(mask)
         if last is not None and last.holds(facts, others, parts, decided):
-            return last.plan
+            if mask is None or list_form(mask) is None:
+                return last.plan
+            launch, given = last.plan.launch, with_tensors(self.asked, mask, others)
+            rest = launch.rest_of(given.lists(), given.score, given.mask, given.dropout)
+            return BackwardPlan(launch, rest)
         found = plan_backward(with_tensors(self.asked, mask, others), *tensors)
-        lists = [each for each in parts[:4] if each is not None]
+        lists = [each for each in parts[:4] if isinstance(each, Tensor)]
         # What was made in inference mode does not tell when it is written to.
         known = mask is None or known_class(mask) not in (None, UNKNOWN)
         if known and not any(each.is_inference() for each in lists):
@@ -154,13 +166,18 @@ class _Backward(NamedTuple):
         decided: tuple[Any, ...],
     ) -> bool:
         same = facts == self.facts and decided == self.decided and len(parts) == len(self.parts)
-        same = same and all(map(is_, others, self.others)) and all(map(is_, parts, self.parts))
-        return same and unwritten(self.written)
+        same = same and all(map(is_, others, self.others))
+        if self.written:
+            return same and all(map(is_, parts, self.parts)) and unwritten(self.written)
+        return same and parts == self.parts
 
 
 def _parts(mask: BlockMask | None) -> tuple[Any, ...]:
     if mask is None:
         return ()
+    form = list_form(mask)
+    if form is not None:
+        return form
     return (*query_lists(mask), mask.BLOCK_SIZE, mask.seq_lengths)
 
 
@@ -179,7 +196,8 @@ class _Attention(torch.autograd.Function):
         *captured: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         asked = grads.asked
-        outputs = grads.launch.run(q, k, v, asked.scale, grads.rest, sinks)
+        rest = grads.rest if list_form(mask) is None else with_lists_of(mask, grads.rest)
+        outputs = grads.launch.run(q, k, v, asked.scale, rest, sinks)
         assert outputs.lse is not None
         # Tensors are saved as autograd saves them, and by nobody else.
         tensors: tuple[Tensor | None, ...] = (*captured, *grads.masked)

@@ -17,6 +17,7 @@ from flexattn.frontend.call import Call, admit
 from flexattn.frontend.compiled.spec import breaks
 from flexattn.frontend.gradients import check_gradients, choice_of, repeats_bits
 from flexattn.frontend.plan import plan
+from flexattn.frontend.selection import Selection
 from flexattn.kernels.base.config import Config, Geometry, Language, describe
 from flexattn.kernels.base.estimate import Estimate
 from flexattn.kernels.base.limits import Room, rooms
@@ -142,7 +143,7 @@ def explain(
     key: Tensor,
     value: Tensor,
     score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None,
+    block_mask: BlockMask | Selection | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
@@ -159,6 +160,8 @@ def explain(
 
     Raises what flex_attention would raise.
     """
+    if isinstance(block_mask, Selection):
+        block_mask = block_mask.for_call(query, key)
     given = Call(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
         return_aux, sinks, q_descale, k_descale, v_descale, dropout_p,

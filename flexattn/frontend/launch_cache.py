@@ -25,7 +25,15 @@ from flexattn.mods import Bound, Guards, watch
 from flexattn.problem import checks
 from flexattn.problem.facts import TensorFacts, facts_of
 from flexattn.problem.inputs import NO_DESCALES
-from flexattn.problem.mask_lists import UNKNOWN, known_class, known_runs, unwritten, versions
+from flexattn.problem.mask_lists import (
+    UNKNOWN,
+    known_class,
+    known_runs,
+    list_form,
+    query_lists,
+    unwritten,
+    versions,
+)
 from flexattn.records.store import generation
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import ForwardLaunch, Launch, Lists, Outputs, launches, prepare_launch
@@ -138,8 +146,9 @@ def call_key(given: Call) -> CallKey | None:
             if scale is None:
                 return None
         shared, length = given.facts()
-        masked: Any = id(mask)
-        if length and mask is not None:  # each length has a mask of its own, of the same lists
+        masked: Any = list_form(mask) or id(mask)
+        if length and mask is not None and type(masked) is int:
+            # Each length has a mask of its own, of the same lists.
             masked = type(mask), id(mask.mask_mod), id(mask.kv_indices)
         return (shared, id(given.score_mod), masked, scale), length
     # Tensors without strides, sizes of torch.jit: the long way says what is wrong.
@@ -193,6 +202,7 @@ def remember(
     listed = (given.block_mask is None) == (structure.sparsity is None) and not launch.runs
     descaled = call.descales is not NO_DESCALES
     decodes = bool(key[1]) and structure.kind == "decode" and listed
+    decodes = decodes and not isinstance(mask, FormGuard)
     entry = CachedCall(
         {key[1]: launch}, (key[1], launch), launch, decodes and grads is None and not descaled,
         rest, call.scale, settings, generation(), score, mask, descaled,
@@ -240,6 +250,19 @@ class MaskGuard(NamedTuple):
         return same and self.unchanged(self.seen) and self.guards.hold(parts[0])
 
 
+class FormGuard(NamedTuple):
+    """The mask_mod of masks of one form, and what tells that it still is what it was."""
+
+    mod: weakref.ref[Any]
+    guards: Guards
+
+    def holds(self, mask: Any) -> bool:
+        """True if a mask of the form has the mask_mod that was seen, which reads what it read."""
+        mod = mask.mask_mod
+        same: Any = self.mod()
+        return same is mod and self.guards.hold(mod)
+
+
 @dataclass(slots=True, eq=False)
 class CachedCall:
     """The launches of a call, and the guards that decide whether another call is the same.
@@ -260,7 +283,7 @@ class CachedCall:
     settings: Settings
     generation: int
     score: ScoreGuard | None
-    mask: MaskGuard | None
+    mask: MaskGuard | FormGuard | None
     descaled: bool
     checked: tuple[Bound | None, Bound | None] | None
     grads: GradCall | None
@@ -282,7 +305,7 @@ class CachedCall:
             return False
         if self.mask is None:
             return True
-        if not self.grows:
+        if not self.grows or isinstance(self.mask, FormGuard):
             return self.mask.holds(given.block_mask)
         return self.mask.grew(given.block_mask, (given.q.shape[2], given.k.shape[2]))
 
@@ -322,7 +345,10 @@ class CachedCall:
         if self.grads is not None:
             return self.grads.attend(given.block_mask, given.q, given.k, given.v, given.sinks)
         descales = given.descales if self.descaled else NO_DESCALES
-        return launch.run(given.q, given.k, given.v, self.scale, self.rest, given.sinks, descales)
+        rest = self.rest
+        if isinstance(self.mask, FormGuard):
+            rest = with_lists_of(given.block_mask, rest)
+        return launch.run(given.q, given.k, given.v, self.scale, rest, given.sinks, descales)
 
     def replaced_by(self, other: CachedCall, length: tuple[Any, ...]) -> bool:
         """True if another entry, of a call of this length, serves in its place."""
@@ -330,11 +356,21 @@ class CachedCall:
         return alike and (length in self.launches or (self.grows and other.grows))
 
 
+def with_lists_of(mask: Any, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A launch's arguments after the scale with the lists of another mask of one form."""
+    lists = query_lists(mask)
+    return lists + rest[len(lists) :]
+
+
 def _guard_of_mask(
     block_mask: BlockMask, call: Call, listed: Lists | None, key: CallKey
-) -> MaskGuard | None:
+) -> MaskGuard | FormGuard | None:
     """The guards of a plan's mask; None if it cannot be guarded."""
     parts, bound, look = parts_of(block_mask), call.mask, call.looks[1]
+    if list_form(block_mask) is not None:
+        assert bound is not None
+        guard = watch(parts[0], "mask", bound, look)
+        return FormGuard(launch_cache.expiring(key, parts[0]), guard) if guard else None
     lists = [each for each in parts[1:5] if each is not None]
     if call.block_mask is None:
         # It keeps everything: what its lists say was read, and the launch has none of them.

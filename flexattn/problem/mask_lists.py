@@ -164,6 +164,7 @@ UNKNOWN = "unknown"
 # The coarsest densities and imbalances that are still told apart: 1/64 and 16.
 DENSITY_STEPS, IMBALANCE_STEPS = 6, 4
 _CLASS = "_flexattn_class"
+_FORM = "_flexattn_form"
 # What torch makes of no block mask: one block, larger than any length, and no mask_mod.
 _OF_ALL = (2**30, 2**30)
 
@@ -195,6 +196,23 @@ def keep_class(mask: BlockMask, name: str = UNKNOWN) -> None:
 def known_class(mask: BlockMask) -> str | None:
     """The class that is kept with a mask; None before anybody looked."""
     found: str | None = getattr(mask, _CLASS, None)
+    return found
+
+
+def keep_form(mask: BlockMask) -> None:
+    """Let calls with other lists of the same sizes share a mask's launches.
+
+    For masks of a kept class, without runs, whose lists are as kernels read them: int32,
+    contiguous, partial and full blocks apart.
+    """
+    shapes = [x.shape for x in query_lists(mask) if x is not None]
+    form = id(mask.mask_mod), known_class(mask), *mask.BLOCK_SIZE, *mask.seq_lengths, *shapes
+    setattr(mask, _FORM, form)
+
+
+def list_form(mask: BlockMask | None) -> tuple[Any, ...] | None:
+    """What a launch depends on in a mask that `keep_form` was given; None of another mask."""
+    found: tuple[Any, ...] | None = getattr(mask, _FORM, None)
     return found
 
 

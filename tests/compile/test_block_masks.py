@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flexattn.device import named
+from flexattn.kernels.block_mask.chosen import ChosenForm, render_by_key, render_chosen
 from flexattn.kernels.block_mask.source import render_block_mask
 from flexattn.mods import bind
 from flexattn.problem import Captures
@@ -33,3 +34,16 @@ def test_masks(name, device):
     captures = Captures(bound.mod, tuple(t.stride()[-1:] == (1,) for t in bound.tensors))
     compiled = compile_source(render_block_mask(captures, 128, 128, named(device)), named(device))
     assert compiled.metadata.shared < 8192
+
+
+@pytest.mark.parametrize("device", ["nvidia-h200", "amd-mi300x"])
+@pytest.mark.parametrize(
+    ("width", "dtype", "counted", "masked", "causal"),
+    [(16, "int32", False, False, False), (64, "int64", True, True, True),
+     (1024, "int32", True, True, False)],
+)  # fmt: skip
+def test_chosen_blocks(device, width, dtype, counted, masked, causal):
+    form = ChosenForm(128, 64, width, dtype, counted, masked, causal)
+    target = named(device)
+    for source in (render_chosen(form, target), render_by_key(width, target)):
+        assert compile_source(source, target).metadata.shared < 49152

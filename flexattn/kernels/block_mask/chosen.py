@@ -1,0 +1,60 @@
+"""The kernels that list chosen blocks, by query and by key."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flexattn.device import Device
+from flexattn.kernels.base.arguments import Argument, several
+from flexattn.kernels.base.source import Source, make_source
+
+# The most blocks that one program sorts.
+MOST_CHOSEN = 1024
+# Entries of lists that a program of the second kernel has at a time.
+_ENTRIES = 2048
+
+
+class ChosenForm(NamedTuple):
+    """What the first kernel's code depends on.
+
+    rows, keys: of a block. width: the places that a program has for a choice, a power of two.
+    dtype: of indices. counted: choices have counts. masked: a mask decides within each
+    block, so that none is full; causal: this mask is q_idx >= kv_idx, whose full blocks are known.
+    """
+
+    rows: int
+    keys: int
+    width: int
+    dtype: str
+    counted: bool
+    masked: bool
+    causal: bool
+
+
+def render_chosen(form: ChosenForm, device: Device) -> Source:
+    """The kernel of lists by query, a program for each block of rows of each head."""
+    found = [Argument("INDICES", "*i32" if form.dtype == "int32" else "*i64")]
+    found += several("*i32", *("COUNTS",) * form.counted, divisible_by=4)
+    found += several("*i32", "NUM", "IDX", "FULL_NUM", "FULL_IDX", divisible_by=4)
+    found += several("i32", "Hq", "heads", "rows", "k", "kv_blocks", "q_len", "kv_len")
+    context = {
+        "constants": (("WIDTH", form.width), ("ROWS", form.rows), ("KEYS", form.keys)),
+        "counted": form.counted,
+        "masked": form.masked and not form.causal,
+        "causal": form.causal,
+    }
+    header = [f"lists of chosen blocks {form.rows}x{form.keys} for {device.arch}"]
+    return make_source("block_mask/chosen.py.jinja", device, header, context, tuple(found), 1, 1)
+
+
+def render_by_key(width: int, device: Device) -> Source:
+    """The kernel of lists by key, a program for each block of keys; width: as of a form."""
+    names = ("NUM", "IDX", "FULL_NUM", "FULL_IDX")
+    by_key = ("Q_NUM", "Q_IDX", "FULL_Q_NUM", "FULL_Q_IDX")
+    found = several("*i32", *names, *by_key, divisible_by=4)
+    found += several("i32", "rows", "k", "kv_blocks")
+    context: dict[str, object] = {
+        "constants": (("WIDTH", width), ("LINES", max(1, _ENTRIES // width)))
+    }
+    header = [f"lists by key of {width} places for {device.arch}"]
+    return make_source("block_mask/by_key.py.jinja", device, header, context, tuple(found), 4, 1)

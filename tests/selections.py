@@ -1,0 +1,51 @@
+"""Selections for tests, and the map of the pairs of query and key that they keep."""
+
+import random
+
+import torch
+
+from flexattn import Selection
+from flexattn.catalogue import causal
+
+
+def pairs(selection, batch, Hq, q_len, kv_len):
+    """bool [batch, Hq, q_len, kv_len] from the indices, one by one; mask_mod is causal or None."""
+    indices, counts = selection.indices, selection.counts
+    B, heads, blocks, k = indices.shape
+    kept = torch.zeros(batch, Hq, q_len, kv_len, dtype=torch.bool)
+    for b in range(batch):
+        for h in range(Hq):
+            for r in range(blocks):
+                at = b % B, h * heads // Hq, r
+                valid = k if counts is None else int(counts[at])
+                for unit in indices[at][:valid].tolist():
+                    if unit >= 0:
+                        rows = slice(r * selection.rows, (r + 1) * selection.rows)
+                        keys = slice(unit * selection.unit, (unit + 1) * selection.unit)
+                        kept[b, h, rows, keys] = True
+    if selection.mask_mod is causal:
+        kept &= torch.ones(q_len, kv_len, dtype=torch.bool).tril()
+    return kept
+
+
+def drawn(seed, sizes=(16, 32, 64, 128)):
+    """A Selection with all that may be odd in one, and (batch, Hq, Hkv, q_len, kv_len)."""
+    draw = random.Random(f"selection {seed}")
+    torch_draw = torch.Generator().manual_seed(seed)
+    rows, unit = draw.choice(sizes), draw.choice(sizes)
+    Hkv, group, batch = draw.choice((1, 2)), draw.choice((1, 2, 3)), draw.choice((1, 2))
+    q_len, kv_len = draw.randint(1, 300), draw.randint(1, 300)
+    k, heads = draw.choice((1, 2, 5)), draw.choice((1, Hkv, Hkv * group))
+    blocks, units = -(-q_len // rows), -(-kv_len // unit)
+    shape = draw.choice((1, batch)), heads, blocks, k
+    # Some below 0, some past the keys, some twice.
+    indices = torch.randint(-2, units + 2, shape, generator=torch_draw)
+    counts = torch.randint(0, k + 1, shape[:3], generator=torch_draw)
+    found = Selection(
+        indices.to(draw.choice((torch.int32, torch.int64))),
+        draw.choice((None, counts)),
+        unit,
+        rows,
+        draw.choice((None, causal)),
+    )
+    return found, (batch, Hkv * group, Hkv, q_len, kv_len)
