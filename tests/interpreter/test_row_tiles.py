@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from fractions import Fraction
 from itertools import accumulate
 
 import pytest
@@ -25,7 +26,7 @@ POISON = 10**6
 
 def listed(
     q_lens, kv_lens, phase="prefill", capacity=None, cu=None, sms=132, ragged=True, splits=False,
-    mask_mod=None, streaming=0, workers=0, packed=False, behind=0,
+    mask_mod=None, streaming=0, workers=0, packed=False, behind=0, heads=GROUP,
 ):  # fmt: skip
     """(request, first row, part, parts, slot) of each tile in order; which requests are prefills;
     and of each tile that is cut (row, rows left, parts, first slot)."""
@@ -41,8 +42,8 @@ def listed(
     problem = in_phase(problem, phase)
     problem = replace(problem, structure=replace(problem.structure, ragged_kv=packed))
     form, config = problem.structure, next(ragged_defaults(problem, H200))
-    config = replace(config, packed_heads=GROUP, splits=splits)
-    assert (config.BLOCK_M, config.BLOCK_N) == (ROWS, KEYS)
+    config = replace(config, packed_heads=heads, splits=splits)
+    assert (config.BLOCK_M, config.BLOCK_N) == (ROWS * GROUP // heads, KEYS)
     target = detect(torch.device("cpu"))
     source = render_row_tiles(form, config, replace(target, num_sms=132))
     kernel = builder().kernel(source, target, -1)
@@ -85,11 +86,13 @@ def listed(
 
 def prefills_of(q_lens, widths, sms=132):
     """Which requests Hopper's forward serves: those that take the streaming kernel more time, and
-    beside them the others, where these have up to 8 tiles of keys for each SM."""
+    beside them the others, where these have up to 8 tiles of keys for each SM, or half as many
+    again as the streaming kernel."""
     slow = [q > DECODE_QUERIES and -(-q // ROWS) <= 1.35 * -(-q * GROUP // 64) for q in q_lens]
-    own = zip(q_lens, widths, slow, strict=True)
-    decodes = sum(-(-q // ROWS) * width for q, width, holds in own if not holds) * HEADS
-    light = any(slow) and sms > 1 and decodes <= 8 * sms
+    own = [each[:2] for each in zip(q_lens, widths, slow, strict=True) if not each[2]]
+    decodes = sum(-(-q // ROWS) * width for q, width in own) * HEADS
+    streamed = sum(-(-q * GROUP // 64) * width for q, width in own) * HEADS
+    light = any(slow) and sms > 1 and decodes <= max(8 * sms, 1.5 * streamed)
     return [q > 0 and (holds or light) for q, holds in zip(q_lens, slow, strict=True)]
 
 
@@ -98,15 +101,15 @@ def widths_of(kv_lens):
     return [max(1, -(-n // KEYS)) for n in kv_lens]
 
 
-def expected(q_lens, kv_lens, prefills):
-    """Tiles of whole requests, sorted by where a tile ends among its request's positions."""
+def expected(q_lens, widths, prefills, parts=()):
+    """Tiles of whole requests: that of the longest parts first, and of each its last rows."""
     found = [
-        (-(max(k - q, 0) + first + ROWS), b, first)
-        for b, (q, k, holds) in enumerate(zip(q_lens, kv_lens, prefills, strict=True))
+        (-Fraction(widths[b], parts[b] if parts else 1), b, -first)
+        for b, (q, holds) in enumerate(zip(q_lens, prefills, strict=True))
         for first in range(0, q, ROWS)
         if holds
     ]
-    return [each[1:] for each in sorted(found)]
+    return [(b, -first) for _, b, first in sorted(found)]
 
 
 BATCHES = {
@@ -126,7 +129,7 @@ def test_order(batch):
     found, prefills, cut = listed(*BATCHES[batch])
     q_lens, kv_lens = BATCHES[batch]
     assert prefills == prefills_of(q_lens, widths_of(kv_lens))
-    assert [each[:2] for each in found] == expected(*BATCHES[batch], prefills)
+    assert [each[:2] for each in found] == expected(q_lens, widths_of(kv_lens), prefills)
     assert all(each[2:4] == (0, 1) for each in found) and not cut
 
 
@@ -145,12 +148,7 @@ def test_order_of_packed_sequences(pack, mask_mod):
     q_lens, kv_lens = PACKS[pack]
     found, _, _ = listed(q_lens, kv_lens, phase="", packed=True, mask_mod=mask_mod)
     seen = kv_lens if mask_mod is None else map(min, q_lens, kv_lens)
-    wanted = [
-        (-max(1, -(-keys // KEYS)), b, -first)
-        for b, (q, keys) in enumerate(zip(q_lens, seen, strict=True))
-        for first in range(0, q, ROWS)
-    ]
-    assert [(b, -first) for b, first, *_ in found] == [each[1:] for each in sorted(wanted)]
+    assert [each[:2] for each in found] == expected(q_lens, widths_of(seen), [True] * len(q_lens))
 
 
 @pytest.mark.parametrize("mask_mod", [None, causal])
@@ -173,13 +171,15 @@ def parts_of(q_lens, widths, sms):
     served = prefills_of(q_lens, widths, sms)
     tiles = [-(-q // ROWS) * holds for q, holds in zip(q_lens, served, strict=True)]
     share = sum(t * w for t, w in zip(tiles, widths, strict=True)) * HEADS / sms or 0.001
-    return [max(1, min(2 * w / share, w // 4, 64)) if w > 1.5 * share else 1 for w in widths]
+    return [
+        max(1, int(min(2 * w / share, w // 6, 64))) if w > share + 8 else 1 for w in widths
+    ]
 
 
 def check_parts(q_lens, kv_lens, widths, sms=132, **more):
     found, prefills, cut = listed(q_lens, kv_lens, sms=sms, splits=True, **more)
-    parts = [int(n) for n in parts_of(q_lens, widths, sms)]
-    whole = expected(q_lens, kv_lens, prefills)
+    parts = parts_of(q_lens, widths, sms)
+    whole = expected(q_lens, widths, prefills, parts)
     assert [each[:4] for each in found] == [
         (b, first, part, parts[b]) for b, first in whole for part in range(parts[b])
     ]
@@ -196,7 +196,8 @@ def check_parts(q_lens, kv_lens, widths, sms=132, **more):
 
 
 def test_keys_of_few_tiles_are_cut():
-    assert check_parts([105], [6514], [51])[0] > 8
+    assert check_parts([105], [6514], [51])[0] == 8
+    assert check_parts([105], [1400], [11]) == [1]
     q_lens, kv_lens = BATCHES["one has far more keys"]
     parts = check_parts(q_lens, kv_lens, [-(-n // 128) for n in kv_lens])
     assert parts[0] > 30 and set(parts[1:]) == {1}
@@ -204,9 +205,9 @@ def test_keys_of_few_tiles_are_cut():
 
 
 def test_keys_that_a_window_leaves_are_cut():
-    """Of 60,000 keys the rows see 11 tiles."""
-    about = {"mask_mod": sliding_window(1000)}
-    low = (60000 - 100 - 999) // 128
+    """Of 60,000 keys the rows see 19 tiles."""
+    about = {"mask_mod": sliding_window(2000)}
+    low = (60000 - 100 - 1999) // 128
     assert check_parts([100], [60000], [469 - low], **about) == [2]
 
 
@@ -214,11 +215,11 @@ def test_keys_that_a_window_leaves_are_cut():
     "q_lens,kv_lens,sms,which",
     [
         ([200, 1, 3], [200, 4000, 70], 132, [1, 1, 1]),
-        ([200, 1, 1], [200, 60000, 20000], 132, [1, 0, 0]),
+        ([200, 1, 1], [200, 60000, 20000], 132, [1, 1, 1]),
         ([1, 3], [4000, 70], 132, [0, 0]),
         ([200, 1], [200, 100], 1, [1, 0]),
         ([200, *[1] * 100], [200, *[500] * 100], 132, [1, *[1] * 100]),
-        ([200, *[1] * 100], [200, *[900] * 100], 132, [1, *[0] * 100]),
+        ([200, *[1] * 100], [200, *[900] * 100], 132, [1, *[1] * 100]),
     ],
     ids=["few", "many keys", "no prefill", "one SM", "many of few keys", "many"],
 )
@@ -229,23 +230,24 @@ def test_few_decodes_are_served_with_the_prefills(q_lens, kv_lens, sms, which):
 
 
 def test_decodes_have_sms_of_their_own():
-    """They waited until prefills left the SMs, and the memory was idle meanwhile."""
+    """Where they would have a tile of rows for each head."""
     q_lens, kv_lens = [1984, *[1] * 64], [8192, *[4096] * 64]
     streamed = 0.6 * HEADS * 64 * 32
-    share = streamed / (streamed + HEADS * 1984 // ROWS * 64)
+    share = streamed / (streamed + HEADS * GROUP * -(-1984 // (ROWS * GROUP)) * 64)
     few = 132 - int(132 * share)
-    listed(q_lens, kv_lens, streaming=90, workers=few)
-    listed(q_lens, kv_lens, streaming=40, workers=132 - min(40, 132 - few))
-    listed(q_lens, kv_lens, streaming=10, workers=122)
+    listed(q_lens, kv_lens, streaming=90, workers=few, heads=1)
+    listed(q_lens, kv_lens, streaming=40, workers=132 - min(40, 132 - few), heads=1)
+    listed(q_lens, kv_lens, streaming=10, workers=122, heads=1)
     # Without prefills nobody attends, and light decodes need none.
     listed([1] * 64, [4096] * 64, streaming=57, workers=132 - 57)
-    listed([200, 1], [200, 300], streaming=57, workers=132)
+    listed([200, 1], [200, 300], streaming=57, workers=132, heads=1)
+    listed(q_lens, kv_lens, streaming=57, workers=132)
 
 
 def test_all_are_prefills_where_a_plan_says_so():
     batch = [130] * 3, [700, 0, 130]
     found, _, _ = listed(*batch, phase="", ragged=False)
-    assert [each[:2] for each in found] == expected(*batch, [True] * 3)
+    assert [each[:2] for each in found] == expected(batch[0], widths_of(batch[1]), [True] * 3)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -48,13 +48,16 @@ _STREAMED_ROWS, _STREAMED_TIME = 64, 1.35
 _PACKED = (1, 2, 4, 8, 16, 32, 64)
 # Tiles of keys for each SM up to which this kernel serves the decodes beside prefills, too: one of
 # their own waits for SMs, and merges. A tile of few rows takes it up to 1.7 times as long.
-_LIGHT = 8
+_LIGHT, _JOINED = 8, 1.5
 # The time of an SM for a tile of keys that it streams, by that of one that it multiplies, and the
 # share of all SMs whose streams take the memory's whole bandwidth. An SM reads up to 75 GB/s.
 _STREAMED_ON_SM, _STREAMING = 0.6, 0.43
+# Query heads whose tiles start by their length alone, of several requests: a section of few heads
+# would begin with its longest tile after the others' shortest.
+_SECTION = 64
 # Where fewer tiles than this share of all SMs have most of the keys, they are cut: into parts of
 # half of an SM's share, each of this many tiles of keys at least.
-_CUT_FROM, _LEAST_PART, _MOST_PARTS = 1.5, 4, 64
+_CUT_FROM, _CUT_COST, _LEAST_PART, _MOST_PARTS = 1.0, 8, 6, 64
 # Rows and parts that a program merges at a time.
 _MERGE_ROWS, _MERGE_PARTS = 8, 4
 # Numbers of a tile of rows, and what the producer tells consumers of it.
@@ -131,6 +134,8 @@ def ragged_defaults(problem: ServingProblem, device: Device) -> Iterator[RaggedP
     units = grid(problem, first, device).num_work_tiles
     cut = problem.kv_len >= 2 * _LEAST_PART * keys
     several_requests = problem.B > 1 and not form.ragged_kv
+    if several_requests:
+        first = replace(first, l2_swizzle=_SECTION)
     cut = cut and (several_requests or units < 2 * device.num_sms)
     first = replace(first, splits=cut)
     yield first
@@ -263,6 +268,7 @@ def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Dev
         "TILE_WORDS": TILE_WORDS,
         "CUT_WORDS": CUT_WORDS,
         "CUT_FROM": _CUT_FROM,
+        "CUT_COST": _CUT_COST,
         "PARTS_OF_SHARE": PARTS_OF_SHARE,
         "LEAST_PART": _LEAST_PART,
         "MOST_PARTS": _MOST_PARTS if config.splits else 1,
@@ -283,6 +289,7 @@ def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Dev
             "STREAMED_TIME": _STREAMED_TIME * form.kv_heads,
             "STREAMED_ON_SM": _STREAMED_ON_SM * form.kv_heads,
             "LIGHT": _LIGHT,
+            "JOINED": _JOINED * form.kv_heads,
         }
     found += several("*i32", *names, divisible_by=4)
     context: dict[str, object] = {
