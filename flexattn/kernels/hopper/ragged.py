@@ -46,17 +46,19 @@ _TILES = _REQUESTS = 64
 _STREAMED_ROWS, _STREAMED_TIME = 64, 1.35
 # Heads that the rows of a consumer may be of.
 _PACKED = (1, 2, 4, 8, 16, 32, 64)
-# Tiles of keys for each SM up to which this kernel serves the decodes beside prefills, too: one of
-# their own waits for SMs, and merges. A tile of few rows takes it up to 1.7 times as long.
+# This kernel serves the decodes beside prefills, too, where they have up to so many tiles of keys for
+# each SM, or by the other number of those that the streaming kernel would have: one of their own
+# waits for SMs, and merges, and a tile of few rows waits for its keys in both.
 _LIGHT, _JOINED = 8, 1.5
 # The time of an SM for a tile of keys that it streams, by that of one that it multiplies, and the
 # share of all SMs whose streams take the memory's whole bandwidth. An SM reads up to 75 GB/s.
 _STREAMED_ON_SM, _STREAMING = 0.6, 0.43
-# Query heads whose tiles start by their length alone, of several requests: a section of few heads
-# would begin with its longest tile after the others' shortest.
+# Query heads of a section, of several requests: each section would end with its shortest tiles, and
+# the next one begin with its longest.
 _SECTION = 64
-# Where fewer tiles than this share of all SMs have most of the keys, they are cut: into parts of
-# half of an SM's share, each of this many tiles of keys at least.
+# A tile of rows that has more tiles of keys than this share of an SM's, and so many more, is cut:
+# into parts of half of an SM's share, each of this many tiles of keys at least. A merge of parts
+# takes the time of some 8 tiles.
 _CUT_FROM, _CUT_COST, _LEAST_PART, _MOST_PARTS = 1.0, 8, 6, 64
 # Rows and parts that a program merges at a time.
 _MERGE_ROWS, _MERGE_PARTS = 8, 4
