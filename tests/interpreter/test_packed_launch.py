@@ -155,10 +155,10 @@ def test_keys_and_queries_of_other_lengths():
 
 
 def test_few_rows_of_many_keys_are_merged():
-    q, k, v = made(20, 1500, heads=(2, 1))
+    q, k, v = made(20, 2100, heads=(2, 1))
     attend = launch_of(q, k, v, 2, mask_mod=None)
     assert attend.choice.config.splits
-    cu_q, cu_k = numbers([13, 7]), numbers([1400, 100])
+    cu_q, cu_k = numbers([13, 7]), numbers([2000, 100])
     # The interpreter, which merges, cuts off what bfloat16 does not hold.
     check(attend(cu_q, cu_k), right(q, k, v, cu_q, cu_k, mask_mod=None), 2**-7)
 

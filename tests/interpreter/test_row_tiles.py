@@ -171,9 +171,7 @@ def parts_of(q_lens, widths, sms):
     served = prefills_of(q_lens, widths, sms)
     tiles = [-(-q // ROWS) * holds for q, holds in zip(q_lens, served, strict=True)]
     share = sum(t * w for t, w in zip(tiles, widths, strict=True)) * HEADS / sms or 0.001
-    return [
-        max(1, int(min(2 * w / share, w // 6, 64))) if w > share + 8 else 1 for w in widths
-    ]
+    return [max(1, int(min(2 * w / share, w // 6, 64))) if w > share + 8 else 1 for w in widths]
 
 
 def check_parts(q_lens, kv_lens, widths, sms=132, **more):

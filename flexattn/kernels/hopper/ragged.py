@@ -46,15 +46,15 @@ _TILES = _REQUESTS = 64
 _STREAMED_ROWS, _STREAMED_TIME = 64, 1.35
 # Heads that the rows of a consumer may be of.
 _PACKED = (1, 2, 4, 8, 16, 32, 64)
-# This kernel serves the decodes beside prefills, too, where they have up to so many tiles of keys for
-# each SM, or by the other number of those that the streaming kernel would have: one of their own
-# waits for SMs, and merges, and a tile of few rows waits for its keys in both.
+# This kernel serves the decodes beside prefills, too, where they have up to so many tiles of keys
+# for each SM, or by the other number of those that the streaming kernel would have: in one kernel
+# 64 decodes of 4k beside 1,984 rows of 8k take 569 us, in two 655 (an H200).
 _LIGHT, _JOINED = 8, 1.5
 # The time of an SM for a tile of keys that it streams, by that of one that it multiplies, and the
 # share of all SMs whose streams take the memory's whole bandwidth. An SM reads up to 75 GB/s.
 _STREAMED_ON_SM, _STREAMING = 0.6, 0.43
-# Query heads of a section, of several requests: each section would end with its shortest tiles, and
-# the next one begin with its longest.
+# Query heads of a section, of several requests: a section would end with short tiles, and the next
+# one begin with the longest.
 _SECTION = 64
 # A tile of rows that has more tiles of keys than this share of an SM's, and so many more, is cut:
 # into parts of half of an SM's share, each of this many tiles of keys at least. A merge of parts
