@@ -98,6 +98,8 @@ class Descriptor:
 class Shared:
     """Shared memory, or a part of it."""
 
+    dtype = None
+
     def __init__(self, array):
         self.array = array
 

@@ -15,7 +15,7 @@ from flexattn.errors import DriverError
 
 # CUtensorMapDataType by Triton's signature type.
 # The copy engine's names of types; eight bits are bytes to it.
-_ELEMENTS = {"fp8e4nv": 0, "fp16": 6, "fp32": 7, "bf16": 9}
+_ELEMENTS = {"fp8e4nv": 0, "fp8e5": 0, "fp16": 6, "fp32": 7, "bf16": 9}
 INVALID_CONTEXT = 201
 _L2_PROMOTION_128B = 2
 _PROGRAMMATIC_STREAM_SERIALIZATION, _EDGES_SINCE = 6, 12030
@@ -125,7 +125,7 @@ def _arrays(
     element: str, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
 ) -> tuple[Any, ...]:
     """Sizes, strides in bytes, box and steps, innermost first; an output needs them every call."""
-    rank, itemsize = len(shape), {"fp8e4nv": 1, "fp32": 4}.get(element, 2)
+    rank, itemsize = len(shape), {"fp8e4nv": 1, "fp8e5": 1, "fp32": 4}.get(element, 2)
     return (
         (ctypes.c_uint64 * rank)(*reversed(shape)),
         (ctypes.c_uint64 * (rank - 1))(*(each * itemsize for each in strides[-2::-1])),

@@ -21,6 +21,8 @@ CONFIG = RaggedPrefillConfig(
 )  # fmt: skip
 WINDOW = {"score": bind(alibi(32, "cpu"), "score"), "mask": bind(sliding_window(1000), "mask")}
 CAPPED = {"score": bind(softcap(30.0), "score"), "mask": bind(sliding_window(1000), "mask")}
+E4M3 = {"kv_dtype": torch.float8_e4m3fn, "scaled": True}
+E5M2 = {"kv_dtype": torch.float8_e5m2}
 CASES = {
     "pages of 16": (128, 16, CONFIG, {}),
     "pages of 128": (128, 128, CONFIG, {}),
@@ -35,6 +37,10 @@ CASES = {
     "window": (128, 64, replace(CONFIG, pack_gqa=True, splits=True), WINDOW),
     "64 columns": (64, 16, replace(CONFIG, splits=True), {"sinks": True}),
     "256 columns": (256, 16, replace(CONFIG, BLOCK_N=64, packed_heads=2, splits=True), {}),
+    "eight bits": (128, 16, replace(CONFIG, packed_heads=4, splits=True), E4M3),
+    "eight bits, capped": (128, 128, replace(CONFIG, packed_heads=8), {**E4M3, **CAPPED}),
+    "eight bits of 64 columns": (64, 16, replace(CONFIG, splits=True), E5M2),
+    "eight bits of 256 columns": (256, 16, replace(CONFIG, BLOCK_N=64, packed_heads=2), E5M2),
     # Pages of 0 keys: packed sequences.
     "packed sequences": (128, 0, replace(CONFIG, packed_heads=4), {"lse": True}),
     "capped sequences": (
@@ -52,17 +58,21 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_no_loop_spills(case):
     D, page, config, asked = CASES[case]
-    asked = {"mask": bind(causal, "mask"), **asked}
-    form = served(
-        4, 1, 2048, 8192, 32, 8, D, D, torch.bfloat16, torch.bfloat16, page, **asked
-    ).structure
+    asked = {"mask": bind(causal, "mask"), "kv_dtype": torch.bfloat16, **asked}
+    form = served(4, 1, 2048, 8192, 32, 8, D, D, torch.bfloat16, page=page, **asked).structure
     form = replace(form, ragged_kv=not page)
     assert not violated(config, form, H200)
     compiled = compile_source(render(form, config, H200, "test"), H200)
+    if config.splits:
+        compile_source(render_merge_parts(form, config, H200), H200)
     taken = resources(compiled, H200)
     assert not taken.serialised
     assert taken.shared <= estimates(config, form, H200)[0]
     loops = product_loops(compiled.asm["cubin"])
+    if asked["kv_dtype"].itemsize == 1:
+        widening = product_loops(compiled.asm["cubin"], "UNPACK_B")
+        assert widening
+        loops += widening
     assert loops and not any(spills for _, spills in loops), (loops, taken)
 
 

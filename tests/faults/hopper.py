@@ -13,12 +13,56 @@ CONSUMER = "templates/hopper/consumer.jinja"
 SCORES_PY = "templates/hopper_backward/scores.jinja"
 WALKED = "templates/hopper_backward/walked.jinja"
 E4M3_WEIGHTS = "templates/hopper/e4m3_weights.jinja"
+WIDEN = "templates/hopper/widen.jinja"
+IN_EIGHT_BITS = "tests/unit/kernels/hopper/test_eight_bit_pages.py"
 IN_E4M3 = "tests/unit/kernels/hopper/test_e4m3_weights.py"
 IN_WIDE = "tests/unit/kernels/hopper/test_wide.py"
 IN_EMULATED = "tests/unit/kernels/hopper_backward/test_emulated.py"
 IN_BANDS = "tests/unit/kernels/hopper_backward/test_bands.py"
 
 HOPPER = (
+    Fault(
+        "eight bits: a stage is widened over before consumers have multiplied it",
+        WIDEN,
+        "            producer_acquire(empty + stage)\n        for half",
+        "            pass\n        for half",
+        IN_EIGHT_BITS + "::test_pages_of_eight_bits[256]",
+    ),
+    Fault(
+        "eight bits: the second half is not waited for",
+        WIDEN,
+        "mbarrier.wait(narrow_full.index(first + 1), phase)",
+        "pass",
+        IN_EIGHT_BITS + "::test_pages_of_eight_bits[256]",
+    ),
+    Fault(
+        "eight bits: a half is loaded before the one there has been read",
+        KEYS,
+        "            narrow_acquire(NARROW_EMPTY + {{ first }} + half)",
+        "            narrow_acquire(NARROW_EMPTY + {{ first }})",
+        IN_EIGHT_BITS + "::test_pages_of_eight_bits[256]",
+    ),
+    Fault(
+        "eight bits: no word ends V's warp",
+        PRODUCER,
+        "store_scalar(narrow_more.index({{ first // 2 }}), 0)",
+        "store_scalar(narrow_more.index(0), 0)",
+        IN_EIGHT_BITS + "::test_pages_of_eight_bits[256]",
+    ),
+    Fault(
+        "eight bits: Q keeps its sign where K's scale is negative",
+        WIDEN,
+        "gl.where(k_scale < 0.0, -values, values)",
+        "gl.where(k_scale < 0.0, values, values)",
+        IN_EIGHT_BITS + "::test_eight_bits[a scale of 0, and one below]",
+    ),
+    Fault(
+        "eight bits: parts of keys lack V's scale",
+        EPILOGUE,
+        'broadcast_rows({{ "v_descale" if scaled else "1.0" }} / l_safe',
+        "broadcast_rows(1.0 / l_safe",
+        IN_EIGHT_BITS + "::test_eight_bits[keys in parts]",
+    ),
     Fault(
         "weights of e4m3: rows shift as the other row's maximum rose",
         E4M3_WEIGHTS,

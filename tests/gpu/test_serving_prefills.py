@@ -9,7 +9,15 @@ from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.serving import DecodePlan
 from flexattn.settings import override
-from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
+from tests.serving import (
+    EIGHT_BITS,
+    assert_right,
+    batch,
+    plan_for,
+    poisoned_pages,
+    quantized,
+    run,
+)
 from tests.support import ON_SM_90
 
 pytestmark = [
@@ -56,6 +64,56 @@ def test_requests_of_equal_rows():
     assert isinstance(plan.prefill_config, HopperPrefillConfig)
     for _ in range(2):
         assert_right(run(plan, each), each, mask_mod=causal)
+
+
+ASKED_OF_EIGHT_BITS = {
+    "plain": {},
+    "heads before keys": {"page": 128, "layout": "HND"},
+    "one tensor": {"page": 256, "together": True},
+    "64 columns": {"D": 64, "page": 64},
+    "256 columns": {"D": 256, "heads": (8, 4)},
+    "80 columns": {"D": 80, "page": 32},
+    "seven heads": {"heads": (28, 4)},
+    "float16": {"q": torch.float16},
+    "window": {"mask_mod": sliding_window(90)},
+    "soft cap": {"score_mod": softcap(20.0)},
+    "alibi": {"score_mod": lambda s, b, h, q, k: s + (k - q) / (32 * (h + 1))},
+    "sinks": {"sinks": True},
+    "no scales": {"scaled": False},
+    "signed scales": {"signed": True},
+    "one long cache": {"lengths": ([40, 100, 17, 1, 300], [500, 30000, 700, 9000, 300])},
+    "few tiles": {"lengths": ([105], [6514]), "D": 64},
+}
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("asked", ASKED_OF_EIGHT_BITS)
+def test_eight_bits(asked, dtype):
+    """K and V are widened on the way to the tensor cores; heads have scales."""
+    about = {"D": 128, "heads": (32, 8), "q": torch.bfloat16, "lengths": MIXED, "sinks": False}
+    about |= {"page": 16, "layout": "NHD", "together": False, "scaled": True, "signed": False}
+    about |= {"mask_mod": causal} | ASKED_OF_EIGHT_BITS[asked]
+    heads, D = about["heads"], about["D"]
+    each = batch(*about["lengths"], *heads, D, dtype=about["q"], device="cuda")
+    few, wide, *scales = quantized(each, dtype, True)
+    if about["signed"]:
+        for scale in scales:
+            scale[0], scale[1] = 0.0, -scale[1]
+    steps = [scale.view(1, -1, 1) if about["scaled"] else 1.0 for scale in scales]
+    for kept, narrow, step in zip((wide.k, wide.v), (few.k, few.v), steps, strict=True):
+        kept[:] = [x.float() * step for x in narrow]
+    mods = {name: about[name] for name in ("mask_mod", "score_mod") if name in about}
+    where = {name: about[name] for name in ("layout", "together")}
+    plan = plan_for(
+        few, page=about["page"], ragged=True, layout=about["layout"], kv_dtype=dtype,
+        scaled=about["scaled"], sinks=about["sinks"], **mods,
+    )  # fmt: skip
+    assert isinstance(plan.prefill_config, HopperPrefillConfig)
+    told = dict(zip(("k_scale", "v_scale"), scales, strict=True)) if about["scaled"] else {}
+    call = {"sinks": torch.randn(heads[0], device="cuda")} if about["sinks"] else {}
+    for _ in range(2):
+        got = run(plan, few, **where, **call, **told)
+        assert_right(got, few, exact=wide, **call, **mods)
 
 
 LONG = {

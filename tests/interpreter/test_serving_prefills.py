@@ -22,7 +22,14 @@ from flexattn.serving.kernels import in_phase
 from flexattn.settings import override
 from tests.launches import Recorded
 from tests.problems import H200
-from tests.serving import assert_right, batch, plan_for, poisoned_pages
+from tests.serving import (
+    EIGHT_BITS,
+    assert_right,
+    batch,
+    plan_for,
+    poisoned_pages,
+    quantized,
+)
 
 Q_LENS, KV_LENS = [1, 70, 16, 17, 0, 3], [60, 70, 33, 17, 12, 3]
 
@@ -86,12 +93,12 @@ def each():
     return batch(Q_LENS, KV_LENS, 4, 2, 64, dtype=torch.bfloat16)
 
 
-def run_on(plan, each, out):
+def run_on(plan, each, out, **scales):
     cache, table = poisoned_pages(each, 16)
     ends = each.numbers([0, *torch.tensor(each.q_lens).cumsum(0).tolist()])
     lens = each.numbers(each.kv_lens)
     given = {"seq_lens": lens, "block_table": table, "cu_seqlens_q": ends}
-    plan.run(each.q, cache, **given, out=out)
+    plan.run(each.q, cache, **given, out=out, **scales)
     return cache, given
 
 
@@ -138,6 +145,23 @@ def test_the_prefills_kernels_are_given_the_run(made, each):
         assert boxes[name].shape == (2, rows, 2, 64)
         assert boxes[name].strides == (2 * head, row, head, 1)
     assert boxes["K"].shape == (len(k), 2, 16, 64)
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+def test_caches_of_eight_bits_have_them_too(made, each, dtype):
+    """The kernels are given both scales; decodes beside the prefills are right."""
+    few, wide, *scales = quantized(each, dtype, True)
+    plan = plan_for(few, page=16, ragged=True, mask_mod=causal, kv_dtype=dtype, scaled=True)
+    out = torch.full_like(each.q, torch.nan)
+    run_on(plan, few, out, k_scale=scales[0], v_scale=scales[1])
+    (kernels,) = made
+    (attend,), (_,) = kernels.attend.launched, kernels.merge.launched
+    assert attend["K_SCALE"] is scales[0] and attend["V_SCALE"] is scales[1]
+    assert attend["stride_scale"] == 1
+    first = Q_LENS[0]
+    one = replace(wide, q=wide.q[:first], k=wide.k[:1], v=wide.v[:1], q_lens=[first])
+    one = replace(one, kv_lens=KV_LENS[:1])
+    assert_right((out[:first], None), one, mask_mod=causal)
 
 
 def test_a_plan_counts_the_memory_of_its_tiles(made, each):

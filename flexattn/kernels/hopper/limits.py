@@ -9,6 +9,7 @@ from math import floor
 from flexattn.device import Device
 from flexattn.kernels.base.features import loads_by_key, loads_diagonals, loads_tiles, tma_layout
 from flexattn.kernels.base.limits import KEYS_OF_BLOCK, NUM_STAGES, SHARED_MEMORY, Limits, Rule
+from flexattn.kernels.hopper import ragged
 from flexattn.kernels.hopper.config import (
     BOX,
     CONSUMER_ROWS,
@@ -21,7 +22,6 @@ from flexattn.kernels.hopper.config import (
     padded_columns,
     whole_boxes,
 )
-from flexattn.kernels.hopper.ragged import form_of, unserved
 from flexattn.problem import ITEMSIZE, Structure
 
 # Head dimensions that tiles of a power of two were made for, and measured.
@@ -80,8 +80,8 @@ class ConfigCase:
     @property
     def lacking(self) -> str:
         """The part of a plan that the template, or the config, does not have; "" of a call's."""
-        form = form_of(self.structure)
-        return "" if form is None else unserved(form, self.config)
+        form = ragged.form_of(self.structure)
+        return "" if form is None else ragged.unserved(form, self.config)
 
     @cached_property
     def qk_padded(self) -> int:
@@ -135,7 +135,8 @@ class ConfigCase:
         itemsize = ITEMSIZE[self.structure.value_dtype]
         values = c.num_stages * c.BLOCK_N * self.v_padded * itemsize
         exchanged = 8 * c.consumers * max(c.BLOCK_N, CONSUMER_ROWS) if self.loads_keys else 0
-        return self.q_tile + keys + values + exchanged + SHARED_SLACK
+        narrow = ragged.narrow_bytes(self.structure, c)
+        return self.q_tile + keys + values + narrow + exchanged + SHARED_SLACK
 
     @property
     def halved(self) -> bool:
@@ -322,6 +323,7 @@ LIMITS: Limits[ConfigCase] = Limits(
             lambda c: (
                 c.config.num_stages * (1 + c.config.k_parts)
                 + 2
+                + ragged.NARROW_HALVES * ragged.widens(c.structure)
                 + c.config.consumers * (2 if c.config.ping_pong else 1)
                 <= NAMED_BARRIERS
             ),
@@ -362,7 +364,7 @@ LIMITS: Limits[ConfigCase] = Limits(
         Rule(
             "dtype",
             "the Gluon template takes k and v in the dtype of q",
-            lambda c: c.structure.kv_dtype in ("", c.structure.dtype),
+            lambda c: c.structure.dtype_of("k") == c.structure.dtype or ragged.widens(c.structure),
         ),
         Rule(
             "serving",

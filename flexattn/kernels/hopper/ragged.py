@@ -35,7 +35,12 @@ from flexattn.kernels.printers.mask_printer import print_key_bounds
 from flexattn.kernels.printers.spelling import signature_type, triton_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.problem import Structure
-from flexattn.problem.serving import DECODE_QUERIES, ServingForm, ServingProblem
+from flexattn.problem.serving import (
+    DECODE_QUERIES,
+    SERVING_ITEMSIZE,
+    ServingForm,
+    ServingProblem,
+)
 
 # Keys of a page that boxes of the copy engine are made for.
 PAGES = (16, 32, 64, 128, 256)
@@ -67,6 +72,8 @@ TILE_WORDS, CUT_WORDS = 5, 4
 REQUEST_WORDS = ("kv_len", "out_row", "rows_left", "slot")
 # What the producer alone reads, beside the tensors of K and V.
 _PRODUCED = ("group", "COUNTER")
+# Rows of a tile of eight bits that a warp widens at a time, and halves of K's tile and V's.
+_WIDENED_ROWS, NARROW_HALVES = 32, 4
 # Keys of packed sequences that are cleared at a time behind the last one.
 _CLEARED_ROWS = 16
 
@@ -76,12 +83,26 @@ def form_of(structure: Structure) -> ServingForm | None:
     return structure if isinstance(structure, ServingForm) else None
 
 
+def widens(structure: Structure) -> bool:
+    """True if K and V have eight bits, which warps of their own widen to float16."""
+    form = form_of(structure)
+    return form is not None and SERVING_ITEMSIZE[form.kv_dtype] == 1
+
+
+def narrow_bytes(structure: Structure, config: HopperPrefillConfig) -> int:
+    """Bytes of shared memory that tiles of eight bits take beside those of sixteen."""
+    boxes = -(-structure.head_dim_qk // BOX) + -(-structure.head_dim_v // BOX)
+    return config.BLOCK_N * BOX * boxes if widens(structure) else 0
+
+
 def unserved(form: ServingForm, config: HopperPrefillConfig) -> str:
     """The part of a plan that the kernel does not have, in words; "" if it has everything."""
     asked = {
         "a contiguous cache": not form.page and not form.ragged_kv,
         f"pages of {form.page}": form.page not in (0, *PAGES),
-        "scales": form.scaled or form.scales != "",
+        "scales of pages or tokens": form.scales != "",
+        "scales of 16 bits": form.scaled and not widens(form),
+        "packed sequences of eight bits": form.ragged_kv and widens(form),
         "keys that hold the values": form.shared_kv,
         "a shared prefix": form.prefix or form.offset,
         "batch-invariant rows": form.split_keys > 0,
@@ -92,6 +113,7 @@ def unserved(form: ServingForm, config: HopperPrefillConfig) -> str:
         "a cross_tile_pipeline": config.cross_tile_pipeline,
         f"packed_heads={config.packed_heads}": config.packed_heads not in _PACKED,
         "packed_heads beside pack_gqa": config.packed_heads > 1 and config.pack_gqa,
+        "tiles of less than 64 keys of eight bits": config.BLOCK_N < 64 and widens(form),
         "packed_heads beside mods of a head": config.packed_heads > 1 and not _packs(form),
     }
     return next((what for what, holds in asked.items() if holds), "")
@@ -145,8 +167,10 @@ def ragged_defaults(problem: ServingProblem, device: Device) -> Iterator[RaggedP
 
 
 def box_rows(form: ServingForm, config: HopperPrefillConfig) -> int:
-    """Keys of one copy of K or V: a tile, or a page, or a part of one as long as a tile."""
-    return min(form.page or config.BLOCK_N, config.BLOCK_N)
+    """Keys of one copy of K or V: a tile, or half of one of eight bits, or a page, or a part of
+    one as long as that."""
+    rows = config.BLOCK_N // (2 if widens(form) else 1)
+    return min(form.page or rows, rows)
 
 
 def constants(form: ServingForm, config: HopperPrefillConfig, device: Device) -> dict[str, object]:
@@ -158,7 +182,10 @@ def constants(form: ServingForm, config: HopperPrefillConfig, device: Device) ->
     """
     rows = box_rows(form, config) if form.page else _CLEARED_ROWS
     words = part_words(form, config, device)
-    return {
+    settings: dict[str, object] = {}
+    if widens(form):
+        settings = {"WIDENED": _WIDENED_ROWS, "HALF_PAGES": config.BLOCK_N // 2 // rows}
+    return settings | {
         "PAGE": form.page, "PAGE_ROWS": rows, "PAGES": config.BLOCK_N // rows,
         "TOKENS": CONSUMER_ROWS // config.packed_heads, "PACKED_HEADS": config.packed_heads,
         "GROUP": form.group, "HEAD_TILES": config.head_tiles(form.group), "HEADS": config.heads,
@@ -220,6 +247,9 @@ def arguments(
     found += (Argument("WORKSPACE", "*fp32", 16),) * config.splits
     found += dense_stride_arguments("o", "hm", form.head_dim_v)
     found += several("i32", "Hq", "group")
+    if form.scaled:
+        found += several("*fp32", "K_SCALE", "V_SCALE", divisible_by=4)
+        found.append(Argument("stride_scale", "i32"))
     found += [Argument("COUNTER", "*i32", 4), *_requests(form)]
     found += _pages(form)
     found += [Argument("sm_scale", "fp32"), *sinks(form)]
@@ -329,7 +359,8 @@ def render_merge_parts(form: ServingForm, config: HopperPrefillConfig, device: D
     context: dict[str, object] = {
         "constants": (*settings.items(), *BASE_2),
         "v_pieces": named_pieces("v", form.head_dim_v),
-        "form": form,
+        # Parts have V's scale already.
+        "form": replace(form, scaled=False),
         "cut_tiles": True,
         "launch_pdl": device.backend == "cuda",
         "out_element": triton_type(form.dtype),

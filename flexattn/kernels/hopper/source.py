@@ -55,10 +55,11 @@ def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argume
     keys = config.BLOCK_N if form is None else ragged.box_rows(form, config)
     # Of fp8, V comes in the output's dtype, or with its keys innermost.
     values = (tiles.v_box, keys) if structure.e4m3_weights else (keys, tiles.v_box)
+    v_dtype = structure.value_dtype if form is None else structure.dtype_of("v")
     described = dict((
         descriptor("Q", given, CONSUMER_ROWS, tiles.qk_width),
-        descriptor("K", given, keys, tiles.qk_width),
-        descriptor("V", structure.value_dtype, *values),
+        descriptor("K", structure.dtype_of("k"), keys, tiles.qk_width),
+        descriptor("V", v_dtype, *values),
         descriptor("OUT", out, CONSUMER_ROWS, tiles.out_width),
     ))  # fmt: skip
     if form is not None:
@@ -115,6 +116,9 @@ def print_consumer_score(structure: Structure, traits: Traits, lazy_rescale: boo
 
 
 _TEMPLATE = "hopper/prefill.py.jinja"
+# What the producer fills, and tells that it is full.
+_TILES = "k_tiles, v_tiles, q_full, k_full, v_full"
+_WIDENED_TILES = "narrow_k, narrow_v, q_full, narrow_full, narrow_more"
 # By its module: see kernels/ptx/stages.py.
 PASS = "hopper.merge_consumers"
 # One for each stage of K, of V and of Q, and for each consumer's turn on the tensor cores.
@@ -184,6 +188,8 @@ def render(
     decay_skip = form is None and skips_far(structure, config)
     request_words = ragged.REQUEST_WORDS[: 3 + config.splits] if form is not None else ()
     work_tile_in_smem = persistent or sparsity is not None or decay_skip
+    widened = ragged.widens(structure)
+    product = structure.out_dtype if form is None else form.product_dtype
     fold_scale = structure.positive_scale if score is None else score.folded
     narrowed = tiles.v_columns < tiles.v_width
     settings: dict[str, object] = {
@@ -195,7 +201,7 @@ def render(
         "STAGES": config.num_stages,
         "HEAD_DIM_QK": tiles.qk_padded,
         "HEAD_DIM_V": tiles.v_width,
-        "V_TYPE": HOPPER.type(structure.out_dtype),
+        "V_TYPE": HOPPER.type(product),
     }
     if sparsity is not None:
         settings |= {
@@ -227,6 +233,8 @@ def render(
     k_empty = v_empty - config.num_stages * config.k_parts
     q_empty = k_empty - q_stages
     settings |= {"V_EMPTY": v_empty, "K_EMPTY": k_empty, "Q_EMPTY": q_empty}
+    if widened:
+        settings["NARROW_EMPTY"] = q_empty - config.consumers - ragged.NARROW_HALVES
     # Consumers with runs of their own end a work tile at different KV tiles, and q_in_regs holds
     # the Q of one work tile. Across work tiles the first V is waited for before the first K is
     # released: with one stage it would not come.
@@ -240,7 +248,7 @@ def render(
     strip = int(str(settings.get("STRIP", 0)))
     by_key = mask is not None and mask.exchanged != ()
     exchange_width = max(strip, config.BLOCK_N if by_key else 0)
-    half = "bf16" if structure.out_dtype == "bfloat16" else "f16"
+    half = "bf16" if product == "bfloat16" else "f16"
     fused = "" if score is None else score.fused
     # Beside 128 columns two consumers have registers left for exponents during P V.
     wide = lazy and config.consumers == 2 and tiles.qk_padded == tiles.v_width == per_thread * 2
@@ -287,6 +295,10 @@ def render(
         "runs": runs,
         "ragged": form is not None,
         "paged": form is not None and form.page > 0,
+        "widened": widened,
+        "scaled": form is not None and form.scaled,
+        "out_type": HOPPER.type(structure.out_dtype) if widened else "V_TYPE",
+        "producer_tiles": _WIDENED_TILES if widened else _TILES,
         "splits": config.splits,
         "may_be_empty": sparsity is not None or form is not None,
         "work_tile_words": 5 + 4 * runs + len(request_words),

@@ -47,9 +47,12 @@ def row_tiles(q_lens, kv_lens, rows, parts=1, workers=10**6):
 
 
 class Cache:
-    """Keys and values of requests in pages that lie anywhere; NaN where there is none of them."""
+    """Keys and values of requests in pages that lie anywhere; NaN where there is none of them.
 
-    def __init__(self, page, kv_lens, heads, dims, seed):
+    Numbers are those of kv_dtype.
+    """
+
+    def __init__(self, page, kv_lens, heads, dims, seed, kv_dtype=torch.float32):
         draw = np.random.default_rng(seed)
         counts = [-(-n // page) for n in kv_lens]
         order = draw.permutation(sum(counts) + 3)
@@ -66,7 +69,8 @@ class Cache:
             for cache, kept, dim in zip(
                 (self.k, self.v), (self.keys, self.values), dims, strict=True
             ):
-                each = draw.standard_normal((n, heads, dim)).astype(np.float32)
+                each = torch.from_numpy(draw.standard_normal((n, heads, dim)))
+                each = each.to(kv_dtype).float().numpy()
                 kept.append(each)
                 for i, at in enumerate(pages):
                     part = each[i * page : (i + 1) * page]
@@ -99,18 +103,19 @@ class Packed:
 def emulated(
     page, q_lens, kv_lens, heads=(4, 2), dims=(128, 128), score_mod=None, mask_mod=causal,
     sinks=None, config=CONFIG, seed=0, uniform=False, parts=1, workers=10**6, bad=(),
-    behind=False,
+    behind=False, kv_dtype=torch.bfloat16, scales=(),
 ):  # fmt: skip
     """(out, lse) of a kernel in bfloat16 that computes exactly, and of float64.
 
     page: 0 of packed sequences; bad: whose keys and values are NaN; behind: cu_seqlens do not
-    count the last one.
+    count the last one. scales: of K and of V, each one number or one for each KV head.
     """
     (Hq, Hkv), (D, Dv), total = heads, dims, sum(q_lens)
     score, mask = bind(score_mod, "score"), bind(mask_mod, "mask")
     problem = served(
         len(q_lens), q_lens[0], 0 if uniform else total, 1024, Hq, Hkv, D, Dv, torch.bfloat16,
-        torch.bfloat16, page, score=score, mask=mask, sinks=sinks is not None, lse=True,
+        kv_dtype, page, score=score, mask=mask, sinks=sinks is not None, lse=True,
+        scaled=bool(scales),
     )  # fmt: skip
     problem = replace(problem, structure=replace(problem.structure, ragged_kv=not page))
     form = problem.structure
@@ -118,7 +123,9 @@ def emulated(
     roomy = replace(H200, num_sms=100)  # it has slots for all parts
     source = render(form, config, roomy, "test")
     if page:
-        cache = Cache(page, kv_lens, Hkv, dims, seed)
+        cache = Cache(
+            page, kv_lens, Hkv, dims, seed, torch.float32 if kv_dtype.itemsize == 2 else kv_dtype
+        )
         k, v = (x.transpose(0, 2, 1, 3) for x in (cache.k, cache.v))
         placed = {
             "SEQ_LENS": Pointer(np.array(kv_lens)), "max_keys": 1024,
@@ -143,7 +150,8 @@ def emulated(
     workspace = np.full(part_words(form, config, roomy), np.nan, np.float32)
     given = {
         "Q": Descriptor(q_heads, rows, 2),
-        "K": Descriptor(k, keys, 2), "V": Descriptor(v, keys, 2), **placed,
+        "K": Descriptor(k, keys, kv_dtype.itemsize),
+        "V": Descriptor(v, keys, kv_dtype.itemsize), **placed,
         "OUT": Descriptor(out_heads, rows, 2),
         "OUT_ROWS": Pointer(out.reshape(-1)), "LSE": Pointer(lse.reshape(-1)),
         "stride_oh": Dv, "stride_om": Hq * Dv, "Hq": Hq, "group": Hq // Hkv,
@@ -157,6 +165,9 @@ def emulated(
         "SINKS": None if sinks is None else Pointer(np.array(sinks, np.float32)),
         **captured_values(form.score, score), **captured_values(form.mask, mask),
     }  # fmt: skip
+    for name, scale in zip(("K_SCALE", "V_SCALE"), scales, strict=False):
+        given[name] = Pointer(np.atleast_1d(np.float32(scale)))
+        given["stride_scale"] = int(np.ndim(scale) > 0)
     for name, value in given.items():
         if isinstance(value, torch.Tensor):
             given[name] = Pointer(value.reshape(-1).numpy())
@@ -166,6 +177,8 @@ def emulated(
     if parts > 1:
         listed = np.reshape(given["ROW_TILES"].array[2:], (-1, 5))
         merge_parts(out, lse, listed, workspace, config, (q_lens, heads, sinks))
+    for kept, scale in zip((cache.keys, cache.values), scales, strict=False):
+        kept[:] = [each * np.broadcast_to(scale, Hkv)[:, None] for each in kept]
     return (out, lse), exact(q, q_lens, cache, score_mod, mask_mod, sinks)
 
 
@@ -450,7 +463,7 @@ REFUSED = {
     "pages of 8": {"page": 8},
     "a contiguous cache": {"page": 0},
     "batch-invariant rows": {"batch_invariant": True},
-    "scales": {"scaled": True},
+    "scales of 16 bits": {"scaled": True},
     "packed_heads=3": {"config": replace(CONFIG, packed_heads=3)},
     "packed_heads beside pack_gqa": {"config": replace(CONFIG, packed_heads=2, pack_gqa=True)},
     "a v_box other than 64": {"config": replace(CONFIG, v_box=32)},
