@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from random import Random
 
 from bench.random_draw import MODELS, SEEDS
@@ -22,6 +23,11 @@ NAMED: tuple[tuple[str, tuple[int, ...], tuple[int, ...], dict[str, int]], ...] 
     ("2k-of-8k-d64", (2048,), (8192,), {"hq": 64, "hkv": 8, "d": 64, "dv": 64}),
     ("2k-of-8k-d256", (2048,), (8192,), {"hq": 8, "hkv": 4, "d": 256, "dv": 256}),
 )
+# Those of a cache of eight bits, too.
+EIGHT = (
+    "2k-of-2k", "8k-of-8k", "2k-of-16k", "512-of-32k", "1984-of-8k-64x4k", "2k-of-8k-d64",
+    "2k-of-8k-d256",
+)  # fmt: skip
 DIMS = (64, 96, 128, 256)
 PAGES, REQUESTS = (16, 32, 64, 128, 256), (1, 1, 2, 4, 8, 16, 32, 64)
 MOST_NEW, MOST_KEYS = 8 * _K, 64 * _K
@@ -30,7 +36,7 @@ MOST_CACHED, MOST_FLOPS = 2**20, 4e12
 
 
 def chunk_rows() -> list[ServingRow]:
-    """The named rows, then one of them with mods, then those drawn by all seeds."""
+    """The named rows, one of them with mods, some over eight bits, then those of all seeds."""
     rows = [
         ServingRow(name, "chunks", lens, "causal", new=new, **about)  # type: ignore[arg-type]
         for name, new, lens, about in NAMED
@@ -38,6 +44,11 @@ def chunk_rows() -> list[ServingRow]:
     mods: tuple[Variant, ...] = ("softcap", "alibi", "by-position")
     rows += [
         ServingRow(f"2k-of-16k-{mod}", "chunks", (16 * _K,), mod, new=(2048,)) for mod in mods
+    ]
+    rows += [
+        replace(each, name=f"{each.name}-fp8", variant="fp8")
+        for each in rows
+        if each.name in EIGHT
     ]
     return [*rows, *(row for seed in SEEDS for row in drawn_chunks(seed))]
 

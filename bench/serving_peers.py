@@ -20,6 +20,7 @@ from bench.serving_rows import WINDOWED
 from bench.streaming import STREAMING, streaming
 from flexattn.kernels.hopper import ragged
 from flexattn.kernels.hopper.family import PREFILL as hopper
+from flexattn.serving import kernels
 
 EMPTY, PREFILL = "empty kernel", "prefill."
 INVARIANT = f"{OURS} batch-invariant"
@@ -65,6 +66,14 @@ def prefills_with(changes: Mapping[str, Any]) -> Iterator[None]:
 
     with patch.dict(vars(ragged), rules), patch.object(type(hopper), "able", changed):
         yield
+
+
+def one_kernel(x: Served) -> Callable[[], Tensor] | Refusal:
+    """Ours, whose decode kernel serves the prefills as well."""
+    if not x.row.new:
+        return Refusal("it is beside the kernel of prefills")
+    with patch.object(kernels, "_prefill_kernels", lambda *_: None):
+        return planned(x)
 
 
 def empty(x: Served) -> Callable[[], Tensor]:
@@ -141,7 +150,7 @@ def fa3(x: Served) -> Callable[[], Tensor] | Refusal:
 
 def contiguous(x: Served) -> Callable[[], Tensor] | Refusal:
     """Our flex_attention on one request's keys as one tensor."""
-    if len(x.row.lens) > 1 or not x.row.new or x.score_mod is not None:
+    if len(x.row.lens) > 1 or not x.row.new or x.score_mod is not None or x.row.eight_bits:
         return Refusal("it is beside the causal chunk of one request")
     past, mask_mod = x.row.lens[0] - x.row.new[0], x.mask_mod
     q, k, v = (each.transpose(0, 1)[None].contiguous() for each in (x.q, *x.keys(0)))
@@ -164,6 +173,7 @@ SERVING_PEERS: dict[str, ServingPeer] = {
     STREAMING: streaming,
     "sdpa-cudnn": cudnn,
     "fa3": fa3,
+    f"{OURS}-one-kernel": one_kernel,
     f"{OURS}-contiguous": contiguous,
     "flashinfer": flashinfer(False),
     "flashinfer-tc": flashinfer(True),
