@@ -32,6 +32,9 @@ BOXED_REGISTERS, _BOXED_PRODUCER = 232, 40
 class HopperPrefillConfig:
     """Consumer warpgroups of 64 query rows loop over tiles of BLOCK_N keys; a producer warp loads.
 
+    A search varies consumers, BLOCK_N, num_stages, order, lazy_rescale, pack_gqa, merge_consumers
+    and ptxas. The rest follows from them and the structure: `completed` in space.py.
+
     consumers: warpgroups that multiply, 1 to 3, beside the one whose warp loads by TMA.
     BLOCK_N: keys of a tile, a power of two from 16 to 256.
     num_stages: tiles of K, and of V, in shared memory at once, 1 to 8; the loads run that far
@@ -49,8 +52,7 @@ class HopperPrefillConfig:
     order: which tiles start first; default "last", a head's last rows, head after head. "group"
     and "heads": as in PrefillConfig. "sections": `l2_swizzle` heads at a time, their last rows
     first.
-    l2_swizzle: query heads of a section where order is "sections"; default 8. As many as have
-    their K and V in L2 together (`section_of` in space.py).
+    l2_swizzle: query heads of a section where order is "sections"; default 8.
     q_in_regs: columns of Q that a consumer keeps in registers, as the A operand of wgmma: 0, half
     of them or all; default 0. For wide heads shared memory's bandwidth is the limit.
     lazy_rescale: whether the accumulator is rescaled only where a row's maximum rose by much;

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import turned
-from flexattn.kernels.base.estimate import L2_BYTES, best_first
+from flexattn.kernels.base.estimate import best_first
 from flexattn.kernels.base.features import loads_by_key, loads_tiles
 from flexattn.kernels.hopper.config import (
     BOX,
@@ -70,58 +70,81 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
 
     pack_gqa: the same where consumers have a head each, so that a block of rows is cut less often.
     """
+    for tile in _tiles(structure):
+        found = completed(tile, structure, pack_gqa)
+        # Of a block that three do not divide the next tile has two.
+        if tile.consumers < 3 or found.consumers == tile.consumers:
+            yield found
+
+
+def _tiles(structure: Structure) -> tuple[HopperPrefillConfig, ...]:
+    """The tiles to start from, best first."""
     widest = max(structure.head_dim_qk, structure.head_dim_v)
-    terms = structure.terms
-    diagonal = terms is not None and terms.diagonal is not None
-    box = boxes(structure)[0]
-    boxed = box and (64 < widest <= 128 or structure.head_dim_v > 128)
+    boxed = v_box(structure) and (64 < widest <= 128 or structure.head_dim_v > 128)
     table = _IN_BOXES if boxed else _PREFERRED
     if structure.e4m3_weights and widest > 128:
         table = _E4M3_WEIGHTS
-    for each in next((configs for limit, configs in table if widest <= limit), ()):
-        each = _in_parts(each, structure)
-        if box:
-            held = min(each.q_in_regs, structure.head_dim_qk // 32 * 32)
-            each = replace(_in_boxes(each, box), q_in_regs=held)
-        if structure.fp8:
-            each = replace(each, q_in_regs=0)
-        # What is held from before the scores are there takes registers that they need.
-        found = fit_to_mask(replace(each, pack_gqa=pack_gqa), structure)
-        if each.consumers > 2 and (_moves(structure) or found.consumers < each.consumers):
-            continue  # each has a part of a run of its own, which rules out the pipeline
-        keys = found.BLOCK_N
-        unit = CONSUMER_ROWS, keys
-        reads = loads_by_key(structure, unit) or loads_tiles(structure, unit)
-        lazy = _rescales_lazily(structure, widest, reads or diagonal)
-        found = replace(found, lazy_rescale=lazy)
-        if structure.sparsity is not None:
-            # Walking lists takes the registers that a part of Q would; runs end 2 % earlier at
-            # D 256. In boxes registers are left, and 64 rows of Q are as many bytes as 64 keys.
-            stays = box and structure.sparsity.runs
-            # Some tiles are longer: the longest start first, and none waits for a block.
-            section = EVERY_HEAD if _moves(structure) or widest <= 64 else found.l2_swizzle
-            found = replace(
-                found,
-                q_in_regs=found.q_in_regs if stays else 0,
-                tile_scheduler="dynamic",
-                order="sections",
-                l2_swizzle=section,
-            )
-        elif widest <= 128 or box:
-            # A block that stays begins a tile of rows while it ends the one before. Two consumers
-            # end no later, in fp8 sooner, where it takes the next that is left; nor do boxes of
-            # 64 columns and more, 1 to 6 % sooner up to 192.
-            many = found.consumers > 2 and widest <= 64 and not structure.fp8
-            found = replace(found, tile_scheduler="static" if many else "dynamic")
-        turns = found.consumers > 1 and (diagonal or _takes_turns(structure, widest, reads))
-        found = replace(found, ping_pong=turns)
-        # Softmaxes of many steps, or whose threads meet, are 2 to 6 % faster where they alternate
-        # whole.
-        computes = structure.score is not None and not reads and widest <= 128
-        found = replace(found, ping_pong_softmax=computes and found.ping_pong)
-        found = replace(found, merge_consumers=_merges(structure, widest))
-        found = replace(found, ptxas=preferred())
-        yield replace(found, cross_tile_pipeline=_forms(structure, found.tile_scheduler)[0])
+    found = next((configs for limit, configs in table if widest <= limit), ())
+    # Of a mask that moves each of three consumers has a part of a run of its own, which rules out
+    # the pipeline.
+    return tuple(each for each in found if each.consumers < 3 or not _moves(structure))
+
+
+def completed(
+    tile: HopperPrefillConfig, structure: Structure, pack_gqa: bool = False
+) -> HopperPrefillConfig:
+    """A tile, cut to the mask's blocks, with all that follows from it and the structure.
+
+    A search tries other tiles, orders, pack_gqa, lazy_rescale, and other ways to compile. The rest
+    won little in the records of an H200: docs/tuning.md has a table.
+    """
+    widest = max(structure.head_dim_qk, structure.head_dim_v)
+    terms = structure.terms
+    diagonal = terms is not None and terms.diagonal is not None
+    box = v_box(structure)
+    tile = _in_parts(tile, structure)
+    if box:
+        held = min(tile.q_in_regs, structure.head_dim_qk // 32 * 32)
+        tile = replace(_in_boxes(tile, box), q_in_regs=held)
+    if structure.fp8:
+        tile = replace(tile, q_in_regs=0)
+    found = fit_to_mask(replace(tile, pack_gqa=pack_gqa), structure)
+    unit = CONSUMER_ROWS, found.BLOCK_N
+    reads = loads_by_key(structure, unit) or loads_tiles(structure, unit)
+    # What is held from before the scores are there takes registers that they need.
+    lazy = _rescales_lazily(structure, widest, reads or diagonal)
+    found = replace(found, lazy_rescale=lazy)
+    if structure.sparsity is not None:
+        # Walking lists takes the registers that a part of Q would; runs end 2 % earlier at
+        # D 256. In boxes registers are left, and 64 rows of Q are as many bytes as 64 keys.
+        stays = box and structure.sparsity.runs
+        # Some tiles are longer: the longest start first, and none waits for a block.
+        section = EVERY_HEAD if _moves(structure) or widest <= 64 else found.l2_swizzle
+        found = replace(
+            found,
+            q_in_regs=found.q_in_regs if stays else 0,
+            tile_scheduler="dynamic",
+            order="sections",
+            l2_swizzle=section,
+        )
+    elif widest <= 128 or box:
+        # A block that stays begins a tile of rows while it ends the one before. Two consumers
+        # end no later, in fp8 sooner, where it takes the next that is left; nor do boxes of
+        # 64 columns and more, 1 to 6 % sooner up to 192.
+        many = found.consumers > 2 and widest <= 64 and not structure.fp8
+        found = replace(found, tile_scheduler="static" if many else "dynamic")
+    turns = found.consumers > 1 and (diagonal or _takes_turns(structure, widest, reads))
+    # Softmaxes of many steps, or whose threads meet, are 2 to 6 % faster where they alternate
+    # whole.
+    computes = structure.score is not None and not reads and widest <= 128
+    return replace(
+        found,
+        ping_pong=turns,
+        ping_pong_softmax=computes and turns,
+        merge_consumers=_merges(structure, widest),
+        ptxas=preferred(),
+        cross_tile_pipeline=_crosses(structure, found.tile_scheduler),
+    )
 
 
 def _in_parts(config: HopperPrefillConfig, structure: Structure) -> HopperPrefillConfig:
@@ -139,28 +162,27 @@ def _in_parts(config: HopperPrefillConfig, structure: Structure) -> HopperPrefil
     )
 
 
-def boxes(structure: Structure) -> tuple[int, ...]:
-    """Values of v_box to try, the static default first: 0 where head dimensions have whole tiles.
+def v_box(structure: Structure) -> int:
+    """The v_box of a structure: 0 where head dimensions have whole tiles.
 
     Boxes of 64 are the fewest copies; of the last one products take the first columns alone.
-    Between 64 and 128 columns they are 3 to 13 % faster (H200). Elsewhere first the widest that
-    are whole where products end, as the manual draws operands of wgmma.
+    Between 64 and 128 columns they are 3 to 13 % faster (H200). Elsewhere the widest that are
+    whole where products end, as the manual draws operands of wgmma.
     """
     qk, v = structure.head_dim_qk, structure.head_dim_v
     known = qk in QK_DIMS and v in V_DIMS
     boxed = qk % 8 == v % 8 == 0 and max(qk, v) <= 256
     if structure.fp8 or structure.kv_dtype or not boxed or (known and 96 not in (qk, v)):
-        return (0,)
-    exact = BOX if v % BOX == 0 else 32 if whole_boxes(v, 32) == whole_boxes(v, 16) else 16
-    found = (exact, *(BOX,) * (exact != BOX))
-    between = 64 < max(qk, v) <= 128
-    return (*(found[::-1] if between else found), *(0,) * known)
+        return 0
+    if v % BOX == 0 or 64 < max(qk, v) <= 128:
+        return BOX
+    return 32 if whole_boxes(v, 32) == whole_boxes(v, 16) else 16
 
 
-def _in_boxes(config: HopperPrefillConfig, v_box: int) -> HopperPrefillConfig:
+def _in_boxes(config: HopperPrefillConfig, box: int) -> HopperPrefillConfig:
     """The config with that v_box, and the registers that this leaves its consumers."""
     taken = BOXED_REGISTERS if config.consumers == 2 else config.consumer_regs
-    return replace(config, v_box=v_box, consumer_regs=taken)
+    return replace(config, v_box=box, consumer_regs=taken)
 
 
 def _merges(structure: Structure, widest: int) -> bool:
@@ -169,7 +191,7 @@ def _merges(structure: Structure, widest: int) -> bool:
     tile is nothing but products 128 wide (H200).
     """
     plain = structure.score is None and structure.sparsity is None and not structure.fp8
-    return not (plain and 64 < widest <= 128) or bool(boxes(structure)[0])
+    return not (plain and 64 < widest <= 128) or bool(v_box(structure))
 
 
 def forms(config: HopperPrefillConfig) -> Iterator[HopperPrefillConfig]:
@@ -208,8 +230,8 @@ def _takes_turns(structure: Structure, widest: int, reads: bool) -> bool:
     return widest <= 64 or (widest <= 128 and bool(structure.score or structure.sparsity))
 
 
-def _forms(structure: Structure, scheduler: TileScheduler) -> tuple[bool, ...]:
-    """Values of cross_tile_pipeline, the faster one first where both can run.
+def _crosses(structure: Structure, scheduler: TileScheduler) -> bool:
+    """True if cross_tile_pipeline is faster, or nothing that a kernel has.
 
     It is 6 % faster where every work tile has all keys and products are 128 wide. A mask makes
     work tiles short, and their epilogues, which are then in the loop, many; what a score_mod
@@ -217,10 +239,9 @@ def _forms(structure: Structure, scheduler: TileScheduler) -> tuple[bool, ...]:
     """
     widest = max(structure.head_dim_qk, structure.head_dim_v)
     if scheduler == "grid" or widest > 128:
-        return (True,)
+        return True
     plain = structure.score is None and structure.sparsity is None
-    one = widest > 64 and plain and not structure.fp8
-    return (one, not one)
+    return widest > 64 and plain and not structure.fp8
 
 
 def _moves(structure: Structure) -> bool:
@@ -256,59 +277,37 @@ _IN_BOXES: tuple[tuple[int, tuple[HopperPrefillConfig, ...]], ...] = (
 
 
 def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
-    """The preferences, then every combination of the axes, cut to the mask's blocks.
+    """The preferences, then what a search varies, on tiles cut to the mask's blocks.
 
-    Some cannot run.
+    The preferences are also tried with the other way to rescale, with pack_gqa, and compiled
+    otherwise; every: so are all tiles, but for how they are compiled. Some cannot run.
     """
     structure = problem.structure
-    yield from preferences(structure)
-    # Scores that rise from tile to tile are weighed twice with lazy_rescale.
-    yield from (replace(each, lazy_rescale=False) for each in preferences(structure))
+    starts = list(preferences(structure))
     shared = preferences(structure, pack_gqa=True)
+    yield from starts
+    # Scores that rise from tile to tile are weighed twice with lazy_rescale.
+    yield from (replace(each, lazy_rescale=not each.lazy_rescale) for each in starts)
     yield from (each for each in shared if each.heads > 1 and shares_keys(problem, each))
-    box, *others = boxes(structure)
-    yield from (_in_boxes(each, other) for other in others for each in preferences(structure))
-    for each in preferences(structure):
+    for each in starts:
         yield from forms(each)
-        yield from (
-            replace(each, cross_tile_pipeline=form)
-            for form in _forms(structure, each.tile_scheduler)[1:]
-        )
-        if each.ping_pong and not each.cross_tile_pipeline:
-            yield replace(each, ping_pong_softmax=not each.ping_pong_softmax)
     counts, widths, depths = ((2, 3), (64, 128), (2, 3))
     if every:
         counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]
-    columns = structure.head_dim_qk
-    if columns > WIDEST:
+    if structure.head_dim_qk > WIDEST:
         counts, widths, depths = ((1, 2), (32, 64), (1, 2))
-    parts = (0, 128) if columns == 256 or (box and columns > 128) else (0,)
-    if every and columns == 128:
-        for each in preferences(structure):
-            yield from (replace(each, q_in_regs=part) for part in (64, 128))
-    schedulers: tuple[TileScheduler, ...] = ("grid", "dynamic")
-    if every:
-        schedulers = ("grid", "static", "dynamic")
-    kept = None if every else 1
-    walks = [(each, one) for each in schedulers for one in _forms(structure, each)[:kept]]
-    for consumers, width, stages, held in product(counts, widths, depths, parts):
-        tile = config(consumers, width, stages, held=held)
-        tile = replace(tile, ptxas=preferred())
-        tile = _in_parts(_in_boxes(tile, box) if box else tile, structure)
-        tile = fit_to_mask(tile, structure)
-        turns = (False, True) if tile.consumers > 1 else (False,)
-        for ping_pong, (scheduler, pipelined), order in product(
-            turns, walks, _orders(problem, tile, every)
-        ):
-            found = replace(
-                tile,
-                ping_pong=ping_pong,
-                tile_scheduler=scheduler,
-                order=order,
-                cross_tile_pipeline=pipelined,
-            )
-            if order == "sections":
-                found = replace(found, l2_swizzle=section_of(problem))
+    held = {(each.consumers, each.BLOCK_N): each.q_in_regs for each in reversed(_tiles(structure))}
+    for consumers, width, stages, packed in product(
+        counts, widths, depths, (False, True)[: 1 + every]
+    ):
+        tile = config(consumers, width, stages, held=held.get((consumers, width), 0))
+        tile = completed(tile, structure, packed)
+        if packed and not (tile.heads > 1 and shares_keys(problem, tile)):
+            continue
+        for order, other in product(_orders(problem, tile, every), (False, True)[: 1 + every]):
+            section = tile.l2_swizzle if order == "sections" else 8
+            lazy = tile.lazy_rescale != other
+            found = replace(tile, order=order, l2_swizzle=section, lazy_rescale=lazy)
             yield from turned(found, structure)
 
 
@@ -321,19 +320,9 @@ def _orders(problem: Problem, tile: HopperPrefillConfig, every: bool) -> tuple[H
         "last": True,
         "group": problem.Hq > problem.Hkv,
         "heads": every or masked,
-        "sections": masked and section_of(problem) < problem.B * problem.Hq,
+        "sections": masked,
     }
     return tuple(order for order, tried in worth.items() if tried)
-
-
-def section_of(problem: Problem) -> int:
-    """Query heads whose keys and values stay in L2 together, whole groups of them."""
-    structure = problem.structure
-    row = structure.itemsize * (structure.head_dim_qk + structure.head_dim_v)
-    heads = max(1, L2_BYTES // max(1, problem.kv_len * row))
-    # A power of two: lengths that differ by little are served by one kernel.
-    heads = 1 << (heads.bit_length() - 1)
-    return min(problem.B * problem.Hq, heads * (problem.Hq // problem.Hkv))
 
 
 def sized(problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:

@@ -14,6 +14,8 @@ from flexattn.kernels.base.arguments import skips_vanished
 from flexattn.kernels.base.config import Geometry, Language, turned, words
 from flexattn.kernels.base.family import Around, Effort, KernelFamily
 from flexattn.kernels.hopper_backward.config import (
+    EARLY,
+    PIPELINED,
     HopperBackwardConfig,
     at_sizes,
     backward_grid,
@@ -137,54 +139,52 @@ def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> Hoppe
 
 
 def axes(problem: Problem, every: bool) -> Iterator[HopperBackwardConfig]:
-    """The configs that a search may try; every: all settings of the knobs on all tiles."""
+    """The configs that a search may try; every: all settings of the knobs on all tiles.
+
+    Else it varies nine fields of the defaults at most: BLOCK_M, num_stages, and those of `_forms`.
+    The others follow from the structure, as the docstrings of the defaults say.
+    """
     if every:
         for rows, keys, stages, ds in product((64, 128), (64, 128), (1, 2, 3), (1, 2)):
             config = at_sizes(HopperBackwardConfig(rows, keys, stages, ds_stages=ds), problem)
             for each in turned(config, problem.structure):
                 yield at_sizes(each, problem)
         return
-    tiles = {64: (_TALL, _WIDE), 128: (_WIDE,)}.get(columns(problem.structure), (_SPLIT,))
-    for tile, stages in product(tiles, (2, 3)):
-        config = at_sizes(replace(tile, num_stages=stages), problem)
-        yield from _forms(config, problem.structure)
+    starts = list(defaults(problem))
+    yield from starts
+    first = {each.BLOCK_M: each for each in reversed(starts)}
+    tall = () if columns(problem.structure) > 64 else (_TALL.BLOCK_M,)
+    for rows, stages in product((*tall, _WIDE.BLOCK_M), (2, 3)):
+        start = first.get(rows) or replace(starts[0], BLOCK_M=rows)
+        yield from _forms(replace(start, num_stages=stages), problem.structure)
 
 
-def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[HopperBackwardConfig]:
-    """The pipelines with what leaves registers for them, each with the rest turned or not."""
-    pipelines = [
-        config,
-        replace(config, remat=True),
-        replace(config, pipelined="dk"),
-        replace(config, pipelined="dk", remat=True),
-    ]
-    if columns(structure) <= 128:
-        added = replace(config, dq_tma=True, ds_stages=2)
-        halves = replace(added, dq_halves=True)
-        pipelines += [added, halves, replace(halves, ds_first=True)]
-        stays = replace(added, persistent=True)
-        pipelines += [stays, replace(stays, ds_first=True)]
-        pipelines.append(replace(stays, ds_first=True, dp_rs=config.BLOCK_N == 128))
-        if columns(structure) == 128:
-            # Beside 64 columns of V there are seldom registers for all of lse.
-            held = replace(added, ds_first=True, dp_rs=True)
-            pipelines += [held, replace(held, early_lse="half"), replace(held, dq_halves=True)]
-    early = "half" if config.BLOCK_M == 128 else "all"
-    pipelines += [replace(each, early_lse=early) for each in pipelines]
-    dense = structure.sparsity is None
-    forms = [replace(each, ping_pong=x) for each, x in product(pipelines, (False, True))]
-    if config.split and not (structure.dropout or structure.grads):
-        forms.append(_by_product(config))
-    for each in forms:
-        yield each
-        if dense:
-            yield replace(each, shift_rows=True)
+def _forms(start: HopperBackwardConfig, structure: Structure) -> Iterator[HopperBackwardConfig]:
+    """A tile with all settings of what a search varies on it; the rest stays as it is."""
+    off_on = False, True
+    if columns(structure) > 128:
+        plain = replace(start, by_product=False)
+        for pipelined, early, turns, remat in product(PIPELINED, ("", "all"), off_on, off_on):
+            yield replace(
+                plain, pipelined=pipelined, early_lse=early, ping_pong=turns, remat=remat
+            )
+        if not (structure.dropout or structure.grads):
+            yield _by_product(plain)
+        return
+    for stays, stored, held, early in product(off_on, off_on, off_on, EARLY):
+        form = replace(start, persistent=stays, ds_first=stored, dp_rs=held, early_lse=early)
+        # Blocks that stay store dK by way of two tiles of dS.
+        ds = 2 if stays else start.ds_stages
+        form = replace(form, ds_stages=ds, dq_halves=False, waves=1, trimmed=False)
+        yield form
+        if _walks_far(structure):
+            yield replace(form, dq_halves=not stays)
+            continue
         # Where a block walks few rows, its ends and the last wave count.
-        if structure.sparsity is not None and not _walks_far(structure):
-            yield replace(each, waves=4)
-            if structure.sparsity.runs:
-                yield replace(each, waves=4, trimmed=True)
-                yield replace(each, waves=16, trimmed=True)
+        yield replace(form, waves=4)
+        if structure.sparsity is not None and structure.sparsity.runs:
+            yield replace(form, waves=4, trimmed=True)
+            yield replace(form, waves=16, trimmed=True)
 
 
 def _by_product(config: HopperBackwardConfig) -> HopperBackwardConfig:

@@ -7,7 +7,7 @@ import pytest
 
 from bench import fit_costs
 from bench.measured import Measured, measured, paired, times
-from bench.static_defaults import main, standing, table
+from bench.static_defaults import main, standing, table, table_of_fields, won_by_fields
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import short
 from flexattn.records.record import Failed, Gated, Trial
@@ -55,6 +55,15 @@ def test_a_default_stands_where_its_time_is_and_without_one_nowhere():
     assert "| decode | 3 | 0.8718 | 0.800 | 1 | 1 |" in text
     assert text.count("llama decode") == 1 and "0.800 decode" in text
     assert "| decode | 1 | - | - | - | 1 |" in table([none])
+
+
+def test_a_field_wins_what_the_best_config_with_the_defaults_value_loses():
+    wide = replace(A, BLOCK_N=2 * FIRST.BLOCK_N)
+    first = won_by_fields(found({FIRST: 10.0, A: 9.0, wide: 8.0}))
+    assert first == {("DecodeConfig", "num_splits"): 1.25, ("DecodeConfig", "BLOCK_N"): 9 / 8}
+    text = table_of_fields([first, won_by_fields(found({FIRST: 9.0, A: 9.1}))])
+    assert "| `DecodeConfig` | `num_splits` | 2 | 1 | 1 | 25.0 % |" in text
+    assert "| `DecodeConfig` | `BLOCK_N` | 1 | 1 | 1 | 12.5 % |" in text
 
 
 def rows(model):
@@ -111,3 +120,5 @@ def test_on_shipped_records_no_model_is_behind_the_rules(capsys):
         assert all(chosen >= rules - 0.005 for rules, chosen in pairs if rules == rules), name
     assert main([]) == 0
     assert "| prefill |" in capsys.readouterr().out
+    page = Path(__file__).parents[3] / "docs" / "tuning.md"
+    assert table_of_fields(map(won_by_fields, every)) in page.read_text(encoding="utf-8")

@@ -159,7 +159,8 @@ def test_heads_of_other_groups_share_no_tile():
     wanted = problem(group=3)
     with pytest.raises(ConfigError, match="pack_gqa: 2 heads in a tile of groups of 3"):
         geometry(wanted, replace(PLAIN, pack_gqa=True), H200)
-    assert not any(getattr(each, "pack_gqa", False) for each in space(wanted, H200, "exhaustive"))
+    packed = [x for x in space(wanted, H200, "exhaustive") if getattr(x, "pack_gqa", False)]
+    assert {each.consumers for each in packed} == {3}
 
 
 def test_far_keys_are_kept_where_heads_need_others():
@@ -222,13 +223,24 @@ def test_a_static_schedule_has_a_block_for_each_sm_at_most():
     assert geometry(long, PLAIN, H200).programs == 64 * 32
 
 
-def test_sections_hold_whole_groups_in_the_cache():
-    for kv_len in (1024, 8192, 16384, 2**20):
-        wanted = problem(kv_len=kv_len)
-        section = gluon.section_of(wanted)
-        group = wanted.Hq // wanted.Hkv
-        assert section % group == 0 and 1 <= section // group <= wanted.B * wanted.Hkv
-        assert section == group or section // group * kv_len * 512 <= gluon.L2_BYTES
+SEARCHED = (
+    "consumers", "BLOCK_N", "num_stages", "order", "lazy_rescale", "pack_gqa", "merge_consumers",
+    "ptxas",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("effort", ["full", "exhaustive"])
+@pytest.mark.parametrize("D", [64, 80, 128, 256, 512])
+@pytest.mark.parametrize("mask", [None, causal], ids=["full", "causal"])
+def test_a_search_varies_eight_fields(mask, D, effort):
+    """The rest follows from them; of 256 columns a second preference has no Q in registers."""
+    wanted = problem(D=D, mask_mod=mask, runs=mask is not None)
+    ours = [c for c in space(wanted, H200, effort) if isinstance(c, HopperPrefillConfig)]
+    names = (*SEARCHED, *("q_in_regs",) * (D == 256))
+    assert len({tuple(getattr(c, name) for name in names) for c in ours}) == len(ours) > 12
+    assert all(
+        name in HopperPrefillConfig.__doc__.split("The rest follows")[0] for name in SEARCHED
+    )
 
 
 def test_what_is_read_by_key_is_asked_for_before_the_products_of_the_scores():

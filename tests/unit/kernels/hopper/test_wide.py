@@ -144,7 +144,7 @@ def test_what_a_search_tries():
         groups = each.consumers + 1
         started = REGISTERS // (128 * groups) // 8 * 8 * groups
         assert each.consumers * each.consumer_regs + each.producer_regs <= started
-    assert {each.ping_pong for each in found} == {False, True}
+    assert {each.lazy_rescale for each in found} == {False, True}
 
 
 def test_blocks_of_fewer_rows_than_a_tile_has_are_tritons():
