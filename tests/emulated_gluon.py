@@ -238,7 +238,7 @@ def _language(block):
         exp2=lambda x: np.exp2(x).view(Tile), where=lambda c, a, b: _select(c, a, b),
         minimum=_minimum, maximum=_maximum, abs=np.abs, log=np.log,
         convert_layout=lambda x, layout: x,
-        load=_load, allocate_shared_memory=allocate,
+        load=_load, store=_store, allocate_shared_memory=allocate,
         static_range=range, program_id=lambda axis: block.number, warp_specialize=block.specialise,
         float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",
         uint16="uint16", uint32="uint32", uint64="uint64",
@@ -280,6 +280,11 @@ def _load(place, mask=True, other=0):
         found = place.array[place.offset]
         return found if found.dtype.kind == "f" else Number(found)
     return np.where(mask, place.array[np.where(mask, place.offset, 0)], other).view(Tile)
+
+
+def _store(place, values, mask):
+    at, values, kept = np.broadcast_arrays(place.offset, values, mask)
+    place.array[at[kept]] = values[kept]
 
 
 def _minimum(a, b):

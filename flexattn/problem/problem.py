@@ -141,7 +141,8 @@ class Structure:
     dropout: weights are dropped, by a seed; how many is an argument. batch_invariant: a row's bits
     depend on its own query and keys alone. fp32_products: how tiles of float32 are multiplied: by
     FMA, by three products of tf32, or by six of bfloat16. fp8_weights: of e4m3 inputs, whether the
-    weights are rounded to bfloat16 as the output is, or to e4m3.
+    weights are rounded to bfloat16 as the output is, or to e4m3. ragged_kv: packed sequences, of
+    which cu_seqlens on the device cut rows and keys.
     """
 
     kind: Kind
@@ -165,6 +166,7 @@ class Structure:
     batch_invariant: bool = False
     fp32_products: Fp32Products = "ieee"
     fp8_weights: Fp8Weights = "exact"
+    ragged_kv: bool = False
 
     @property
     def head_dims(self) -> tuple[int, int]:

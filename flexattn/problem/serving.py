@@ -55,9 +55,8 @@ class ServingForm(Structure):
     finer ones are. prefix: one cache is shared by the rows of all requests (the first pass of a
     cascade). offset: a request's keys begin behind a prefix (its second pass). split_keys: of a
     batch-invariant kernel, keys of a split; 0 where splits are cut for balance. phase: of a batch
-    whose prefills and decodes have a kernel each, the requests that this one serves. ragged_kv:
-    packed sequences: cu_seqlens_k cuts K and V [total_k, Hkv, D] as well, and a sequence's queries
-    stand at its first positions.
+    whose prefills and decodes have a kernel each, the requests that this one serves. ragged_kv: of
+    its K and V [total_k, Hkv, D]; a sequence's queries stand at its first positions.
     """
 
     kind: Kind = "serving"
@@ -79,7 +78,6 @@ class ServingForm(Structure):
     offset: bool = False
     split_keys: int = 0
     phase: Phase = ""
-    ragged_kv: bool = False
 
     @property
     def aligned(self) -> bool:

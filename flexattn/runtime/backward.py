@@ -45,6 +45,7 @@ from flexattn.runtime.launch import (
 _TILES = ("Q_TILES", "DO_TILES", "K_TILES", "V_TILES")
 _GIVEN = (
     "Q", "K", "V", "OUT", "DO", "LSE", "DLSE", "DELTA", "DQ", "DK", "DV", "sm_scale", *_TILES,
+    "DK_ROWS", "DV_ROWS",
 )  # fmt: skip
 _RESULTS = ("DQ", "DK", "DV")
 
@@ -78,7 +79,8 @@ class BackwardLaunch(Launch):
     ) -> Gradients:
         """Allocate the gradients and launch on the current stream.
 
-        inputs: q, k and v. grads: of out, laid out as `fits` asks, and of lse. captured: the
+        inputs: q, k and v, of packed sequences as one batch. rest: what `rest_of` gave, behind
+        cu_seqlens int32 of both. grads: of out, laid out as `fits` asks, and of lse. captured: the
         tensors of the structure's slots. into: where those of q, k and v go, of the strides that
         the launch was prepared for.
         """
@@ -92,7 +94,7 @@ class BackwardLaunch(Launch):
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=out.device) for x in captured]
         q, k, v = inputs
         given = (
-            q, k, v, out, dout, lse, dlse, delta, dq, dk, dv, scale, q, dout, k, v,
+            q, k, v, out, dout, lse, dlse, delta, dq, dk, dv, scale, q, dout, k, v, dk, dv,
             *[each.empty(out.device) for each in self.scratch], *rest, *sums,
         )  # fmt: skip
         for each in self.kernels if dlse is None else self.through_lse:
@@ -181,15 +183,21 @@ def prepare_backward(
         name: DescriptorBox(tuple(x.shape), steps)
         for name, x, steps in zip(_RESULTS, inputs, (dq, dk, dv), strict=True)
     }
-    scratch = [Scratch(name, shape) for name, shape in around.scratch]
+    scratch = [
+        Scratch(name, shape, torch.int32 if name in _LISTED else torch.float32)
+        for name, shape in around.scratch
+    ]
     boxes |= {each.name: dense_box(each.shape) for each in scratch}
     trims = 0
-    if around.trim is not None:
+    cut = PACKED if structure.ragged_kv else ()
+    if structure.ragged_kv:
+        trims = problem.B
+    elif around.trim is not None:
         assert lists is not None
         (batches, heads), told = trimmed_for(problem, lists, grid.num_tiles)
         trims, fixed = batches * heads * grid.num_tiles, fixed | told
         scratch.append(Scratch(TRIMMED, (batches, heads, grid.num_tiles, 4)))
-    behind = (*(each.name for each in scratch), *rest, *map(grad_name, structure.grads))
+    behind = (*(each.name for each in scratch), *cut, *rest, *map(grad_name, structure.grads))
     given, before = (*_GIVEN, *behind), Before()
     if around.blocks is not None:
         longer = (*_GIVEN, *TILES_FOUND, *behind)
@@ -228,6 +236,10 @@ def _named(prefix: str, axes: str, steps: Sequence[int]) -> dict[str, int]:
     return {f"{prefix}{axis}": step for axis, step in zip(axes, steps, strict=False)}
 
 
+# Of packed sequences, what calls give in front of `rest`.
+PACKED = ("CU_SEQLENS", "CU_SEQLENS_K")
+# And what is listed of their tiles.
+_LISTED = ("KEY_TILES", "ROW_TILES")
 # The ends of a backward's walks, where a mask's runs are trimmed to its tiles.
 TRIMMED = "M_RUNS"
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from torch import Tensor
 from flexattn.device import Device
 from flexattn.errors import BuildError, ConfigError, WrongKernelError
 from flexattn.kernels.base.config import Geometry
+from flexattn.kernels.base.family import KernelFamily
 from flexattn.kernels.base.source import Source
+from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.hopper.family import PREFILL
 from flexattn.kernels.hopper.ragged import (
     CUT_WORDS,
@@ -22,12 +24,14 @@ from flexattn.kernels.hopper.ragged import (
     render_merge_parts,
     render_row_tiles,
 )
+from flexattn.kernels.hopper_backward.family import BACKWARD
 from flexattn.mods import Bound
-from flexattn.problem import DTYPES, captures_of
+from flexattn.problem import DTYPES, Problem, Shape, captures_of, make_problem
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of
 from flexattn.problem.serving import ServingForm, ServingProblem
+from flexattn.runtime.backward import BackwardLaunch, prepare_backward
 from flexattn.runtime.build import Kernel, Launcher, Scratch, builder
-from flexattn.runtime.dispatch import Candidate, Choice, first_served
+from flexattn.runtime.dispatch import Candidate, Choice, Dispatcher, first_served
 from flexattn.runtime.launch import (
     DescriptorBox,
     Launch,
@@ -84,16 +88,8 @@ def ragged_kernels(
     problem: ServingProblem, target: Device, compiled: Callable[[Source], Kernel]
 ) -> RaggedKernels | None:
     """The kernels of a problem, by static defaults; None where none serves it."""
-    if not PREFILL.offered(target):
-        return None
-    origin = f"static default for {target.arch}"
-    able = (
-        Candidate(problem, target, config, "default", origin)
-        for config in PREFILL.able(problem, target)
-    )
-    try:
-        choice = first_served(able, problem, target, compiled, memory())
-    except (BuildError, ConfigError, WrongKernelError):
+    choice = _served(PREFILL, problem, target, compiled)
+    if choice is None:
         return None
     config: Any = choice.config
     form = problem.structure
@@ -107,6 +103,26 @@ def ragged_kernels(
         merge=compiled(render_merge_parts(form, config, target)),
         merges=merge_programs(form, config, target), words=part_words(form, config, target),
     )  # fmt: skip
+
+
+def _served(
+    family: KernelFamily[Any],
+    problem: Problem,
+    target: Device,
+    compiled: Callable[[Source], Kernel],
+) -> Choice | None:
+    """The first of a family's static defaults that serves; None where there is none."""
+    if not family.offered(target):
+        return None
+    origin = f"static default for {target.arch}"
+    able = (
+        Candidate(problem, target, config, "default", origin)
+        for config in family.able(problem, target)
+    )
+    try:
+        return first_served(able, problem, target, compiled, memory())
+    except (BuildError, ConfigError, WrongKernelError):
+        return None
 
 
 def packed_problem(
@@ -199,11 +215,7 @@ def prepare_packed(
     problem: ServingProblem, target: Device, device: torch.device, q: Tensor, k: Tensor, v: Tensor
 ) -> PackedLaunch | None:
     """The launch of packed sequences; None where Hopper's forward does not serve them."""
-    index = device.index if device.type == "cuda" else -1
-
-    def compiled(source: Source) -> Kernel:
-        return builder().kernel(source, target, index)
-
+    index, compiled = _compiler(target, device)
     kernels = ragged_kernels(problem, target, compiled)
     if kernels is None:
         return None
@@ -229,3 +241,48 @@ def prepare_packed(
         index, scratch, False, rest,
         sources if kernels.merge is None else (*sources, kernels.merge.source),
     )  # fmt: skip
+
+
+def _compiler(target: Device, device: torch.device) -> tuple[int, Callable[[Source], Kernel]]:
+    """The index of a GPU, -1 of none, and what makes kernels for it."""
+    index = device.index if device.type == "cuda" else -1
+    return index, lambda source: builder().kernel(source, target, index)
+
+
+def packed_backward_problem(
+    q: Tensor, k: Tensor, v: Tensor, sequences: int, score: Bound | None, mask: Bound | None
+) -> Problem:
+    """The problem of the gradients of packed sequences; shapes as those of PackedLaunch."""
+    (total_q, Hq, D), (total_k, Hkv, Dv) = q.shape, v.shape
+    problem = make_problem(
+        "backward", DTYPES[q.dtype], Shape(1, Hq, Hkv, total_q, total_k, D, Dv), score, mask, None,
+        layout_of(*(TensorFacts(*facts_of(x[None])) for x in (q, k, v))),
+    )  # fmt: skip
+    # What lies behind the last sequence is one more.
+    structure = replace(problem.structure, ragged_kv=True)
+    return replace(problem, structure=structure, B=sequences + 1)
+
+
+class PackedBackward(NamedTuple):
+    """The kernel that dispatch chose for the gradients of packed sequences."""
+
+    choice: Choice
+
+    @classmethod
+    def of(cls, problem: Problem, target: Device, device: torch.device) -> PackedBackward | None:
+        """None where Hopper's backward does not serve a problem."""
+        choice = _served(BACKWARD, problem, target, _compiler(target, device)[1])
+        return None if choice is None else cls(choice)
+
+    def choose(self, *_: object) -> Choice:
+        """As Dispatcher.choose."""
+        return self.choice
+
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor
+    ) -> BackwardLaunch:
+        """The launch for tensors of one batch, [1, heads, length, D]."""
+        chosen, fixed = self.choice, cast(Dispatcher, self)
+        return prepare_backward(
+            chosen.problem, chosen.device, out.device, fixed, NONE, (q, k, v), out, dout, None
+        )

@@ -83,11 +83,13 @@ def judge_forward(chosen: ChosenKernels) -> Verdict:
 def judge_backward(chosen: ChosenKernels) -> Verdict:
     """Launch the backward of a made-up call of few rows, and judge all gradients of it.
 
-    Raises Unjudged for one with dropout.
+    Raises Unjudged for one with dropout, and for packed sequences.
     """
     if chosen.dropout is not None:
         raise Unjudged("gradients of captured tensors beside dropout")
     p = chosen.choice.problem
+    if p.structure.ragged_kv:
+        raise Unjudged("packed sequences are judged by a call's own")
     rows = max(1, min(p.q_len, _SCORES // (p.kv_len * (p.Hq // p.Hkv))))
     problem, lists = _small(chosen, rows)
     both, sparsity = None, problem.structure.sparsity

@@ -227,4 +227,6 @@ def skips_vanished(structure: Structure, config: Config) -> bool:
     It does so where a forward does. A weight exp(S' - lse) that is 0 in float32 is a factor of all
     that its score adds to gradients, those of lse and of captured tensors among them.
     """
-    return structure.kind == "backward" and skips_far(replace(structure, kind="prefill"), config)
+    if structure.kind != "backward" or structure.ragged_kv:
+        return False
+    return skips_far(replace(structure, kind="prefill"), config)

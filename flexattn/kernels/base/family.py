@@ -27,7 +27,7 @@ class Around(NamedTuple):
     before: what makes delta, without and with a gradient of lse. scratch: names and shapes of the
     memory that all share, of four bytes an element. blocks: rows and keys of the tiles that the
     kernel leaves out where their weights vanish; None where it visits all. trim: what finds the
-    ends of its walks, where a mask's lists alone do not say them.
+    ends of its walks, where a mask's lists alone do not say them, or packed sequences' tiles.
     """
 
     before: tuple[Source, Source]

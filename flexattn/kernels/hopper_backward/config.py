@@ -171,7 +171,7 @@ def at_sizes(config: HopperBackwardConfig, problem: Problem) -> HopperBackwardCo
     return replace(
         config,
         mha=_shared_heads(problem) == 1 and not counts,
-        even_n=problem.kv_len % config.BLOCK_N == 0,
+        even_n=problem.kv_len % config.BLOCK_N == 0 and not problem.structure.ragged_kv,
     )
 
 
@@ -205,6 +205,8 @@ def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str,
     rows, sparsity = config.BLOCK_M, problem.structure.sparsity
     if sparsity is not None and not walks_runs(problem.structure, config):
         rows = sparsity.q_block
+    if problem.structure.ragged_kv:
+        return _sizes_of_packed(problem, config)
     num_tiles = -(-problem.kv_len // config.BLOCK_N)
     at_once = min(num_tiles, DETERMINISTIC_AT_ONCE) if config.deterministic else num_tiles
     return {
@@ -213,6 +215,23 @@ def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str,
         "num_queries": -(-problem.q_len // rows) * (rows // config.BLOCK_M),
         "kv_units": problem.Hkv * _batches(problem),
         "section_heads": max(1, BLOCKS_AT_ONCE * config.waves // at_once),
+        "shared_heads": _shared_heads(problem),
+    }
+
+
+def _sizes_of_packed(problem: Problem, config: HopperBackwardConfig) -> dict[str, int]:
+    """The same of packed sequences, each of which may end within a tile.
+
+    num_tiles, num_queries: the most that there may be. num_requests: sequences.
+    """
+    num_tiles = problem.kv_len // config.BLOCK_N + problem.B
+    return {
+        "num_heads": problem.Hkv,
+        "num_tiles": num_tiles,
+        "num_queries": problem.q_len // config.BLOCK_M + problem.B,
+        "num_requests": problem.B,
+        "kv_units": problem.Hkv,
+        "section_heads": max(1, BLOCKS_AT_ONCE * config.waves // num_tiles),
         "shared_heads": _shared_heads(problem),
     }
 

@@ -25,6 +25,7 @@ from flexattn.kernels.hopper_backward.config import (
 )
 from flexattn.kernels.hopper_backward.limits import LIMITS
 from flexattn.kernels.hopper_backward.masks import band_and_rest, band_of, reads_diagonals
+from flexattn.kernels.hopper_backward.ragged import TILE_WORDS, render_key_tiles
 from flexattn.kernels.hopper_backward.source import (
     SUMS_OF_A_ROW,
     flags_of,
@@ -57,6 +58,9 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     warpgroup hands to the other in 16 bits, lose some of theirs.
     """
     structure = problem.structure
+    if structure.ragged_kv:
+        yield from _of_packs(problem)
+        return
     width, plain = columns(structure), _few_registers(structure)
     # Tall tiles have 64 registers of scores, and as many of their gradients.
     tiles = {64: (_TALL, _WIDE) if plain else (_WIDE,), 128: (_WIDE,)}.get(width, (_SPLIT,))
@@ -86,6 +90,28 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
         elif structure.score is None and not structure.dropout and _keeps_weights(problem):
             yield _by_product(config)
         yield config
+
+
+def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
+    """Configs for packed sequences, by preference.
+
+    Blocks are persistent, since places of a list may be empty, and take the longest tiles first.
+    """
+    structure = problem.structure
+    if columns(structure) > 128:
+        config = at_sizes(replace(_SPLIT, remat=True), problem)
+        if structure.score is None:
+            yield _by_product(config)
+        yield config
+        return
+    config = at_sizes(
+        replace(
+            _WIDE, ds_stages=2, dq_tma=True, ds_first=True, persistent=True, waves=16, remat=True,
+            early_lse="half",
+        ),
+        problem,
+    )  # fmt: skip
+    yield config
 
 
 def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> HopperBackwardConfig:
@@ -251,7 +277,8 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
     def around(self, problem: Problem, config: HopperBackwardConfig, device: Device) -> Around:
         """dq is added up in fp32, in the order in which threads hold it."""
         structure = problem.structure
-        tiles = problem.B * problem.Hq * sizes_of_launch(problem, config)["num_queries"]
+        ragged, sizes = structure.ragged_kv, sizes_of_launch(problem, config)
+        tiles = (1 if ragged else problem.B) * problem.Hq * sizes["num_queries"]
         rows = config.BLOCK_M * columns(structure) // SUMS_OF_A_ROW
         scratch = [
             ("STATS", (1, 1, tiles, 2 * config.BLOCK_M)),
@@ -268,6 +295,10 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         skips = skips_vanished(structure, config)
         blocks = (config.BLOCK_M, config.BLOCK_N) if skips else None
         trim = render_trim(structure, config, device) if trims_runs(structure, config) else None
+        if ragged:
+            trim = render_key_tiles(structure, config, device)
+            scratch.append(("KEY_TILES", (1, 1, 1 + sizes["num_tiles"], TILE_WORDS)))
+            scratch.append(("ROW_TILES", (1, 1, sizes["num_queries"], 2)))
         return Around((before, through_lse), tiles, after, tuple(scratch), blocks, trim)
 
     def bind(

@@ -16,7 +16,12 @@ from flexattn.kernels.hopper_backward.config import (
     columns,
     multiplied_columns,
 )
-from flexattn.kernels.hopper_backward.masks import loads_pairs, sums_diagonals
+from flexattn.kernels.hopper_backward.masks import (
+    band_of,
+    loads_pairs,
+    reads_diagonals,
+    sums_diagonals,
+)
 from flexattn.problem import Structure
 
 # Threads of the two consumers, which share a tile.
@@ -82,6 +87,13 @@ class ConfigCase:
         scores = c.BLOCK_M * c.BLOCK_N // CONSUMER_THREADS * (2 if c.by_product else 1)
         dq_tile = c.BLOCK_M * self.columns // CONSUMER_THREADS
         return dk_and_dv + max(2 * scores, scores // 2 + dq_tile) + BESIDE_TILES
+
+
+def _packs(structure: Structure, config: HopperBackwardConfig) -> bool:
+    """True if the kernel has for packed sequences what a structure asks for."""
+    banded = structure.mask is None or band_of(structure.mask.mod.expr) is not None
+    others = config.deterministic or structure.dropout or structure.grads
+    return banded and not others and not reads_diagonals(structure)
 
 
 LIMITS: Limits[ConfigCase] = Limits(
@@ -253,6 +265,12 @@ LIMITS: Limits[ConfigCase] = Limits(
             "a mod reads memory for each query and key, which Hopper's backward has no tile for,"
             " or not along q_idx - kv_idx",
             lambda c: not loads_pairs(c.structure),
+        ),
+        Rule(
+            "packed sequences",
+            "packed sequences have no mask but a band, no order of sums, no dropout and no "
+            "captured gradients, and read nothing along q_idx - kv_idx",
+            lambda c: not c.structure.ragged_kv or _packs(c.structure, c.config),
         ),
         SHARED_MEMORY,
         Rule(

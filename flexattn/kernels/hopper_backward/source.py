@@ -44,6 +44,13 @@ from flexattn.kernels.hopper_backward.narrow import (
     halves_of_dq,
     holds_half,
 )
+from flexattn.kernels.hopper_backward.ragged import (
+    KEY_TILES,
+    ROW_TILES,
+    TILE_WORDS,
+    row_arguments,
+    title_of,
+)
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
 from flexattn.kernels.printers.gradient_printer import (
     PrintedGradient,
@@ -88,13 +95,19 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
     if config.dq_tma:
         sums_rows = rows * width // SUMS_OF_A_ROW // dq_boxes(structure, config).count
         sums = Argument("DQ_ACC", _described(sums_rows, SUMS_OF_A_ROW, 128))
-    found += [sums, *(Argument(name, "i32") for name in _SIZES)]
+    found += [sums, *(Argument(name, "i32") for name in _sizes(structure))]
     found.append(Argument("sm_scale", "fp32"))
     if config.dq_tma:
         found.append(Argument(flags_of(config), "*i32", 16))
     found += [_COUNTER] * config.persistent
     found += dropout_arguments(structure)[:2]
+    found += row_arguments(structure)
     return (*found, *mod_arguments(structure, config))
+
+
+def _sizes(structure: Structure) -> tuple[str, ...]:
+    """The names of numbers; packed sequences have lengths of their own."""
+    return _SIZES[:-2] if structure.ragged_kv else _SIZES
 
 
 def mod_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
@@ -111,6 +124,7 @@ def list_arguments(structure: Structure, config: HopperBackwardConfig) -> list[A
     found = [M_BLOCK_MAX] if skips_vanished(structure, config) else []
     if found and config.deterministic:
         found.append(N_BLOCK_MIN)
+    found += [KEY_TILES] * structure.ragged_kv
     return [*found, *_sparse(structure, config)]
 
 
@@ -122,7 +136,7 @@ def before_arguments(
     cleared = Argument(flags_of(config), "*i32", 16) if config.dq_tma else _SUMS
     found += [Argument("STATS", "*fp32", 16), cleared]
     found += [Argument(name, "i32") for name in ("Hq", "q_len", "num_queries")]
-    found += [_COUNTER] * config.persistent
+    found += [_COUNTER] * config.persistent + [ROW_TILES] * structure.ragged_kv
     return (*found, *dropout_arguments(structure)[2:])
 
 
@@ -141,6 +155,7 @@ def after_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple
     found += [_SUMS, Argument("DQ", f"*{signature_type(structure.dtype)}", 16)]
     found += [Argument(f"stride_dq{axis}", "i64", divisor) for axis in "bhm"]
     found += [Argument(name, "i32") for name in ("Hq", "q_len", "num_queries")]
+    found += [ROW_TILES] * structure.ragged_kv
     return (*found, Argument("sm_scale", "fp32"))
 
 
@@ -231,6 +246,11 @@ def render(
         "masked_lse": rest is None or not (structure.score or structure.dropout),
         "hoisted": [line for each in used for line in each.hoisted],
         "indexed": bool(used),
+        "ragged": structure.ragged_kv,
+        "row_arguments": [each.name for each in row_arguments(structure)],
+        "listed": sparsity is not None or structure.ragged_kv,
+        "some_masked": sparsity is not None or band is not None,
+        "joined": walks_runs(structure, config) or structure.ragged_kv,
         "runs": walks_runs(structure, config),
         "trimmed": trims_runs(structure, config),
         "decay_skip": skips_vanished(structure, config),
@@ -241,7 +261,9 @@ def render(
         "narrow": narrow,
         "dq_boxes": dq_boxes(structure, config),
         **halves_of_dq(structure, config),
-        "shift_rows": config.shift_rows and sparsity is None and not config.deterministic,
+        "shift_rows": config.shift_rows
+        and sparsity is None
+        and not (config.deterministic or structure.ragged_kv),
         "flags": flags_of(config),
         "announcement": ANNOUNCED,
         "warp_numbers": WARP_NUMBERS_FORM if WARP_NUMBERS in stages.passes else "",
@@ -252,7 +274,9 @@ def render(
         "beside_registers": [240] * config.by_product + [24] * len(_beside(structure, config)),
         "half": "bf16" if structure.dtype == "bfloat16" else "f16",
         "grouped": not config.mha,
-        "found_ahead": config.persistent and config.mha and sparsity is not None,
+        "found_ahead": config.persistent
+        and config.mha
+        and (sparsity is not None or structure.ragged_kv),
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
     return make_source(
@@ -273,7 +297,7 @@ def _stages(structure: Structure, config: HopperBackwardConfig) -> Stages:
 
     That only beside ds_first, with which it was measured: 1 % faster with a causal mask, H200.
     """
-    told = structure.sparsity is not None and config.ds_first
+    told = (structure.sparsity is not None or structure.ragged_kv) and config.ds_first
     passes = (WARP_NUMBERS,) * told + (_TWO_BUFFERS,) * (config.ds_stages == 2)
     return Stages(passes + (NARROW_PRODUCTS,) * any(announcements(structure, config).values()))
 
@@ -290,13 +314,14 @@ def render_before(
         "constants": (*settings.items(), *BASE_2),
         "v_pieces": named_pieces("v", structure.head_dim_v),
         "through_lse": through_lse,
+        "ragged": structure.ragged_kv,
         "config": config,
         "structure": structure,
         "flags": flags_of(config),
     }
     template = "hopper_backward/before.py.jinja"
     found = before_arguments(structure, config, through_lse)
-    return make_source(template, device, [_title(structure)], context, found, 4, 1)
+    return make_source(template, device, [title_of(structure)], context, found, 4, 1)
 
 
 def _remaining(mask: Captures | None, rest: Expr | None) -> Captures | None:
@@ -330,7 +355,7 @@ def render_trim(structure: Structure, config: HopperBackwardConfig, device: Devi
         "mask": mask,
     }
     template, found = "hopper_backward/trim.py.jinja", trim_arguments(structure)
-    return make_source(template, device, [_title(structure)], context, found, 4, 1)
+    return make_source(template, device, [title_of(structure)], context, found, 4, 1)
 
 
 def render_after(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
@@ -341,20 +366,17 @@ def render_after(structure: Structure, config: HopperBackwardConfig, device: Dev
         "constants": tuple(settings.items()),
         **_places(config, width),
         "used": _used(structure),
+        "ragged": structure.ragged_kv,
         "config": config,
         "flags": flags_of(config),
     }
     template, found = "hopper_backward/after.py.jinja", after_arguments(structure, config)
-    return make_source(template, device, [_title(structure)], context, found, 4, 1)
+    return make_source(template, device, [title_of(structure)], context, found, 4, 1)
 
 
 def _used(structure: Structure) -> int:
     """The columns of dq, where its tiles have more; else 0."""
     return structure.head_dim_qk if structure.head_dim_qk < columns(structure) else 0
-
-
-def _title(structure: Structure) -> str:
-    return f"backward {structure.dtype} D={structure.head_dim_qk}"
 
 
 def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, object]:
@@ -390,6 +412,8 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
         calls, threads = rows * config.BLOCK_N // 128, 32 * _drawing_warps(config)
         at_once = min(calls, threads)
         settings |= {"DRAWN_AT_ONCE": at_once, "DRAWN_PARTS": calls // at_once}
+    if structure.ragged_kv:
+        settings["WORDS"] = TILE_WORDS
     if sparsity is not None:
         settings |= _of_blocks(structure, config)
         if config.deterministic:

@@ -1,0 +1,57 @@
+"""Packed sequences in Hopper's backward: which tiles of rows and keys they have."""
+
+from __future__ import annotations
+
+from math import gcd
+
+from flexattn.device import Device
+from flexattn.kernels.base.arguments import Argument
+from flexattn.kernels.base.source import Source, make_source
+from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
+from flexattn.kernels.hopper_backward.masks import band_of
+from flexattn.kernels.printers.spelling import signature_type
+from flexattn.problem import Structure
+
+# See templates/hopper_backward/key_tiles.py.jinja.
+KEY_TILES, ROW_TILES = Argument("KEY_TILES", "*i32", 16), Argument("ROW_TILES", "*i32", 8)
+# Numbers of a tile of keys; tiles that a program ranks at a time, and sequences beside them.
+TILE_WORDS, _TILES, _REQUESTS = 16, 64, 64
+
+
+def row_arguments(structure: Structure) -> list[Argument]:
+    """The arguments by which rows of dK and dV are stored where a tile ends with a sequence."""
+    if not structure.ragged_kv:
+        return []
+    element, found = f"*{signature_type(structure.dtype)}", []
+    for name, width in zip(("DK", "DV"), structure.head_dims, strict=True):
+        found.append(Argument(f"{name}_ROWS", element, 16))
+        steps = (f"stride_{name.lower()}{axis}" for axis in "hn")
+        found += [Argument(each, "i64", gcd(16, width)) for each in steps]
+    return found
+
+
+def render_key_tiles(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
+    """The kernel that lists the tiles of packed sequences: a program a sequence."""
+    band = None if structure.mask is None else band_of(structure.mask.mod.expr)
+    settings = {
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "WORDS": TILE_WORDS,
+        "TILES": _TILES,
+        "REQUESTS": _REQUESTS,
+    }
+    context: dict[str, object] = {
+        "constants": tuple(settings.items()),
+        "band": band,
+        "falling": band is not None and band.high is None,
+    }
+    found = [Argument(name, "*i32", 4) for name in ("CU_SEQLENS", "CU_SEQLENS_K")]
+    sizes = ("q_len", "kv_len", "num_requests", "num_tiles", "num_queries")
+    found += [KEY_TILES, ROW_TILES, *(Argument(name, "i32") for name in sizes)]
+    template = "hopper_backward/key_tiles.py.jinja"
+    return make_source(template, device, [title_of(structure)], context, tuple(found), 4, 1)
+
+
+def title_of(structure: Structure) -> str:
+    """The first line of a kernel around the backward's own."""
+    return f"backward {structure.dtype} D={structure.head_dim_qk}"

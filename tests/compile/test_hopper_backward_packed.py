@@ -1,0 +1,54 @@
+"""Hopper's backward of packed sequences compiles with no device, and keeps its registers."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from flexattn.catalogue import causal, sliding_window, softcap
+from flexattn.kernels.hopper_backward.family import BACKWARD
+from flexattn.mods import bind
+from flexattn.runtime.build import compile_source
+from flexattn.runtime.ragged import packed_backward_problem
+from flexattn.runtime.resources import resources
+from tests.compile.product_loops import product_loops
+from tests.problems import H200
+
+MASKS = {"full": None, "causal": causal, "window": sliding_window(1000)}
+QUICK = [(64, "causal", 4)]
+EVERY = [
+    *product((64, 80, 96, 128, 192, 256), MASKS, (1, 4)),
+    *product((64, 128), ["capped"], (4,)),
+]
+
+
+def compiled(D, name, group):
+    """The default of a pack, and how many words each of its loops of products spills."""
+    q = torch.empty(300, 2 * group, D, dtype=torch.bfloat16)
+    k = torch.empty(300, 2, D, dtype=torch.bfloat16)
+    score = softcap(30.0) if name == "capped" else None
+    mods = bind(score, "score"), bind(MASKS.get(name, causal), "mask")
+    problem = packed_backward_problem(q, k, k, 3, *mods)
+    config = next(BACKWARD.able(problem, H200))
+    around = BACKWARD.around(problem, config, H200)
+    for each in (*around.before, around.trim, around.after):
+        assert not resources(compile_source(each, H200), H200).starved
+    found = compile_source(BACKWARD.render(problem.structure, config, H200, "test"), H200)
+    taken = resources(found, H200)
+    assert not taken.serialised and taken.shared <= H200.shared_memory, taken
+    used = BACKWARD.limits.resources(config, problem.structure, H200)
+    assert abs(used[0] - taken.shared) <= 512
+    return [words for _, words in product_loops(found.asm["cubin"])]
+
+
+@pytest.mark.parametrize(("D", "name", "group"), QUICK, ids=str)
+def test_defaults_keep_their_registers(D, name, group):
+    spilled = compiled(D, name, group)
+    assert spilled and not any(spilled), spilled
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize(("D", "name", "group"), EVERY, ids=str)
+def test_every_default_overlaps_its_products(D, name, group):
+    spilled = compiled(D, name, group)
+    assert spilled and max(spilled) <= 12, spilled

@@ -1,0 +1,201 @@
+"""Gradients of packed sequences: tiles listed, delta and dq interpreted, and the rest emulated."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import flexattn.kernels.hopper_backward.family as family
+import flexattn.runtime.backward as backward
+from flexattn.catalogue import causal, sliding_window, softcap
+from flexattn.device import detect
+from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, at_sizes, columns
+from flexattn.mods import bind
+from flexattn.runtime.build import builder
+from flexattn.runtime.dispatch import Candidate
+from flexattn.runtime.ragged import PackedBackward, packed_backward_problem
+from tests.emulated_gluon import run
+from tests.emulated_memory import Descriptor, Pointer
+from tests.launches import Recorded
+from tests.packs import alone, offsets
+from tests.problems import H200
+
+DESCRIBED = re.compile(r"tensordesc<(\w+)\[([\d, ]+)\]")
+# Fewer SMs than there are tiles of keys.
+TARGET = replace(H200, num_sms=3)
+
+
+class Emulated(Recorded):
+    """Hopper's backward on tensors of the CPU, whose strides are those of its descriptors."""
+
+    compiled = binary = None
+    shared_memory = 0
+
+    def __init__(self, source):
+        super().__init__(source)
+        self.config = self.structure = None
+
+    def launch(self, stream, given):
+        super().launch(stream, given)
+        told, arrays = self.launched[-1], {}
+
+        def array(x, kind):
+            """The memory of a tensor in float32, or of numbers, from its first one on."""
+            if kind.endswith("i32"):
+                return x.view(torch.int32).view(-1).numpy()
+            size = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
+            whole = x.detach().as_strided((size,), (1,))
+            if x.data_ptr() not in arrays:
+                arrays[x.data_ptr()] = whole.float().numpy(), whole
+            return arrays[x.data_ptr()][0]
+
+        values = {}
+        for each in self.source.arguments:
+            value, described = told[each.name], DESCRIBED.match(each.type)
+            if described:
+                box, flat = self.boxes[each.name], array(value, each.type)
+                strides = [4 * step for step in box.strides]
+                view = np.lib.stride_tricks.as_strided(flat, box.shape, strides)
+                block = tuple(map(int, described[2].split(",")))
+                value = Descriptor(view, block, 4 if described[1] == "fp32" else 2)
+            elif isinstance(value, torch.Tensor):
+                value = Pointer(array(value, each.type))
+            values[each.name] = value
+        sums = values["DQ_ACC"]
+        if isinstance(sums, Pointer):
+            rows, width = self.config.BLOCK_M, columns(self.structure)
+            values["DQ_ACC"] = Pointer(sums.array.reshape(-1, rows, width))
+        run(self.source, self.programs, values)
+        if isinstance(sums, Pointer):
+            sums.array[...] = self.as_threads_hold(values["DQ_ACC"].array).reshape(-1)
+        for found, whole in arrays.values():
+            whole.copy_(torch.from_numpy(found))
+
+    def as_threads_hold(self, sums):
+        """Tiles by rows in the order of DQ_ACC: see after.py.jinja."""
+        count, _, width = sums.shape
+        groups = (2, 4)  # warps by columns and by rows
+        found = sums.reshape(count, groups[1], 2, 8, groups[0], width // groups[0] // 8, 4, 2)
+        return found.transpose(0, 5, 4, 1, 3, 6, 2, 7)
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch):
+    """Kernels are made for a small Hopper, one emulated and the others interpreted."""
+
+    class Builder:
+        def kernel(self, source, target, index):
+            return builder().kernel(source, target, -1)
+
+    here = detect(torch.device("cpu"))
+    for name in ("render_before", "render_after", "render_key_tiles"):
+        plain = getattr(family, name)
+        monkeypatch.setattr(
+            family, name,
+            lambda structure, config, _, *more, plain=plain: plain(structure, config, here, *more),
+        )  # fmt: skip
+    monkeypatch.setattr(backward, "builder", Builder)
+
+
+def made(q_lens, k_lens, heads=(4, 2), dims=(64, 64), more=0):
+    """q, k, v, the gradient of the output, and cu_seqlens; more: rows behind the last, of NaN."""
+    torch.manual_seed(0)
+    sizes = [(sum(x) + more, h, d) for x, h, d in (
+        (q_lens, heads[0], dims[0]), (k_lens, heads[1], dims[0]), (k_lens, heads[1], dims[1]),
+        (q_lens, heads[0], dims[1]),
+    )]  # fmt: skip
+    q, k, v, dout = (torch.randn(x).bfloat16() for x in sizes)
+    for x, lens in ((q, q_lens), (k, k_lens), (v, k_lens), (dout, q_lens)):
+        x[sum(lens) :] = torch.nan
+    return q, k, v, dout, offsets(q_lens), offsets(k_lens)
+
+
+def gradients(config, q, k, v, dout, cu_q, cu_k, score_mod=None, mask_mod=None, dlse=None):
+    """dq, dk and dv of a launch, and float64's of each sequence by itself."""
+    score, mask = bind(score_mod, "score"), bind(mask_mod, "mask")
+    problem = packed_backward_problem(q, k, v, len(cu_q) - 1, score, mask)
+    structure = problem.structure
+    config = at_sizes(config, problem)
+    assert not family.BACKWARD.limits.reasons(config, structure, H200)
+    choice = Candidate(problem, TARGET, config, "forced", "test").choice()
+    attend = Emulated(choice.source)
+    attend.config, attend.structure = config, structure
+    chosen = PackedBackward(replace(choice, kernels=(attend,)))
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = alone(*leaves, cu_q, cu_k, score_mod=score_mod, mask_mod=mask_mod, scale=0.1)
+    rows = len(out)
+    sums = torch.zeros(1, q.shape[1], len(q))
+    sums[0, :, :rows] = lse.detach().float()
+    whole = torch.full((len(q), *out.shape[1:]), torch.nan).bfloat16()
+    whole[:rows] = out.detach()
+    views = [x[None].transpose(1, 2) for x in (q, k, v, whole, dout)]
+    launch = chosen.prepare(*views)
+    rest = (cu_q, cu_k, *launch.rest_of(None, score, mask))
+    inputs, views = tuple(views[:3]), views[3:]
+    # Nothing that is not written passes for a gradient.
+    into = [torch.full_like(x, torch.nan) for x in inputs]
+    given = None if dlse is None else torch.cat((dlse, dlse[:, :, rows:]), 2)
+    found = launch.run(inputs, views[0], sums, (views[1], given), 0.1, rest, (), into)
+    targets = [(out, dout[:rows].double())]
+    if dlse is not None:
+        targets.append((lse, dlse[0].double()))
+    wanted = torch.autograd.grad([x for x, _ in targets], leaves, [g for _, g in targets])
+    ends = (rows, int(cu_k[-1]), int(cu_k[-1]))
+    mine = [x[0].transpose(0, 1)[:end] for x, end in zip(found[:3], ends, strict=True)]
+    return mine, [x[:end] for x, end in zip(wanted, ends, strict=True)]
+
+
+def check(*given, **asked):
+    for mine, wanted in zip(*gradients(*given, **asked), strict=True):
+        assert mine.isfinite().all()
+        worst = (mine.double() - wanted).abs().max()
+        assert worst <= 0.02 * wanted.abs().max() + 1e-3, float(worst)
+
+
+ENGINE = {"dq_tma": True, "ds_stages": 2, "ds_first": True, "remat": True}
+CONFIGS = {
+    "persistent": HopperBackwardConfig(64, 128, 2, persistent=True, early_lse="half", **ENGINE),
+    "tall": HopperBackwardConfig(128, 128, 2, persistent=True, dp_rs=True, **ENGINE),
+    "halves": HopperBackwardConfig(64, 128, 2, dq_halves=True, **ENGINE),
+    "by product": HopperBackwardConfig(64, 64, 2, by_product=True, early_lse="all"),
+    "split": HopperBackwardConfig(64, 64, 2, remat=True),
+}
+MASKS = {
+    "full": {},
+    "causal": {"mask_mod": causal},
+    "window": {"mask_mod": sliding_window(40)},
+    "soft cap": {"score_mod": softcap(2.0), "mask_mod": causal},
+    "by position": {"score_mod": lambda s, b, h, q, k: s * (1 + b) - (q - k) / (8 * (h + 1))},
+}
+LENGTHS = {
+    "odd": ([70, 1, 0, 130], [70, 1, 0, 130]),
+    "one": ([150], [150]),
+    "others": ([40, 100, 1, 0], [150, 20, 65, 7]),
+}
+CASES = [
+    ("persistent", "causal", "odd", (4, 2)),
+    ("persistent", "full", "others", (2, 2)),
+    ("persistent", "window", "odd", (2, 2)),
+    ("tall", "by position", "odd", (2, 2)),
+    ("halves", "causal", "one", (2, 2)),
+    ("halves", "soft cap", "odd", (4, 2)),
+    ("by product", "causal", "odd", (4, 2)),
+    ("by product", "by position", "others", (2, 2)),
+    ("split", "window", "odd", (2, 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "asked", "lengths", "heads"), CASES, ids=str)
+def test_gradients(name, asked, lengths, heads):
+    """Behind the last sequence all is NaN."""
+    given = made(*LENGTHS[lengths], heads=heads, dims=(64, 40), more=30)
+    check(CONFIGS[name], *given, **MASKS[asked])
+
+
+def test_a_gradient_of_lse_and_other_lengths_in_one_launch():
+    """Of few sequences there are more blocks than tiles of keys."""
+    given = made([20], [20], heads=(2, 2))
+    dlse = torch.randn(1, 2, 20)
+    check(CONFIGS["persistent"], *given, mask_mod=causal, dlse=dlse)
