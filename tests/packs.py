@@ -5,6 +5,7 @@ import torch
 from flexattn import create_block_mask
 from flexattn.reference import Precision, attention
 from flexattn.verify.gate import judge
+from tests.support import assert_close_as
 
 # Empty ones, one token, whole blocks, and more keys than queries and the other way round.
 LENGTHS = [3, 0, 128, 1, 59, 70]
@@ -85,3 +86,33 @@ def assert_right(got, *given, **asked):
     ]
     verdict = judge(*triples, given[0].dtype)
     assert verdict.passed, verdict.message()
+
+
+def assert_gradients(got, q, k, v, cu_q, cu_k, *, grads, causal=False, window=(-1, -1), sinks=None,
+    **mods,
+):  # fmt: skip
+    """Hold gradients of q, k, v and sinks to the oracle's, each sequence by itself.
+
+    grads: of out, and of lse or None; behind the last sequence nothing is judged.
+    """
+    ends = [int(cu_q[-1]), int(cu_k[-1]), int(cu_k[-1])]
+    left, right = window[0], 0 if causal else window[1]
+
+    def of(precision):
+        leaves = [x.detach()[:end].double() for x, end in zip((q, k, v), ends, strict=True)]
+        if precision is Precision.ROUNDED:
+            leaves = [x.to(q.dtype) for x in leaves]
+        leaves += [] if sinks is None else [sinks.detach().clone()]
+        leaves = [x.requires_grad_() for x in leaves]
+        out, lse = alone(
+            *leaves[:3], cu_q, cu_k, left=left, right=right, precision=precision,
+            sinks=None if sinks is None else leaves[3], **mods,
+        )  # fmt: skip
+        pairs = [(out, grads[0][: ends[0]]), (lse, grads[1])]
+        pairs = [(x, g.to(x.dtype)) for x, g in pairs if g is not None]
+        pairs = [(x, g[..., : x.shape[-1]]) for x, g in pairs]
+        return torch.autograd.grad([x for x, _ in pairs], leaves, [g for _, g in pairs])
+
+    exact, rounded = of(Precision.ORACLE), of(Precision.ROUNDED)
+    for found, right_one, reference, end in zip(got, exact, rounded, [*ends, None], strict=False):
+        assert_close_as(found[:end], right_one, reference)

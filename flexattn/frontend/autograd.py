@@ -265,7 +265,7 @@ def _gradients(
         planned, (q, k, v), out, lse, (dout, dlse), asked.scale, summed,
         partial(with_tensors, asked, mask, others), sinks=sinks,
     )  # fmt: skip
-    dsinks = _of_sinks(sinks, lse, found.delta) if wanted[3] else None
+    dsinks = of_sinks(sinks, lse, found.delta) if wanted[3] else None
     of_slots = dict(zip(asked.slots, found.captured, strict=True))
     given = (found.dq, found.dk, found.dv, dsinks, *map(of_slots.get, range(call.captured)))
     return tuple(x if want else None for x, want in zip(given, wanted, strict=True))
@@ -294,7 +294,7 @@ def _alike(saved: Tensor | None, now: Tensor | None) -> bool:
     return same and saved._version == now._version
 
 
-def _of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+def of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """A sink weighs exp(sink - lse) of its row and has no value: that times -delta, summed."""
     # lse is -inf where the sink is, beside no key: both are no number's difference.
     weight = torch.exp(sinks.float()[:, None] - lse.clamp(min=torch.finfo(lse.dtype).min))

@@ -1,8 +1,8 @@
 """varlen_attn(): attention of packed sequences, without a mask object.
 
 The sequences lie in one row; which belongs to which is found on the device, from cu_seqlens. One
-place, `_serve`, decides what serves a call: on Hopper the forward that reads cu_seqlens; for what
-that does not have, gradients among it, `flex_attention` with a document mask.
+place, `_serve`, decides what serves a call: on Hopper the forward and the backward that read
+cu_seqlens; for what these do not have `flex_attention` with a document mask.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _serve(
     score_mod: ScoreMod | None,
     rest: dict[str, Any],
 ) -> Any:
-    """The results of a call by the engine that serves it: Hopper's forward, or a document mask."""
+    """The results of a call by the engine that serves it: Hopper's kernels, or a document mask."""
     given = (q, k, v, packing, score_mod, rest)
     done = None if torch.compiler.is_dynamo_compiling() else _attended(*given)
     if done is not None:
@@ -202,7 +202,7 @@ def _attended(
     scale = check_scale(rest["scale"], q.shape[2])
     lse = rest["return_lse"] or (aux is not None and aux.lse)
 
-    def as_documents() -> Attended:
+    def as_documents(q: Tensor, k: Tensor, v: Tensor) -> Attended:
         mask, score = document_call(packing, score_mod)
         return Attended(*_heads(q, k, v), scale, score, mask, sinks)
 

@@ -7,15 +7,21 @@ import numpy as np
 import pytest
 import torch
 
+import flexattn
+import flexattn.frontend.packed as engine
 import flexattn.kernels.hopper_backward.family as family
 import flexattn.runtime.backward as backward
+import flexattn.runtime.ragged as packed
+import tests.interpreter.test_packed_launch as forward
 from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.device import detect
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, at_sizes, columns
 from flexattn.mods import bind
 from flexattn.runtime.build import builder
 from flexattn.runtime.dispatch import Candidate
+from flexattn.runtime.outcomes import memory
 from flexattn.runtime.ragged import PackedBackward, packed_backward_problem
+from flexattn.settings import override
 from tests.emulated_gluon import run
 from tests.emulated_memory import Descriptor, Pointer
 from tests.launches import Recorded
@@ -199,3 +205,37 @@ def test_a_gradient_of_lse_and_other_lengths_in_one_launch():
     given = made([20], [20], heads=(2, 2))
     dlse = torch.randn(1, 2, 20)
     check(CONFIGS["persistent"], *given, mask_mod=causal, dlse=dlse)
+
+
+def test_varlen_attn(monkeypatch):
+    """The first gradients are judged by the document mask; new lengths take the same launch."""
+    launches = []
+
+    class Both:
+        def kernel(self, source, target, index):
+            if source.language != "gluon":
+                return builder().kernel(source, target, -1)
+            backwards = source.entry.startswith("flexattn_hopper_backward")
+            launches.append(Emulated(source) if backwards else forward.Emulated(source))
+            return launches[-1]
+
+    forward.on_hopper.__wrapped__(monkeypatch)
+    monkeypatch.setattr(packed, "builder", Both)
+    monkeypatch.setattr(engine, "_is_plain", lambda *given: True)
+    monkeypatch.setattr(engine, "detect", lambda _: TARGET)
+    q, k, v, dout, *_ = made([200], [200])
+    with override(verify="first", check=False):
+        for lengths in ([70, 1, 129], [20, 100, 80]):
+            cu = offsets(lengths)
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = flexattn.varlen_attn(*leaves, cu, cu, causal=True, scale=0.1)
+            found = torch.autograd.grad(out, leaves, dout)
+            exact = [x.double().requires_grad_() for x in (q, k, v)]
+            wanted, _ = alone(*exact, cu, cu, right=0, scale=0.1)
+            wanted = torch.autograd.grad(wanted, exact, dout.double())
+            for mine, right in zip(found, wanted, strict=True):
+                worst = (mine.double() - right).abs().max()
+                assert worst <= 0.02 * right.abs().max(), float(worst)
+    assert len(launches) == 2 and all(len(each.launched) >= 2 for each in launches)
+    assert memory().verified(launches[0].source, TARGET)
+    assert memory().verified(launches[1].source, TARGET)

@@ -40,7 +40,7 @@ class Emulated(Recorded):
         def array(x):
             """The memory of a tensor in float32 or int64, from its first number on."""
             size = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
-            whole = x.as_strided((size,), (1,))
+            whole = x.detach().as_strided((size,), (1,))
             if x.data_ptr() not in arrays:
                 arrays[x.data_ptr()] = (whole.float() if x.is_floating_point() else whole).numpy()
             return arrays[x.data_ptr()]

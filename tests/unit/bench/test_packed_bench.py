@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import packed
+from bench import packed, packed_backward
 from bench.peers import Refusal
 from bench.runner import Method
 
@@ -42,3 +42,14 @@ def test_flash_attention_refuses_mods():
     x = packed.make_pack(replace(SMALL, score="alibi"), ON_CPU)
     assert isinstance(packed.flash("flash_attn_interface")(x), Refusal)
     assert isinstance(packed.flash("no_such_module")(packed.make_pack(SMALL, ON_CPU)), Refusal)
+
+
+@pytest.mark.parametrize("row", [SMALL, replace(SMALL, window=7)], ids=str)
+def test_gradients_pass_the_gate_and_others_do_not(row):
+    x = packed.make_pack(row, ON_CPU)
+    run = packed_backward._prepare(packed.ours, x)
+    found = run()
+    assert packed_backward.check(found, run.dout, x) == ""
+    assert "dk of document 0" in packed_backward.check(
+        (found[0], -found[1], found[2]), run.dout, x
+    )
