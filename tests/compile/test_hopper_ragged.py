@@ -7,7 +7,11 @@ import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.kernels.hopper.config import RaggedPrefillConfig
-from flexattn.kernels.hopper.ragged import render_merge_parts, render_row_tiles
+from flexattn.kernels.hopper.ragged import (
+    ragged_defaults,
+    render_merge_parts,
+    render_row_tiles,
+)
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
@@ -53,6 +57,22 @@ CASES = {
     "sequences of 96 columns": (96, 0, CONFIG, {"lse": True}),
     "sequences of 256 columns": (256, 0, replace(CONFIG, BLOCK_N=64), {"lse": True}),
 }
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_a_capped_score_spills_in_no_loop_of_products(requests):
+    """By static defaults, beside a causal mask; with splits, of several requests."""
+    asked = served(
+        requests, 1, 2048, 8192, 32, 8, 128, 128, torch.bfloat16, torch.bfloat16, 16,
+        score=CAPPED["score"], mask=bind(causal, "mask"),
+    )  # fmt: skip
+    config = next(ragged_defaults(asked, H200))
+    assert config.ping_pong_softmax and config.splits == (requests > 1)
+    assert not violated(config, asked.structure, H200)
+    compiled = compile_source(render(asked.structure, config, H200, "test"), H200)
+    assert not resources(compiled, H200).serialised
+    loops = product_loops(compiled.asm["cubin"])
+    assert loops and not any(spills for _, spills in loops)
 
 
 @pytest.mark.parametrize("case", CASES)

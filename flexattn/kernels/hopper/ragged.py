@@ -24,6 +24,7 @@ from flexattn.kernels.base.source import (
 from flexattn.kernels.hopper.config import (
     BOX,
     BOXED_REGISTERS,
+    CONSUMER_REGISTERS,
     CONSUMER_ROWS,
     PARTS_OF_SHARE,
     HopperPrefillConfig,
@@ -155,6 +156,12 @@ def ragged_defaults(problem: ServingProblem, device: Device) -> Iterator[RaggedP
         first = replace(first, packed_heads=heads)
     elif form.group % 2 == 0:
         first = replace(first, pack_gqa=True)
+    terms = form.terms
+    if keys == 128 and terms is not None:
+        # On an H200 2 to 3 % faster, but not with what diagonals share; a soft cap spills less.
+        first = replace(first, ping_pong_softmax=terms.diagonal is None)
+        if not terms.linear and form.head_dim_v > 64:
+            first = replace(first, consumer_regs=CONSUMER_REGISTERS[2])
     units = grid(problem, first, device).num_work_tiles
     cut = problem.kv_len >= 2 * _LEAST_PART * keys
     several_requests = problem.B > 1 and not form.ragged_kv

@@ -310,7 +310,7 @@ def render(
         "exponents_early": fused != "" or wide,
         "early_exp2": early_exp2,
         # All at once where registers are left for scores and exponents side by side.
-        "parts": 1 if wide and (mask is None or not mask.holds) else 2,
+        "parts": 1 if wide and not config.splits and (mask is None or not mask.holds) else 2,
         "out": per_thread * (2 if early_exp2 else 1),
         "coefficients": COEFFICIENTS,
         "limit": LIMIT,
