@@ -234,7 +234,8 @@ def render(
     q_empty = k_empty - q_stages
     settings |= {"V_EMPTY": v_empty, "K_EMPTY": k_empty, "Q_EMPTY": q_empty}
     if widened:
-        settings["NARROW_EMPTY"] = q_empty - config.consumers - ragged.NARROW_HALVES
+        turns = config.consumers * config.ping_pong
+        settings["NARROW_EMPTY"] = q_empty - turns - ragged.NARROW_HALVES
     # Consumers with runs of their own end a work tile at different KV tiles, and q_in_regs holds
     # the Q of one work tile. Across work tiles the first V is waited for before the first K is
     # released: with one stage it would not come.

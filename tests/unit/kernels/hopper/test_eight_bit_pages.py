@@ -27,6 +27,7 @@ EIGHT_BITS = {
     "heads in a tile": {"heads": (14, 2), "config": {"packed_heads": 8}, "scales": (0.7, 1.9)},
     "keys in parts": {"config": {"splits": True}, "parts": 3, "scales": ([0.6, 1.7], [3.0, 0.2])},
     "64 columns": {"dims": (64, 64), "scales": (0.7, 1.9)},
+    "three consumers": {"config": {"consumers": 3, "consumer_regs": 160, "BLOCK_N": 64}},
     "80 columns": {"dims": (80, 80)},
     "192 and 128": {"dims": (192, 128), "config": {"BLOCK_N": 64}},
     "256 columns": {"dims": (256, 256), "config": {"BLOCK_N": 64}, "scales": (0.7, 1.9)},
