@@ -160,7 +160,8 @@ def ragged_defaults(problem: ServingProblem, device: Device) -> Iterator[RaggedP
     if keys == 128 and terms is not None:
         # On an H200 2 to 3 % faster, but not with what diagonals share; a soft cap spills less.
         first = replace(first, ping_pong_softmax=terms.diagonal is None)
-        if not terms.linear and form.head_dim_v > 64:
+        # The warps that widen eight bits need 40 of the producer's.
+        if not (terms.linear or widens(form)) and form.head_dim_v > 64:
             first = replace(first, consumer_regs=CONSUMER_REGISTERS[2])
     units = grid(problem, first, device).num_work_tiles
     cut = problem.kv_len >= 2 * _LEAST_PART * keys

@@ -60,6 +60,12 @@ def test_plans_choose_it(D):
         assert next(PREFILL.able(plan_of(D, kv_dtype=kv_dtype, scaled=True), H200), None)
 
 
+def test_the_warps_that_widen_keep_their_registers():
+    """Beside a soft cap, too, whose consumers of 16 bits take some of the producer's."""
+    capped = plan_of(score=bind(softcap(30.0), "score"), scaled=True)
+    assert next(PREFILL.able(capped, H200)).producer_regs == 40
+
+
 LEFT_TO_TRITON = {
     "scales of pages or tokens": {"scales": "token_head"},
     "a contiguous cache": {"page": 0},
