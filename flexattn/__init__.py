@@ -9,6 +9,7 @@ the environment variables and the verbs of the command line; the names in `kerne
 - attention: flex_attention, AuxRequest, AuxOutput, FlexKernelOptions, ScoreMod, MaskMod
 - of packed sequences: varlen_attn; nested tensors: pack, Packed
 - keys that data choose: Selection
+- inputs of eight bits: quantize, Quantized
 - masks: create_block_mask, BlockMask, and_masks, or_masks, noop_mask, create_mask, visualize
 - what runs, and why: explain, Explanation
 - torch's own function served by this library: install, uninstall
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from flexattn.frontend.explain import Explanation, explain
     from flexattn.frontend.install import install, uninstall
     from flexattn.frontend.nested import Packed, pack
+    from flexattn.frontend.quantize import Quantized, quantize
     from flexattn.frontend.selection import Selection
     from flexattn.frontend.varlen import varlen_attn
     from flexattn.public import *
@@ -40,6 +42,7 @@ _APART = {
     **dict.fromkeys(("install", "uninstall"), "flexattn.frontend.install"),
     **dict.fromkeys(("Packed", "pack"), "flexattn.frontend.nested"),
     "Selection": "flexattn.frontend.selection",
+    **dict.fromkeys(("Quantized", "quantize"), "flexattn.frontend.quantize"),
     "varlen_attn": "flexattn.frontend.varlen",
     "visualize": "flexattn.block_mask.visual",
     "warm": "flexattn.deploy.warm",
@@ -54,6 +57,7 @@ __all__ = [
     "FlexKernelOptions",
     "MaskMod",
     "Packed",
+    "Quantized",
     "ScoreMod",
     "Selection",
     "and_masks",
@@ -65,6 +69,7 @@ __all__ = [
     "noop_mask",
     "or_masks",
     "pack",
+    "quantize",
     "register_op",
     "uninstall",
     "varlen_attn",

@@ -138,6 +138,11 @@ def _load(place, mask=True, other=0):
     return Number(found) if found.dtype.kind == "i" else found.view(Tile)
 
 
+def _scalar(place):
+    found = place.array[0]
+    return found if place.array.dtype.kind == "f" else Number(found)
+
+
 def _online_softmax(qk, m_i, l_i):
     m_new = np.maximum(m_i, qk.max(1, keepdims=True))
     m_safe = np.where(np.isneginf(m_new), 0.0, m_new)
@@ -201,7 +206,7 @@ def _assembly(block, body, consumers):
         "narrow_release": lambda at: block.barrier(at).arrive(LOADER, 2 * LOADER),
         "narrow_acquire": lambda at: block.barrier(at).sync(LOADER, 2 * LOADER),
         "load_word": lambda place: int(place.array[0]),
-        "load_scalar": lambda place: Number(place.array[0]),
+        "load_scalar": _scalar,
         "exchange_values": lambda words, value: value,
         "fast_tanh": np.tanh,
     }

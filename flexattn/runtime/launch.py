@@ -228,8 +228,6 @@ class ForwardLaunch(Launch):
             lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
         if structure.max_scores:
             maxima = torch.empty(shape[:3], dtype=torch.float32, device=device)
-        if structure.fp8 and not structure.e4m3_weights:
-            v = v.to(self.dtype, memory_format=torch.contiguous_format)
         if self.counts:
             zero = counter(device, stream)
         # In the order of _GIVEN, then of the scratch, of _KV_ARGUMENTS where calls give them, and
@@ -266,7 +264,7 @@ def transposed_shape(v: Tensor) -> tuple[int, ...]:
     return B, heads, head_dim, kv_len + -kv_len % PERMUTED_KEYS
 
 
-def prepare_transposed(
+def prepare_values(
     source: Source, v: Tensor, given: tuple[str, ...], target: Device, index: int
 ) -> Launcher:
     """The kernel that makes "V_KEYS" out of "V", for tensors like v."""
@@ -275,7 +273,7 @@ def prepare_transposed(
     fixed: dict[str, Any] = strides("stride_v", "bhn", v)
     fixed |= {"heads": heads, "kv_len": v.shape[2], "width": width, "num_tiles": tiles}
     kernel = builder().kernel(source, target, index)
-    return kernel.prepare(B * heads * tiles, fixed, given, spare=given)
+    return kernel.prepare(B * heads * tiles, fixed, given, spare=(*given, "width"))
 
 
 def prepare_launch(
@@ -326,10 +324,12 @@ def prepare_launch(
     if merger is not None and grid.num_splits > 1:
         words = rows * grid.num_splits * (structure.head_dim_v + 2)
         shared, behind = (Scratch("WORKSPACE", (words,)),), ("WORKSPACE", *behind)
-    transposes, laid_out = family.values_kernel(structure, target), tuple(v.shape)
-    if transposes is not None:
-        laid_out = transposed_shape(v)
-        shared, behind = (Scratch("V_KEYS", laid_out, v.dtype),), ("V_KEYS", *behind)
+    values, laid_out = family.values_kernel(structure, target), tuple(v.shape)
+    if values is not None:
+        dtype = out_dtype(q.dtype)
+        if structure.e4m3_weights:
+            laid_out, dtype = transposed_shape(v), v.dtype
+        shared, behind = (Scratch("V_KEYS", laid_out, dtype),), ("V_KEYS", *behind)
     given = (*_GIVEN, *behind)
     if skips_far(structure, config):
         # Where it would not pay it has address 0, and the same kernel visits all keys; its own
@@ -341,8 +341,8 @@ def prepare_launch(
         else:
             before, given = found, longer
     kernels, passed = list(before.kernels), given
-    if transposes is not None:
-        kernels.append(prepare_transposed(transposes, v, given, target, index))
+    if values is not None:
+        kernels.append(prepare_values(values, v, given, target, index))
         renamed = {"V": "V_ROWS", "V_KEYS": "V"}
         passed = tuple([renamed.get(name, name) for name in given])
     described: dict[str, Callable[[], DescriptorBox]] = {

@@ -80,7 +80,7 @@ HOPPER = (
     Fault(
         "weights of e4m3: a maximum may rise beyond the largest number",
         E4M3_WEIGHTS,
-        "{{ float_bits(max_offset) }}, p; ",
+        "{{ float_bits(max_offset + max_rise) }}, p; ",
         "{{ float_bits(2 * max_offset) }}, p; ",
         IN_E4M3 + "::test_scores_that_rise_from_tile_to_tile",
     ),

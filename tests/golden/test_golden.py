@@ -25,7 +25,7 @@ from flexattn.kernels.block_mask.source import render_block_mask
 from flexattn.kernels.cache_append.source import render_append
 from flexattn.kernels.decay_skip.source import render_blocks, render_norms, render_window
 from flexattn.kernels.hopper.config import HopperPrefillConfig
-from flexattn.kernels.hopper.source import render_transposed_values
+from flexattn.kernels.hopper.source import render_transposed_values, render_wide_values
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.merges import render_join
 from flexattn.kernels.paged_decode.source import render_serving
@@ -145,6 +145,7 @@ GOLDENS = {
     "gluon_fp8_causal_sinks": lambda: kernel(
         HOPPER, dtype="float8_e4m3fn", mask_mod=causal, runs=True, sinks="bfloat16"
     ),
+    "wide_values": lambda: render_wide_values(96, DEVICE),
     "transposed_values": lambda: render_transposed_values(96, DEVICE),
     "backward_noop": lambda: kernel(BACKWARD, "backward", lse=False),
     "backward_tma_runs_softcap": lambda: kernel(

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from flexattn.device import detect
-from flexattn.kernels.hopper.source import render_transposed_values
-from flexattn.runtime.launch import prepare_transposed, transposed_shape
+from flexattn.kernels.hopper.source import render_transposed_values, render_wide_values
+from flexattn.runtime.launch import prepare_values, transposed_shape
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def laid_out(v):
     source = render_transposed_values(v.shape[-1], detect(CPU))
     made = v.new_empty(transposed_shape(v))
     given = ("V", "V_KEYS")
-    prepare_transposed(source, v, given, detect(CPU), -1).launch(-1, (v, made))
+    prepare_values(source, v, given, detect(CPU), -1).launch(-1, (v, made))
     return made
 
 
@@ -61,3 +61,13 @@ def test_the_order_is_what_its_template_says():
     made = laid_out(v)
     order = "0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15"
     assert np.array_equal(made[0, 0, 0].numpy(), np.array(order.split(), np.uint8))
+
+
+@pytest.mark.parametrize("length", [1, 129])
+@pytest.mark.parametrize("D", [64, 96])
+def test_values_of_sixteen_bits_are_those_of_eight(D, length):
+    v = values(2, length, 3, D).view(torch.float8_e4m3fn).transpose(1, 2)
+    source = render_wide_values(D, detect(CPU))
+    made = torch.full(v.shape, torch.nan, dtype=torch.bfloat16)
+    prepare_values(source, v, ("V", "V_KEYS"), detect(CPU), -1).launch(-1, (v, made))
+    assert torch.equal(made, v.to(torch.bfloat16))

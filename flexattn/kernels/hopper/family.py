@@ -23,7 +23,7 @@ from flexattn.kernels.hopper.config import (
     with_consumers,
 )
 from flexattn.kernels.hopper.limits import LIMITS
-from flexattn.kernels.hopper.source import render, render_transposed_values
+from flexattn.kernels.hopper.source import render, render_transposed_values, render_wide_values
 from flexattn.kernels.hopper.space import alternatives, sized
 from flexattn.kernels.ptx.assembler import preferred
 from flexattn.problem import Kind, Problem, Structure
@@ -128,10 +128,11 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
     render = staticmethod(render)
 
     def values_kernel(self, structure: Structure, device: Device) -> Source | None:
-        """The kernel that transposes V of fp8, where it stays in 8 bits."""
-        if not structure.e4m3_weights:
+        """The kernel that makes V of fp8 16 bits, or transposes it where it stays in 8."""
+        if not structure.fp8:
             return None
-        return render_transposed_values(structure.head_dim_v, device)
+        made = render_transposed_values if structure.e4m3_weights else render_wide_values
+        return made(structure.head_dim_v, device)
 
     def bind(
         self, problem: Problem, config: HopperPrefillConfig, grid: Geometry
