@@ -91,14 +91,9 @@ def _prefill(block, programs):
         words = dtype == "int32"
         return Shared(np.full(shape, 10**6, np.int64)) if words else allocate(dtype, shape, layout)
 
-    def count(place, more):
-        found = place.array[place.offset]
-        place.array[place.offset] += more
-        return Number(found)
-
     vars(gl).update(
         constexpr=lambda x: _CONSTANTS.get(type(x), lambda x: x)(x),
-        allocate_shared_memory=allocated, atomic_add=count, load=_load, store=_store,
+        allocate_shared_memory=allocated, atomic_add=_count, load=_load, store=_store,
         max=np.max, sum=np.sum, log2=np.log2, reduce=lambda x, axis, _: np.take(x, 0, axis),
         cdiv=lambda a, b: Number(-(-a // b)), program_id=lambda axis: Number(block.number),
         num_programs=lambda axis: programs, reshape=np.reshape, permute=np.transpose,
@@ -110,6 +105,12 @@ def _prefill(block, programs):
     names["reinterpret"] = _reinterpret
     names["mbarrier"].arrive = lambda barrier, count: barrier.expect(0)
     return names
+
+
+def _count(place, more):
+    found = place.array[place.offset]
+    place.array[place.offset] += more
+    return Number(found)
 
 
 def _number(x):
@@ -208,5 +209,7 @@ def _assembly(block, body, consumers):
         "load_word": lambda place: int(place.array[0]),
         "load_scalar": _scalar,
         "exchange_values": lambda words, value: value,
+        "take_number": lambda counter: _count(counter, 1),
+        "number_taken": lambda number: number,
         "fast_tanh": np.tanh,
     }

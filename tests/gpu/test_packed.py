@@ -81,6 +81,13 @@ def test_lengths(lengths, asked, launches):
     check(given, launches, **options)
 
 
+@pytest.mark.parametrize("asked", [{}, {"causal": True}, {"window": (90, 0)}], ids=str)
+@pytest.mark.parametrize("heads", [(16, 16), (16, 2), (2, 1)], ids=str)
+def test_three_consumers_of_long_sequences(heads, asked, launches):
+    check(made([1500, 2100, 3, 700], heads=heads, dims=(64, 64), more=40), launches, **asked)
+    assert launches[-1].choice.config.consumers == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("Hq", "Hkv", "D", "Dv"),

@@ -19,6 +19,7 @@ CASES = {
     "a group": (8, 2, 128, {"packed_heads": 4}, {}),
     "rows of no head": (14, 2, 64, {"packed_heads": 8}, {"sinks": True}),
     "two tiles of a group": (10, 2, 96, {"packed_heads": 4}, {"lse": True, "sinks": True}),
+    "three consumers": (8, 2, 64, {"packed_heads": 4, "consumers": 3}, {"lse": True}),
     "heads of consumers": (8, 2, 64, {"packed_heads": 1, "pack_gqa": True}, {"lse": True}),
 }
 

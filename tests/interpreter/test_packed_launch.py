@@ -146,6 +146,15 @@ def test_lengths_change_in_one_launch(asked):
         check(attend(cu, cu), right(q, k, v, cu, cu, **ASKED[asked]))
 
 
+@pytest.mark.parametrize("lengths", [[702], [330]])
+def test_long_sequences_of_narrow_heads_have_three_consumers(lengths):
+    q, k, v = made(702, 702, heads=(2, 1))
+    attend = launch_of(q, k, v, 1)
+    assert attend.choice.config.consumers == 3
+    cu = numbers(lengths)
+    check(attend(cu, cu), right(q, k, v, cu, cu))
+
+
 def test_keys_and_queries_of_other_lengths():
     q, k, v = made(150, 700, dims=(80, 48))
     attend = launch_of(q, k, v, 3)

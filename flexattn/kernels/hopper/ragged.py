@@ -50,6 +50,9 @@ _TILES = _REQUESTS = 64
 # Packed rows of a tile of the streaming kernel, and its time by that of a tile of this one: 2,048
 # rows of 16k keys take it 2.75 times as long (an H200).
 _STREAMED_ROWS, _STREAMED_TIME = 64, 1.35
+# Rows of a mean sequence, of the heads that share tiles, from which three consumers are faster up
+# to 64 columns: their tiles are a fifth faster (an H200), and fill less of shorter ones.
+_LONG = 700
 # Heads that the rows of a consumer may be of.
 _PACKED = (1, 2, 4, 8, 16, 32, 64)
 # This kernel serves the decodes beside prefills, too, where they have up to so many tiles of keys
@@ -145,33 +148,46 @@ def ragged_defaults(problem: ServingProblem, device: Device) -> Iterator[RaggedP
     Keys are cut if they may make two parts, unless one request's rows alone, or those of packed
     sequences, occupy all SMs.
     """
-    form = problem.structure
-    keys = 128 if max(form.head_dim_qk, form.head_dim_v) <= 128 else 64
-    first = RaggedPrefillConfig(
-        2, keys, 2, BOXED_REGISTERS, ping_pong=True, tile_scheduler="dynamic", order="sections",
-        lazy_rescale=True, cross_tile_pipeline=False, v_box=BOX,
+    form, rows = problem.structure, problem.rows // problem.B
+    widest = max(form.head_dim_qk, form.head_dim_v)
+    two = RaggedPrefillConfig(
+        2, 128 if widest <= 128 else 64, 2, BOXED_REGISTERS, ping_pong=True,
+        tile_scheduler="dynamic", order="sections", lazy_rescale=True, cross_tile_pipeline=False,
+        v_box=BOX,
     )  # fmt: skip
-    if _packs(form):
-        heads = packed_heads(problem.rows // problem.B, form.group, first.all_rows)
-        first = replace(first, packed_heads=heads)
-    elif form.group % 2 == 0:
-        first = replace(first, pack_gqa=True)
-    terms = form.terms
-    if keys == 128 and terms is not None:
-        # On an H200 2 to 3 % faster, but not with what diagonals share; a soft cap spills less.
-        first = replace(first, ping_pong_softmax=terms.diagonal is None)
-        # The warps that widen eight bits need 40 of the producer's.
-        if not (terms.linear or widens(form)) and form.head_dim_v > 64:
-            first = replace(first, consumer_regs=CONSUMER_REGISTERS[2])
-    units = grid(problem, first, device).num_work_tiles
-    cut = problem.kv_len >= 2 * _LEAST_PART * keys
-    several_requests = problem.B > 1 and not form.ragged_kv
-    if several_requests:
-        first = replace(first, l2_swizzle=_SECTION)
-    cut = cut and (several_requests or units < 2 * device.num_sms)
-    first = replace(first, splits=cut)
+    if form.ragged_kv and widest <= 64 and form.score is None and _packs(form):
+        three = replace(two, consumers=3, num_stages=3, consumer_regs=CONSUMER_REGISTERS[3])
+        found = _shared_out(three, problem, device)
+        if rows * found.packed_heads >= _LONG:
+            yield found
+    first = _shared_out(two, problem, device)
     yield first
     yield replace(first, ping_pong=False)
+
+
+def _shared_out(
+    config: RaggedPrefillConfig, problem: ServingProblem, device: Device
+) -> RaggedPrefillConfig:
+    """The config with what follows from heads and mods, and whether keys are cut."""
+    form = problem.structure
+    if _packs(form):
+        heads = packed_heads(problem.rows // problem.B, form.group, config.all_rows)
+        config = replace(config, packed_heads=heads)
+    elif form.group % 2 == 0:
+        config = replace(config, pack_gqa=True)
+    terms = form.terms
+    if config.BLOCK_N == 128 and terms is not None:
+        # On an H200 2 to 3 % faster, but not with what diagonals share; a soft cap spills less.
+        config = replace(config, ping_pong_softmax=terms.diagonal is None)
+        # The warps that widen eight bits need 40 of the producer's.
+        if not (terms.linear or widens(form)) and form.head_dim_v > 64:
+            config = replace(config, consumer_regs=CONSUMER_REGISTERS[2])
+    units = grid(problem, config, device).num_work_tiles
+    cut = problem.kv_len >= 2 * _LEAST_PART * config.BLOCK_N
+    several_requests = problem.B > 1 and not form.ragged_kv
+    if several_requests:
+        config = replace(config, l2_swizzle=_SECTION)
+    return replace(config, splits=cut and (several_requests or units < 2 * device.num_sms))
 
 
 def box_rows(form: ServingForm, config: HopperPrefillConfig) -> int:

@@ -314,6 +314,8 @@ def render(
         "scaled": form is not None and form.scaled,
         "out_type": HOPPER.type(structure.out_dtype) if widened else "V_TYPE",
         "producer_tiles": _WIDENED_TILES if widened else _TILES,
+        # With one place for Q the producer waits anyway.
+        "early_number": form is not None and form.ragged_kv and q_stages > 1,
         "splits": config.splits,
         "may_be_empty": sparsity is not None or form is not None,
         "work_tile_words": 5 + 4 * runs + len(request_words),
