@@ -14,7 +14,6 @@ from flexattn.kernels.hopper.config import RaggedPrefillConfig
 from flexattn.kernels.hopper.ragged import box_rows, packed_heads, part_words, ragged_defaults
 from flexattn.kernels.hopper.source import render
 from flexattn.mods import bind
-from flexattn.runtime.ragged import packed_problem
 from tests.emulated_memory import Descriptor, Number, Pointer
 from tests.emulated_prefill import run
 from tests.families import geometry, violated
@@ -441,10 +440,6 @@ def test_heads_of_a_tile(rows):
     assert packed_heads(*rows, 128) == TILED[rows]
 
 
-def tilted_mask(b, h, q_idx, kv_idx):
-    return q_idx + h >= kv_idx
-
-
 def test_mods_that_read_the_head_keep_one_head_a_consumer():
     for mod, tiled in (
         (softcap(4.0), (False, 4)),
@@ -458,34 +453,6 @@ def test_mods_that_read_the_head_keep_one_head_a_consumer():
         first = next(ragged_defaults(found, H200))
         assert (first.pack_gqa, first.packed_heads) == tiled
         assert not violated(first, found.structure, H200)
-
-
-CONSUMERS = {
-    "long": ({}, 3),
-    "short": ({"total": 20 * 500}, 2),
-    "short of many heads": ({"total": 20 * 200, "heads": (8, 1)}, 3),
-    "wide": ({"D": 80}, 2),
-    "a score": ({"score": softcap(4.0)}, 2),
-    "a mask of a head": ({"mask": tilted_mask}, 2),
-}
-
-
-@pytest.mark.parametrize("pack", CONSUMERS)
-def test_consumers_of_packed_sequences(pack):
-    """Three where heads are narrow and sequences fill their tiles: their lengths are not known."""
-    asked, consumers = CONSUMERS[pack]
-    given = {"total": 20 * 1000, "heads": (8, 8), "D": 64, "score": None, "mask": causal} | asked
-    q, k, v = (
-        torch.empty(given["total"], heads, given["D"], dtype=torch.bfloat16, device="meta")
-        for heads in (*given["heads"], given["heads"][1])
-    )
-    found = packed_problem(
-        q, k, v, 19, bind(given["score"], "score"), bind(given["mask"], "mask"), lse=True,
-        positive_scale=True, sinks=False,
-    )  # fmt: skip
-    first = next(ragged_defaults(found, H200))
-    assert first.consumers == consumers
-    assert not violated(first, found.structure, H200)
 
 
 REFUSED = {
