@@ -84,11 +84,11 @@ SERVING = (
         IN_PREFILLS + "::test_decodes_alone_are_written",
     ),
     Fault(
-        "of two tiles of rows with one end neither is first",
+        "of two requests whose parts are as long neither is first",
         ROW_TILES,
-        "- (others < b).to(tl.int32)[None, :]",
-        "",
-        IN_ROW_TILES + "::test_order[equal-1]",
+        "((longer == 0) & (others < b))",
+        "(longer == 0)",
+        IN_ROW_TILES + "::test_order[equal]",
     ),
     Fault(
         "more tiles of rows than there is room for are stored",
@@ -187,13 +187,6 @@ SERVING = (
         "    row_start = first_row\n",
         "    row_start = gl.maximum(kv_len - q_len, 0) + first_row\n",
         IN_RAGGED + "::test_packed_sequences[more keys than queries]",
-    ),
-    Fault(
-        "two sequences of as many keys have one place in the order",
-        ROW_TILES,
-        "((widths == kv_tiles) & (others < b))",
-        "(widths == kv_tiles)",
-        IN_ROW_TILES + "::test_order_of_packed_sequences[None-many]",
     ),
     Fault(
         "rows of no head are stored",

@@ -11,7 +11,7 @@ LIMITS = {
     "": 8300,
     "configs/nvidia-h200": 560,
     "configs/studies": 160,
-    "bench/results": 340,
+    "bench/results": 380,
     "notebooks": 260,
     "tests/golden/files": 300,
     "docs/pictures": 80,
