@@ -141,6 +141,10 @@ class Selection:
         mask_mod: Any = noop_mask if given is None else given
         lists: Any = by_query[:4]
         if torch.compiler.is_dynamo_compiling():
+            # Backends that compute a node by plain operations read its mask_mod alone.
+            units = -(-lengths[1] // self.unit)
+            kept = self._among(dense_choices(self.indices, counts, units), q.shape[1])
+            mask_mod = kept if given is None else and_masks(kept, given)
             return _traced(lists, (self.rows, self.unit), mask_mod, lengths)
         mask = lazy_mask(lists, (self.rows, self.unit), mask_mod, lengths)
         keep_class(mask, _class_of(self.indices.shape[3], -(-lengths[1] // self.unit)))
@@ -171,6 +175,17 @@ class Selection:
                 f"give it {-(-q_len // self.rows)}",
             )
 
+    def _among(self, chosen: Tensor, Hq: int) -> MaskMod:
+        """The mask of a map of choices [B or 1, heads, blocks of rows, units]."""
+        shared, group = chosen.shape[0] == 1, Hq // chosen.shape[1]
+        rows, unit = self.rows, self.unit
+
+        def among_chosen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            batch = b * 0 if shared else b
+            return chosen[batch, h // group, q_idx // rows, kv_idx // unit]
+
+        return among_chosen
+
     def _mapped(self, q: Tensor, lengths: tuple[int, int]) -> BlockMask:
         """The mask of a map of choices, of rows or keys that no kernel walks as blocks."""
         units = -(-lengths[1] // self.unit)
@@ -182,13 +197,8 @@ class Selection:
                 "choose by blocks: rows and unit multiples of 16",
             )
         chosen = dense_choices(self.indices, self.counts, units)
-        shared, group = B == 1, q.shape[1] // heads
-        rows, unit = self.rows, self.unit
-
-        def among_chosen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            batch = b * 0 if shared else b
-            return chosen[batch, h // group, q_idx // rows, kv_idx // unit]
-
+        group = q.shape[1] // heads
+        among_chosen = self._among(chosen, q.shape[1])
         near = _any(_any(chosen, 3, unit, lengths[1]), 2, rows, lengths[0])
         if self.mask_mod is causal_mask:
             at = (torch.arange(x, device=near.device) * _BLOCK for x in near.shape[2:])

@@ -67,7 +67,7 @@ RENDERERS: dict[str, Renderer] = {
     # Beside those of prefill, on devices that have the instructions.
     "hopper": Renderer(
         ("kernels.hopper.source",),
-        ("hopper/prefill.py.jinja", "hopper/transpose_v.py.jinja"),
+        ("hopper/prefill.py.jinja", "hopper/transpose_v.py.jinja", "hopper/widen_v.py.jinja"),
     ),
 }  # fmt: skip
 

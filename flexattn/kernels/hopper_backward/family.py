@@ -25,7 +25,7 @@ from flexattn.kernels.hopper_backward.config import (
 )
 from flexattn.kernels.hopper_backward.limits import LIMITS
 from flexattn.kernels.hopper_backward.masks import band_and_rest, band_of, reads_diagonals
-from flexattn.kernels.hopper_backward.ragged import TILE_WORDS, render_key_tiles
+from flexattn.kernels.hopper_backward.ragged import KEY_TILE_WORDS, render_key_tiles
 from flexattn.kernels.hopper_backward.source import (
     SUMS_OF_A_ROW,
     flags_of,
@@ -297,7 +297,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         trim = render_trim(structure, config, device) if trims_runs(structure, config) else None
         if ragged:
             trim = render_key_tiles(structure, config, device)
-            scratch.append(("KEY_TILES", (1, 1, 1 + sizes["num_tiles"], TILE_WORDS)))
+            scratch.append(("KEY_TILES", (1, 1, 1 + sizes["num_tiles"], KEY_TILE_WORDS)))
             scratch.append(("ROW_TILES", (1, 1, sizes["num_queries"], 2)))
         return Around((before, through_lse), tiles, after, tuple(scratch), blocks, trim)
 

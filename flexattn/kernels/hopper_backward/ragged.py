@@ -15,7 +15,7 @@ from flexattn.problem import Structure
 # See templates/hopper_backward/key_tiles.py.jinja.
 KEY_TILES, ROW_TILES = Argument("KEY_TILES", "*i32", 16), Argument("ROW_TILES", "*i32", 8)
 # Numbers of a tile of keys; tiles that a program ranks at a time, and sequences beside them.
-TILE_WORDS, _TILES, _REQUESTS = 16, 64, 64
+KEY_TILE_WORDS, _TILES, _REQUESTS = 16, 64, 64
 
 
 def row_arguments(structure: Structure) -> list[Argument]:
@@ -36,7 +36,7 @@ def render_key_tiles(structure: Structure, config: HopperBackwardConfig, device:
     settings = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
-        "WORDS": TILE_WORDS,
+        "WORDS": KEY_TILE_WORDS,
         "TILES": _TILES,
         "REQUESTS": _REQUESTS,
     }

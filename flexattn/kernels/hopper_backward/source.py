@@ -45,9 +45,9 @@ from flexattn.kernels.hopper_backward.narrow import (
     holds_half,
 )
 from flexattn.kernels.hopper_backward.ragged import (
+    KEY_TILE_WORDS,
     KEY_TILES,
     ROW_TILES,
-    TILE_WORDS,
     row_arguments,
     title_of,
 )
@@ -413,7 +413,7 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
         at_once = min(calls, threads)
         settings |= {"DRAWN_AT_ONCE": at_once, "DRAWN_PARTS": calls // at_once}
     if structure.ragged_kv:
-        settings["WORDS"] = TILE_WORDS
+        settings["WORDS"] = KEY_TILE_WORDS
     if sparsity is not None:
         settings |= _of_blocks(structure, config)
         if config.deterministic:

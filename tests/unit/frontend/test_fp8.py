@@ -19,6 +19,7 @@ from flexattn.problem import Shape
 from flexattn.problem.inputs import Descales
 from flexattn.records.record import key_of
 from flexattn.reference import Precision, attention
+from flexattn.runtime import launch as launches
 from flexattn.runtime.launch import prepare_launch
 from flexattn.tune.tasks import serving_task
 from flexattn.verify.gate import judge
@@ -203,7 +204,8 @@ def test_no_triton_template_takes_it():
 
 
 @pytest.mark.parametrize("tile_scheduler", ["grid", "dynamic"])
-def test_a_launch_gives_v_in_sixteen_bits(tile_scheduler):
+def test_a_launch_gives_v_in_sixteen_bits(tile_scheduler, monkeypatch):
+    """A kernel of its own widens V before each call."""
     wanted = problem(dtype="float8_e4m3fn", group=2, kv_len=77, sinks="float32")
     config = HopperPrefillConfig(2, 128, 2, 240, tile_scheduler=tile_scheduler)
     choice = next(choices(wanted, H200, Options(exact=config)))
@@ -212,6 +214,13 @@ def test_a_launch_gives_v_in_sixteen_bits(tile_scheduler):
     q = torch.zeros(2, 16, 4096, 128).to(E4M3)
     k, v = (torch.randn(2, 77, 8, 128).to(E4M3).transpose(1, 2) for _ in range(2))
     descales = Descales(None, torch.ones(2, 8), torch.ones(1, 1).expand(2, 8))
+    widening = []
+
+    def build(source, *where):
+        widening.append(Recorded(source))
+        return widening[0]
+
+    monkeypatch.setattr(launches, "builder", lambda: SimpleNamespace(kernel=build))
     launch = prepare_launch(
         wanted, H200, torch.device("cpu"), kernels, NONE, q, k, v, None, descales
     )
@@ -220,7 +229,8 @@ def test_a_launch_gives_v_in_sixteen_bits(tile_scheduler):
     steps = [given[f"{x}_descale_{axis}"] for x in "qkv" for axis in "bh"]
     assert steps == [0, 0, 8, 1, 0, 0]
     shapes = {name: box.shape for name, box in kernel.boxes.items()}
-    assert shapes == {"Q": q.shape, "K": k.shape, "V": v.shape, "OUT": q.shape}
+    assert shapes == {"Q": q.shape, "K": k.shape, "V": kernel.boxes["V"].shape, "OUT": q.shape}
+    assert kernel.boxes["V"].shape == tuple(v.shape)
     assert kernel.boxes["K"].strides == k.stride()
     assert kernel.boxes["V"].strides == v.contiguous().stride()
     logits = torch.zeros(16)
@@ -231,7 +241,8 @@ def test_a_launch_gives_v_in_sixteen_bits(tile_scheduler):
     assert got["SINKS"] is logits and got["sm_scale"] == 0.1
     assert got["K_DESCALE"] is descales.k and got["V_DESCALE"] is descales.v
     assert got["V"].dtype == torch.bfloat16 and got["V"].is_contiguous()
-    assert torch.equal(got["V"].float(), v.float())
+    (made,) = widening[0].launched
+    assert made["V"] is v and made["V_KEYS"] is got["V"]
     assert None not in got.values()
 
 

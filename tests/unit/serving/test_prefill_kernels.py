@@ -65,7 +65,7 @@ def test_hopper_serves_prefills(planned, asked):
     "asked",
     [
         {"arch": "nvidia-b200"}, {"arch": "nvidia-a100"}, {"page": 1}, {"page": 0}, {"page": 24},
-        {"total_q": 128}, {"kv": torch.float8_e4m3fn}, {"batch_invariant": True},
+        {"total_q": 128}, {"batch_invariant": True},
         {"scales": "token"}, {"dtype": torch.float32, "kv": torch.float32},
         {"config": ServingConfig(64, 64, 4, 3, 2, combine="launch")},
         {"problem": served(8, 16, 0, 8192, 32, 8, 128, 128, BF16, BF16, 16)},
