@@ -199,7 +199,7 @@ class Selection:
         chosen = dense_choices(self.indices, self.counts, units)
         group = q.shape[1] // heads
         among_chosen = self._among(chosen, q.shape[1])
-        near = _any(_any(chosen, 3, unit, lengths[1]), 2, rows, lengths[0])
+        near = _any(_any(chosen, 3, self.unit, lengths[1]), 2, self.rows, lengths[0])
         if self.mask_mod is causal_mask:
             at = (torch.arange(x, device=near.device) * _BLOCK for x in near.shape[2:])
             first_row, first_key = at
