@@ -131,7 +131,7 @@ def dense_choices(indices: Tensor, counts: Tensor | None, columns: int) -> Tenso
 
 
 def _empty(shape: tuple[int, int, int], width: int, device: torch.device) -> Lists:
-    """Lists of partial and full blocks that nobody has written yet, in few operations."""
+    """Uninitialised lists of partial and full blocks."""
     num, full_num = torch.empty((2, *shape), dtype=torch.int32, device=device).unbind()
     idx, full_idx = torch.empty((2, *shape, width), dtype=torch.int32, device=device).unbind()
     return Lists(num, idx, full_num, full_idx)

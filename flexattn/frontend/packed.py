@@ -101,9 +101,7 @@ def attend_packed(
 
 
 class GradedPack(NamedTuple):
-    """What the backward of a call keeps beside tensors: its mods and scale, and the same call with
-    a document mask.
-    """
+    """The mods and the scale of a call with gradients, and the same call with a document mask."""
 
     score: Bound | None
     mask: Bound | None

@@ -228,7 +228,7 @@ def _traced(
 
 
 def _any(chosen: Tensor, dim: int, size: int, length: int) -> Tensor:
-    """Whether a block of _BLOCK positions has one that is chosen; `size` positions share a bit."""
+    """True for each block of _BLOCK positions with a chosen one; `size` positions share one."""
     sums = torch.nn.functional.pad(chosen.transpose(dim, -1).cumsum(-1, dtype=torch.int32), (1, 0))
     first = torch.arange(0, length, _BLOCK, device=chosen.device)
     last = (first + _BLOCK).clamp(max=length) - 1

@@ -211,7 +211,7 @@ def keep_form(mask: BlockMask) -> None:
 
 
 def list_form(mask: BlockMask | None) -> tuple[Any, ...] | None:
-    """What a launch depends on in a mask that `keep_form` was given; None of another mask."""
+    """The key by which a mask's calls share launches, from `keep_form`; None without one."""
     found: tuple[Any, ...] | None = getattr(mask, _FORM, None)
     return found
 

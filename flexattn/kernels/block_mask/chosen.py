@@ -15,7 +15,7 @@ _ENTRIES = 2048
 
 
 class ChosenForm(NamedTuple):
-    """What the first kernel's code depends on.
+    """The sizes and options for which the kernel of lists by query is rendered.
 
     rows, keys: of a block. width: the places that a program has for a choice, a power of two.
     dtype: of indices. counted: choices have counts. masked: a mask decides within each

@@ -281,8 +281,8 @@ _IN_BOXES: tuple[tuple[int, tuple[HopperPrefillConfig, ...]], ...] = (
 def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     """The preferences, then what a search varies, on tiles cut to the mask's blocks.
 
-    The preferences are also tried with the other way to rescale, with pack_gqa, and compiled
-    otherwise; every: so are all tiles, but for how they are compiled. Some cannot run.
+    The preferences are also tried with the other way to rescale, with pack_gqa, and with other
+    compilers. every: all tiles are tried so too, except with other compilers. Some cannot run.
     """
     structure = problem.structure
     starts = list(preferences(structure))

@@ -7,8 +7,8 @@ of a result are in the order of its columns, four for each eight: those of the f
 first of the list, and ptxas gives no registers to what is zero throughout.
 
 A kernel says in a comment of its inline assembly how large the next product is, or how large all
-are whose first operand lies in registers. Without the pass a product multiplies what the tiles
-hold behind the columns, and its result is the same, or its kernel drops what is more.
+are whose first operand lies in registers. Without the pass a product also multiplies the numbers
+behind the columns. These are zeros, or the kernel drops the columns that they give.
 """
 
 from __future__ import annotations

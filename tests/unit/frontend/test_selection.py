@@ -6,7 +6,7 @@ import torch
 from flexattn import Selection, create_block_mask, explain, flex_attention
 from flexattn.catalogue import causal
 from flexattn.errors import InputError, InputTypeError
-from tests.selections import drawn, pairs
+from tests.selections import drawn, mask_of
 
 INDICES = torch.tensor([[[[0, 3], [1, -1], [2, 2], [9, 0]]]])
 
@@ -17,10 +17,6 @@ def given(q_len=256, heads=2):
     return [torch.randn(1, h, n, 16, generator=draw) for h, n in shapes]
 
 
-def masked(kept):
-    return lambda b, h, q_idx, kv_idx: kept[b, h, q_idx, kv_idx]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_plain_torch_sees_the_same_keys(seed):
     selection, (batch, Hq, Hkv, q_len, kv_len) = drawn(seed, (1, 16, 48, 128))
@@ -29,8 +25,7 @@ def test_plain_torch_sees_the_same_keys(seed):
         torch.randn(batch, h, n, 16, generator=draw)
         for h, n in ((Hq, q_len), (Hkv, kv_len), (Hkv, kv_len))
     )
-    kept = pairs(selection, batch, Hq, q_len, kv_len)
-    mask = create_block_mask(masked(kept), batch, Hq, q_len, kv_len, "cpu")
+    mask = mask_of(selection, q, k)
     found, right = (
         flex_attention(q, k, v, block_mask=x, enable_gqa=True) for x in (selection, mask)
     )
