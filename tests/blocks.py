@@ -1,7 +1,8 @@
 """Code blocks of pages: found with what a comment above says of them, and run one by one.
 
 As a program it reads a list of blocks as JSON from its input, runs each in a namespace and a
-folder of its own, and prints what each did wrong, "" for nothing.
+folder of its own, and prints what each did wrong, "" for nothing. With the argument "types" it
+runs mypy over the package and every Python block.
 """
 
 import contextlib
@@ -80,5 +81,18 @@ def _main():
     print(json.dumps(results))
 
 
+def check_types():
+    """mypy's status for the package, and for each Python block as a module of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder, "manual")
+        package.mkdir()
+        for block in blocks("python"):
+            if not block.note.startswith("not run: it continues"):
+                name = re.sub(r"\W", "_", str(block))
+                (package / f"{name}.py").write_text(block.code)
+        (package / "__init__.py").touch()
+        return subprocess.call([sys.executable, "-m", "mypy", "flexattn", package], cwd=ROOT)
+
+
 if __name__ == "__main__":
-    _main()
+    sys.exit(check_types() if sys.argv[1:] == ["types"] else _main())

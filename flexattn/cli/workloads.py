@@ -111,12 +111,10 @@ def run_trial(workload: DemoWorkload, dtype: str, configs: int, seconds: float) 
     x = RowInputs.of(workload.row(dtype), torch.device("cpu"))
 
     def attend(options: dict[str, int | bool | str] | None) -> Tensor:
-        out = flex_attention(
+        return flex_attention(
             x.q, x.k, x.v, score_mod=x.score_mod, block_mask=x.block_mask, enable_gqa=True,
             kernel_options=options,
         )  # fmt: skip
-        assert isinstance(out, Tensor)
-        return out
 
     variants: list[DemoVariant] = []
     worst = (math.nan, math.nan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -38,11 +38,74 @@ from flexattn.runtime.launch import Outputs, strides_like
 from flexattn.settings import current, say_once
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from flexattn.frontend.selection import Selection
 
 Route = Literal["kernel", "interpreter", "reference", "torch", "empty", "plugin"]
 # Paths on which no plan is made.
 PLANLESS = ("reference", "torch", "empty", "plugin")
+
+
+class Extras(TypedDict, total=False):
+    """The arguments that flex_attention has beyond torch's."""
+
+    sinks: Tensor | None
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    dropout_p: float
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | Selection | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel_options: Mapping[str, Any] | None = ...,
+    *,
+    return_aux: None = ...,
+    **extras: Unpack[Extras],
+) -> Tensor: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | Selection | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[True] = ...,
+    kernel_options: Mapping[str, Any] | None = ...,
+    *,
+    return_aux: None = ...,
+    **extras: Unpack[Extras],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | Selection | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: bool = ...,
+    kernel_options: Mapping[str, Any] | None = ...,
+    *,
+    return_aux: AuxRequest,
+    **extras: Unpack[Extras],
+) -> tuple[Tensor, AuxOutput]: ...
 
 
 def flex_attention(

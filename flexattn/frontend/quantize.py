@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from flexattn.mods.expr import ScoreMod
 
 E4M3 = torch.float8_e4m3fn
 BLOCKS = (64, 128)
+if TYPE_CHECKING:
+    from flexattn.frontend.attention import Extras
 
 
 class Quantized(NamedTuple):
@@ -35,12 +37,13 @@ class Quantized(NamedTuple):
         return self.q, self.k, self.v
 
     @property
-    def descales(self) -> dict[str, Tensor]:
+    def descales(self) -> Extras:
         """The factors of heads, as flex_attention takes them by name."""
-        found = {"v_descale": self.v_descale}
-        if self.block is None:
-            found |= {"q_descale": self.q_factor[..., 0], "k_descale": self.k_factor[..., 0]}
-        return found
+        v = self.v_descale
+        if self.block is not None:
+            return {"v_descale": v}
+        q, k = self.q_factor[..., 0], self.k_factor[..., 0]
+        return {"q_descale": q, "k_descale": k, "v_descale": v}
 
     def score_mod(self, score_mod: ScoreMod | None = None) -> ScoreMod | None:
         """The caller's score_mod, or none, on scores that blocks' factors have scaled before."""

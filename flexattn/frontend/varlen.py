@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -45,6 +45,54 @@ _OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "seqused_k": ((None,), "flexattn.serving.DecodePlan, which takes seq_lens"),
     "num_splits": ((None, 0, 1), 'kernel_options={"BATCH_INVARIANT": True}'),
 }  # fmt: skip
+
+
+@overload
+def varlen_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int | None = ...,
+    max_k: int | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    return_aux: None = ...,
+    **others: Any,
+) -> Tensor: ...
+
+
+@overload
+def varlen_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int | None = ...,
+    max_k: int | None = ...,
+    *,
+    return_lse: Literal[True] = ...,
+    return_aux: None = ...,
+    **others: Any,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def varlen_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int | None = ...,
+    max_k: int | None = ...,
+    *,
+    return_lse: bool = ...,
+    return_aux: AuxRequest,
+    **others: Any,
+) -> tuple[Tensor, AuxOutput]: ...
 
 
 def varlen_attn(
@@ -159,12 +207,10 @@ def _serve(
     found = flex_attention(*heads, score_mod=score_mod, block_mask=mask, **rest)
     if rest["return_aux"] is not None:
         out, aux = found
-        assert isinstance(aux, AuxOutput)
         sides = (None if x is None else x[0] for x in (aux.lse, aux.max_scores))
         return _rows(out), AuxOutput(*sides)
     if rest["return_lse"]:
         out, lse = found
-        assert isinstance(lse, Tensor)
         return _rows(out), lse[0]
     return _rows(found)
 

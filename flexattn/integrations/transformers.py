@@ -229,7 +229,6 @@ def attend_transformers(
                 rows, keys, values, cu_q, cu_k, score_mod=_score_mod(softcap, []), window=window,
                 **given,
             )  # fmt: skip
-            assert isinstance(found, Tensor)
             return found[None].contiguous(), None
     _refuse(module, rest, attention_mask is not None)
     biases = [
@@ -248,15 +247,13 @@ def attend_transformers(
         mask = _causal(query.shape[2], key.shape[2], sliding_window, query.device)
     if indices is not None:
         mask = _chosen(mask, indices, query, key)
-    out = flex_attention(
-        query, key, value, _score_mod(softcap, biases), mask, return_lse=of_rows, **given
-    )
+    score_mod = _score_mod(softcap, biases)
     if of_rows:
         assert sinks is not None
-        out, lse = out
-        assert isinstance(lse, Tensor)
+        out, lse = flex_attention(query, key, value, score_mod, mask, return_lse=True, **given)
         out = _with_sinks(out, lse, sinks)
-    assert isinstance(out, Tensor)
+    else:
+        out = flex_attention(query, key, value, score_mod, mask, **given)
     return out.transpose(1, 2).contiguous(), None
 
 

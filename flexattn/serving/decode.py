@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ def flex_decode(
     head_dim_v: int | None = None,
     return_lse: bool = False,
     batch_invariant: bool | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Any:
     """Attention of a batch of requests over their cached keys, in one kernel for any lengths.
 
     q [B, q_len, Hq, D], or [total_q, Hq, D] with cu_seqlens_q int32 [B + 1]. kv_cache: (K, V),
