@@ -49,6 +49,8 @@ EDGES = {
     # knows of these devices is in device.neuroncore.
     "neuron": {"tune"},
     "presets": {"catalogue"},
+    # Attention of published models, as any user could write it.
+    "sparse": {"frontend"},
     "deploy": {"tune"},
     # A plug-in: it reads records and nothing of how they were made.
     "report": {"measure"},
@@ -64,7 +66,7 @@ EDGES = {
 LOOSE = {"__init__.py", "__main__.py", "errors.py", "settings.py", "gluon_api.py", "public.py"}
 # Fronts that users and their type checkers read.
 LISTED = {
-    *("__init__.py", "catalogue/__init__.py", "serving/__init__.py"),
+    *("__init__.py", "catalogue/__init__.py", "serving/__init__.py", "sparse/__init__.py"),
 }
 # Folders that nothing imports but what is named: the registry's row finds the first by its name.
 PLUGINS = {"neuron": set(), "report": {"cli/report.py"}}

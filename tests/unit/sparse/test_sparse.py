@@ -1,0 +1,79 @@
+"""Each sparse attention is its paper's formula, with autograd's gradients, in float64."""
+
+import pytest
+import torch
+
+from flexattn.errors import InputError
+from flexattn.sparse import dsa, indexer_scores, moba, nsa, quest, vsa
+from tests import sparse_formulas as papers
+
+SIZES = (8, 4, 16, 4, 1, 2, 10)  # NSA's: length, stride, unit, k, first, last, window
+
+
+def drawn(seed, *shapes):
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def assert_same(found, right, leaves):
+    torch.testing.assert_close(found, right)
+    dout = torch.randn_like(right)
+    both = (torch.autograd.grad(x, leaves, dout, retain_graph=True) for x in (found, right))
+    for ours, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("length", "unit", "k"), [(75, 16, 3), (64, 16, 1), (20, 32, 9)])
+def test_moba(length, unit, k):
+    leaves = drawn(k, (2, 4, length, 8), (2, 2, length, 8), (2, 2, length, 6))
+    assert_same(moba(*leaves, unit=unit, k=k), papers.moba(*leaves, unit, k), leaves)
+
+
+@pytest.mark.parametrize("length", [90, 7])
+def test_nsa(length):
+    kv = (1, 2, length, 8)
+    q, *kvs, gates = drawn(length, (1, 4, length, 8), *[kv] * 6, (1, 4, length, 3))
+    made = torch.linspace(0.5, 1.5, 8, dtype=torch.float64, requires_grad=True)
+    coarse = [papers.compress(x, 8, 4, made) for x in kvs[:2]]
+    given = q, coarse, kvs[2:4], kvs[4:], gates.sigmoid()
+    named = dict(zip("length stride unit k first last window".split(), SIZES, strict=True))
+    leaves = [q, *kvs[2:], gates] + [made, *kvs[:2]] * (length >= 8)
+    assert_same(nsa(*given, **named), papers.nsa(*given, SIZES), leaves)
+
+
+def test_dsa():
+    q, k, v, *indexer = drawn(
+        3, (2, 4, 40, 12), (2, 1, 40, 12), (2, 1, 40, 8), (2, 16, 40, 5), (2, 40, 5), (2, 40, 16)
+    )
+    leaves = [q, k, v]
+    assert_same(dsa(*leaves, *indexer, k=7), papers.dsa(*leaves, *indexer, 7), leaves)
+    # An indexer learns by a loss of its own, of its scores.
+    assert all(x is not None for x in torch.autograd.grad(indexer_scores(*indexer).sum(), indexer))
+
+
+@pytest.mark.parametrize("keys", [16, 75])
+def test_quest(keys):
+    given = [x.detach() for x in drawn(keys, (2, 4, 1, 8), (2, 2, keys, 8), (2, 2, keys, 8))]
+    torch.testing.assert_close(quest(*given, page=16, k=2), papers.quest(*given, 16, 2))
+
+
+def test_vsa():
+    canvas, cube = (4, 4, 6), (2, 2, 2)
+    leaves = drawn(5, (1, 4, 96, 8), (1, 2, 96, 8), (1, 2, 96, 6), (1, 4, 96, 6), (1, 4, 96, 1))
+    found = vsa(*leaves, canvas=canvas, cube=cube, k=3)
+    assert_same(found, papers.vsa(*leaves, canvas, cube, 3), leaves)
+
+
+def test_what_does_not_fit_is_refused():
+    q, k = drawn(1, (1, 2, 64, 8), (1, 2, 32, 8))
+    with pytest.raises(InputError, match="whole cubes"):
+        vsa(q, q, q, q, q, canvas=(4, 4, 3), k=1)
+    with pytest.raises(InputError, match="as many"):
+        vsa(q, k, k, q, q, canvas=(4, 4, 4), k=1)
+    with pytest.raises(InputError, match="one step"):
+        quest(q, k, k)
+    with pytest.raises(InputError, match="multiples of the stride"):
+        nsa(q, (q, q), (q, q), (q, q), q[..., :3], unit=40)
