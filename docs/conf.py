@@ -18,10 +18,12 @@ from flexattn.cli.app import app as command_line  # noqa: E402
 project = "flexattn"
 version = release = flexattn.__version__
 author = "the flexattn authors"
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_static_path = ["manual.css"]
+html_css_files = ["manual.css"]
 html_title = f"flexattn {release}"
 html_show_sphinx = html_show_copyright = html_copy_source = False
 myst_heading_anchors = 3
@@ -75,24 +77,34 @@ def commands() -> str:
         text = re.sub(r"\n(?!\n)", " ", (command.help or "").split("\f")[0].strip())
         parts += [f"## {verb}", f"```text\nflexattn {verb} {usage}\n```", text]
         rows = [row(each, own) for each in command.params if not getattr(each, "hidden", False)]
-        parts.append("\n".join(["| | |", "|---|---|", *filter(None, rows)]))
+        head = "| option | values | meaning |\n|---|---|---|"
+        parts.append("\n".join([head, *filter(None, rows)]))
     return "\n\n".join(parts) + "\n"
 
 
 def row(parameter: Any, context: Any) -> str:
-    """One argument or option as a row of a table."""
+    """One argument or option as a row of a table: its names, its values, what it is."""
     if parameter.name == "help":
         return ""
-    found = parameter.get_help_record(context)
-    names, text = found if found else (parameter.make_metavar(context), "")
-    clean = re.sub(r"\s+", " ", re.sub(r"\[/?\w*\]", "", str(text))).replace("|", "\\|")
-    return f"| `{names}` | {clean} |".replace("`|", "`\\|")
+    shown, text = parameter.get_help_record(context)
+    # "-o, --out PATH" has a value, "--torch / --no-torch" and an argument have none.
+    split = re.fullmatch(r"(-.*?)(?: ([^-/].*))?", shown)
+    names, values = split.groups() if split else (shown, None)
+    cells = f"`{names}`", f"`{values}`" if values else "", re.sub(r"\s+", " ", text)
+    return " | ".join(["", *(each.replace("|", "\\|") for each in cells), ""]).strip()
 
 
 def setup(app: Any) -> None:
     """What this file adds to the build."""
+    from sphinx.pycode import ModuleAnalyzer
+
     app.connect("autodoc-process-docstring", as_rst)
     app.connect("autodoc-process-signature", short)
+    for module in ("attention", "varlen"):
+        # One signature is shown, with every argument, and not an overload for each result.
+        found = ModuleAnalyzer.for_module(f"flexattn.frontend.{module}")
+        found.analyze()
+        found.overloads.clear()
     written = ROOT / "docs/_build/commands.md"
     written.parent.mkdir(exist_ok=True)
     written.write_text(commands(), encoding="utf-8")

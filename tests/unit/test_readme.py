@@ -1,5 +1,6 @@
 """README and manual are true: their code runs, and what they name exists."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -119,7 +120,7 @@ def test_shell_blocks_have_no_other_programs():
     first = {
         next(word for word in line.split() if not re.match(r"[A-Z_]+=", word))
         for block in blocks("sh")
-        for line in block.code.splitlines()
+        for line in block.code.replace("\\\n", "").splitlines()
         if line and line[0] not in "# "
     }
     assert first <= {"flexattn", "make", "pip", "python", "vllm"}
@@ -131,6 +132,25 @@ def test_the_table_of_verbs_is_complete():
     named = re.findall(r"`([a-z-]+)`", "".join(re.findall(r"^\| (.+?) \|", table, re.MULTILINE)))
     verbs = [command.name or command.callback.__name__ for command in app.registered_commands]
     assert sorted(named) == sorted(verb.replace("_", "-") for verb in verbs)
+
+
+def test_every_option_in_the_manual_has_three_cells():
+    """Options show choices with a | between them, which ends a cell unless it is escaped."""
+    path = ROOT / "docs/conf.py"
+    spec = importlib.util.spec_from_file_location("manual_conf", path)
+    conf = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conf)
+    rows = [line for line in conf.commands().splitlines() if line.startswith("|")]
+    assert len(rows) > 130 and any(r"\|" in row for row in rows)
+    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {5}
+
+
+def test_no_code_block_is_cut():
+    """The manual shows 88 columns at 1280 pixels; it wraps diffs, and what `explain` prints."""
+    found = [block for kind in ("python", "sh", "toml", "text") for block in blocks(kind)]
+    for block in found:
+        width = max(map(len, block.code.splitlines()))
+        assert width <= (99 if "room  " in block.code else 88), block
 
 
 def test_workloads_are_read(tmp_path):
