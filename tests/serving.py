@@ -202,6 +202,24 @@ def assert_right(got, each, *, exact=None, **call):
     assert verdict.passed, verdict.message()
 
 
+def check(
+    each, *, runs=1, layout="NHD", together=False, ragged=None, sinks=None, exact=None,
+    given=lambda plan: {}, **options,
+):  # fmt: skip
+    """Make a plan of a batch and hold each of its runs to the oracle; returns the plan.
+
+    options: those of `plan_for`. given: what runs of the plan are given beside the batch.
+    """
+    ragged = len(set(each.q_lens)) > 1 if ragged is None else ragged
+    plan = plan_for(each, ragged=ragged, sinks=sinks is not None, layout=layout, **options)
+    call = {} if sinks is None else {"sinks": sinks}
+    mods = {name: options[name] for name in ("score_mod", "mask_mod") if name in options}
+    for _ in range(runs):  # counters are left as they were found
+        got = run(plan, each, layout=layout, together=together, **call, **given(plan))
+        assert_right(got, each, exact=exact, **call, **mods)
+    return plan
+
+
 def quantized(each, dtype, per_head):
     """The batch with K and V in 8 bits, what they stand for, and their scales."""
     Hkv = each.heads[1]
@@ -237,6 +255,15 @@ def finely_quantized(each, dtype, scales, page):
     (k, wide_k, k_steps), (v, wide_v, v_steps) = found
     return (replace(each, k=k, v=v), replace(each, k=wide_k, v=wide_v),
             replace(each, k=k_steps, v=v_steps))  # fmt: skip
+
+
+def check_finely_scaled(each, scales, *, kv_dtype, page, layout="NHD", **more):
+    """The same over a cache of 8 bits with scales of pages or tokens."""
+    few, wide, steps = finely_quantized(each, kv_dtype, scales, page)
+    check(
+        few, exact=wide, scaled=scales, kv_dtype=kv_dtype, page=page, layout=layout,
+        given=lambda plan: scale_tensors(steps, plan, scales, layout), **more,
+    )  # fmt: skip
 
 
 def scale_tensors(steps, plan, scales, layout="NHD"):

@@ -4,6 +4,7 @@ import math
 import re
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from flexattn.serving import (
 )
 from flexattn.settings import override
 from flexattn.util.locks import Lru
+from tests import serving
 from tests.serving import (
     EIGHT_BITS,
     assert_right,
@@ -39,18 +41,7 @@ from tests.support import DTYPES
 pytestmark = pytest.mark.usefixtures("poisoned")
 LENGTHS = [2047, 0, 1, 517, 4096, 33, 128]
 BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
-
-
-def check(each, *, page=16, sinks=None, layout="NHD", together=False, config=None, **mods):
-    ragged = len(set(each.q_lens)) > 1
-    plan = plan_for(
-        each, page=page, ragged=ragged, config=config, sinks=sinks is not None, layout=layout,
-        **mods,
-    )  # fmt: skip
-    call = {} if sinks is None else {"sinks": sinks}
-    for _ in range(2):  # counters are left as they were found
-        got = run(plan, each, layout=layout, together=together, **call)
-        assert_right(got, each, **call, **mods)
+check = partial(serving.check, page=16, runs=2)
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
@@ -177,9 +168,10 @@ def test_a_mixed_batch_of_chunks_and_single_tokens():
 def test_a_cache_of_eight_bits(dtype, per_head):
     each = batch([1] * 7, LENGTHS, 32, 8, 128, **BF16)
     few, wide, k_scale, v_scale = quantized(each, dtype, per_head)
-    plan = plan_for(few, page=16, scaled=True, kv_dtype=dtype, score_mod=softcap(30.0))
-    got = run(plan, few, k_scale=k_scale, v_scale=v_scale)
-    assert_right(got, few, exact=wide, score_mod=softcap(30.0))
+    check(
+        few, exact=wide, scaled=True, kv_dtype=dtype, score_mod=softcap(30.0),
+        given=lambda plan: {"k_scale": k_scale, "v_scale": v_scale},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("q_len", [1, 2])

@@ -7,7 +7,7 @@ import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window
 from tests.odd_mods import checkerboard
-from tests.serving import MLA, assert_right, batch, plan_for, run, with_rows
+from tests.serving import MLA, batch, check, with_rows
 from tests.support import ON_SM_90
 
 pytestmark = [pytest.mark.usefixtures("poisoned"), ON_SM_90]
@@ -50,20 +50,13 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_numbers(name):
-    about = dict(CASES[name])
+    about = {"config": MLA, "page": 64, **CASES[name]}
     heads, q_len = about.pop("heads", 16), about.pop("q_len", 1)
     lengths, dtype = about.pop("lengths", LENGTHS), about.pop("dtype", torch.bfloat16)
     lengths = with_rows(lengths, q_len)
     each = batch([q_len] * len(lengths), lengths, heads, 1, 576, 512, dtype, "cuda")
     each = replace(each, v=[x[..., :512] for x in each.k])
-    page, layout = about.pop("page", 64), about.pop("layout", "NHD")
-    config, sinks = about.pop("config", MLA), about.pop("sinks", False)
     if about.pop("bias", False):
         about["score_mod"] = alibi(heads, "cuda")
-    plan = plan_for(
-        each, page=page, config=config, layout=layout, shared_kv=True, sinks=sinks, **about
-    )
-    call = {"sinks": torch.randn(heads, device="cuda")} if sinks else {}
-    for _ in range(2):
-        got = run(plan, each, layout=layout, **call)
-        assert_right(got, each, **call, **about)
+    sinks = torch.randn(heads, device="cuda") if about.pop("sinks", False) else None
+    check(each, runs=2, shared_kv=True, sinks=sinks, **about)

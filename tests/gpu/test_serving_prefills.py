@@ -9,6 +9,7 @@ from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.serving import DecodePlan
 from flexattn.settings import override
+from tests import serving
 from tests.serving import (
     EIGHT_BITS,
     assert_right,
@@ -28,13 +29,9 @@ BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
 MIXED = [700, 1, 130, 16, 17, 0, 1, 64], [700, 3000, 900, 16, 4000, 40, 1, 65]
 
 
-def check(each, *, page=16, sinks=None, layout="NHD", together=False, **mods):
-    plan = plan_for(each, page=page, ragged=True, sinks=sinks is not None, layout=layout, **mods)
+def check(each, *, page=16, **more):
+    plan = serving.check(each, page=page, ragged=True, runs=2, **more)
     assert isinstance(plan.prefill_config, HopperPrefillConfig)
-    call = {} if sinks is None else {"sinks": sinks}
-    for _ in range(2):  # counters are left as they were found
-        got = run(plan, each, layout=layout, together=together, **call)
-        assert_right(got, each, **call, **{k: v for k, v in mods.items() if "mod" in k})
     return plan
 
 
@@ -93,27 +90,18 @@ def test_eight_bits(asked, dtype):
     about = {"D": 128, "heads": (32, 8), "q": torch.bfloat16, "lengths": MIXED, "sinks": False}
     about |= {"page": 16, "layout": "NHD", "together": False, "scaled": True, "signed": False}
     about |= {"mask_mod": causal} | ASKED_OF_EIGHT_BITS[asked]
-    heads, D = about["heads"], about["D"]
-    each = batch(*about["lengths"], *heads, D, dtype=about["q"], device="cuda")
+    heads, D, signed = (about.pop(name) for name in ("heads", "D", "signed"))
+    each = batch(*about.pop("lengths"), *heads, D, dtype=about.pop("q"), device="cuda")
     few, wide, *scales = quantized(each, dtype, True)
-    if about["signed"]:
+    if signed:
         for scale in scales:
             scale[0], scale[1] = 0.0, -scale[1]
     steps = [scale.view(1, -1, 1) if about["scaled"] else 1.0 for scale in scales]
     for kept, narrow, step in zip((wide.k, wide.v), (few.k, few.v), steps, strict=True):
         kept[:] = [x.float() * step for x in narrow]
-    mods = {name: about[name] for name in ("mask_mod", "score_mod") if name in about}
-    where = {name: about[name] for name in ("layout", "together")}
-    plan = plan_for(
-        few, page=about["page"], ragged=True, layout=about["layout"], kv_dtype=dtype,
-        scaled=about["scaled"], sinks=about["sinks"], **mods,
-    )  # fmt: skip
-    assert isinstance(plan.prefill_config, HopperPrefillConfig)
     told = dict(zip(("k_scale", "v_scale"), scales, strict=True)) if about["scaled"] else {}
-    call = {"sinks": torch.randn(heads[0], device="cuda")} if about["sinks"] else {}
-    for _ in range(2):
-        got = run(plan, few, **where, **call, **told)
-        assert_right(got, few, exact=wide, **call, **mods)
+    about["sinks"] = torch.randn(heads[0], device="cuda") if about["sinks"] else None
+    check(few, exact=wide, kv_dtype=dtype, given=lambda plan: told, **about)
 
 
 LONG = {

@@ -13,8 +13,8 @@ from tests.serving import (
     EIGHT_BITS,
     assert_right,
     batch,
+    check_finely_scaled,
     finely_quantized,
-    plan_for,
     run,
     scale_tensors,
     with_rows,
@@ -32,23 +32,11 @@ SCALES = ["page", "page_head", "token", "token_head"]
 LENGTHS = [2047, 0, 1, 517, 9001, 33, 128]
 
 
-def check(
-    scales, *, config=None, dtype=E4M3, page=16, layout="NHD", q_len=1, D=128, Dv=None, **mods
-):
+def check(scales, *, dtype=E4M3, page=16, q_len=1, D=128, Dv=None, **more):
     q_lens = q_len if isinstance(q_len, list) else [q_len] * len(LENGTHS)
     lengths = LENGTHS if isinstance(q_len, list) else with_rows(LENGTHS, q_len)
     each = batch(q_lens, lengths, 32, 8, D, Dv, dtype=torch.bfloat16, device="cuda")
-    few, wide, steps = finely_quantized(each, dtype, scales, page)
-    plan = plan_for(
-        few, page=page, config=config, scaled=scales, kv_dtype=dtype, layout=layout,
-        ragged=len(set(q_lens)) > 1, sinks="sinks" in mods,
-        **{name: mods[name] for name in mods if name != "sinks"},
-    )  # fmt: skip
-    given = scale_tensors(steps, plan, scales, layout)
-    if "sinks" in mods:
-        given["sinks"] = mods["sinks"]
-    for _ in range(3):
-        assert_right(run(plan, few, layout=layout, **given), few, exact=wide, **mods)
+    check_finely_scaled(each, scales, kv_dtype=dtype, page=page, runs=3, **more)
 
 
 @pytest.mark.parametrize("scales", SCALES)

@@ -13,6 +13,7 @@ from tests.serving import (
     assert_right,
     assert_right_of_shared_keys,
     batch,
+    check,
     plan_for,
     run,
     with_rows,
@@ -49,22 +50,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_numbers(name):
-    about = dict(CASES[name])
-    heads, q_len, D = about.pop("heads", (48, 1)), about.pop("q_len", 1), about.pop("D", 128)
-    lengths, dtype = about.pop("lengths", LENGTHS), about.pop("dtype", torch.bfloat16)
+def check_case(
+    heads=(48, 1), q_len=1, D=128, lengths=LENGTHS, dtype=torch.bfloat16, page=16, bias=False,
+    sinks=False, **about,
+):  # fmt: skip
     lengths = with_rows(lengths, q_len)
     each = batch([q_len] * len(lengths), lengths, *heads, D, dtype=dtype, device="cuda")
-    page, layout = about.pop("page", 16), about.pop("layout", "NHD")
-    config, sinks = about.pop("config", PAIR), about.pop("sinks", False)
-    if about.pop("bias", False):
+    if bias:
         about["score_mod"] = alibi(heads[0], "cuda")
-    plan = plan_for(each, page=page, config=config, layout=layout, sinks=sinks, **about)
-    call = {"sinks": torch.randn(heads[0], device="cuda")} if sinks else {}
-    for _ in range(2):
-        got = run(plan, each, layout=layout, **call)
-        assert_right(got, each, **call, **about)
+    sinks = torch.randn(heads[0], device="cuda") if sinks else None
+    return check(each, page=page, sinks=sinks, **about)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers(name):
+    check_case(runs=2, **{"config": PAIR, **CASES[name]})
 
 
 SERVED = {
@@ -86,16 +86,9 @@ SERVED = {
 @pytest.mark.parametrize("name", SERVED)
 def test_the_default(name):
     """Plans without a config, whose template the static default is."""
-    about = dict(SERVED[name])
-    heads, q_len, D = about.pop("heads", (48, 1)), about.pop("q_len", 1), about.pop("D", 128)
-    lengths, page = with_rows(about.pop("lengths", LENGTHS), q_len), about.pop("page", 16)
-    each = batch([q_len] * len(lengths), lengths, *heads, D, dtype=torch.bfloat16, device="cuda")
-    sinks = about.pop("sinks", False)
-    plan = plan_for(each, page=page, sinks=sinks, **about)
+    plan = check_case(**SERVED[name])
     if plan.origin.startswith("static default"):
         assert plan.config in DEFAULTS
-    call = {"sinks": torch.randn(heads[0], device="cuda")} if sinks else {}
-    assert_right(run(plan, each, **call), each, **call, **about)
 
 
 @pytest.mark.parametrize("shared", ["K", "V", "KV"])

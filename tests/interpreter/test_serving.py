@@ -1,10 +1,13 @@
 """The serving kernels, interpreted: every cache, every mod, odd and empty requests, one oracle."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.kernels.paged_decode.config import ServingConfig
+from tests import serving
 from tests.cases import CASES
 from tests.covering import each_choice, pairwise
 from tests.serving import (
@@ -22,12 +25,7 @@ from tests.support import DTYPES
 LENGTHS = [53, 0, 1, 17, 128, 32]
 
 
-def check(each, *, config=SMALL, page=4, sinks=None, layout="NHD", together=False, **mods):
-    options = {"ragged": len(set(each.q_lens)) > 1, "layout": layout}
-    plan = plan_for(each, page=page, config=config, sinks=sinks is not None, **options, **mods)
-    call = {} if sinks is None else {"sinks": sinks}
-    got = run(plan, each, layout=layout, together=together, **call)
-    assert_right(got, each, **call, **mods)
+check = partial(serving.check, config=SMALL, page=4)
 
 
 @pytest.mark.oldest
@@ -117,9 +115,10 @@ def test_a_mixed_batch_of_chunks_and_single_tokens():
 def test_a_cache_of_eight_bits(dtype, per_head):
     each = batch([2] * 6, with_rows(LENGTHS, 2), 6, 2, 32, dtype=torch.bfloat16)
     few, wide, k_scale, v_scale = quantized(each, dtype, per_head)
-    plan = plan_for(few, page=4, config=SMALL, scaled=True, kv_dtype=dtype, mask_mod=causal)
-    got = run(plan, few, k_scale=k_scale, v_scale=v_scale)
-    assert_right(got, few, exact=wide, mask_mod=causal)
+    check(
+        few, exact=wide, scaled=True, kv_dtype=dtype, mask_mod=causal,
+        given=lambda plan: {"k_scale": k_scale, "v_scale": v_scale},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("D", "Dv"), [(48, 32), (576, 512), (40, 24)])

@@ -13,6 +13,7 @@ from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.errors import InputError
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.engines import UNWRITTEN
+from tests import serving
 from tests.emulated_plan import Changing, Emulated, emulate
 from tests.odd_mods import checkerboard
 from tests.serving import (
@@ -65,13 +66,8 @@ def plan_of(config, each, **more):
     return plan_for(each, config=config, shared_kv=config in LATENT, **more)
 
 
-def check(config, each, page=64, layout="NHD", sinks=None, ragged=False, **mods):
-    about = {"page": page, "layout": layout, "ragged": ragged, "sinks": sinks is not None}
-    plan = plan_of(config, each, **about, **mods)
-    call = {} if sinks is None else {"sinks": sinks}
-    got = run(plan, each, layout=layout, **call)
-    assert_right(got, each, **call, **mods)
-    return plan
+def check(config, each, page=64, **more):
+    return serving.check(each, page=page, config=config, shared_kv=config in LATENT, **more)
 
 
 @configs("config", EACH)
@@ -266,4 +262,4 @@ def test_chunks_of_prefill(config, programs):
     """Chunks of prefill among decoding requests: cu_seqlens_q says which rows are whose."""
     programs(4)
     each = batch([1, 5, 0, 2], [200, 140, 77, 65], 40, 2, 64, dtype=torch.bfloat16)
-    check(config, each, page=16, ragged=True, mask_mod=causal)
+    check(config, each, page=16, mask_mod=causal)

@@ -11,6 +11,7 @@ from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.errors import ConfigError, InputError, InputTypeError
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.serving import CascadePlan, DecodePlan, flex_decode, kernels
+from tests import serving
 from tests.covering import each_choice, pairwise
 from tests.invariance import (
     Piece,
@@ -25,6 +26,7 @@ from tests.serving import (
     EIGHT_BITS,
     assert_right,
     batch,
+    check_finely_scaled,
     finely_quantized,
     plan_for,
     poisoned_pages,
@@ -42,24 +44,14 @@ SCALES = ["tensor", "head", "page", "page_head", "token", "token_head"]
 E4M3 = EIGHT_BITS[0]
 
 
-def check(each, scales, *, dtype=E4M3, config=TILE, page=16, layout="NHD", spare=1, **mods):
-    given, scaled = {}, scales
-    if scales in ("tensor", "head"):
-        few, wide, *both = quantized(each, dtype, scales == "head")
-        given, scaled = dict(zip(("k_scale", "v_scale"), both, strict=True)), True
-    else:
-        few, wide, steps = finely_quantized(each, dtype, scales, page)
-    ragged = len(set(each.q_lens)) > 1
-    options = {name: mods[name] for name in mods if name != "sinks"}
-    plan = plan_for(
-        few, page=page, config=config, scaled=scaled, kv_dtype=dtype, layout=layout,
-        ragged=ragged, spare=spare, sinks="sinks" in mods, **options,
-    )  # fmt: skip
-    given = given or scale_tensors(steps, plan, scales, layout)
-    if "sinks" in mods:
-        given["sinks"] = mods["sinks"]
-    got = run(plan, few, layout=layout, **given)
-    assert_right(got, few, exact=wide, **mods)
+def check(each, scales, *, dtype=E4M3, config=TILE, page=16, **more):
+    about = {"page": page, "config": config, "kv_dtype": dtype, **more}
+    if scales not in ("tensor", "head"):
+        check_finely_scaled(each, scales, **about)
+        return
+    few, wide, *both = quantized(each, dtype, scales == "head")
+    given = dict(zip(("k_scale", "v_scale"), both, strict=True))
+    serving.check(few, exact=wide, scaled=True, given=lambda plan: given, **about)
 
 
 def requests(D=64, Dv=None, dtype=torch.bfloat16, lengths=LENGTHS, q_len=1):

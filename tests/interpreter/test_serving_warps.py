@@ -1,6 +1,7 @@
 """Warp-private serving kernels, interpreted: every cache, mod, and way to merge."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.serving import DecodePlan
+from tests import serving
 from tests.cases import CASES
 from tests.covering import each_choice, pairwise
 from tests.serving import assert_right, batch, plan_for, run, with_rows
@@ -16,11 +18,7 @@ SMALL = ServingConfig(8, 32, 2, 1, combine="await", split_policy="heads")
 LENGTHS = [53, 0, 1, 17, 128, 32]
 
 
-def check(each, *, config=SMALL, page=16, sinks=None, layout="NHD", **mods):
-    plan = plan_for(each, page=page, config=config, sinks=sinks is not None, layout=layout, **mods)
-    call = {} if sinks is None else {"sinks": sinks}
-    got = run(plan, each, layout=layout, **call)
-    assert_right(got, each, **call, **mods)
+check = partial(serving.check, config=SMALL, page=16)
 
 
 def requests(q_len=1, lengths=LENGTHS, Hq=8, Hkv=2, D=64, Dv=None, dtype=torch.bfloat16):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Guards, bind, watch
 from flexattn.mods.site import Bound
 from tests.random_mods.mods import SIGNATURES, everywhere
-from tests.random_mods.outcomes import Outcome, Task, failure
+from tests.random_mods.outcomes import Outcome, Task, outcome
 from tests.random_mods.places import PLACES, PRELUDE, Place
 from tests.random_mods.python_numbers import source as of_numbers
 
@@ -208,10 +207,5 @@ def restored() -> Iterator[None]:
 
 def changed(task: Task) -> Outcome:
     """The outcome of one case."""
-    begin = time.monotonic()
-    found: dict[str, Any] = {"mod": str(changing(task.seed, task.index))}
-    try:
-        found |= {"how": "served", "call": check(task.seed, task.index)}
-    except Exception as error:  # whatever it is, it is what a user would see
-        found |= failure(error)
-    return Outcome(task.index, seconds=round(time.monotonic() - begin, 2), **found)
+    named = task.seed, task.index
+    return outcome(task, changing(*named), lambda: check(*named))

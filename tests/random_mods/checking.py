@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import sys
-import time
-import traceback
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -21,7 +17,7 @@ from flexattn.reference import Precision, Reference, attention
 from flexattn.settings import current
 from flexattn.verify.gate import judge
 from tests.random_mods.mods import random_mod
-from tests.random_mods.outcomes import Outcome, Task, failure
+from tests.random_mods.outcomes import Outcome, Task, outcome
 from tests.support import DTYPES, block_mask, inputs, poison, run
 
 HEADS = ((2, 1), (2, 2), (3, 1), (4, 1), (4, 2))
@@ -84,19 +80,9 @@ def _unchanged(score: torch.Tensor, *positions: torch.Tensor) -> torch.Tensor:
 
 
 def checked(task: Task) -> Outcome:
-    """The same in a process of its own: a device that is lost takes it along."""
-    begin = time.monotonic()
-    device = prepared()
-    found: dict[str, Any] = {"mod": str(random_mod(task.seed, task.index))}
-    try:
-        found |= {"how": "served", "call": check(task.seed, task.index, task.longest, device)}
-    except Exception as error:  # whatever it is, it is what a user would see
-        if "CUDA error" in str(error):
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(70)
-        found |= failure(error)
-    return Outcome(task.index, seconds=round(time.monotonic() - begin, 2), **found)
+    """The same as an outcome."""
+    named, device = (task.seed, task.index), prepared()
+    return outcome(task, random_mod(*named), lambda: check(*named, task.longest, device))
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,6 @@ torch. Dynamo's guards decide what is compiled again; what Inductor makes of a n
 from __future__ import annotations
 
 import sys
-import time
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +17,7 @@ import flexattn
 from flexattn.reference import attention
 from tests.compiled import compiling
 from tests.random_mods.changes import SIZES, Changing, changing, restored
-from tests.random_mods.outcomes import Outcome, Task, failure
+from tests.random_mods.outcomes import Outcome, Task, outcome
 from tests.random_mods.places import PLACES
 
 # Numbers, texts and flags in closures, globals, defaults, containers and attributes; tensors.
@@ -95,10 +94,5 @@ class _Calls:
 
 def changed(task: Task) -> Outcome:
     """The outcome of one case."""
-    begin = time.monotonic()
-    found: dict[str, Any] = {"mod": str(case_of(task.seed, task.index))}
-    try:
-        found |= {"how": "served", "call": check(task.seed, task.index, "inductor")}
-    except Exception as error:  # whatever it is, it is what a user would see
-        found |= failure(error)
-    return Outcome(task.index, seconds=round(time.monotonic() - begin, 2), **found)
+    named = task.seed, task.index
+    return outcome(task, case_of(*named), lambda: check(*named, "inductor"))

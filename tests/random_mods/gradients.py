@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from tests.derivatives import assert_printed_derivatives
 from tests.gradients import compared
 from tests.random_mods.checking import HEADS, prepared
 from tests.random_mods.mods import RandomMod, random_score
-from tests.random_mods.outcomes import Outcome, Task, failure
+from tests.random_mods.outcomes import Outcome, Task, outcome
 from tests.random_mods.stopping import stopping
 from tests.random_mods.terms import FLOATS
 from tests.support import DTYPES, assert_close_as, inputs
@@ -109,12 +108,5 @@ def _close(triple: tuple[torch.Tensor, ...]) -> bool:
 
 def checked_gradients(task: Task) -> Outcome:
     """The outcome of one mod."""
-    begin = time.monotonic()
-    device = prepared()
-    found: dict[str, Any] = {"mod": str(learning(task.seed, task.index))}
-    try:
-        call = check_gradients(task.seed, task.index, task.longest, device)
-        found |= {"how": "served", "call": call}
-    except Exception as error:  # whatever it is, it is what a user would see
-        found |= failure(error)
-    return Outcome(task.index, seconds=round(time.monotonic() - begin, 2), **found)
+    named, device = (task.seed, task.index), prepared()
+    return outcome(task, learning(*named), lambda: check_gradients(*named, task.longest, device))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +13,7 @@ from flexattn.block_mask.classify import BlockClassifier
 from flexattn.mods import bind
 from flexattn.settings import current
 from tests.random_mods.mods import everywhere, random_mask
-from tests.random_mods.outcomes import Outcome, Task, failure
+from tests.random_mods.outcomes import Outcome, Task, outcome
 
 CPU = torch.device("cpu")
 BLOCKS = (16, 16, 32, 64, 128, 7, (16, 64), (64, 16), (48, 40))
@@ -67,16 +66,10 @@ def dense_kinds(dense: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tens
 
 
 def checked_mask(task: Task) -> Outcome:
-    """The same as an outcome, in a process of its own."""
-    begin = time.monotonic()
+    """The same as an outcome."""
     prepared()
-    found: dict[str, Any] = {"mod": str(random_mask(task.seed, task.index))}
-    try:
-        call = check_mask(task.seed, task.index, task.longest)
-        found |= {"how": "served", "call": call}
-    except Exception as error:  # whatever it is, it is what a user would see
-        found |= failure(error)
-    return Outcome(task.index, seconds=round(time.monotonic() - begin, 2), **found)
+    named = task.seed, task.index
+    return outcome(task, random_mask(*named), lambda: check_mask(*named, task.longest))
 
 
 @lru_cache(maxsize=1)

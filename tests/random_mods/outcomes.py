@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
+import time
+import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +41,24 @@ class Outcome:
     cause: str = ""
     message: str = ""
     seconds: float = 0.0
+
+
+def outcome(task: Task, mod: object, check: Callable[[], str]) -> Outcome:
+    """The outcome of one mod, in a process of its own: a device that is lost takes it along.
+
+    check: runs it, and returns the call in words.
+    """
+    begin = time.monotonic()
+    found: dict[str, Any] = {"mod": str(mod)}
+    try:
+        found |= {"how": "served", "call": check()}
+    except Exception as error:  # whatever it is, it is what a user would see
+        if "CUDA error" in str(error):
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(70)
+        found |= failure(error)
+    return Outcome(task.index, seconds=round(time.monotonic() - begin, 2), **found)
 
 
 def failure(error: Exception) -> dict[str, Any]:
