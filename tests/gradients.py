@@ -49,12 +49,12 @@ def assert_gradients(q, k, v, **call):
 
 def compared(
     q, k, v, *, make=None, tensors=(), mask_mod=None, block=16, lse=True, sinks=None,
-    kernel_options=None, scale=None, dropout_p=0.0,
+    kernel_options=None, scale=None, dropout_p=0.0, chosen=None,
 ):  # fmt: skip
     """Of q, k, v, sinks and tensors: ours, the oracle's and the reference run's gradients.
 
     make(*tensors) gives the score_mod that captures them. lse: its gradient comes in, too.
-    dropout_p: the oracle drops the same weights.
+    dropout_p: the oracle drops the same weights. chosen: our block_mask, of the same keys.
     """
     dropout = drawn(dropout_p, q.device)
     mask = block_mask(mask_mod, q, k, block)
@@ -72,7 +72,7 @@ def compared(
     def ours(q, k, v, score_mod, sinks):
         torch.manual_seed(SEED)
         out, aux = flexattn.flex_attention(
-            q, k, v, score_mod, mask, scale, enable_gqa=True, sinks=sinks,
+            q, k, v, score_mod, chosen or mask, scale, enable_gqa=True, sinks=sinks,
             kernel_options=kernel_options, return_aux=AuxRequest(lse=lse), dropout_p=dropout_p,
         )  # fmt: skip
         return out, aux.lse

@@ -4,15 +4,14 @@ import random
 
 import torch
 
-from flexattn import Selection, create_block_mask
+from flexattn import Selection, create_block_mask, create_mask
 from flexattn.catalogue import causal
-from flexattn.reference import Precision, attention
-from tests.gradients import cotangents, gradients
+from tests.gradients import compared
 from tests.support import assert_close_as, assert_judged, run
 
 
 def pairs(selection, batch, Hq, q_len, kv_len):
-    """bool [batch, Hq, q_len, kv_len] from the indices, one by one; mask_mod is causal or None."""
+    """bool [batch, Hq, q_len, kv_len] from the indices, one by one, and its mask_mod."""
     indices, counts = selection.indices.cpu(), selection.counts
     counts = counts if counts is None else counts.cpu()
     B, heads, blocks, k = indices.shape
@@ -21,56 +20,47 @@ def pairs(selection, batch, Hq, q_len, kv_len):
         for h in range(Hq):
             for r in range(blocks):
                 at = b % B, h * heads // Hq, r
-                valid = k if counts is None else int(counts[at])
+                valid = k if counts is None else max(0, int(counts[at]))
                 for unit in indices[at][:valid].tolist():
                     if unit >= 0:
                         rows = slice(r * selection.rows, (r + 1) * selection.rows)
                         keys = slice(unit * selection.unit, (unit + 1) * selection.unit)
                         kept[b, h, rows, keys] = True
-    if selection.mask_mod is causal:
-        kept &= torch.ones(q_len, kv_len, dtype=torch.bool).tril()
+    if selection.mask_mod is not None:
+        device = selection.indices.device
+        sizes = batch, Hq, q_len, kv_len
+        kept &= create_mask(selection.mask_mod, *sizes, device=str(device)).cpu()
     return kept
+
+
+def dense_mask(selection, q, k):
+    """A mask_mod that reads those pairs."""
+    kept = pairs(selection, *q.shape[:3], k.shape[2]).to(q.device)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return kept[b, h, q_idx, kv_idx]
+
+    return mask_mod
 
 
 def mask_of(selection, q, k):
     """The BlockMask of a mask_mod that reads those pairs."""
     batch, Hq, q_len, kv_len = *q.shape[:3], k.shape[2]
-    kept = pairs(selection, batch, Hq, q_len, kv_len).to(q.device)
-
-    def mask_mod(b, h, q_idx, kv_idx):
-        return kept[b, h, q_idx, kv_idx]
-
-    return create_block_mask(mask_mod, batch, Hq, q_len, kv_len, q.device)
+    return create_block_mask(dense_mask(selection, q, k), batch, Hq, q_len, kv_len, q.device)
 
 
-def assert_right(selection, q, k, v, got=None):
+def assert_right(selection, q, k, v, got=None, **more):
     """Hold out and lse of a call, or what is given, to the oracle by the accuracy rule."""
     with torch.no_grad():
         if got is None:
-            got = run(q, k, v, max_scores=False, block_mask=selection)
-        assert_judged(got, q, k, v, block_mask=mask_of(selection, q, k))
+            got = run(q, k, v, max_scores=False, block_mask=selection, **more)
+        assert_judged(got, q, k, v, block_mask=mask_of(selection, q, k), **more)
 
 
 def assert_gradients(selection, q, k, v):
     """Hold the gradients of q, k and v to the oracle's."""
-    mask, grads = mask_of(selection, q, k), cotangents(q, v, True)
-
-    def plain(precision):
-        def call(q, k, v):
-            found = attention(q, k, v, block_mask=mask, precision=precision)
-            return found.out, found.lse
-
-        return call
-
-    def ours(q, k, v):
-        return run(q, k, v, max_scores=False, block_mask=selection)[:2]
-
-    leaves = [[x.detach().clone().requires_grad_() for x in (q, k, v)] for _ in range(2)]
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    exact = gradients(plain(Precision.ORACLE), wide, grads)
-    rounded = gradients(plain(Precision.ROUNDED), leaves[0], grads)
-    for got, *others in zip(gradients(ours, leaves[1], grads), exact, rounded, strict=True):
-        assert_close_as(got, *others)
+    for each in compared(q, k, v, mask_mod=dense_mask(selection, q, k), chosen=selection):
+        assert_close_as(*each)
 
 
 def drawn(seed, sizes=(16, 32, 64, 128)):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from flexattn.block_mask.classify import FULL, PARTIAL
-from flexattn.block_mask.lists import lists_of
+from flexattn.block_mask.lists import lazy_mask, lists_of
 from flexattn.device import detect
 from flexattn.kernels.base.config import power_above
 from flexattn.kernels.block_mask.chosen import (
@@ -17,8 +20,15 @@ from flexattn.kernels.block_mask.chosen import (
     render_by_key,
     render_chosen,
 )
-from flexattn.problem.mask_lists import dense_blocks
+from flexattn.problem.mask_lists import (
+    DENSITY_STEPS,
+    dense_blocks,
+    shared_form,
+    keep_class,
+    keep_form,
+)
 from flexattn.runtime.build import Launcher, builder
+from flexattn.runtime.key_lists import turn_by
 from flexattn.runtime.launch import Lists, launches, raw_stream
 from flexattn.settings import current
 
@@ -39,44 +49,46 @@ class ChosenBlocks(NamedTuple):
     masked: bool
     causal: bool
 
-    def lists(self, Hq: int, lengths: tuple[int, int], by_key: bool) -> tuple[Lists, Lists | None]:
-        """Lists by query [B or 1, Hq, blocks of rows] and, if asked for, by key.
+    def mask(
+        self, Hq: int, lengths: tuple[int, int], mask_mod: Callable[..., Tensor]
+    ) -> BlockMask:
+        """The mask of these blocks, with lists of [B or 1, Hq or 1, blocks of rows].
 
-        Full blocks are those that a mask cannot change and no length cuts.
+        Full blocks are those that mask_mod cannot change and no length cuts. Lists by key are
+        made of those by query when a backward reads them.
         """
         heads = Hq if self.indices.shape[1] > 1 else 1
         if not self._by_kernel:
-            return self._by_torch(heads, lengths), None
-        device, index = self.indices.device, self.indices.get_device()
-        B, _, rows, k = self.indices.shape
-        blocks = -(-lengths[1] // self.keys)
-        first, second = self._launchers(heads, lengths, index)
-        found = _empty((B, heads, rows), k, device)
+            lists = self.by_torch(heads, lengths)
+            mask = lazy_mask(lists, (self.rows, self.keys), mask_mod, lengths)
+            keep_class(mask, _class_of(self.indices.shape[3], -(-lengths[1] // self.keys)))
+            keep_form(mask)
+            return mask
+        made = self._made(heads, lengths, self.indices.get_device())
+        num, idx, full_num, full_idx = given = _empty(made.counts, made.width, self.indices.device)
         counts = () if self.counts is None else (self.counts,)
-        _launch(first, index, (self.indices, *counts, *found[:4]))
-        if not by_key:
-            return found, None
-        turned = _empty((B, heads, blocks), rows, device)
-        _launch(second, index, (*found[:4], *turned[:4]))
-        return found, turned
+        _launch(made.launcher, made.gpu, (self.indices, *counts, *given))
+        mask = BlockMask.__new__(BlockMask)
+        known = mask.__dict__
+        known.update(made.known)
+        known["kv_num_blocks"], known["kv_indices"] = num, idx
+        known["full_kv_num_blocks"], known["full_kv_indices"] = full_num, full_idx
+        known["mask_mod"] = mask_mod
+        keep_form(mask, made.form)
+        return mask
 
     @property
     def _by_kernel(self) -> bool:
-        if torch.compiler.is_dynamo_compiling():
-            return False
         fits = 0 < self.indices.numel() and self.indices.shape[-1] <= MOST_CHOSEN
         return fits and (self.indices.is_cuda or current().interpret)
 
-    def _launchers(
-        self, heads: int, lengths: tuple[int, int], index: int
-    ) -> tuple[Launcher, Launcher]:
+    def _made(self, heads: int, lengths: tuple[int, int], index: int) -> _Made:
         indices, counts = self.indices, self.counts
-        B, given_heads, rows, k = indices.shape
+        B, given_heads, rows, k = shape = indices.shape
         key = (
-            "chosen", indices.shape, indices.dtype, counts is None, *self[2:], heads, lengths,
-            index,
+            "chosen", shape, indices.dtype, counts is None, *self[2:], heads, lengths, index,
         )  # fmt: skip
-        found: tuple[Launcher, Launcher] | None = launches.get(key)
+        found: _Made | None = launches.get(key)
         if found is None:
             form = ChosenForm(
                 self.rows, self.keys, power_above(k), str(indices.dtype).removeprefix("torch."),
@@ -96,14 +108,25 @@ class ChosenBlocks(NamedTuple):
                 for source in (render_chosen(form, target), render_by_key(form.width, target))
             ]
             few = {name: fixed[name] for name in ("rows", "k", "kv_blocks")}
-            found = (
-                kernels[0].prepare(B * heads * rows, fixed, by_query),
-                kernels[1].prepare(B * heads * blocks, few, by_key),
-            )
+            turn = _Turn(
+                kernels[1].prepare(B * heads * blocks, few, by_key), index,
+                (B, heads, rows, k), (B, heads, blocks),
+            )  # fmt: skip
+            # Whose lists are no part of what is kept.
+            first = lazy_mask(
+                _empty((B, heads, rows), k, torch.device("meta")),
+                (self.rows, self.keys), noop_mask, lengths,
+            )  # fmt: skip
+            keep_class(first, _class_of(k, blocks))
+            turn_by(first, turn)
+            found = _Made(
+                kernels[0].prepare(B * heads * rows, fixed, by_query), index, (B, heads, rows), k,
+                shared_form(first), first.__dict__,
+            )  # fmt: skip
             launches.put(key, found)
         return found
 
-    def _by_torch(self, heads: int, lengths: tuple[int, int]) -> Lists:
+    def by_torch(self, heads: int, lengths: tuple[int, int]) -> tuple[Tensor, ...]:
         """The lists by query by plain torch: on the CPU, and of long choices."""
         q_len, kv_len = lengths
         rows, columns = self.indices.shape[2], -(-kv_len // self.keys)
@@ -120,7 +143,7 @@ class ChosenBlocks(NamedTuple):
         B, H, _, _ = kinds.shape
         shape = B, H, rows, columns
         parts = [(0, kinds.reshape(-1, columns))] if kinds.numel() else []
-        return Lists(*lists_of(parts, shape, kinds.device))
+        return lists_of(parts, shape, kinds.device)
 
 
 def dense_choices(indices: Tensor, counts: Tensor | None, columns: int) -> Tensor:
@@ -130,11 +153,51 @@ def dense_choices(indices: Tensor, counts: Tensor | None, columns: int) -> Tenso
     return dense_blocks(counts, indices, columns)
 
 
-def _empty(shape: tuple[int, int, int], width: int, device: torch.device) -> Lists:
+@dataclass(frozen=True)
+class _Turn:
+    """Makes lists by key [*columns(, rows)] of lists by query with indices of `shape`."""
+
+    launcher: Launcher
+    gpu: int
+    shape: tuple[int, ...]
+    columns: tuple[int, int, int]
+
+    def __call__(self, by_query: Lists) -> Lists | None:
+        """None of lists of another shape, which somebody gave the mask since."""
+        if by_query.kv_idx.shape != self.shape or by_query.full_idx is None:
+            return None
+        found = _empty(self.columns, self.shape[2], by_query.kv_idx.device)
+        _launch(self.launcher, self.gpu, (*by_query[:4], *found))
+        return Lists(*found)
+
+
+class _Made(NamedTuple):
+    """What masks of one form share: the kernel of their lists, and all but lists and mask_mod.
+
+    counts, width: the lists' sizes. form: as of `shared_form`. known: a mask's attributes.
+    """
+
+    launcher: Launcher
+    gpu: int
+    counts: tuple[int, int, int]
+    width: int
+    form: tuple[Any, ...]
+    known: dict[str, Any]
+
+
+def _class_of(k: int, blocks: int) -> str:
+    """The class of a mask that lists k of so many blocks, apart from each other; unread."""
+    density = 0
+    while density < DENSITY_STEPS and k << (density + 1) <= blocks:
+        density += 1
+    return f"d1/{2**density} i1 gaps" if density else "d1 i1 gaps"
+
+
+def _empty(shape: tuple[int, int, int], width: int, device: torch.device) -> tuple[Tensor, ...]:
     """Uninitialised lists of partial and full blocks."""
     num, full_num = torch.empty((2, *shape), dtype=torch.int32, device=device).unbind()
     idx, full_idx = torch.empty((2, *shape, width), dtype=torch.int32, device=device).unbind()
-    return Lists(num, idx, full_num, full_idx)
+    return num, idx, full_num, full_idx
 
 
 def _launch(launcher: Launcher, index: int, given: tuple[Any, ...]) -> None:

@@ -14,8 +14,7 @@ from flexattn.block_mask.lists import lazy_mask, lists_of
 from flexattn.catalogue.masks import causal as causal_mask
 from flexattn.errors import InputError, InputTypeError, PlaceError, UnsupportedError
 from flexattn.mods.expr import MaskMod
-from flexattn.problem.mask_lists import DENSITY_STEPS, keep_class, keep_form
-from flexattn.runtime.key_lists import keep_by_key
+from flexattn.problem.mask_lists import keep_class
 
 # Rows and keys of blocks that kernels walk are multiples of this; other choices are a mask.
 _WALKED = 16
@@ -137,21 +136,14 @@ class Selection:
             given is not None,
             given is causal_mask,
         )
-        by_query, by_key = chosen.lists(q.shape[1], lengths, torch.is_grad_enabled())
-        mask_mod: Any = noop_mask if given is None else given
-        lists: Any = by_query[:4]
         if torch.compiler.is_dynamo_compiling():
             # Backends that compute a node by plain operations read its mask_mod alone.
+            lists = chosen.by_torch(q.shape[1] if self.indices.shape[1] > 1 else 1, lengths)
             units = -(-lengths[1] // self.unit)
             kept = self._among(dense_choices(self.indices, counts, units), q.shape[1])
             mask_mod = kept if given is None else and_masks(kept, given)
             return _traced(lists, (self.rows, self.unit), mask_mod, lengths)
-        mask = lazy_mask(lists, (self.rows, self.unit), mask_mod, lengths)
-        keep_class(mask, _class_of(self.indices.shape[3], -(-lengths[1] // self.unit)))
-        if by_key is not None:
-            keep_by_key(mask, by_key)
-        keep_form(mask)
-        return mask
+        return chosen.mask(q.shape[1], lengths, noop_mask if given is None else given)
 
     def _check(self, q: Tensor, k: Tensor) -> None:
         B, heads, rows, _ = self.indices.shape
@@ -234,11 +226,3 @@ def _any(chosen: Tensor, dim: int, size: int, length: int) -> Tensor:
     last = (first + _BLOCK).clamp(max=length) - 1
     found = sums[..., last // size + 1] > sums[..., first // size]
     return found.transpose(dim, -1).contiguous()
-
-
-def _class_of(k: int, blocks: int) -> str:
-    """The class of a mask that lists k of so many blocks, apart from each other; unread."""
-    density = 0
-    while density < DENSITY_STEPS and k << (density + 1) <= blocks:
-        density += 1
-    return f"d1/{2**density} i1 gaps" if density else "d1 i1 gaps"

@@ -199,15 +199,19 @@ def known_class(mask: BlockMask) -> str | None:
     return found
 
 
-def keep_form(mask: BlockMask) -> None:
-    """Let calls with other lists of the same sizes share a mask's launches.
+def keep_form(mask: BlockMask, form: tuple[Any, ...] | None = None) -> None:
+    """Let calls with other lists of the same sizes share a mask's launches; form: as of `shared_form`.
 
     For masks of a kept class, without runs, whose lists are as kernels read them: int32,
     contiguous, partial and full blocks apart.
     """
+    setattr(mask, _FORM, (id(mask.mask_mod), *(form or shared_form(mask))))
+
+
+def shared_form(mask: BlockMask) -> tuple[Any, ...]:
+    """What masks that share launches have in common, but for their mask_mod."""
     shapes = [x.shape for x in query_lists(mask) if x is not None]
-    form = id(mask.mask_mod), known_class(mask), *mask.BLOCK_SIZE, *mask.seq_lengths, *shapes
-    setattr(mask, _FORM, form)
+    return known_class(mask), *mask.BLOCK_SIZE, *mask.seq_lengths, *shapes
 
 
 def list_form(mask: BlockMask | None) -> tuple[Any, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,11 @@ from flexattn.runtime.launch import Lists
 
 _ATTRIBUTE = "_flexattn_by_key"
 _ORDER = "_flexattn_order"
+_TURN = "_flexattn_turn"
+
+
+# None of lists that it cannot read.
+Turning = Callable[[Lists], Lists | None]
 
 
 class BothLists(NamedTuple):
@@ -30,7 +36,8 @@ class BothLists(NamedTuple):
         whether its columns have.
         """
         by_query = Lists.of(mask)
-        by_key: Lists | None = kept_with(mask, _ATTRIBUTE)
+        turn: Turning | None = getattr(mask, _TURN, None)
+        by_key: Lists | None = kept_with(mask, _ATTRIBUTE) if turn is None else turn(by_query)
         if by_key is None:
             mask_class(mask)  # finds the runs that its lists may have, which by_query has then
             by_query = Lists.of(mask)
@@ -71,6 +78,11 @@ class BothLists(NamedTuple):
                 _await(held)
                 setattr(held, _ORDER, found)
         return found
+
+
+def turn_by(mask: BlockMask, turn: Turning) -> None:
+    """Have a mask's lists by key made of those by query by one launch, each time they are read."""
+    setattr(mask, _TURN, turn)
 
 
 def keep_by_key(mask: BlockMask, by_key: Lists) -> None:

@@ -7,6 +7,7 @@ changes: 300, whose captures change between calls, held to what they capture now
 a third compute with captured numbers at length, by Python's rules.
 compiled-changes: 200 of these under torch.compile.
 gradients: of 300 in all that they capture, as check runs, against autograd's in float64.
+selections: 500 random Selections beside mods and sinks, results and gradients, as check runs.
 battery: what a release of Triton is held to: the catalogue forward, backward, in decode and by a
 DecodePlan, and 500 mods rich in // and %, each in one of these. A line a part; --out has the rest.
 """
@@ -31,16 +32,17 @@ from tests.random_mods.compiling import compiled
 from tests.random_mods.gradients import checked_gradients
 from tests.random_mods.masks import checked_mask
 from tests.random_mods.outcomes import Outcome, Task, outcomes, table, write
+from tests.random_mods.selections import checked_selection
 
 COUNTS = {
     "compile": 2000, "check": 500, "masks": 5000, "changes": 300, "compiled-changes": 200,
-    "gradients": 300, "battery": len(CATALOGUE) + 500,
+    "gradients": 300, "selections": 500, "battery": len(CATALOGUE) + 500,
 }  # fmt: skip
 INTERPRETED = 1000
 # Of L and S where it runs; SHORT in the interpreter, which takes a second for a call.
 LONGEST = {
     "compile": 0, "check": 400, "masks": 200, "changes": 0, "compiled-changes": 0, "gradients": 61,
-    "battery": 301,
+    "selections": 300, "battery": 301,
 }  # fmt: skip
 SHORT = 101
 
@@ -57,6 +59,7 @@ RUNS: dict[str, tuple[Callable[[Task], Outcome], Callable[[], dict[str, str]]]] 
     "changes": (changed, compiler_environment),
     "compiled-changes": (compiled_changed, op_alone),
     "gradients": (checked_gradients, partial(worker_environment, 0)),
+    "selections": (checked_selection, partial(worker_environment, 0)),
     "battery": (battery, partial(worker_environment, 0)),
 }
 
@@ -117,7 +120,7 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="a JSON file of everything")
     asked = parser.parse_args()
-    interpreted = asked.what in ("check", "battery") and current().interpret
+    interpreted = asked.what in ("check", "selections", "battery") and current().interpret
     many = INTERPRETED if interpreted and asked.what == "check" else COUNTS[asked.what]
     asked.count = asked.count or many
     asked.longest = asked.longest or (SHORT if interpreted else LONGEST[asked.what])
