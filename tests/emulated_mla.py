@@ -8,11 +8,10 @@ import random
 import re
 import threading
 from collections import defaultdict
-from types import SimpleNamespace
 
 import numpy as np
 
-from tests.emulated_gluon import Block, Meeting
+from tests.emulated_gluon import Block, _language as _language_of_backwards
 from tests.emulated_memory import Descriptor, Pointer, Shared, Tile, tile
 
 # A word that nobody has written.
@@ -117,13 +116,12 @@ def _reinterpret(shared, dtype, shape, layout):
 
 
 def _language(block):
-    def allocate(dtype, shape, layout):
-        if dtype == "int64":
-            return Meeting(block)
-        kind = _KINDS.get(dtype, np.float32)
-        return Shared(np.full(shape, np.nan if kind is np.float32 else WRONG, kind))
+    names = _language_of_backwards(block)
+    tl, allocate = names["tl"], names["tl"].allocate_shared_memory
 
-    layout = SimpleNamespace(value=None)
+    def allocated(dtype, shape, layout):
+        words = dtype == "int32"
+        return Shared(np.full(shape, WRONG)) if words else allocate(dtype, shape, layout)
 
     class Constant(int):
         value = property(lambda self: self)
@@ -131,29 +129,13 @@ def _language(block):
     def constexpr(x):
         return Constant(x) if isinstance(x, int) and not isinstance(x, bool) else x
 
-    tl = SimpleNamespace(
+    vars(tl).update(
         constexpr=constexpr, zeros=lambda shape, dtype, *_: _full(shape, 0.0, dtype), full=_full,
-        arange=lambda a, z, layout: np.arange(a, z).view(Tile), expand_dims=np.expand_dims,
-        exp2=lambda x: np.exp2(x), log2=lambda x: np.log2(x), where=_selected,
-        minimum=np.minimum, maximum=np.maximum, max=np.max, min=np.min, sum=np.sum,
-        convert_layout=lambda x, layout: x, reshape=np.reshape,
-        associative_scan=lambda x, axis, plus: np.cumsum(x),
-        load=_load, store=_store, allocate_shared_memory=allocate, static_range=range,
-        program_id=lambda axis: block.number, warp_specialize=block.specialise,
-        float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",
-        NVMMADistributedLayout=lambda *_: layout, DotOperandLayout=lambda *_: layout,
-        SliceLayout=lambda *_: layout, BlockedLayout=lambda *_: layout,
-        SwizzledSharedLayout=lambda *_: layout, NVMMASharedLayout=lambda *_: layout,
+        exp2=np.exp2, log2=np.log2, where=_selected, minimum=np.minimum, maximum=np.maximum,
+        max=np.max, min=np.min, sum=np.sum, reshape=np.reshape, load=_load, store=_store,
+        associative_scan=lambda x, axis, plus: np.cumsum(x), allocate_shared_memory=allocated,
     )  # fmt: skip
-    mbarrier = SimpleNamespace(
-        MBarrierLayout=lambda: None, init=lambda barrier, count: None,
-        expect=lambda barrier, size: barrier.expect(size),
-        arrive=lambda barrier, count, pred=True: barrier.expect(0) if pred else None,
-        wait=lambda barrier, parity: barrier.wait(parity),
-    )  # fmt: skip
-    return {
-        "tl": tl, "gluon": SimpleNamespace(jit=lambda f: f), "mbarrier": mbarrier,
-        "fence_async_shared": lambda: None, "warpgroup_mma": block.product,
-        "warpgroup_mma_wait": block.await_products, "load": block.load,
-        "reinterpret": _reinterpret, "Pointer": Pointer,
-    }  # fmt: skip
+    names["mbarrier"].arrive = lambda barrier, count, pred=True: (
+        barrier.expect(0) if pred else None
+    )
+    return names | {"reinterpret": _reinterpret, "Pointer": Pointer}

@@ -6,16 +6,25 @@ the loading warp. Configs have merge_consumers=False: the pass that merges them 
 
 import random
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
+from flexattn import create_block_mask
+from flexattn.kernels.choose.defaults import default
+from flexattn.kernels.choose.options import NONE, Options
+from flexattn.mods import bind
+from flexattn.problem.mask_lists import mask_class
 from flexattn.runtime.build import DESCRIPTOR
+from flexattn.runtime.launch import Lists, prepare_launch
 from tests.emulated_gluon import CONSUMERS, LOADER, _language, _maximum, _minimum
 from tests.emulated_memory import Descriptor, Number, Pointer, Shared, Tile, tile
 from tests.emulated_mla import Decoding, _store
 from tests.emulated_softmax import assembled, at_once
 from tests.launches import Recorded
+from tests.problems import choices
 
 EACH = CONSUMERS // 2
 _WAITS = re.compile(r"def (wait_but_(\d+))\(")
@@ -42,6 +51,32 @@ class Emulated(Recorded):
                 yield argument.name, Pointer(value.view(-1).numpy())
             else:
                 yield argument.name, Number(value) if type(value) is int else value
+
+
+def listed(mask_mod, q, k, block=128):
+    """The BlockMask of a mask_mod and its lists, with runs where it has them; None of None."""
+    if mask_mod is None:
+        return None, None
+    mask = create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], "cpu", block)
+    mask_class(mask)
+    return mask, Lists.of(mask)
+
+
+def attend(wanted, device, fields, lists, q, k, v, scale, score=None, mask=None, sinks=None):
+    """(out, lse, max_scores) of these tensors, by a kernel for a problem of their sizes.
+
+    fields: of its config, where it is not the static default. score, mask: the mods.
+    """
+    wanted = replace(
+        wanted, B=q.shape[0], Hq=q.shape[1], Hkv=k.shape[1], q_len=q.shape[2], kv_len=k.shape[2]
+    )
+    config = replace(default(wanted, device, "gluon"), merge_consumers=False, **fields)
+    choice = next(choices(wanted, device, Options(exact=config)))
+    choice = replace(choice, kernels=(Emulated(choice.source),))
+    kernels = SimpleNamespace(choose=lambda *_: choice)
+    launch = prepare_launch(wanted, device, q.device, kernels, NONE, q, k, v, lists)
+    rest = launch.rest_of(lists, bind(score, "score"), bind(mask, "mask"))
+    return launch.run(q, k, v, scale, rest, sinks)
 
 
 class Boxes(Shared):

@@ -1,24 +1,17 @@
 """Weights of e4m3: the Hopper prefill in plain Python, its softmax by its own assembly."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flexattn import create_block_mask
 from flexattn.catalogue import causal, sliding_window
 from flexattn.device import named
-from flexattn.kernels.choose.defaults import default
-from flexattn.kernels.choose.options import NONE, Options
-from flexattn.mods import bind
-from flexattn.problem.mask_lists import mask_class
 from flexattn.reference import Precision, attention
 from flexattn.runtime import launch as launching
-from flexattn.runtime.launch import Lists, prepare_launch
 from flexattn.verify.gate import E4M3_SHARE, judge
-from tests.emulated_prefill import Emulated
-from tests.problems import choices, problem
+from tests.emulated_prefill import attend, listed
+from tests.problems import problem
 from tests.support import inputs, sinks
 
 H200 = replace(named("nvidia-h200"), num_sms=3)
@@ -51,30 +44,16 @@ def emulated(monkeypatch, config, q, k, v, mask_mod=None, logits=None):
     """(out, lse) of a kernel that computes all but the softmax exactly, and of float64; and out of
     the reference run.
     """
-    q_len, kv_len = q.shape[2], k.shape[2]
-    mask = mask_mod and create_block_mask(mask_mod, None, None, q_len, kv_len, "cpu", 128)
-    if mask is not None:
-        mask_class(mask)  # finds the runs that its lists may have
-    lists = mask and Lists.of(mask)
+    mask, lists = listed(mask_mod, q, k)
     wanted = problem(
         D=q.shape[3], dtype="float8_e4m3fn", mask_mod=mask_mod,
         runs=lists is not None and lists.runs is not None, fp8_weights="e4m3",
         sinks="" if logits is None else "float32",
     )  # fmt: skip
-    wanted = replace(
-        wanted, B=q.shape[0], Hq=q.shape[1], Hkv=k.shape[1], q_len=q_len, kv_len=kv_len
-    )
-    config = replace(default(wanted, H200, "gluon"), merge_consumers=False, **config)
-    choice = next(choices(wanted, H200, Options(exact=config)))
-    kernels = SimpleNamespace(
-        choose=lambda *_: replace(choice, kernels=(Emulated(choice.source),))
-    )
     monkeypatch.setattr(launching, "builder", Transposing)
     q, k, v = (x.to(E4M3).float() for x in (q, k, v))
-    launch = prepare_launch(wanted, H200, q.device, kernels, NONE, q, k, v, lists)
-    rest = launch.rest_of(lists, None, bind(mask_mod, "mask"))
     scale = q.shape[3] ** -0.5
-    got = launch.run(q, k, v, scale, rest, logits)
+    got = attend(wanted, H200, config, lists, q, k, v, scale, None, mask_mod, logits)
     exact, rounded = (
         attention(
             *(x.to(E4M3) for x in (q, k, v)), block_mask=mask, scale=scale, sinks=logits,

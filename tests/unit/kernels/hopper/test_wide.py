@@ -1,25 +1,19 @@
 """Head dimensions above 256: what they are served with, and their pipeline in plain Python."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks
 
-from flexattn import create_block_mask
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import default, space
-from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.hopper.merge_consumers import REGISTERS
-from flexattn.mods import bind
-from flexattn.problem.mask_lists import mask_class
 from flexattn.reference import Precision, attention
-from flexattn.runtime.launch import Lists, prepare_launch
-from tests.emulated_prefill import Emulated
+from tests.emulated_prefill import attend, listed
 from tests.families import gluon_refused
-from tests.problems import choices, problem
+from tests.problems import problem
 from tests.support import inputs
 
 H200 = replace(named("nvidia-h200"), num_sms=3)
@@ -36,28 +30,14 @@ def holes(b, h, q_idx, kv_idx):
 
 def emulated(config, q, k, v, score_mod=None, mask_mod=None):
     """(out, lse) of a kernel in bfloat16 that computes exactly, and of float64."""
-    q_len, kv_len = q.shape[2], k.shape[2]
     # Small enough for full blocks, but for lists.
     block = 128 if mask_mod is holes else 64
-    mask = mask_mod and create_block_mask(mask_mod, None, None, q_len, kv_len, "cpu", block)
-    if mask is not None:
-        mask_class(mask)  # finds the runs that its lists may have
-    lists = mask and Lists.of(mask)
-    wanted = replace(
-        problem(
-            D=q.shape[3], Dv=v.shape[3], score_mod=score_mod, mask_mod=mask_mod,
-            block=(block, block), runs=lists is not None and lists.runs is not None,
-        ),
-        B=q.shape[0], Hq=q.shape[1], Hkv=k.shape[1], q_len=q_len, kv_len=kv_len,
+    mask, lists = listed(mask_mod, q, k, block)
+    wanted = problem(
+        D=q.shape[3], Dv=v.shape[3], score_mod=score_mod, mask_mod=mask_mod, block=(block, block),
+        runs=lists is not None and lists.runs is not None,
     )  # fmt: skip
-    config = replace(default(wanted, H200, "gluon"), merge_consumers=False, **config)
-    choice = next(choices(wanted, H200, Options(exact=config)))
-    kernels = SimpleNamespace(
-        choose=lambda *_: replace(choice, kernels=(Emulated(choice.source),))
-    )
-    launch = prepare_launch(wanted, H200, q.device, kernels, NONE, q, k, v, lists)
-    rest = launch.rest_of(lists, bind(score_mod, "score"), bind(mask_mod, "mask"))
-    got = launch.run(q, k, v, 0.1, rest)
+    got = attend(wanted, H200, config, lists, q, k, v, 0.1, score_mod, mask_mod)
     exact = attention(
         q, k, v, score_mod=score_mod, block_mask=mask, scale=0.1, precision=Precision.ORACLE
     )

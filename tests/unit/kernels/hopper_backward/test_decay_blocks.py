@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import and_masks
 from flexattn.catalogue import causal, causal_offset, document, sliding_window
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.reference import attention
-from tests.unit.kernels.hopper_backward.test_emulated import GQA, MHA, PIPELINES, gradients
+from tests.unit.kernels.hopper_backward.test_emulated import GQA, MHA, PIPELINES, drawn, gradients
 
 CONFIG = HopperBackwardConfig(64, 128, 2)
 # Steep, of one tile or two; flat; level.
@@ -67,10 +67,8 @@ FORMS = [
 @pytest.mark.parametrize(("name", "mask", "tile", "heads"), FORMS, ids=str)
 def test_gradients(name, mask, tile, heads, monkeypatch):
     config = HopperBackwardConfig(*tile, **PIPELINES[name])
-    torch.manual_seed(0)
-    batches = 1 if heads[0] == heads[1] else 2  # which share their keys
-    q, dout = (torch.randn(batches, 4, LENGTHS[0], 40).double() for _ in range(2))
-    k, v = (torch.randn(1, 4 * heads[1] // heads[0], LENGTHS[1], 40).double() for _ in "kv")
+    batches, kv_heads = (1, 4) if heads == MHA else (2, 2)  # which share their keys
+    (q, k, v), dout = drawn((40, 40), (4, kv_heads), LENGTHS, (batches, 1))
     norms = 2.02 * 0.1 * 1.4427 * q.norm(dim=-1).max() * k.norm(dim=-1).max()
     window = ((norms + 150) / (SLOPES * 1.4427)).ceil().clamp(max=2**27)
     tiles = tiles_with_weights(window, MASKS[mask], config, batches)

@@ -11,10 +11,16 @@ from flexattn.catalogue import causal, relative_bias, softcap, t5_bias
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.hopper_backward.source import render
-from flexattn.reference import attention
 from tests.emulated_diagonals import broadcast_diagonals, lanes_run, reduce_diagonals, threads
 from tests.problems import H200, problem
-from tests.unit.kernels.hopper_backward.test_emulated import GQA, MASKS, MHA, PIPELINES, gradients
+from tests.unit.kernels.hopper_backward.test_emulated import (
+    GQA,
+    MASKS,
+    MHA,
+    PIPELINES,
+    assert_gradients,
+    drawn,
+)
 
 
 def assembly(source, name):
@@ -95,16 +101,9 @@ def test_gradients_of_what_is_learned(score, name, mask, tile, heads, monkeypatc
     make, shape = SCORES[score]
     torch.manual_seed(0)
     table = torch.randn(shape, dtype=torch.float32)
-    batch = 2 if heads[0] == heads[1] else 1
-    q, dout = (torch.randn(2, heads[0], 210, 64, dtype=torch.float64) for _ in "qo")
-    k, v = (torch.randn(batch, heads[1], 200, 64, dtype=torch.float64) for _ in "kv")
-    config = HopperBackwardConfig(*tile, **PIPELINES[name])
-    given = q, k, v, dout, MASKS[mask], monkeypatch
-    found, block_mask = gradients(config, *given, score_mod=make(table), learned=(table,))
-    leaves = [x.requires_grad_() for x in (q, k, v, table)]
-    out, _, _ = attention(q, k, v, score_mod=make(table), block_mask=block_mask, scale=0.1)
-    for ours, wanted in zip(found, torch.autograd.grad(out, leaves, dout), strict=True):
-        torch.testing.assert_close(ours.double(), wanted.double(), rtol=1e-4, atol=1e-4)
+    config, batch = HopperBackwardConfig(*tile, **PIPELINES[name]), 2 if heads == MHA else 1
+    given = *drawn((64, 64), heads, batches=(2, batch)), MASKS[mask], monkeypatch
+    assert_gradients(config, *given, score_mod=make(table), learned=(table,))
 
 
 def test_what_is_not_read_along_diagonals_is_not_served():

@@ -299,34 +299,43 @@ CASES = [
 ]
 
 
-def assert_gradients(config, tensors, dout, mask, monkeypatch):
-    """Hold those of an emulated kernel to autograd's of q, k and v in float64."""
-    found, block_mask = gradients(config, *tensors, dout, mask, monkeypatch)
-    leaves = [x.requires_grad_() for x in tensors]
-    out, _, _ = attention(*leaves, block_mask=block_mask, scale=0.1)
+def drawn(widths, heads=MHA, lengths=(210, 200), batches=(1, 1)):
+    """(q, k, v) and the gradient of the output, of so many rows and keys."""
+    torch.manual_seed(0)
+    (B, Bkv), (L, S) = batches, lengths
+    q, dout = (torch.randn(B, heads[0], L, d, dtype=torch.float64) for d in widths)
+    k, v = (torch.randn(Bkv, heads[1], S, d, dtype=torch.float64) for d in widths)
+    return (q, k, v), dout
+
+
+def assert_gradients(
+    config, tensors, dout, mask, monkeypatch, *, score_mod=None, dropout=None, learned=()
+):
+    """Hold those of an emulated kernel to autograd's of q, k, v and what is learned."""
+    found, block_mask = gradients(
+        config, *tensors, dout, mask, monkeypatch, dropout, score_mod=score_mod, learned=learned
+    )
+    leaves = [x.requires_grad_() for x in (*tensors, *learned)]
+    out, _, _ = attention(
+        *tensors, score_mod=score_mod, block_mask=block_mask, scale=0.1, dropout=dropout
+    )
     for ours, wanted in zip(found, torch.autograd.grad(out, leaves, dout), strict=True):
-        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours.double(), wanted.double(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "mask", "tile", "heads"), CASES, ids=str)
 def test_gradients(name, mask, tile, heads, monkeypatch):
     """Rows and keys that no tile divides, 40 columns for values of 24: of the tile 64 are read."""
-    config, widths = HopperBackwardConfig(*tile, **PIPELINES[name]), (40, 24)
-    torch.manual_seed(0)
-    batch = 2 if heads[0] == heads[1] else 1
-    q, dout = (torch.randn(2, heads[0], 210, d, dtype=torch.float64) for d in widths)
-    k, v = (torch.randn(batch, heads[1], 200, d, dtype=torch.float64) for d in widths)
-    assert_gradients(config, (q, k, v), dout, MASKS[mask], monkeypatch)
+    config, batch = HopperBackwardConfig(*tile, **PIPELINES[name]), 2 if heads == MHA else 1
+    given = drawn((40, 24), heads, batches=(2, batch))
+    assert_gradients(config, *given, MASKS[mask], monkeypatch)
 
 
 @pytest.mark.parametrize(("name", "mask"), [("held", "full"), ("persistent held", "causal")])
 def test_half_of_v_is_held(name, mask, monkeypatch):
     """Of 128 columns registers have room for 64 of V, and dP is the sum of two products."""
-    config, widths = HopperBackwardConfig(64, 128, 2, **PIPELINES[name]), (120, 104)
-    torch.manual_seed(0)
-    q, dout = (torch.randn(1, 2, 210, d, dtype=torch.float64) for d in widths)
-    k, v = (torch.randn(1, 2, 200, d, dtype=torch.float64) for d in widths)
-    assert_gradients(config, (q, k, v), dout, MASKS[mask], monkeypatch)
+    config = HopperBackwardConfig(64, 128, 2, **PIPELINES[name])
+    assert_gradients(config, *drawn((120, 104)), MASKS[mask], monkeypatch)
 
 
 TALL, WIDE, SPLIT = (128, 128, 2), (64, 128, 2), (64, 64, 2)
@@ -357,10 +366,7 @@ NARROW = [
 def test_products_as_narrow_as_heads(widths, name, mask, tile, heads, monkeypatch):
     """Lengths that no tile divides; each product takes the steps and columns that it announces."""
     config = HopperBackwardConfig(*tile, **PIPELINES[name])
-    torch.manual_seed(0)
-    q, dout = (torch.randn(1, heads[0], 210, d, dtype=torch.float64) for d in widths)
-    k, v = (torch.randn(1, heads[1], 200, d, dtype=torch.float64) for d in widths)
-    assert_gradients(config, (q, k, v), dout, MASKS[mask], monkeypatch)
+    assert_gradients(config, *drawn(widths, heads), MASKS[mask], monkeypatch)
 
 
 CAPPED = [
@@ -375,15 +381,8 @@ CAPPED = [
 @pytest.mark.parametrize(("widths", "name", "tile", "heads"), CAPPED, ids=str)
 def test_capped_scores_of_narrow_products(widths, name, tile, heads, monkeypatch):
     """A score_mod beside a mask: what is not multiplied has no part in either derivative."""
-    config, cap = HopperBackwardConfig(*tile, **PIPELINES[name]), softcap(3.0)
-    torch.manual_seed(0)
-    q, dout = (torch.randn(1, heads[0], 210, d, dtype=torch.float64) for d in widths)
-    k, v = (torch.randn(1, heads[1], 200, d, dtype=torch.float64) for d in widths)
-    found, mask = gradients(config, q, k, v, dout, causal, monkeypatch, score_mod=cap)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, _, _ = attention(*leaves, block_mask=mask, score_mod=cap, scale=0.1)
-    for ours, wanted in zip(found, torch.autograd.grad(out, leaves, dout), strict=True):
-        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
+    config, given = HopperBackwardConfig(*tile, **PIPELINES[name]), drawn(widths, heads)
+    assert_gradients(config, *given, causal, monkeypatch, score_mod=softcap(3.0))
 
 
 @pytest.mark.parametrize("meets", [False, True])
@@ -391,30 +390,24 @@ def test_documents_in_either_form(meets, monkeypatch):
     """What a mask reads by row, unchecked but in the last tile, and its two conditions at once."""
     monkeypatch.setattr("flexattn.kernels.hopper_backward.source.waits_meet", lambda: meets)
     config = HopperBackwardConfig(64, 128, 2, **PIPELINES["persistent trimmed"])
-    torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(1, 2, 210, 40, dtype=torch.float64) for _ in range(4))
 
     def in_order(b, h, q_idx, kv_idx):
         return documents(b, h, q_idx, kv_idx) & (q_idx >= kv_idx)
 
-    assert_gradients(config, (q, k, v), dout, in_order, monkeypatch)
+    given = drawn((40, 40), lengths=(210, 210))
+    assert_gradients(config, *given, in_order, monkeypatch)
 
 
 @pytest.mark.parametrize("early", ["", "half", "all"])
 def test_scores_that_are_no_number_behind_the_last_row(early, monkeypatch):
     """Of the last tile's rows some are none: 0 / 0 there made all of dk and dv NaN."""
     config = HopperBackwardConfig(64, 128, 2, early_lse=early)
-    torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(1, 2, n, 64, dtype=torch.float64) for n in (210, 290, 290, 210))
 
     def nearer_the_end(score, b, h, q_idx, kv_idx):
         return score / (210 - q_idx)
 
-    found, _ = gradients(config, q, k, v, dout, None, monkeypatch, score_mod=nearer_the_end)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, _, _ = attention(q, k, v, score_mod=nearer_the_end, scale=0.1)
-    for ours, wanted in zip(found, torch.autograd.grad(out, (q, k, v), dout), strict=True):
-        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
+    given = drawn((64, 64), lengths=(210, 290))
+    assert_gradients(config, *given, None, monkeypatch, score_mod=nearer_the_end)
 
 
 DROPPING = [
@@ -435,14 +428,7 @@ DROPPING = [
 @pytest.mark.parametrize(("name", "mask", "tile", "heads", "p"), DROPPING, ids=str)
 def test_gradients_of_the_weights_that_are_kept(name, mask, tile, heads, p, monkeypatch):
     """Of every tile the bits that the warps beside it draw are those of the reference."""
-    config, widths = HopperBackwardConfig(*tile, **PIPELINES[name]), (40, 24)
-    torch.manual_seed(0)
+    config, batch = HopperBackwardConfig(*tile, **PIPELINES[name]), 2 if heads == MHA else 1
     dropout = Dropout.of(p)._replace(seed=torch.tensor([2**62 + 12345]))
-    batch = 2 if heads[0] == heads[1] else 1
-    q, dout = (torch.randn(2, heads[0], 210, d, dtype=torch.float64) for d in widths)
-    k, v = (torch.randn(batch, heads[1], 200, d, dtype=torch.float64) for d in widths)
-    found, block_mask = gradients(config, q, k, v, dout, MASKS[mask], monkeypatch, dropout)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, _, _ = attention(q, k, v, block_mask=block_mask, scale=0.1, dropout=dropout)
-    for ours, wanted in zip(found, torch.autograd.grad(out, (q, k, v), dout), strict=True):
-        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
+    given = drawn((40, 24), heads, batches=(2, batch))
+    assert_gradients(config, *given, MASKS[mask], monkeypatch, dropout=dropout)
