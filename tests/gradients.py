@@ -36,6 +36,22 @@ def gradients(attend, inputs, grads):
     return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
 
 
+def assert_memory(q, k, v, **call):
+    """On a GPU: gradients take themselves, lse, delta, and at most one dq of float32."""
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flexattn.flex_attention(*leaves, **call)
+    dout = torch.randn_like(out)
+    torch.autograd.grad(out, leaves, dout, retain_graph=True)  # what is compiled stays
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = torch.autograd.grad(out, leaves, dout)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    statistics = 4 * out.numel() // out.shape[-1]
+    assert peak <= sum(g.nbytes for g in grads) + 2 * grads[0].nbytes + 4 * statistics + 2**20
+
+
 def assert_gradients(q, k, v, **call):
     """Hold the gradients of q, k, v, sinks and tensors to the oracle's; returns them.
 

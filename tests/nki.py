@@ -4,7 +4,7 @@ import torch
 
 from flexattn.device.neuroncore import CORES
 from flexattn.mods import bind
-from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig, memory_of
 from flexattn.neuron.family import default_config
 from flexattn.neuron.interpreter.interpret import interpret
 from flexattn.neuron.run import prepare
@@ -62,6 +62,20 @@ def problem_of(
     sparsity = None if mask is None else Sparsity(*block, True, False)
     problem = make_problem(kind, DTYPES[dtype], shape, score, mask, sparsity, **options)
     return problem, score, mask
+
+
+def assert_memory_counted(kind, configs, built, **statistics):
+    """The formula that decides feasibility and a kernel's allocations agree to the byte."""
+    mods = {"score_mod": built.score_mod, "mask_mod": built.mask_mod}
+    problem, score, mask = problem_of(
+        kind, Shape(1, 4, 2, 131, 259, 192, 64), **mods, **statistics
+    )
+    q, k, v = inputs(1, 4, 2, 131, 259, 192, 64, dtype=torch.bfloat16)
+    for config in configs:
+        prepared = prepare(problem, config, "trn2", scale=1.0, score=score, mask=mask)
+        run = prepared.interpret(q, k, v, numerics=False).runs[0]
+        found = memory_of(problem, config, dict(prepared.source.tiles))
+        assert found == (run.sbuf_bytes, run.psum_banks)
 
 
 def check(

@@ -87,6 +87,17 @@ def assert_judged(got, q, k, v, **call):
     assert verdict.passed, verdict.message()
 
 
+def captured(run):
+    """A CUDA graph of a function, which ran before on another stream, and what it returned."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    return graph, found
+
+
 def assert_close_as(got, exact, other):
     """Hold any result to the accuracy rule: its error beside that of another run of its dtype."""
     triples = [(x, None, None) for x in (got, exact.double(), other)]

@@ -10,7 +10,7 @@ from flexattn.catalogue import causal, softcap
 from flexattn.problem.mask_lists import mask_class
 from flexattn.runtime.key_lists import BothLists
 from tests.cases import CASES
-from tests.gradients import assert_gradients
+from tests.gradients import assert_gradients, assert_memory
 from tests.support import DTYPES, LAYOUTS, block_mask, inputs, sinks
 
 
@@ -166,18 +166,7 @@ def test_lists_by_key_made_on_a_busy_stream_serve_another(ordered):
 
 def test_memory_grows_with_the_inputs_alone():
     """Gradients, lse, delta, and on Hopper one fp32 dq; nothing of the size of the scores."""
-    q, k, v = (x.requires_grad_() for x in on_gpu(1, 8, 8, 8192, 8192, 128, dtype=torch.bfloat16))
-    out = flexattn.flex_attention(q, k, v)
-    dout = torch.randn_like(out)
-    torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)  # what is compiled stays
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    grads = torch.autograd.grad(out, (q, k, v), dout)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    statistics = 4 * out.numel() // out.shape[-1]
-    assert peak <= sum(g.nbytes for g in grads) + 2 * grads[0].nbytes + 4 * statistics + 2**20
+    assert_memory(*on_gpu(1, 8, 8, 8192, 8192, 128, dtype=torch.bfloat16))
 
 
 def test_torch_func_is_refused_in_words():

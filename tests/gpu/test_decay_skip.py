@@ -11,7 +11,15 @@ from flexattn.catalogue import alibi, alibi_slopes, causal, causal_offset, docum
 from flexattn.frontend.launch_cache import launch_cache
 from flexattn.runtime.build import builder
 from tests.gradients import assert_gradients, cotangents
-from tests.support import ON_SM_90, PREFILL, assert_accurate, block_mask, run, tensors
+from tests.support import (
+    ON_SM_90,
+    PREFILL,
+    assert_accurate,
+    block_mask,
+    captured,
+    run,
+    tensors,
+)
 
 GLUON = pytest.param(
     {"BACKEND": "GLUON"},
@@ -141,12 +149,8 @@ def test_a_graph_replays_with_slopes_and_inputs_that_change_in_place(options):
         "score_mod": score_mod, "block_mask": blocks, "kernel_options": options,
         "max_scores": False,
     }  # fmt: skip
-    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-        run(q, k, v, **call)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        got = run(q, k, v, **call)
+    with torch.no_grad():
+        graph, got = captured(lambda: run(q, k, v, **call))
     for x in (q, k, v):
         x.copy_(2 * torch.randn_like(x))
     slopes.copy_(slopes.flip(0) / 4)

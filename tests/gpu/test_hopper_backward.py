@@ -12,7 +12,7 @@ from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, at_sizes
 from flexattn.kernels.triton_backward.config import BackwardConfig
-from tests.gradients import assert_gradients
+from tests.gradients import assert_gradients, assert_memory
 from tests.support import block_mask, inputs
 
 GLUON = {"BACKEND": "GLUON"}
@@ -371,15 +371,4 @@ def test_dk_and_dv_have_the_same_bits():
 
 
 def test_memory_is_one_fp32_dq_beside_the_gradients():
-    q, k, v = (x.requires_grad_() for x in on_gpu(1, 8, 8, 4096, 4096, 128))
-    out = flexattn.flex_attention(q, k, v, kernel_options=GLUON)
-    dout = torch.randn_like(out)
-    torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    grads = torch.autograd.grad(out, (q, k, v), dout)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    statistics = 4 * out.numel() // out.shape[-1]
-    assert peak <= sum(g.nbytes for g in grads) + 2 * grads[0].nbytes + 4 * statistics + 2**20
+    assert_memory(*on_gpu(1, 8, 8, 4096, 4096, 128), kernel_options=GLUON)

@@ -7,13 +7,10 @@ import pytest
 import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
-from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig, memory_of
-from flexattn.neuron.run import prepare
-from flexattn.problem import Shape
+from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
 from tests.cases import CASES, case
 from tests.covering import each_choice, pairwise
-from tests.nki import TARGETS, TRANSPOSED, check, problem_of
-from tests.support import inputs
+from tests.nki import TARGETS, TRANSPOSED, assert_memory_counted, check
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = {"prefill": NkiPrefillConfig(128, 128, 256), "decode": NkiDecodeConfig(128, 128, 3, 48)}
@@ -158,15 +155,6 @@ def test_captured_values_are_read_when_the_call_is_prepared():
 @each_kind
 @pytest.mark.parametrize("name", ["noop", "natten_2d", "half_precision_bias", "relative_bias"])
 def test_memory_is_what_the_interpreter_counts(kind, name):
-    """The formula that decides feasibility and the kernel's allocations agree to the byte."""
     built = case(name).make(1, 4, 2, 131, 259, dtype=torch.bfloat16)
-    problem, score, mask = problem_of(
-        kind, Shape(1, 4, 2, 131, 259, 192, 64), score_mod=built.score_mod, mask_mod=built.mask_mod
-    )
-    for config in (SMALL[kind], *(VARIANTS if kind == "prefill" else ())):
-        given = {"scale": 1.0, "score": score, "mask": mask}
-        prepared = prepare(problem, config, "trn2", **given)
-        q, k, v = inputs(1, 4, 2, 131, 259, 192, 64, dtype=torch.bfloat16)
-        run = prepared.interpret(q, k, v, numerics=False).runs[0]
-        found = memory_of(problem, config, dict(prepared.source.tiles))
-        assert found == (run.sbuf_bytes, run.psum_banks)
+    configs = SMALL[kind], *(VARIANTS if kind == "prefill" else ())
+    assert_memory_counted(kind, configs, built)

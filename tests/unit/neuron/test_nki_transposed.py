@@ -8,14 +8,14 @@ import torch
 from flexattn.catalogue import alibi, causal, softcap
 from flexattn.errors import ConfigError, KernelError
 from flexattn.measure.task import Task
-from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig, memory_of
+from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.neuron.family import target_reasons, target_survey
 from flexattn.neuron.model import nki_estimate
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape
 from tests.cases import case
 from tests.covering import each_choice, pairwise
-from tests.nki import TARGETS, TRANSPOSED, check, problem_of
+from tests.nki import TARGETS, TRANSPOSED, assert_memory_counted, check, problem_of
 from tests.support import inputs
 from tests.unit.neuron.test_nki_model import task_of
 
@@ -87,15 +87,7 @@ def test_memory_is_what_the_interpreter_counts(config, name):
     kind = "decode" if isinstance(config, NkiDecodeConfig) else "prefill"
     built = case(name).make(1, 4, 2, 131, 259, dtype=torch.bfloat16)
     for statistics in ({}, {"lse": True}, {"lse": True, "max_scores": True}):
-        problem, score, mask = problem_of(
-            kind, Shape(1, 4, 2, 131, 259, 192, 64), score_mod=built.score_mod,
-            mask_mod=built.mask_mod, **statistics,
-        )  # fmt: skip
-        prepared = prepare(problem, config, "trn2", scale=1.0, score=score, mask=mask)
-        q, k, v = inputs(1, 4, 2, 131, 259, 192, 64, dtype=torch.bfloat16)
-        run = prepared.interpret(q, k, v, numerics=False).runs[0]
-        found = memory_of(problem, config, dict(prepared.source.tiles))
-        assert found == (run.sbuf_bytes, run.psum_banks)
+        assert_memory_counted(kind, [config], built, **statistics)
 
 
 # By the rule that is broken, and no other: a config, and what mends it.
