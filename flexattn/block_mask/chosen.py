@@ -23,9 +23,9 @@ from flexattn.kernels.block_mask.chosen import (
 from flexattn.problem.mask_lists import (
     DENSITY_STEPS,
     dense_blocks,
-    shared_form,
     keep_class,
     keep_form,
+    shared_form,
 )
 from flexattn.runtime.build import Launcher, builder
 from flexattn.runtime.key_lists import turn_by

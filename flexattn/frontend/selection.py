@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, noop_mask
 
 from flexattn.block_mask.chosen import ChosenBlocks, dense_choices
-from flexattn.block_mask.lists import lazy_mask, lists_of
+from flexattn.block_mask.lists import kept_tensors, lazy_mask, lists_of
 from flexattn.catalogue.masks import causal as causal_mask
 from flexattn.errors import InputError, InputTypeError, PlaceError, UnsupportedError
 from flexattn.mods.expr import MaskMod
@@ -221,8 +221,17 @@ def _traced(
 
 def _any(chosen: Tensor, dim: int, size: int, length: int) -> Tensor:
     """True for each block of _BLOCK positions with a chosen one; `size` positions share one."""
-    sums = torch.nn.functional.pad(chosen.transpose(dim, -1).cumsum(-1, dtype=torch.int32), (1, 0))
-    first = torch.arange(0, length, _BLOCK, device=chosen.device)
+    if torch.compiler.is_dynamo_compiling():
+        (at,) = _places(size, length, chosen.device)
+    else:
+        (at,) = kept_tensors(_places, (size, length), chosen.device)
+    found: Tensor = chosen.index_select(dim, at.flatten()).unflatten(dim, at.shape)
+    return found.any(dim + 1)
+
+
+def _places(size: int, length: int, device: torch.device) -> tuple[Tensor]:
+    """What the positions of each block have, int64 [blocks, the most that one has]; some twice."""
+    first = torch.arange(0, length, _BLOCK, device=device)[:, None]
     last = (first + _BLOCK).clamp(max=length) - 1
-    found = sums[..., last // size + 1] > sums[..., first // size]
-    return found.transpose(dim, -1).contiguous()
+    step = torch.arange((size + _BLOCK - 2) // size + 1, device=device)
+    return (torch.minimum(first // size + step, last // size),)

@@ -7,7 +7,6 @@ one, key's or query's; units and rows are of any size, so that all ways of a Sel
 from __future__ import annotations
 
 import random
-import time
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from flexattn import Selection
 from flexattn.catalogue import CASES, case, causal, head_bias, relative_bias, sliding_window
 from tests.random_mods.checking import prepared
 from tests.random_mods.gradients import hold_gradients
-from tests.random_mods.outcomes import Outcome, Task, failure
+from tests.random_mods.outcomes import Outcome, Task, outcome
 from tests.selections import assert_right, dense_mask
 from tests.support import DTYPES, inputs
 
@@ -127,12 +126,5 @@ def check_selection(seed: int, index: int, longest: int, device: str) -> str:
 
 def checked_selection(task: Task) -> Outcome:
     """The outcome of one call."""
-    begin = time.monotonic()
-    device = prepared()
-    found: dict[str, Any] = {}
-    try:
-        call = check_selection(task.seed, task.index, task.longest, device)
-        found |= {"how": "served", "call": call}
-    except Exception as error:  # whatever it is, it is what a user would see
-        found |= failure(error)
-    return Outcome(task.index, seconds=round(time.monotonic() - begin, 2), **found)
+    named, device = (task.seed, task.index), prepared()
+    return outcome(task, "", lambda: check_selection(*named, task.longest, device))
