@@ -59,6 +59,14 @@ def block_mask(mask_mod, q, k, block_size=128, per_batch=True, per_head=True):
     return flexattn.create_block_mask(mask_mod, B, H, L, S, q.device, block_size)
 
 
+def call_of(case, *sizes, dtype=torch.float32, device="cpu", block=128):
+    """q, k and v of B, Hq, Hkv, L, S and perhaps D, and the mods of a case by names of a call."""
+    built = case.make(*sizes[:5], dtype=dtype, device=device)
+    q, k, v = inputs(*sizes, dtype=dtype, device=device)
+    mask = block_mask(built.mask_mod, q, k, block)
+    return (q, k, v), {"score_mod": built.score_mod, "block_mask": mask}
+
+
 def run(q, k, v, *, kernel_options=None, max_scores=True, **call):
     """(out, lse, max_scores) of flexattn; without max_scores None stands for them."""
     out, aux = flexattn.flex_attention(

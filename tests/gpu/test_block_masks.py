@@ -7,6 +7,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 import flexattn
 from flexattn.catalogue import causal, document, natten_2d, prefix_lm, sliding_window
 from tests.cases import CASES, case
+from tests.support import captured
 
 MASKS = [c.name for c in CASES if c.make(1, 2, 1, 37, 53).mask_mod is not None]
 LISTS = [
@@ -94,13 +95,7 @@ def test_under_capture():
         return flexattn.create_block_mask(document(ids), None, None, 2000, 2000, "cuda")
 
     make()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        make()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mask = make()
+    graph, mask = captured(make)
     ids.copy_((torch.arange(2000) // 77).flip(0))
     graph.replay()
     torch.cuda.synchronize()

@@ -6,7 +6,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 
 import flexattn
 from tests.cases import CASES
-from tests.support import DTYPES, KINDS, assert_accurate, block_mask, inputs, lists_of
+from tests.support import DTYPES, KINDS, assert_accurate, call_of, lists_of
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -29,15 +29,8 @@ RUNS = [
     ("entry", "kind", "dtype"), RUNS, ids=[f"{case}-{kind}-{dtype}" for case, kind, dtype in RUNS]
 )
 def test_every_case(entry, kind, dtype):
-    B, Hq, Hkv, L, S, D = SIZES[kind]
-    built = entry.make(B, Hq, Hkv, L, S, device="cuda", dtype=DTYPES[dtype])
-    q, k, v = inputs(B, Hq, Hkv, L, S, D, dtype=DTYPES[dtype], device="cuda")
-    assert_accurate(
-        q, k, v,
-        score_mod=built.score_mod,
-        block_mask=block_mask(built.mask_mod, q, k),
-        kernel_options=KINDS[kind],
-    )  # fmt: skip
+    given, call = call_of(entry, *SIZES[kind], dtype=DTYPES[dtype], device="cuda")
+    assert_accurate(*given, kernel_options=KINDS[kind], **call)
 
 
 def assert_same_lists(mask_mod, sizes, block):

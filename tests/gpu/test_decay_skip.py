@@ -269,12 +269,7 @@ def test_a_graph_replays_gradients_with_slopes_that_change_in_place(options):
     blocks = block_mask(causal, q, k, per_batch=False, per_head=False)
     slopes = alibi_slopes(16, "cuda")
     call = (q, k, v, dout, blocks, slopes, {**options, "DETERMINISTIC": True})
-    with torch.cuda.stream(torch.cuda.Stream()):
-        gradients_of(*call)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = gradients_of(*call)
+    graph, found = captured(lambda: gradients_of(*call))
     slopes.copy_(slopes.flip(0) / 4)
     graph.replay()
     torch.cuda.synchronize()

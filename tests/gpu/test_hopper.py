@@ -28,6 +28,7 @@ from tests.support import (
     PREFILL,
     assert_judged,
     block_mask,
+    call_of,
     captured,
     heads_inside,
     run,
@@ -86,13 +87,10 @@ def run_with(made, config):
     ids=str,
 )
 def test_every_case(entry, dtype):
-    B, Hq, Hkv, L, S, D = 2, 8, 2, 611, 747, 128
-    built = entry.make(B, Hq, Hkv, L, S, device="cuda", dtype=DTYPES[dtype])
-    q, k, v = tensors(B, Hq, Hkv, L, S, D, dtype=DTYPES[dtype])
-    mask = block_mask(built.mask_mod, q, k)
-    call = {"score_mod": built.score_mod, "block_mask": mask, "kernel_options": GLUON}
-    assert flexattn.explain(q, k, v, enable_gqa=True, **call).config.language == "gluon"
-    support.assert_accurate(q, k, v, max_scores=dtype == "fp16", **call)
+    given, call = call_of(entry, 2, 8, 2, 611, 747, 128, dtype=DTYPES[dtype], device="cuda")
+    call["kernel_options"] = GLUON
+    assert flexattn.explain(*given, enable_gqa=True, **call).config.language == "gluon"
+    support.assert_accurate(*given, max_scores=dtype == "fp16", **call)
 
 
 @pytest.mark.parametrize("mod", ["noop", "causal", "softcap"])

@@ -10,7 +10,15 @@ from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.errors import InputError, ModError
 from flexattn.runtime.build import builder
 from flexattn.settings import override
-from tests.support import KINDS, assert_accurate, assert_judged, block_mask, inputs, run
+from tests.support import (
+    KINDS,
+    assert_accurate,
+    assert_judged,
+    block_mask,
+    captured,
+    inputs,
+    run,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -78,14 +86,7 @@ def test_a_captured_graph_sees_inputs_that_change_in_place(mod, kind):
     if mod == "mask_and_score":
         call["block_mask"] = block_mask(sliding_window(1500), q, k)
         call["score_mod"] = lambda score, b, h, q_idx, kv_idx: score + slopes[h] * kv_idx
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run(q, k, v, **call)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run(q, k, v, **call)
+    graph, got = captured(lambda: run(q, k, v, **call))
     for seed in range(3):
         draw = torch.Generator("cuda").manual_seed(seed)
         for x in (q, k, v, slopes):

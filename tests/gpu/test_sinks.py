@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from tests.cases import CASES
-from tests.support import DECODE, DTYPES, KINDS, assert_accurate, block_mask, inputs, sinks
+from tests.support import (
+    DECODE,
+    DTYPES,
+    KINDS,
+    assert_accurate,
+    block_mask,
+    call_of,
+    inputs,
+    sinks,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -17,16 +26,9 @@ SIZES = {"prefill": (2, 8, 2, 611, 747, 64), "decode": (3, 8, 2, 3, 2047, 64)}
 @pytest.mark.parametrize(("kind", "dtype"), [("prefill", "bf16"), ("decode", "fp16")])
 @pytest.mark.parametrize("entry", CASES, ids=str)
 def test_every_case(entry, kind, dtype):
-    B, Hq, Hkv, L, S, D = SIZES[kind]
-    built = entry.make(B, Hq, Hkv, L, S, device="cuda", dtype=DTYPES[dtype])
-    q, k, v = inputs(B, Hq, Hkv, L, S, D, dtype=DTYPES[dtype], device="cuda")
-    assert_accurate(
-        q, k, v,
-        score_mod=built.score_mod,
-        block_mask=block_mask(built.mask_mod, q, k),
-        kernel_options=KINDS[kind],
-        sinks=sinks(Hq, DTYPES[dtype], "cuda"),
-    )  # fmt: skip
+    given, call = call_of(entry, *SIZES[kind], dtype=DTYPES[dtype], device="cuda")
+    logits = sinks(8, DTYPES[dtype], "cuda")
+    assert_accurate(*given, kernel_options=KINDS[kind], sinks=logits, **call)
 
 
 @pytest.mark.parametrize("splits", [1, 7])

@@ -8,7 +8,7 @@ from flexattn.catalogue import causal, document, padding, sliding_window
 from flexattn.errors import ConfigError
 from tests.cases import case
 from tests.covering import each_choice, pairwise
-from tests.support import DECODE, KINDS, PREFILL, assert_accurate, block_mask, inputs
+from tests.support import DECODE, KINDS, PREFILL, assert_accurate, block_mask, call_of, inputs
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -80,14 +80,9 @@ def test_a_score_of_minus_infinity_everywhere_gives_zeros(kind):
 )
 def test_splits_of_the_keys(mod, splits):
     """Counts that do not divide the tiles, more splits than tiles, and splits with no key."""
-    built = case(mod).make(2, 6, 2, 3, 173)
-    q, k, v = inputs(2, 6, 2, 3, 173)
-    assert_accurate(
-        q, k, v,
-        score_mod=built.score_mod,
-        block_mask=block_mask(built.mask_mod, q, k, 32),
-        kernel_options={**DECODE, "SPLIT_KV": splits, "BLOCK_N": 16},
-    )  # fmt: skip
+    given, call = call_of(case(mod), 2, 6, 2, 3, 173, block=32)
+    options = {**DECODE, "SPLIT_KV": splits, "BLOCK_N": 16}
+    assert_accurate(*given, kernel_options=options, **call)
 
 
 def test_every_number_of_splits_gives_the_same_answer():

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.cases import CASES
-from tests.support import DTYPES, KINDS, assert_accurate, block_mask, inputs
+from tests.support import DTYPES, KINDS, assert_accurate, call_of
 
 # Under the oldest Triton: a mask, loads at computed indices, floor division, a helper, empty rows.
 OLDEST = {"causal", "natten_2d", "relative_bias", "softcap_50", "alibi_causal_document"}
@@ -19,15 +19,9 @@ def cases(rows, often=lambda place, row: True):
             yield pytest.param(entry, kind, dtype, id=name, marks=marks)
 
 
-def check(entry, B, Hq, Hkv, L, S, block, tile, kind, dtype):
-    built = entry.make(B, Hq, Hkv, L, S, dtype=DTYPES[dtype])
-    q, k, v = inputs(B, Hq, Hkv, L, S, dtype=DTYPES[dtype])
-    assert_accurate(
-        q, k, v,
-        score_mod=built.score_mod,
-        block_mask=block_mask(built.mask_mod, q, k, block),
-        kernel_options={**KINDS[kind], **tile},
-    )  # fmt: skip
+def check(entry, *sizes, block, kind, dtype, **tile):
+    given, call = call_of(entry, *sizes, dtype=DTYPES[dtype], block=block)
+    assert_accurate(*given, kernel_options={**KINDS[kind], **tile}, **call)
 
 
 ODD = [("prefill", "fp32"), ("decode", "fp16")]
@@ -39,11 +33,11 @@ SEVERAL = [("prefill", "fp16"), ("decode", "fp32")]
     ("entry", "kind", "dtype"), cases(ODD + SEVERAL, lambda place, row: row == place % 2)
 )
 def test_short_odd_lengths(entry, kind, dtype):
-    check(entry, 2, 3, 1, 37, 53, 16, {}, kind, dtype)
+    check(entry, 2, 3, 1, 37, 53, block=16, kind=kind, dtype=dtype)
 
 
 @pytest.mark.parametrize(("entry", "kind", "dtype"), cases(SEVERAL))
 def test_several_tiles_and_full_blocks(entry, kind, dtype):
     # Random blocks of 16 seldom fill one of 32.
     lengths = (141, 173) if entry.name == "random_blocks" else (77, 109)
-    check(entry, 1, 2, 2, *lengths, 32, {"BLOCK_N": 16}, kind, dtype)
+    check(entry, 1, 2, 2, *lengths, block=32, kind=kind, dtype=dtype, BLOCK_N=16)

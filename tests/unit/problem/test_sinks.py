@@ -20,7 +20,7 @@ from flexattn.verify.gate import judge
 from flexattn.verify.oracle import make_sinks
 from tests.cases import CASES, case
 from tests.problems import problem
-from tests.support import assert_judged, block_mask, inputs, sinks
+from tests.support import assert_judged, call_of, inputs, sinks
 from tests.tasks import make_task
 
 
@@ -47,9 +47,7 @@ def test_a_sink_is_one_more_column():
 @pytest.mark.parametrize("entry", CASES[::4], ids=str)
 def test_the_column_under_every_mod(entry):
     """add_sinks of the oracle without sinks is the oracle with them."""
-    built = entry.make(2, 4, 2, 37, 53)
-    q, k, v = inputs(2, 4, 2, 37, 53)
-    call = {"score_mod": built.score_mod, "block_mask": block_mask(built.mask_mod, q, k, 16)}
+    (q, k, v), call = call_of(entry, 2, 4, 2, 37, 53, block=16)
     logits = sinks(4)
     plain = flexattn.reference.attention(q, k, v, precision=Precision.ORACLE, **call)
     got = flexattn.reference.attention(q, k, v, precision=Precision.ORACLE, sinks=logits, **call)
@@ -173,9 +171,8 @@ def test_a_key_with_sinks_is_another_one_and_those_without_keep_their_names():
 
 def test_the_gate_sees_rows_that_a_sink_alone_reaches():
     """Their lse is finite; a value that is left in them is a fault, and no budget excuses it."""
-    q, k, v = inputs(1, 2, 2, 37, 53)
-    built = case("random_blocks_empty_rows").make(1, 2, 2, 37, 53)
-    call = {"block_mask": block_mask(built.mask_mod, q, k, 16), "sinks": sinks(2)}
+    (q, k, v), call = call_of(case("random_blocks_empty_rows"), 1, 2, 2, 37, 53, block=16)
+    call["sinks"] = sinks(2)
     oracle = flexattn.reference.attention(q, k, v, precision=Precision.ORACLE, **call)
     rounded = flexattn.reference.attention(q, k, v, precision=Precision.ROUNDED, **call)
     empty = oracle.max_scores == -math.inf
