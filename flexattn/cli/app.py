@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[type, str]] = {
     "build": (options.Build, "build:run"),
     "show": (options.Show, "records:show_records"),
     "why": (options.Why, "why:run"),
+    "explain": (options.Why, "why:run"),
     "merge": (options.Merge, "records:merge_records"),
     "export": (options.Export, "export:run"),
     "report": (options.Report, "report:run"),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
+import shlex
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,11 +18,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.block_mask.create import create_block_mask
+from flexattn.catalogue import causal
 from flexattn.cli import options
-from flexattn.cli.selection import chosen_rows
-from flexattn.cli.terminal import cell, say_json, table_of, tell
+from flexattn.cli.offline import asked_rows
+from flexattn.cli.rivals import importable, rivals
+from flexattn.cli.terminal import cell, say, say_json, table_of, tell
 from flexattn.device import detect
-from flexattn.errors import UnsupportedError
 from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
@@ -27,6 +31,7 @@ from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import family_of, short
 from flexattn.measure.task import Task
 from flexattn.measure.timing import Samples, paired_ratio, time_interleaved
+from flexattn.mods import bind
 from flexattn.tune.tasks import mods_of, task_from
 from flexattn.tune.workload import Row
 from flexattn.verify.oracle import Judge, make_inputs, make_sinks, moved, oracle
@@ -34,6 +39,11 @@ from flexattn.verify.oracle import Judge, make_inputs, make_sinks, moved, oracle
 OURS, DEFAULT, TORCH = "flexattn", "default", "torch"
 # How torch's kernel is compiled, where it is timed at all.
 RivalChoice = Literal["none", "compiled", "tuned"]
+# What is timed where nothing is named: calls of two models, at most a minute.
+_SHORT: dict[str, Any] = {
+    "preset": ["llama3-8b", "gemma2"],
+    "only": r"8b (prefill B1 8192|decode B(8|64) \d{4}$)|9b local prefill",
+}
 TORCH_MODES = {"compiled": None, "tuned": "max-autotune-no-cudagraphs"}
 _Call = Callable[..., Any]
 
@@ -59,24 +69,27 @@ class Benched:
 
 def run(args: options.Bench) -> None:
     """Run `flexattn bench`."""
-    rows = chosen_rows(args, backward=False)
+    words = re.sub(r" --(rounds|min-ms) \S+| --(no-)?torch| --json", "", shlex.join(sys.argv[1:]))
+    rival: RivalChoice = "tuned" if args.rivals else "none"
+    if not (args.problems or args.named):
+        args, rival = replace(args, **_SHORT), "compiled" if args.rivals else "none"
+        words += " --preset ".join(["", *_SHORT["preset"]]) + f" --only '{_SHORT['only']}'"
+    rows = asked_rows(args, plans=False, backward=False)
     if not torch.cuda.is_available():
-        raise UnsupportedError(
-            "torch sees no GPU here",
-            "times come from the device itself",
-            "run this where the GPU is; tune --dry-run and why work without one",
-        )
+        _print_plan(rows, args.as_json)
+        return
     here = torch.device("cuda", torch.cuda.current_device())
     console, done = Console(stderr=True), []
     for number, row in enumerate(rows, 1):
         tell(console, f"{number}/{len(rows)} {row.title}")
-        rival: RivalChoice = "tuned" if args.rivals else "none"
-        done.append(race_row(row, here, args.rounds, args.min_ms, rival))
+        done.append(race_row(row, here, args.rounds, args.min_ms, rival, args.rivals))
     if args.as_json:
         facts = {"device": torch.cuda.get_device_name(), "rows": [asdict(each) for each in done]}
         say_json(facts)
     else:
         _print(done)
+        if any(ratio is not None and ratio < 1 for each in done for ratio in each.ratio.values()):
+            say(f"some rows lost; tune them: flexattn {words.replace('bench', 'tune', 1)}")
     if not all(each.passed for each in done):
         raise typer.Exit(1)
 
@@ -117,10 +130,30 @@ class RowInputs:
         return oracle(*given, lists, sparsity, self.sinks)
 
 
+def _print_plan(rows: Sequence[Row], as_json: bool) -> None:
+    """What a GPU would time."""
+    titles, names = [row.title for row in rows], [OURS, DEFAULT, TORCH, *importable()]
+    if as_json:
+        say_json({"device": None, "would_time": titles, "beside": names})
+        return
+    say("torch sees no GPU here, so nothing was timed. On a GPU this command times:")
+    for title in titles:
+        say(f"  {title}")
+    say(f"each by {', '.join(names)}; libraries that cannot be imported here are not in this list")
+
+
 def race_row(
-    row: Row, where: torch.device, rounds: int, min_ms: float, rival: RivalChoice
+    row: Row,
+    where: torch.device,
+    rounds: int,
+    min_ms: float,
+    rival: RivalChoice,
+    others: bool = False,
 ) -> Benched:
-    """One row's race on a GPU, or on the CPU's clock in the interpreter."""
+    """One row's race on a GPU, or on the CPU's clock in the interpreter.
+
+    others: other libraries join where the call has no mods, or is causal.
+    """
     x, target = RowInputs.of(row, where), detect(where)
     q, k, v, task, mask, sinks = x.q, x.k, x.v, x.task, x.block_mask, x.sinks
     score_mod = x.score_mod
@@ -133,6 +166,11 @@ def race_row(
     calls: dict[str, _Call] = {OURS: ours, DEFAULT: partial(ours, kernel_options=static)}
     if rival != "none":
         calls[TORCH] = partial(_torchs(TORCH_MODES[rival]), q, k, v, **common, enable_gqa=True)
+    structure = task.problem.structure
+    mask_is = structure.mask and structure.mask.mod.fingerprint
+    square = row.shape.q_len == row.shape.kv_len and mask_is == _causal()
+    if others and structure.score is None and sinks is None and (mask_is is None or square):
+        calls |= rivals(q, k, v, mask_is is not None, task.scale)
     with torch.no_grad():
         verdict = x.judge()((ours(), None, None))
         cuda, policy = where.type == "cuda", task.policy
@@ -164,6 +202,12 @@ def race_row(
     )
 
 
+def _causal() -> str:
+    bound = bind(causal, "mask")
+    assert bound is not None
+    return bound.mod.fingerprint
+
+
 def _torchs(mode: str | None) -> _Call:
     from torch.nn.attention.flex_attention import flex_attention as torchs
 
@@ -183,7 +227,7 @@ def _ratio(theirs: Samples, ours: Samples) -> float | None:
 
 
 def _print(done: Sequence[Benched]) -> None:
-    names = [name for name in (OURS, DEFAULT, TORCH) if any(name in each.us for each in done)]
+    names = list(dict.fromkeys(name for each in done for name in each.us))
     numbers = (f">{name}" for name in (*names, *(f"{name}/ours" for name in names[1:])))
     title = "median microseconds, and paired ratios: above 1 flexattn is faster"
     table = table_of("row", *numbers, "served by", "config", "gate", title=title)

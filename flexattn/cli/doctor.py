@@ -238,7 +238,7 @@ def _verdict(facts: dict[str, Any]) -> str:
     """A summary of what works here, in a sentence or two."""
     if facts["faults"]:
         count = len(facts["faults"])
-        return f"broken: {count} fault{'s' * (count > 1)}, above; mend or remove what they name"
+        return f"broken: {count} fault{'s' * (count > 1)}, below; mend or remove what they name"
     if not facts["gpus"]:
         return (
             "the installation is sound, and torch sees no GPU: calls on CPU tensors are computed "
@@ -255,6 +255,7 @@ def _verdict(facts: dict[str, Any]) -> str:
 
 
 def _print(facts: dict[str, Any]) -> None:
+    say(f"{'verdict':<12}{facts['verdict']}")
     for name, version in facts["versions"].items():
         say(f"{name:<12}{version or 'not installed'}")
     for gpu in facts["gpus"] or [{"name": "none that torch sees", "sms": "-", "gib": "-"}]:
@@ -287,7 +288,6 @@ def _print(facts: dict[str, Any]) -> None:
         say(f"{'neuron':<12}{rung['name']}: {words}")
     for fault in facts["faults"]:
         say(f"{'FAULT':<12}{fault}")
-    say(f"{'verdict':<12}{facts['verdict']}")
 
 
 def print_devices(args: options.Devices) -> None:

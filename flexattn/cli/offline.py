@@ -7,32 +7,34 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from flexattn import catalogue
 from flexattn.catalogue import CASES
-from flexattn.cli.options import LENGTH, ROLES, CallOptions, Why, choice
-from flexattn.cli.selection import dtype_named, kind_of
+from flexattn.cli.options import LENGTH, ROLES, Asked, CallOptions, choice
+from flexattn.cli.selection import chosen_rows, dtype_named, kind_of
 from flexattn.device import Device, named
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.defaults import space
 from flexattn.kernels.choose.options import Options, parse
 from flexattn.kernels.choose.registry import family_of
-from flexattn.measure.task import Task
 from flexattn.mods.path import load_path, role_of
+from flexattn.presets import files
 from flexattn.problem import DTYPES, ITEMSIZE, MAX_HEADS, MAX_LENGTH, Kind, Problem, Shape
 from flexattn.problem.checks import MAX_HEAD_DIM
 from flexattn.runtime.build import unloaded
 from flexattn.runtime.dispatch import Choice, chosen
 from flexattn.settings import current
-from flexattn.tune.tasks import task_from
+from flexattn.tune.tasks import task_of
 from flexattn.tune.workload import Row
 from flexattn.util.text import did_you_mean
 
@@ -50,25 +52,47 @@ def problem_called(call: CallOptions, kv_len: int) -> Problem:
     """The problem with so many keys, and its mask's blocks; InputError says what exists."""
     kind = kind_of(call.kind)
     q_len = (1 if kind == "decode" else LENGTH) if call.q_len is None else call.q_len
-    return task_called(call, kind, (q_len, kv_len)).problem
+    return task_of(row_called(call, call.mod, kind, (q_len, kv_len)), NAMED, CPU).problem
 
 
-def task_called(
-    call: CallOptions | Why, kind: Kind | None, lengths: tuple[int, int], device: Device = NAMED
-) -> Task:
-    """The task of a call with dense, aligned tensors of these lengths, as the tuner makes it.
+def asked_rows(asked: Asked, plans: bool = True, backward: bool = True) -> list[Row]:
+    """The rows of the MODs, workload files and presets that a command names.
 
-    The mask's blocks, square ones, are found on the CPU. Raises InputError for sizes that no call
-    has and says what exists, ModError for mods that cannot be read.
+    plans, backward: as for `chosen_rows`. Raises InputError as that and `row_called`.
+    """
+    keys = asked.q_len if asked.kv_len is None else asked.kv_len
+    kind = None if asked.kind is None else kind_of(asked.kind)
+    paths, rows = list(asked.workload or ()), []
+    for each in asked.problems or ():
+        plain = each.isidentifier() and each not in files() and not Path(each).exists()
+        if ":" in each or plain:
+            rows.append(row_called(asked, each, kind, (asked.q_len, keys)))
+        else:
+            paths.append(Path(each))
+    return chosen_rows(replace(asked, workload=paths), plans, backward, rows)
+
+
+def row_called(
+    call: CallOptions | Asked, mod: str | None, kind: Kind | None, lengths: tuple[int, int]
+) -> Row:
+    """The row of a call with dense, aligned tensors of these lengths.
+
+    Raises InputError for sizes that no call has and says what exists; reading its mods raises
+    ModError.
     """
     dtype, block = dtype_named(call.dtype), call.block_size
     v_dim = call.head_dim if call.head_dim_v is None else call.head_dim_v
-    shape = Shape(call.batch, call.hq, call.hkv, *lengths, call.head_dim, v_dim)
+    heads = call.hq, call.hkv
+    if call.heads is not None:
+        found = re.fullmatch(r"(\d+)(?::(\d+))?", call.heads)
+        if found is None:
+            raise InputError(f"--heads {call.heads}", "it is query heads:key heads, as 32:8")
+        heads = int(found[1]), int(found[2] or found[1])
+    shape = Shape(call.batch, *heads, *lengths, call.head_dim, v_dim)
     check_sizes(dtype, shape, block)
-    mods = resolve(call.mod or "noop", call.arg or (), call.role, shape, dtype)
-    title = call.mod or "no mods"
-    row = Row(title, kind, dtype, shape, None, None, (block, block), None, ())
-    return task_from(row, *mods, device, CPU)
+    made = partial(resolve, mod or "noop", call.arg or (), call.role, shape, dtype)
+    sizes = None, None, (block, block), None, ()
+    return Row(mod or "no mods", kind, dtype, shape, *sizes, made=made)
 
 
 def resolve(
@@ -107,7 +131,7 @@ def resolve(
         )
     s = shape
     known = next((each for each, name in DTYPES.items() if name == dtype), torch.bfloat16)
-    built = found.make(s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, "cpu", known)
+    built = found.make(s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, torch.get_default_device(), known)
     return built.score_mod, built.mask_mod
 
 

@@ -84,7 +84,6 @@ def completing(names: Sequence[str]) -> Callable[[str], list[str]]:
 
 MOD = "A name of the catalogue, package.module:function, or ./file.py:function."
 ModName = Annotated[str, typer.Argument(metavar="MOD", help=MOD)]
-AnyMod = Annotated[str | None, typer.Argument(metavar="[MOD]", help=MOD, show_default=False)]
 ModArguments = Annotated[
     list[str] | None, typer.Option("--arg", help="An argument of a factory; repeatable.")
 ]
@@ -105,15 +104,21 @@ Dtype = Annotated[
 ]
 QueryHeads = Annotated[int, typer.Option("--Hq", help="Query heads.")]
 KeyHeads = Annotated[int, typer.Option("--Hkv", help="Key heads.")]
+Heads = Annotated[
+    str | None, typer.Option(metavar="Hq:Hkv", help="Both in one: 32:8, or 32 for equal numbers.")
+]
 BlockSize = Annotated[int, typer.Option(help="Block size of a mask's BlockMask.")]
 BatchSize = Annotated[int, typer.Option("--B", help="Batch; decode's splits depend on it.")]
 QueryLength = Annotated[
     int | None, typer.Option(help=f"Query length; by default 1 for decode, else {LENGTH}.")
 ]
-Workloads = Annotated[
-    list[Path] | None,
-    typer.Argument(metavar="WORKLOADS", help="Workload files, TOML, YAML or JSON."),
-]
+Problems = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MOD|FILE]...", show_default=False,
+        help=f"MODs, or workload files (TOML, YAML or JSON). A MOD: {MOD[0].lower()}{MOD[1:]}",
+    ),
+]  # fmt: skip
 WorkloadFiles = Annotated[
     list[Path] | None, typer.Option("--workload", help="A workload file's problems; repeatable.")
 ]
@@ -127,7 +132,7 @@ AllowedModules = Annotated[
 Presets = Annotated[
     list[str] | None,
     option("--preset", of=PRESETS, shown="NAME",
-           help=f"A shipped workload, repeatable: {', '.join(PRESETS)}."),
+           help="A shipped workload, repeatable; `flexattn tune --list-presets` has them."),
 ]  # fmt: skip
 Only = Annotated[str | None, typer.Option(help="A regular expression that titles match.")]
 EffortName = Annotated[str, option("--effort", of=EFFORTS, help="The part of the space to try.")]
@@ -136,8 +141,8 @@ EffortName = Annotated[str, option("--effort", of=EFFORTS, help="The part of the
 def _device(names: Sequence[str]) -> Any:
     return option(
         "--device", of=names, shown="NAME",
-        help=f"By default the one that is here. {', '.join(names)}; a GPU's maker may be left "
-             "out: h200.",
+        help="By default the one that is here; `flexattn devices` lists the names, and a GPU's "
+             "maker may be left out: h200.",
     )  # fmt: skip
 
 
@@ -161,6 +166,26 @@ class Chosen:
         return bool(self.workload or self.preset)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked(Chosen):
+    """Problems of MODs with these sizes too."""
+
+    problems: Problems = None
+    arg: ModArguments = None
+    role: RoleName = None
+    kind: AnyKind = None
+    batch: BatchSize = 1
+    hq: QueryHeads = 32
+    hkv: KeyHeads = 8
+    heads: Heads = None
+    q_len: Annotated[int, typer.Option(help="Queries.")] = LENGTH
+    kv_len: Annotated[int | None, typer.Option(help="Keys; as many as queries.")] = None
+    head_dim: HeadDim = 128
+    head_dim_v: HeadDimV = None
+    dtype: Dtype = "bfloat16"
+    block_size: BlockSize = 128
+
+
 @dataclass(frozen=True)
 class CallOptions:
     """The call of a problem but for its keys: an argument or an option each."""
@@ -175,21 +200,21 @@ class CallOptions:
     device: DeviceName = None
     hq: QueryHeads = 32
     hkv: KeyHeads = 8
+    heads: Heads = None
     block_size: BlockSize = 128
     batch: BatchSize = 1
     q_len: QueryLength = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tune(Chosen):
-    """Tune a workload's problems; each record is kept as soon as its problem is done.
+class Tune(Asked):
+    """Tune problems; each record is kept as soon as its problem is done.
 
     Ctrl-C keeps what is finished, and the same command goes on from there. For trn1, trn2 and trn3
     a cost model ranks the configs, on any machine; on a Neuron instance its best ones are built
     and measured.
     """
 
-    workload: Workloads = None
     list_presets: Annotated[
         bool, typer.Option("--list-presets", help="List the presets and stop.")
     ] = False
@@ -272,32 +297,19 @@ class Show:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Why(Chosen):
+class Why(Asked):
     """Say whether a problem's config is a hit, a hint, the nearest or the default, and why.
 
-    The problem is that of MOD, or those of a workload or a preset.
+    `explain` is another name of `why`.
     """
 
-    mod: AnyMod = None
-    arg: ModArguments = None
-    role: RoleName = None
-    kind: AnyKind = None
-    batch: BatchSize = 1
-    hq: QueryHeads = 32
-    hkv: KeyHeads = 8
-    q_len: Annotated[int, typer.Option(help="Queries.")] = LENGTH
-    kv_len: Annotated[int | None, typer.Option(help="Keys; as many as queries.")] = None
-    head_dim: HeadDim = 128
-    head_dim_v: HeadDimV = None
-    dtype: Dtype = "bfloat16"
-    block_size: BlockSize = 128
     device: GpuName = None
     as_json: AsJson = False
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Merge directories of records: of two for one key the better one stays, and it is said."""
+    """Merge directories of records; it keeps the better of two for one key, and prints which."""
 
     sources: Annotated[list[Path], typer.Argument(help="Directories of records.")]
     out: Annotated[
@@ -365,14 +377,15 @@ class ReplayStudy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(Chosen):
-    """Time a workload as dispatch serves it, beside the static default and torch's compiled flex.
+class Bench(Asked):
+    """Is it faster for me? Times of flexattn beside torch's flex and other libraries' attention.
 
-    Above 1 a ratio says that flexattn is faster. The status is 1 if an accuracy gate is red.
-    Gradients are left out: python -m bench.backward times those.
+    Without a MOD, a file or a preset it times four calls of Llama-3 and Gemma-2. The others are
+    SDPA, and FlashAttention 2, 3, 4 and FlashInfer if they can be imported. A ratio above 1 means
+    that flexattn is faster. The status is 1 if an accuracy gate is red. Without a GPU it prints
+    what it would time. Gradients are left out.
     """
 
-    workload: Workloads = None
     rounds: Annotated[int, typer.Option(min=3, help="Rounds of each interleaved race.")] = 20
     min_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds that each value fills.")] = (
         5.0
@@ -385,7 +398,7 @@ class Bench(Chosen):
 
 @dataclass(frozen=True)
 class Doctor:
-    """Look at the installation, the GPU and the caches; the last line says what works here.
+    """Look at the installation, the GPU and the caches; the first line says what works here.
 
     The status is 1 if something is broken.
     """

@@ -126,7 +126,7 @@ def merge_records(asked: options.Merge) -> None:
     """As `flexattn merge` is asked."""
     roots = [layer.store.root for layer in places(asked.sources)]
     target = asked.out or users()
-    done = merge(roots, target, lambda text: None if asked.as_json else say(text, err=True))
+    done = merge(roots, target)
     if asked.as_json:
         told = {
             "directory": str(target),
@@ -184,6 +184,7 @@ def replay_records(asked: options.ReplayStudy) -> None:
             say(f"{word}: {each.title}: {each.winner}, {each.replayed.why}")
             if not each.same and each.stored is not None:
                 say(f"  stored: {each.stored.why} ({each.path})")
+        say(f"{sum(each.same for each in found)} of {len(found)} decisions are the same")
     if not all(each.same for each in found):
         raise typer.Exit(1)
 

@@ -100,20 +100,22 @@ def presets(names: Sequence[str]) -> list[Workload]:
     return [read(known[name]) for name in dict.fromkeys(chosen)]
 
 
-def chosen_rows(chosen: Chosen, plans: bool = False, backward: bool = True) -> list[Row]:
+def chosen_rows(
+    chosen: Chosen, plans: bool = False, backward: bool = True, more: Sequence[Row] = ()
+) -> list[Row]:
     """Rows of the files and presets whose titles `only` finds; raises InputError for none.
 
-    plans: those of a DecodePlan, too. backward: those of gradients.
+    plans: those of a DecodePlan, too. backward: those of gradients. more: rows in front of them.
     """
-    if not chosen.named:
+    if not (chosen.named or more):
         raise InputError(
             "no workload",
-            "a verb works on workload files or on --preset",
+            "a verb works on a MOD, on workload files or on --preset",
             "list the presets with flexattn tune --list-presets",
         )
     given = [workload(path, chosen.allow_module or ()) for path in chosen.workload or ()]
     workloads = [*given, *presets(chosen.preset or ())]
-    rows = [row for each in workloads for row in each.rows]
+    rows = [*more, *(row for each in workloads for row in each.rows)]
     rows = [row for row in rows if plans or row.served is None]
     rows = [row for row in rows if backward or row.kind != "backward"]
     if not rows:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flexattn.cli import options
+from flexattn.cli.offline import asked_rows
 from flexattn.cli.selection import (
-    chosen_rows,
     device_here,
     device_of,
     effort_of,
@@ -73,15 +74,15 @@ def run(asked: options.Tune) -> None:
     if plugin is not None:
         plugin.check_tuning(target, which, asked.budget, asked.storage)
         where = plugin.tuning_environment
-    lists = asked.workload or [untuned_path()] if asked.from_untuned else []
-    for path in asked.workload or () if asked.from_untuned else ():
+    lists = [*map(Path, asked.problems or (untuned_path(),))] if asked.from_untuned else []
+    for path in lists if asked.problems else ():
         if not path.exists():
             raise InputError(f"{path}: no such file", "a list is a file, as untuned.jsonl is one")
     if asked.from_untuned and asked.preset:
         raise InputError("--from-untuned with --preset", "it is one or the other")
     rows = []
     if not asked.from_untuned:
-        rows = chosen_rows(asked, plans=plugin is None, backward=plugin is None)
+        rows = asked_rows(asked, plans=plugin is None, backward=plugin is None)
     if not asked.dry_run and plugin is None:
         _can_time(target)
     found = [task for path in lists for task in untuned_tasks(path, target)]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from flexattn.cli import options
-from flexattn.cli.offline import task_called
-from flexattn.cli.selection import chosen_rows, device_of, kind_of, say_assumed
+from flexattn.cli.offline import asked_rows
+from flexattn.cli.selection import device_of, say_assumed
 from flexattn.cli.terminal import indented, say, say_json, say_text
 from flexattn.device import Device
-from flexattn.errors import InputError
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.choose.registry import family_of
@@ -34,14 +33,9 @@ from flexattn.tune.workload import Row, read
 def run(args: options.Why) -> None:
     """Run `flexattn why`."""
     target = device_of(args.device)
-    if args.named:
-        if args.mod is not None:
-            raise InputError(f"{args.mod} with a workload", "a problem is named by one of them")
-        found = list(tasks(chosen_rows(args), target))
-    else:
-        keys = args.q_len if args.kv_len is None else args.kv_len
-        kind = None if args.kind is None else kind_of(args.kind)
-        found = [task_called(args, kind, (args.q_len, keys), target)]
+    if not (args.problems or args.named):
+        args = replace(args, problems=["noop"])
+    found = list(tasks(asked_rows(args), target))
     say_assumed(args.device, target)
     kept = memory().entries(target)
     answers = [

@@ -62,7 +62,7 @@ class DeviceRunner:
             raise UnsupportedError(
                 "torch sees no GPU here",
                 "times come from a GPU, or from Triton's interpreter for tests of tiny problems",
-                "run this where a GPU is, or set FLEXATTN_INTERPRET=1",
+                "run this where a GPU is, or set FLEXATTN_INTERPRET=1 before flexattn is imported",
             )
         self._calls: dict[Config, Callable[[], Any]] = {}
         self._clock: CpuClock | None = None

@@ -301,9 +301,7 @@ def better(new: Record, old: Record) -> bool:
     return quality(new) > quality(old)
 
 
-def merge(
-    sources: Iterable[Path], target: Path, say: Callable[[str], None] = lambda text: None
-) -> Merged:
+def merge(sources: Iterable[Path], target: Path) -> Merged:
     """Bring the records of several roots into one; the sources stay as they are.
 
     The result does not depend on the sources' order. Files that are no records, and replays, are
@@ -331,6 +329,5 @@ def merge(
                 conflicts.append(Conflict(*pair))
             if wins:
                 origins[place] = path
-                say(f"{path}")
             written, kept = written + wins, kept + (not wins)
     return Merged(written, kept, tuple(conflicts), tuple(refused))

@@ -76,7 +76,7 @@ class AppendPlan:
             raise UnsupportedError(
                 "an AppendPlan for tensors on the CPU",
                 "its kernel runs on a GPU, or in Triton's interpreter",
-                "set FLEXATTN_INTERPRET=1",
+                "set FLEXATTN_INTERPRET=1 before flexattn is imported",
             )
         target = detect(self.device)
         self._gpu = self.device.index if self.device.type == "cuda" else -1

@@ -184,7 +184,7 @@ def build(problem: ServingProblem, device: torch.device, config: ServingConfig |
         raise UnsupportedError(
             "a DecodePlan for tensors on the CPU",
             "its kernels run on a GPU, or in Triton's interpreter",
-            "set FLEXATTN_INTERPRET=1",
+            "set FLEXATTN_INTERPRET=1 before flexattn is imported",
         )
     target = detect(device)
     index = device.index if device.type == "cuda" else -1

@@ -88,6 +88,8 @@ def task_of(row: Row, device: Device, where: torch.device) -> Task:
 
 def mods_of(row: Row) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
     """A row's score_mod and mask_mod, imported and called with their arguments."""
+    if row.made is not None:
+        return row.made()
     return _made(row.score, "score", row), _made(row.mask, "mask", row)
 
 

@@ -97,7 +97,8 @@ class Row:
 
     sinks: whether each head has a sink, of the row's dtype. served: where a DecodePlan is meant,
     whose kind is None. lse: the call also gives the log-sum-exp, as one that is differentiated.
-    Of a backward, what its score_mod captures and requires a gradient gets one.
+    Of a backward, what its score_mod captures and requires a gradient gets one. made: gives
+    score_mod and mask_mod in place of `score` and `mask`.
     """
 
     title: str
@@ -112,6 +113,7 @@ class Row:
     sinks: bool = False
     served: ServedRow | None = None
     lse: bool = False
+    made: Callable[[], tuple[Callable[..., Any] | None, Callable[..., Any] | None]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,11 +298,13 @@ def _mod(table: Table, role: str, allow: Sequence[str]) -> ModPath | None:
     if value == "" and role in table and not args:
         return None  # takes back what the layer said
     if not isinstance(value, str) or not isinstance(args, list):
-        raise table.wrong(role, 'it is "package.module:function", or { mod = …, args = […] }')
+        raise table.wrong(role, "it is the name of a mod, or { mod = …, args = […] }")
     if not value:
         return None
-    if not re.fullmatch(r"[\w.]+:[\w.]+", value):
-        raise table.wrong(role, 'a mod is named "package.module:function"')
+    if value.isidentifier():
+        value = f"{_OWN[0]}:{value}"
+    if not re.fullmatch(r"([\w.]+|[^:]+\.py):[\w.]+", value):
+        raise table.wrong(role, "a mod is causal, package.module:function or ./file.py:function")
     for arg in args:
         if isinstance(arg, str) and arg.startswith("$") and arg[1:] not in _SIZES:
             raise table.wrong(role, f"sizes are {', '.join('$' + each for each in _SIZES)}")
@@ -342,7 +346,7 @@ def check_allowed(path: str, where: str, allow: Sequence[str]) -> None:
             f"if you trust {module}, add --allow-module {module}, in Python allow=[{module!r}]",
         )
     home = getattr(load_path(path), "__module__", None)
-    if not _inside(str(home), allow):
+    if not _inside(str(home), [*allow, *(Path(each).stem for each in allow if "/" in each)]):
         raise InputError(
             f"{where}: {path!r} is from {home}",
             "a function is defined in the module that allows it",

@@ -2,7 +2,10 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,7 +161,8 @@ def test_why_of_a_preset_and_of_a_hint(flexattn, user):
     next(p for p in user.paths() if environment("decode", H200).folder in str(p)).unlink()
     hint = flexattn(*DECODE).stdout
     assert "noop: hint" in hint and "triton is 3." in hint and "the record's 3.1.4" in hint
-    assert flexattn("why", "causal", "--preset", "sd21", status=2)
+    explained = flexattn("explain", "causal", "--preset", "sd21", "--device", "h200").stdout
+    assert explained.startswith("causal: ") and "\nsd21 " in explained
 
 
 def test_merge_keeps_the_better_record_and_lists_conflicts(flexattn, user, tmp_path):
@@ -266,16 +270,16 @@ def test_doctor_counts_records_and_fails_on_broken_ones(flexattn, user):
     path = broken(user)
     result = flexattn("doctor", status=1)
     assert f"FAULT       {path}" in result.stdout
-    assert result.stdout.splitlines()[-1].startswith("verdict     broken: 1 fault, above")
+    assert result.stdout.splitlines()[0].startswith("verdict     broken: 1 fault, below")
 
 
-def test_doctor_ends_in_a_verdict(flexattn, user, monkeypatch):
+def test_doctor_begins_with_a_verdict(flexattn, user, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    last = flexattn("doctor").stdout.splitlines()[-1]
-    assert last.startswith("verdict     the installation is sound, and torch sees no GPU: ")
+    first = flexattn("doctor").stdout.splitlines()[0]
+    assert first.startswith("verdict     the installation is sound, and torch sees no GPU: ")
     monkeypatch.setattr(doctor, "_gpus", lambda: [{"name": "x", "sms": 132, "gib": 141.0}])
-    last = flexattn("doctor", "--device", "h200").stdout.splitlines()[-1]
-    assert last == (
+    first = flexattn("doctor", "--device", "h200").stdout.splitlines()[0]
+    assert first == (
         "verdict     sound: kernels run on nvidia-h200; 1 tuned records hold exactly here"
     )
 
@@ -323,9 +327,45 @@ def test_doctor_lists_what_calls_met_without_a_record(flexattn, tmp_path, monkey
 
 def test_bench_needs_a_gpu(flexattn, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    result = flexattn("bench", "--preset", "sd21", status=2)
-    assert "torch sees no GPU here" in result.stderr
-    assert "no workload" in flexattn("bench", status=2).stderr
+    shown = flexattn("bench").stdout
+    assert "torch sees no GPU here" in shown and "  llama3-8b prefill B1 8192x8192\n" in shown
+    told = json.loads(flexattn("bench", "causal", "--heads", "8:2", "--json").stdout)
+    assert told["would_time"] == ["causal"] and {"torch", "SDPA"} <= set(told["beside"])
+
+
+def test_a_mod_has_one_grammar_in_every_verb(flexattn, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def near(b, h, q_idx, kv_idx):\n    return q_idx - kv_idx < 9\n")
+    layer = 'heads = 8\nhead_dim = 64\nscore = { mod = "softcap", args = [30.0] }\n'
+    call = '[[layers.calls]]\nq_len = 128\nmask = "./mine.py:near"\n'
+    Path("w.toml").write_text(f"[[layers]]\n{layer}{call}")
+    sizes = ("--q-len", "128", "--heads", "8:2", "--device", "h200")
+    for mod in ("causal", "flexattn.catalogue:causal", "./mine.py:near"):
+        assert flexattn("why", mod, *sizes).stdout.startswith(f"{mod}: ")
+        tuned = flexattn("tune", mod, *sizes, "--effort", "quick", "--dry-run", "--json").stdout
+        (problem,) = json.loads(tuned)["problems"]
+        assert problem["title"] == mod and problem["key"]["Hkv"] == 2
+    trusted = ("w.toml", "--allow-module", "./mine.py", "--device", "h200")
+    assert "q_idx - kv_idx" in flexattn("why", *trusted).stdout
+    assert "--allow-module ./mine.py" in flexattn("why", "w.toml", status=2).stderr
+    assert "as 32:8" in flexattn("why", "causal", "--heads", "8x2", status=2).stderr
+
+
+def test_bench_times_other_libraries_where_they_can_be_imported(monkeypatch):
+    """Stand-ins, which compute by SDPA, for libraries that need a GPU."""
+    from flexattn.cli import rivals
+
+    def flash(q, k, v, causal, softmax_scale):
+        given = (each.transpose(1, 2) for each in (q, k, v))
+        scaled = {"is_causal": causal, "scale": softmax_scale, "enable_gqa": True}
+        return rivals.scaled_dot_product_attention(*given, **scaled).transpose(1, 2)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=flash))
+    q, k, v = (torch.randn(2, heads, 33, 16) for heads in (4, 2, 2))
+    calls = rivals.rivals(q, k, v, True, 0.25)
+    assert list(calls)[:2] == ["SDPA", "FlashAttention 2"]
+    out = calls["FlashAttention 2"]().transpose(1, 2)
+    torch.testing.assert_close(out, calls["SDPA"]())
 
 
 def test_a_failed_winner_is_not_shipped(user):

@@ -51,7 +51,7 @@ def test_plans_are_listed_for_gpus_and_left_out_elsewhere(flexattn):
     assert [each["key"]["kind"] for each in gpu] == ["serving"] * 4 + ["prefill"]
     assert [each["title"] for each in neuron] == ["sd21 level 3 B2 256x256"]
     assert gpu[0]["configs"] == 32 and gpu[0]["rejected"]["left out by quick"] > 100
-    flexattn("bench", "--preset", "serving", status=2)
+    assert "plans alone" in flexattn("bench", "--preset", "serving", status=2).stderr
 
 
 def test_a_host_s_other_gpus_measure_nothing(monkeypatch):

@@ -124,7 +124,7 @@ LAYER = "[[layers]]\nheads = [4, 2]\nhead_dim = 64\n{}\n[[layers.calls]]\nq_len 
         ("[[layers]]\nheads = [4, 2]\nhead_dim = 64", ["layers[0]: calls = None"]),
         (LAYER.format("head = 3", ""), ["layers[0]: 'head'", "did you mean heads?"]),
         (LAYER.format("", "mask_mod = 'x:y'"), ["layers[0]: calls[0]: 'mask_mod'"]),
-        (LAYER.format("", "mask = 'causal'"), ["calls[0]: mask = 'causal'", "package.module"]),
+        (LAYER.format("", "mask = 'my-mod'"), ["calls[0]: mask = 'my-mod'", "package.module"]),
         (LAYER.format("score = {mod = 3}", ""), ["layers[0]: score: mod = 3", "string"]),
         (LAYER.format("", "mask = {mod='a:b', args=['$S']}"), ["'$S'", "$kv_len"]),
         (LAYER.format("dtype = 'int8'", ""), ["layers[0]: dtype = 'int8'", "bfloat16"]),
