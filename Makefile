@@ -40,7 +40,7 @@ help:
 	@echo "make test          lint, types and every test that needs no GPU"
 	@echo "make test-compile  configs of the default space, for every GPU, without one; long tests"
 	@echo "make test-gpu      the tests that need a GPU"
-	@echo "make lint types    ruff and codespell; mypy"
+	@echo "make lint types    ruff, codespell, plain English; mypy"
 	@echo "make docs          the manual, as HTML in $(MANUAL); warnings are errors"
 	@echo "make figures       figures of README and manual anew, from bench/results"
 	@echo "make golden        accept the rendered kernels as the new goldens"
@@ -93,6 +93,7 @@ lint: env
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/codespell
+	$(PY) -m tests.plain
 
 # In one process with the package: its types are read once.
 types: env

@@ -359,7 +359,7 @@ def _import_path() -> str:
 
 @lru_cache(maxsize=256)
 def say_once(message: str, level: int = logging.WARNING) -> None:
-    """Log a message the first time it is said in this process.
+    """Log a message once in this process.
 
     A warning is for whoever has something to mend, and Python prints it on stderr where nobody
     set logging up. INFO, which nothing shows until it is asked for, is all else.
@@ -370,7 +370,7 @@ def say_once(message: str, level: int = logging.WARNING) -> None:
 def _at_import() -> None:
     """Triton reads TRITON_INTERPRET at its first import, which may come with the next one.
 
-    A value that is not understood is said at the first use: the command line can show that.
+    A value that is not understood raises at the first use: the command line can show that.
     """
     try:
         read_settings(os.environ)

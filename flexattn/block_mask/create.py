@@ -43,8 +43,8 @@ def create_block_mask(
 ) -> BlockMask:
     """The BlockMask of a mask_mod: torch's contents, without the L x S square.
 
-    What it returns is torch's class but for its lists by key (q_num_blocks, q_indices and those of
-    full blocks): they are made when they are first read. A block is decided by the bounds of the
+    It returns torch's class. Its lists by key (q_num_blocks, q_indices and those of full blocks)
+    differ: they are made when they are first read. A block is decided by the bounds of the
     mask over it (flexattn.mods.algebra), and by its elements where the bounds leave it open.
 
     mask_mod(b, h, q_idx, kv_idx) -> bool. B, H: None where the mask does not depend on them.

@@ -9,8 +9,8 @@ and records. `CASES` has the same mods with tensors for any shape, for the comma
 
 Over positions: causal, causal_offset, sliding_window, dilated_window, head_windows, prefix_lm.
 Of packed and padded batches: document, document_offsets, document_ids, padding.
-Of structure: natten_2d, sliding_tile_3d, flamingo, transfusion, tree, block_table.
-Of scores: softcap, alibi, relative_bias, t5_bias, head_bias, length_temperature, scaled.
+Structures: natten_2d, sliding_tile_3d, flamingo, transfusion, tree, block_table.
+Scores: softcap, alibi, relative_bias, t5_bias, head_bias, length_temperature, scaled.
 """
 
 from flexattn.catalogue.cases import CASES, Built, Case, Setup, case

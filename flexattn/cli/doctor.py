@@ -1,4 +1,4 @@
-"""`flexattn doctor`: what is installed, what is here, how the caches are, and what would run.
+"""`flexattn doctor`: the installation, the GPU, the caches, and what would run.
 
 `flexattn devices`: the table of devices that can be named without being here.
 """

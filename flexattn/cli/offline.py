@@ -19,7 +19,7 @@ import torch
 
 from flexattn import catalogue
 from flexattn.catalogue import CASES
-from flexattn.cli.options import LENGTH, ROLES, Asked, CallOptions, choice
+from flexattn.cli.options import LENGTH, ROLES, AskedProblems, CallOptions, choice
 from flexattn.cli.selection import chosen_rows, dtype_named, kind_of
 from flexattn.device import Device, named
 from flexattn.errors import InputError, UnsupportedError
@@ -55,7 +55,7 @@ def problem_called(call: CallOptions, kv_len: int) -> Problem:
     return task_of(row_called(call, call.mod, kind, (q_len, kv_len)), NAMED, CPU).problem
 
 
-def asked_rows(asked: Asked, plans: bool = True, backward: bool = True) -> list[Row]:
+def asked_rows(asked: AskedProblems, plans: bool = True, backward: bool = True) -> list[Row]:
     """The rows of the MODs, workload files and presets that a command names.
 
     plans, backward: as for `chosen_rows`. Raises InputError as that and `row_called`.
@@ -73,7 +73,7 @@ def asked_rows(asked: Asked, plans: bool = True, backward: bool = True) -> list[
 
 
 def row_called(
-    call: CallOptions | Asked, mod: str | None, kind: Kind | None, lengths: tuple[int, int]
+    call: CallOptions | AskedProblems, mod: str | None, kind: Kind | None, lengths: tuple[int, int]
 ) -> Row:
     """The row of a call with dense, aligned tensors of these lengths.
 

@@ -104,7 +104,7 @@ Dtype = Annotated[
 ]
 QueryHeads = Annotated[int, typer.Option("--Hq", help="Query heads.")]
 KeyHeads = Annotated[int, typer.Option("--Hkv", help="Key heads.")]
-Heads = Annotated[
+HeadPair = Annotated[
     str | None, typer.Option(metavar="Hq:Hkv", help="Both in one: 32:8, or 32 for equal numbers.")
 ]
 BlockSize = Annotated[int, typer.Option(help="Block size of a mask's BlockMask.")]
@@ -141,7 +141,7 @@ EffortName = Annotated[str, option("--effort", of=EFFORTS, help="The part of the
 def _device(names: Sequence[str]) -> Any:
     return option(
         "--device", of=names, shown="NAME",
-        help="By default the one that is here; `flexattn devices` lists the names, and a GPU's "
+        help="By default this machine's; `flexattn devices` lists the names, and a GPU's "
              "maker may be left out: h200.",
     )  # fmt: skip
 
@@ -167,7 +167,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Chosen):
+class AskedProblems(Chosen):
     """Problems of MODs with these sizes too."""
 
     problems: Problems = None
@@ -177,7 +177,7 @@ class Asked(Chosen):
     batch: BatchSize = 1
     hq: QueryHeads = 32
     hkv: KeyHeads = 8
-    heads: Heads = None
+    heads: HeadPair = None
     q_len: Annotated[int, typer.Option(help="Queries.")] = LENGTH
     kv_len: Annotated[int | None, typer.Option(help="Keys; as many as queries.")] = None
     head_dim: HeadDim = 128
@@ -188,7 +188,7 @@ class Asked(Chosen):
 
 @dataclass(frozen=True)
 class CallOptions:
-    """The call of a problem but for its keys: an argument or an option each."""
+    """The call of a problem without its keys: an argument or an option each."""
 
     mod: ModName
     arg: ModArguments = None
@@ -200,14 +200,14 @@ class CallOptions:
     device: DeviceName = None
     hq: QueryHeads = 32
     hkv: KeyHeads = 8
-    heads: Heads = None
+    heads: HeadPair = None
     block_size: BlockSize = 128
     batch: BatchSize = 1
     q_len: QueryLength = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tune(Asked):
+class Tune(AskedProblems):
     """Tune problems; each record is kept as soon as its problem is done.
 
     Ctrl-C keeps what is finished, and the same command goes on from there. For trn1, trn2 and trn3
@@ -297,7 +297,7 @@ class Show:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Why(Asked):
+class Why(AskedProblems):
     """Say whether a problem's config is a hit, a hint, the nearest or the default, and why.
 
     `explain` is another name of `why`.
@@ -377,7 +377,7 @@ class ReplayStudy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(Asked):
+class Bench(AskedProblems):
     """Is it faster for me? Times of flexattn beside torch's flex and other libraries' attention.
 
     Without a MOD, a file or a preset it times four calls of Llama-3 and Gemma-2. The others are

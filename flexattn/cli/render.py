@@ -172,7 +172,7 @@ def _rendered_nki(
     if forced or explain or wanted & {"ptx", "resources"}:
         raise InputError(
             f"kernel options, --explain, ptx or resources for {device.name}",
-            "an NKI kernel has none of Triton's options, and no compiler of it is here",
+            "an NKI kernel has none of Triton's options, and no compiler of it is installed",
             "--show takes expr and source",
         )
     if problem.structure.kind == "backward":

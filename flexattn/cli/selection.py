@@ -173,7 +173,7 @@ def gpus_like(device: Device) -> list[int]:
 def device_of(
     name: str | None, *, assumed: bool = True, neuron: bool = False, compiled: bool = False
 ) -> Device:
-    """The device that is named, else the one that is here, else an H200 (see `say_assumed`).
+    """The device that is named, else this machine's, else an H200 (see `say_assumed`).
 
     assumed: without it, no device is an error. neuron: those of AWS Neuron are among the names.
     compiled: kernels are compiled for it, so the interpreter is none.
@@ -187,7 +187,7 @@ def device_of(
         if not assumed:
             raise InputError(
                 "no --device, and torch sees no GPU",
-                "a device is here or named",
+                "a device is named, or this machine has it",
                 f"name one: {', '.join(GPUS)}",
             )
         return named(OFFLINE)
@@ -205,4 +205,4 @@ def say_assumed(name: str | None, target: Device) -> None:
     """Say on stderr that a device is neither named nor here."""
     here = device_here()
     if name is None and (here is None or here.name != target.name):
-        say(f"device: {target.name}, assumed: no GPU is here; --device names another", err=True)
+        say(f"device: {target.name}, assumed: no GPU was found; --device names another", err=True)

@@ -1,15 +1,15 @@
 """Masks of one new row, as a step of `generate` needs them: in few operations, without a wait.
 
-Of a static cache (`static_mask`) all that changes from step to step is in tensors of the same
+Static caches (`static_mask`): all that changes from step to step is in tensors of the same
 sizes: a Python number would be an input of the compiled graph, of which torch records another CUDA
 graph for each value.
 
-Of a padded batch with few keys (`padded_mask`) each step copies its padding into a table that
+Padded batches with few keys (`padded_mask`): each step copies its padding into a table that
 stays, which the masks of all steps read: masks and launches are reused whatever the padding is.
 transformers makes a new padding mask in each step, and comparing it with the last one makes the
 host wait for the device.
 
-Of a padded batch with more keys (`decoding_mask`) what was made of a padding is kept with room for
+Padded batches with more keys (`decoding_mask`): what was made of a padding is kept with room for
 keys to come, and a step compares: one operation and one wait, as asking whether the mask removes
 anything takes. Each step's mask is the last one and a True for the new key.
 """
@@ -94,7 +94,7 @@ def static_mask(
     seen [B, positions], bool: False where a key is removed, as are those behind its end. near:
     whether no key of the cache is too far back for the function.
 
-    Blocks are listed that the row may see something of. Of a function that is known to see no key
+    Blocks are listed that the row may see something of. For a function that is known to see no key
     after the row, and has all keys near, these are the blocks up to the row, of more than FEW_KEYS
     keys from the first one on that is seen, and no element is evaluated for them.
     """

@@ -1,4 +1,4 @@
-"""Processes of their own, with a pipe to each, and what is said over it: pickled frozen data."""
+"""Processes of their own, with a pipe to each, and its messages: pickled frozen data."""
 
 from __future__ import annotations
 

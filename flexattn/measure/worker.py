@@ -269,7 +269,7 @@ def device_lock(
 
     Waits, and says so once, while somebody else holds it in the way. The lock is advisory, lies in
     the user's cache directory, and ends with the process that holds it. Where that directory takes
-    no lock the block runs without, which is said once. "" locks nothing.
+    no lock the block runs without, after one warning. "" locks nothing.
     """
     if not device:
         yield

@@ -49,7 +49,7 @@ class Derivatives:
     loads: tuple[LoadDerivative, ...]
 
     def summed(self, slots: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the slots, those in which an element may be read for several scores.
+        """The slots in which an element may be read for several scores.
 
         What is read once, by all four positions as they are, is only written.
         """
@@ -110,7 +110,7 @@ def _is_wanted(node: Expr, slots: tuple[int, ...]) -> bool:
 
 
 def _reached(nodes: Iterable[Expr], wanted: set[Expr]) -> set[Expr]:
-    """Of nodes in walk's order, those whose value moves with a wanted one, by floats alone."""
+    """The nodes, in walk's order, whose value moves with a wanted one, by floats alone."""
     found: set[Expr] = set()
     for node in nodes:
         if node.op == DETACH:

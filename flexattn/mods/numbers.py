@@ -37,7 +37,7 @@ class Number:
 
     @property
     def dtype(self) -> str:
-        """Of the kernel's argument."""
+        """The kernel's argument's."""
         return self.found if self.limits is None else _NARROW
 
     def value(self, scalars: Sequence[int | float]) -> int | float | None:

@@ -18,7 +18,7 @@ Interval = Callable[..., Range | None]
 
 
 def corners(op: Callable[[int, int], int]) -> Callable[[Range, Range], Range]:
-    """Of an operation that is monotone in each operand."""
+    """For an operation that is monotone in each operand."""
 
     def rule(x: Range, y: Range) -> Range:
         values = [op(i, j) for i in x for j in y]
@@ -33,7 +33,7 @@ def truncated(x: int, y: int) -> int:
 
 
 def dividing(op: Callable[[int, int], int]) -> Callable[[Range, Range], Range | None]:
-    """Of a division."""
+    """For a division."""
 
     def rule(x: Range, y: Range) -> Range | None:
         # A divisor of either sign reaches its extremes at its ends and next to zero.
@@ -103,7 +103,7 @@ DETACH, OWN_GRADIENT = "detach", "own_gradient"
 class Op:
     """A pointwise operation: one row of flexattn.mods.ops.OPS.
 
-    Operands share the result's dtype, but for a predicate's, and the condition of `where`.
+    Operands share the result's dtype, except a predicate's, and the condition of `where`.
 
     triton: its text, a format of the operands and of `tl`, the language's module. integers, gluon:
     the text for integers and bools, and in Gluon, where it is another.

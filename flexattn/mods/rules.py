@@ -1,6 +1,6 @@
 """The named rules that make a score_mod cheaper, each with its proof, and the terms they leave.
 
-They hold over the reals with both infinities, but for rounding: what stands in a proof as equal
+They hold over the reals with both infinities, except for rounding: what stands in a proof as equal
 may differ in the last bits, which the accuracy gate judges. `flexattn render --explain` prints
 those that were applied; kernel_options["RULES_OFF"] takes names of rules, or "all".
 """
@@ -98,7 +98,7 @@ def spread_terms(expr: Expr, allowed: frozenset[str], note: Note) -> list[Term]:
     (rule "reciprocal") that reads neither score nor key goes to the term's factor, for
     c * (d * x) = (c * d) * x; over a sum of several terms only with "distribute". For c finite and
     not 0, c * (x + y) = c * x + c * y on the extended reals, NaN where either is; for other c too
-    where the score is finite, but for x + y = 0 times an infinity. What does not read the score is
+    where the score is finite, except x + y = 0 times an infinity. What does not read the score is
     never taken apart: its own sums may cancel, and torch has rounded them so. An expr of more than
     32 terms stays whole: sums of sums that share theirs would have as many as 2 to their number.
     """

@@ -1,6 +1,6 @@
 """The canonical form of an Expr: equal meanings become one object, and no bit of a value changes.
 
-Floats are never reassociated: a rewrite is here only if torch would compute the same number.
+Floats are never reassociated: a rewrite belongs here only if torch would compute the same number.
 """
 
 from __future__ import annotations

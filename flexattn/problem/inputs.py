@@ -13,7 +13,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of attention without sinks [Hq] as they are with them.
 
     out [B, Hq, L, Ev] keeps its dtype; lse [B, Hq, L] is in natural log. A row without a key,
-    whose lse is -inf, keeps its zeros and gets its sink as lse. Exact but for rounding, and
+    whose lse is -inf, keeps its zeros and gets its sink as lse. Exact except for rounding, and
     differentiable in all three: exp(lse) / (exp(lse) + exp(sink)) is sigmoid(lse - sink).
     """
     sink = sinks.to(lse.dtype)[:, None]

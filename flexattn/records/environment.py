@@ -76,7 +76,7 @@ _LISTED = {module.split(".")[1] for each in RENDERERS.values() for module in eac
 
 # What renderers import that decides no kernel of a record, and why.
 NO_TEXT = {
-    "errors": "what is said where nothing is rendered",
+    "errors": "the words where nothing is rendered",
     "device.device": "what it says of a device is hashed by value",
     "kernels.ptx.assembler": "which of Triton's assemblers: its release, and a config, say it",
     "kernels.printers.interpreted_gluon": "of Triton's interpreter, in which nothing is tuned",
@@ -106,7 +106,7 @@ def unlisted(kind: Kind, device: Device) -> list[str]:
 
 
 def renderer_of(name: str) -> Renderer:
-    """Of a name in RENDERERS, or of a family's folder that is not listed there."""
+    """For a name in RENDERERS, or a family's folder that is not listed there."""
     if name in RENDERERS:
         return RENDERERS[name]
     folder = templates_folder()

@@ -120,7 +120,7 @@ def note(
     """Put a problem without a tuned record on the list, and log that once.
 
     A record of another environment is noted in mode "tune" alone, and without a word. It never
-    raises: a list that cannot be written is said once.
+    raises: it logs once that a list cannot be written.
     """
     mode = current().mode
     if mode == "off" or device.backend == "interpreter":
@@ -151,7 +151,7 @@ def note(
 
 
 def read_untuned(path: Path) -> list[Untuned]:
-    """The problems of a list, each key once, the first one met; lines that are none are said.
+    """The problems of a list, each key once, the first one met; it logs lines that are none.
 
     Raises CacheError where the file is no plain file.
     """
@@ -170,7 +170,7 @@ def read_untuned(path: Path) -> list[Untuned]:
 def drop(key: Key, device: str) -> None:
     """Take a problem off the user's list, since it has a record now; other lines stay as they are.
 
-    It never raises: a list that cannot be written is said once.
+    It never raises: it logs once that a list cannot be written.
     """
     path = untuned_path()
 

@@ -52,7 +52,7 @@ def _product(word: Tensor, place: int) -> tuple[Tensor, Tensor]:
 def dropout_words(
     rows: Tensor, keys: Tensor, head: Tensor, seed: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """Of each call of Philox its four words, the four that its last two rounds began with, and
+    """For each call of Philox its four words, the four that its last two rounds began with, and
     the first one of the round before.
 
     All are int64, and broadcast. The seed is in the counter, and the key is 0: a kernel's round

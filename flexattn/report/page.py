@@ -32,7 +32,7 @@ UNTIMED = "ranked by a model, nothing was timed"
 
 @dataclass(frozen=True, slots=True)
 class PageEntry:
-    """One problem on the page: what is said of it, and its pictures."""
+    """One problem on the page: its text and its pictures."""
 
     anchor: str
     summary: Summary

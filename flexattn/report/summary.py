@@ -100,7 +100,7 @@ class Summary:
 
 
 def summarize(record: Record, benches: tuple[BenchResults, ...] = ()) -> Summary:
-    """Everything the page says about a record, but for the pictures."""
+    """Everything the page says about a record, without the pictures."""
     decision, done = record.decision, work(record)
     ratio, untimed, mattered = gain(record), untimed_reasons(record), importance(record)
     known = not math.isnan(ratio.value)

@@ -42,7 +42,7 @@ _HEADER = re.compile(rb"(?:#[^\r\n]*\n|\n)*")
 
 
 def text_file(name: str, text: str) -> Path:
-    """The file of this name in the cache directory, which holds this text but for its header.
+    """The file of this name in the cache directory, which holds this text below its header.
 
     A file that is not there, or holds anything else, is written anew. Where the folder takes no
     file, or is not this user's alone, the process's private folder serves and a warning says so

@@ -145,7 +145,7 @@ def decay_tiles(
 def _built(
     problem: Problem, sources: Sequence[Source], skipped: str, target: Device, index: int
 ) -> list[Kernel] | None:
-    """The kernels of sources; None where they do not build, which is said, and kept as known."""
+    """The kernels of sources; None where they do not build, which is logged, and kept as known."""
     known = [memory().find(each, target) for each in sources]
     if not current().strict and any(each is not None and not each.built for each in known):
         return None

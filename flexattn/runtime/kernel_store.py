@@ -8,7 +8,7 @@
 The hash of a source covers its whole text, its signature and its compile options: a template that
 changed names another file. Machine code runs on the GPU with all rights of the process, so no
 cache layer is searched, the code's sha256 is checked before a driver sees it, and a file that is
-not what it should be is a miss, which is said.
+not what it should be is a miss, which is logged.
 
 A process's first render reads all templates, for 0.1 to 0.3 s. A key hashes the structure, the
 config, the device and all code that renders them: whoever has changed anything renders anew.
@@ -191,7 +191,7 @@ class KernelStore:
     ) -> tuple[Source, ...] | None:
         """The kernel's source, and of decode the combine kernel's; None where to render them.
 
-        What is there and not sound is said.
+        It logs what is there and not sound.
         """
         key = _key(structure, config, device)
         path = self._text(f"{key}.json")

@@ -193,7 +193,7 @@ class ForwardLaunch(Launch):
     def with_kv_len(self, keys: int, k: Tensor, v: Tensor) -> ForwardLaunch | None:
         """The same launch over a cache of so many keys; None where that is another kernel or grid.
 
-        k, v: laid out as before, but for the strides that the number of keys changes.
+        k, v: laid out as before, except for the strides that the number of keys changes.
         """
         choice, before = self.choice, self.problem
         if not self.kv_arguments or longest_of_bucket(keys) != longest_of_bucket(before.kv_len):

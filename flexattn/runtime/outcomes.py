@@ -284,7 +284,7 @@ class Memory:
     def find(self, source: Source, device: Device) -> Outcome | None:
         """The outcome of a source in this environment; None where nobody knows.
 
-        A file is asked for once in a process. One that is not sound is said, and ignored.
+        A file is asked for once in a process. One that is not sound is logged, and ignored.
         """
         if (wrong := self.wrong(source, device)) is not None:
             return wrong
@@ -304,7 +304,7 @@ class Memory:
         return known[0]
 
     def note(self, source: Source, device: Device, outcome: Outcome, title: str) -> None:
-        """Keep an outcome; on disk too where it can be written, which is said once if not."""
+        """Keep an outcome; on disk too where it can be written; if not, a warning comes once."""
         if outcome.kind == "wrong":
             self._launched.put((source.hash, device.arch), outcome)
         folder = self._folder(device)

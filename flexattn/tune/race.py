@@ -43,7 +43,7 @@ def decide(
     """The winner of a race by its finals' samples alone.
 
     A challenger replaces the default only with a median paired speedup above the margin, and if
-    the signed-rank test is sure of that. Of those that do, the best median wins; challengers
+    the signed-rank test is sure of that. The best median of those wins; challengers
     within 0.5 % of it tie, and the tie goes to less shared memory, then fewer registers. Without
     a time of the default, the fastest median wins.
     """

@@ -297,7 +297,7 @@ def _typical_mask(
 
 
 def _kinds(listed: Tensor, has_full: bool) -> Tensor:
-    """The kinds of listed blocks: partial, or with has_full full but for each row's last one."""
+    """The kinds of listed blocks: partial, or with has_full full except each row's last one."""
     if not has_full:
         return torch.where(listed, PARTIAL, EMPTY).to(torch.int8)
     last = listed & (listed.flip(-1).cumsum(-1).flip(-1) == 1)

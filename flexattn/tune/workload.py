@@ -31,7 +31,7 @@ Its layers name heads, head dimensions and mods by import path; each has calls w
 
 What a layer says holds for its calls unless they say otherwise. In args, "$B", "$Hq", "$Hkv",
 "$q_len" and "$kv_len" stand for the sizes of the call. A file is data: its mods come from
-flexattn.catalogue, or from modules that its reader allows, as my_model is here.
+flexattn.catalogue, or from modules that its reader allows, such as my_model.
 """
 
 from __future__ import annotations

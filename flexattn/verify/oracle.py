@@ -1,7 +1,7 @@
 """The tensors that a problem is measured on, its oracle, and rows that stand for a large call.
 
 Tensors are seeded, and laid out as the problem's Layout says. The oracle takes a task's mods as
-callables and its block lists. Of shapes too large for float64 some rows are judged.
+callables and its block lists. If a shape is too large for float64, some of its rows are judged.
 """
 
 from __future__ import annotations

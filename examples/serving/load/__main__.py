@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     some = Plan(10_000)
     add = parser.add_argument
-    add("--requests", type=int, default=some.requests)
+    add("--requests", type=int, default=some.requests, help="beside a burst that fills the queue")
     add("--clients", type=int, default=some.clients, help="requests at a time")
     add("--distinct", type=int, default=some.distinct, help="different prompts")
     add("--prompt", type=int, default=some.prompt, help="tokens of the longest prompt")

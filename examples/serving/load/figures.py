@@ -23,7 +23,9 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 def table(row: dict[str, Any]) -> str:
     """What a reader wants to see first."""
     lines = [
-        f"{row['requests']} requests in {row['seconds']:.1f} s, {row['tokens']} tokens, "
+        f"{row['requests'] - row['burst'] - row['retried']} requests as asked, "
+        f"{row['burst']} more at once to fill the queue, {row['retried']} sent again; "
+        f"{row['seconds']:.1f} s, {row['tokens']} tokens, "
         f"{row['tokens'] / row['seconds']:.0f} a second",
         "ends: " + ", ".join(f"{k} {v}" for k, v in sorted(row["ends"].items())),
         "server: " + ", ".join(f"{k} {v:.0f}" for k, v in sorted(row["server"].items())),

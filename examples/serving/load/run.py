@@ -84,8 +84,10 @@ class Run:
             self.wrong += checks.flat(name, samples[WARM:])
         if self.options.exact and self.known.different:
             self.wrong.append(f"{self.known.different} answers differ from one to the same prompt")
+        kinds = Counter(ask.kind for ask, _ in self.pairs)
         return {
-            "requests": len(answers), "seconds": seconds,
+            "requests": len(answers), "burst": kinds["burst"], "retried": kinds["retried"],
+            "seconds": seconds,
             "tokens": sum(len(each.tokens) for each in answers),
             "ends": dict(Counter(each.end for each in answers)),
             "server": {

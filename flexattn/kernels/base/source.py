@@ -115,7 +115,7 @@ def make_source(
 
 
 def entry_of(template: str) -> str:
-    """hopper/prefill.py.jinja has flexattn_hopper_prefill; no word is said twice at the end."""
+    """hopper/prefill.py.jinja has flexattn_hopper_prefill; no word stands twice at the end."""
     family, _, stem = template.removesuffix(".py.jinja").partition("/")
     return f"flexattn_{family}" if family.endswith(stem) else f"flexattn_{family}_{stem}"
 

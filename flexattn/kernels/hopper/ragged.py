@@ -135,8 +135,8 @@ def packed_heads(rows: int, group: int, tile: int) -> int:
     """Heads of a group that share tiles, where a request brings so many query positions.
 
     Each tile of rows reads and multiplies the same keys, so the time is the number of tiles: those
-    of the positions of some heads, times those that the group's heads make. Of as many, most heads
-    read the keys least often.
+    of the positions of some heads, times those that the group's heads make. If several
+    are equal, most heads read the keys least often.
     """
     able = [heads for heads in _PACKED if heads < 2 * group]
     return min(able, key=lambda heads: (-(-group // heads) * -(-rows * heads // tile), -heads))

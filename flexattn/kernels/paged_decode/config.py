@@ -201,8 +201,8 @@ def workspace(
     """Floats of the workspace: programs x 2 x BLOCK_M x (head_dim_v + 1), or half of them.
 
     A program's range of tiles begins inside at most one work tile and ends inside at most one
-    other: two partial results, each of BLOCK_M rows of outputs and a log-sum-exp. Of a tile that
-    ends in its range it keeps its own where it awaits those of the others. Batch-invariant ones
+    other: two partial results, each of BLOCK_M rows of outputs and a log-sum-exp. If a tile
+    ends in its range, it keeps its own where it awaits those of the others. Batch-invariant ones
     have two and part_slots for its splits, of the rows that a work tile has.
     """
     if form.split_keys:

@@ -83,7 +83,7 @@ def tall_defaults(problem: ServingProblem) -> Iterator[ServingConfig]:
 
     Tiles of 16 rows read the keys once each, and have no second launch that merges them. Where
     they find all but the first reading in the L2 cache, 71 rows over 4 x 4160 keys of D 64 take
-    15.7 us of 20.0, 48 over 1 x 4160 of D 128 20.0 of 27.0. Of one tile they are 0 to 9 % faster
+    15.7 us of 20.0, 48 over 1 x 4160 of D 128 20.0 of 27.0. With one tile they are 0 to 9 % faster
     over any keys. Few requests leave fewer parts to merge with half the programs.
     """
     form = problem.structure
@@ -211,7 +211,7 @@ def _combine(form: ServingForm, height: int, widest: int, device: Device) -> Com
 
     A kernel that merges beside the first one took 30.1 us of the launched one's 33.6 (48 rows,
     16 x 8k keys, an H200), 38.3 of 41.0 (128), 33.6 of 76.2 (64, 1 x 64k); of 16 rows of 192
-    columns it took 225.8, and the program that finishes last 213.5. Of chunks nobody timed it.
+    columns it took 225.8, and the program that finishes last 213.5. Nobody timed it on chunks.
     """
     if not form.prefix and height < 64 and widest <= 256:
         return "last"

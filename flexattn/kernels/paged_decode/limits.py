@@ -131,7 +131,7 @@ class ConfigCase:
 
     @property
     def fixed(self) -> ServingConfig:
-        """The config of a batch-invariant form, but for what changes no bit."""
+        """The config of a batch-invariant form, without what changes no bit."""
         return invariant_config(self.form)
 
 

@@ -345,7 +345,7 @@ def _along_diagonals(printer: MultiPrinter, load: Expr, prefix: str) -> _PlacePr
 class _Scatter:
     """One load's gradient, summed over what its place does not depend on, then added there.
 
-    Where no index depends on the keys, that is once for all of the loop. Of places in steps, what
+    Where no index depends on the keys, that is once for all of the loop. For places in steps, what
     goes to a tile's first and last one is summed before it is added: programs add in any order,
     and many terms that cancel would lose float32's digits.
     """

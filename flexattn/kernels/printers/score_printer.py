@@ -46,7 +46,7 @@ class PrintedScore:
     """Statements of a score_mod, and of what it leaves for later.
 
     hoisted: before the loop over keys. early: inside it, on the keys alone. body: after the
-    scores; it turns `qk`, the bare product, into base-2 scores, but for a factor `qk_scale` where
+    scores; it turns `qk`, the bare product, into base-2 scores, except a factor `qk_scale` where
     `folded`. strip: whether a vector of STRIP diagonals is read. rows: statements after the loop
     whose last one is `shift`, what each row adds to its scores in base 2. empties: whether -inf
     may be among that. limits: of the keys. ramp: what the product with the keys adds, and their

@@ -3,7 +3,7 @@
 On sm_90 and sm_100 ptxas makes one instruction (VIMNMX3) of a minimum of a minimum, or a maximum
 of a maximum. That of CUDA 12.8 to 13.3 drops a negation on its way into it: `max(max(a, -b), c)`
 becomes `max(max(a, b), c)`, in silence; that of 13.4 does not. Triton's releases up to 3.7 write
-an absolute value as `abs.s32`; from 3.8 on it is `max(x, -x)`. Of two side by side, as in
+an absolute value as `abs.s32`; from 3.8 on it is `max(x, -x)`. With two side by side, as in
 `(abs(x) <= 1) & (abs(y) <= 1)`, which is one comparison of their maximum, x lost its own.
 
 Where a maximum is that of x and -x, it is written as the absolute value. Every other negation that

@@ -1,6 +1,6 @@
 """Stages: what a rendered kernel asks of its compile beyond what Triton does, and the hook for it.
 
-The hook is one of the process. What it is to do is said by the thread that compiles, so that
+The hook is one of the process. The thread that compiles tells it what to do, so that
 kernels of others that compile meanwhile are as they would be without it.
 """
 

@@ -290,7 +290,7 @@ def prefill_axes(problem: Problem, device: Device, every: bool) -> Iterator[Pref
 def decode_axes(
     problem: Problem, device: Device, every: bool, height: int
 ) -> Iterator[DecodeConfig]:
-    """The same for decode. height: of the static default's tiles, the only one but for `every`."""
+    """The same for decode. height: of the static default's tiles, the only one without `every`."""
     grid = _decode_grid(problem, device, every, height)
     hip = device.backend == "hip"
     yield from each_hinted(grid, AmdDecodeConfig, device, every) if hip else grid

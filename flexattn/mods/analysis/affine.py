@@ -250,7 +250,7 @@ def slope_of(expr: Expr, name: str) -> Expr | None:
 
     k reads no position. It has expr's dtype, and is the constant 0 where expr does not read the
     variable. Exact over the reals: a cast of an integer to a float32 is taken as its value, and
-    nothing is said of integers that may wrap.
+    integers that may wrap are not covered.
     """
     done: dict[Expr, Expr | None] = {}
     for node in walk(expr):

@@ -62,7 +62,7 @@ def interpret(
     """Run the function `kernel` of the source with these arguments; tensors become HBM tensors.
 
     programs: physical cores that run it, one after the other here, each with memory of its own
-    but for the results. numerics: False counts and checks without computing; results are empty
+    except the results. numerics: False counts and checks without computing; results are empty
     then. Raises KernelError for whatever breaks a rule.
     """
     kernel = _load(source)["kernel"]

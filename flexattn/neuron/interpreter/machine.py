@@ -67,7 +67,7 @@ class Storage:
 
     @property
     def bytes(self) -> int:
-        """Of one partition; in PSUM whole banks."""
+        """For one partition; in PSUM whole banks."""
         used = self.per_partition * self.itemsize
         return -(-used // BANK_BYTES) * BANK_BYTES if self.buffer == "psum" else used
 
