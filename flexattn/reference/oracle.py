@@ -123,7 +123,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.dim() == k.dim() == v.dim() == 4:
         raise InputError(got, "q, k and v have four dimensions")
     if k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
-        raise InputError(got, "k and v agree but for the last dimension, in which q and k agree")
+        raise InputError(got, "k and v agree except in the last dimension, which q and k share")
     if k.shape[0] not in (1, q.shape[0]):
         raise InputError(got, "the batch of k and v is q's, or 1")
     if q.shape[1] % max(k.shape[1], 1) or (q.shape[1] > 0 and k.shape[1] == 0):
