@@ -209,7 +209,7 @@ def keep_form(mask: BlockMask, form: tuple[Any, ...] | None = None) -> None:
 
 
 def shared_form(mask: BlockMask) -> tuple[Any, ...]:
-    """What masks that share launches have in common, but for their mask_mod."""
+    """What masks that share launches have in common, except their mask_mod."""
     shapes = [x.shape for x in query_lists(mask) if x is not None]
     return known_class(mask), *mask.BLOCK_SIZE, *mask.seq_lengths, *shapes
 

@@ -154,7 +154,7 @@ def test_ctrl_c_keeps_what_is_ranked(flexattn, workload, tmp_path, monkeypatch):
         (["why", "causal"], ["is a Neuron device", "flexattn tune and flexattn render"]),
         (["build", "causal"], ["is a Neuron device"]),
         (["render", "causal", "--block-m", "64"], ["none of Triton's options"]),
-        (["render", "causal", "--show", "ptx"], ["no compiler of it is here"]),
+        (["render", "causal", "--show", "ptx"], ["no compiler of it is installed"]),
         (["render", "waves_of_test_cli_neuron:wave"], ["sin of float32", "trn2"]),
     ],
     ids=lambda value: "-".join(value[:1] + value[-2:]) if value[0].islower() else None,

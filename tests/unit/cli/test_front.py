@@ -184,6 +184,6 @@ def test_what_is_near_nothing_has_no_guess():
 )
 def test_a_device_that_was_assumed_is_said_to_be(flexattn, arguments, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    said = "device: nvidia-h200, assumed: no GPU is here; --device names another"
+    said = "device: nvidia-h200, assumed: no GPU was found; --device names another"
     assert said in flexattn(*arguments).stderr
     assert "assumed" not in flexattn(*arguments, "--device", "h200").stderr
