@@ -202,8 +202,8 @@ def known_class(mask: BlockMask) -> str | None:
 def keep_form(mask: BlockMask, form: tuple[Any, ...] | None = None) -> None:
     """Let calls with other lists of the same sizes share a mask's launches.
 
-    form: as of `shared_form`. For masks of a kept class, without runs, whose lists are as kernels read them: int32,
-    contiguous, partial and full blocks apart.
+    form: as of `shared_form`. For masks of a kept class, without runs, whose lists are as kernels
+    read them: int32, contiguous, partial and full blocks apart.
     """
     setattr(mask, _FORM, (id(mask.mask_mod), *(form or shared_form(mask))))
 
