@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from tests.emulated_gluon import SECONDS, Block, _language
-from tests.emulated_memory import Number, tile
+from tests.emulated_memory import Number, Shared, tile
 from tests.emulated_mla import _store
 from tests.emulated_prefill import _CONSTANTS, Emulated, _load, _maximum, _minimum, _number
 
@@ -88,6 +88,40 @@ class Tensors:
         found = Columns(memory, 0, memory.array.shape[1])
         found.slice = memory.slice
         return found
+
+
+class Boxes(Shared):
+    """A tile whose columns lie in boxes [boxes, rows, columns], read when it is multiplied."""
+
+    def __init__(self, boxes, turned=False):
+        self.boxes, self.turned = boxes, turned
+
+    @property
+    def array(self):
+        whole = np.concatenate(list(self.boxes), 1)
+        return whole.T if self.turned else whole
+
+    def reshape(self, shape):
+        return self
+
+    def permute(self, order):
+        return Boxes(self.boxes, not self.turned)
+
+
+class Stages:
+    """Stages of tiles in boxes [stages, boxes, rows, columns]."""
+
+    def __init__(self, boxes):
+        self.boxes = boxes
+
+    def index(self, i):
+        return Boxes(self.boxes[int(i)])
+
+
+def _reinterpret(place, dtype, shape, layout):
+    """Boxes [..., rows, columns] as tiles of so many rows and columns."""
+    width = place.array.shape[-1]
+    return Stages(place.array.reshape(shape[0], shape[-1] // width, shape[-2], width))
 
 
 class TensorCore(Block):
@@ -182,7 +216,9 @@ def run(source, programs, arguments, seed=0):
             block = TensorCore(number, random.Random(chance.random()), programs)
             names = _names(block, programs)
             exec(code, names)
-            names.update(keep_branch=lambda x: x, fast_tanh=np.tanh)
+            names.update(
+                keep_branch=lambda x: x, fast_tanh=np.tanh, wait_for_row_tiles=lambda: None
+            )
             names[source.entry](*(arguments[each.name] for each in source.arguments))
 
 
@@ -192,7 +228,8 @@ def _names(block, programs):
         constexpr=lambda x: _CONSTANTS.get(type(x), lambda x: x)(x),
         load=_load, store=_store, max=_along(np.max), min=_along(np.min), sum=_along(np.sum),
         reduce=lambda x, axis, f: _along(np.max)(x, axis),
-        fma=lambda a, b, c: a * b + c, log2=np.log2, cdiv=lambda a, b: Number(-(-a // b)),
+        fma=lambda a, b, c: a * b + c, log2=np.log2, cast=lambda x, dtype: x,
+        cdiv=lambda a, b: Number(-(-a // b)),
         program_id=lambda axis: Number(block.number), num_programs=lambda axis: programs,
         reshape=np.reshape, permute=np.transpose, split=lambda x: (x[..., 0], x[..., 1]),
         full=lambda shape, x, dtype, layout: tile(np.full(shape, x)),
@@ -203,6 +240,7 @@ def _names(block, programs):
     names["mbarrier"].wait = block.wait
     names["tl"] = SimpleNamespace(PropagateNan=SimpleNamespace(ALL=None), **vars(names["gl"]))
     return names | {
+        "reinterpret": _reinterpret,
         "TensorMemoryLayout": lambda *_, **named: None,
         "allocate_tensor_memory": lambda dtype, shape, layout: Tensors(shape),
         "tcgen05_mma": block.multiply,

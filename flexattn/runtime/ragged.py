@@ -13,12 +13,12 @@ from flexattn.device import Device
 from flexattn.errors import BuildError, ConfigError, WrongKernelError
 from flexattn.kernels.base.config import Geometry
 from flexattn.kernels.base.family import KernelFamily
+from flexattn.kernels.base.ragged import TILE_WORDS
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.hopper.family import PREFILL
 from flexattn.kernels.hopper.ragged import (
     CUT_WORDS,
-    TILE_WORDS,
     merge_programs,
     part_words,
     render_merge_parts,
@@ -85,17 +85,20 @@ class RaggedKernels(NamedTuple):
 
 
 def ragged_kernels(
-    problem: ServingProblem, target: Device, compiled: Callable[[Source], Kernel]
+    problem: ServingProblem,
+    target: Device,
+    compiled: Callable[[Source], Kernel],
+    family: KernelFamily[Any] = PREFILL,
 ) -> RaggedKernels | None:
-    """The kernels of a problem, by static defaults; None where none serves it."""
-    choice = _served(PREFILL, problem, target, compiled)
+    """The kernels of a problem, by a family's static defaults; None where none serves it."""
+    choice = _served(family, problem, target, compiled)
     if choice is None:
         return None
     config: Any = choice.config
     form = problem.structure
     row_tiles = compiled(render_row_tiles(form, config, target))
     found = RaggedKernels(
-        choice, choice.kernels[0], row_tiles, PREFILL.grid(problem, config, target)
+        choice, choice.kernels[0], row_tiles, family.grid(problem, config, target)
     )
     if not config.splits:
         return found

@@ -11,6 +11,7 @@ import torch
 from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, InputError, InputTypeError, UnsupportedError
 from flexattn.kernels.base.source import Source
+from flexattn.kernels.choose.registry import by_language
 from flexattn.kernels.hopper.config import CONSUMER_ROWS
 from flexattn.kernels.paged_decode.config import SPLIT_KEYS, ServingConfig
 from flexattn.kernels.paged_decode.family import PAGED_DECODE
@@ -174,11 +175,17 @@ class Kernels(NamedTuple):
         return self.choice.device
 
 
-def build(problem: ServingProblem, device: torch.device, config: ServingConfig | None) -> Kernels:
+def build(
+    problem: ServingProblem,
+    device: torch.device,
+    config: ServingConfig | None,
+    gluon: bool = False,
+) -> Kernels:
     """Compile a plan's kernels with a config, a tuned one, or the first default that serves.
 
-    Raises ConfigError or BuildError where none does, with what became of each, and InputError for
-    a batch of too many tiles.
+    gluon: prefills have the device's forward in Gluon, or the plan is refused. Raises ConfigError
+    or BuildError where none does, with what became of each, and InputError for a batch of too many
+    tiles.
     """
     if device.type == "cpu" and not current().interpret:
         raise UnsupportedError(
@@ -192,7 +199,9 @@ def build(problem: ServingProblem, device: torch.device, config: ServingConfig |
     def compiled(source: Source) -> Kernel:
         return builder().kernel(source, target, index)
 
-    prefills = None if config is not None else _prefill_kernels(problem, target, compiled)
+    prefills = None
+    if gluon or config is None:
+        prefills = _prefill_kernels(problem, target, compiled, gluon)
     if prefills is not None and _mixed(problem):
         problem = in_phase(problem, "decode")
     found = _counted(plan_candidates(problem, target, config))
@@ -220,7 +229,10 @@ def in_phase(problem: ServingProblem, phase: Phase) -> ServingProblem:
 
 
 def _prefill_kernels(
-    problem: ServingProblem, target: Device, compiled: Callable[[Source], Kernel]
+    problem: ServingProblem,
+    target: Device,
+    compiled: Callable[[Source], Kernel],
+    gluon: bool = False,
 ) -> RaggedKernels | None:
     """The kernels of the prefills; None where the serving kernel is to serve them as well.
 
@@ -229,10 +241,20 @@ def _prefill_kernels(
     few = problem.rows * problem.Hq < CONSUMER_ROWS * target.num_sms
     few = few and problem.rows <= DECODE_QUERIES * problem.B
     short = min(problem.q_len, problem.kv_len) <= DECODE_QUERIES
-    if few or short:
+    if (few or short) and not gluon:
         return None
     asked = in_phase(problem, "prefill") if _mixed(problem) else problem
-    return ragged_kernels(asked, target, compiled)
+    if not gluon:
+        return ragged_kernels(asked, target, compiled)
+    family: Any = by_language("prefill", "gluon", target)
+    found = ragged_kernels(asked, target, compiled, family)
+    if found is None:
+        raise ConfigError(
+            f'{problem.describe()} with BACKEND="GLUON"',
+            f"no forward in Gluon serves it on {target.arch}",
+            "leave kernel_options out",
+        )
+    return found
 
 
 def plan_candidates(

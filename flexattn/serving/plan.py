@@ -13,6 +13,7 @@ from torch import Tensor
 from flexattn.device import usable
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.base.config import Config
+from flexattn.kernels.choose.options import asks_gluon
 from flexattn.kernels.hopper.ragged import streaming_sms
 from flexattn.kernels.paged_decode.config import ServingConfig, part_slots, workspace
 from flexattn.kernels.paged_decode.engines import UNWRITTEN
@@ -94,7 +95,9 @@ class DecodePlan:
     what a row gives depends on its own query and keys alone, bit for bit; the setting of
     FLEXATTN_BATCH_INVARIANT where None. Raises ConfigError where no kernel is so. On a Hopper GPU
     requests of more than 16 queries may run on Hopper's forward, beside the others; with a config
-    given, or where that kernel lacks something, one kernel serves all.
+    given, or where that kernel lacks something, one kernel serves all. kernel_options: with
+    BACKEND "GLUON" prefills run on the forward in Gluon of a Hopper or Blackwell GPU, or the plan
+    is refused.
 
     Its runs share a workspace and, unless `out` is given, the output: a run on another stream
     waits for what the stream of the last one holds. Replays of a captured run, and runs of several
@@ -136,6 +139,7 @@ class DecodePlan:
         prefix: bool = False,
         offset: bool = False,
         batch_invariant: bool | None = None,
+        kernel_options: Mapping[str, Any] | None = None,
     ) -> None:
         Hq, Hkv = pair("heads", heads, "(query heads, KV heads)")
         both = head_dim if isinstance(head_dim, (tuple, list)) else (head_dim, head_dim)
@@ -146,6 +150,7 @@ class DecodePlan:
         })  # fmt: skip
         if batch_invariant is None:
             batch_invariant = current().batch_invariant
+        gluon = asks_gluon(kernel_options)
         self.scale = check_scale(scale, D)
         problem = plan_problem(
             batch=whole("batch", batch), kv_len=whole("kv_len", kv_len), heads=(Hq, Hkv),
@@ -168,7 +173,7 @@ class DecodePlan:
         mods = self.form.score is not None or self.form.mask is not None
         self.places_rows = mods and not prefix
         while True:
-            self._prepare(build(self.problem, self.device, config))
+            self._prepare(build(self.problem, self.device, config, gluon))
             if is_right(self, self._kernels):
                 break
         self._forget()

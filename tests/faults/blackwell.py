@@ -10,6 +10,10 @@ FILE = "tests/unit/kernels/blackwell/test_blackwell.py"
 NUMBERS = FILE + "::test_numbers"
 FULL = NUMBERS + "[two-full-dims0]"
 CAUSAL = NUMBERS + "[two-causal-dims1]"
+REQUESTS = "templates/base/requests.jinja"
+WORK_TILE = "templates/blackwell/work_tile.jinja"
+PAGES = "tests/unit/kernels/blackwell/test_pages.py::test_pages"
+ASKED = "tests/unit/kernels/blackwell/test_pages.py::test_what_a_plan_asks"
 
 
 def _removed(name: str, file: str, line: str, test: str = FULL) -> Fault:
@@ -160,5 +164,59 @@ BLACKWELL = (
         "if gl.min(alpha, 0) < 1.0:",
         "if gl.min(alpha, 0) < 0.0001:",
         FULL,
+    ),
+    _removed(
+        "V behind a request's last key is not cleared",
+        CORRECT,
+        "clear_tail(v_tiles, barriers, 0, 0, kv_len - (end - 1) * BLOCK_N)",
+        PAGES + "[16]",
+    ),
+    _removed(
+        "V is cleared before it has come",
+        REQUESTS,
+        "mbarrier.wait({{ full }}, phase)",
+        PAGES + "[16]",
+    ),
+    Fault(
+        "Blackwell: the first page of a tile alone",
+        REQUESTS,
+        "{{ start }} // PAGE + part",
+        "{{ start }} // PAGE",
+        PAGES + "[16]",
+    ),
+    Fault(
+        "Blackwell: a tile of keys within a page is read from its first key",
+        REQUESTS,
+        "{{ start }} % PAGE, {{ column }}",
+        "0, {{ column }}",
+        PAGES + "[256]",
+    ),
+    Fault(
+        "Blackwell: rows behind a request's last are stored",
+        CORRECT,
+        "if rows_left >= TOKENS:",
+        "if rows_left >= 1:",
+        PAGES + "[32]",
+    ),
+    Fault(
+        "Blackwell: all tiles of rows store to the rows of the first",
+        CORRECT,
+        "out_row += TOKENS",
+        "out_row += 0",
+        PAGES + "[64]",
+    ),
+    Fault(
+        "Blackwell: a program without a work tile stores the last one's rows",
+        WORK_TILE,
+        "rows_left = gl.where(gl.program_id(0) < num_work_tiles, rows_left, 0)",
+        "pass",
+        PAGES + "[32]",
+    ),
+    Fault(
+        "Blackwell: positions of the second tile count rows of all heads",
+        SOFTMAX,
+        "row_start = tile_start + q_tile * TOKENS",
+        "row_start = tile_start + q_tile * ROWS",
+        ASKED + "[some of five heads]",
     ),
 )

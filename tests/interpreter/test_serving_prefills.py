@@ -55,7 +55,7 @@ def made(monkeypatch):
     """The kernels of prefills, which are launched and do nothing."""
     found = []
 
-    def kernels(problem, target, compiled):
+    def kernels(problem, target, compiled, gluon):
         if found:  # they were found wrong
             return None
         asked = in_phase(problem, "prefill")

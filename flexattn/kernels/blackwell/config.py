@@ -35,21 +35,33 @@ class BlackwellPrefillConfig:
     q_tiles: tiles of rows of a program, 1 or 2; default 2. One's softmax then runs beside the
     other's products.
     polynomial: of so many exponentials one is a polynomial on the multipliers; default 0, none.
+    packed_heads: heads of a group in the rows of a plan's tile, a power of two up to 64; default
+    1.
     """
 
     BLOCK_N: int
     num_stages: int
     q_tiles: int = 2
     polynomial: int = knob(0, 4, 8, word="polynomial")
+    packed_heads: int = 1
 
     language: ClassVar[Language] = "gluon"
-    heads: ClassVar[int] = 1
+    splits: ClassVar[bool] = False
     softmax_regs: ClassVar[int] = SOFTMAX_REGISTERS
 
     @property
     def BLOCK_M(self) -> int:
-        """Query rows of a program."""
-        return LANES * self.q_tiles
+        """Query rows of a program, of each of its heads."""
+        return LANES * self.q_tiles // self.packed_heads
+
+    @property
+    def heads(self) -> int:
+        """Query heads of one tile."""
+        return self.packed_heads
+
+    def head_tiles(self, group: int) -> int:
+        """Tiles that the heads of a group make for the same query rows."""
+        return -(-group // self.packed_heads)
 
     @property
     def num_warps(self) -> int:
@@ -58,7 +70,7 @@ class BlackwellPrefillConfig:
 
 
 def qk_widths(head_dim: int) -> tuple[int, ...]:
-    """The columns of each copy of Q or K: 192 is three copies of 64."""
+    """The columns of each tile of Q or K: 192 is three tiles of 64."""
     whole = power_above(head_dim)
     return (whole,) if whole == head_dim else (_CHUNK,) * (head_dim // _CHUNK)
 

@@ -10,6 +10,7 @@ from flexattn.device import Device
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Geometry, Language
 from flexattn.kernels.base.family import Effort, KernelFamily
+from flexattn.kernels.base.ragged import packed_heads, packs
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.blackwell.config import (
     LANES,
@@ -19,6 +20,7 @@ from flexattn.kernels.blackwell.config import (
 from flexattn.kernels.blackwell.limits import LIMITS
 from flexattn.kernels.blackwell.source import render
 from flexattn.problem import Kind, Problem, Structure
+from flexattn.problem.serving import ServingProblem
 
 
 class _Prefill(KernelFamily[BlackwellPrefillConfig]):
@@ -31,13 +33,16 @@ class _Prefill(KernelFamily[BlackwellPrefillConfig]):
         return device.has_tensor_memory and _has_tensor_memory()
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[BlackwellPrefillConfig]:
-        widest = max(problem.structure.head_dims)
-        keys = 128 if widest <= 128 else 64
+        structure = problem.structure
+        keys = 128 if max(structure.head_dims) <= 128 else 64
         for q_tiles in (2, 1):
+            heads = 1
+            if isinstance(problem, ServingProblem) and packs(problem.structure):
+                rows = problem.rows // problem.B
+                heads = packed_heads(rows, problem.structure.group, LANES * q_tiles)
             for stages in (4, 3, 2):
-                yield fit_to_mask(
-                    BlackwellPrefillConfig(keys, stages, q_tiles, polynomial=4), problem.structure
-                )
+                config = BlackwellPrefillConfig(keys, stages, q_tiles, 4, heads)
+                yield fit_to_mask(config, structure)
 
     def axes(
         self, problem: Problem, device: Device, effort: Effort
@@ -70,7 +75,12 @@ class _Prefill(KernelFamily[BlackwellPrefillConfig]):
         return {"BACKEND": "GLUON", **numbers, "num_stages": config.num_stages}
 
     def grid(self, problem: Problem, config: BlackwellPrefillConfig, device: Device) -> Geometry:
-        # A program for each work tile: q_tiles tiles of rows of one head.
+        # A program for each work tile: q_tiles tiles of rows of one head, or of several.
+        if isinstance(problem, ServingProblem):
+            # Each request may end within a tile.
+            tiles = problem.rows // config.BLOCK_M + problem.B
+            units = tiles * problem.Hkv * config.head_tiles(problem.structure.group)
+            return Geometry(units, tiles, units)
         tiles = -(-problem.q_len // config.BLOCK_M)
         units = problem.B * problem.Hq * tiles
         return Geometry(units, tiles, units)

@@ -14,6 +14,7 @@ from flexattn.kernels.base.limits import (
     Rule,
     StructureCase,
 )
+from flexattn.kernels.base.ragged import form_of, lacks
 from flexattn.kernels.blackwell.config import (
     LANES,
     OUT_COLUMNS,
@@ -48,6 +49,15 @@ class ConfigCase(StructureCase[BlackwellPrefillConfig]):
         out = c.q_tiles * LANES * OUT_COLUMNS
         row_values = 4 * 4 * c.q_tiles * LANES
         return (q + keys + out) * s.itemsize + row_values + SHARED_SLACK
+
+    @property
+    def lacking(self) -> str:
+        """The part of a plan that the template does not have; "" of a call's."""
+        form = form_of(self.structure)
+        asked = {} if form is None else lacks(form, self.config)
+        if form is not None:
+            asked |= {"scales": form.scaled, "packed sequences": form.ragged_kv}
+        return next((what for what, holds in asked.items() if holds), "")
 
     @cached_property
     def registers(self) -> int:
@@ -84,7 +94,12 @@ LIMITS: Limits[ConfigCase] = Limits(
         Rule(
             "prefill",
             "the Gluon template for Blackwell is for prefill",
-            lambda c: c.structure.kind == "prefill",
+            lambda c: c.structure.kind in ("prefill", "serving"),
+        ),
+        Rule(
+            "serving",
+            "the Gluon template for Blackwell does not have {c.lacking}",
+            lambda c: c.lacking == "",
         ),
         Rule(
             "dtype",

@@ -10,6 +10,14 @@ from flexattn.kernels.base.arguments import Argument, attention_arguments, descr
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.features import ALL_KEYS, skips_far
 from flexattn.kernels.base.mask_pieces import print_mask
+from flexattn.kernels.base.ragged import (
+    PAGE_COLUMNS,
+    arguments as ragged_arguments,
+    described_rows,
+    form_of,
+    request_context,
+    row_constants,
+)
 from flexattn.kernels.base.source import (
     BASE_2,
     Source,
@@ -35,6 +43,8 @@ _TEMPLATE = "blackwell/prefill.py.jinja"
 # 2^r on [-1/2, 1/2] within 7.5e-5 of it, by reweighted least squares. A weight is rounded to 2^-9
 # or 2^-11 of itself.
 POLYNOMIAL = (0.99992813, 0.69326098, 0.24261014, 0.055171154)
+# Query heads of a plan whose tiles are at work at once.
+_SECTION = 8
 # Columns of P that a thread has in registers at once.
 PIECE = 32
 # 1.5 * 2^23: a number below it in magnitude, added to it, is rounded to an integer.
@@ -69,10 +79,20 @@ def _places(counts: Mapping[str, int], total: str) -> dict[str, object]:
 def arguments(structure: Structure, config: BlackwellPrefillConfig) -> tuple[Argument, ...]:
     """Arguments of the kernel, in order."""
     widths = qk_widths(structure.head_dim_qk)
+    dtype, keys, form = structure.dtype, config.BLOCK_N, form_of(structure)
+    if form is not None:
+        keys = min(form.page, keys)
+        described = (
+            described_rows("Q", dtype, LANES, widths[0], config),
+            descriptor("K", dtype, keys, PAGE_COLUMNS),
+            descriptor("V", dtype, keys, PAGE_COLUMNS),
+            described_rows("OUT", dtype, LANES, OUT_COLUMNS, config),
+        )
+        return ragged_arguments(form, config, dict(described))
     described = (
-        descriptor("Q", structure.dtype, LANES, widths[0]),
-        descriptor("K", structure.dtype, config.BLOCK_N, widths[0]),
-        descriptor("V", structure.dtype, config.BLOCK_N, structure.head_dim_v),
+        descriptor("Q", dtype, LANES, widths[0]),
+        descriptor("K", dtype, keys, widths[0]),
+        descriptor("V", dtype, keys, structure.head_dim_v),
         descriptor("OUT", structure.out_dtype, LANES, OUT_COLUMNS),
     )
     return attention_arguments(structure, config, dict(described))
@@ -84,6 +104,7 @@ def render(
     """The Blackwell prefill kernel of a structure with a config; title goes into its header."""
     found = arguments(structure, config)
     traits = replace(traits_of(device, structure), dialect=BLACKWELL)
+    form = form_of(structure)
     score = None
     if structure.score is not None:
         # A thread has all keys of a row: it shares no values of diagonals.
@@ -91,16 +112,19 @@ def render(
         score = replace(print_score(apart, traits, even_columns=True), limits=None)
     mask = None
     if structure.mask is not None:
-        mask = print_mask(structure.mask, traits, (LANES, config.BLOCK_N), exchanges=False)
+        # Rows of requests begin at any position, and several may be of one.
+        tile = (LANES, config.BLOCK_N) if form is None else None
+        mask = print_mask(structure.mask, traits, tile, "TOKENS", exchanges=False)
     used = [each for each in (score, mask) if each is not None]
     sparsity = structure.sparsity
-    runs = touched_runs(structure, config)
-    decay_skip = skips_far(structure, config)
+    runs = touched_runs(structure, config) if form is None else int(mask is not None)
+    decay_skip = form is None and skips_far(structure, config)
     widths = qk_widths(structure.head_dim_qk)
     settings: dict[str, object] = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
         "ROWS": LANES,
+        "TOKENS": LANES // config.packed_heads,
         "Q_TILES": config.q_tiles,
         "STAGES": config.num_stages,
         "HEAD_DIM_QK": structure.head_dim_qk,
@@ -115,6 +139,13 @@ def render(
             "SPARSE_Q": sparsity.q_block,
             "SPARSE_KV": sparsity.kv_block,
             "TILES_PER_KV": sparsity.kv_block // config.BLOCK_N,
+        }
+    if form is not None:
+        settings |= row_constants(form, config, LANES, min(form.page, config.BLOCK_N))
+        settings |= {
+            "V_BOX": PAGE_COLUMNS,
+            "V_BOXES": form.head_dim_v // PAGE_COLUMNS,
+            "L2_SWIZZLE": _SECTION,
         }
     if decay_skip:
         settings["ALL_KEYS"] = float(ALL_KEYS)
@@ -142,9 +173,13 @@ def render(
         "decay_skip": decay_skip,
         "fold_scale": structure.positive_scale if score is None else score.folded,
         "far": structure.far or structure.sinks != "",
+        "ragged": form is not None,
+        "paged": form is not None,
+        "k_starts": range(0, structure.head_dim_qk, PAGE_COLUMNS),
+        "v_starts": range(0, structure.head_dim_v, PAGE_COLUMNS),
         # Parts of those templates that other kernels have.
-        "ragged": False,
-        "splits": False,
+        **dict.fromkeys(("splits", "widened", "early_number"), False),
+        **({} if form is None else request_context(form, traits)),
     }  # fmt: skip
     header = [title, f"config: {describe(config)}", *expressions(structure)]
     return make_source(

@@ -270,6 +270,19 @@ def asks_flash(kernel_options: Mapping[str, Any] | None) -> bool:
     return any(bare_key(key) == "BACKEND" and value == "FLASH" for key, value in given)
 
 
+def asks_gluon(kernel_options: Mapping[str, Any] | None) -> bool:
+    """True if a plan's kernel_options name Gluon; raises ConfigError for all but a BACKEND."""
+    found = replace(parse(kernel_options), batch_invariant=False)
+    gluon = found.language == "gluon"
+    if found != (replace(NONE, kind="prefill", language="gluon") if gluon else NONE):
+        raise ConfigError(
+            f"kernel_options {dict(kernel_options or {})} of a plan",
+            'a plan has BACKEND alone, "AUTO" or "GLUON"',
+            "pass config= for the numbers of its kernel",
+        )
+    return gluon
+
+
 def for_torch(kernel_options: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The options without the keys that torch does not have, and with values as torch has them."""
     if kernel_options is None:

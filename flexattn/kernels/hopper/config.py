@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, get_args
 from flexattn.device import Device
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Geometry, Language, power_above, tile_for, walks_runs
+from flexattn.kernels.base.ragged import RaggedConfig
 from flexattn.kernels.ptx.assembler import Ptxas
 from flexattn.problem import Problem, Structure
 from flexattn.problem.serving import ServingForm, ServingProblem
@@ -310,7 +311,7 @@ def grid(problem: Problem, config: HopperPrefillConfig, device: Device) -> Geome
     return Geometry(min(units, device.num_sms) if config.persistent else units, tiles, units)
 
 
-def split_slots(form: ServingForm, config: HopperPrefillConfig, device: Device) -> int:
+def split_slots(form: ServingForm, config: RaggedConfig, device: Device) -> int:
     """Parts of tiles of rows that there is memory for, each of all heads; 0 without splits.
 
     Those that are cut have no more keys than all have, so they have no more parts.

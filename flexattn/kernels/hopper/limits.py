@@ -9,6 +9,7 @@ from math import floor
 from flexattn.device import Device
 from flexattn.kernels.base.features import loads_by_key, loads_diagonals, loads_tiles, tma_layout
 from flexattn.kernels.base.limits import KEYS_OF_BLOCK, NUM_STAGES, SHARED_MEMORY, Limits, Rule
+from flexattn.kernels.base.ragged import form_of
 from flexattn.kernels.hopper import ragged
 from flexattn.kernels.hopper.config import (
     BOX,
@@ -80,7 +81,7 @@ class ConfigCase:
     @property
     def lacking(self) -> str:
         """The part of a plan that the template, or the config, does not have; "" of a call's."""
-        form = ragged.form_of(self.structure)
+        form = form_of(self.structure)
         return "" if form is None else ragged.unserved(form, self.config)
 
     @cached_property

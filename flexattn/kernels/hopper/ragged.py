@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from flexattn.device import Device
-from flexattn.kernels.base.arguments import (
-    Argument,
-    captured_arguments,
-    dense_stride_arguments,
-    several,
-    sinks,
+from flexattn.kernels.base import ragged as base
+from flexattn.kernels.base.arguments import Argument, captured_arguments, several, sinks
+from flexattn.kernels.base.ragged import (
+    TILE_WORDS,
+    form_of,
+    packed_heads,
+    packs,
+    request_arguments,
 )
 from flexattn.kernels.base.source import (
     BASE_2,
@@ -43,8 +46,6 @@ from flexattn.problem.serving import (
     ServingProblem,
 )
 
-# Keys of a page that boxes of the copy engine are made for.
-PAGES = (16, 32, 64, 128, 256)
 # Tiles that a program ranks at a time, and requests that it compares them with.
 _TILES = _REQUESTS = 64
 # Packed rows of a tile of the streaming kernel, and its time by that of a tile of this one: 2,048
@@ -53,8 +54,6 @@ _STREAMED_ROWS, _STREAMED_TIME = 64, 1.35
 # Rows of a mean sequence, of the heads that share tiles, from which three consumers are faster up
 # to 64 columns: their tiles are a fifth faster (an H200), and fill less of shorter ones.
 _LONG = 700
-# Heads that the rows of a consumer may be of.
-_PACKED = (1, 2, 4, 8, 16, 32, 64)
 # This kernel serves the decodes beside prefills, too, where they have up to so many tiles of keys
 # for each SM, or by the other number of those that the streaming kernel would have: in one kernel
 # 64 decodes of 4k beside 1,984 rows of 8k take 569 us, in two 655 (an H200).
@@ -71,8 +70,8 @@ _SECTION = 64
 _CUT_FROM, _CUT_COST, _LEAST_PART, _MOST_PARTS = 1.0, 8, 6, 64
 # Rows and parts that a program merges at a time.
 _MERGE_ROWS, _MERGE_PARTS = 8, 4
-# Numbers of a tile of rows, and what the producer tells consumers of it.
-TILE_WORDS, CUT_WORDS = 5, 4
+# Numbers of a tile that is cut, and what the producer tells consumers of it.
+CUT_WORDS = 4
 REQUEST_WORDS = ("kv_len", "out_row", "rows_left", "slot")
 # What the producer alone reads, beside the tensors of K and V.
 _PRODUCED = ("group", "COUNTER")
@@ -80,11 +79,6 @@ _PRODUCED = ("group", "COUNTER")
 _WIDENED_ROWS, NARROW_HALVES = 32, 4
 # Keys of packed sequences that are cleared at a time behind the last one.
 _CLEARED_ROWS = 16
-
-
-def form_of(structure: Structure) -> ServingForm | None:
-    """A structure as a plan's; None for a call's."""
-    return structure if isinstance(structure, ServingForm) else None
 
 
 def widens(structure: Structure) -> bool:
@@ -101,45 +95,18 @@ def narrow_bytes(structure: Structure, config: HopperPrefillConfig) -> int:
 
 def unserved(form: ServingForm, config: HopperPrefillConfig) -> str:
     """The part of a plan that the kernel does not have, in words; "" if it has everything."""
-    asked = {
-        "a contiguous cache": not form.page and not form.ragged_kv,
-        f"pages of {form.page}": form.page not in (0, *PAGES),
-        "scales of pages or tokens": form.scales != "",
+    asked = base.lacks(form, config) | {
         "scales of 16 bits": form.scaled and not widens(form),
         "packed sequences of eight bits": form.ragged_kv and widens(form),
-        "keys that hold the values": form.shared_kv,
-        "a shared prefix": form.prefix or form.offset,
-        "batch-invariant rows": form.split_keys > 0,
         # Pages are copied in boxes, and the device lists the tiles of rows.
         "a v_box other than 64": config.v_box != BOX,
         "an order of tiles other than sections": config.order != "sections",
         "a tile_scheduler other than dynamic": config.tile_scheduler != "dynamic",
         "a cross_tile_pipeline": config.cross_tile_pipeline,
-        f"packed_heads={config.packed_heads}": config.packed_heads not in _PACKED,
         "packed_heads beside pack_gqa": config.packed_heads > 1 and config.pack_gqa,
         "tiles of less than 64 keys of eight bits": config.BLOCK_N < 64 and widens(form),
-        "packed_heads beside mods of a head": config.packed_heads > 1 and not _packs(form),
     }
     return next((what for what, holds in asked.items() if holds), "")
-
-
-def _packs(form: ServingForm) -> bool:
-    """True if the rows of a tile may be of several heads: no mod reads the head, or diagonals."""
-    named = any(
-        mod is not None and "h" in mod.mod.expr.variables for mod in (form.score, form.mask)
-    )
-    return not named and (form.terms is None or form.terms.diagonal is None)
-
-
-def packed_heads(rows: int, group: int, tile: int) -> int:
-    """Heads of a group that share tiles, where a request brings so many query positions.
-
-    Each tile of rows reads and multiplies the same keys, so the time is the number of tiles: those
-    of the positions of some heads, times those that the group's heads make. If several
-    are equal, most heads read the keys least often.
-    """
-    able = [heads for heads in _PACKED if heads < 2 * group]
-    return min(able, key=lambda heads: (-(-group // heads) * -(-rows * heads // tile), -heads))
 
 
 def ragged_defaults(problem: ServingProblem, device: Device) -> Iterator[RaggedPrefillConfig]:
@@ -155,7 +122,7 @@ def ragged_defaults(problem: ServingProblem, device: Device) -> Iterator[RaggedP
         tile_scheduler="dynamic", order="sections", lazy_rescale=True, cross_tile_pipeline=False,
         v_box=BOX,
     )  # fmt: skip
-    if form.ragged_kv and widest <= 64 and form.score is None and _packs(form):
+    if form.ragged_kv and widest <= 64 and form.score is None and packs(form):
         three = replace(two, consumers=3, num_stages=3, consumer_regs=CONSUMER_REGISTERS[3])
         found = _shared_out(three, problem, device)
         if rows * found.packed_heads >= _LONG:
@@ -170,7 +137,7 @@ def _shared_out(
 ) -> RaggedPrefillConfig:
     """The config with what follows from heads and mods, and whether keys are cut."""
     form = problem.structure
-    if _packs(form):
+    if packs(form):
         heads = packed_heads(problem.rows // problem.B, form.group, config.all_rows)
         config = replace(config, packed_heads=heads)
     elif form.group % 2 == 0:
@@ -198,29 +165,16 @@ def box_rows(form: ServingForm, config: HopperPrefillConfig) -> int:
 
 
 def constants(form: ServingForm, config: HopperPrefillConfig, device: Device) -> dict[str, object]:
-    """Sizes of pages and of rows.
-
-    PAGES: of a tile; PAGE_ROWS: keys of one copy, or that are cleared at a time. TOKENS: query
-    positions of a consumer, each of PACKED_HEADS heads. HEAD_TILES: tiles of the heads of a group,
-    HEADS each. WEIGHTS: where the log-sum-exps of parts begin.
-    """
+    """Sizes of pages and of rows. WEIGHTS: where the log-sum-exps of parts begin."""
     rows = box_rows(form, config) if form.page else _CLEARED_ROWS
     words = part_words(form, config, device)
     settings: dict[str, object] = {}
     if widens(form):
         settings = {"WIDENED": _WIDENED_ROWS, "HALF_PAGES": config.BLOCK_N // 2 // rows}
-    return settings | {
-        "PAGE": form.page, "PAGE_ROWS": rows, "PAGES": config.BLOCK_N // rows,
-        "TOKENS": CONSUMER_ROWS // config.packed_heads, "PACKED_HEADS": config.packed_heads,
-        "GROUP": form.group, "HEAD_TILES": config.head_tiles(form.group), "HEADS": config.heads,
+    return settings | base.row_constants(form, config, CONSUMER_ROWS, rows) | {
         "WEIGHTS": words // (form.head_dim_v + 1) * form.head_dim_v,
         "OUT_COLUMNS": form.head_dim_v,
     }  # fmt: skip
-
-
-def described_rows(name: str, dtype: str, width: int, heads: int) -> tuple[str, str]:
-    """A descriptor of a consumer's rows, of so many heads, in a tensor [Hkv, rows, group, D]."""
-    return name, f"tensordesc<{signature_type(dtype)}{[1, CONSUMER_ROWS // heads, heads, width]}>"
 
 
 def part_words(form: ServingForm, config: HopperPrefillConfig, device: Device) -> int:
@@ -240,76 +194,23 @@ def merge_programs(form: ServingForm, config: HopperPrefillConfig, device: Devic
     return split_slots(form, config, device) // 2 * heads * (config.all_rows // _MERGE_ROWS)
 
 
-def _requests(form: ServingForm) -> list[Argument]:
-    """The arguments from which tiles of rows and lengths of requests are read.
-
-    ROW_TILES [2 + TILE_WORDS x tiles] is made by `hopper/row_tiles.py.jinja` before every launch.
-    """
-    keys = "CU_SEQLENS_K" if form.ragged_kv else "SEQ_LENS"
-    names = ("ROW_TILES", keys, *("CU_SEQLENS",) * form.ragged)
-    most = ("total_k", "num_requests") if form.ragged_kv else ("max_keys",)
-    numbers = ("total_q" if form.ragged else "q_rows", *most)
-    return several("*i32", *names, divisible_by=4) + several("i32", *numbers)
-
-
-def _pages(form: ServingForm) -> list[Argument]:
-    """The arguments that tell where pages are; none of packed sequences."""
-    return [Argument("TABLE", "*i32", 4), Argument("stride_table", "i32")] if form.page else []
-
-
-def arguments(
-    form: ServingForm, config: HopperPrefillConfig, described: Mapping[str, str]
-) -> tuple[Argument, ...]:
-    """Arguments of the kernel, in order; none of them depends on a length.
-
-    described: types of the descriptors of Q, K, V and OUT. OUT_ROWS: the address of OUT
-    [rows, Hq, Dv], for tiles that end within a request. LSE [rows, Hq].
-    """
-    found = [Argument(name, kind) for name, kind in described.items()]
-    found.append(Argument("OUT_ROWS", f"*{signature_type(form.dtype)}", 16))
-    found += several("*fp32", *("LSE",) * form.lse, divisible_by=4)
-    found += (Argument("WORKSPACE", "*fp32", 16),) * config.splits
-    found += dense_stride_arguments("o", "hm", form.head_dim_v)
-    found += several("i32", "Hq", "group")
-    if form.scaled:
-        found += several("*fp32", "K_SCALE", "V_SCALE", divisible_by=4)
-        found.append(Argument("stride_scale", "i32"))
-    found += [Argument("COUNTER", "*i32", 4), *_requests(form)]
-    found += _pages(form)
-    found += [Argument("sm_scale", "fp32"), *sinks(form)]
-    return (*found, *captured_arguments(form.score), *captured_arguments(form.mask))
-
-
 def ragged_context(
     form: ServingForm, found: Sequence[Argument], traits: Traits
 ) -> dict[str, object]:
-    """The variables of the templates that a call's kernel does not have.
-
-    edges, free_edges: bounds of the keys that a mask keeps, and of those that it keeps of all
-    rows; None where nothing is known of these.
-    """
-    edges, free_edges = print_key_bounds(form.mask, traits)
-    captured: list[str] = []
-    if any(edge.statements for edge in (*edges, *(free_edges or ()))):
-        captured = [each.name for each in captured_arguments(form.mask)]
-    requests = [each.name for each in _requests(form)]
-    own = [*_PRODUCED, *(each.name for each in _pages(form))]
-    produced = {*own, *requests}
-    return {
-        "edges": edges,
-        "free_edges": free_edges,
-        "tile_words": TILE_WORDS,
-        "request_arguments": ["Hq", *requests],
-        "range_arguments": ["b", "q_first", "rows_left", "kv_len", *captured],
-        "range_values": ["b", "row_start", "rows_left", "kv_len", *captured],
-        "producer_arguments": ["Hq", *own, *requests, *captured],
+    """The variables of the templates that a call's kernel does not have."""
+    context = base.request_context(form, traits)
+    listed = [each.name for each in request_arguments(form)]
+    own = [*_PRODUCED, *(each.name for each in base.pages(form))]
+    captured: Any = context["range_captures"]
+    return context | {
+        "producer_arguments": ["Hq", *own, *listed, *captured],
         "consumer_arguments": [
-            each.name for each in found if not each.described and each.name not in produced
+            each.name for each in found if not each.described and each.name not in (*own, *listed)
         ],
     }
 
 
-def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Device) -> Source:
+def render_row_tiles(form: ServingForm, config: base.RaggedConfig, device: Device) -> Source:
     """The kernel that lists a batch's tiles of rows before attention, a program a request."""
     traits = traits_of(device, form)
     edges, _ = print_key_bounds(form.mask, traits)
@@ -331,7 +232,7 @@ def render_row_tiles(form: ServingForm, config: HopperPrefillConfig, device: Dev
         "SLOTS": split_slots(form, config, device),
     }
     counts = ("num_requests",) * (not form.ragged_kv) + ("num_sms",)
-    found = [*_requests(form)[1:], *several("i32", *counts), *captured]
+    found = [*request_arguments(form)[1:], *several("i32", *counts), *captured]
     given, phased = [each.name for each in found], form.phase != ""
     found.append(Argument("capacity", "i32"))
     found += several("i32", *("streaming_sms",) * phased)

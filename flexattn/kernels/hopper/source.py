@@ -11,6 +11,11 @@ from flexattn.kernels.base.config import describe, power_above
 from flexattn.kernels.base.family import PERMUTED_KEYS, TRANSPOSED_KEYS
 from flexattn.kernels.base.features import ALL_KEYS, keys_aligned, skips_far
 from flexattn.kernels.base.mask_pieces import MaskPieces, print_mask
+from flexattn.kernels.base.ragged import (
+    arguments as ragged_arguments,
+    described_rows,
+    form_of,
+)
 from flexattn.kernels.base.source import (
     BASE_2,
     Source,
@@ -52,7 +57,7 @@ def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argume
     """
     tiles = tiles_of(structure, config)
     given, out = structure.dtype, structure.out_dtype
-    form = ragged.form_of(structure)
+    form = form_of(structure)
     keys = config.BLOCK_N if form is None else ragged.box_rows(form, config)
     # Of fp8, V comes in the output's dtype, or with its keys innermost.
     values = (tiles.v_box, keys) if structure.e4m3_weights else (keys, tiles.v_box)
@@ -65,10 +70,10 @@ def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argume
     ))  # fmt: skip
     if form is not None:
         described |= (
-            ragged.described_rows("Q", given, tiles.qk_width, config.packed_heads),
-            ragged.described_rows("OUT", out, tiles.out_width, config.packed_heads),
+            described_rows("Q", given, CONSUMER_ROWS, tiles.qk_width, config),
+            described_rows("OUT", out, CONSUMER_ROWS, tiles.out_width, config),
         )
-        return ragged.arguments(form, config, described)
+        return ragged_arguments(form, config, described)
     counts = config.tile_scheduler == "dynamic"
     sizes = (Argument("num_work_tiles", "i32"), *(Argument("COUNTER", "*i32", 4),) * counts)
     return attention_arguments(structure, config, described, sizes=sizes)
@@ -178,7 +183,7 @@ def render(
     # A maximum that is returned is exact.
     lazy = config.lazy_rescale and not structure.max_scores
     score = None if structure.score is None else print_consumer_score(structure, traits, lazy)
-    form = ragged.form_of(structure)
+    form = form_of(structure)
     # Rows of requests begin at any position, and several may be of one.
     tile = (CONSUMER_ROWS, config.BLOCK_N) if form is None else None
     mask = None
