@@ -28,7 +28,8 @@ from bench.runner import Kind, Method, poison
 from bench.serving_peers import prefills_with
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.device import detect
-from flexattn.frontend.varlen import Packing, document_call
+from flexattn.frontend.documents import Packing
+from flexattn.frontend.varlen import document_call
 from flexattn.mods import bind
 from flexattn.runtime.ragged import packed_problem, prepare_packed
 

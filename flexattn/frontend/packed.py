@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,11 +22,14 @@ from flexattn.kernels.choose.options import NONE
 from flexattn.mods import Bound
 from flexattn.mods.derivative import without_stops
 from flexattn.mods.expr import MaskMod, ScoreMod
+from flexattn.problem import Problem
 from flexattn.problem.facts import facts_of
+from flexattn.runtime.backward import Gradients
 from flexattn.runtime.launch import Outputs
 from flexattn.runtime.ragged import (
     PackedBackward,
     PackedLaunch,
+    can_serve,
     packed_backward_problem,
     packed_problem,
     prepare_packed,
@@ -36,7 +39,9 @@ from flexattn.verify.first_use import Attended, LaunchedKernels, accepted, judge
 from flexattn.verify.gate import Verdict
 from flexattn.verify.made_up import borders_of
 
-_DTYPES = (torch.bfloat16, torch.float16)
+# Among a node's options: how many tensors its mask captures in front that say where sequences are.
+PACKED = "FLEXATTN_PACKED"
+PACKED_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def attend_packed(
@@ -56,7 +61,7 @@ def attend_packed(
     Mods see the number of a sequence, and positions from its first query and key. as_documents:
     the same call with a document mask, by which a kernel's first launch is judged.
     """
-    if not _is_plain(q, k, v, *cu_seqlens, sinks):
+    if not (_is_plain(q, k, v, *cu_seqlens, sinks) and is_readable(q, k, v, *cu_seqlens, sinks)):
         return None
     every = (q, k, v) if sinks is None else (q, k, v, sinks)
     graded = torch.is_grad_enabled() and any(x.requires_grad for x in every)
@@ -71,37 +76,26 @@ def attend_packed(
     if learned and torch.is_grad_enabled():
         return None
     cu_q, cu_k = (x.to(torch.int32).contiguous() for x in cu_seqlens)
-    sequences, asked = len(cu_q) - 1, score
+    call = Pack(score, mask, scale, as_documents)
     if graded and (
         torch.are_deterministic_algorithms_enabled()
-        or _backward(q, k, v, sequences, score, mask) is None
+        or not call.has_gradients(q, k, v, len(cu_q) - 1)
     ):
         return None
-    score = None if score is None else without_stops(score)
-    while True:
-        launch = _launch(q, k, v, sequences, score, mask, scale, sinks, lse or graded)
-        if launch is None:
-            return None
-        rest = launch.rest_of(None, score, mask)
-        found = launch.run(q, k, v, cu_q, cu_k, scale, rest, sinks)
-        subject = replace(LaunchedKernels.of(launch.choice), sources=launch.kernel_sources)
-        ways = (
-            ()
-            if judged_apart(q)
-            else (partial(_judge, launch, found, partial(as_documents, q, k, v)),)
-        )
-        if accepted(subject, ways):
-            break
-    if not graded:
+    found = call.attended(q, k, v, cu_q, cu_k, sinks, lse or graded)
+    if found is None or not graded:
         return found
-    call = GradedPack(asked, mask, scale, as_documents)
     apply: Any = _Attention.apply
     out, sums = apply(call, found, q, k, v, sinks, cu_q, cu_k)
     return Outputs(out, sums if lse else None, None)
 
 
-class GradedPack(NamedTuple):
-    """The mods and the scale of a call with gradients, and the same call with a document mask."""
+class Pack(NamedTuple):
+    """The bound mods and the scale of a call, and the same call with a document mask.
+
+    q [total_q, Hq, D], k and v [total_k, Hkv, D or Dv], cu_seqlens int32 [sequences + 1]: those
+    that are plain and readable.
+    """
 
     score: Bound | None
     mask: Bound | None
@@ -112,7 +106,81 @@ class GradedPack(NamedTuple):
         """Those that the mods read."""
         return tuple(x for mod in (self.score, self.mask) if mod is not None for x in mod.tensors)
 
-    def asked(self, q: Tensor, k: Tensor, v: Tensor, judged: bool) -> AskedGradients:
+    def attended(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        sinks: Tensor | None,
+        lse: bool,
+    ) -> Outputs | None:
+        """out, and lse [total_q, Hq] where asked for; None where no kernel is right."""
+        score, mask = self.score and without_stops(self.score), self.mask
+        while True:
+            launch = _launch(q, k, v, len(cu_q) - 1, score, mask, self.scale, sinks, lse)
+            if launch is None:
+                return None
+            rest = launch.rest_of(None, score, mask)
+            found = launch.run(q, k, v, cu_q, cu_k, self.scale, rest, sinks)
+            subject = replace(LaunchedKernels.of(launch.choice), sources=launch.kernel_sources)
+            ways = (
+                ()
+                if judged_apart(q)
+                else (partial(_judge, launch, found, partial(self.as_documents, q, k, v)),)
+            )
+            if accepted(subject, ways):
+                return found
+
+    def gradients(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        results: tuple[Tensor, Tensor],
+        grads: tuple[Tensor | None, Tensor | None],
+        cu_q: Tensor,
+        cu_k: Tensor,
+        sinks: Tensor | None = None,
+        into: Sequence[Tensor] | None = None,
+    ) -> Gradients:
+        """Those of q, k and v in their shapes, and delta [1, Hq, total_q].
+
+        results: out and lse [1, Hq, total_q]; grads: theirs, None where nothing depends on one.
+        into: where the first three go, as one batch; None where they are allocated.
+        """
+        q, k, v = inputs
+        out, lse = results
+        dout, dlse = grads
+        dout = torch.zeros_like(out) if dout is None else dout
+
+        def planned(*tensors: Tensor) -> BackwardPlan:
+            chosen = _backward(q, k, v, len(cu_q) - 1, self.score, self.mask)
+            if chosen is None:
+                raise WrongKernelError(
+                    "no kernel of Hopper's backward is right for these packed sequences",
+                    "each gave other gradients than plain torch",
+                    "FLEXATTN_VERIFY=off checks nothing",
+                )
+            facts = (*map(facts_of, tensors), len(cu_q))
+            places = None if into is None else tuple(x.stride() for x in into)
+            key = ("packed backward", chosen.choice.source.hash, places, *facts)
+            launch = launch_cache.prepared(key, lambda: chosen.prepare(*tensors, into=into))
+            return BackwardPlan(launch, (cu_q, cu_k, *launch.rest_of(None, self.score, self.mask)))
+
+        served = self.has_gradients(q, k, v, len(cu_q) - 1)
+        judged = not (served and judged_apart(q))
+        found = run_backward(
+            planned, (_heads(q), _heads(k), _heads(v)), _heads(out), lse, (_heads(dout), dlse),
+            self.scale, (), partial(self._asked, q, k, v, judged), into, sinks,
+        )  # fmt: skip
+        dq, dk, dv = (x[0].transpose(0, 1) for x in found[:3])
+        return found._replace(dq=dq, dk=dk, dv=dv)
+
+    def has_gradients(self, q: Tensor, k: Tensor, v: Tensor, sequences: int) -> bool:
+        """True if a kernel of gradients serves."""
+        return _backward(q, k, v, sequences, self.score, self.mask) is not None
+
+    def _asked(self, q: Tensor, k: Tensor, v: Tensor, judged: bool) -> AskedGradients:
         """The call with a document mask; its scale alone where nothing is judged by it."""
         if not judged:
             return AskedGradients(None, None, None, self.scale, NONE, ())
@@ -127,7 +195,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: GradedPack,
+        call: Pack,
         found: Outputs,
         q: Tensor,
         k: Tensor,
@@ -148,34 +216,13 @@ class _Attention(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:6]
         if dout is None and dlse is None:
             return (None,) * 8
-        call: GradedPack = ctx.call
+        call: Pack = ctx.call
         q, k, v, out, lse, sinks, cu_q, cu_k = ctx.saved_tensors[:8]
-        dout = torch.zeros_like(out) if dout is None else dout
-
-        def planned(*tensors: Tensor) -> BackwardPlan:
-            chosen = _backward(q, k, v, len(cu_q) - 1, call.score, call.mask)
-            if chosen is None:
-                raise WrongKernelError(
-                    "no kernel of Hopper's backward is right for these packed sequences",
-                    "each gave other gradients than plain torch",
-                    "FLEXATTN_VERIFY=off checks nothing",
-                )
-            facts = (*map(facts_of, tensors), len(cu_q))
-            key = ("packed backward", chosen.choice.source.hash, *facts)
-            launch = launch_cache.prepared(key, lambda: chosen.prepare(*tensors))
-            return BackwardPlan(launch, (cu_q, cu_k, *launch.rest_of(None, call.score, call.mask)))
-
-        served = _backward(q, k, v, len(cu_q) - 1, call.score, call.mask) is not None
-        judged = not (served and judged_apart(q))
         sums = lse.T[None].contiguous()
-        found = run_backward(
-            planned, (_heads(q), _heads(k), _heads(v)), _heads(out), sums,
-            (_heads(dout), None if dlse is None else dlse.T[None]), call.scale, (),
-            partial(call.asked, q, k, v, judged), sinks=sinks,
-        )  # fmt: skip
+        grads = dout, None if dlse is None else dlse.T[None]
+        found = call.gradients((q, k, v), (out, sums), grads, cu_q, cu_k, sinks)
         dsinks = of_sinks(sinks, sums, found.delta) if wanted[3] else None
-        grads = (*(x[0].transpose(0, 1) for x in found[:3]), dsinks)
-        given = (x if want else None for x, want in zip(grads, wanted, strict=True))
+        given = (x if want else None for x, want in zip((*found[:3], dsinks), wanted, strict=True))
         return (None, None, *given, None, None)
 
 
@@ -227,29 +274,75 @@ def _launch(
 
 
 def _is_plain(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
-    """True of tensors on one Hopper GPU that nothing traces or transforms."""
-    every, settings = (q, k, v, *others), current()
-    given = [x for x in every if x is not None]
+    """True of tensors that nothing traces, transforms or casts."""
+    return (
+        PLAIN.issuperset(map(type, (q, k, v, *others)))
+        and not torch.is_autocast_enabled("cuda")
+        and forward_ad._current_level < 0
+        and functorch.peek_interpreter_stack() is None
+        and not is_traced()
+    )
+
+
+def is_readable(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
+    """True of tensors on one Hopper GPU, of dtypes and shapes that kernels of packs may read.
+
+    others: cu_seqlens and sinks.
+    """
     sinks = others[-1]
     return (
         q.is_cuda
-        and PLAIN.issuperset(map(type, every))
-        and q.dtype in _DTYPES
+        and q.dtype in PACKED_DTYPES
         and q.dtype is k.dtype is v.dtype
         and k.shape[:2] == v.shape[:2]
         and q.shape[2] == k.shape[2]
         and 0 < k.shape[1] <= q.shape[1]
         and q.shape[1] % k.shape[1] == 0
         and min(q.numel(), k.numel(), v.numel()) > 0
-        and all(x.device == q.device and not x.is_neg() for x in given)
+        and all(x is None or (x.device == q.device and not x.is_neg()) for x in (k, v, *others))
+        and not q.is_neg()
         and (sinks is None or _are_sinks(sinks, q))
-        and not (settings.check or settings.batch_invariant)
-        and not torch.is_autocast_enabled("cuda")
-        and forward_ad._current_level < 0
-        and functorch.peek_interpreter_stack() is None
-        and not is_traced()
+        and not refuses_packs()
         and detect(q.device).has_wgmma
     )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def reads_packs(device: torch.device) -> bool:
+    """True of a device with kernels that read cu_seqlens."""
+    return device.type == "cuda" and bool(detect(device).has_wgmma) and not refuses_packs()
+
+
+def refuses_packs() -> bool:
+    """True if settings ask for what no kernel of packs has."""
+    settings = current()
+    return settings.check or settings.batch_invariant
+
+
+def has_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    device: torch.device,
+    sequences: int,
+    score: Bound | None,
+    mask: Bound | None,
+    positive_scale: bool,
+    backward: bool,
+) -> bool:
+    """True if a static default of a pack's forward or backward can run on a device.
+
+    Nothing is built, and no values are read: tensors may be of meta.
+    """
+    if q.dtype not in PACKED_DTYPES:
+        return False
+    given = q, k, v, sequences, score, mask
+    problem: Problem = (
+        packed_backward_problem(*given)
+        if backward
+        else packed_problem(*given, lse=True, positive_scale=positive_scale, sinks=False)
+    )
+    return can_serve(problem, detect(device))
 
 
 def _are_sinks(sinks: Tensor, q: Tensor) -> bool:

@@ -8,7 +8,6 @@ cu_seqlens; for what these do not have `flex_attention` with a document mask.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -16,13 +15,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, and_masks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from flexattn.block_mask.intervals import interval_mask
 from flexattn.block_mask.lists import queue_of
-from flexattn.catalogue.masks import causal as causal_mask, document, document_ids
 from flexattn.errors import InputError, InputTypeError, LayoutError, PlaceError, UnsupportedError
 from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.call import check_transforms
-from flexattn.frontend.packed import attend_packed
+from flexattn.frontend.documents import Packing, Positions, document_mask, sided
+from flexattn.frontend.packed import PACKED, PACKED_DTYPES, attend_packed, reads_packs
 from flexattn.mods.expr import MaskMod, ScoreMod
 from flexattn.problem.checks import check_scale
 from flexattn.runtime.launch import Outputs
@@ -169,23 +167,6 @@ def varlen_attn(
     return _serve(q, k, v, packing, score_mod, rest)  # type: ignore[no-any-return]
 
 
-class Packing(NamedTuple):
-    """Which keys each row sees: cu_seqlens, lengths, a window and a mask_mod of positions."""
-
-    cu_q: Tensor
-    cu_k: Tensor
-    rows: int
-    keys: int
-    left: int
-    right: int
-    mask_mod: MaskMod | None
-
-    @property
-    def alike(self) -> bool:
-        """True if each sequence has the same queries and keys: rows and keys have one table."""
-        return self.cu_q is self.cu_k and self.rows == self.keys
-
-
 def _serve(
     q: Tensor,
     k: Tensor,
@@ -195,15 +176,22 @@ def _serve(
     rest: dict[str, Any],
 ) -> Any:
     """The results of a call by the engine that serves it: Hopper's kernels, or a document mask."""
-    given = (q, k, v, packing, score_mod, rest)
-    done = None if torch.compiler.is_dynamo_compiling() else _attended(*given)
+    plain = _is_plain(q, k, packing, rest)
+    marked = False
+    done = None
+    if torch.compiler.is_dynamo_compiling():
+        marked = plain and _is_read_in_graphs(q, k, v, packing, rest)
+    elif plain:
+        done = _attended(q, k, v, packing, score_mod, rest)
     if done is not None:
         sums = None if done.lse is None else done.lse.T
         if rest["return_aux"] is not None:
             return done.out, AuxOutput(sums, None)
         return (done.out, sums) if rest["return_lse"] else done.out
-    mask, score_mod = document_call(packing, score_mod)
-    heads = _heads(q, k, v)
+    mask, score_mod = document_call(packing, score_mod, marked)
+    if marked:
+        rest = {**rest, "kernel_options": {PACKED: 4 if packing.alike else 7}}
+    heads = heads_of(q, k, v)
     found = flex_attention(*heads, score_mod=score_mod, block_mask=mask, **rest)
     if rest["return_aux"] is not None:
         out, aux = found
@@ -215,9 +203,40 @@ def _serve(
     return _rows(found)
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def heads_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as one batch."""
     return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+
+
+def _is_plain(q: Tensor, k: Tensor, packing: Packing, rest: dict[str, Any]) -> bool:
+    """True of calls that ask for nothing that kernels which read cu_seqlens do not have.
+
+    They have no dropout and no descales, and where queries and keys differ in their lengths they
+    do not know at which key the last query stands.
+    """
+    aux = rest["return_aux"]
+    unserved = any([rest[x] is not None for x in ("q_descale", "k_descale", "v_descale")])
+    unserved = unserved or bool(rest["kernel_options"]) or rest["dropout_p"] != 0.0
+    unserved = unserved or (aux is not None and aux.max_scores)
+    one_key_head = rest["enable_gqa"] or q.shape[1] == k.shape[1]
+    sided = max(packing.left, packing.right) >= 0
+    return not unserved and one_key_head and (packing.alike or not sided)
+
+
+def _is_read_in_graphs(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, rest: dict[str, Any]
+) -> bool:
+    """True of a plain call that is traced, if its node is to be marked as one of a pack."""
+    return (
+        reads_packs(q.device)
+        and q.dtype in PACKED_DTYPES
+        and q.dtype == k.dtype == v.dtype
+        and packing.rows > 0
+        and packing.keys > 0
+        and (packing.alike or packing.cu_q is not packing.cu_k)
+        and (rest["scale"] is None or isinstance(rest["scale"], (int, float)))
+        and not (rest["return_lse"] and rest["return_aux"] is not None)
+    )
 
 
 def _attended(
@@ -228,20 +247,9 @@ def _attended(
     score_mod: ScoreMod | None,
     rest: dict[str, Any],
 ) -> Outputs | None:
-    """The results of the kernel that reads cu_seqlens; None of a call that it does not serve.
-
-    It has no dropout and no descales, and where queries and keys differ in their lengths it does
-    not know at which key the last query stands.
-    """
+    """The results of the kernel that reads cu_seqlens; None of a call that it does not serve."""
     aux, sinks = rest["return_aux"], rest["sinks"]
-    unserved = any(rest[x] is not None for x in ("q_descale", "k_descale", "v_descale"))
-    unserved = unserved or bool(rest["kernel_options"]) or rest["dropout_p"] != 0.0
-    unserved = unserved or (aux is not None and aux.max_scores)
-    one_key_head = rest["enable_gqa"] or q.shape[1] == k.shape[1]
-    sided = max(packing.left, packing.right) >= 0
-    if unserved or not one_key_head or (sided and not packing.alike):
-        return None
-    masks = [*_sided(packing.left, packing.right)]
+    masks = [*sided(packing.left, packing.right)]
     if packing.mask_mod is not None:
         masks.append(packing.mask_mod)
     mask_mod = and_masks(*masks) if len(masks) > 1 else masks[0] if masks else None
@@ -250,7 +258,7 @@ def _attended(
 
     def as_documents(q: Tensor, k: Tensor, v: Tensor) -> Attended:
         mask, score = document_call(packing, score_mod)
-        return Attended(*_heads(q, k, v), scale, score, mask, sinks)
+        return Attended(*heads_of(q, k, v), scale, score, mask, sinks)
 
     cu = packing.cu_q, packing.cu_k
     return attend_packed(q, k, v, cu, score_mod, mask_mod, scale, sinks, lse, as_documents)
@@ -259,71 +267,6 @@ def _attended(
 def _rows(out: Any) -> Tensor:
     found: Tensor = out[0].transpose(0, 1)
     return found
-
-
-class Positions(NamedTuple):
-    """The positions of rows in their sequences, for mods.
-
-    sequence int32 [rows]: the number of each row's sequence, of a row behind the last one that of
-    the last. q_start, k_start int32 [rows]: its first query and its first key.
-    """
-
-    sequence: Tensor
-    q_start: Tensor
-    k_start: Tensor
-
-    def score_mod(self, score_mod: ScoreMod) -> ScoreMod:
-        """A score_mod of positions in a sequence as one of positions in the pack."""
-        sequence, q_start, k_start = self
-
-        def by_position(
-            score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-        ) -> Tensor:
-            q_at, kv_at = q_idx - q_start[q_idx], kv_idx - k_start[q_idx]
-            return score_mod(score, sequence[q_idx], h, q_at, kv_at)
-
-        return by_position
-
-    def mask_mod(self, mask_mod: MaskMod) -> MaskMod:
-        """The same of a mask_mod."""
-        sequence, q_start, k_start = self
-
-        def by_position(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            q_at, kv_at = q_idx - q_start[q_idx], kv_idx - k_start[q_idx]
-            return mask_mod(sequence[q_idx], h, q_at, kv_at)
-
-        return by_position
-
-
-def document_mask(packing: Packing) -> tuple[BlockMask, Positions]:
-    """The mask of a call whose rows and keys are above 0, and where its rows stand."""
-    cu_q = packing.cu_q.to(torch.int32)
-    cu_k = cu_q if packing.alike else packing.cu_k.to(torch.int32)
-    of = document_ids(cu_q, packing.rows)
-    q_start = cu_q[of]
-    k_start = q_start if packing.alike else cu_k[of]
-    k_end = _ends(cu_k, packing.keys)[of]
-    positions = Positions(of.clamp(max=max(cu_q.shape[0] - 2, 0)), q_start, k_start)
-    # The key at which each row stands, the last one at its sequence's last.
-    at = torch.arange(packing.rows, dtype=torch.int32, device=of.device)
-    if not packing.alike:
-        at = at - _ends(cu_q, packing.rows)[of] + k_end
-    first, end = k_start, k_end
-    if packing.left >= 0:
-        first = torch.maximum(first, at - packing.left)
-    if packing.right >= 0:
-        end = torch.minimum(end, at + (packing.right + 1))
-    end = torch.maximum(end, k_start)
-    # cu_seqlens that do not fit give wrong numbers, and no read outside of the keys.
-    first, end = first.clamp(0, packing.keys), end.clamp(0, packing.keys)
-    alike = packing.alike
-    terms = _alike(of, packing.left, packing.right) if alike else [_between(first, end)]
-    whole = packing.mask_mod is None
-    if packing.mask_mod is not None:
-        terms.append(positions.mask_mod(packing.mask_mod))
-    mask_mod = terms[0] if len(terms) == 1 else and_masks(*terms)
-    graded = torch.is_grad_enabled()
-    return interval_mask(first, end, packing.keys, mask_mod, whole, graded), positions
 
 
 class _Kept(NamedTuple):
@@ -336,7 +279,7 @@ class _Kept(NamedTuple):
 
 
 def document_call(
-    packing: Packing, score_mod: ScoreMod | None
+    packing: Packing, score_mod: ScoreMod | None, marked: bool = False
 ) -> tuple[BlockMask | None, ScoreMod | None]:
     """A call's mask and its score_mod by position, kept while nobody writes to its cu_seqlens.
 
@@ -355,7 +298,7 @@ def document_call(
             known = score_mod, kept.positions.score_mod(score_mod)
             kept.scores.put(id(score_mod), known)
         return kept.mask, known[1]
-    mask, positions = document_mask(packing)
+    mask, positions = document_mask(packing, marked)
     return mask, None if score_mod is None else positions.score_mod(score_mod)
 
 
@@ -389,38 +332,6 @@ def _made(packing: Packing, capturing: bool) -> _Kept:
         # No cu_seqlens_q, whose end lets the entry go.
         held = packing.mask_mod, None if packing.cu_k is packing.cu_q else packing.cu_k
         return _Kept(*document_mask(packing), Lru(_SCORES), held)
-
-
-def _ends(cu: Tensor, length: int) -> Tensor:
-    """The end of each sequence, and of what lies behind the last one."""
-    return torch.nn.functional.pad(cu[1:], (0, 1), value=length)
-
-
-def _alike(of: Tensor, left: int, right: int) -> list[MaskMod]:
-    """The terms of a mask where queries and keys have the same lengths: positions cancel."""
-    # Dynamo warns about functions that keep their results.
-    made = _sided.__wrapped__ if torch.compiler.is_dynamo_compiling() else _sided
-    return [document(of), *made(left, right)]
-
-
-@cache
-def _sided(left: int, right: int) -> tuple[MaskMod, ...]:
-    """The terms of a mask that are a window: the same functions for the same numbers."""
-    terms: list[MaskMod] = []
-    if right == 0:
-        terms.append(causal_mask)
-    elif right > 0:
-        terms.append(lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= right)
-    if left >= 0:
-        terms.append(lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= left)
-    return tuple(terms)
-
-
-def _between(first: Tensor, end: Tensor) -> MaskMod:
-    def between(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (first[q_idx] <= kv_idx) & (kv_idx < end[q_idx])
-
-    return between
 
 
 def _sides(window: Any, causal: bool) -> tuple[int, int]:

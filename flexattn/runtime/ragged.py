@@ -128,6 +128,12 @@ def _served(
         return None
 
 
+def can_serve(problem: Problem, target: Device) -> bool:
+    """True if a static default for packed sequences can run; nothing is built."""
+    family: KernelFamily[Any] = BACKWARD if problem.structure.kind == "backward" else PREFILL
+    return family.offered(target) and any(True for _ in family.able(problem, target))
+
+
 def packed_problem(
     q: Tensor,
     k: Tensor,
@@ -281,11 +287,11 @@ class PackedBackward(NamedTuple):
         """As Dispatcher.choose."""
         return self.choice
 
-    def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor
-    ) -> BackwardLaunch:
-        """The launch for tensors of one batch, [1, heads, length, D]."""
+    def prepare(self, *tensors: Tensor, into: Sequence[Tensor] | None = None) -> BackwardLaunch:
+        """The launch for q, k, v, out and dout of one batch, [1, heads, length, D]."""
         chosen, fixed = self.choice, cast(Dispatcher, self)
+        q, k, v, out, dout = tensors
         return prepare_backward(
-            chosen.problem, chosen.device, out.device, fixed, NONE, (q, k, v), out, dout, None
-        )
+            chosen.problem, chosen.device, out.device, fixed, NONE, (q, k, v), out, dout, None,
+            into,
+        )  # fmt: skip

@@ -14,6 +14,7 @@ LAUNCH_CACHE = "flexattn/frontend/launch_cache.py"
 CUDA_LAUNCH = "flexattn/runtime/cuda_launch.py"
 CLASSIFY = "flexattn/block_mask/classify.py"
 KIND = "flexattn/problem/kind.py"
+COMPILED_SEQUENCES = "flexattn/frontend/compiled/sequences.py"
 IN_OUTPUT_STRIDES = "tests/unit/frontend/test_output_strides.py"
 IN_SHAPES = "tests/interpreter/test_shapes.py"
 IN_MIXED_DTYPES = "tests/unit/frontend/test_mixed_dtypes.py"
@@ -34,6 +35,10 @@ IN_KIND = "tests/unit/problem/test_kind.py"
 SOURCE = "flexattn/kernels/triton/source.py"
 TILES = "flexattn/kernels/triton/config.py"
 FACTS = "flexattn/problem/facts.py"
+IN_COMPILED_SEQUENCES = (
+    "tests/unit/frontend/test_compiled_sequences.py"
+    "::test_the_mods_of_a_node_are_those_of_an_eager_call"
+)
 IN_CATALOGUE = "tests/interpreter/test_catalogue.py"
 IN_REPEAT = "tests/interpreter/test_repeat.py"
 IN_BINDING = "tests/unit/kernels/base/test_binding.py"
@@ -327,5 +332,12 @@ HOST = (
         "tuple((i, places[name]) for i, name in enumerate(names) if name not in fixed)",
         "tuple((i, i) for i, name in enumerate(names) if name not in fixed)",
         IN_BINDING + "::test_values_are_found_by_name",
+    ),
+    Fault(
+        "a compiled pack: positions count from the row before a sequence",
+        COMPILED_SEQUENCES,
+        "return const(0, node.dtype)",
+        "return const(1, node.dtype)",
+        IN_COMPILED_SEQUENCES + "[window]",
     ),
 )

@@ -150,6 +150,44 @@ def test_one_graph_serves_other_lengths(launches):
         assert_gradients(found, *given, grads=(dout, None), causal=True)
 
 
+COMPILED = {
+    "causal": {"causal": True},
+    "window": {"window": (90, 0), "score_mod": softcap(20.0)},
+    "other keys": {},
+}
+
+
+@pytest.mark.parametrize("joint", [False, True], ids=["", "one product"])
+@pytest.mark.parametrize("asked", COMPILED)
+def test_a_compiled_graph_serves_other_lengths(asked, joint, launches):
+    """It is compiled once, and its gradients go where q, k and v are parts of one tensor."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    every = LENGTHS["odd"]
+    lengths = (every, every[::-1]) if asked == "other keys" else (every,)
+    q, k, v, cu_q, cu_k = made(*lengths, heads=(4, 4))
+    given = (torch.stack((q, k, v), 1),) if joint else (q, k, v)
+
+    def attend(cu_q, cu_k, *given):
+        parts = (given[0] * 1).unbind(1) if joint else given
+        return flexattn.varlen_attn(*parts, cu_q, cu_k, **COMPILED[asked])
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor")
+    model = torch.compile(attend, fullgraph=True, backend=counter)
+    dout = torch.randn_like(q)
+    for _ in range(2):
+        before = len(launches)
+        leaves = [x.detach().requires_grad_() for x in given]
+        found = torch.autograd.grad(model(cu_q, cu_k, *leaves), leaves, dout)
+        parts = found[0].unbind(1) if joint else found
+        assert len(launches) > before
+        assert_gradients(parts, q, k, v, cu_q, cu_k, grads=(dout, None), **COMPILED[asked])
+        for cu in {cu_q, cu_k}:
+            cu.copy_(offsets([1, 300, 700, 0, 100, 44, 100]))
+    assert counter.frame_count == 1
+
+
 def test_what_another_engine_serves(launches):
     """A mask without a band, what score_mod learns, and the same bits in every run."""
     q, k, v, cu, _ = made([130, 77])

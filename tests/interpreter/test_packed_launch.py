@@ -200,7 +200,7 @@ def is_served(monkeypatch):
         made.append(packed.prepare_packed(*given))
         return made[-1]
 
-    monkeypatch.setattr(engine, "_is_plain", lambda *given: True)
+    monkeypatch.setattr(engine, "is_readable", lambda *given: True)
     monkeypatch.setattr(engine, "detect", lambda _: TARGET)
     monkeypatch.setattr(engine, "prepare_packed", prepared)
     with override(verify="first", check=False):

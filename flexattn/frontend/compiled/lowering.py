@@ -8,6 +8,7 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._inductor import config, ir
 from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import V
@@ -23,9 +24,18 @@ from flexattn.frontend.compiled.op import (
     widened_sources,
 )
 from flexattn.frontend.compiled.packed import SideBySide, packed_gradients
+from flexattn.frontend.compiled.sequences import (
+    BEGINS,
+    CU_SEQLENS,
+    NUMBERS,
+    SEQUENCES_BACKWARD_OP,
+    SEQUENCES_OP,
+    in_sequences,
+)
 from flexattn.frontend.compiled.spec import BARE, Spec, parsed, printed
 from flexattn.frontend.gradients import AskedGradients, check_backward, check_order
 from flexattn.frontend.on_cpu import CPU_DTYPES
+from flexattn.frontend.packed import PACKED, has_kernel, refuses_packs
 from flexattn.kernels.choose.options import Options, parse
 from flexattn.mods import Bound
 from flexattn.mods.derivative import derivatives
@@ -85,6 +95,9 @@ def lower(
             options, _kept(node.lists),
         ))  # fmt: skip
         parsed(text)
+        pack = _Pack.read(
+            kernel_options, node, (score_captures, mask_captures), inputs[7:9], inputs, scale
+        )
     # Whatever cannot be read here, torch can compile.
     except Exception as why:
         if parse(options).batch_invariant:
@@ -98,10 +111,13 @@ def lower(
             say_once(f"{said}: a mod {why}")
         return None
     given = [_as_traced(x, node) for x, node, _ in found]
-    out, lse, maxima = _call(OP_NAME, [
-        *given, list(node.lists), *node.tensors, *node.integers, text, _fixed(scale),
-        *(factor for *_, factor in found),
-    ])  # fmt: skip
+    if pack is not None:
+        out, lse, maxima = _call(SEQUENCES_OP, [*given, *pack.given(), _fixed(scale)])
+    else:
+        out, lse, maxima = _call(OP_NAME, [
+            *given, list(node.lists), *node.tensors, *node.integers, text, _fixed(scale),
+            *(factor for *_, factor in found),
+        ])  # fmt: skip
     return out, _times(lse, 1 / _LN_2), _times(maxima, 1 / _LN_2)
 
 
@@ -153,6 +169,12 @@ def lower_backward(
             True, tuple(tensors.index(i) for i in wanted),
         ))  # fmt: skip
         parsed(text)
+        pack = None
+        if not (wanted or chosen.deterministic or torch.are_deterministic_algorithms_enabled()):
+            pack = _Pack.read(
+                kernel_options, node, (score_captures, mask_captures), inputs[12:], inputs, scale,
+                True,
+            )  # fmt: skip
     except Exception as why:
         say_once(
             f"torch's own backward serves a call of flexattn under torch.compile: a mod {why}"
@@ -162,16 +184,22 @@ def lower_backward(
     if chosen.backward:
         _check(asked, inputs)
     given = [*map(_as_traced, (query, key, value, out), inputs), _times(lse, _LN_2)]
+    given += [grad_out, None if grad_lse is None else _times(grad_lse, 1 / _LN_2)]
+    packed = packed_gradients(V.graph.current_node)
+    if pack is not None:
+        given += [*pack.given(), _fixed(scale), [] if packed is None else packed.places]
+        found = _call(SEQUENCES_BACKWARD_OP, given)
+        found = found if packed is None else _side_by_side(packed, found[0], inputs)
+        return (*found, (None,) * len(score_captures))
     by_key = [] if _unmade(inputs[_MASK]) else list(node.by_key)
     given += [
-        grad_out, None if grad_lse is None else _times(grad_lse, 1 / _LN_2), list(node.lists),
-        by_key, *node.tensors, *node.integers, text, _fixed(scale),
+        list(node.lists), by_key, *node.tensors, *node.integers, text, _fixed(scale),
     ]  # fmt: skip
-    packed = packed_gradients(V.graph.current_node)
     if packed is None:
         *found, captured = _call(BACKWARD_NAME, given)
     else:
-        found, captured = _side_by_side(packed, given, inputs)
+        memory, captured = _call(PACKED_NAME, [*given, packed.places])
+        found = _side_by_side(packed, memory, inputs)
     by_place = dict(zip(wanted, captured, strict=True))
     return (*found, tuple(map(by_place.get, range(len(score_captures)))))
 
@@ -215,13 +243,12 @@ def _unmade(block_mask: Any) -> bool:
     return all(map(is_, block_mask[_LISTS], block_mask[_BY_KEY]))
 
 
-def _side_by_side(packed: SideBySide, given: list[Any], inputs: Any) -> tuple[list[Any], Any]:
-    """Gradients of q, k and v in the tensor that the graph would copy them into, and the others.
+def _side_by_side(packed: SideBySide, memory: Any, inputs: Any) -> list[Any]:
+    """Gradients of q, k and v in the tensor that the graph would copy them into.
 
     What computes that tensor, and what leads to it, is found to be known when its turn comes: a
     concatenation would be computed though nobody reads it.
     """
-    memory, captured = _call(PACKED_NAME, [*given, packed.places])
     V.graph.env.update(dict.fromkeys(packed.between, memory))
     shape = packed.node.meta["val"].shape
     V.graph.env[packed.node] = lowerings[torch.ops.aten.view.default](memory, shape)
@@ -230,7 +257,7 @@ def _side_by_side(packed: SideBySide, given: list[Any], inputs: Any) -> tuple[li
         offset, *strides = packed.places[4 * i : 4 * i + 4]
         place = x.meta["val"].shape, [*strides, 1], offset
         found.append(lowerings[torch.ops.aten.as_strided.default](memory, *place))
-    return found, captured
+    return found
 
 
 def _call(qualified: str, given: Sequence[Any]) -> Any:
@@ -305,6 +332,73 @@ class _Node(NamedTuple):
             for mod, found in pairs
             if mod is not None
         )
+
+
+class _Pack(NamedTuple):
+    """A node of packed sequences that kernels which read cu_seqlens serve.
+
+    cu_seqlens: of rows and of keys. text: the mods of positions in a sequence as `printed` gives
+    them. tensors, integers: what these capture.
+    """
+
+    cu_seqlens: tuple[Any, Any]
+    text: str
+    tensors: list[list[Any]]
+    integers: list[list[Any]]
+
+    def given(self) -> list[Any]:
+        """What the ops take between the tensors of rows and keys and the scale."""
+        return [*self.cu_seqlens, *self.tensors, *self.integers, self.text]
+
+    @classmethod
+    def read(
+        cls, kernel_options: dict[str, Any], node: _Node,
+        captures: tuple[Sequence[Any], Sequence[Any]], nodes: Any, inputs: Any, scale: Any,
+        backward: bool = False,
+    ) -> _Pack | None:  # fmt: skip
+        """captures, nodes: of score_mod and mask_mod. inputs: query, key and value first."""
+        count = kernel_options.get(PACKED)
+        if count is None or node.mask is None or refuses_packs():
+            return None
+        traced = [
+            [its for x, its in zip(*pair, strict=True) if _is_tensor(x)]
+            for pair in zip(captures, nodes, strict=True)
+        ]
+        marks = traced[1][:count]
+        mods, tensors, bound = [], [], []
+        pairs = (node.score, node.captures), (node.mask, node.mask_captures)
+        for (mod, found), own, its in zip(pairs, node.tensors, traced, strict=True):
+            numbers, begins = (
+                [i for i, each in enumerate(its) if any(each is m for m in _at(marks, places))]
+                for places in (NUMBERS, BEGINS)
+            )
+            made, kept = in_sequences(mod, numbers, begins)
+            examples = Examples(found)
+            values = made.bound([examples.tensors[i] for i in kept], examples.integers)
+            mods.append(made)
+            tensors.append([own[i] for i in kept])
+            bound.append(None if values.mod.expr.op in ("var", "const") else values)
+        q, k, v = (_like(each.meta["val"])[0].transpose(0, 1) for each in inputs[:3])
+        sequences = _expected(marks[0].meta["val"].shape)[0] - 1
+        where, positive = inputs[0].meta["val"].device, _fixed(scale) > 0
+        if not has_kernel(q, k, v, where, sequences, bound[0], bound[1], positive, backward):
+            return None
+        text = printed(Spec(
+            mods[0], None if bound[1] is None else mods[1], None, True, False, {}, False
+        ))  # fmt: skip
+        parsed(text)
+        cu = [node.tensors[1][i if i < count else 0] for i in CU_SEQLENS]
+        return cls((cu[0], cu[1]), text, tensors, node.integers)
+
+
+def _at(marks: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    return [marks[i] for i in places if i < len(marks)]
+
+
+def _like(value: Tensor) -> Tensor:
+    """A tensor without values of expected sizes."""
+    sizes, steps = _expected(value.shape), _expected(value.stride())
+    return torch.empty_strided(sizes, steps, dtype=value.dtype, device="meta")
 
 
 def _asked(bound: Bound, wanted: Sequence[Any], chosen: Options) -> AskedGradients:

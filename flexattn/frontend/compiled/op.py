@@ -369,17 +369,24 @@ def attend_backward_packed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple
     The last of rest, places: of each its offset, and its strides of batch, head and row, in
     elements; they cover the tensor.
     """
-    places = rest[-1]
-    packed = _packed(q, k, v)
-    into = [
-        packed.as_strided(x.shape, (*places[i + 1 : i + 4], 1), places[i])
-        for i, x in zip(range(0, 12, 4), (q, k, v), strict=True)
-    ]
+    packed, into = side_by_side(q, k, v, rest[-1])
     given: tuple[Any, ...] = (q, k, v, *rest[:-1], into)
     return packed, attend_backward(*given)[3]
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def side_by_side(
+    q: Tensor, k: Tensor, v: Tensor, places: Sequence[int]
+) -> tuple[Tensor, list[Tensor]]:
+    """Memory for gradients of q, k and v in one tensor, and each one's part of it."""
+    memory = packed(q, k, v)
+    return memory, [
+        memory.as_strided(x.shape, (*places[i + 1 : i + 4], 1), places[i])
+        for i, x in zip(range(0, 12, 4), (q, k, v), strict=True)
+    ]
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Memory of as many elements as q, k and v have."""
     return q.new_empty(q.numel() + k.numel() + v.numel())
 
 
@@ -415,7 +422,7 @@ def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> _Found:
 
 
 def _fake_packed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Any]:
-    return _packed(q, k, v), _fake_captured(*rest)
+    return packed(q, k, v), _fake_captured(*rest)
 
 
 def _fake_captured(

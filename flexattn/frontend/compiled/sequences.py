@@ -1,0 +1,214 @@
+"""flexattn::attend_sequences and its backward: packed sequences as ops of compiled code.
+
+`varlen_attn` in a graph is torch's node with a document mask, which whoever runs the node
+attends by. The first tensors that its mask_mod captures, the marks, say which sequence a row is
+of and where that begins. Kernels that read cu_seqlens know both: with the marks' values replaced,
+the node's mods are those of positions in a sequence, and the mask's lists are read by nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.frontend.attention import flex_attention
+from flexattn.frontend.call import on_device
+from flexattn.frontend.compiled.op import (
+    library,
+    packed,
+    score_of,
+    side_by_side,
+    transforming,
+)
+from flexattn.frontend.compiled.spec import parsed
+from flexattn.frontend.documents import Packing, document_mask
+from flexattn.frontend.gradients import AskedGradients, plan_backward, run_backward
+from flexattn.frontend.packed import Pack, is_readable
+from flexattn.frontend.varlen import heads_of
+from flexattn.kernels.choose.options import NONE
+from flexattn.kernels.printers.torch_printer import mask_callable
+from flexattn.mods import bind
+from flexattn.mods.expr import Expr, const, walk
+from flexattn.mods.graph import GraphMod
+from flexattn.mods.simplify import make, rebuilt
+from flexattn.mods.site import interned
+from flexattn.runtime.launch import dense_strides
+from flexattn.verify.first_use import Attended
+
+SEQUENCES_OP = "flexattn::attend_sequences"
+SEQUENCES_BACKWARD_OP = "flexattn::attend_sequences_backward"
+_MODS = (
+    "Tensor cu_q, Tensor cu_k, Tensor[] score, Tensor[] mask, SymInt[] score_integers, "
+    "SymInt[] mask_integers, str spec, float scale"
+)
+
+
+# Places of the marks, as varlen.py orders them: cu_seqlens of rows and of keys, numbers of
+# sequences, and where these begin. Where rows and keys have one table the first four are all.
+CU_SEQLENS, NUMBERS, BEGINS = (0, 4), (1, 2, 6), (3, 5)
+
+
+def in_sequences(
+    mod: GraphMod, numbers: Collection[int], begins: Collection[int]
+) -> tuple[GraphMod, list[int]]:
+    """A node's mod as one of positions in a sequence, and the tensors that it still captures.
+
+    numbers, begins: of the captured tensors those that have each row's sequence and where it
+    begins. Behind the beginning 0 positions count within a sequence, and b is its number.
+    """
+    b = Expr("var", "int64", (), "b")
+    narrow = make("cast", "int32", (b,))
+
+    def replace(node: Expr, args: Sequence[Expr]) -> Expr | None:
+        # What a user's mod reads stands at positions in a sequence, which are computed.
+        marked = node.op == "load" and node.args[0].value in ("q_idx", "kv_idx")
+        if marked and node.value in begins:
+            return const(0, node.dtype)
+        if marked and node.value in numbers:
+            return make("cast", node.dtype, (b,))
+        # A number of 32 bits that is widened again.
+        if node.op == "cast" and args[0] is narrow and node.dtype == "int64":
+            return b
+        return None
+
+    expr = rebuilt(mod.mod.expr, replace)
+    read = {int(node.value or 0) for node in walk(expr) if node.op == "load"}
+    kept = sorted(read | {i for kind, i in mod.sources if kind == "tensor"})
+    place = {old: new for new, old in enumerate(kept)}
+
+    def moved(node: Expr, args: Sequence[Expr]) -> Expr | None:
+        found = node.op == "load"
+        return (
+            Expr("load", node.dtype, tuple(args), place[int(node.value or 0)]) if found else None
+        )
+
+    sources = tuple((kind, place[i] if kind == "tensor" else i) for kind, i in mod.sources)
+    buffers = tuple(mod.mod.buffers[i] for i in kept)
+    made = interned(mod.mod.kind, rebuilt(expr, moved), buffers, mod.mod.scalars)
+    return GraphMod(made, mod.numbers, sources), kept
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """out [1, Hq, L, Ev], lse [1, Hq, L], natural log, and nothing, of q, k and v as one batch.
+
+    rest: cu_seqlens int32 of rows and keys; what the mods capture, in the order of their graphs,
+    with the integers beside it; what `printed` gave, and the scale. Mods are of positions in a
+    sequence. Where no kernel of packs is right a document mask made here serves.
+    """
+    cu_q, cu_k = rest[:2]
+    with torch.no_grad(), transforming():
+        rows = _rows(q), _rows(k), _rows(v)
+        pack = _pack(rows, *rest)
+        found = None
+        if is_readable(*rows, cu_q, cu_k, None):
+            found = pack.attended(*rows, cu_q, cu_k, None, True)
+        if found is not None:
+            assert found.lse is not None
+            out, sums = found.out, found.lse
+        else:
+            call = pack.as_documents(*rows)
+            given = call.q, call.k, call.v, call.score_mod, call.block_mask, call.scale
+            heads: Any = flex_attention(*given, enable_gqa=True, return_lse=True)
+            out, sums = _rows(heads[0]), heads[1][0].T.contiguous()
+    nothing = q.new_empty(0, dtype=torch.float32)
+    return _placed(out.transpose(0, 1)[None], q), sums.T[None], nothing
+
+
+def _placed(out: Tensor, q: Tensor) -> Tensor:
+    """An output laid out as q is, as graphs have been told."""
+    strides = dense_strides(q.stride(), tuple(out.shape))
+    if out.stride()[1:] == strides[1:]:
+        return out
+    return torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device).copy_(out)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (*q.shape[:3], v.shape[3])
+    sums = q.new_empty((q.shape[2], q.shape[1]), dtype=torch.float32)
+    out = q.new_empty_strided(shape, dense_strides(q.stride(), shape))
+    return out, sums.T[None], q.new_empty(0, dtype=torch.float32)
+
+
+def _attend_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None,
+    dlse: Tensor | None, *given: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k and v; out and lse: of `_attend`, dout and dlse: their gradients.
+
+    given: as of `_attend`, and places. Where there are some, of all three one tensor that has
+    them there, as `attend_backward_packed` has.
+    """
+    *rest, places = given
+    cu_q, cu_k = rest[:2]
+    memory, into = side_by_side(q, k, v, places) if places else (None, None)
+    with torch.no_grad(), transforming():
+        rows = _rows(q), _rows(k), _rows(v)
+        pack = _pack(rows, *rest)
+        grads = None if dout is None else _rows(dout.resolve_neg()), dlse
+        if is_readable(*rows, cu_q, cu_k, None) and pack.has_gradients(*rows, len(cu_q) - 1):
+            found = pack.gradients(rows, (_rows(out), lse), grads, cu_q, cu_k, into=into)
+            return [x.transpose(0, 1)[None] for x in found[:3]] if memory is None else [memory]
+        call = pack.as_documents(*rows)
+        assert call.block_mask is not None
+        asked = AskedGradients(
+            bind(call.score_mod, "score", q.device),
+            bind(call.block_mask.mask_mod, "mask", q.device),
+            call.block_mask, call.scale, NONE, (),
+        )  # fmt: skip
+        inputs, grads = (call.q, call.k, call.v), (dout, dlse)
+        planned = partial(plan_backward, asked, into=into)
+        found = run_backward(planned, inputs, out, lse, grads, call.scale, (), lambda: asked, into)
+        return [*found[:3]] if memory is None else [memory]
+
+
+def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    if rest[-1]:
+        return [packed(q, k, v)]
+    return [
+        x.new_empty_strided(x.shape, dense_strides(x.stride(), tuple(x.shape))) for x in (q, k, v)
+    ]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """One batch [1, heads, rows, D] as a pack [rows, heads, D]."""
+    return x.resolve_neg()[0].transpose(0, 1)
+
+
+def _pack(
+    rows: tuple[Tensor, Tensor, Tensor], cu_q: Tensor, cu_k: Tensor, score: Sequence[Tensor],
+    mask: Sequence[Tensor], score_integers: Sequence[int], mask_integers: Sequence[int],
+    spec: str, scale: float,
+) -> Pack:  # fmt: skip
+    said = parsed(spec)
+    bound, score_mod = score_of(said, rows[0], score, score_integers)
+    kept = None
+    if said.mask is not None:
+        kept = on_device(said.mask.bound(mask, mask_integers), rows[0])
+
+    def as_documents(q: Tensor, k: Tensor, v: Tensor) -> Attended:
+        packing = Packing(cu_q, cu_k, q.shape[0], k.shape[0], -1, -1, mask_callable(kept))
+        block_mask, positions = document_mask(packing)
+        score = score_mod and positions.score_mod(score_mod)
+        return Attended(*heads_of(q, k, v), scale, score, block_mask)
+
+    return Pack(bound, kept, scale, as_documents)
+
+
+_QKV = "Tensor q, Tensor k, Tensor v"
+for _name, _schema, _run, _shapes in (
+    (SEQUENCES_OP, f"({_QKV}, {_MODS}) -> (Tensor, Tensor, Tensor)", _attend, _fake),
+    (
+        SEQUENCES_BACKWARD_OP,
+        f"({_QKV}, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, {_MODS}, int[] places) "
+        "-> Tensor[]",
+        _attend_backward, _fake_backward,
+    ),
+):  # fmt: skip
+    _name_alone = _name.split("::")[1]
+    library.define(_name_alone + _schema)
+    library.impl(_name_alone, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(_name, _shapes, lib=library)
