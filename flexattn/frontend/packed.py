@@ -55,11 +55,13 @@ def attend_packed(
     sinks: Tensor | None,
     lse: bool,
     as_documents: Callable[[Tensor, Tensor, Tensor], Attended],
+    in_order: bool = False,
 ) -> Outputs | None:
     """out [total_q, Hq, Dv], and lse [total_q, Hq] where asked for; None if it does not serve.
 
     Mods see the number of a sequence, and positions from its first query and key. as_documents:
-    the same call with a document mask, by which a kernel's first launch is judged.
+    the same call with a document mask, by which a kernel's first launch is judged. in_order:
+    gradients have the same bits in every run.
     """
     if not (_is_plain(q, k, v, *cu_seqlens, sinks) and is_readable(q, k, v, *cu_seqlens, sinks)):
         return None
@@ -76,11 +78,9 @@ def attend_packed(
     if learned and torch.is_grad_enabled():
         return None
     cu_q, cu_k = (x.to(torch.int32).contiguous() for x in cu_seqlens)
-    call = Pack(score, mask, scale, as_documents)
-    if graded and (
-        torch.are_deterministic_algorithms_enabled()
-        or not call.has_gradients(q, k, v, len(cu_q) - 1)
-    ):
+    in_order = in_order or torch.are_deterministic_algorithms_enabled()
+    call = Pack(score, mask, scale, as_documents, in_order)
+    if graded and not call.has_gradients(q, k, v, len(cu_q) - 1):
         return None
     found = call.attended(q, k, v, cu_q, cu_k, sinks, lse or graded)
     if found is None or not graded:
@@ -93,6 +93,7 @@ def attend_packed(
 class Pack(NamedTuple):
     """The bound mods and the scale of a call, and the same call with a document mask.
 
+    in_order: sums of gradients have the same bits in every run.
     q [total_q, Hq, D], k and v [total_k, Hkv, D or Dv], cu_seqlens int32 [sequences + 1]: those
     that are plain and readable.
     """
@@ -101,6 +102,7 @@ class Pack(NamedTuple):
     mask: Bound | None
     scale: float
     as_documents: Callable[[Tensor, Tensor, Tensor], Attended]
+    in_order: bool = False
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Those that the mods read."""
@@ -154,7 +156,7 @@ class Pack(NamedTuple):
         dout = torch.zeros_like(out) if dout is None else dout
 
         def planned(*tensors: Tensor) -> BackwardPlan:
-            chosen = _backward(q, k, v, len(cu_q) - 1, self.score, self.mask)
+            chosen = self._backward(q, k, v, len(cu_q) - 1)
             if chosen is None:
                 raise WrongKernelError(
                     "no kernel of Hopper's backward is right for these packed sequences",
@@ -178,7 +180,20 @@ class Pack(NamedTuple):
 
     def has_gradients(self, q: Tensor, k: Tensor, v: Tensor, sequences: int) -> bool:
         """True if a kernel of gradients serves."""
-        return _backward(q, k, v, sequences, self.score, self.mask) is not None
+        return self._backward(q, k, v, sequences) is not None
+
+    def _backward(self, q: Tensor, k: Tensor, v: Tensor, sequences: int) -> PackedBackward | None:
+        """The kernel of the gradients, found or chosen; None where none serves."""
+
+        def prepared() -> tuple[PackedBackward | None]:
+            problem = packed_backward_problem(q, k, v, sequences, self.score, self.mask)
+            return (PackedBackward.of(problem, detect(q.device), q.device, self.in_order),)
+
+        key = (
+            "packed gradients", *map(facts_of, (q, k, v)), sequences, identity(self.score),
+            identity(self.mask), self.in_order,
+        )  # fmt: skip
+        return launch_cache.prepared(key, prepared)[0]
 
     def _asked(self, q: Tensor, k: Tensor, v: Tensor, judged: bool) -> AskedGradients:
         """The call with a document mask; its scale alone where nothing is judged by it."""
@@ -229,21 +244,6 @@ class _Attention(torch.autograd.Function):
 def _heads(x: Tensor) -> Tensor:
     """Rows [length, heads, D] as one batch [1, heads, length, D], as dense as they are."""
     return x[None].transpose(1, 2)
-
-
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, sequences: int, score: Bound | None, mask: Bound | None
-) -> PackedBackward | None:
-    """The kernel of the gradients, found or chosen; None where none serves."""
-
-    def prepared() -> tuple[PackedBackward | None]:
-        problem = packed_backward_problem(q, k, v, sequences, score, mask)
-        return (PackedBackward.of(problem, detect(q.device), q.device),)
-
-    key = (
-        "packed gradients", *map(facts_of, (q, k, v)), sequences, identity(score), identity(mask),
-    )  # fmt: skip
-    return launch_cache.prepared(key, prepared)[0]
 
 
 def _launch(
@@ -329,6 +329,7 @@ def has_kernel(
     mask: Bound | None,
     positive_scale: bool,
     backward: bool,
+    in_order: bool = False,
 ) -> bool:
     """True if a static default of a pack's forward or backward can run on a device.
 
@@ -342,7 +343,7 @@ def has_kernel(
         if backward
         else packed_problem(*given, lse=True, positive_scale=positive_scale, sinks=False)
     )
-    return can_serve(problem, detect(device))
+    return can_serve(problem, detect(device), in_order)
 
 
 def _are_sinks(sinks: Tensor, q: Tensor) -> bool:

@@ -33,6 +33,7 @@ from flexattn.verify.first_use import Attended
 # mask_mod, and each may have a score_mod.
 _packs = WeakTensorKeyDictionary()
 _MASKS, _SCORES = 16, 256
+_IN_ORDER = {"DETERMINISTIC": True}
 # Arguments of FlashAttention's function and of torch's: values that change nothing, and what to
 # pass instead of others.
 _OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -156,7 +157,7 @@ def varlen_attn(
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
     left, right = _sides(window, causal)
     if deterministic:
-        kernel_options = {**(kernel_options or {}), "DETERMINISTIC": True}
+        kernel_options = {**(kernel_options or {}), **_IN_ORDER}
     rest: dict[str, Any] = {
         "scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse,
         "kernel_options": kernel_options, "return_aux": return_aux, "sinks": sinks,
@@ -190,7 +191,8 @@ def _serve(
         return (done.out, sums) if rest["return_lse"] else done.out
     mask, score_mod = document_call(packing, score_mod, marked)
     if marked:
-        rest = {**rest, "kernel_options": {PACKED: 4 if packing.alike else 7}}
+        given = rest["kernel_options"] or {}
+        rest = {**rest, "kernel_options": {**given, PACKED: 4 if packing.alike else 7}}
     heads = heads_of(q, k, v)
     found = flex_attention(*heads, score_mod=score_mod, block_mask=mask, **rest)
     if rest["return_aux"] is not None:
@@ -216,7 +218,8 @@ def _is_plain(q: Tensor, k: Tensor, packing: Packing, rest: dict[str, Any]) -> b
     """
     aux = rest["return_aux"]
     unserved = any([rest[x] is not None for x in ("q_descale", "k_descale", "v_descale")])
-    unserved = unserved or bool(rest["kernel_options"]) or rest["dropout_p"] != 0.0
+    unserved = unserved or (rest["kernel_options"] or _IN_ORDER) != _IN_ORDER
+    unserved = unserved or rest["dropout_p"] != 0.0
     unserved = unserved or (aux is not None and aux.max_scores)
     one_key_head = rest["enable_gqa"] or q.shape[1] == k.shape[1]
     sided = max(packing.left, packing.right) >= 0
@@ -261,7 +264,10 @@ def _attended(
         return Attended(*heads_of(q, k, v), scale, score, mask, sinks)
 
     cu = packing.cu_q, packing.cu_k
-    return attend_packed(q, k, v, cu, score_mod, mask_mod, scale, sinks, lse, as_documents)
+    return attend_packed(
+        q, k, v, cu, score_mod, mask_mod, scale, sinks, lse, as_documents,
+        bool(rest["kernel_options"]),
+    )  # fmt: skip
 
 
 def _rows(out: Any) -> Tensor:

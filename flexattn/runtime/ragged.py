@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -113,14 +113,16 @@ def _served(
     problem: Problem,
     target: Device,
     compiled: Callable[[Source], Kernel],
+    in_order: bool = False,
 ) -> Choice | None:
-    """The first of a family's static defaults that serves; None where there is none."""
-    if not family.offered(target):
-        return None
+    """The first of a family's static defaults that serves; None where there is none.
+
+    in_order: of those whose sums have the same bits in every run.
+    """
     origin = f"static default for {target.arch}"
     able = (
         Candidate(problem, target, config, "default", origin)
-        for config in family.able(problem, target)
+        for config in _configs(family, problem, target, in_order)
     )
     try:
         return first_served(able, problem, target, compiled, memory())
@@ -128,10 +130,23 @@ def _served(
         return None
 
 
-def can_serve(problem: Problem, target: Device) -> bool:
+def _configs(
+    family: KernelFamily[Any], problem: Problem, target: Device, in_order: bool
+) -> Iterator[Any]:
+    """The static defaults that can run."""
+    if not family.offered(target):
+        return iter(())
+    found = family.able(problem, target)
+    if not in_order:
+        return found
+    made = (family.made_deterministic(each, problem.structure) for each in found)
+    return filter(family.can_run(problem, target), (each for each in made if each is not None))
+
+
+def can_serve(problem: Problem, target: Device, in_order: bool = False) -> bool:
     """True if a static default for packed sequences can run; nothing is built."""
     family: KernelFamily[Any] = BACKWARD if problem.structure.kind == "backward" else PREFILL
-    return family.offered(target) and any(True for _ in family.able(problem, target))
+    return any(True for _ in _configs(family, problem, target, in_order))
 
 
 def packed_problem(
@@ -278,9 +293,11 @@ class PackedBackward(NamedTuple):
     choice: Choice
 
     @classmethod
-    def of(cls, problem: Problem, target: Device, device: torch.device) -> PackedBackward | None:
-        """None where Hopper's backward does not serve a problem."""
-        choice = _served(BACKWARD, problem, target, _compiler(target, device)[1])
+    def of(
+        cls, problem: Problem, target: Device, device: torch.device, in_order: bool
+    ) -> PackedBackward | None:
+        """None where Hopper's backward does not serve a problem; in_order: sums are."""
+        choice = _served(BACKWARD, problem, target, _compiler(target, device)[1], in_order)
         return None if choice is None else cls(choice)
 
     def choose(self, *_: object) -> Choice:

@@ -18,6 +18,7 @@ IN_EIGHT_BITS = "tests/unit/kernels/hopper/test_eight_bit_pages.py"
 IN_E4M3 = "tests/unit/kernels/hopper/test_e4m3_weights.py"
 IN_WIDE = "tests/unit/kernels/hopper/test_wide.py"
 IN_EMULATED = "tests/unit/kernels/hopper_backward/test_emulated.py"
+IN_PACKED_GRADIENTS = "tests/interpreter/test_packed_gradients.py::test_gradients"
 IN_BANDS = "tests/unit/kernels/hopper_backward/test_bands.py"
 
 HOPPER = (
@@ -235,5 +236,12 @@ HOPPER = (
         "before = gl.where(run_begin < run_end, end - run_end, {{ count }})",
         "before = 0",
         IN_WIDE + "::test_numbers[default-causal-dims1]",
+    ),
+    Fault(
+        "Hopper backward: all tiles of keys before count among those that add to a tile of dq",
+        WALKED,
+        "return start_n // BLOCK_N - first ",
+        "return start_n // BLOCK_N ",
+        IN_PACKED_GRADIENTS + "[in order-window-odd-(4, 2)]",
     ),
 )

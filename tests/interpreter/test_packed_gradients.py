@@ -168,6 +168,7 @@ CONFIGS = {
     "halves": HopperBackwardConfig(64, 128, 2, dq_halves=True, **ENGINE),
     "by product": HopperBackwardConfig(64, 64, 2, by_product=True, early_lse="all"),
     "split": HopperBackwardConfig(64, 64, 2, remat=True),
+    "in order": HopperBackwardConfig(64, 64, 2, dq_tma=True, deterministic=True, remat=True),
 }
 MASKS = {
     "full": {},
@@ -191,6 +192,9 @@ CASES = [
     ("by product", "causal", "odd", (4, 2)),
     ("by product", "by position", "others", (2, 2)),
     ("split", "window", "odd", (2, 1)),
+    # The emulator holds each block to its turn.
+    ("in order", "window", "odd", (4, 2)),
+    ("in order", "full", "others", (2, 2)),
 ]
 
 
@@ -208,7 +212,8 @@ def test_a_gradient_of_lse_and_other_lengths_in_one_launch():
     check(CONFIGS["persistent"], *given, mask_mod=causal, dlse=dlse)
 
 
-def test_varlen_attn(monkeypatch, tmp_path):
+@pytest.mark.parametrize("in_order", [False, True], ids=["", "deterministic"])
+def test_varlen_attn(in_order, monkeypatch, tmp_path):
     """The first gradients are judged by the document mask; new lengths take the same launch."""
     launches = []
 
@@ -229,7 +234,8 @@ def test_varlen_attn(monkeypatch, tmp_path):
         for lengths in ([70, 1, 129], [20, 100, 80]):
             cu = offsets(lengths)
             leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-            out = flexattn.varlen_attn(*leaves, cu, cu, causal=True, scale=0.1)
+            asked = {"causal": True, "scale": 0.1, "deterministic": in_order}
+            out = flexattn.varlen_attn(*leaves, cu, cu, **asked)
             found = torch.autograd.grad(out, leaves, dout)
             exact = [x.double().requires_grad_() for x in (q, k, v)]
             wanted, _ = alone(*exact, cu, cu, right=0, scale=0.1)
@@ -237,6 +243,7 @@ def test_varlen_attn(monkeypatch, tmp_path):
             for mine, right in zip(found, wanted, strict=True):
                 worst = (mine.double() - right).abs().max()
                 assert worst <= 0.02 * right.abs().max(), float(worst)
+    assert ("DQ_SEMAPHORES" in launches[0].names) == in_order
     assert len(launches) == 2 and all(len(each.launched) >= 2 for each in launches)
     assert memory().verified(launches[0].source, TARGET)
     assert memory().verified(launches[1].source, TARGET)

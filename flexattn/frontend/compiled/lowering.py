@@ -33,12 +33,13 @@ from flexattn.frontend.compiled.sequences import (
     in_sequences,
 )
 from flexattn.frontend.compiled.spec import BARE, Spec, parsed, printed
-from flexattn.frontend.gradients import AskedGradients, check_backward, check_order
+from flexattn.frontend.gradients import AskedGradients, check_backward, check_order, repeats_bits
 from flexattn.frontend.on_cpu import CPU_DTYPES
 from flexattn.frontend.packed import PACKED, has_kernel, refuses_packs
 from flexattn.kernels.choose.options import Options, parse
 from flexattn.mods import Bound
 from flexattn.mods.derivative import derivatives
+from flexattn.mods.expr import const
 from flexattn.mods.graph import Captured, GraphMod, read_graph
 from flexattn.mods.outside import strays
 from flexattn.mods.refusal import Refusal
@@ -96,8 +97,9 @@ def lower(
         ))  # fmt: skip
         parsed(text)
         pack = _Pack.read(
-            kernel_options, node, (score_captures, mask_captures), inputs[7:9], inputs, scale
-        )
+            kernel_options, node, (score_captures, mask_captures), inputs[7:9], inputs, scale,
+            options,
+        )  # fmt: skip
     # Whatever cannot be read here, torch can compile.
     except Exception as why:
         if parse(options).batch_invariant:
@@ -169,12 +171,10 @@ def lower_backward(
             True, tuple(tensors.index(i) for i in wanted),
         ))  # fmt: skip
         parsed(text)
-        pack = None
-        if not (wanted or chosen.deterministic or torch.are_deterministic_algorithms_enabled()):
-            pack = _Pack.read(
-                kernel_options, node, (score_captures, mask_captures), inputs[12:], inputs, scale,
-                True,
-            )  # fmt: skip
+        pack = None if wanted else _Pack.read(
+            kernel_options, node, (score_captures, mask_captures), inputs[12:], inputs, scale,
+            options, True,
+        )  # fmt: skip
     except Exception as why:
         say_once(
             f"torch's own backward serves a call of flexattn under torch.compile: a mod {why}"
@@ -354,9 +354,12 @@ class _Pack(NamedTuple):
     def read(
         cls, kernel_options: dict[str, Any], node: _Node,
         captures: tuple[Sequence[Any], Sequence[Any]], nodes: Any, inputs: Any, scale: Any,
-        backward: bool = False,
+        options: dict[str, Any], backward: bool = False,
     ) -> _Pack | None:  # fmt: skip
-        """captures, nodes: of score_mod and mask_mod. inputs: query, key and value first."""
+        """captures, nodes: of score_mod and mask_mod. inputs: query, key and value first.
+
+        options: of which a pack's call has DETERMINISTIC alone.
+        """
         count = kernel_options.get(PACKED)
         if count is None or node.mask is None or refuses_packs():
             return None
@@ -366,33 +369,32 @@ class _Pack(NamedTuple):
         ]
         marks = traced[1][:count]
         mods, tensors, bound = [], [], []
+        kinds = [[marks[i] for i in places if i < count] for places in (NUMBERS, BEGINS)]
         pairs = (node.score, node.captures), (node.mask, node.mask_captures)
         for (mod, found), own, its in zip(pairs, node.tensors, traced, strict=True):
             numbers, begins = (
-                [i for i, each in enumerate(its) if any(each is m for m in _at(marks, places))]
-                for places in (NUMBERS, BEGINS)
+                [i for i, each in enumerate(its) if any(each is x for x in kind)] for kind in kinds
             )
             made, kept = in_sequences(mod, numbers, begins)
             examples = Examples(found)
             values = made.bound([examples.tensors[i] for i in kept], examples.integers)
             mods.append(made)
             tensors.append([own[i] for i in kept])
-            bound.append(None if values.mod.expr.op in ("var", "const") else values)
+            expr = values.mod.expr
+            # A score as it is, and a mask that keeps all of a sequence, are none.
+            none = expr.op == "var" or (mod is node.mask and expr == const(True, "bool"))
+            bound.append(None if none else values)
         q, k, v = (_like(each.meta["val"])[0].transpose(0, 1) for each in inputs[:3])
         sequences = _expected(marks[0].meta["val"].shape)[0] - 1
-        where, positive = inputs[0].meta["val"].device, _fixed(scale) > 0
-        if not has_kernel(q, k, v, where, sequences, bound[0], bound[1], positive, backward):
+        of_call = inputs[0].meta["val"].device, sequences, bound[0], bound[1], _fixed(scale) > 0
+        if not has_kernel(q, k, v, *of_call, backward, backward and repeats_bits(parse(options))):
             return None
         text = printed(Spec(
-            mods[0], None if bound[1] is None else mods[1], None, True, False, {}, False
+            mods[0], None if bound[1] is None else mods[1], None, True, False, options, False
         ))  # fmt: skip
         parsed(text)
         cu = [node.tensors[1][i if i < count else 0] for i in CU_SEQLENS]
         return cls((cu[0], cu[1]), text, tensors, node.integers)
-
-
-def _at(marks: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    return [marks[i] for i in places if i < len(marks)]
 
 
 def _like(value: Tensor) -> Tensor:

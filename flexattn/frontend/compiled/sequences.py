@@ -26,10 +26,14 @@ from flexattn.frontend.compiled.op import (
 )
 from flexattn.frontend.compiled.spec import parsed
 from flexattn.frontend.documents import Packing, document_mask
-from flexattn.frontend.gradients import AskedGradients, plan_backward, run_backward
+from flexattn.frontend.gradients import (
+    AskedGradients,
+    plan_backward,
+    repeats_bits,
+    run_backward,
+)
 from flexattn.frontend.packed import Pack, is_readable
 from flexattn.frontend.varlen import heads_of
-from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.printers.torch_printer import mask_callable
 from flexattn.mods import bind
 from flexattn.mods.expr import Expr, const, walk
@@ -157,7 +161,7 @@ def _attend_backward(
         asked = AskedGradients(
             bind(call.score_mod, "score", q.device),
             bind(call.block_mask.mask_mod, "mask", q.device),
-            call.block_mask, call.scale, NONE, (),
+            call.block_mask, call.scale, parsed(rest[-2]).chosen, (),
         )  # fmt: skip
         inputs, grads = (call.q, call.k, call.v), (dout, dlse)
         planned = partial(plan_backward, asked, into=into)
@@ -195,7 +199,7 @@ def _pack(
         score = score_mod and positions.score_mod(score_mod)
         return Attended(*heads_of(q, k, v), scale, score, block_mask)
 
-    return Pack(bound, kept, scale, as_documents)
+    return Pack(bound, kept, scale, as_documents, repeats_bits(said.chosen))
 
 
 _QKV = "Tensor q, Tensor k, Tensor v"

@@ -225,13 +225,14 @@ def _sizes_of_packed(problem: Problem, config: HopperBackwardConfig) -> dict[str
     num_tiles, num_queries: the most that there may be. num_requests: sequences.
     """
     num_tiles = problem.kv_len // config.BLOCK_N + problem.B
+    at_once = min(num_tiles, DETERMINISTIC_AT_ONCE) if config.deterministic else num_tiles
     return {
         "num_heads": problem.Hkv,
         "num_tiles": num_tiles,
         "num_queries": problem.q_len // config.BLOCK_M + problem.B,
         "num_requests": problem.B,
         "kv_units": problem.Hkv,
-        "section_heads": max(1, BLOCKS_AT_ONCE * config.waves // num_tiles),
+        "section_heads": max(1, BLOCKS_AT_ONCE * config.waves // at_once),
         "shared_heads": _shared_heads(problem),
     }
 

@@ -89,10 +89,10 @@ class ConfigCase:
         return dk_and_dv + max(2 * scores, scores // 2 + dq_tile) + BESIDE_TILES
 
 
-def _packs(structure: Structure, config: HopperBackwardConfig) -> bool:
+def _packs(structure: Structure) -> bool:
     """True if the kernel has for packed sequences what a structure asks for."""
     banded = structure.mask is None or band_of(structure.mask.mod.expr) is not None
-    others = config.deterministic or structure.dropout or structure.grads
+    others = structure.dropout or structure.grads
     return banded and not others and not reads_diagonals(structure)
 
 
@@ -268,9 +268,9 @@ LIMITS: Limits[ConfigCase] = Limits(
         ),
         Rule(
             "packed sequences",
-            "packed sequences have no mask but a band, no order of sums, no dropout and no "
-            "captured gradients, and read nothing along q_idx - kv_idx",
-            lambda c: not c.structure.ragged_kv or _packs(c.structure, c.config),
+            "packed sequences have no mask but a band, no dropout and no captured gradients, and "
+            "read nothing along q_idx - kv_idx",
+            lambda c: not c.structure.ragged_kv or _packs(c.structure),
         ),
         SHARED_MEMORY,
         Rule(
