@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from flexattn.runtime.ragged import (
     prepare_packed,
 )
 from flexattn.settings import current
-from flexattn.verify.first_use import Attended, LaunchedKernels, accepted, judge_rows
+from flexattn.verify.first_use import Attended, LaunchedKernels, Way, accepted, judge_rows
 from flexattn.verify.gate import Verdict
 from flexattn.verify.made_up import borders_of
 
@@ -77,7 +77,8 @@ def attend_packed(
     learned = score is not None and any(x.requires_grad for x in score.tensors)
     if learned and torch.is_grad_enabled():
         return None
-    cu_q, cu_k = (x.to(torch.int32).contiguous() for x in cu_seqlens)
+    cu_q = _whole(cu_seqlens[0])
+    cu_k = cu_q if cu_seqlens[1] is cu_seqlens[0] else _whole(cu_seqlens[1])
     in_order = in_order or torch.are_deterministic_algorithms_enabled()
     call = Pack(score, mask, scale, as_documents, in_order)
     if graded and not call.has_gradients(q, k, v, len(cu_q) - 1):
@@ -121,19 +122,21 @@ class Pack(NamedTuple):
         """out, and lse [total_q, Hq] where asked for; None where no kernel is right."""
         score, mask = self.score and without_stops(self.score), self.mask
         while True:
-            launch = _launch(q, k, v, len(cu_q) - 1, score, mask, self.scale, sinks, lse)
-            if launch is None:
+            made = _launch(q, k, v, len(cu_q) - 1, score, mask, self.scale, sinks, lse)
+            if made is None:
                 return None
+            launch, subject = made
             rest = launch.rest_of(None, score, mask)
             found = launch.run(q, k, v, cu_q, cu_k, self.scale, rest, sinks)
-            subject = replace(LaunchedKernels.of(launch.choice), sources=launch.kernel_sources)
-            ways = (
-                ()
-                if judged_apart(q)
-                else (partial(_judge, launch, found, partial(self.as_documents, q, k, v)),)
-            )
-            if accepted(subject, ways):
+            if accepted(subject, self._ways(launch, found, q, k, v)):
                 return found
+
+    def _ways(
+        self, launch: PackedLaunch, found: Outputs, q: Tensor, k: Tensor, v: Tensor
+    ) -> Iterator[Way]:
+        """How a first launch is judged; asked for where a check is due."""
+        if not judged_apart(q):
+            yield partial(_judge, launch, found, partial(self.as_documents, q, k, v))
 
     def gradients(
         self,
@@ -169,11 +172,9 @@ class Pack(NamedTuple):
             launch = launch_cache.prepared(key, lambda: chosen.prepare(*tensors, into=into))
             return BackwardPlan(launch, (cu_q, cu_k, *launch.rest_of(None, self.score, self.mask)))
 
-        served = self.has_gradients(q, k, v, len(cu_q) - 1)
-        judged = not (served and judged_apart(q))
         found = run_backward(
             planned, (_heads(q), _heads(k), _heads(v)), _heads(out), lse, (_heads(dout), dlse),
-            self.scale, (), partial(self._asked, q, k, v, judged), into, sinks,
+            self.scale, (), partial(self._asked, q, k, v, len(cu_q) - 1), into, sinks,
         )  # fmt: skip
         dq, dk, dv = (x[0].transpose(0, 1) for x in found[:3])
         return found._replace(dq=dq, dk=dk, dv=dv)
@@ -195,9 +196,9 @@ class Pack(NamedTuple):
         )  # fmt: skip
         return launch_cache.prepared(key, prepared)[0]
 
-    def _asked(self, q: Tensor, k: Tensor, v: Tensor, judged: bool) -> AskedGradients:
+    def _asked(self, q: Tensor, k: Tensor, v: Tensor, sequences: int) -> AskedGradients:
         """The call with a document mask; its scale alone where nothing is judged by it."""
-        if not judged:
+        if judged_apart(q) and self.has_gradients(q, k, v, sequences):
             return AskedGradients(None, None, None, self.scale, NONE, ())
         call = self.as_documents(q, k, v)
         score = call.score_mod and bind_on(call.score_mod, "score", q)[0]
@@ -241,6 +242,11 @@ class _Attention(torch.autograd.Function):
         return (None, None, *given, None, None)
 
 
+def _whole(cu: Tensor) -> Tensor:
+    """cu_seqlens as kernels read them, which most are."""
+    return cu if cu.dtype is torch.int32 and cu.is_contiguous() else cu.int().contiguous()
+
+
 def _heads(x: Tensor) -> Tensor:
     """Rows [length, heads, D] as one batch [1, heads, length, D], as dense as they are."""
     return x[None].transpose(1, 2)
@@ -256,15 +262,22 @@ def _launch(
     scale: float,
     sinks: Tensor | None,
     lse: bool,
-) -> PackedLaunch | None:
-    """The launch by all that decides it, found or prepared; None where no kernel serves."""
+) -> tuple[PackedLaunch, LaunchedKernels] | None:
+    """The launch by all that decides it, found or prepared, and who is judged with it first.
 
-    def prepared() -> tuple[PackedLaunch | None]:
+    None where no kernel serves.
+    """
+
+    def prepared() -> tuple[tuple[PackedLaunch, LaunchedKernels] | None]:
         problem = packed_problem(
             q, k, v, sequences, score, mask, lse=lse, positive_scale=scale > 0,
             sinks=sinks is not None,
         )  # fmt: skip
-        return (prepare_packed(problem, detect(q.device), q.device, q, k, v),)
+        launch = prepare_packed(problem, detect(q.device), q.device, q, k, v)
+        if launch is None:
+            return (None,)
+        subject = LaunchedKernels.of(launch.choice)
+        return ((launch, replace(subject, sources=launch.kernel_sources)),)
 
     key = (
         "packed", facts_of(q), facts_of(k), facts_of(v), sequences, identity(score),

@@ -218,7 +218,8 @@ def _is_plain(q: Tensor, k: Tensor, packing: Packing, rest: dict[str, Any]) -> b
     """
     aux = rest["return_aux"]
     unserved = any([rest[x] is not None for x in ("q_descale", "k_descale", "v_descale")])
-    unserved = unserved or (rest["kernel_options"] or _IN_ORDER) != _IN_ORDER
+    given = rest["kernel_options"] or _IN_ORDER
+    unserved = unserved or len(given) > 1 or given.get("DETERMINISTIC") is not True
     unserved = unserved or rest["dropout_p"] != 0.0
     unserved = unserved or (aux is not None and aux.max_scores)
     one_key_head = rest["enable_gqa"] or q.shape[1] == k.shape[1]
