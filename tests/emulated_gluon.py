@@ -9,6 +9,7 @@ and one that was never written gives NaN. A thread that waits for ever ends the 
 import random
 import re
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -211,7 +212,7 @@ def run(source, programs, arguments, seed=0):
             block = Block(number, random.Random(chance.random()), programs)
             names = _language(block)
             exec(code, names)
-            names.update(_assembly(block, "xor.b32 t, t, 128" in source.text))
+            names.update(_assembly(block, "\nSUMS = " in source.text))
             names.update(_announced(block, source.text))
             values = [arguments[each.name] for each in source.arguments]
             values = [Number(x) if type(x) is int else x for x in values]
@@ -326,16 +327,26 @@ def _announced(block, text):
     return {name: says([*map(int, found)]) for name, *found in re.findall(words, text)}
 
 
-def _assembly(block, swapped):
+def _assembly(block, narrow):
     """In place of the functions that are inline assembly."""
 
     def add(place, values):
-        # One tile's address is a whole number of them. Of two warpgroups each adds half of it, the
-        # halves in the other order where the first one has fewer columns.
+        # One tile's address is a whole number of them. Of two warpgroups each adds half of it.
         size, half = values.size * block.groups, values.shape[1]
         assert place.offset % size == 0
-        first = half * ((block.partitions[threading.get_ident()] + swapped) % block.groups)
+        first = half * (block.partitions[threading.get_ident()] % block.groups)
         place.array[place.offset // size][:, first : first + half] += np.asarray(values)
+
+    def add_narrow(place, values, first=0):
+        # Of columns behind the first ones those that a tile has.
+        tile = place.array[place.offset // place.array[0].size][:, first : first + values.shape[1]]
+        tile += np.asarray(values)[:, : tile.shape[1]]
+
+    def add_if(place, values, number):
+        if number > 0 and narrow:
+            add_narrow(place, values, values.shape[1])
+        elif number > 0:
+            add(place, values)
 
     def await_semaphore(place, order):
         # Blocks run one after another, as they start.
@@ -399,6 +410,7 @@ def _assembly(block, swapped):
         "await_first": lambda: None,
         "let_second": lambda: None,
         "shared_exp2": lambda x: np.exp2(x).view(Tile),
-        "add_tile": add,
-        "add_tile_if": lambda place, values, n: add(place, values) if n > 0 else None,
+        "add_tile": add_narrow if narrow else add,
+        "add_rest": partial(add_narrow, first=128),
+        "add_tile_if": add_if,
     }

@@ -205,8 +205,25 @@ def test_tiles_wider_than_heads(D, Dv):
     check(*on_gpu(1, 2, 2, 200, 256, D, Dv=Dv), None)
 
 
-def test_narrow_heads_in_wide_tiles_are_triton_s():
-    check(*on_gpu(1, 2, 2, 300, 300, 80), causal, config=BackwardConfig)
+NARROW = [
+    *(((48, 40), TILES[64][0], name) for name in ("dq_tma halves", "persistent", "ping_pong")),
+    *(((80, 80), TILES[128][0], name) for name in ("dq_tma halves", "deterministic", "early")),
+    *(((160, 96), TILES[256][0], name) for name in ("by product", "dk")),
+    *(((192, 128), TILES[128][0], name) for name in ("ds first", "ping_pong", "two buffers")),
+    ((136, 64), TILES[128][0], "ds first"),
+]
+
+
+@pytest.mark.parametrize(("dims", "tile", "name"), NARROW, ids=str)
+def test_forms_of_narrow_heads(dims, tile, name, forced):
+    """Sums lie in a head's columns; above 128 of them tiles of 128 keys are a search's."""
+    forced(HopperBackwardConfig(*tile, **FORMS[name]))
+    for sizes, mask_mod in (
+        ((2, 2, 2, 520, 640), causal),
+        ((1, 4, 2, 333, 401), None),
+        ((1, 4, 2, 520, 640), MASKS["holes"]),
+    ):
+        check(*on_gpu(*sizes, dims[0], Dv=dims[1]), mask_mod)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
@@ -370,5 +387,6 @@ def test_dk_and_dv_have_the_same_bits():
         torch.testing.assert_close(found[0], first[0], rtol=2e-2, atol=2e-3)
 
 
-def test_memory_is_one_fp32_dq_beside_the_gradients():
-    assert_memory(*on_gpu(1, 8, 8, 4096, 4096, 128), kernel_options=GLUON)
+@pytest.mark.parametrize("D", [80, 128, 160])
+def test_memory_is_one_fp32_dq_beside_the_gradients(D):
+    assert_memory(*on_gpu(1, 8, 8, 4096, 4096, D), kernel_options=GLUON)

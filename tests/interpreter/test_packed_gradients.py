@@ -15,7 +15,11 @@ import flexattn.runtime.ragged as packed
 import tests.interpreter.test_packed_launch as forward
 from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.device import detect
-from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, at_sizes, columns
+from flexattn.kernels.hopper_backward.config import (
+    HopperBackwardConfig,
+    at_sizes,
+    multiplied_columns,
+)
 from flexattn.mods import bind
 from flexattn.runtime.build import builder
 from flexattn.runtime.dispatch import Candidate
@@ -72,7 +76,7 @@ class Emulated(Recorded):
             values[each.name] = value
         sums = values["DQ_ACC"]
         if isinstance(sums, Pointer):
-            rows, width = self.config.BLOCK_M, columns(self.structure)
+            rows, width = self.config.BLOCK_M, multiplied_columns(self.structure.head_dim_qk)
             values["DQ_ACC"] = Pointer(sums.array.reshape(-1, rows, width))
         run(self.source, self.programs, values)
         if isinstance(sums, Pointer):
@@ -83,6 +87,10 @@ class Emulated(Recorded):
     def as_threads_hold(self, sums):
         """Tiles by rows in the order of DQ_ACC: see after.py.jinja."""
         count, _, width = sums.shape
+        if "\nSUMS = " in self.source.text:
+            # One warpgroup's columns behind the other's.
+            found = sums.reshape(count, 4, 2, 8, width // 8, 4, 2)
+            return found.transpose(0, 4, 1, 3, 5, 2, 6)
         groups = (2, 4)  # warps by columns and by rows
         found = sums.reshape(count, groups[1], 2, 8, groups[0], width // groups[0] // 8, 4, 2)
         return found.transpose(0, 5, 4, 1, 3, 6, 2, 7)
@@ -203,6 +211,21 @@ def test_gradients(name, asked, lengths, heads):
     """Behind the last sequence all is NaN."""
     given = made(*LENGTHS[lengths], heads=heads, dims=(64, 40), more=30)
     check(CONFIGS[name], *given, **MASKS[asked])
+
+
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [
+        ("persistent", (80, 80)),
+        ("tall", (48, 40)),
+        ("by product", (160, 160)),
+        ("split", (144, 72)),
+    ],
+    ids=str,
+)
+def test_sums_as_wide_as_heads(name, dims):
+    """dQ's memory has a head's columns, of which products give sixteens."""
+    check(CONFIGS[name], *made(*LENGTHS["odd"], dims=dims, more=30), **MASKS["causal"])
 
 
 def test_a_gradient_of_lse_and_other_lengths_in_one_launch():

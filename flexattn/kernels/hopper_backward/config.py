@@ -37,8 +37,8 @@ class HopperBackwardConfig:
 
     BLOCK_M: query rows of a tile, 64 or 128.
     BLOCK_N: keys of a tile; 128, of which each of the two consumer warpgroups has 64 rows of dK
-    and dV in registers, or 64: each then has half the columns of both, or one of the two. More
-    than 128 columns fit with 64 alone.
+    and dV in registers, or 64: each then has half the columns of both, or one of the two. Of more
+    than 128 columns 128 keys fit where dK and dV have 320 together (is_lean).
     num_stages: tiles of Q, and of dO, in shared memory at once, 1 to 4; the loads run that far
     ahead.
     mha: whether each key head has one query head, of one batch; default False: a block walks the
@@ -147,6 +147,22 @@ def columns(structure: Structure) -> int:
     How many of them wgmma multiplies: see multiplied_columns.
     """
     return max(64, power_above(max(structure.head_dim_qk, structure.head_dim_v)))
+
+
+def is_lean(structure: Structure, config: HopperBackwardConfig) -> bool:
+    """True of tiles of 128 keys whose heads have more than 128 columns.
+
+    Their registers have no place for a tile's scores beside gradients of weights: each product is
+    awaited, and weights stay in 16 bits.
+    """
+    return config.BLOCK_N == 128 and columns(structure) == 256
+
+
+def value_columns(structure: Structure, config: HopperBackwardConfig) -> int:
+    """Columns of tiles of V and dO."""
+    if not is_lean(structure, config):
+        return columns(structure)
+    return max(64, power_above(structure.head_dim_v))
 
 
 def multiplied_columns(head_dim: int) -> int:

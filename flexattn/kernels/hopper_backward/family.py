@@ -20,10 +20,11 @@ from flexattn.kernels.hopper_backward.config import (
     at_sizes,
     backward_grid,
     columns,
+    multiplied_columns,
     sizes_of_launch,
     trims_runs,
 )
-from flexattn.kernels.hopper_backward.limits import LIMITS
+from flexattn.kernels.hopper_backward.limits import LEAN_COLUMNS, LIMITS
 from flexattn.kernels.hopper_backward.masks import band_and_rest, band_of, reads_diagonals
 from flexattn.kernels.hopper_backward.ragged import KEY_TILE_WORDS, render_key_tiles
 from flexattn.kernels.hopper_backward.source import (
@@ -40,6 +41,7 @@ from flexattn.problem import Kind, Problem, Structure
 _TALL = HopperBackwardConfig(128, 128, 2)
 _WIDE = HopperBackwardConfig(64, 128, 2)
 _SPLIT = HopperBackwardConfig(64, 64, 2)
+_LEAN = replace(_WIDE, ds_first=True, remat=True)
 # The most keys of a row whose weights, where all are alike, are no subnormal numbers of float16.
 _FP16_KEYS = 2**14
 
@@ -178,6 +180,8 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperBackwardConfig]:
         return
     starts = list(defaults(problem))
     yield from starts
+    if _fits_tall_keys(problem.structure):
+        yield from (at_sizes(replace(_LEAN, ping_pong=turns), problem) for turns in (False, True))
     first = {each.BLOCK_M: each for each in reversed(starts)}
     tall = () if columns(problem.structure) > 64 else (_TALL.BLOCK_M,)
     for rows, stages in product((*tall, _WIDE.BLOCK_M), (2, 3)):
@@ -217,6 +221,11 @@ def _by_product(config: HopperBackwardConfig) -> HopperBackwardConfig:
     return replace(
         config, by_product=True, pipelined="", ping_pong=False, early_lse="", remat=True
     )
+
+
+def _fits_tall_keys(structure: Structure) -> bool:
+    """True if dK and dV of 128 keys leave registers, of heads above 128 columns."""
+    return 128 < structure.head_dim_qk <= LEAN_COLUMNS and structure.head_dim_v <= 128
 
 
 def _keeps_weights(problem: Problem) -> bool:
@@ -279,7 +288,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         structure = problem.structure
         ragged, sizes = structure.ragged_kv, sizes_of_launch(problem, config)
         tiles = (1 if ragged else problem.B) * problem.Hq * sizes["num_queries"]
-        rows = config.BLOCK_M * columns(structure) // SUMS_OF_A_ROW
+        rows = config.BLOCK_M * multiplied_columns(structure.head_dim_qk) // SUMS_OF_A_ROW
         scratch = [
             ("STATS", (1, 1, tiles, 2 * config.BLOCK_M)),
             ("DQ_ACC", (1, tiles, rows, SUMS_OF_A_ROW)),

@@ -8,19 +8,86 @@ from math import gcd
 from flexattn.kernels.hopper_backward.config import (
     HopperBackwardConfig,
     columns,
+    is_lean,
     multiplied_columns,
+    value_columns,
 )
 from flexattn.kernels.ptx.narrow_products import announcement
 from flexattn.problem import Structure
 
+# Columns of a narrow tile of dq that a program clears, or converts, at once.
+PART = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """What the copy engine adds of a tile of dq, of count equal boxes; used: by each warpgroup."""
+    """What the copy engine adds of a tile of dq, of count equal boxes in shared memory.
+
+    used: those of each warpgroup, and behind how many others in memory each lies.
+    """
 
     count: int
-    used: tuple[tuple[int, ...], tuple[int, ...]]
+    used: tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
     narrow: bool
+
+
+_WHOLE = Boxes(1, (((0, 0),), ()), False)
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What threads add of a product of dq, of which each has so many values.
+
+    eights: of columns, of each warpgroup that calls it. first: how many lie before them in a tile.
+    """
+
+    values: int
+    eights: tuple[int, ...]
+    first: int
+    guarded: bool = False
+
+
+def added_sums(structure: Structure, config: HopperBackwardConfig) -> dict[str, Sums]:
+    """What threads add, by the names of the functions, where a tile has more columns than a head.
+
+    In memory a tile has eights of columns one after the other, 64 rows of each.
+    """
+    tile, used = columns(structure), multiplied_columns(structure.head_dim_qk)
+    if config.dq_tma or used == tile:
+        return {}
+    if is_lean(structure, config):
+        return {
+            "add_tile": Sums(32, _halves(min(used, 128), 64), 0),
+            "add_rest": Sums(16, _halves(max(used - 128, 0), 32), 16),
+        }
+    values, (one, two) = config.BLOCK_M * tile // 256, _halves(used, tile // 2)
+    if config.by_product:
+        rest = Sums(values, (two,), one, guarded=True)
+        return {"add_tile": Sums(values, (one,), 0), "add_tile_if": rest}
+    eights = (used // 8, used // 8) if config.BLOCK_M == 128 else (one, two)
+    return {"add_tile": Sums(values, eights, 0)}
+
+
+def _halves(used: int, half: int) -> tuple[int, int]:
+    """Eights of used columns, of which the first warpgroup has up to half."""
+    return min(used, half) // 8, max(used - half, 0) // 8
+
+
+def summed(structure: Structure) -> int:
+    """Columns of dq in memory, where tiles have more; else 0."""
+    used = multiplied_columns(structure.head_dim_qk)
+    return used if used < columns(structure) else 0
+
+
+def dq_size(structure: Structure) -> str:
+    """The size of such a tile, by the names of constants."""
+    return "BLOCK_M * SUMS" if summed(structure) else "BLOCK_M * HEAD_DIM"
+
+
+def cut_sums(structure: Structure) -> dict[str, int]:
+    """The constants of a kernel that takes a narrow tile in parts; none where tiles are whole."""
+    sums = summed(structure)
+    return {"SUMS": sums, "PART": PART, "PARTS": -(-sums // PART)} if sums else {}
 
 
 def dq_boxes(structure: Structure, config: HopperBackwardConfig) -> Boxes:
@@ -30,14 +97,15 @@ def dq_boxes(structure: Structure, config: HopperBackwardConfig) -> Boxes:
     """
     tile, used = columns(structure), multiplied_columns(structure.head_dim_qk)
     if used == tile:
-        return Boxes(2, ((0,), (1,)), False) if config.dq_halves else Boxes(1, ((0,), ()), False)
+        return Boxes(2, (((0, 0),), ((1, 1),)), False) if config.dq_halves else _WHOLE
     by_rows = config.BLOCK_M == 128
     widest = tile if by_rows else tile // 2
     widths = (used, used) if by_rows else (min(used, widest), max(0, used - widest))
     width = gcd(widest, *widths)
-    boxes = [tuple(range(n // width)) for n in widths]
+    one, two = (range(n // width) for n in widths)
     first = widest // width
-    return Boxes(2 * first, (boxes[0], tuple(first + n for n in boxes[1])), True)
+    boxes = tuple((n, n) for n in one), tuple((first + n, len(one) + n) for n in two)
+    return Boxes(2 * first, boxes, True)
 
 
 def announcements(structure: Structure, config: HopperBackwardConfig) -> dict[str, str]:
@@ -51,12 +119,13 @@ def announcements(structure: Structure, config: HopperBackwardConfig) -> dict[st
     score_columns = rows // 2 if config.split else rows
     # Of half of V in registers the rest is a product of its own.
     held = 64 if holds_half(structure, config) else 0
-    sums = {"s": (qk, tile), "dp": (v - held, tile - held)}
+    v_tile = value_columns(structure, config)
+    sums = {"s": (qk, tile), "dp": (v - held, v_tile - held)}
     found = dict.fromkeys(("s", "dp", "dv", "dk", "dq"), "")
     for name, (used, of) in sums.items():
         if used < of:
             found[name] = announcement((used // 16, of // 16), (score_columns, score_columns))
-    results = {} if config.split else {"dv": (v, tile, rows), "dk": (qk, tile, rows)}
+    results = {} if config.split else {"dv": (v, v_tile, rows), "dk": (qk, tile, rows)}
     if config.by_product:
         results["dq"] = (max(qk - tile // 2, 8), tile // 2, keys)
     elif rows == 128:
@@ -71,17 +140,3 @@ def holds_half(structure: Structure, config: HopperBackwardConfig) -> bool:
     """True if 64 columns of V, of up to 128, are in registers."""
     wide = columns(structure) == 128 and structure.head_dim_v > 64
     return config.dp_rs and config.BLOCK_N == 128 and wide
-
-
-def halves_of_dq(structure: Structure, config: HopperBackwardConfig) -> dict[str, object]:
-    """Which warpgroup of by_product has which half of dq's columns, as the template's constants.
-
-    Of fewer columns than tiles have, who weighs has those of the second half, and fewer sums of a
-    thread: it has the exponentials, too.
-    """
-    tile, qk = columns(structure), multiplied_columns(structure.head_dim_qk)
-    swapped = config.by_product and qk < tile
-    return {
-        "swapped": swapped,
-        "weighing_sums": (max(qk - tile // 2, 8) if swapped else tile // 2) // 2,
-    }

@@ -30,7 +30,9 @@ from flexattn.kernels.hopper_backward.config import (
     BLOCK_WARPS,
     HopperBackwardConfig,
     columns,
+    is_lean,
     trims_runs,
+    value_columns,
 )
 from flexattn.kernels.hopper_backward.masks import (
     Band,
@@ -39,10 +41,13 @@ from flexattn.kernels.hopper_backward.masks import (
     reads_diagonals,
 )
 from flexattn.kernels.hopper_backward.narrow import (
+    added_sums,
     announcements,
+    cut_sums,
     dq_boxes,
-    halves_of_dq,
+    dq_size,
     holds_half,
+    summed,
 )
 from flexattn.kernels.hopper_backward.ragged import (
     KEY_TILE_WORDS,
@@ -87,10 +92,11 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
     """The arguments of the kernel, in order."""
     dtype, width = structure.dtype, columns(structure)
     rows, keys = config.BLOCK_M, config.BLOCK_N
-    tiles = {"Q": rows, "K": keys, "V": keys, "DO": rows}
-    found = [Argument(*descriptor(name, dtype, size, width)) for name, size in tiles.items()]
+    v_width = value_columns(structure, config)
+    tiles = {"Q": (rows, width), "K": (keys, width), "V": (keys, v_width), "DO": (rows, v_width)}
+    found = [Argument(*descriptor(name, dtype, *size)) for name, size in tiles.items()]
     found.append(Argument("STATS", _described(1, 2 * rows, swizzled=0)))
-    found += [Argument(*descriptor(name, dtype, keys, width)) for name in ("DK", "DV")]
+    found += [Argument(*descriptor(f"D{name}", dtype, *tiles[name])) for name in "KV"]
     sums = _SUMS
     if config.dq_tma:
         sums_rows = rows * width // SUMS_OF_A_ROW // dq_boxes(structure, config).count
@@ -259,8 +265,13 @@ def render(
         "dp_rs": config.dp_rs and config.BLOCK_N == 128,
         "v_half": holds_half(structure, config),
         "narrow": narrow,
+        "lean": is_lean(structure, config),
+        "v_dim": "V_DIM" if is_lean(structure, config) else "HEAD_DIM",
         "dq_boxes": dq_boxes(structure, config),
-        **halves_of_dq(structure, config),
+        "added": added_sums(structure, config),
+        "dq_size": dq_size(structure),
+        # Who has fewer columns of dq is who weighs, as that one has the exponentials, too.
+        "swapped": config.by_product and bool(added_sums(structure, config)),
         "shift_rows": config.shift_rows
         and sparsity is None
         and not (config.deterministic or structure.ragged_kv),
@@ -310,8 +321,11 @@ def render_before(
     A program has a tile of a head.
     """
     settings = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": columns(structure)}
+    cut = {} if config.dq_tma else cut_sums(structure)
     context: dict[str, object] = {
-        "constants": (*settings.items(), *BASE_2),
+        "constants": (*settings.items(), *cut.items(), *BASE_2),
+        "cut": cut,
+        "dq_size": dq_size(structure),
         "v_pieces": named_pieces("v", structure.head_dim_v),
         "through_lse": through_lse,
         "ragged": structure.ragged_kv,
@@ -360,10 +374,12 @@ def render_trim(structure: Structure, config: HopperBackwardConfig, device: Devi
 
 def render_after(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
     """The kernel that makes DQ of DQ_ACC: a program a tile of a head."""
-    width = columns(structure)
+    width, cut = columns(structure), cut_sums(structure)
     settings = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": width}
     context: dict[str, object] = {
-        "constants": tuple(settings.items()),
+        "constants": (*settings.items(), *cut.items()),
+        "cut": cut,
+        "dq_size": dq_size(structure),
         **_places(config, width),
         "used": _used(structure),
         "ragged": structure.ragged_kv,
@@ -393,6 +409,10 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
         "FREE_DO": free_do,
         "FREE_Q": free_q,
     }
+    if is_lean(structure, config):
+        settings["V_DIM"] = value_columns(structure, config)
+    if summed(structure) and not config.dq_tma:
+        settings["SUMS"] = summed(structure)
     if config.persistent:
         settings["KEYS_READ"] = KEYS_READ
     if config.ping_pong:
@@ -467,7 +487,9 @@ def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:
 def _places(config: HopperBackwardConfig, width: int) -> dict[str, object]:
     """The layout of warps over a tile of dq, `width` columns wide, as the template's constants."""
     tall = config.BLOCK_M == 64 * BLOCK_WARPS // 4
+    # Of tiles of 128 keys above 128 columns that is the first of two products.
+    half = min(64, width // 2) if config.BLOCK_N == 128 else width // 2
     return {
         "dq_warps": [BLOCK_WARPS, 1] if tall else [BLOCK_WARPS // 2, 2],
-        "dq_columns": width if tall else width // 2,
+        "dq_columns": width if tall else half,
     }

@@ -14,7 +14,13 @@ from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.frontend.gradients import AskedGradients, _problem
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.choose.registry import family_of
-from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, at_sizes, columns
+from flexattn.kernels.hopper_backward.config import (
+    HopperBackwardConfig,
+    at_sizes,
+    columns,
+    multiplied_columns,
+    value_columns,
+)
 from flexattn.kernels.hopper_backward.source import flags_of
 from flexattn.mods import bind as bound
 from flexattn.problem.inputs import Dropout
@@ -35,9 +41,11 @@ SIZES |= {"DK": "BLOCK_N", "DV": "BLOCK_N"}
 class Emulated(Recorded):
     """A kernel of one launch, run on arrays by the names of its arguments."""
 
-    def __init__(self, source, config, width, seen):
+    def __init__(self, source, config, structure, seen):
         super().__init__(source)
-        self.config, self.width, self.seen = config, width, seen
+        self.config, self.seen = config, seen
+        self.width = multiplied_columns(structure.head_dim_qk)
+        self.widths = columns(structure), value_columns(structure, config)
 
     def launch(self, stream, given):
         super().launch(stream, given)
@@ -109,6 +117,10 @@ class Emulated(Recorded):
     def by_row(self, sums):
         """Tiles in the order of rows, of those in the order in which threads hold them."""
         tall = self.config.BLOCK_M == 128
+        if self.width < self.widths[0]:
+            sums = sums.reshape(-1, 1 + tall, self.width // 8, 4, 8, 4, 2, 2)
+            sums = sums.transpose(0, 1, 3, 6, 4, 2, 5, 7)
+            return sums.reshape(len(sums), self.config.BLOCK_M, self.width)
         groups = (2, 1) if tall else (1, 2)
         sums = sums.reshape(-1, *groups, self.width // groups[1] // 8, 4, 8, 4, 2, 2)
         sums = sums.transpose(0, 1, 4, 7, 5, 2, 3, 6, 8)
@@ -116,7 +128,8 @@ class Emulated(Recorded):
 
     def argument(self, name, value):
         if name in SIZES:
-            block = (1, 1, getattr(self.config, SIZES[name]), self.width)
+            width = self.widths[name in ("V", "DO", "DV")]
+            block = (1, 1, getattr(self.config, SIZES[name]), width)
             return Descriptor(value.numpy(), block, 2)
         if name == "STATS":
             return Descriptor(self.seen["stats"], (1, 1, 1, 2 * self.config.BLOCK_M), 4)
@@ -150,17 +163,17 @@ def gradients(
     like = [x.bfloat16() for x in (q, k, v)]
     problem = _problem(asked, *like, lists, H200)
     seen = {"tiles": tiles, "mask_mod": mask_mod}
-    config, width = at_sizes(config, problem), columns(problem.structure)
+    config, structure = at_sizes(config, problem), problem.structure
     # Fewer than there are tiles of keys.
     device = replace(H200, num_sms=3) if config.persistent else H200
     assert not family_of(config).limits.reasons(config, problem.structure, H200)
 
     def choose(problem, target, index, options):
         choice = Candidate(problem, device, config, "forced", "test").choice()
-        return replace(choice, kernels=(Emulated(choice.source, config, width, seen),))
+        return replace(choice, kernels=(Emulated(choice.source, config, structure, seen),))
 
     def build(source, *_):
-        return Emulated(source, config, width, seen)
+        return Emulated(source, config, structure, seen)
 
     for each in (backward, decay_skip):
         monkeypatch.setattr(each, "builder", lambda: SimpleNamespace(kernel=build))
@@ -329,6 +342,16 @@ def test_gradients(name, mask, tile, heads, monkeypatch):
     config, batch = HopperBackwardConfig(*tile, **PIPELINES[name]), 2 if heads == MHA else 1
     given = drawn((40, 24), heads, batches=(2, batch))
     assert_gradients(config, *given, MASKS[mask], monkeypatch)
+
+
+@pytest.mark.parametrize(("name", "mask"), [("ds first", "full"), ("plain", "causal")])
+def test_heads_above_128_columns_in_tiles_of_128_keys(name, mask, monkeypatch):
+    """dQ in two parts, where values have fewer columns than keys."""
+    form = replace(HopperBackwardConfig(64, 128, 2, **PIPELINES[name]), dq_tma=False)
+    torch.manual_seed(0)
+    q, dout = (torch.randn(1, 2, 210, d, dtype=torch.float64) for d in (184, 120))
+    k, v = (torch.randn(1, 2, 200, d, dtype=torch.float64) for d in (184, 120))
+    assert_gradients(form, (q, k, v), dout, MASKS[mask], monkeypatch)
 
 
 @pytest.mark.parametrize(("name", "mask"), [("held", "full"), ("persistent held", "causal")])

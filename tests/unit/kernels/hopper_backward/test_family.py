@@ -1,5 +1,6 @@
 """Which problems Hopper's backward serves, in which form, and what it refuses in words."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from flexattn.kernels.hopper_backward.config import (
     columns,
     sizes_of_launch,
 )
-from flexattn.kernels.hopper_backward.family import defaults
+from flexattn.kernels.hopper_backward.family import BACKWARD, defaults
 from flexattn.kernels.hopper_backward.masks import (
     Band,
     band_and_rest,
@@ -212,6 +213,43 @@ def test_heads_narrower_than_tiles(dims):
     assert NARROW_PRODUCTS in source.stages.passes
     tiles = {each.type for each in source.arguments if each.name in ("Q", "V", "DK")}
     assert all(f", {columns(wanted.structure)}]" in each for each in tiles)
+
+
+def test_a_search_above_128_columns_tries_tiles_of_128_keys_where_registers_hold_them():
+    """Of 192 columns of keys and 128 of values; more leave none for scores."""
+
+    def keys_of(*dims, **more):
+        found = space(problem("backward", *dims, group=1, **more), H200, "quick")
+        return {c.BLOCK_N for c in found if isinstance(c, HopperBackwardConfig)}
+
+    for dims, keys in (((192, 128), {64, 128}), ((136, 64), {64, 128}), ((192, 136), {64})):
+        assert keys_of(*dims) == keys
+    assert keys_of(200, 128) == keys_of(192, 128, score_mod=softcap(30.0)) == {64}
+    wanted = problem("backward", 192, 128, group=1)
+    assert default(wanted, H200).by_product
+    lean = at_sizes(replace(CONFIG, ds_first=True, remat=True), wanted)
+    assert lean in space(wanted, H200, "quick")
+    refused = family_of(lean).limits.reasons
+    assert not refused(lean, wanted.structure, H200)
+    for field in ({"dq_tma": True}, {"BLOCK_M": 128}, {"pipelined": "dk"}, {"num_stages": 3}):
+        assert refused(replace(lean, **field), wanted.structure, H200)
+    packed = replace(wanted.structure, ragged_kv=True)
+    assert any("packed" in each for each in refused(lean, packed, H200))
+
+
+@pytest.mark.parametrize(("dims", "used"), [((40, 40), 48), ((64, 104), 64), ((192, 128), 192)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_memory_of_dq_has_a_heads_columns(dims, used, packed):
+    """It was a power of two wide: 7 to 12 % of the memory at the peak of a backward."""
+    wanted = problem("backward", *dims)
+    wanted = replace(wanted, structure=replace(wanted.structure, ragged_kv=packed))
+    config = next(defaults(wanted))
+    ((_, tiles, *tile),) = (
+        shape for name, shape in BACKWARD.around(wanted, config, H200).scratch if name == "DQ_ACC"
+    )
+    heads = wanted.Hq * (1 if packed else wanted.B)
+    assert tiles == heads * sizes_of_launch(wanted, config)["num_queries"]
+    assert math.prod(tile) == config.BLOCK_M * used
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
