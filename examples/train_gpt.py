@@ -247,12 +247,13 @@ def main(arguments=None):
     chosen = {"flexattn": ours}
     if asked.beside:
         chosen[asked.beside] = torchs() if asked.beside == "torch" else plain
-    if device == "cpu":
-        interpreted = os.environ.get("FLEXATTN_INTERPRET") == "1"
+    interpreted = os.environ.get("FLEXATTN_INTERPRET") == "1"
+    if interpreted or device == "cpu":
+        why = "There is no GPU" if device == "cpu" else "FLEXATTN_INTERPRET is 1"
         how = (
             "kernels run in Triton's interpreter, slowly" if interpreted else "plain torch attends"
         )
-        print(f"There is no GPU: {how}. --tiny has sizes for it.", flush=True)
+        print(f"{why}: {how}. --tiny has sizes for it.", flush=True)
     curves = {}
     for name, attend in chosen.items():
         curves[name], speed, memory = train(name, attend, asked, device)

@@ -40,7 +40,7 @@ from flexattn.verify.gate import Verdict
 from flexattn.verify.made_up import borders_of
 
 # Among a node's options: how many tensors its mask captures in front that say where sequences are.
-PACKED = "FLEXATTN_PACKED"
+PACK_MARKS = "FLEXATTN_PACKED"
 PACKED_DTYPES = (torch.bfloat16, torch.float16)
 
 

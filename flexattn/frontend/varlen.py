@@ -20,7 +20,7 @@ from flexattn.errors import InputError, InputTypeError, LayoutError, PlaceError,
 from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.call import check_transforms
 from flexattn.frontend.documents import Packing, Positions, document_mask, sided
-from flexattn.frontend.packed import PACKED, PACKED_DTYPES, attend_packed, reads_packs
+from flexattn.frontend.packed import PACK_MARKS, PACKED_DTYPES, attend_packed, reads_packs
 from flexattn.mods.expr import MaskMod, ScoreMod
 from flexattn.problem.checks import check_scale
 from flexattn.runtime.launch import Outputs
@@ -192,7 +192,7 @@ def _serve(
     mask, score_mod = document_call(packing, score_mod, marked)
     if marked:
         given = rest["kernel_options"] or {}
-        rest = {**rest, "kernel_options": {**given, PACKED: 4 if packing.alike else 7}}
+        rest = {**rest, "kernel_options": {**given, PACK_MARKS: 4 if packing.alike else 7}}
     heads = heads_of(q, k, v)
     found = flex_attention(*heads, score_mod=score_mod, block_mask=mask, **rest)
     if rest["return_aux"] is not None:

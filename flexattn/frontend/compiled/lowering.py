@@ -27,7 +27,7 @@ from flexattn.frontend.compiled.packed import SideBySide, packed_gradients
 from flexattn.frontend.compiled.sequences import (
     BEGINS,
     CU_SEQLENS,
-    NUMBERS,
+    SEQUENCE_NUMBERS,
     SEQUENCES_BACKWARD_OP,
     SEQUENCES_OP,
     in_sequences,
@@ -35,7 +35,7 @@ from flexattn.frontend.compiled.sequences import (
 from flexattn.frontend.compiled.spec import BARE, Spec, parsed, printed
 from flexattn.frontend.gradients import AskedGradients, check_backward, check_order, repeats_bits
 from flexattn.frontend.on_cpu import CPU_DTYPES
-from flexattn.frontend.packed import PACKED, has_kernel, refuses_packs
+from flexattn.frontend.packed import PACK_MARKS, has_kernel, refuses_packs
 from flexattn.kernels.choose.options import Options, parse
 from flexattn.mods import Bound
 from flexattn.mods.derivative import derivatives
@@ -360,7 +360,7 @@ class _Pack(NamedTuple):
 
         options: of which a pack's call has DETERMINISTIC alone.
         """
-        count = kernel_options.get(PACKED)
+        count = kernel_options.get(PACK_MARKS)
         if count is None or node.mask is None or refuses_packs():
             return None
         traced = [
@@ -369,7 +369,7 @@ class _Pack(NamedTuple):
         ]
         marks = traced[1][:count]
         mods, tensors, bound = [], [], []
-        kinds = [[marks[i] for i in places if i < count] for places in (NUMBERS, BEGINS)]
+        kinds = [[marks[i] for i in places if i < count] for places in (SEQUENCE_NUMBERS, BEGINS)]
         pairs = (node.score, node.captures), (node.mask, node.mask_captures)
         for (mod, found), own, its in zip(pairs, node.tensors, traced, strict=True):
             numbers, begins = (

@@ -30,7 +30,7 @@ from flexattn.frontend.compiled.spec import (
     own,
 )
 from flexattn.frontend.install import torch_own
-from flexattn.frontend.packed import PACKED
+from flexattn.frontend.packed import PACK_MARKS
 from flexattn.kernels.choose import options
 from flexattn.mods.expr import ScoreMod
 from flexattn.problem import out_dtype
@@ -102,7 +102,7 @@ def _marked(call: Call, installed: bool) -> dict[str, Any]:
     if installed:
         found[INSTALLED] = True
     for name, value in (given or {}).items():
-        if name != PACKED:
+        if name != PACK_MARKS:
             found[own(name)] = value
     return found
 

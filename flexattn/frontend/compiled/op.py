@@ -378,14 +378,14 @@ def side_by_side(
     q: Tensor, k: Tensor, v: Tensor, places: Sequence[int]
 ) -> tuple[Tensor, list[Tensor]]:
     """Memory for gradients of q, k and v in one tensor, and each one's part of it."""
-    memory = packed(q, k, v)
+    memory = memory_side_by_side(q, k, v)
     return memory, [
         memory.as_strided(x.shape, (*places[i + 1 : i + 4], 1), places[i])
         for i, x in zip(range(0, 12, 4), (q, k, v), strict=True)
     ]
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def memory_side_by_side(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Memory of as many elements as q, k and v have."""
     return q.new_empty(q.numel() + k.numel() + v.numel())
 
@@ -422,7 +422,7 @@ def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> _Found:
 
 
 def _fake_packed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Any]:
-    return packed(q, k, v), _fake_captured(*rest)
+    return memory_side_by_side(q, k, v), _fake_captured(*rest)
 
 
 def _fake_captured(

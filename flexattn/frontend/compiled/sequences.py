@@ -19,7 +19,7 @@ from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.call import on_device
 from flexattn.frontend.compiled.op import (
     library,
-    packed,
+    memory_side_by_side,
     score_of,
     side_by_side,
     transforming,
@@ -53,7 +53,7 @@ _MODS = (
 
 # Places of the marks, as varlen.py orders them: cu_seqlens of rows and of keys, numbers of
 # sequences, and where these begin. Where rows and keys have one table the first four are all.
-CU_SEQLENS, NUMBERS, BEGINS = (0, 4), (1, 2, 6), (3, 5)
+CU_SEQLENS, SEQUENCE_NUMBERS, BEGINS = (0, 4), (1, 2, 6), (3, 5)
 
 
 def in_sequences(
@@ -171,7 +171,7 @@ def _attend_backward(
 
 def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     if rest[-1]:
-        return [packed(q, k, v)]
+        return [memory_side_by_side(q, k, v)]
     return [
         x.new_empty_strided(x.shape, dense_strides(x.stride(), tuple(x.shape))) for x in (q, k, v)
     ]

@@ -9,8 +9,8 @@ from torch.nn.attention.flex_attention import and_masks
 import flexattn
 from flexattn.catalogue import causal, softcap
 from flexattn.frontend import varlen
-from flexattn.frontend.compiled.sequences import BEGINS, CU_SEQLENS, NUMBERS, in_sequences
-from flexattn.frontend.packed import PACKED
+from flexattn.frontend.compiled.sequences import BEGINS, CU_SEQLENS, SEQUENCE_NUMBERS, in_sequences
+from flexattn.frontend.packed import PACK_MARKS
 from flexattn.mods import bind
 from flexattn.mods.graph import Captured, read_graph
 from tests.packs import KEYS, LENGTHS, offsets, pack
@@ -45,7 +45,7 @@ CASES = {
 def mods_of(node, kinds=("score", "mask")):
     """The mods of a traced node, with the marks' values replaced, and what they capture."""
     graphs = node.args[3], node.args[4][-1]
-    count = node.args[6][PACKED]
+    count = node.args[6][PACK_MARKS]
     marks = node.args[8][:count]
     assert [i for i in range(count) if len(marks[i].meta["val"]) == len(LENGTHS) + 1] == [
         i for i in CU_SEQLENS if i < count
@@ -56,7 +56,7 @@ def mods_of(node, kinds=("score", "mask")):
         module = getattr(node.graph.owning_module, graph.target)
         numbers, begins = (
             [i for i, x in enumerate(its) if x in [marks[p] for p in places if p < count]]
-            for places in (NUMBERS, BEGINS)
+            for places in (SEQUENCE_NUMBERS, BEGINS)
         )
         mod, kept = in_sequences(read_graph(module, kind, captures), numbers, begins)
         yield mod.mod, [its[i] for i in kept]
