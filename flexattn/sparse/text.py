@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.block_mask.create import create_block_mask
+from flexattn.block_mask.lists import queue_of
 from flexattn.catalogue.masks import sliding_window
 from flexattn.errors import InputError
 from flexattn.frontend.attention import flex_attention
@@ -195,14 +196,22 @@ def _importance(
     return torch.cat(found, 2)
 
 
-def _kept(make: Any, where: torch.device, *sizes: int) -> BlockMask:
-    """A mask by its sizes, kept but where a graph that is captured or traced owns its memory."""
-    captured = where.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    mask: BlockMask = (make.__wrapped__ if captured else make)(where, *sizes)
-    return mask
+def _kept(make: Any, device: torch.device, *sizes: int) -> BlockMask:
+    """A mask by its sizes, kept for its stream, but where a captured or traced graph owns it."""
+    if torch.compiler.is_dynamo_compiling():
+        mask: BlockMask = make(device, *sizes)
+        return mask
+    where, stream, captured = queue_of(device)
+    return (_made.__wrapped__ if captured else _made)(make, stream, where, *sizes)
 
 
 @lru_cache(64)
+def _made(make: Any, stream: int, where: torch.device, *sizes: int) -> BlockMask:
+    with torch.inference_mode(False):
+        mask: BlockMask = make(where, *sizes)
+    return mask
+
+
 def _ended(where: torch.device, L: int, n: int, length: int, stride: int) -> BlockMask:
     """The mask of blocks of `length` keys, a stride apart, that end at a row or before."""
 
@@ -212,7 +221,6 @@ def _ended(where: torch.device, L: int, n: int, length: int, stride: int) -> Blo
     return create_block_mask(ended, None, None, L, n, where)
 
 
-@lru_cache(64)
 def _window(where: torch.device, L: int, window: int) -> BlockMask:
     return create_block_mask(sliding_window(window - 1), None, None, L, L, where)
 

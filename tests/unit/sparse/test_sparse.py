@@ -67,6 +67,16 @@ def test_vsa():
     assert_same(found, papers.vsa(*leaves, canvas, cube, 3), leaves)
 
 
+def test_masks_that_inference_kept_serve_training():
+    sizes = dict(zip("length stride unit k first last window".split(), SIZES, strict=True))
+    q, k, gates = drawn(2, (1, 2, 33, 8), (1, 1, 33, 8), (1, 2, 33, 3))
+    given = q, (k[:, :, :7], k[:, :, :7]), (k, k), (k, k), gates
+    with torch.inference_mode():
+        kept = nsa(*given, **sizes)
+    assert torch.equal(nsa(*given, **sizes), kept)
+    assert torch.autograd.grad(nsa(*given, **sizes).sum(), q)[0].any()
+
+
 def test_what_does_not_fit_is_refused():
     q, k = drawn(1, (1, 2, 64, 8), (1, 2, 32, 8))
     with pytest.raises(InputError, match="whole cubes"):
