@@ -167,42 +167,38 @@ class Chosen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedProblems(Chosen):
+class CallSizes:
+    """The sizes and options of a MOD's call."""
+
+    arg: ModArguments = None
+    role: RoleName = None
+    batch: BatchSize = 1
+    hq: QueryHeads = 32
+    hkv: KeyHeads = 8
+    heads: HeadPair = None
+    head_dim: HeadDim = 128
+    head_dim_v: HeadDimV = None
+    dtype: Dtype = "bfloat16"
+    block_size: BlockSize = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedProblems(CallSizes, Chosen):
     """Problems of MODs with these sizes too."""
 
     problems: Problems = None
-    arg: ModArguments = None
-    role: RoleName = None
     kind: AnyKind = None
-    batch: BatchSize = 1
-    hq: QueryHeads = 32
-    hkv: KeyHeads = 8
-    heads: HeadPair = None
     q_len: Annotated[int, typer.Option(help="Queries.")] = LENGTH
     kv_len: Annotated[int | None, typer.Option(help="Keys; as many as queries.")] = None
-    head_dim: HeadDim = 128
-    head_dim_v: HeadDimV = None
-    dtype: Dtype = "bfloat16"
-    block_size: BlockSize = 128
 
 
-@dataclass(frozen=True)
-class CallOptions:
+@dataclass(frozen=True, kw_only=True)
+class CallOptions(CallSizes):
     """The call of a problem without its keys: an argument or an option each."""
 
     mod: ModName
-    arg: ModArguments = None
-    role: RoleName = None
     kind: KindName = "prefill"
-    head_dim: HeadDim = 128
-    head_dim_v: HeadDimV = None
-    dtype: Dtype = "bfloat16"
     device: DeviceName = None
-    hq: QueryHeads = 32
-    hkv: KeyHeads = 8
-    heads: HeadPair = None
-    block_size: BlockSize = 128
-    batch: BatchSize = 1
     q_len: QueryLength = None
 
 
@@ -261,7 +257,7 @@ class Tune(AskedProblems):
     as_json: AsJson = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Build(CallOptions):
     """Compile every config of a space, for a device that need not be here.
 
@@ -411,7 +407,7 @@ class Doctor:
     as_json: AsJson = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Render(CallOptions):
     """Show the expression, the kernel's source, its PTX's path or the resources it takes."""
 
