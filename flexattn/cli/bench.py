@@ -40,10 +40,8 @@ OURS, DEFAULT, TORCH = "flexattn", "default", "torch"
 # How torch's kernel is compiled, where it is timed at all.
 RivalChoice = Literal["none", "compiled", "tuned"]
 # What is timed where nothing is named: calls of two models, at most a minute.
-_SHORT: dict[str, Any] = {
-    "preset": ["llama3-8b", "gemma2"],
-    "only": r"8b (prefill B1 8192|decode B(8|64) \d{4}$)|9b local prefill",
-}
+_PRESETS = ["llama3-8b", "gemma2"]
+_ONLY = r"8b (prefill B1 8192|decode B(8|64) \d{4}$)|9b local prefill"
 TORCH_MODES = {"compiled": None, "tuned": "max-autotune-no-cudagraphs"}
 _Call = Callable[..., Any]
 
@@ -69,14 +67,22 @@ class Benched:
 
 def run(args: options.Bench) -> None:
     """Run `flexattn bench`."""
-    words = re.sub(r" --(rounds|min-ms) \S+| --(no-)?torch| --json", "", shlex.join(sys.argv[1:]))
+    words = re.sub(
+        r" --(rounds|min-ms)[ =]\S+| --(no-)?torch| --json", "", shlex.join(sys.argv[1:])
+    )
     rival: RivalChoice = "tuned" if args.rivals else "none"
     if not (args.problems or args.named):
-        args, rival = replace(args, **_SHORT), "compiled" if args.rivals else "none"
-        words += " --preset ".join(["", *_SHORT["preset"]]) + f" --only '{_SHORT['only']}'"
+        if args.sized:
+            args, words = replace(args, problems=["noop"]), f"{words} noop"
+        else:
+            rival = "compiled" if args.rivals else "none"
+            words += " --preset ".join(["", *_PRESETS])
+            if args.only is None:
+                args, words = replace(args, only=_ONLY), f"{words} --only '{_ONLY}'"
+            args = replace(args, preset=_PRESETS)
     rows = asked_rows(args, plans=False, backward=False)
     if not torch.cuda.is_available():
-        _print_plan(rows, args.as_json)
+        _print_plan(rows, args.as_json, args.rivals)
         return
     here = torch.device("cuda", torch.cuda.current_device())
     console, done = Console(stderr=True), []
@@ -130,16 +136,18 @@ class RowInputs:
         return oracle(*given, lists, sparsity, self.sinks)
 
 
-def _print_plan(rows: Sequence[Row], as_json: bool) -> None:
-    """What a GPU would time."""
-    titles, names = [row.title for row in rows], [OURS, DEFAULT, TORCH, *importable()]
+def _print_plan(rows: Sequence[Row], as_json: bool, others: bool) -> None:
+    """What a GPU would time; others: torch's kernel and other libraries too."""
+    titles = [row.title for row in rows]
+    names = [OURS, DEFAULT, *([TORCH, *importable()] if others else [])]
     if as_json:
         say_json({"device": None, "would_time": titles, "beside": names})
         return
     say("torch sees no GPU here, so nothing was timed. On a GPU this command times:")
     for title in titles:
         say(f"  {title}")
-    say(f"each by {', '.join(names)}; libraries that cannot be imported here are not in this list")
+    left_out = "; libraries that cannot be imported here are not in this list" if others else ""
+    say(f"each by {', '.join(names)}{left_out}")
 
 
 def race_row(

@@ -69,6 +69,12 @@ def asked_rows(asked: AskedProblems, plans: bool = True, backward: bool = True) 
             rows.append(row_called(asked, each, kind, (asked.q_len, keys)))
         else:
             paths.append(Path(each))
+    if (paths or asked.preset) and not rows and asked.sized:
+        raise InputError(
+            "sizes beside a workload",
+            "they are those of a MOD's call",
+            "name a mod: flexattn tune causal --q-len 8192",
+        )
     return chosen_rows(replace(asked, workload=paths), plans, backward, rows)
 
 
@@ -84,9 +90,19 @@ def row_called(
     v_dim = call.head_dim if call.head_dim_v is None else call.head_dim_v
     heads = call.hq, call.hkv
     if call.heads is not None:
+        if heads != (CallOptions.hq, CallOptions.hkv):
+            raise InputError(
+                f"--heads {call.heads} beside --Hq or --Hkv",
+                "--heads says both numbers",
+                "leave out --Hq and --Hkv, or --heads",
+            )
         found = re.fullmatch(r"(\d+)(?::(\d+))?", call.heads)
         if found is None:
-            raise InputError(f"--heads {call.heads}", "it is query heads:key heads, as 32:8")
+            raise InputError(
+                f"--heads {call.heads}",
+                "it is query heads:key heads, as 32:8",
+                "write two numbers with a colon, or one if they are equal",
+            )
         heads = int(found[1]), int(found[2] or found[1])
     shape = Shape(call.batch, *heads, *lengths, call.head_dim, v_dim)
     check_sizes(dtype, shape, block)

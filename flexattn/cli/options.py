@@ -8,7 +8,7 @@ tests/unit/cli/test_front.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,7 +105,8 @@ Dtype = Annotated[
 QueryHeads = Annotated[int, typer.Option("--Hq", help="Query heads.")]
 KeyHeads = Annotated[int, typer.Option("--Hkv", help="Key heads.")]
 HeadPair = Annotated[
-    str | None, typer.Option(metavar="Hq:Hkv", help="Both in one: 32:8, or 32 for equal numbers.")
+    str | None,
+    typer.Option(metavar="Hq:Hkv", help="Query and key heads: 32:8, or 32 if they are equal."),
 ]
 BlockSize = Annotated[int, typer.Option(help="Block size of a mask's BlockMask.")]
 BatchSize = Annotated[int, typer.Option("--B", help="Batch; decode's splits depend on it.")]
@@ -190,6 +191,13 @@ class AskedProblems(CallSizes, Chosen):
     kind: AnyKind = None
     q_len: Annotated[int, typer.Option(help="Queries.")] = LENGTH
     kv_len: Annotated[int | None, typer.Option(help="Keys; as many as queries.")] = None
+
+    @property
+    def sized(self) -> bool:
+        """True where an option of a MOD's call is not its default."""
+        others = {"problems", *Chosen.__dataclass_fields__}
+        mine = (each for each in fields(AskedProblems) if each.name not in others)
+        return any(getattr(self, each.name) != each.default for each in mine)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,10 +384,10 @@ class ReplayStudy:
 class Bench(AskedProblems):
     """Is it faster for me? Times of flexattn beside torch's flex and other libraries' attention.
 
-    Without a MOD, a file or a preset it times four calls of Llama-3 and Gemma-2. The others are
-    SDPA, and FlashAttention 2, 3, 4 and FlashInfer if they can be imported. A ratio above 1 means
-    that flexattn is faster. The status is 1 if an accuracy gate is red. Without a GPU it prints
-    what it would time. Gradients are left out.
+    Without a MOD, a file or a preset it times four calls of Llama-3 and Gemma-2; with sizes it
+    times a call without mods. The others are SDPA, and FlashAttention 2, 3, 4 and FlashInfer if
+    they can be imported. A ratio above 1 means that flexattn is faster. The status is 1 if an
+    accuracy gate is red. Without a GPU it prints what it would time. Gradients are left out.
     """
 
     rounds: Annotated[int, typer.Option(min=3, help="Rounds of each interleaved race.")] = 20
@@ -387,7 +395,8 @@ class Bench(AskedProblems):
         5.0
     )
     rivals: Annotated[
-        bool, typer.Option("--torch/--no-torch", help="Compile and time torch's kernel too.")
+        bool,
+        typer.Option("--torch/--no-torch", help="Time torch's kernel and other libraries too."),
     ] = True
     as_json: AsJson = False
 

@@ -118,8 +118,12 @@ def chosen_rows(
     rows = [*more, *(row for each in workloads for row in each.rows)]
     rows = [row for row in rows if plans or row.served is None]
     rows = [row for row in rows if backward or row.kind != "backward"]
-    if not rows:
-        raise InputError("rows of serving plans alone", "this verb works on calls")
+    if not rows or any(row not in rows for row in more):
+        raise InputError(
+            "only plans, or only gradients",
+            "this verb works on calls of flex_attention, without gradients",
+            "python -m bench.backward times gradients",
+        )
     only = chosen.only
     if only is None:
         return rows
@@ -187,7 +191,7 @@ def device_of(
         if not assumed:
             raise InputError(
                 "no --device, and torch sees no GPU",
-                "a device is named, or this machine has it",
+                "name a device, or run on a machine with a GPU",
                 f"name one: {', '.join(GPUS)}",
             )
         return named(OFFLINE)

@@ -78,8 +78,12 @@ def run(asked: options.Tune) -> None:
     for path in lists if asked.problems else ():
         if not path.exists():
             raise InputError(f"{path}: no such file", "a list is a file, as untuned.jsonl is one")
-    if asked.from_untuned and asked.preset:
-        raise InputError("--from-untuned with --preset", "it is one or the other")
+    if asked.from_untuned and (asked.named or asked.only is not None or asked.sized):
+        raise InputError(
+            "--from-untuned with --preset, --workload, --only or sizes",
+            "a list of untuned problems is tuned whole",
+            "leave out --from-untuned, or the others",
+        )
     rows = []
     if not asked.from_untuned:
         rows = asked_rows(asked, plans=plugin is None, backward=plugin is None)

@@ -51,7 +51,7 @@ def test_plans_are_listed_for_gpus_and_left_out_elsewhere(flexattn):
     assert [each["key"]["kind"] for each in gpu] == ["serving"] * 4 + ["prefill"]
     assert [each["title"] for each in neuron] == ["sd21 level 3 B2 256x256"]
     assert gpu[0]["configs"] == 32 and gpu[0]["rejected"]["left out by quick"] > 100
-    assert "plans alone" in flexattn("bench", "--preset", "serving", status=2).stderr
+    assert "only plans" in flexattn("bench", "--preset", "serving", status=2).stderr
 
 
 def test_a_host_s_other_gpus_measure_nothing(monkeypatch):
@@ -105,6 +105,13 @@ def test_a_dry_run_for_another_device_and_effort(flexattn):
         (["--preset", "sd21", "--device", "h20"], ["no device is called 'h20'"]),
         (["--preset", "sd21"], ["torch sees no GPU", "--dry-run", "flexattn build --device"]),
         (["--from-untuned", "--preset", "sd21", "--dry-run"], ["--from-untuned with --preset"]),
+        (["--from-untuned", "--workload", "w.toml"], ["--workload, --only or sizes"]),
+        (["--from-untuned", "--only", "x"], ["a list of untuned problems is tuned whole"]),
+        (["--from-untuned", "--q-len", "64"], ["leave out --from-untuned"]),
+        (["--preset", "sd21", "--Hq", "16"], ["sizes beside a workload", "flexattn tune causal"]),
+        (["w.toml", "--kind", "decode"], ["sizes beside a workload", "a MOD's call"]),
+        (["causal", "--heads", "8", "--Hq", "8"], ["--heads 8 beside --Hq or --Hkv", "leave out"]),
+        (["causal", "--heads", "8x2"], ["as 32:8", "two numbers with a colon"]),
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else None,
 )
