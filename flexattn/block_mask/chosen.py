@@ -112,7 +112,7 @@ class ChosenBlocks(NamedTuple):
                 kernels[1].prepare(B * heads * blocks, few, by_key), index,
                 (B, heads, rows, k), (B, heads, blocks),
             )  # fmt: skip
-            # Whose lists are no part of what is kept.
+            # Its lists are not kept, only its other attributes.
             first = lazy_mask(
                 _empty((B, heads, rows), k, torch.device("meta")),
                 (self.rows, self.keys), noop_mask, lengths,
@@ -163,7 +163,7 @@ class _Turn:
     columns: tuple[int, int, int]
 
     def __call__(self, by_query: Lists) -> Lists | None:
-        """None of lists of another shape, which somebody gave the mask since."""
+        """None if somebody has given the mask lists of another shape."""
         if by_query.kv_idx.shape != self.shape or by_query.full_idx is None:
             return None
         found = _empty(self.columns, self.shape[2], by_query.kv_idx.device)
@@ -172,7 +172,9 @@ class _Turn:
 
 
 class _Made(NamedTuple):
-    """What masks of one form share: the kernel of their lists, and all but lists and mask_mod.
+    """What masks of one form share.
+
+    The kernel that makes their lists, and every attribute except lists and mask_mod.
 
     counts, width: the lists' sizes. form: as of `shared_form`. known: a mask's attributes.
     """

@@ -183,7 +183,7 @@ KEY_BLOCK = 128
 # Of a row that keeps most blocks, as that of a causal mask does.
 _CLASS = "d1 i1 runs"
 _Positions = tuple[Tensor, Tensor, Tensor, Tensor]
-_T = TypeVar("_T", bound=tuple[Tensor, ...])
+_T = TypeVar("_T", bound=tuple[Any, ...])
 # Made once for the steps of a cache whose size stays; memory of another stream is not read.
 _kept: Lru[tuple[Any, ...], Any] = Lru(16)
 
@@ -245,21 +245,27 @@ def _made_positions(B: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> _P
     return b.view(-1, 1, 1), kv_idx[0], q_idx.view(1, -1, 1), kv_idx
 
 
-def kept_tensors(make: Callable[..., _T], sizes: tuple[int, ...], device: torch.device) -> _T:
+def kept_tensors(
+    make: Callable[..., _T],
+    sizes: tuple[Any, ...],
+    device: torch.device,
+    kept: Lru[tuple[Any, ...], Any] = _kept,
+) -> _T:
     """The tensors of make(*sizes, device), the same for every call on one stream.
 
-    The caller does not write to them. Those of a graph's capture or of a trace are not kept.
+    The last one is a tensor; the caller writes to none. kept: where they are kept.
+    Those of a graph's capture or of a trace are not kept.
     """
     device, stream, capturing = queue_of(device)
     key = make, sizes, device, stream
-    found: _T | None = None if capturing else _kept.get(key)
+    found: _T | None = None if capturing else kept.get(key)
     if found is None:
         # What is made in inference mode could not be read by a graph that is differentiated.
         with torch.inference_mode(False):
             found = make(*sizes, device)
         # A tensor of another class, as of a trace, is of no use to others.
         if not capturing and type(found[-1]) is Tensor:
-            _kept.put(key, found)
+            kept.put(key, found)
     return found
 
 

@@ -230,7 +230,10 @@ def _any(chosen: Tensor, dim: int, size: int, length: int) -> Tensor:
 
 
 def _places(size: int, length: int, device: torch.device) -> tuple[Tensor]:
-    """What the positions of each block have, int64 [blocks, the most that one has]; some twice."""
+    """The units (or blocks of rows) of each block of _BLOCK positions.
+
+    int64 [blocks, the most of one]. Some are there twice.
+    """
     first = torch.arange(0, length, _BLOCK, device=device)[:, None]
     last = (first + _BLOCK).clamp(max=length) - 1
     step = torch.arange((size + _BLOCK - 2) // size + 1, device=device)

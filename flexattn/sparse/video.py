@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import Tensor
 
 from flexattn.errors import InputError
 from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.selection import Selection
+from flexattn.sparse.shared import of_query_heads, wide
 
 
 def vsa(
@@ -28,12 +28,18 @@ def vsa(
 
     query [B, Hq, L, E], key [B, Hkv, L, E], value [B, Hkv, L, Ev], gates [B, Hq, L, 1 or Ev];
     tokens in the order of frames, rows, columns of `canvas`, which is whole cubes. The means of a
-    cube's queries, keys and values attend to each other without a mask; each token has its cube's
-    result, times coarse_gate. By the same scores each cube of queries chooses k cubes of keys,
-    whose tokens its own attend to, times fine_gate. Both train.
+    cube's queries, keys and values attend to each other without a mask. Each token gets the
+    result of its cube, times coarse_gate. Each cube of queries also chooses k cubes of keys by the
+    same scores. Its tokens attend to theirs, times fine_gate. Both parts have gradients.
 
     Source: Zhang et al., VSA, 2025, arXiv:2505.13389.
     """
+    if len(canvas) != 3 or len(cube) != 3 or min(*canvas, *cube) < 1:
+        raise InputError(
+            f"a canvas of {canvas} in cubes of {cube}",
+            "both are frames, rows and columns, at least 1 of each",
+            "pass three numbers each; an image is one frame",
+        )
     ragged = any(a % b for a, b in zip(canvas, cube, strict=True))
     if ragged or math.prod(canvas) != query.shape[2]:
         raise InputError(
@@ -42,23 +48,24 @@ def vsa(
             "pad the frames, rows and columns",
         )
     if key.shape[2] != query.shape[2]:
-        raise InputError(f"{key.shape[2]} keys for {query.shape[2]} queries", "they are as many")
+        raise InputError(
+            f"{query.shape[2]} queries and {key.shape[2]} keys",
+            "each token has a query and a key: there are as many keys as queries",
+            "pass those of the whole canvas",
+        )
     size = math.prod(cube)
     q, key_cubes, value_cubes = (_in_cubes(x, canvas, cube) for x in (query, key, value))
-    group = query.shape[1] // key.shape[1]
-    means = (x.float() if x.element_size() < 4 else x for x in (q, key_cubes, value_cubes))
-    of_q, of_k, of_v = (x.mean(3) for x in means)
-    of_k, of_v = (x.repeat_interleave(group, 1) for x in (of_k, of_v))
+    of_q, of_k, of_v = (
+        of_query_heads(wide(x).mean(3), query) for x in (q, key_cubes, value_cubes)
+    )
     scores = of_q @ of_k.mT * (1 / math.sqrt(query.shape[3]) if scale is None else scale)
     coarse = (scores.softmax(-1) @ of_v).to(query.dtype)
     chosen = Selection.from_topk(scores, k, unit=size, rows=size)
-    tokens = [x.flatten(2, 3) for x in (q, key_cubes, value_cubes)]
-    attention: Any = flex_attention
-    fine = attention(*tokens, block_mask=chosen, scale=scale, enable_gqa=True)
+    q, key_cubes, value_cubes = (x.flatten(2, 3) for x in (q, key_cubes, value_cubes))
+    fine = flex_attention(q, key_cubes, value_cubes, None, chosen, scale, True)
     parts = coarse[:, :, :, None].expand(-1, -1, -1, size, -1), fine.unflatten(2, (-1, size))
     of_cubes, of_tokens = (_in_frames(x, canvas, cube) for x in parts)
-    found: Tensor = coarse_gate * of_cubes + fine_gate * of_tokens
-    return found
+    return coarse_gate * of_cubes + fine_gate * of_tokens
 
 
 def _in_cubes(x: Tensor, canvas: tuple[int, ...], cube: tuple[int, ...]) -> Tensor:
