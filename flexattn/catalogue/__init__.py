@@ -7,8 +7,8 @@ A mask goes to `create_block_mask`, a score mod to `flex_attention(score_mod=...
 paper; docs/gallery.md shows them all. Names and arguments are stable: they stand in workload files
 and records. `CASES` has the same mods with tensors for any shape, for the command line and tests.
 
-Over positions: causal, causal_offset, sliding_window, dilated_window, head_windows, prefix_lm.
-Of packed and padded batches: document, document_offsets, document_ids, padding.
+Positions: causal, causal_offset, sliding_window, dilated_window, head_windows, prefix_lm.
+Packed and padded batches: document, document_offsets, document_ids, padding.
 Structures: natten_2d, sliding_tile_3d, flamingo, transfusion, tree, block_table.
 Scores: softcap, alibi, relative_bias, t5_bias, head_bias, length_temperature, scaled.
 """

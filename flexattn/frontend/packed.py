@@ -95,8 +95,8 @@ class Pack(NamedTuple):
     """The bound mods and the scale of a call, and the same call with a document mask.
 
     in_order: sums of gradients have the same bits in every run.
-    q [total_q, Hq, D], k and v [total_k, Hkv, D or Dv], cu_seqlens int32 [sequences + 1]: those
-    that are plain and readable.
+    q [total_q, Hq, D], k and v [total_k, Hkv, D or Dv], cu_seqlens int32 [sequences + 1]: all
+    have passed `is_readable`.
     """
 
     score: Bound | None

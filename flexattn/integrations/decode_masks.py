@@ -1,17 +1,16 @@
 """Masks of one new row, as a step of `generate` needs them: in few operations, without a wait.
 
-Static caches (`static_mask`): all that changes from step to step is in tensors of the same
-sizes: a Python number would be an input of the compiled graph, of which torch records another CUDA
-graph for each value.
+Static caches (`static_mask`): tensors of fixed sizes hold all that changes between steps. A Python
+number would be an input of the graph, and torch would record one CUDA graph for each value.
 
-Padded batches with few keys (`padded_mask`): each step copies its padding into a table that
-stays, which the masks of all steps read: masks and launches are reused whatever the padding is.
+Padded batches with few keys (`padded_mask`): each step copies its padding into one table. The
+masks of all steps read that table, so masks and launches are reused whatever the padding is.
 transformers makes a new padding mask in each step, and comparing it with the last one makes the
 host wait for the device.
 
-Padded batches with more keys (`decoding_mask`): what was made of a padding is kept with room for
-keys to come, and a step compares: one operation and one wait, as asking whether the mask removes
-anything takes. Each step's mask is the last one and a True for the new key.
+Padded batches with more keys (`decoding_mask`): the table of a padding is kept, with room for keys
+to come. A step compares its padding with it: one operation and one wait, as many as asking whether
+the mask removes anything. Each step's mask is the last one and a True for the new key.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Number:
 
     @property
     def dtype(self) -> str:
-        """The kernel's argument's."""
+        """The dtype of the kernel's argument."""
         return self.found if self.limits is None else _NARROW
 
     def value(self, scalars: Sequence[int | float]) -> int | float | None:

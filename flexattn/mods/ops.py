@@ -103,7 +103,7 @@ DETACH, OWN_GRADIENT = "detach", "own_gradient"
 class Op:
     """A pointwise operation: one row of flexattn.mods.ops.OPS.
 
-    Operands share the result's dtype, except a predicate's, and the condition of `where`.
+    Operands have the result's dtype, except those of a predicate and the condition of `where`.
 
     triton: its text, a format of the operands and of `tl`, the language's module. integers, gluon:
     the text for integers and bools, and in Gluon, where it is another.

@@ -76,7 +76,7 @@ _LISTED = {module.split(".")[1] for each in RENDERERS.values() for module in eac
 
 # What renderers import that decides no kernel of a record, and why.
 NO_TEXT = {
-    "errors": "the words where nothing is rendered",
+    "errors": "it has only the words of errors",
     "device.device": "what it says of a device is hashed by value",
     "kernels.ptx.assembler": "which of Triton's assemblers: its release, and a config, say it",
     "kernels.printers.interpreted_gluon": "of Triton's interpreter, in which nothing is tuned",

@@ -51,7 +51,7 @@ class SomeRows(NamedTuple):
         return x[self.b[:, None, None], self.h[:, None], self.rows]
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """From a tensor with a part for each KV head, as k, the part of each batch and head."""
+        """The part of each batch and head, from a tensor with one for each KV head, such as k."""
         kv_head = self.h // (self.heads // x.shape[1])
         return x[self.b.clamp(max=x.shape[0] - 1)[:, None], kv_head]
 

@@ -17,7 +17,7 @@ _ORDER = "_flexattn_order"
 _TURN = "_flexattn_turn"
 
 
-# None of lists that it cannot read.
+# None for lists that it cannot read.
 Turning = Callable[[Lists], Lists | None]
 
 

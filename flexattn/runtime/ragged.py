@@ -296,7 +296,7 @@ class PackedBackward(NamedTuple):
     def of(
         cls, problem: Problem, target: Device, device: torch.device, in_order: bool
     ) -> PackedBackward | None:
-        """None where Hopper's backward does not serve a problem; in_order: sums are."""
+        """None if Hopper's backward cannot run; in_order: with the same bits in every run."""
         choice = _served(BACKWARD, problem, target, _compiler(target, device)[1], in_order)
         return None if choice is None else cls(choice)
 

@@ -251,7 +251,7 @@ def _prefill_kernels(
     if found is None:
         raise ConfigError(
             f'{problem.describe()} with BACKEND="GLUON"',
-            f"no forward in Gluon serves it on {target.arch}",
+            f"no forward in Gluon computes it on {target.arch}",
             "leave kernel_options out",
         )
     return found

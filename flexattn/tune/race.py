@@ -43,9 +43,9 @@ def decide(
     """The winner of a race by its finals' samples alone.
 
     A challenger replaces the default only with a median paired speedup above the margin, and if
-    the signed-rank test is sure of that. The best median of those wins; challengers
-    within 0.5 % of it tie, and the tie goes to less shared memory, then fewer registers. Without
-    a time of the default, the fastest median wins.
+    the signed-rank test is sure of that. Among the challengers that pass, the best median
+    wins. Those within 0.5 % of it tie, and the tie goes to less shared memory, then fewer
+    registers. Without a time of the default, the fastest median wins.
     """
     incumbent = trials[default]
     raced = [

@@ -44,7 +44,7 @@ from flexattn.mods.graph import Captured, GraphMod, read_graph
 from flexattn.mods.outside import strays
 from flexattn.mods.refusal import Refusal
 from flexattn.problem import DTYPES, FP8
-from flexattn.settings import current, say_once
+from flexattn.settings import current, log, say_once
 
 _DEVICES = ("cuda", "cpu")
 # Of a node's mask: counts and indices of blocks by query, then by key, stand behind two lengths;
@@ -347,18 +347,33 @@ class _Pack(NamedTuple):
     integers: list[list[Any]]
 
     def given(self) -> list[Any]:
-        """What the ops take between the tensors of rows and keys and the scale."""
+        """What the ops take between q, k, v and the scale."""
         return [*self.cu_seqlens, *self.tensors, *self.integers, self.text]
 
     @classmethod
-    def read(
-        cls, kernel_options: dict[str, Any], node: _Node,
-        captures: tuple[Sequence[Any], Sequence[Any]], nodes: Any, inputs: Any, scale: Any,
-        options: dict[str, Any], backward: bool = False,
-    ) -> _Pack | None:  # fmt: skip
+    def read(cls, *given: Any) -> _Pack | None:
+        """The pack of a node, as `_read` is given it; None if a document mask serves the node."""
+        try:
+            return cls._read(*given)
+        except Exception as why:
+            log.info("a graph attends packed sequences by a document mask: a mod %s", why)
+            return None
+
+    @classmethod
+    def _read(
+        cls,
+        kernel_options: dict[str, Any],
+        node: _Node,
+        captures: tuple[Sequence[Any], Sequence[Any]],
+        nodes: Any,
+        inputs: Any,
+        scale: Any,
+        options: dict[str, Any],
+        backward: bool = False,
+    ) -> _Pack | None:
         """captures, nodes: of score_mod and mask_mod. inputs: query, key and value first.
 
-        options: of which a pack's call has DETERMINISTIC alone.
+        options: a pack's call has DETERMINISTIC or none.
         """
         count = kernel_options.get(PACK_MARKS)
         if count is None or node.mask is None or refuses_packs():

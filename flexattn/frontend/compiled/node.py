@@ -47,7 +47,13 @@ def traced(arguments: tuple[Any, ...]) -> Any:
     make: Any = Call
     given = make(*arguments, options=None)
     found = node_of(given)
-    return outside(answer, arguments) if found is None else found
+    if found is not None:
+        return found
+    asked = arguments[8]
+    if asked is not None and PACK_MARKS in asked:  # they are of a node alone
+        asked = {key: value for key, value in asked.items() if key != PACK_MARKS}
+        arguments = (*arguments[:8], asked or None, *arguments[9:])
+    return outside(answer, arguments)
 
 
 def node_of(given: Call, installed: bool = False) -> Any:

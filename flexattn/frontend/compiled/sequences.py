@@ -3,7 +3,7 @@
 `varlen_attn` in a graph is torch's node with a document mask, which whoever runs the node
 attends by. The first tensors that its mask_mod captures, the marks, say which sequence a row is
 of and where that begins. Kernels that read cu_seqlens know both: with the marks' values replaced,
-the node's mods are those of positions in a sequence, and the mask's lists are read by nobody.
+the node's mods are those of positions in a sequence, and nobody reads the mask's lists.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from flexattn.kernels.printers.torch_printer import mask_callable
 from flexattn.mods import bind
 from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.graph import GraphMod
+from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import make, rebuilt
 from flexattn.mods.site import interned
 from flexattn.runtime.launch import dense_strides
@@ -61,19 +62,22 @@ def in_sequences(
 ) -> tuple[GraphMod, list[int]]:
     """A node's mod as one of positions in a sequence, and the tensors that it still captures.
 
-    numbers, begins: of the captured tensors those that have each row's sequence and where it
-    begins. Behind the beginning 0 positions count within a sequence, and b is its number.
+    numbers, begins: places of the captured tensors that have each row's sequence, and where it
+    begins. With 0 as the beginning, positions count within a sequence, and b is its number.
+    Raises Refusal for a mod that reads another tensor at a row's place in the pack.
     """
     b = Expr("var", "int64", (), "b")
     narrow = make("cast", "int32", (b,))
 
     def replace(node: Expr, args: Sequence[Expr]) -> Expr | None:
-        # What a user's mod reads stands at positions in a sequence, which are computed.
-        marked = node.op == "load" and node.args[0].value in ("q_idx", "kv_idx")
-        if marked and node.value in begins:
+        # What a user's mod reads is at positions in a sequence, which are computed.
+        bare = node.op == "load" and node.args and node.args[0].value in ("q_idx", "kv_idx")
+        if bare and node.value in begins:
             return const(0, node.dtype)
-        if marked and node.value in numbers:
+        if bare and node.value in numbers:
             return make("cast", node.dtype, (b,))
+        if bare:
+            raise Refusal("reads a tensor at a row's place in the pack")
         # A number of 32 bits that is widened again.
         if node.op == "cast" and args[0] is narrow and node.dtype == "int64":
             return b
@@ -103,10 +107,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
     with the integers beside it; what `printed` gave, and the scale. Mods are of positions in a
     sequence. Where no kernel of packs is right a document mask made here serves.
     """
-    cu_q, cu_k = rest[:2]
+    cu_q, cu_k = (x.contiguous() for x in rest[:2])
     with torch.no_grad(), transforming():
         rows = _rows(q), _rows(k), _rows(v)
-        pack = _pack(rows, *rest)
+        pack = _pack(rows, cu_q, cu_k, *rest[2:])
         found = None
         if is_readable(*rows, cu_q, cu_k, None):
             found = pack.attended(*rows, cu_q, cu_k, None, True)
@@ -138,20 +142,26 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Ten
 
 
 def _attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None,
-    dlse: Tensor | None, *given: Any,
-) -> list[Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    *given: Any,
+) -> list[Tensor]:
     """Gradients of q, k and v; out and lse: of `_attend`, dout and dlse: their gradients.
 
-    given: as of `_attend`, and places. Where there are some, of all three one tensor that has
-    them there, as `attend_backward_packed` has.
+    given: as of `_attend`, then places. If there are places, the result is one tensor that has
+    all three gradients there, as `attend_backward_packed` has.
     """
     *rest, places = given
-    cu_q, cu_k = rest[:2]
+    cu_q, cu_k = (x.contiguous() for x in rest[:2])
     memory, into = side_by_side(q, k, v, places) if places else (None, None)
     with torch.no_grad(), transforming():
         rows = _rows(q), _rows(k), _rows(v)
-        pack = _pack(rows, *rest)
+        pack = _pack(rows, cu_q, cu_k, *rest[2:])
         grads = None if dout is None else _rows(dout.resolve_neg()), dlse
         if is_readable(*rows, cu_q, cu_k, None) and pack.has_gradients(*rows, len(cu_q) - 1):
             found = pack.gradients(rows, (_rows(out), lse), grads, cu_q, cu_k, into=into)

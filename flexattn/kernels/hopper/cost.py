@@ -31,8 +31,8 @@ class HopperCosts:
     key with three consumers; times `two` with two of them, 1 + `score` with a score_mod, `turns`
     where consumers alternate. narrow: factor of a step of fewer than 128 keys at up to 128
     columns, but of three consumers; boxes: of a step with `v_box`. tail: the part of the
-    longest tile that ends alone. Bandwidths: memory: what keys have that no other SM reads;
-    traffic: what inputs and output have. Fits, not what memory can do: they stand for waits too.
+    longest tile that ends alone. Two bandwidths: memory, for keys that no
+    other SM reads; traffic, for inputs and output. They are fits, and include waits.
     """
 
     launch: float = 9.27

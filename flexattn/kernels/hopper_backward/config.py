@@ -37,8 +37,8 @@ class HopperBackwardConfig:
 
     BLOCK_M: query rows of a tile, 64 or 128.
     BLOCK_N: keys of a tile; 128, of which each of the two consumer warpgroups has 64 rows of dK
-    and dV in registers, or 64: each then has half the columns of both, or one of the two. Of more
-    than 128 columns 128 keys fit where dK and dV have 320 together (is_lean).
+    and dV in registers, or 64: each then has half the columns of both, or one of the two. Above
+    128 columns 128 keys fit if dK and dV have 320 columns together (is_lean).
     num_stages: tiles of Q, and of dO, in shared memory at once, 1 to 4; the loads run that far
     ahead.
     mha: whether each key head has one query head, of one batch; default False: a block walks the

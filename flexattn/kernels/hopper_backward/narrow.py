@@ -23,7 +23,7 @@ PART = 64
 class Boxes:
     """What the copy engine adds of a tile of dq, of count equal boxes in shared memory.
 
-    used: those of each warpgroup, and behind how many others in memory each lies.
+    used: the boxes of each warpgroup, as (place in shared memory, place in memory).
     """
 
     count: int
@@ -36,9 +36,10 @@ _WHOLE = Boxes(1, (((0, 0),), ()), False)
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What threads add of a product of dq, of which each has so many values.
+    """What threads add of a product of dq.
 
-    eights: of columns, of each warpgroup that calls it. first: how many lie before them in a tile.
+    values: sums of a thread. eights: groups of 8 columns that each calling warpgroup adds.
+    first: groups before them in the tile.
     """
 
     values: int

@@ -270,7 +270,7 @@ def render(
         "dq_boxes": dq_boxes(structure, config),
         "added": added_sums(structure, config),
         "dq_size": dq_size(structure),
-        # Who has fewer columns of dq is who weighs, as that one has the exponentials, too.
+        # The warpgroup that weighs computes the exponentials, too, so it gets fewer columns of dq.
         "swapped": config.by_product and bool(added_sums(structure, config)),
         "shift_rows": config.shift_rows
         and sparsity is None

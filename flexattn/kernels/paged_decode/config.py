@@ -202,8 +202,8 @@ def workspace(
 
     A program's range of tiles begins inside at most one work tile and ends inside at most one
     other: two partial results, each of BLOCK_M rows of outputs and a log-sum-exp. If a tile
-    ends in its range, it keeps its own where it awaits those of the others. Batch-invariant ones
-    have two and part_slots for its splits, of the rows that a work tile has.
+    ends in its range, it keeps its own result if it awaits those of the others. A batch-invariant
+    one has two, and part_slots for its splits, of the rows that a work tile has.
     """
     if form.split_keys:
         rows = min(config.BLOCK_M, form.rows or config.BLOCK_M)

@@ -15,12 +15,12 @@ from flexattn.mods import bind
 from flexattn.mods.graph import Captured, read_graph
 from tests.packs import KEYS, LENGTHS, offsets, pack
 
-TABLE = torch.linspace(-1, 1, 6)
+TABLE, HALF = torch.linspace(-1, 1, 6), torch.tensor(0.5)
 LIMITS = torch.tensor([1, 50, 90, 3, 40, 30])
 
 
 def by_sequence(score, b, h, q_idx, kv_idx):
-    return score * TABLE[b] + (q_idx - kv_idx).clamp(0, 40) + 0.5 * q_idx
+    return score * TABLE[b] + (q_idx - kv_idx).clamp(0, 40) + HALF * q_idx
 
 
 def odd(b, h, q_idx, kv_idx):
