@@ -261,7 +261,7 @@ class DecodePlan:
         row_lens: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
-    ) -> Tensor | Any:  # the plan's `lse` decides, which no type says
+    ) -> Tensor | Any:
         """Launch on the current stream, on tensors of the plan's device.
 
         q [B, q_len, Hq, D], or [total_q, Hq, D] with cu_seqlens_q int32 [B + 1]. kv_cache: (K, V),
