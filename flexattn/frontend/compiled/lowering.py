@@ -81,13 +81,9 @@ def lower(
     on_cpu = not narrower and _torch_runs(query, kernel_options, options)
     try:
         node = _Node.read(
-            kernel_options,
-            query,
-            subgraph,
-            block_mask,
-            (score_captures, mask_captures),
+            kernel_options, query, subgraph, block_mask, (score_captures, mask_captures),
             inputs[7:9],
-        )
+        )  # fmt: skip
         if on_cpu and not node.reads_floats and not node.strays(_sizes(inputs)):
             return None
         text = printed(Spec(
@@ -213,11 +209,8 @@ def with_lists_by_key(args: Sequence[Any]) -> Sequence[Any]:
     num, idx, *full = mask[_LISTS]
     made = [*_call(BY_KEY_NAME, [num, idx])]
     made += full if full[0] is None else _call(BY_KEY_NAME, full)
-    return (
-        *args[:_MASK],
-        (*mask[: _BY_KEY.start], *made, *mask[_BY_KEY.stop :]),
-        *args[_MASK + 1 :],
-    )
+    mask = *mask[: _BY_KEY.start], *made, *mask[_BY_KEY.stop :]
+    return *args[:_MASK], mask, *args[_MASK + 1 :]
 
 
 def _torch_runs(query: Any, kernel_options: dict[str, Any], options: dict[str, Any]) -> bool:
@@ -361,20 +354,12 @@ class _Pack(NamedTuple):
 
     @classmethod
     def _read(
-        cls,
-        kernel_options: dict[str, Any],
-        node: _Node,
-        captures: tuple[Sequence[Any], Sequence[Any]],
-        nodes: Any,
-        inputs: Any,
-        scale: Any,
-        options: dict[str, Any],
-        backward: bool = False,
-    ) -> _Pack | None:
-        """captures, nodes: of score_mod and mask_mod. inputs: query, key and value first.
-
-        options: a pack's call has DETERMINISTIC or none.
-        """
+        cls, kernel_options: dict[str, Any], node: _Node,
+        captures: tuple[Sequence[Any], Sequence[Any]], nodes: Any, inputs: Any, scale: Any,
+        options: dict[str, Any], backward: bool = False,
+    ) -> _Pack | None:  # fmt: skip
+        # captures, nodes: of score_mod and mask_mod. inputs: query, key and value first.
+        # options: a pack's call has DETERMINISTIC or none.
         count = kernel_options.get(PACK_MARKS)
         if count is None or node.mask is None or refuses_packs():
             return None
