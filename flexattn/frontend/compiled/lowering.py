@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch._inductor import config, ir
 from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import V
@@ -16,6 +15,13 @@ from torch._inductor.virtualized import V
 from flexattn.device import detect
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.compiled.joint import Examples, joint_agrees, with_gradients
+from flexattn.frontend.compiled.node_data import (
+    BY_KEY,
+    LISTS,
+    NodeData,
+    expected_sizes,
+    fixed_scale,
+)
 from flexattn.frontend.compiled.op import (
     BACKWARD_OP_NAME as BACKWARD_NAME,
     BY_KEY_OP_NAME as BY_KEY_NAME,
@@ -23,36 +29,23 @@ from flexattn.frontend.compiled.op import (
     PACKED_OP_NAME as PACKED_NAME,
     widened_sources,
 )
+from flexattn.frontend.compiled.pack_data import PackData
 from flexattn.frontend.compiled.packed import SideBySide, packed_gradients
 from flexattn.frontend.compiled.sequences import (
-    BEGINS,
-    CU_SEQLENS,
-    SEQUENCE_NUMBERS,
     SEQUENCES_BACKWARD_OP,
     SEQUENCES_OP,
-    in_sequences,
 )
 from flexattn.frontend.compiled.spec import BARE, Spec, parsed, printed
-from flexattn.frontend.gradients import AskedGradients, check_backward, check_order, repeats_bits
+from flexattn.frontend.gradients import AskedGradients, check_backward, check_order
 from flexattn.frontend.on_cpu import CPU_DTYPES
-from flexattn.frontend.packed import PACK_MARKS, has_kernel, refuses_packs
 from flexattn.kernels.choose.options import Options, parse
 from flexattn.mods import Bound
 from flexattn.mods.derivative import derivatives
-from flexattn.mods.expr import const
-from flexattn.mods.graph import Captured, GraphMod, read_graph
-from flexattn.mods.outside import strays
 from flexattn.mods.refusal import Refusal
-from flexattn.problem import DTYPES, FP8
 from flexattn.settings import current, log, say_once
 
-_DEVICES = ("cuda", "cpu")
-# Of a node's mask: counts and indices of blocks by query, then by key, stand behind two lengths;
-# its last three entries are the block's rows, its keys, and the graph of mask_mod.
-_LISTS, _BY_KEY, _BLOCK, _GRAPH = slice(2, 6), slice(6, 10), slice(-3, -1), -1
 # Where a backward node has its mask, and its options.
 _MASK, _OPTIONS = 9, 11
-_POSITIONS = "b", "h", "q_idx", "kv_idx"
 _LN_2 = math.log(2)
 
 
@@ -80,7 +73,7 @@ def lower(
     narrower = any(x is not y for (x, *_), y in zip(found, (query, key, value), strict=True))
     on_cpu = not narrower and _torch_runs(query, kernel_options, options)
     try:
-        node = _Node.read(
+        node = NodeData.read(
             kernel_options, query, subgraph, block_mask, (score_captures, mask_captures),
             inputs[7:9],
         )  # fmt: skip
@@ -92,7 +85,7 @@ def lower(
             options, _kept(node.lists),
         ))  # fmt: skip
         parsed(text)
-        pack = _Pack.read(
+        pack = _pack(
             kernel_options, node, (score_captures, mask_captures), inputs[7:9], inputs, scale,
             options,
         )  # fmt: skip
@@ -110,10 +103,10 @@ def lower(
         return None
     given = [_as_traced(x, node) for x, node, _ in found]
     if pack is not None:
-        out, lse, maxima = _call(SEQUENCES_OP, [*given, *pack.given(), _fixed(scale)])
+        out, lse, maxima = _call(SEQUENCES_OP, [*given, *pack.given(), fixed_scale(scale)])
     else:
         out, lse, maxima = _call(OP_NAME, [
-            *given, list(node.lists), *node.tensors, *node.integers, text, _fixed(scale),
+            *given, list(node.lists), *node.tensors, *node.integers, text, fixed_scale(scale),
             *(factor for *_, factor in found),
         ])  # fmt: skip
     return out, _times(lse, 1 / _LN_2), _times(maxima, 1 / _LN_2)
@@ -148,7 +141,7 @@ def lower_backward(
     try:
         if V.graph.cpp_wrapper:
             raise Refusal("is called from Inductor's cpp_wrapper, to which no op returns a list")
-        node = _Node.read(
+        node = NodeData.read(
             kernel_options, query, subgraph, block_mask, (score_captures, mask_captures),
             inputs[12:],
         )  # fmt: skip
@@ -167,7 +160,7 @@ def lower_backward(
             True, tuple(tensors.index(i) for i in wanted),
         ))  # fmt: skip
         parsed(text)
-        pack = None if wanted else _Pack.read(
+        pack = None if wanted else _pack(
             kernel_options, node, (score_captures, mask_captures), inputs[12:], inputs, scale,
             options, True,
         )  # fmt: skip
@@ -183,13 +176,13 @@ def lower_backward(
     given += [grad_out, None if grad_lse is None else _times(grad_lse, 1 / _LN_2)]
     packed = packed_gradients(V.graph.current_node)
     if pack is not None:
-        given += [*pack.given(), _fixed(scale), [] if packed is None else packed.places]
+        given += [*pack.given(), fixed_scale(scale), [] if packed is None else packed.places]
         found = _call(SEQUENCES_BACKWARD_OP, given)
         found = found if packed is None else _side_by_side(packed, found[0], inputs)
         return (*found, (None,) * len(score_captures))
     by_key = [] if _unmade(inputs[_MASK]) else list(node.by_key)
     given += [
-        list(node.lists), by_key, *node.tensors, *node.integers, text, _fixed(scale),
+        list(node.lists), by_key, *node.tensors, *node.integers, text, fixed_scale(scale),
     ]  # fmt: skip
     if packed is None:
         *found, captured = _call(BACKWARD_NAME, given)
@@ -200,16 +193,25 @@ def lower_backward(
     return (*found, tuple(map(by_place.get, range(len(score_captures)))))
 
 
+def _pack(*given: Any) -> PackData | None:
+    """As PackData.read; None also for a node that it cannot read: a document mask is right too."""
+    try:
+        return PackData.read(*given)
+    except Exception as why:
+        log.info("a graph computes packed sequences with a document mask: a mod %s", why)
+        return None
+
+
 def with_lists_by_key(args: Sequence[Any]) -> Sequence[Any]:
     """A marked backward's arguments, with lists by key where there are none: torch reads them."""
     traced: Any = V.graph.current_node.args
     mask = args[_MASK]
     if BARE in traced[_OPTIONS] or not _unmade(traced[_MASK]):
         return args
-    num, idx, *full = mask[_LISTS]
+    num, idx, *full = mask[LISTS]
     made = [*_call(BY_KEY_NAME, [num, idx])]
     made += full if full[0] is None else _call(BY_KEY_NAME, full)
-    mask = *mask[: _BY_KEY.start], *made, *mask[_BY_KEY.stop :]
+    mask = *mask[: BY_KEY.start], *made, *mask[BY_KEY.stop :]
     return *args[:_MASK], mask, *args[_MASK + 1 :]
 
 
@@ -233,7 +235,7 @@ def _torch_runs(query: Any, kernel_options: dict[str, Any], options: dict[str, A
 
 def _unmade(block_mask: Any) -> bool:
     """True if a node has its lists by query in the place of lists by key, as `node` makes it."""
-    return all(map(is_, block_mask[_LISTS], block_mask[_BY_KEY]))
+    return all(map(is_, block_mask[LISTS], block_mask[BY_KEY]))
 
 
 def _side_by_side(packed: SideBySide, memory: Any, inputs: Any) -> list[Any]:
@@ -257,152 +259,6 @@ def _call(qualified: str, given: Sequence[Any]) -> Any:
     return fallback_handler(_op(qualified), add_to_fallback_set=False)(*given)
 
 
-class _Node(NamedTuple):
-    """The data of a node of either direction, beside its tensors of rows and keys.
-
-    captures: of the score_mod. mask_captures: of the mask_mod. tensors, integers: what the
-    score_mod and the mask_mod capture.
-    """
-
-    score: GraphMod
-    captures: list[Captured | None]
-    mask: GraphMod | None
-    mask_captures: list[Captured | None]
-    block: tuple[int, int] | None
-    lists: tuple[Any, ...]
-    by_key: tuple[Any, ...]
-    tensors: list[list[Any]]
-    integers: list[list[Any]]
-
-    @classmethod
-    def read(
-        cls,
-        kernel_options: dict[str, Any],
-        query: Any,
-        subgraph: Any,
-        block_mask: tuple[Any, ...],
-        captures: tuple[Sequence[Any], Sequence[Any]],
-        nodes: Any,
-    ) -> _Node:
-        """captures: of score_mod and mask_mod, and their nodes. Raises Refusal."""
-        where = query.get_device()
-        if where.type not in _DEVICES:
-            raise Refusal(f"is called on {where}")
-        if where.type == "cuda" and query.get_dtype() not in DTYPES | FP8:
-            raise Refusal(f"is called on tensors of {query.get_dtype()}")
-        score, found = _read(subgraph, "score", captures[0], nodes[0], where)
-        mask = block = None
-        masked: list[Captured | None] = []
-        lists: tuple[Any, ...] = ()
-        by_key: tuple[Any, ...] = ()
-        if BARE in kernel_options:
-            captures = captures[0], ()
-        else:
-            mask, masked = _read(block_mask[_GRAPH], "mask", captures[1], nodes[1], where)
-            rows, keys = map(V.graph.sizevars.guard_int, block_mask[_BLOCK])
-            block = rows, keys
-            lists = tuple(each for each in block_mask[_LISTS] if each is not None)
-            by_key = tuple(each for each in block_mask[_BY_KEY] if each is not None)
-        tensors = [[x for x in each if _is_tensor(x)] for each in captures]
-        integers = [[x for x in each if not _is_tensor(x)] for each in captures]
-        return cls(score, found, mask, masked, block, lists, by_key, tensors, integers)
-
-    @property
-    def reads_floats(self) -> bool:
-        """True if a mod captures a Python float: Inductor's kernel has no argument for one."""
-        mods = [mod for mod in (self.score, self.mask) if mod is not None]
-        return any(kind == "tensor" for mod in mods for kind, _ in mod.sources)
-
-    def strays(self, sizes: Sequence[int]) -> bool:
-        """True if a mod may read outside of a tensor, of which Inductor's kernel makes an error.
-
-        It does also where the mask removes what was read. sizes: of B, Hq, L and S.
-        """
-        ranges = dict(zip(_POSITIONS, ((0, size - 1) for size in sizes), strict=True))
-        pairs = (self.score, self.captures), (self.mask, self.mask_captures)
-        return any(
-            strays(mod.mod.expr, [each for each in found if each is not None], ranges)
-            for mod, found in pairs
-            if mod is not None
-        )
-
-
-class _Pack(NamedTuple):
-    """A node of packed sequences that kernels which read cu_seqlens serve.
-
-    cu_seqlens: of rows and of keys. text: the mods of positions in a sequence as `printed` gives
-    them. tensors, integers: what these capture.
-    """
-
-    cu_seqlens: tuple[Any, Any]
-    text: str
-    tensors: list[list[Any]]
-    integers: list[list[Any]]
-
-    def given(self) -> list[Any]:
-        """What the ops take between q, k, v and the scale."""
-        return [*self.cu_seqlens, *self.tensors, *self.integers, self.text]
-
-    @classmethod
-    def read(cls, *given: Any) -> _Pack | None:
-        """The pack of a node, as `_read` is given it; None if a document mask serves the node."""
-        try:
-            return cls._read(*given)
-        except Exception as why:
-            log.info("a graph attends packed sequences by a document mask: a mod %s", why)
-            return None
-
-    @classmethod
-    def _read(
-        cls, kernel_options: dict[str, Any], node: _Node,
-        captures: tuple[Sequence[Any], Sequence[Any]], nodes: Any, inputs: Any, scale: Any,
-        options: dict[str, Any], backward: bool = False,
-    ) -> _Pack | None:  # fmt: skip
-        # captures, nodes: of score_mod and mask_mod. inputs: query, key and value first.
-        # options: a pack's call has DETERMINISTIC or none.
-        count = kernel_options.get(PACK_MARKS)
-        if count is None or node.mask is None or refuses_packs():
-            return None
-        traced = [
-            [its for x, its in zip(*pair, strict=True) if _is_tensor(x)]
-            for pair in zip(captures, nodes, strict=True)
-        ]
-        marks = traced[1][:count]
-        mods, tensors, bound = [], [], []
-        kinds = [[marks[i] for i in places if i < count] for places in (SEQUENCE_NUMBERS, BEGINS)]
-        pairs = (node.score, node.captures), (node.mask, node.mask_captures)
-        for (mod, found), own, its in zip(pairs, node.tensors, traced, strict=True):
-            numbers, begins = (
-                [i for i, each in enumerate(its) if any(each is x for x in kind)] for kind in kinds
-            )
-            made, kept = in_sequences(mod, numbers, begins)
-            examples = Examples(found)
-            values = made.bound([examples.tensors[i] for i in kept], examples.integers)
-            mods.append(made)
-            tensors.append([own[i] for i in kept])
-            expr = values.mod.expr
-            # A score as it is, and a mask that keeps all of a sequence, are none.
-            none = expr.op == "var" or (mod is node.mask and expr == const(True, "bool"))
-            bound.append(None if none else values)
-        q, k, v = (_like(each.meta["val"])[0].transpose(0, 1) for each in inputs[:3])
-        sequences = _expected(marks[0].meta["val"].shape)[0] - 1
-        of_call = inputs[0].meta["val"].device, sequences, bound[0], bound[1], _fixed(scale) > 0
-        if not has_kernel(q, k, v, *of_call, backward, backward and repeats_bits(parse(options))):
-            return None
-        text = printed(Spec(
-            mods[0], None if bound[1] is None else mods[1], None, True, False, options, False
-        ))  # fmt: skip
-        parsed(text)
-        cu = [node.tensors[1][i if i < count else 0] for i in CU_SEQLENS]
-        return cls((cu[0], cu[1]), text, tensors, node.integers)
-
-
-def _like(value: Tensor) -> Tensor:
-    """A tensor without values of expected sizes."""
-    sizes, steps = _expected(value.shape), _expected(value.stride())
-    return torch.empty_strided(sizes, steps, dtype=value.dtype, device="meta")
-
-
 def _asked(bound: Bound, wanted: Sequence[Any], chosen: Options) -> AskedGradients:
     """A backward's request, of examples; its mask makes no difference to what can run."""
     slots = tuple(s for s, x in enumerate(bound.tensors) if any(x is each for each in wanted))
@@ -413,17 +269,15 @@ def _check(asked: AskedGradients, inputs: Any) -> None:
     """Raises, as an eager call does, if there is no kernel for these gradients."""
     q, k, v = (node.meta["val"] for node in inputs[:3])
     device = torch.device(q.device)
-    q, k, v = (torch.empty(_expected(x.shape), dtype=x.dtype, device="meta") for x in (q, k, v))
+    q, k, v = (
+        torch.empty(expected_sizes(x.shape), dtype=x.dtype, device="meta") for x in (q, k, v)
+    )
     check_backward(asked, q, k, v, None, detect(device))
 
 
 def _sizes(inputs: Any) -> list[int]:
     q, k = (node.meta["val"] for node in inputs[:2])
-    return _expected((*q.shape[:3], k.shape[2]))
-
-
-def _expected(sizes: Sequence[Any]) -> list[int]:
-    return [size if isinstance(size, int) else size.node.hint for size in sizes]
+    return expected_sizes((*q.shape[:3], k.shape[2]))
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
@@ -438,44 +292,10 @@ def _op(qualified: str) -> Any:
     return getattr(getattr(torch.ops, namespace), name).default
 
 
-def _read(
-    subgraph: Any, kind: str, captures: Sequence[Any], nodes: Sequence[Any], where: Any
-) -> tuple[GraphMod, list[Captured | None]]:
-    found = [_captured(each, node, where) for each, node in zip(captures, nodes, strict=True)]
-    return read_graph(subgraph.graph_module, kind, found), found
-
-
-def _captured(given: Any, node: Any, where: torch.device) -> Captured | None:
-    """The facts of a captured tensor; None for an integer, which Inductor has as a symbol."""
-    if not _is_tensor(given):
-        # An int, or a symbol of sympy's.
-        if not isinstance(given, int) and getattr(given, "is_integer", False) is not True:
-            raise Refusal(f"captures {given}, a number that changes from call to call")
-        return None
-    value = node.meta["val"]
-    if value.dim() and value.device != where:
-        raise Refusal(f"captures a tensor on {value.device}, and is called on {where}")
-    fixed = all(isinstance(size, int) for size in value.shape)
-    dtype = str(value.dtype).removeprefix("torch.")
-    return Captured(tuple(_expected(value.shape)), dtype, fixed, value.device.type == "cpu")
-
-
-def _is_tensor(given: Any) -> bool:
-    return isinstance(given, ir.IRNode)
-
-
 def _number(given: Any) -> Any:
     """An option, whose value the graph is made for."""
     plain = given is None or isinstance(given, (bool, int, float, str))
     return given if plain else V.graph.sizevars.guard_int(given)
-
-
-def _fixed(scale: Any) -> float:
-    """The scale as a number: the sizes that it follows from, a head's width, are guarded."""
-    if isinstance(scale, (int, float)):
-        return float(scale)
-    sizes = {each: V.graph.sizevars.guard_int(each) for each in scale.free_symbols}
-    return float(scale.subs(sizes))
 
 
 def _kept(lists: Sequence[Any]) -> bool:
