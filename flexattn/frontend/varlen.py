@@ -1,14 +1,14 @@
 """varlen_attn(): attention of packed sequences, without a mask object.
 
-The sequences lie in one row; which belongs to which is found on the device, from cu_seqlens. One
-place, `_serve`, decides what serves a call: on Hopper the forward and the backward that read
-cu_seqlens; for what these do not have `flex_attention` with a document mask.
+The sequences lie in one row. The device finds the sequence of each row from cu_seqlens. `_serve`
+decides what computes a call: on Hopper the forward and backward that read cu_seqlens, otherwise
+`flex_attention` with a document mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexattn.block_mask.lists import queue_of
 from flexattn.errors import InputError, InputTypeError, LayoutError, PlaceError, UnsupportedError
-from flexattn.frontend.attention import flex_attention
+from flexattn.frontend.attention import Extras, flex_attention
 from flexattn.frontend.call import check_transforms
 from flexattn.frontend.documents import Packing, Positions, document_mask, sided
 from flexattn.frontend.packed import PACK_MARKS, PACKED_DTYPES, attend_packed, reads_packs
@@ -28,6 +28,9 @@ from flexattn.settings import current
 from flexattn.util.ambient import without_modes
 from flexattn.util.locks import Lru
 from flexattn.verify.first_use import Attended
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # The packs of each cu_seqlens_q that lives. Layers of a model differ in a window or a
 # mask_mod, and each may have a score_mod.
@@ -46,6 +49,23 @@ _OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
 }  # fmt: skip
 
 
+class PackedExtras(Extras, total=False):
+    """The arguments of varlen_attn that do not decide what it returns."""
+
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    causal: bool
+    window: tuple[int, int]
+    window_size: tuple[int, int]
+    scale: float | None
+    softmax_scale: float | None
+    enable_gqa: bool
+    deterministic: bool
+    kernel_options: Mapping[str, Any] | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+
+
 @overload
 def varlen_attn(
     q: Tensor,
@@ -58,7 +78,7 @@ def varlen_attn(
     *,
     return_lse: Literal[False] = ...,
     return_aux: None = ...,
-    **others: Any,
+    **others: Unpack[PackedExtras],
 ) -> Tensor: ...
 
 
@@ -74,7 +94,7 @@ def varlen_attn(
     *,
     return_lse: Literal[True] = ...,
     return_aux: None = ...,
-    **others: Any,
+    **others: Unpack[PackedExtras],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -90,7 +110,7 @@ def varlen_attn(
     *,
     return_lse: bool = ...,
     return_aux: AuxRequest,
-    **others: Any,
+    **others: Unpack[PackedExtras],
 ) -> tuple[Tensor, AuxOutput]: ...
 
 
