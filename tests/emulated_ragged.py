@@ -15,6 +15,21 @@ from tests.emulated_prefill import run
 from tests.families import geometry, render, violated
 from tests.problems import served
 
+LENS = torch.tensor([100, 260, 31])
+
+
+def prefix(b, h, q_idx, kv_idx):
+    """Causal, except that every row sees what its request begins with."""
+    return (kv_idx < LENS[b]) | (q_idx >= kv_idx)
+
+
+def tilted(score, b, h, q_idx, kv_idx):
+    return score + (kv_idx - q_idx) / (32 * (h + 1)) + b
+
+
+def holes(b, h, q_idx, kv_idx):
+    return (q_idx // 32 + kv_idx // 32) % 2 == 0
+
 
 def row_tiles(q_lens, kv_lens, rows, parts=1, workers=10**6):
     """How many tiles there are, and each one's request and first row, the most keys first.

@@ -97,7 +97,9 @@ def assert_judged(got, q, k, v, **call):
 
 def captured(run):
     """A CUDA graph of a function, which ran before on another stream, and what it returned."""
-    with torch.cuda.stream(torch.cuda.Stream()):
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -8,22 +8,13 @@ from tests.contracts import imported, sglang, vllm
 from tests.contracts.requests import Requests
 from tests.contracts.sglang import ForwardMode, Pool
 from tests.serving import assert_right
+from tests.support import captured
 
 MOST = 4
 
 
 def requests():
     return Requests(8, 2, 128, page=64, pages=40, dtype=torch.bfloat16, device="cuda")
-
-
-def captured(run):
-    """A graph of a function, which ran before, and what it returned."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    return graph, out
 
 
 def rows_of(of):

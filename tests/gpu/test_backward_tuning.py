@@ -7,16 +7,11 @@ import flexattn
 from flexattn.catalogue import relative_bias
 from flexattn.device import detect
 from flexattn.measure.worker import Worker
-from flexattn.records.environment import environment
 from flexattn.records.record import Gated
-from flexattn.records.store import Store
-from flexattn.settings import override
-from flexattn.tune.builds import compilers
-from flexattn.tune.subject import SILENT, Method
 from flexattn.tune.tasks import task_from
-from flexattn.tune.tuner import GpuTuner
 from flexattn.tune.workload import parse_workload
 from tests.support import inputs
+from tests.tuned import tuned
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -31,16 +26,7 @@ def test_a_call_with_gradients_is_served_by_what_was_tuned_for_it(learned, tmp_p
     table = torch.randn(8, 2300, device="cuda", generator=draw).requires_grad_()
     score_mod = relative_bias(table, 1150) if learned else None
     task = task_from(row, score_mod, flexattn.catalogue.causal, device, where)
-    method = Method("quick", budget_s=5.0, rounds=2)
-    with (
-        override(cache=(), cache_dir=tmp_path, mode="replay"), compilers() as pool,
-        GpuTuner(method, pool, None, SILENT) as tuner,
-    ):  # fmt: skip
-        record = tuner.tune(task)
-        winner = record.trials[record.decision.winner]
-        assert isinstance(winner.gate, Gated) and winner.gate.passed
-        assert record.environment == environment("backward", device)
-        Store(tmp_path / "records").write(record)
+    with tuned(task, "backward", device, tmp_path) as record:
         q, k, v = (
             x.requires_grad_()
             for x in inputs(2, 8, 2, 1100, 1100, 64, device="cuda", dtype=torch.bfloat16)

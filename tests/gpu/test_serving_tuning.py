@@ -4,15 +4,10 @@ import pytest
 
 from flexattn.device import detect
 from flexattn.problem import Shape
-from flexattn.records.environment import environment
-from flexattn.records.record import Gated, Policy
-from flexattn.records.store import Store
+from flexattn.records.record import Policy
 from flexattn.serving import DecodePlan
-from flexattn.settings import override
-from flexattn.tune.builds import compilers
-from flexattn.tune.subject import SILENT, Method
 from flexattn.tune.tasks import serving_task
-from flexattn.tune.tuner import GpuTuner
+from tests.tuned import tuned
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,16 +22,7 @@ def test_a_plan_is_served_by_what_was_tuned_for_it(lengths, tmp_path):
         "a plan", shape, "bfloat16", device, Policy(True, True, 8, 0.5), 0.125, None, None,
         page=16, lengths=lengths,
     )  # fmt: skip
-    method = Method("quick", budget_s=5.0, rounds=2)
-    with (
-        override(cache=(), cache_dir=tmp_path, mode="replay"), compilers() as pool,
-        GpuTuner(method, pool, None, SILENT) as tuner,
-    ):  # fmt: skip
-        record = tuner.tune(task)
-        winner = record.trials[record.decision.winner]
-        assert isinstance(winner.gate, Gated) and winner.gate.passed
-        assert record.environment == environment("serving", device)
-        Store(tmp_path / "records").write(record)
+    with tuned(task, "serving", device, tmp_path) as record:
         maxima = task.problem
         plan = DecodePlan(
             batch=5, kv_len=1200, heads=(8, 2), head_dim=64, page_size=16,

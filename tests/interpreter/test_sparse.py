@@ -5,6 +5,7 @@ import torch
 
 from flexattn.sparse import dsa, moba, nsa, quest, vsa
 from tests import sparse_formulas as papers
+from tests.support import assert_close_as
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -15,8 +16,9 @@ def drawn(seed, *shapes):
 
 
 def assert_near(found, paper, *given):
+    """Hold a result to the accuracy rule, beside the formula in float32."""
     right = paper(*[x.double() if isinstance(x, torch.Tensor) else x for x in given])
-    torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4)
+    assert_close_as(found, right, paper(*given))
 
 
 def test_moba():

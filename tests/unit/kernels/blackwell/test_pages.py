@@ -14,26 +14,12 @@ from flexattn.kernels.blackwell.family import PREFILL
 from flexattn.kernels.choose.registry import by_language
 from flexattn.mods import bind
 from tests.emulated_blackwell import run
-from tests.emulated_ragged import emulated
+from tests.emulated_ragged import emulated, holes, prefix, tilted
 from tests.families import violated
 from tests.problems import served
 
 B200 = replace(named("nvidia-b200"), num_sms=3)
 TWO, ONE = BlackwellPrefillConfig(128, 2), BlackwellPrefillConfig(64, 3, q_tiles=1)
-LENS = torch.tensor([100, 260, 31])
-
-
-def prefix(b, h, q_idx, kv_idx):
-    """Causal but for what every request begins with."""
-    return (kv_idx < LENS[b]) | (q_idx >= kv_idx)
-
-
-def tilted(score, b, h, q_idx, kv_idx):
-    return score + (kv_idx - q_idx) / (32 * (h + 1)) + b
-
-
-def holes(b, h, q_idx, kv_idx):
-    return (q_idx // 32 + kv_idx // 32) % 2 == 0
 
 
 def check(config, *given, **more):

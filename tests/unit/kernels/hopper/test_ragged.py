@@ -13,7 +13,7 @@ from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper.config import RaggedPrefillConfig
 from flexattn.kernels.hopper.ragged import ragged_defaults
 from flexattn.mods import bind
-from tests.emulated_ragged import emulated as on_requests
+from tests.emulated_ragged import emulated as on_requests, holes, prefix, tilted
 from tests.families import violated
 from tests.problems import served
 
@@ -47,22 +47,6 @@ BATCHES = {
 def test_pages(page):
     """Whole and partial tiles of rows, over pages of less than a tile of keys and of more."""
     check(page, *BATCHES[page], seed=page)
-
-
-LENS = torch.tensor([100, 260, 31])
-
-
-def prefix(b, h, q_idx, kv_idx):
-    """Causal but for what every request begins with."""
-    return (kv_idx < LENS[b]) | (q_idx >= kv_idx)
-
-
-def tilted(score, b, h, q_idx, kv_idx):
-    return score + (kv_idx - q_idx) / (32 * (h + 1)) + b
-
-
-def holes(b, h, q_idx, kv_idx):
-    return (q_idx // 32 + kv_idx // 32) % 2 == 0
 
 
 ASKED = {
