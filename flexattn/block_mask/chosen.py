@@ -172,9 +172,9 @@ class _Turn:
 
 
 class _Made(NamedTuple):
-    """What masks of one form share.
+    """The attributes that masks of one form share.
 
-    The kernel that makes their lists, and every attribute except lists and mask_mod.
+    These are the kernel of their lists, and all attributes except lists and mask_mod.
 
     counts, width: the lists' sizes. form: as of `shared_form`. known: a mask's attributes.
     """

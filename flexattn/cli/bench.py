@@ -137,7 +137,7 @@ class RowInputs:
 
 
 def _print_plan(rows: Sequence[Row], as_json: bool, others: bool) -> None:
-    """What a GPU would time; others: torch's kernel and other libraries too."""
+    """Print what a GPU would time; others: also torch's kernel and other libraries."""
     titles = [row.title for row in rows]
     names = [OURS, DEFAULT, *([TORCH, *importable()] if others else [])]
     if as_json:

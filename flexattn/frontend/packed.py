@@ -134,7 +134,7 @@ class Pack(NamedTuple):
     def _ways(
         self, launch: PackedLaunch, found: Outputs, q: Tensor, k: Tensor, v: Tensor
     ) -> Iterator[Way]:
-        """How a first launch is judged; asked for where a check is due."""
+        """The check of a first launch. It is called only if a check is due."""
         if not judged_apart(q):
             yield partial(_judge, launch, found, partial(self.as_documents, q, k, v))
 
