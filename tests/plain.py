@@ -66,7 +66,8 @@ def main():
     ]
     for page in PAGES:
         if (mean := mean_words(page.read_text(encoding="utf-8"))) > MOST_WORDS:
-            wrong.append(f"{page.relative_to(ROOT)}: {mean:.1f} words in a sentence, at most {MOST_WORDS}")
+            name = page.relative_to(ROOT)
+            wrong.append(f"{name}: {mean:.1f} words in a sentence, at most {MOST_WORDS}")
     print("\n".join(wrong))
     return bool(wrong)
 
