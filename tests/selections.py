@@ -1,12 +1,20 @@
 """Selections for tests, and the map of the pairs of query and key that they keep."""
 
+import math
 import random
+from dataclasses import replace
 
 import torch
 
 from flexattn import Selection, create_block_mask, create_mask
 from flexattn.catalogue import causal
 from tests.gradients import compared
+from tests.serving import (
+    assert_right as assert_plan_right,
+    finely_quantized,
+    plan_for,
+    run as run_plan,
+)
 from tests.support import assert_close_as, assert_judged, run
 
 
@@ -84,3 +92,62 @@ def drawn(seed, sizes=(16, 32, 64, 128)):
         draw.choice((None, causal)),
     )
     return found, (batch, Hkv * group, Hkv, q_len, kv_len)
+
+
+def drawn_units(each, k, unit):
+    """A plan's indices [B, Hkv, k]: some below 0, past the keys or twice; one head has none."""
+    draw = torch.Generator().manual_seed(97 * k + unit)
+    shape = len(each.kv_lens), each.heads[1], k
+    units = -(-max(each.kv_lens) // unit)
+    found = torch.randint(-2, units + 3, shape, generator=draw, dtype=torch.int32)
+    found[..., k // 2] = found[..., 0]
+    found[0, -1] = -1
+    return found.to(each.device)
+
+
+def check_plan(each, k, unit, *, mask_mod=None, exact=None, given=lambda plan: {}, **options):
+    """Hold a plan that reads chosen keys to the oracle; no other key is there. Returns the plan.
+
+    The other arguments are those of `tests.serving.check`.
+    """
+    Hq, Hkv = each.heads
+    units = drawn_units(each, k, unit)
+    chosen = Selection(units[:, :, None], None, unit)
+    keys = pairs(chosen, len(units), Hq, 1, max(each.kv_lens))[:, :, 0].to(each.device)
+
+    def kept(b, h, q_idx, kv_idx):
+        inside = keys[b, h, kv_idx]
+        return inside if mask_mod is None else inside & mask_mod(b, h, q_idx, kv_idx)
+
+    def poisoned(source):
+        found = []
+        for b, x in enumerate(source):
+            there = keys[b, :: Hq // Hkv, : len(x)].T[..., None]
+            found.append(torch.where(there, x.float(), math.nan).to(x.dtype))
+        return found
+
+    sinks = options.pop("sinks", None)
+    ragged = len(set(each.q_lens)) > 1
+    plan = plan_for(
+        each,
+        selection=(k, unit),
+        mask_mod=mask_mod,
+        sinks=sinks is not None,
+        ragged=ragged,
+        **options,
+    )
+    few = replace(each, k=poisoned(each.k), v=poisoned(each.v))
+    call = {} if sinks is None else {"sinks": sinks}
+    layout = options.get("layout", "NHD")
+    got = run_plan(plan, few, layout=layout, selection=units, **call, **given(plan))
+    score_mod = options.get("score_mod")
+    assert_plan_right(got, each, exact=exact, mask_mod=kept, score_mod=score_mod, **call)
+    return plan
+
+
+def latent_of_eight_bits(each, dtype, page):
+    """As of `finely_quantized` with scales of tokens, where V is the first columns of K."""
+    few, wide, steps = finely_quantized(each, dtype, "token", page)
+    few.v[:] = [x[..., : v.shape[2]] for x, v in zip(few.k, each.v, strict=True)]
+    wide.v[:] = [x.float() * step for x, step in zip(few.v, steps.v, strict=True)]
+    return few, wide, steps

@@ -114,6 +114,7 @@ def plan_call(
         shared_kv=form.shared_kv,
         lse=form.lse,
         batch_invariant=form.split_keys > 0,
+        selection=(form.chosen, form.unit) if form.unit else None,
         config=config,
     )
     return batch_run(plan, batch)

@@ -55,8 +55,9 @@ class ServingForm(Structure):
     finer ones are. prefix: one cache is shared by the rows of all requests (the first pass of a
     cascade). offset: a request's keys begin behind a prefix (its second pass). split_keys: of a
     batch-invariant kernel, keys of a split; 0 where splits are cut for balance. phase: of a batch
-    whose prefills and decodes have a kernel each, the requests that this one serves. ragged_kv: of
-    its K and V [total_k, Hkv, D]; a sequence's queries stand at its first positions.
+    whose prefills and decodes have a kernel each, the requests that this one serves. unit, chosen:
+    a KV head of a request chooses at most so many units of its keys; 0 where all are read.
+    ragged_kv: of its K and V [total_k, Hkv, D]; a sequence's queries stand at its first positions.
     """
 
     kind: Kind = "serving"
@@ -78,6 +79,8 @@ class ServingForm(Structure):
     offset: bool = False
     split_keys: int = 0
     phase: Phase = ""
+    unit: int = 0
+    chosen: int = 0
 
     @property
     def aligned(self) -> bool:
@@ -175,7 +178,8 @@ class ServingProblem(Problem):
 
     def blocks(self) -> str:
         """The cache's pages, as a record's key has them."""
-        return f"page {self.page}"
+        s = self.structure
+        return f"page {self.page}" + (f" chosen {s.chosen}x{s.unit}" if s.unit else "")
 
     def layout(self) -> str:
         """The layout of the cache in a record's key."""

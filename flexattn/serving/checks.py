@@ -200,7 +200,7 @@ def extras(
     scaled = form.scaled or form.scales != ""
     wanted = {
         "sinks": form.sinks != "", "k_scale": scaled, "v_scale": scaled, "kv_start": form.offset,
-        "row_lens": form.prefix,
+        "row_lens": form.prefix, "selection": form.unit > 0,
     }  # fmt: skip
     present(given, wanted)
     devices(device, {name: each for name in wanted if (each := given[name]) is not None})
@@ -212,6 +212,14 @@ def extras(
                     f"{name} has {each.shape[0]} elements for {batch} requests",
                     "it has one for each",
                 )
+    chosen = given["selection"]
+    if chosen is not None:
+        numbers("selection", chosen, 3)
+        if chosen.shape != (batch, m.Hkv, form.chosen) or not chosen.is_contiguous():
+            raise InputError(
+                f"selection has shape {list(chosen.shape)} and strides {chosen.stride()}",
+                f"it is contiguous [{batch}, {m.Hkv}, {form.chosen}], -1 where less is chosen",
+            )
     sinks = given["sinks"]
     if sinks is not None and (
         sinks.dtype != torch.float32 or not sinks.is_contiguous() or sinks.numel() != m.Hq

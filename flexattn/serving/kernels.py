@@ -10,7 +10,9 @@ import torch
 
 from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, InputError, InputTypeError, UnsupportedError
+from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.source import Source
+from flexattn.kernels.block_mask.chosen import MOST_LISTED, ChosenForm, render_chosen
 from flexattn.kernels.choose.registry import by_language
 from flexattn.kernels.hopper.config import CONSUMER_ROWS
 from flexattn.kernels.paged_decode.config import SPLIT_KEYS, ServingConfig
@@ -66,6 +68,7 @@ def plan_problem(
     positive_scale: bool = True,
     batch_invariant: bool = False,
     lengths: str = "",
+    selection: tuple[int, int] = (0, 0),
 ) -> ServingProblem:
     """A plan's problem, by DecodePlan's names; raises InputError for what no kernel serves."""
     kv_dtype = kv_dtype or dtype
@@ -79,6 +82,13 @@ def plan_problem(
     if lengths and lengths not in able:
         do = "leave it out for the best record"
         raise InputError(f"lengths={lengths!r}", f"it is one of {', '.join(able)}", do)
+    chosen, unit = selection
+    if any(selection) and not (0 < chosen <= MOST_LISTED and 0 < unit <= MAX_LENGTH):
+        rule = f"it is (k, unit): at most k units of so many keys, k between 1 and {MOST_LISTED}"
+        raise InputError(f"selection={selection}", rule, "choose fewer, larger units")
+    if unit and (prefix or offset):
+        do = "use a DecodePlan"
+        raise UnsupportedError("a cascade with a selection", "a plan of its own chooses keys", do)
     (Hq, Hkv), (D, Dv) = heads, head_dim
     row, key, value = D * dtype.itemsize, D * kv_dtype.itemsize, Dv * kv_dtype.itemsize
     aligned = row % 16 == 0 and key % 16 == 0 and (shared_kv or value % 16 == 0)
@@ -105,6 +115,8 @@ def plan_problem(
         layout=DENSE if aligned else Layout(True, True, True, False),
         positive_scale=positive_scale,
         split_keys=SPLIT_KEYS if batch_invariant else 0,
+        unit=unit,
+        chosen=chosen,
     )
     return ServingProblem(
         structure=form, B=batch, Hq=Hq, Hkv=Hkv, q_len=total_q or q_len, kv_len=kv_len,
@@ -157,6 +169,7 @@ class Kernels(NamedTuple):
     of the prefills' kernel. combine: None also for a shared prefix, whose parts
     the last kernel of its cascade merges. row_tiles: the most that one KV head has. gpu: its
     index, -1 where there is none. prefills: None where the serving kernel serves them too.
+    chooser: lists what a selection chose, before the serving kernel.
     """
 
     choice: Choice
@@ -168,6 +181,7 @@ class Kernels(NamedTuple):
     merges: int
     row_tiles: int
     prefills: RaggedKernels | None = None
+    chooser: Kernel | None = None
 
     @property
     def target(self) -> Device:
@@ -212,9 +226,15 @@ def build(
     chosen: Any = choice.config
     grid = PAGED_DECODE.grid(problem, chosen, target)
     merges = PAGED_DECODE.merges(problem, chosen, target)
+    chooser, form = None, problem.structure
+    if form.unit:
+        listed = ChosenForm(
+            1, form.unit, power_above(form.chosen), "int32", False, False, False, True
+        )
+        chooser = compiled(render_chosen(listed, target))
     return Kernels(
         choice, chosen, index, choice.kernels[0], choice.merger, grid.programs, merges,
-        grid.num_tiles, prefills,
+        grid.num_tiles, prefills, chooser,
     )  # fmt: skip
 
 

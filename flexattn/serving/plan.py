@@ -54,7 +54,7 @@ _REMEMBERED = 256
 # What a run may give its launches, by the names that kernels have for it.
 _TENSORS = (
     "Q", "K", "V", "OUT", "LSE", "SINKS", "V_SCALE", "SEQ_LENS", "KV_START", "CU_SEQLENS", "TABLE",
-    "ROW_LENS", "K_SCALE",
+    "ROW_LENS", "K_SCALE", "INDICES",
 )  # fmt: skip
 
 
@@ -86,7 +86,9 @@ class DecodePlan:
     joins the softmax and has no value. scaled: `run` is given k_scale and v_scale:
     True, [1] or [Hkv], or "page" [pages], "page_head" [pages, Hkv], "token" [pages, page] or
     "token_head" [pages, page, Hkv] ("HND": [pages, Hkv, page]; contiguous: B and keys for pages).
-    shared_kv: V is the first Dv columns of K (MLA). lse: the runs return the log-sum-exp too.
+    shared_kv: V is the first Dv columns of K (MLA). selection: (k, unit): `run` is given, for each
+    request and KV head, the at most k units of so many keys that its rows read: 1 of tokens, or a
+    page. lse: the runs return the log-sum-exp too.
     config: ServingConfig; where None the one of a tuned record, looked for now, or the static
     default, and `origin` says which. lengths: "uniform" or "ragged", the class of batches whose
     record is wanted, "" for the best there is. prefix, offset: this plan is the first or
@@ -140,6 +142,7 @@ class DecodePlan:
         offset: bool = False,
         batch_invariant: bool | None = None,
         kernel_options: Mapping[str, Any] | None = None,
+        selection: tuple[int, int] | None = None,
     ) -> None:
         Hq, Hkv = pair("heads", heads, "(query heads, KV heads)")
         both = head_dim if isinstance(head_dim, (tuple, list)) else (head_dim, head_dim)
@@ -158,6 +161,7 @@ class DecodePlan:
             dtype=dtype, kv_dtype=kv_dtype, page=whole("page_size", page_size), layout=layout,
             sinks=sinks, scaled=scaled, shared_kv=shared_kv, lse=lse, prefix=prefix, offset=offset,
             positive_scale=self.scale > 0, batch_invariant=batch_invariant, lengths=lengths,
+            selection=(0, 0) if selection is None else pair("selection", selection, "(k, unit)"),
         )  # fmt: skip
         self.device = usable(device)
         self._score, self._mask = (
@@ -221,8 +225,14 @@ class DecodePlan:
             self._num_sms = kernels.target.num_sms
             # Tiles of rows that end within a request are stored by address.
             self._names = (*_TENSORS, "OUT_ROWS")
+        if kernels.chooser is not None:
+            for name, sizes in (("LISTED", (self.form.chosen,)), ("LISTED_NUM", ())):
+                shape = (m.B, m.Hkv, *sizes)
+                self._listed[name] = torch.empty(shape, dtype=torch.int32, device=where)
         # What never changes between runs is packed into the launches once.
         self._owned: dict[str, Any] = {"WORKSPACE": self._workspace, "COUNT": self._count}
+        if kernels.chooser is not None:
+            self._owned |= self._listed
         for captures, bound in ((self.form.score, self._score), (self.form.mask, self._mask)):
             self._owned |= captured_values(captures, bound)
         self._owned = self._addresses(self._owned)
@@ -261,6 +271,7 @@ class DecodePlan:
         row_lens: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
+        selection: Tensor | None = None,
     ) -> Tensor | Any:
         """Launch on the current stream, on tensors of the plan's device.
 
@@ -268,7 +279,9 @@ class DecodePlan:
         each [pages or B, keys, Hkv, D] ("HND": heads before keys), or one tensor with K and V at
         [:, 0] and [:, 1], or MLA's one. seq_lens int32 [B]: keys of each request, those of this
         call's queries included; 0 leaves zeros. block_table int32 [B, pages of a request].
-        sinks fp32 [Hq]; k_scale, v_scale fp32, as the plan's `scaled` says.
+        sinks fp32 [Hq]; k_scale, v_scale fp32, as the plan's `scaled` says. selection int32
+        [B, Hkv, k]: units by their number in a request; those below 0, past its keys or given
+        twice are left out, never read. The host reads none of it.
 
         Returns out, as q with Dv for D; with lse also the natural log-sum-exp fp32, as out without
         its last dimension, sinks included. Both are the plan's own, which the next run overwrites,
@@ -287,8 +300,17 @@ class DecodePlan:
             if batch.first() is not seq_lens or batch.second() is not table:
                 batch = self._batch = see(self._batches, seq_lens, table)
             extras: tuple[Any, ...] | None = None
-            if not cu_seqlens_q is sinks is k_scale is v_scale is kv_start is row_lens is None:
-                optional = (cu_seqlens_q, sinks, k_scale, v_scale, kv_start, row_lens)
+            if not (
+                cu_seqlens_q
+                is sinks
+                is k_scale
+                is v_scale
+                is kv_start
+                is row_lens
+                is selection
+                is None
+            ):
+                optional = (cu_seqlens_q, sinks, k_scale, v_scale, kv_start, row_lens, selection)
                 extras = tuple([None if each is None else facts(each) for each in optional])
             # Lengths and tables may be resized in place, as by torch's `out=`; a cache is not.
             key = (
@@ -302,7 +324,7 @@ class DecodePlan:
             refuse_types(
                 kv_cache, q=q, seq_lens=seq_lens, block_table=table, cu_seqlens_q=cu_seqlens_q,
                 sinks=sinks, k_scale=k_scale, v_scale=v_scale, kv_start=kv_start,
-                row_lens=row_lens,
+                row_lens=row_lens, selection=selection,
             )  # fmt: skip
             raise
         # Compared, most of it is the same objects; looked up, it would be hashed.
@@ -312,6 +334,7 @@ class DecodePlan:
             ready = self._admit(q, k, v, seq_lens, table, {
                 "cu_seqlens_q": cu_seqlens_q, "sinks": sinks, "k_scale": k_scale,
                 "v_scale": v_scale, "kv_start": kv_start, "row_lens": row_lens,
+                "selection": selection,
             })  # fmt: skip
             if len(self._ready) >= _REMEMBERED:
                 self._ready.clear()
@@ -331,7 +354,7 @@ class DecodePlan:
         # In the order of _TENSORS.
         tensors: tuple[Any, ...] = (
             q, k, v, out, lse, sinks, v_scale, seq_lens, kv_start, cu_seqlens_q, table, row_lens,
-            k_scale,
+            k_scale, selection,
         )  # fmt: skip
         if ready.prefills is None:
             launch_here(ready, self._gpu, tensors, self._streams)
@@ -430,6 +453,14 @@ class DecodePlan:
             prefills = self._prepare_prefills(kernels.prefills, q, k, v, out, fixed)
             if form.ragged:
                 fixed |= self._addresses({"PREFILLS": self._listed["PREFILLS"]})
+        if kernels.chooser is not None:
+            choice = {
+                "NUM": fixed["LISTED_NUM"], "IDX": fixed["LISTED"], "Hq": m.Hkv, "heads": m.Hkv,
+                "rows": 1, "k": form.chosen, "kv_blocks": -(-fixed["max_keys"] // form.unit),
+                "q_len": 1, "kv_len": fixed["max_keys"],
+            }  # fmt: skip
+            programs = max(1, requests) * m.Hkv
+            ready.append(kernels.chooser.prepare(programs, choice, names, spare=names))
         if kernels.attend is not None:
             ready.append(kernels.attend.prepare(kernels.programs, fixed, names, boxes, names))
         if kernels.combine is not None:

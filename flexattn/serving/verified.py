@@ -15,6 +15,7 @@ from flexattn.errors import WrongKernelError
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import Bound
+from flexattn.problem.mask_lists import dense_blocks
 from flexattn.problem.serving import DECODE_QUERIES, LAYOUTS, Phase, ServingProblem
 from flexattn.reference import Precision, Reference, attention
 from flexattn.reference.cache_append import MAX_FINITE, appended
@@ -55,6 +56,7 @@ class Batch:
     sinks: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
+    selection: Tensor | None
 
     def keys(self, b: int) -> tuple[Tensor, Tensor]:
         """K and V of request b as they count: [Hkv, keys, D] in q's dtype or wider."""
@@ -142,7 +144,11 @@ def make_batch(
         sinks=torch.randn(m.Hq, generator=draw, device=where) if form.sinks else None,
         k_scale=k_scale,
         v_scale=v_scale,
-    )
+        selection=torch.randint(
+            -1, -(-max(kv_lens) // form.unit) + 1, (len(counts), m.Hkv, form.chosen),
+            generator=draw, device=where, dtype=torch.int32,
+        ) if form.unit else None,
+    )  # fmt: skip
 
 
 def batch_run(plan: DecodePlan, batch: Batch) -> Callable[[], Outputs]:
@@ -155,6 +161,7 @@ def batch_run(plan: DecodePlan, batch: Batch) -> Callable[[], Outputs]:
         "seq_lens": batch.lens, "block_table": batch.table, "cu_seqlens_q": batch.cu_seqlens,
         "sinks": batch.sinks, "k_scale": batch.k_scale, "v_scale": batch.v_scale, "out": out,
         "lse": lse, "kv_start": torch.zeros_like(batch.lens) if plan.form.offset else None,
+        "selection": batch.selection,
     }  # fmt: skip
 
     def run() -> Outputs:
@@ -206,14 +213,22 @@ def _request(
     score, mask = moved(score, q.device), moved(mask, q.device)
     score_mod, mask_mod = score_callable(score), mask_callable(mask)
 
+    form, chosen = batch.problem.structure, None
+    if batch.selection is not None:
+        each = batch.selection[b]
+        counts = torch.full(each.shape[:1], form.chosen, device=q.device)
+        chosen = dense_blocks(counts, each, -(-kv_len // form.unit))[0, 0]
+
     def scored(s: Tensor, i: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         if score_mod is not None:
             s = score_mod(s, i + b, h, m + past, n)
+        if chosen is not None:
+            s = torch.where(chosen[h // form.group, n // form.unit], s, -torch.inf)
         if mask_mod is None:
             return s
         return torch.where(mask_mod(i + b, h, m + past, n), s, -torch.inf)
 
-    modded = score_mod is not None or mask_mod is not None
+    modded = score_mod is not None or mask_mod is not None or chosen is not None
     return attention(
         q, k, v, score_mod=scored if modded else None, scale=scale, sinks=batch.sinks,
         precision=precision,
@@ -253,7 +268,10 @@ def is_right(plan: DecodePlan, kernels: Kernels) -> bool:
         if kernels.attend is None:
             return True
     phase: Phase = "" if prefills is None else "decode"
-    return accepted(LaunchedKernels.of(kernels.choice), [partial(_judge, plan, phase)])
+    subject = LaunchedKernels.of(kernels.choice)
+    if kernels.chooser is not None:
+        subject = replace(subject, sources=(*subject.sources, kernels.chooser.source))
+    return accepted(subject, [partial(_judge, plan, phase)])
 
 
 def verified_by(plan: DecodePlan) -> str:

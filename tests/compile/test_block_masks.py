@@ -38,12 +38,12 @@ def test_masks(name, device):
 
 @pytest.mark.parametrize("device", ["nvidia-h200", "amd-mi300x"])
 @pytest.mark.parametrize(
-    ("width", "dtype", "counted", "masked", "causal"),
-    [(16, "int32", False, False, False), (64, "int64", True, True, True),
-     (1024, "int32", True, True, False)],
+    ("width", "dtype", "counted", "masked", "causal", "whole"),
+    [(16, "int32", False, False, False, False), (64, "int64", True, True, True, False),
+     (1024, "int32", True, True, False, False), (2048, "int32", False, False, False, True)],
 )  # fmt: skip
-def test_chosen_blocks(device, width, dtype, counted, masked, causal):
-    form = ChosenForm(128, 64, width, dtype, counted, masked, causal)
+def test_chosen_blocks(device, width, dtype, counted, masked, causal, whole):
+    form = ChosenForm(128, 64, width, dtype, counted, masked, causal, whole)
     target = named(device)
     for source in (render_chosen(form, target), render_by_key(width, target)):
         assert compile_source(source, target).metadata.shared < 49152

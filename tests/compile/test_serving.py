@@ -30,6 +30,7 @@ def form(*, B=64, page=16, D=(128, 128), kv=BF16, heads=(32, 8), q_len=1, total_
     return served(*sizes, *mods, **options).structure
 
 
+LATENT = {"D": (576, 512), "shared_kv": True, "page": 64, "selection": (2048, 1)}
 CASES = {
     "paged": {},
     "contiguous": {"page": 0},
@@ -44,7 +45,16 @@ CASES = {
     "256 columns": {"D": (256, 256), "heads": (8, 4), "mask": sliding_window(1024)},
     "16 rows of 256 columns": {"D": (256, 256), "heads": (16, 2), "q_len": 2},
     "8 rows of 256 columns": {"D": (256, 256), "heads": (16, 2), "score": softcap(30.0)},
-}
+    "chosen pages": {"selection": (128, 16)},
+    "chosen tokens": {"selection": (2048, 1), "page": 0, "mask": sliding_window(1024)},
+    "chosen of eight bits": {"kv": torch.float8_e4m3fn, "scaled": True, "selection": (64, 32)},
+    "chosen by chunks": {"total_q": 2048, "mask": causal, "selection": (64, 64), "page": 64},
+    "latent": {**LATENT, "heads": (16, 1)},
+    "latent of 128 heads": {**LATENT, "heads": (128, 1)},
+    "latent of eight bits": {
+        **LATENT, "heads": (16, 1), "kv": torch.float8_e4m3fn, "scales": "token"
+    },
+}  # fmt: skip
 AWAITED = {
     "heads": ServingConfig(8, 64, 4, 1, 2, 1, "await", "heads"),
     "round": ServingConfig(8, 128, 8, 1, 1, 1, "await", "round"),
@@ -69,7 +79,16 @@ def spills_by_tile(compiled):
     return sum(bool(re.search(r"\b(STL|LDL)\b", lines[i])) for each in inner for i in each)
 
 
-QUICK = ("paged", "window", "eight bits", "mixed", "odd pages", "256 columns")
+QUICK = (
+    "chosen pages",
+    "latent of 128 heads",
+    "paged",
+    "window",
+    "eight bits",
+    "mixed",
+    "odd pages",
+    "256 columns",
+)
 
 
 @pytest.mark.releases
@@ -83,7 +102,7 @@ def test_the_default_config(name):
     assert taken.matrix_instructions > 0
     # Between units of work a few words may wait in memory; in a loop over tiles none does.
     assert spills_by_tile(compiled) == 0
-    assert config.warp_private or taken.loop_spills == 0
+    assert config.warp_private or taken.loop_spills <= (16 if wanted.unit else 0)
     threads = 32 * config.num_warps * config.per_sm
     assert taken.registers * threads <= DEVICE.registers
     assert (taken.shared + 1024) * config.per_sm <= 228 * 1024
@@ -94,7 +113,9 @@ def test_the_default_config(name):
         assert copies == 0 and taken.shared <= 32768, "K and V go to registers"
         assert not re.search(r"ld\.global\.[a-z0-9.]*b16", compiled.asm["ptx"]), "16 bytes at once"
     else:
-        assert copies == 2 * config.num_stages, "K and V are copied ahead, and page ids never are"
+        assert copies == (4 if wanted.scales else 2) * config.num_stages, (
+            "K and V are copied ahead, and page ids never are"
+        )
 
 
 @pytest.mark.parametrize("name", AWAITED)

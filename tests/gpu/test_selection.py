@@ -4,9 +4,24 @@ import pytest
 import torch
 
 from flexattn import Selection, flex_attention
-from flexattn.catalogue import causal
+from flexattn.catalogue import causal, sliding_window
 from flexattn.settings import override
-from tests.selections import assert_gradients, assert_right, drawn
+from tests.selections import (
+    assert_gradients,
+    assert_right,
+    check_plan,
+    drawn,
+    drawn_units,
+    latent_of_eight_bits,
+    pairs,
+)
+from tests.serving import (
+    assert_right as assert_plan_right,
+    batch,
+    plan_for,
+    poisoned_pages,
+    scale_tensors,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -45,9 +60,8 @@ def test_gradients(unit, rows, width):
         assert_gradients(chosen(seed, unit, rows), *given)
 
 
-def test_thirty_drawn():
-    """`python -m tests.random_mods selections` draws 500."""
-    for seed in range(30):
+def test_500_drawn():
+    for seed in range(500):
         selection, (batch, Hq, Hkv, q_len, kv_len) = drawn(seed, (1, 16, 32, 64, 128))
         draw = torch.Generator("cuda").manual_seed(seed)
         q, k, v = (
@@ -87,7 +101,6 @@ def test_a_replayed_graph_reads_what_was_chosen_since():
     assert_right(other, q, k, v, (out, None, None))
 
 
-@pytest.mark.compiled
 def test_a_compiled_graph():
     q, k, v = made(7)
 
@@ -100,3 +113,66 @@ def test_a_compiled_graph():
         selection = chosen(seed, 64, 64)
         out = compiled(q, k, v, selection.indices)
         assert_right(selection, q, k, v, (out.detach(), None, None))
+
+
+PLANS = {
+    "pages": {"unit": 16},
+    "several pages": {"unit": 64, "k": 9, "mask_mod": sliding_window(700), "sinks": True},
+    "tokens": {"unit": 1, "k": 300, "page": 64, "layout": "HND"},
+    "contiguous": {"unit": 32, "page": 0, "heads": (6, 2), "D": 64},
+    "chunks": {"unit": 64, "q_lens": [40, 1, 0, 1, 17, 3], "mask_mod": causal},
+    "latent": {"unit": 1, "k": 2048, "page": 64, "heads": (16, 1), "D": 576},
+    "latent of 128 heads": {"unit": 1, "k": 200, "page": 64, "heads": (128, 1), "D": 576},
+    "latent of eight bits": {
+        "unit": 1, "k": 300, "page": 64, "heads": (16, 1), "D": 576, "eight": True
+    },
+}  # fmt: skip
+
+
+def plan_batch(q_lens=(1,) * 6, heads=(32, 8), D=128):
+    dims = (576, 512) if D == 576 else (D, D)
+    lengths = [2047, 90, 1, 517, 4096, 33]
+    each = batch(q_lens, lengths, *heads, *dims, torch.bfloat16, "cuda")
+    for k, v in zip(each.k, each.v, strict=True) if D == 576 else ():
+        v.copy_(k[..., :512])
+    return each
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans(name):
+    about = {"k": 20, "page": 16, "heads": (32, 8), **PLANS[name]}
+    sizes = {name: about.pop(name) for name in ("q_lens", "heads", "D") if name in about}
+    each, (k, unit) = plan_batch(**sizes), (about.pop("k"), about.pop("unit"))
+    about["shared_kv"] = sizes.get("D") == 576
+    if about.pop("sinks", False):
+        about["sinks"] = torch.randn(each.heads[0], device="cuda")
+    if about.pop("eight", False):
+        dtype = torch.float8_e4m3fn
+        few, wide, steps = latent_of_eight_bits(each, dtype, about["page"])
+        given = lambda plan: scale_tensors(steps, plan, "token")  # noqa: E731
+        check_plan(few, k, unit, exact=wide, kv_dtype=dtype, scaled="token", given=given, **about)
+        return
+    plan = check_plan(each, k, unit, **about)
+    assert plan.config.split_policy == "even"
+
+
+def test_a_replayed_plan_reads_what_was_chosen_since():
+    each = plan_batch()
+    plan = plan_for(each, page=16, selection=(20, 16))
+    units = drawn_units(each, 20, 16)
+    cache, table = poisoned_pages(each, 16)
+    call = {"seq_lens": each.numbers(each.kv_lens), "block_table": table, "selection": units}
+    with override(check=False):
+        plan.run(each.q[:, None], cache, **call)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, _ = plan.run(each.q[:, None], cache, **call)
+        units.copy_(units.flip(0))
+        graph.replay()
+        found = out.clone()
+        wanted, _ = plan.run(each.q[:, None], cache, **call)
+    assert torch.equal(found, wanted)
+    kept = pairs(Selection(units[:, :, None], None, 16), 6, 32, 1, 4096)[:, :, 0].cuda()
+    assert_plan_right(
+        (found[:, 0], None), each, mask_mod=lambda b, h, q_idx, kv_idx: kept[b, h, kv_idx]
+    )

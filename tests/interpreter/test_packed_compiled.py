@@ -18,7 +18,10 @@ from tests.packs import alone, offsets
 TARGET = gradients.TARGET
 on_hopper = gradients.on_hopper
 
-pytestmark = pytest.mark.compiled
+
+@pytest.fixture
+def poisoned():
+    """Inductor fills memory of its own."""
 
 
 @pytest.fixture

@@ -74,6 +74,7 @@ def lacks(form: ServingForm, config: RaggedConfig) -> dict[str, bool]:
         f"pages of {form.page}": form.page not in (0, *PAGES),
         "scales of pages or tokens": form.scales != "",
         "keys that hold the values": form.shared_kv,
+        "chosen keys": form.unit > 0,
         "a shared prefix": form.prefix or form.offset,
         "batch-invariant rows": form.split_keys > 0,
         f"packed_heads={config.packed_heads}": config.packed_heads not in _PACKED,

@@ -8,8 +8,8 @@ from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument, several
 from flexattn.kernels.base.source import Source, make_source
 
-# The most blocks that one program sorts.
-MOST_CHOSEN = 1024
+# The most blocks that one program sorts, of a call's mask and of a plan.
+MOST_CHOSEN, MOST_LISTED = 1024, 4096
 # Entries of lists that a program of the second kernel has at a time.
 _ENTRIES = 2048
 
@@ -20,6 +20,7 @@ class ChosenForm(NamedTuple):
     rows, keys: of a block. width: the places that a program has for a choice, a power of two.
     dtype: of indices. counted: choices have counts. masked: a mask decides within each
     block, so that none is full; causal: this mask is q_idx >= kv_idx, whose full blocks are known.
+    whole: blocks are all listed alike, without lists of full ones.
     """
 
     rows: int
@@ -29,22 +30,28 @@ class ChosenForm(NamedTuple):
     counted: bool
     masked: bool
     causal: bool
+    whole: bool = False
 
 
 def render_chosen(form: ChosenForm, device: Device) -> Source:
     """The kernel of lists by query, a program for each block of rows of each head."""
     found = [Argument("INDICES", "*i32" if form.dtype == "int32" else "*i64")]
     found += several("*i32", *("COUNTS",) * form.counted, divisible_by=4)
-    found += several("*i32", "NUM", "IDX", "FULL_NUM", "FULL_IDX", divisible_by=4)
+    full = ("FULL_NUM", "FULL_IDX") * (not form.whole)
+    found += several("*i32", "NUM", "IDX", *full, divisible_by=4)
     found += several("i32", "Hq", "heads", "rows", "k", "kv_blocks", "q_len", "kv_len")
     context = {
         "constants": (("WIDTH", form.width), ("ROWS", form.rows), ("KEYS", form.keys)),
         "counted": form.counted,
         "masked": form.masked and not form.causal,
         "causal": form.causal,
+        "whole": form.whole,
     }
     header = [f"lists of chosen blocks {form.rows}x{form.keys} for {device.arch}"]
-    return make_source("block_mask/chosen.py.jinja", device, header, context, tuple(found), 1, 1)
+    warps = max(1, min(8, form.width // 256)) if form.whole else 1
+    return make_source(
+        "block_mask/chosen.py.jinja", device, header, context, tuple(found), warps, 1
+    )
 
 
 def render_by_key(width: int, device: Device) -> Source:

@@ -192,7 +192,13 @@ def serving_defaults(problem: ServingProblem, device: Device) -> Iterator[Servin
         if widest > 256:
             # Latent keys: 128 heads took 327 us with 64 of them, 391 with 32 and a tile more under
             # way, 465 with 32 (64 x 4k, an H200). Where the first two spill they give way.
-            if form.shared_kv and height == 64:
+            if form.unit and height > 16:
+                # Places of chosen keys take registers, and keys that are widened take more.
+                wide = form.kv_dtype == form.dtype
+                if wide:
+                    yield ServingConfig(height, 32, warps, 2, 1, 1, combine)
+                height = 32 if wide else 16
+            elif form.shared_kv and height == 64:
                 yield ServingConfig(height, 64, warps, 2, 1, 1, combine)
             yield ServingConfig(height, 32, warps, 3, 1, 1, combine)
         else:

@@ -147,6 +147,12 @@ _ENOUGH: Rule[ConfigCase] = Rule(
 )
 
 
+_ALL_KEYS: Rule[ConfigCase] = Rule(
+    "selection",
+    "chosen keys are read by split_policy='even'",
+    lambda c: not c.form.unit,
+)
+
 # All warps of a program share a tile: program.py.jinja.
 PROGRAMS_LIMITS: Limits[ConfigCase] = Limits(
     ConfigCase,
@@ -196,6 +202,7 @@ WARPS_LIMITS: Limits[ConfigCase] = Limits(
     ConfigCase,
     shape=(),
     fit=(
+        _ALL_KEYS,
         Rule(
             "arch",
             "warp-private kernels run on NVIDIA's sm_80 to sm_90",
@@ -303,6 +310,7 @@ WARPS_LIMITS: Limits[ConfigCase] = Limits(
 def _by_tma(name: str) -> tuple[Rule[ConfigCase], ...]:
     """The rules of a template whose loading warp copies boxes of 16 bits."""
     return (
+        _ALL_KEYS,
         Rule("arch", f"the {name} template is for sm_90", lambda c: c.device.capability == 90),
         Rule(
             "dtype",

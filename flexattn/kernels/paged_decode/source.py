@@ -69,6 +69,8 @@ def serving_arguments(form: ServingForm, described: bool = False) -> tuple[Argum
     found += [*_written(form), *_described(form)]
     if form.page:
         found.append(Argument("TABLE", "*i32", 4))
+    if form.unit:
+        found += [Argument("LISTED", "*i32", 4), Argument("LISTED_NUM", "*i32", 4)]
     if form.prefix:
         found.append(Argument("ROW_LENS", "*i32", 4))
     if form.scaled:
@@ -102,7 +104,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     traits = _traits(form, device, dialect)
     score = None if form.score is None else whole_score(form.score, traits)
     mask = _printed(form.mask, form, traits)
-    late = not form.prefix and form.mask is not None and reads_last_keys(form.mask)
+    late = not (form.prefix or form.unit) and form.mask is not None and reads_last_keys(form.mask)
     # In PTX, or as the interpreter reads.
     if late and dialect is TRITON and device.backend != "hip":
         mask = _printed(form.mask, form, replace(traits, predicated_loads=True))
@@ -111,7 +113,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     v = rendering.named_pieces("v", form.head_dim_v)
     eight = SERVING_ITEMSIZE[form.kv_dtype] == 1
     product = triton_type(form.product_dtype)
-    of_pages = form.page > 0 and config.BLOCK_N % form.page == 0
+    of_pages = form.page > 0 and config.BLOCK_N % form.page == 0 and not form.unit
     context = {
         **_shared(form, config, device, used, dialect, config.num_warps),
         "score": score,
@@ -131,12 +133,12 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "widen": engines.PTX_EIGHT_BITS.get(form.kv_dtype, "") if not config.warp_private else "",
         "widen_by_hand": device.capability >= 89,
         "q_cast": f".to({product})" if eight and form.dtype != form.product_dtype else "",
-        "page_of_tile": form.page > 0 and form.page % config.BLOCK_N == 0,
+        "page_of_tile": form.page > 0 and not form.unit and form.page % config.BLOCK_N == 0,
         "tile_of_pages": of_pages,
         "pages_in_tile": of_pages,
         "k_whole": of_pages and not tied(form),
         # Tall tiles have no registers for what the loop can compute again.
-        "row_offsets_hoisted": config.BLOCK_M < 64 and (of_pages or not form.page),
+        "row_offsets_hoisted": config.BLOCK_M < 64 and (of_pages or not (form.page or form.unit)),
         "launch_pdl": config.dependent and device.backend == "cuda",
         "late_sum": config.BLOCK_M <= 32,
         # A warp of its own reads in the layout of its scores, and has its next tile in registers.
@@ -252,6 +254,7 @@ def _shared(
     """The variables of the templates of both kernels."""
     traits = _traits(form, device, dialect, rowwise=False)
     found, free = print_key_bounds(None if form.prefix else form.mask, traits)
+    free = None if form.unit else free
     captures = [argument.name for argument in captured_arguments(form.mask)]
     captured = captures if found else []
     names = [each.name for each in _described(form)]
@@ -275,6 +278,8 @@ def _shared(
         "Q_LINE": LINE // SERVING_ITEMSIZE[form.dtype],
     }
     settings |= engines.sizes(form, config, device) | scale_constants(form)
+    if form.unit:
+        settings |= {"UNIT": form.unit, "MOST_CHOSEN": form.chosen}
     if form.split_keys:
         settings |= {
             "SPLIT_KEYS": form.split_keys,
@@ -329,7 +334,10 @@ def _printed(captures: Captures | None, form: ServingForm, traits: Traits) -> Ma
     if captures is None:
         return None
     needed = "i < end"
-    if not form.prefix and mask_form(captures.mod.expr, INDEX_RANGES).free_edges is not None:
+    if (
+        not (form.prefix or form.unit)
+        and mask_form(captures.mod.expr, INDEX_RANGES).free_edges is not None
+    ):
         needed = "(start_n < free_low) | (start_n + BLOCK_N > free_high)"
     if traits.predicated_loads:
         # Nothing but its end bounds what is free, so no tile begins before it.
