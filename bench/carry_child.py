@@ -23,8 +23,8 @@ from flexattn.records.codec import decode_answer, encode
 from flexattn.records.environment import environment
 from flexattn.records.store import Store
 from flexattn.runtime import decay_skip
-from flexattn.tune.tasks import plan_task, task_of
-from flexattn.tune.workload import read
+from flexattn.tuning.tasks import plan_task, task_of
+from flexattn.tuning.workload import read
 
 try:
     from flexattn.records.record import key_of

@@ -105,10 +105,10 @@ def export(kind: str, out: Path) -> dict[str, Any]:
     from flexattn.mods import bind
     from flexattn.records.store import Store
     from flexattn.runtime.launch import Lists
-    from flexattn.tune.builds import compilers
-    from flexattn.tune.subject import SILENT, method_for
-    from flexattn.tune.tuner import GpuTuner
-    from flexattn.tune.workload import policy_for
+    from flexattn.tuning.builds import compilers
+    from flexattn.tuning.subject import SILENT, method_for
+    from flexattn.tuning.tuner import GpuTuner
+    from flexattn.tuning.workload import policy_for
 
     q, k, v = inputs(kind)
     mask = None

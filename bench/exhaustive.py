@@ -17,10 +17,10 @@ from bench.tasks import STUDIED, task
 from flexattn.device import detect
 from flexattn.errors import FlexAttnError
 from flexattn.records.record import SCHEMA, Record, slug
-from flexattn.tune.builds import compilers
-from flexattn.tune.replay import Study, save
-from flexattn.tune.subject import SILENT, Method
-from flexattn.tune.tuner import GpuTuner, build_ahead
+from flexattn.tuning.builds import compilers
+from flexattn.tuning.replay import Study, save
+from flexattn.tuning.subject import SILENT, Method
+from flexattn.tuning.tuner import GpuTuner, build_ahead
 
 
 def study_of(record: Record) -> Study:

@@ -19,9 +19,9 @@ from flexattn.records.codec import decode_record
 from flexattn.records.layers import TOOLCHAIN_FIELDS
 from flexattn.records.record import Key, Trial, common_rounds, key_of, timed_for
 from flexattn.records.store import Store
-from flexattn.tune.replay import load_study, stored
-from flexattn.tune.tasks import plan_task, task_of
-from flexattn.tune.workload import Row, read
+from flexattn.tuning.replay import load_study, stored
+from flexattn.tuning.tasks import plan_task, task_of
+from flexattn.tuning.workload import Row, read
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 

@@ -33,10 +33,10 @@ from flexattn.problem import Shape as Sizes
 from flexattn.records.record import Record, key_of
 from flexattn.records.store import Store
 from flexattn.settings import override
-from flexattn.tune.campaign import environment_of
-from flexattn.tune.subject import method_for
-from flexattn.tune.tasks import plan_task
-from flexattn.tune.workload import Row as Call, ServedRow
+from flexattn.tuning.campaign import environment_of
+from flexattn.tuning.subject import method_for
+from flexattn.tuning.tasks import plan_task
+from flexattn.tuning.workload import Row as Call, ServedRow
 
 BENCH = "random-shapes"
 DEFAULT, BEST, TUNED = "default", "best", "tuned"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.command import matching
 from flexattn.errors import FlexAttnError
-from flexattn.tune.tables import read_file
+from flexattn.tuning.tables import read_file
 
 STEPS = Path(__file__).with_suffix(".toml")
 ROOT = STEPS.parents[1]

@@ -11,8 +11,8 @@ from bench.rows import MODELS, Row, Shape
 from flexattn.device import Device
 from flexattn.measure.task import Task
 from flexattn.problem import Shape as Sizes
-from flexattn.tune.tasks import task_of
-from flexattn.tune.workload import ModPath, Row as Call
+from flexattn.tuning.tasks import task_of
+from flexattn.tuning.workload import ModPath, Row as Call
 
 GEMMA, LLAMA = MODELS["gemma2-9b-local"], MODELS["llama3-8b"]
 # The problems that are measured whole and kept: mods, head dims and lengths that differ most.

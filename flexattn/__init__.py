@@ -12,6 +12,7 @@ the environment variables and the verbs of the command line; the names in `kerne
 - inputs of eight bits: quantize, Quantized
 - masks: create_block_mask, BlockMask, and_masks, or_masks, noop_mask, create_mask, visualize
 - what runs, and why: explain, Explanation
+- is it faster for my call, and which config is fastest: bench, tune
 - torch's own function served by this library: install, uninstall
 - compiled before the first call: warm; other operators in mods: register_op
 
@@ -27,6 +28,7 @@ from flexattn import settings  # first: it reads FLEXATTN_INTERPRET before trito
 
 if TYPE_CHECKING:
     from flexattn.block_mask.visual import visualize
+    from flexattn.cli.in_python import bench, tune
     from flexattn.deploy.warm import warm
     from flexattn.frontend.explain import Explanation, explain
     from flexattn.frontend.install import install, uninstall
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 # The modules of names that no call of flex_attention needs.
 _APART = {
+    **dict.fromkeys(("bench", "tune"), "flexattn.cli.in_python"),
     **dict.fromkeys(("Explanation", "explain"), "flexattn.frontend.explain"),
     **dict.fromkeys(("install", "uninstall"), "flexattn.frontend.install"),
     **dict.fromkeys(("Packed", "pack"), "flexattn.frontend.nested"),
@@ -47,7 +50,7 @@ _APART = {
     "visualize": "flexattn.block_mask.visual",
     "warm": "flexattn.deploy.warm",
 }
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AuxOutput",
@@ -61,6 +64,7 @@ __all__ = [
     "ScoreMod",
     "Selection",
     "and_masks",
+    "bench",
     "create_block_mask",
     "create_mask",
     "explain",
@@ -71,6 +75,7 @@ __all__ = [
     "pack",
     "quantize",
     "register_op",
+    "tune",
     "uninstall",
     "varlen_attn",
     "visualize",

@@ -8,10 +8,10 @@ import os
 import sys
 import time
 
-from flexattn.tune.evaluator import Evaluator
-from flexattn.tune.fleet import HELD, Heartbeat, SharedTuning
-from flexattn.tune.replay import ReplayMeasurer, load_study
-from flexattn.tune.subject import SILENT, Method
+from flexattn.tuning.evaluator import Evaluator
+from flexattn.tuning.fleet import HELD, Heartbeat, SharedTuning
+from flexattn.tuning.replay import ReplayMeasurer, load_study
+from flexattn.tuning.subject import SILENT, Method
 
 HEARTBEAT = Heartbeat(beat_s=1, grace_s=8)
 METHOD = Method(provenance="replay", rounds=3)

@@ -5,7 +5,7 @@ from itertools import product
 
 from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig
 from flexattn.records.record import SCHEMA, Environment, Failed, Gated, Key, Policy, Trial
-from flexattn.tune.replay import Study
+from flexattn.tuning.replay import Study
 
 ROUNDS = 12
 POLICY = Policy(graph=True, cold_l2=True, rounds=20, min_ms=1.0)

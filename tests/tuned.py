@@ -6,9 +6,9 @@ from flexattn.records.environment import environment
 from flexattn.records.record import Gated
 from flexattn.records.store import Store
 from flexattn.settings import override
-from flexattn.tune.builds import compilers
-from flexattn.tune.subject import SILENT, Method
-from flexattn.tune.tuner import GpuTuner
+from flexattn.tuning.builds import compilers
+from flexattn.tuning.subject import SILENT, Method
+from flexattn.tuning.tuner import GpuTuner
 
 
 @contextmanager

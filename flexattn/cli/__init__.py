@@ -1,4 +1,4 @@
-"""The command line: its verbs, and helpers. typer and rich are needed here alone."""
+"""The command line: its verbs, and helpers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 def main() -> None:
     """Run the command line; the status is 2 for a bad request, 1 for a failed check."""
-    try:
-        from flexattn.cli.app import app
+    from flexattn.cli.app import app
 
+    try:
         app()
-    except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
-            raise
-        sys.exit(f"flexattn's command line needs {error.name}: pip install 'flexattn[cli]'")
     except OSError as error:
         if error.errno not in _FULL:
             raise

@@ -22,7 +22,8 @@ from flexattn.catalogue import causal
 from flexattn.cli import options
 from flexattn.cli.offline import asked_rows
 from flexattn.cli.rivals import importable, rivals
-from flexattn.cli.terminal import cell, say, say_json, table_of, tell
+from flexattn.cli.selection import writable
+from flexattn.cli.terminal import say, say_json, tell
 from flexattn.device import detect
 from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.call import make_call
@@ -32,8 +33,10 @@ from flexattn.kernels.choose.registry import family_of, short
 from flexattn.measure.task import Task
 from flexattn.measure.timing import Samples, paired_ratio, time_interleaved
 from flexattn.mods import bind
-from flexattn.tune.tasks import mods_of, task_from
-from flexattn.tune.workload import Row
+from flexattn.report.page import write_page
+from flexattn.report.rivals import BenchResults, from_verb, geometric_mean
+from flexattn.tuning.tasks import mods_of, task_from
+from flexattn.tuning.workload import Row
 from flexattn.verify.oracle import Judge, make_inputs, make_sinks, moved, oracle
 
 OURS, DEFAULT, TORCH = "flexattn", "default", "torch"
@@ -82,18 +85,25 @@ def run(args: options.Bench) -> None:
             args = replace(args, preset=_PRESETS)
     rows = asked_rows(args, plans=False, backward=False)
     if not torch.cuda.is_available():
-        _print_plan(rows, args.as_json, args.rivals)
+        print_would_time([row.title for row in rows], args.as_json, args.rivals)
         return
+    if not args.as_json:
+        writable(args.out)
     here = torch.device("cuda", torch.cuda.current_device())
     console, done = Console(stderr=True), []
     for number, row in enumerate(rows, 1):
         tell(console, f"{number}/{len(rows)} {row.title}")
-        done.append(race_row(row, here, args.rounds, args.min_ms, rival, args.rivals))
+        x = RowInputs.of(row, here)
+        done.append(race_call(x, args.rounds, args.min_ms, rival, args.rivals))
+    device = torch.cuda.get_device_name()
     if args.as_json:
-        facts = {"device": torch.cuda.get_device_name(), "rows": [asdict(each) for each in done]}
-        say_json(facts)
+        say_json({"device": device, "rows": [asdict(each) for each in done]})
     else:
-        _print(done)
+        print_rows(done)
+        results = results_of(done, device)
+        for name in results.rivals:
+            say(f"in the geometric mean {name}: {geometric_mean(results, name):.2f}")
+        say(f"a page with a chart: {write_page((), args.out, [results]).page}")
         if any(ratio is not None and ratio < 1 for each in done for ratio in each.ratio.values()):
             say(f"some rows lost; tune them: flexattn {words.replace('bench', 'tune', 1)}")
     if not all(each.passed for each in done):
@@ -136,66 +146,59 @@ class RowInputs:
         return oracle(*given, lists, sparsity, self.sinks)
 
 
-def _print_plan(rows: Sequence[Row], as_json: bool, others: bool) -> None:
+def print_would_time(titles: Sequence[str], as_json: bool, others: bool) -> None:
     """Print what a GPU would time; others: also torch's kernel and other libraries."""
-    titles = [row.title for row in rows]
     names = [OURS, DEFAULT, *([TORCH, *importable()] if others else [])]
     if as_json:
         say_json({"device": None, "would_time": titles, "beside": names})
         return
-    say("torch sees no GPU here, so nothing was timed. On a GPU this command times:")
+    say("torch sees no GPU here, so nothing was timed. On a GPU this times:")
     for title in titles:
         say(f"  {title}")
     left_out = "; libraries that cannot be imported here are not in this list" if others else ""
     say(f"each by {', '.join(names)}{left_out}")
 
 
-def race_row(
-    row: Row,
-    where: torch.device,
-    rounds: int,
-    min_ms: float,
-    rival: RivalChoice,
-    others: bool = False,
+def race_call(
+    x: RowInputs, rounds: int, min_ms: float, rival: RivalChoice, others: bool = False
 ) -> Benched:
-    """One row's race on a GPU, or on the CPU's clock in the interpreter.
+    """One call's race on a GPU, or on the CPU's clock in the interpreter.
 
     others: other libraries join where the call has no mods, or is causal.
     """
-    x, target = RowInputs.of(row, where), detect(where)
     q, k, v, task, mask, sinks = x.q, x.k, x.v, x.task, x.block_mask, x.sinks
     score_mod = x.score_mod
     common: dict[str, Any] = {"score_mod": score_mod, "block_mask": mask, "scale": task.scale}
     choice = plan(
         make_call(q, k, v, score_mod, mask, task.scale, True, False, None, None, sinks)
     ).launch.choice
-    static = family_of(start := default(choice.problem, target)).options_of(start)
+    static = family_of(start := default(choice.problem, choice.device)).options_of(start)
     ours: _Call = partial(flex_attention, q, k, v, **common, enable_gqa=True, sinks=sinks)
     calls: dict[str, _Call] = {OURS: ours, DEFAULT: partial(ours, kernel_options=static)}
     if rival != "none":
         calls[TORCH] = partial(_torchs(TORCH_MODES[rival]), q, k, v, **common, enable_gqa=True)
     structure = task.problem.structure
     mask_is = structure.mask and structure.mask.mod.fingerprint
-    square = row.shape.q_len == row.shape.kv_len and mask_is == _causal()
+    square = q.shape[2] == k.shape[2] and mask_is == _causal()
     if others and structure.score is None and sinks is None and (mask_is is None or square):
         calls |= rivals(q, k, v, mask_is is not None, task.scale)
     with torch.no_grad():
         verdict = x.judge()((ours(), None, None))
-        cuda, policy = where.type == "cuda", task.policy
+        policy = task.policy
         samples = time_interleaved(
             calls,
             rounds=rounds,
             min_ms=min_ms,
             flush_l2=policy.cold_l2,
             graph=policy.graph,
-            clock="cuda" if cuda else "cpu",
+            clock="cuda" if q.is_cuda else "cpu",
         )
     failures = [f"{name}: {s.failure}" for name, s in samples.items() if s.failure is not None]
     if sinks is not None and rival != "none":
         failures.append(f"{TORCH} has no sinks: its time is without them")
     notes = failures if verdict.passed else [verdict.message(), *failures]
     return Benched(
-        row.title,
+        task.title,
         choice.how,
         short(choice.config),
         {name: _number(each.median) for name, each in samples.items()},
@@ -234,23 +237,20 @@ def _ratio(theirs: Samples, ours: Samples) -> float | None:
     return _number(paired_ratio(theirs, ours).value)
 
 
-def _print(done: Sequence[Benched]) -> None:
-    names = list(dict.fromkeys(name for each in done for name in each.us))
-    numbers = (f">{name}" for name in (*names, *(f"{name}/ours" for name in names[1:])))
-    title = "median microseconds, and paired ratios: above 1 flexattn is faster"
-    table = table_of("row", *numbers, "served by", "config", "gate", title=title)
+def results_of(done: Sequence[Benched], device: str) -> BenchResults:
+    """The races as the page of a report shows them."""
+    return from_verb({"device": device, "rows": [asdict(each) for each in done]})
+
+
+def print_rows(done: Sequence[Benched]) -> None:
+    """Print each row's times and ratios, and what it has to note."""
+    say("median microseconds, and the time over ours: above 1 flexattn is faster")
     for each in done:
-        times = ["-" if (us := each.us.get(n)) is None else f"{us:.1f}" for n in names]
-        ratios = ["-" if (r := each.ratio.get(n)) is None else f"{r:.3f}" for n in names[1:]]
         gate = "green" if each.passed else "RED"
-        table.add_row(cell(each.title), *times, *ratios, each.how, each.config, gate)
-    for name in names[1:]:
-        found = [r for each in done if (r := each.ratio.get(name)) is not None]
-        if found:
-            mean = math.exp(sum(map(math.log, found)) / len(found))
-            table.caption = f"{table.caption or ''} {name}: {mean:.3f}x over {len(found)} rows"
-    console = Console()
-    console.print(table)
-    for each in done:
+        say(f"{each.title}: {each.how} {each.config}")
+        say(f"  gate {gate}, error {each.error:.1e} of {each.budget:.1e}")
+        for name, us in each.us.items():
+            ratio, time = each.ratio.get(name), "-" if us is None else f"{us:.1f}"
+            say(f"  {name:<17}{time:>9}" + ("" if ratio is None else f"{ratio:>7.2f}"))
         if each.note:
-            tell(console, f"{each.title}: {each.note}")
+            say(f"  {each.note}")

@@ -19,7 +19,7 @@ from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose.defaults import survey
 from flexattn.kernels.choose.registry import short
 from flexattn.problem import Problem
-from flexattn.tune.builds import DEADLINE, BuiltConfig, build_all, twins
+from flexattn.tuning.builds import DEADLINE, BuiltConfig, build_all, twins
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Without one, a child process interprets the kernels, and others compile them.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,20 +17,26 @@ from rich.console import Console
 from rich.table import Table
 
 from flexattn.cli import options as asking
-from flexattn.cli.bench import DEFAULT, OURS, TORCH, Benched, RivalChoice, race_row
+from flexattn.cli.bench import (
+    TORCH,
+    Benched,
+    RivalChoice,
+    RowInputs,
+    print_rows,
+    race_call,
+    results_of,
+)
 from flexattn.cli.offline import nearest
 from flexattn.cli.selection import writable
-from flexattn.cli.terminal import cell, table_of, tell
+from flexattn.cli.terminal import table_of, tell
 from flexattn.cli.watch import Watch
 from flexattn.cli.workloads import (
     FULL_WORKLOADS,
     SMALL_WORKLOADS,
     DemoTrial,
     DemoWorkload,
-    bars,
     print_notes,
     run_trial,
-    text_bars,
     verdict_cells,
     verdict_table,
     window,
@@ -41,12 +46,13 @@ from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import short
 from flexattn.records.record import Failed
 from flexattn.records.store import Store
+from flexattn.report.page import write_page
 from flexattn.settings import child_environment, current, override
-from flexattn.tune.builds import BuiltConfig, Pool, build_all, compilers
-from flexattn.tune.campaign import Campaign
-from flexattn.tune.subject import Method, method_for
-from flexattn.tune.tasks import task_of, tasks
-from flexattn.tune.tuner import GpuTuner
+from flexattn.tuning.builds import BuiltConfig, Pool, build_all, compilers
+from flexattn.tuning.campaign import Campaign
+from flexattn.tuning.subject import Method, method_for
+from flexattn.tuning.tasks import task_of, tasks
+from flexattn.tuning.tuner import GpuTuner
 
 
 def run(args: asking.Demo) -> None:
@@ -82,22 +88,12 @@ def show_gpu(
         done = []
         for workload in workloads:
             status.update(f"{workload.name}: torch compiles its kernel, then the race")
-            done.append(race_row(workload.row(), where, _ROUNDS, MIN_MS, rival))
+            done.append(race_call(RowInputs.of(workload.row(), where), _ROUNDS, MIN_MS, rival))
     name = torch.cuda.get_device_name() if where.type == "cuda" else device
-    gates = verdict_table(f"Run on {name} in bfloat16, against the float64 oracle")
-    for workload, row in zip(workloads, done, strict=True):
-        seen = (workload.name, workload.describe(), row.error, row.budget, row.passed)
-        gates.add_row(*verdict_cells(*seen))
-    console.print(gates)
-    console.print(_raced(done))
-    for row in done:
-        if row.note:
-            tell(console, f"{row.title}: {row.note}", "" if row.passed else "red")
-    times = {row.title: _times(row) for row in done}
-    drawn = [window(workloads).save(out / "mask.png")]
-    drawn += bars(times, "microseconds", out / "timings.png")
-    tell(console, text_bars(times, "µs"))
-    tell(console, f"Records: {store.root}. Pictures: " + ", ".join(map(str, drawn)))
+    print_rows(done)
+    drawn = window(workloads).save(out / "mask.png")
+    page = write_page((), out, [results_of(done, name)]).page
+    tell(console, f"Records: {store.root}. Picture: {drawn}. Chart: {page}")
     passed = not failed and all(row.passed for row in done)
     if passed:
         for sentence in gpu_sentences(done, name):
@@ -124,19 +120,6 @@ def gpu_sentences(done: Sequence[Benched], name: str) -> tuple[str, str, str]:
     )
 
 
-def _raced(done: Sequence[Benched]) -> Table:
-    numbers = f">{TORCH}", f">{DEFAULT}", ">tuned", f">{TORCH}/tuned"
-    title = "Median microseconds of one race a workload"
-    table = table_of("workload", *numbers, "tuned config", title=title)
-    for row in done:
-        times = (_number(row.us.get(each)) for each in (TORCH, DEFAULT, OURS))
-        ratio = row.ratio.get(TORCH)
-        table.add_row(
-            cell(row.title), *times, "-" if ratio is None else f"{ratio:.2f}x", row.config
-        )
-    return table
-
-
 def _tune(
     store: Store,
     workloads: Sequence[DemoWorkload],
@@ -159,15 +142,6 @@ def _tune(
             else:
                 watch.finished(f"{outcome.title}: {outcome.status} in {outcome.seconds:.0f} s")
     return failed
-
-
-def _times(row: Benched) -> dict[str, float]:
-    labels = {TORCH: "torch, compiled", DEFAULT: "static default", OURS: f"tuned: {row.config}"}
-    return {label: us for name, label in labels.items() if (us := row.us.get(name)) is not None}
-
-
-def _number(us: float | None) -> str:
-    return "-" if us is None or math.isnan(us) else f"{us:.1f}"
 
 
 def show_cpu(console: Console, out: Path) -> bool:

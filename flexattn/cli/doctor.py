@@ -36,7 +36,7 @@ from flexattn.records.untuned import COMMAND, read_untuned, untuned_path
 from flexattn.records.why import why
 from flexattn.runtime.outcomes import FORMER, Noted, Outcome, compiler_of, memory
 from flexattn.settings import current
-from flexattn.tune.tuner import plugin_of
+from flexattn.tuning.tuner import plugin_of
 
 PACKAGES = ("torch", "triton", "jinja2", "sympy", "typer", "rich", "optuna", "matplotlib")
 SAMPLES: tuple[tuple[Kind, Shape], ...] = (

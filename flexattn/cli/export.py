@@ -22,8 +22,8 @@ from flexattn.measure.task import Task
 from flexattn.records.layers import RecordLayer
 from flexattn.records.record import Key, Record, key_of
 from flexattn.records.store import REAL, Store, better
-from flexattn.tune.tasks import distinct, mods_of, tasks
-from flexattn.tune.tuner import Plugin, plugin_of
+from flexattn.tuning.tasks import distinct, mods_of, tasks
+from flexattn.tuning.tuner import Plugin, plugin_of
 
 
 @dataclass(frozen=True)

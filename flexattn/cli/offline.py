@@ -34,8 +34,8 @@ from flexattn.problem.checks import MAX_HEAD_DIM
 from flexattn.runtime.build import unloaded
 from flexattn.runtime.dispatch import Choice, chosen
 from flexattn.settings import current
-from flexattn.tune.tasks import task_of
-from flexattn.tune.workload import Row
+from flexattn.tuning.tasks import task_of
+from flexattn.tuning.workload import Row
 from flexattn.util.text import did_you_mean
 
 Mods: TypeAlias = tuple[Callable[..., Any] | None, Callable[..., Any] | None]

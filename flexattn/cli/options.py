@@ -387,7 +387,8 @@ class Bench(AskedProblems):
     Without a MOD, a file or a preset it times four calls of Llama-3 and Gemma-2; with sizes it
     times a call without mods. The others are SDPA, and FlashAttention 2, 3, 4 and FlashInfer if
     they can be imported. A ratio above 1 means that flexattn is faster. The status is 1 if an
-    accuracy gate is red. Without a GPU it prints what it would time. Gradients are left out.
+    accuracy gate is red. It writes a page with a chart, except with --json. Without a GPU it
+    prints what it would time. Gradients are left out.
     """
 
     rounds: Annotated[int, typer.Option(min=3, help="Rounds of each interleaved race.")] = 20
@@ -398,6 +399,9 @@ class Bench(AskedProblems):
         bool,
         typer.Option("--torch/--no-torch", help="Time torch's kernel and other libraries too."),
     ] = True
+    out: Annotated[Path, typer.Option(help="Folder for the page with a chart.")] = Path(
+        "bench-report"
+    )
     as_json: AsJson = False
 
 

@@ -22,9 +22,9 @@ from flexattn.kernels.choose.registry import short
 from flexattn.records.codec import decode_record
 from flexattn.records.record import Answer, Decision, Record
 from flexattn.records.store import Conflict, merge
-from flexattn.tune.race import replay_study
-from flexattn.tune.replay import ReplayMeasurer, load_study
-from flexattn.tune.tuner import tune_subject
+from flexattn.tuning.race import replay_study
+from flexattn.tuning.replay import ReplayMeasurer, load_study
+from flexattn.tuning.tuner import tune_subject
 
 # Columns of a screen that has room for all of a record.
 WIDE = 120

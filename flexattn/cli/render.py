@@ -27,7 +27,7 @@ from flexattn.runtime.dispatch import Choice, candidates_of
 from flexattn.runtime.fallback import told
 from flexattn.runtime.outcomes import memory
 from flexattn.runtime.resources import resources
-from flexattn.tune.tuner import Plugin, plugin_of
+from flexattn.tuning.tuner import Plugin, plugin_of
 
 # What a term is called, and where it is computed.
 _PLACES = {

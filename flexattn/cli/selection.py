@@ -31,7 +31,7 @@ from flexattn.problem import Kind
 from flexattn.records.layers import RecordLayer, configs_folder
 from flexattn.records.store import Store
 from flexattn.settings import current
-from flexattn.tune.workload import Row, Workload, read
+from flexattn.tuning.workload import Row, Workload, read
 from flexattn.util.text import DTYPE_NAMES, did_you_mean
 
 # Beside the folders of devices: whole spaces as they were measured, which are no records.

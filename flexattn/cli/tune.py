@@ -46,8 +46,8 @@ from flexattn.records.layers import layers
 from flexattn.records.record import Record, key_of
 from flexattn.records.store import Store
 from flexattn.records.untuned import untuned_path
-from flexattn.tune.builds import compilers, default_jobs
-from flexattn.tune.campaign import (
+from flexattn.tuning.builds import compilers, default_jobs
+from flexattn.tuning.campaign import (
     Campaign,
     TaskLocks,
     TuningOutcome,
@@ -55,11 +55,11 @@ from flexattn.tune.campaign import (
     environment_of,
     pending,
 )
-from flexattn.tune.evaluator import settle
-from flexattn.tune.subject import Method, method_for
-from flexattn.tune.tasks import NOTE, distinct, task_of, untuned_tasks
-from flexattn.tune.tuner import GpuTuner, Plugin, build_ahead, plugin_of
-from flexattn.tune.workload import read
+from flexattn.tuning.evaluator import settle
+from flexattn.tuning.subject import Method, method_for
+from flexattn.tuning.tasks import NOTE, distinct, task_of, untuned_tasks
+from flexattn.tuning.tuner import GpuTuner, Plugin, build_ahead, plugin_of
+from flexattn.tuning.workload import read
 
 
 def run(asked: options.Tune) -> None:
@@ -397,13 +397,14 @@ def _followed(run: Campaign, names: Sequence[str], watch: Watch) -> Ran:
     try:
         for outcome in replace(run, lost=lost, say=watch.say):
             found.append(outcome)
-            watch.finished(_line(outcome), outcome.status != "kept")
+            watch.finished(outcome_line(outcome), outcome.status != "kept")
     except KeyboardInterrupt:
         interrupted = True
     return Ran(tuple(found), interrupted, tuple(gone))
 
 
-def _line(outcome: TuningOutcome) -> str:
+def outcome_line(outcome: TuningOutcome) -> str:
+    """An outcome in words: the config, its speedup, and how long it took."""
     if outcome.answer is None:
         return f"{outcome.title}: failed: {outcome.message}"
     decision, config = outcome.answer.decision, short(outcome.answer.config)

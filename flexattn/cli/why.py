@@ -26,8 +26,8 @@ from flexattn.records.why import Closest, ConfigExplanation, Difference, why as 
 from flexattn.runtime.dispatch import candidates_of
 from flexattn.runtime.fallback import Attempt, told
 from flexattn.runtime.outcomes import memory
-from flexattn.tune.tasks import mods_of, tasks
-from flexattn.tune.workload import Row, read
+from flexattn.tuning.tasks import mods_of, tasks
+from flexattn.tuning.workload import Row, read
 
 
 def run(args: options.Why) -> None:

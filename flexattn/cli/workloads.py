@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -23,8 +22,8 @@ from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.registry import family_of, short
 from flexattn.problem import Shape
-from flexattn.tune.tasks import mods_of
-from flexattn.tune.workload import ModPath, Row
+from flexattn.tuning.tasks import mods_of
+from flexattn.tuning.workload import ModPath, Row
 
 
 @dataclass(frozen=True)
@@ -164,9 +163,8 @@ def print_notes(console: Console, trials: Iterable[DemoTrial]) -> None:
                 tell(console, text, "" if variant.passed else "red")
 
 
-_RIVAL, _OURS = "#f0a848", "#3b6ea5"
-# Cells of a mask on a terminal, and characters of its longest bar.
-CELLS, LONGEST = 64, 40
+# Cells of a mask on a terminal.
+CELLS = 64
 
 
 def window(workloads: Sequence[DemoWorkload]) -> Picture:
@@ -175,37 +173,3 @@ def window(workloads: Sequence[DemoWorkload]) -> Picture:
     mask = mods_of(workload.row())[1]
     assert mask is not None
     return visualize(mask, workload.q_len, workload.kv_len, cells=CELLS)
-
-
-def text_bars(groups: Mapping[str, Mapping[str, float]], unit: str) -> str:
-    """The same as `bars` in characters, the longest bar of each group equally long."""
-    lines = []
-    for title, values in groups.items():
-        lines.append(title)
-        width = max(map(len, values), default=0)
-        for label, value in values.items():
-            drawn = "█" * max(1, round(LONGEST * value / max(values.values())))
-            lines.append(f"  {label:<{width}}  {drawn} {value:.4g} {unit}")
-    return "\n".join(lines)
-
-
-def bars(groups: Mapping[str, Mapping[str, float]], unit: str, path: Path) -> list[Path]:
-    """A file: a panel a group, a bar a label, torch's in another color; [] where no value is."""
-    from matplotlib.figure import Figure
-
-    groups = {title: values for title, values in groups.items() if values}
-    if not groups:
-        return []
-    heights = [2 + len(values) for values in groups.values()]
-    figure = Figure(figsize=(7.2, 1.0 + 0.34 * sum(heights)), layout="constrained")
-    panels = figure.subplots(len(groups), squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (title, values) in zip(panels, groups.items(), strict=True):
-        colors = [_RIVAL if label.startswith("torch") else _OURS for label in values]
-        drawn = axes.barh(list(values), list(values.values()), color=colors)
-        axes.bar_label(drawn, fmt="%.4g", padding=3)
-        axes.margins(x=0.15)
-        axes.invert_yaxis()
-        axes.set(title=title, xlabel=unit)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return [path]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flexattn.measure.task import Task
     from flexattn.problem import Problem
     from flexattn.runtime.dispatch import Choice
-    from flexattn.tune.workload import Row, Workload
+    from flexattn.tuning.workload import Row, Workload
 
 # Query rows of short prompts and chunks: decode serves them, with a tile for few rows or for more.
 _SHORT = 1, 16
@@ -59,8 +59,8 @@ def warm(
     from flexattn.mods import bind
     from flexattn.runtime.build import builder
     from flexattn.runtime.decay_skip import sources
-    from flexattn.tune.tasks import mods_of, task_from
-    from flexattn.tune.workload import Workload, parse_workload, read
+    from flexattn.tuning.tasks import mods_of, task_from
+    from flexattn.tuning.workload import Workload, parse_workload, read
 
     if isinstance(workload, (str, Path)):
         workload = read(Path(workload), allow)

@@ -32,9 +32,9 @@ from flexattn.neuron.run import nki_path, prepare
 from flexattn.neuron.source import NkiSource
 from flexattn.records.record import Failed, Gated, Record, Stage, key_of
 from flexattn.settings import neuron_environment, nrtpy_python
-from flexattn.tune.builds import BuiltConfig
-from flexattn.tune.subject import SILENT, Method, Progress, Subject
-from flexattn.tune.tuner import tune_subject
+from flexattn.tuning.builds import BuiltConfig
+from flexattn.tuning.subject import SILENT, Method, Progress, Subject
+from flexattn.tuning.tuner import tune_subject
 from flexattn.verify.oracle import Judge, make_inputs, oracle
 
 # Seconds that a kernel may be compiled and run once for, and that one race may take.

@@ -1,4 +1,4 @@
-"""The plug-in of AWS Neuron's devices: flexattn.tune.tuner.Plugin as a module."""
+"""The plug-in of AWS Neuron's devices: flexattn.tuning.tuner.Plugin as a module."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from flexattn.neuron.run import nki_path, prepare
 from flexattn.neuron.source import render_nki, render_nki_combine
 from flexattn.problem import Problem
 from flexattn.records.record import Environment, Record
-from flexattn.tune.campaign import TuneTask
-from flexattn.tune.subject import Method, Progress
-from flexattn.tune.tuner import PluginKernel
+from flexattn.tuning.campaign import TuneTask
+from flexattn.tuning.subject import Method, Progress
+from flexattn.tuning.tuner import PluginKernel
 
 
 def check_tuning(

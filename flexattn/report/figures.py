@@ -39,6 +39,7 @@ BAR = (70.0, 12.0)
 # The picture of rivals: its width, letters of a line, the height of a row, and a color each.
 _WIDE, _WIDE_LETTERS, ROW = 360.0, 58, 30.0
 _RIVALS: tuple[Role, ...] = ("r0", "r1", "r2", "r3", "oth")
+_SHAPES: tuple[Literal["dot", "diamond"], ...] = ("dot", "diamond")
 _DENSITY = {
     "exact": "",
     "class": " The mask's class gives its density to a factor of about 1.4.",
@@ -294,14 +295,16 @@ def rivals_beside(bench: BenchResults, name: str) -> Drawing | None:
     if not rows:
         return None
     names = bench.rivals
-    roles = {rival: _RIVALS[min(place, len(_RIVALS) - 1)] for place, rival in enumerate(names)}
+    # Of more rivals than colors the rest have another shape.
+    every = ((role, 8, mark) for mark in _SHAPES for role in _RIVALS)
+    looks = dict(zip(names, every, strict=False))
     known = [each.ratio.value for _, rivals in rows for each in rivals]
     scale = Scale(min(*known, 0.9), max(*known, 1.1), 8, _WIDE - 8)
     top = 8.0 + 16 * len(names)
     bottom = top + ROW * len(rows) + 6
     shapes: list[DrawnShape] = []
     for place, rival in enumerate(names):
-        shapes += [Dots(((6, 10 + 16 * place),), roles[rival], 8)]
+        shapes += [Dots(((6, 10 + 16 * place),), *looks[rival])]
         shapes += [Label(16, 14 + 16 * place, clipped_label(rival, _WIDE_LETTERS))]
     shapes += axis_x(scale, top, bottom, "rival's time / ours")
     shapes.append(Line(((scale.at(1), top), (scale.at(1), bottom)), "ink"))
@@ -310,7 +313,7 @@ def rivals_beside(bench: BenchResults, name: str) -> Drawing | None:
         shown = clipped_label(title, _WIDE_LETTERS)
         shapes += [Box(0, y - 10, LETTER * len(shown), 13, "card"), Label(0, y, shown, "ink")]
         for each in rivals:
-            shapes.append(Dots(((scale.at(each.ratio.value), y + 9),), roles[each.name], 8))
+            shapes.append(Dots(((scale.at(each.ratio.value), y + 9),), *looks[each.name]))
     counted = f"All {len(rows)} rows."
     if len(rows) < len(bench.rows):
         counted = f"{len(rows)} of {len(bench.rows)} rows; the others have no time beside ours."

@@ -62,7 +62,7 @@ def read_bench(path: Path) -> BenchResults:
     """
     try:
         data = json.loads(path.read_text())
-        return _from_verb(data) if "schema" not in data else _from_project(data)
+        return from_verb(data) if "schema" not in data else _from_project(data)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}", "--bench names a file") from error
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
@@ -80,9 +80,9 @@ def _from_project(data: dict[str, Any]) -> BenchResults:
     return BenchResults(str(data["bench"]), machine, tuple(_row(row) for row in data["rows"]))
 
 
-def _from_verb(data: dict[str, Any]) -> BenchResults:
+def from_verb(data: dict[str, Any]) -> BenchResults:
     """Medians and paired ratios of every row, as the verb prints them."""
-    return BenchResults("tuned workloads", str(data["device"]), tuple(map(_told, data["rows"])))
+    return BenchResults("flexattn bench", str(data["device"]), tuple(map(_told, data["rows"])))
 
 
 def geometric_mean(bench: BenchResults, rival: str) -> float:

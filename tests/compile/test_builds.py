@@ -11,7 +11,7 @@ from flexattn.kernels.triton.source import render
 from flexattn.runtime.build import compile_source, path_of
 from flexattn.runtime.resources import code_hash, resources
 from flexattn.settings import override
-from flexattn.tune.builds import build_all
+from flexattn.tuning.builds import build_all
 from tests.compile.devices import DEVICES
 from tests.problems import problem
 

@@ -18,7 +18,7 @@ from flexattn.runtime.dispatch import candidates_of, chosen
 from flexattn.runtime.outcomes import Memory, outcome_of
 from flexattn.runtime.resources import loop_spills, resources
 from flexattn.settings import override
-from flexattn.tune.builds import compile_one, orders_for
+from flexattn.tuning.builds import compile_one, orders_for
 from tests.compile.devices import DEVICES
 from tests.problems import H200, problem
 

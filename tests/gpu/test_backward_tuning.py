@@ -8,8 +8,8 @@ from flexattn.catalogue import relative_bias
 from flexattn.device import detect
 from flexattn.measure.worker import Worker
 from flexattn.records.record import Gated
-from flexattn.tune.tasks import task_from
-from flexattn.tune.workload import parse_workload
+from flexattn.tuning.tasks import task_from
+from flexattn.tuning.workload import parse_workload
 from tests.support import inputs
 from tests.tuned import tuned
 
@@ -47,7 +47,7 @@ def test_three_heads_stand_for_a_large_shape():
     layer["calls"] = [{"mixes": [[2, 4096, 4096]], "backward": True}]
     row = parse_workload({"layers": [layer]}, "x", "x").rows[1]
     from flexattn.kernels.choose.defaults import default
-    from flexattn.tune.tasks import task_of
+    from flexattn.tuning.tasks import task_of
 
     task = task_of(row, device, torch.device("cuda"))
     with Worker() as worker:

@@ -6,7 +6,7 @@ from flexattn.device import detect
 from flexattn.problem import Shape
 from flexattn.records.record import Policy
 from flexattn.serving import DecodePlan
-from flexattn.tune.tasks import serving_task
+from flexattn.tuning.tasks import serving_task
 from tests.tuned import tuned
 
 pytestmark = pytest.mark.timeout(300)

@@ -14,7 +14,7 @@ from flexattn.mods import bind
 from flexattn.problem import Shape
 from flexattn.records.record import Gated, Policy
 from flexattn.serving.verified import make_batch, serving_judge
-from flexattn.tune.tasks import serving_task
+from flexattn.tuning.tasks import serving_task
 from tests.serving import SMALL
 
 

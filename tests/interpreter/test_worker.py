@@ -10,8 +10,8 @@ from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.measure.worker import Worker
 from flexattn.records.record import Failed, Gated, Policy
-from flexattn.tune.tasks import task_from
-from flexattn.tune.workload import parse_workload
+from flexattn.tuning.tasks import task_from
+from flexattn.tuning.workload import parse_workload
 from tests.forked import forking
 from tests.tasks import make_task
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from flexattn.kernels.ptx.assembler import triton_version
 from flexattn.settings import compiler_environment, current, worker_environment
-from flexattn.tune.builds import Pool, default_jobs
+from flexattn.tuning.builds import Pool, default_jobs
 from tests.random_mods.battery import CATALOGUE, battery, parts
 from tests.random_mods.changes import changed
 from tests.random_mods.checking import checked

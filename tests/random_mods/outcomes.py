@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from flexattn.errors import BuildError, FlexAttnError
 from flexattn.records.record import Failed
-from flexattn.tune.builds import Pool
+from flexattn.tuning.builds import Pool
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flexattn.kernels.choose.registry import ROWS
-from flexattn.tune.tuner import Plugin, plugin_of
+from flexattn.tuning.tuner import Plugin, plugin_of
 from tests.package_files import FILES, PACKAGE, each_file
 
 # Every part may import these.
@@ -44,21 +44,21 @@ EDGES = {
     # A candidate is launched by what serves users, so that what is timed is what will run.
     "measure": {"serving", "verify"},
     # It makes a workload's BlockMasks.
-    "tune": {"measure", "block_mask"},
+    "tuning": {"measure", "block_mask"},
     # A plug-in: AWS Neuron's kernels, their interpreter, cost model and Measurer. What the core
     # knows of these devices is in device.neuroncore.
-    "neuron": {"tune"},
+    "neuron": {"tuning"},
     "presets": {"catalogue"},
     # Attention of published models, as any user could write it.
     "sparse": {"frontend"},
-    "deploy": {"tune"},
+    "deploy": {"tuning"},
     # A plug-in: it reads records and nothing of how they were made.
     "report": {"measure"},
     "cli": {"report", "deploy", "frontend", "presets"},
     # Another library's attention, made of calls that any user could write.
     "integrations": {"frontend", "serving"},
     # What users import, at the first use of it.
-    "__init__": {"public", "deploy"},
+    "__init__": {"public", "deploy", "cli"},
     "public": {"frontend"},
     "__main__": {"cli"},
 }
@@ -69,7 +69,7 @@ LISTED = {
     *("__init__.py", "catalogue/__init__.py", "serving/__init__.py", "sparse/__init__.py"),
 }
 # Folders that nothing imports but what is named: the registry's row finds the first by its name.
-PLUGINS = {"neuron": set(), "report": {"cli/report.py"}}
+PLUGINS = {"neuron": set(), "report": {"cli/report.py", "cli/bench.py", "cli/demo.py"}}
 REFERENCE_USERS = {"reference", "verify", "measure", "frontend", "serving"}
 
 KERNELS = PACKAGE / "kernels"
@@ -211,7 +211,7 @@ def kernel_folders(path: Path) -> set[str]:
 def test_families_import_neither_one_another_nor_what_chooses_between_them(folder):
     for path in (KERNELS / folder).rglob("*.py"):
         assert kernel_folders(path) <= KERNEL_EDGES[folder] | {folder}, path.name
-        assert "tune" not in imported_parts(path), path.name
+        assert "tuning" not in imported_parts(path), path.name
 
 
 def config_classes() -> dict[str, str]:

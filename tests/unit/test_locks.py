@@ -11,7 +11,7 @@ import pytest
 import flexattn
 from flexattn.errors import MeasureError
 from flexattn.runtime.codecache import without_collections
-from flexattn.tune.builds import Pool
+from flexattn.tuning.builds import Pool
 from flexattn.util.locks import Lru, Turns, awaited, renewed
 from tests.build_doubles import number
 

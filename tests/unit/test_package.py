@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 import flexattn
 from tests.processes import ROOT
 
-EXTRAS = ("typer", "rich", "matplotlib", "optuna", "hypothesis", "pytest", "pydantic")
+EXTRAS = ("matplotlib", "optuna", "hypothesis", "pytest", "pydantic")
 
 
 def python(code: str, path: Path) -> str:
@@ -157,7 +157,7 @@ def test_extras_bring_what_they_are_for_and_no_more():
     known = extras()
     packages = {name: {each.name for each in known[name]} for name in known}
     assert packages["tune"] == {"optuna"} and "psycopg" in packages["postgres"]
-    others = {"neuron", "serving-example", "test", "docs", "dev", "all"}
+    others = {"bench", "cli", "neuron", "serving-example", "test", "docs", "dev", "all"}
     assert inside(["all"], known) - {"all"} == known.keys() - others
     assert "neuron" not in inside(["dev"], known)
 
@@ -174,13 +174,13 @@ def test_advice_names_extras_that_there_are():
     texts = "\n".join(each.read_text() for each in files)
     named = re.findall(r"pip install[^\n]*?(?:flexattn|\.)\[([\w,-]+)\]", texts)
     advised = {name for names in named for name in names.split(",")}
-    assert {"cli", "postgres", "transformers", "viz", "yaml"} <= advised <= extras().keys()
+    assert {"postgres", "transformers", "viz", "yaml"} <= advised <= extras().keys()
 
 
 def test_the_version_stands_in_one_place(wheel):
-    assert flexattn.__version__ == "0.2.0" and wheel.name.startswith("flexattn-0.2.0-")
-    assert '__version__ = "0.2.0"' in (ROOT / "flexattn/__init__.py").read_text()
-    assert "0.2.0" not in (ROOT / "pyproject.toml").read_text()
+    assert flexattn.__version__ == "0.3.0" and wheel.name.startswith("flexattn-0.3.0-")
+    assert '__version__ = "0.3.0"' in (ROOT / "flexattn/__init__.py").read_text()
+    assert "0.3.0" not in (ROOT / "pyproject.toml").read_text()
 
 
 def test_the_hosted_check_is_the_one_that_runs_here():

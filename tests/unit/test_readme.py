@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from flexattn.cli.app import app
 from flexattn.device import KNOWN, named
 from flexattn.settings import VARIABLES, override
-from flexattn.tune.tasks import tasks
-from flexattn.tune.workload import read
+from flexattn.tuning.tasks import tasks
+from flexattn.tuning.workload import read
 from tests.blocks import PAGES, ROOT, blocks, run
 
 README = (ROOT / "README.md").read_text()

@@ -23,7 +23,7 @@ from bench.runner import Method, run
 from bench.table import BAR, markdown
 from bench.tasks import call_of
 from flexattn.measure.timing import Samples
-from flexattn.tune.workload import read
+from flexattn.tuning.workload import read
 
 METHOD = Method(rounds=2, min_ms=0, clock="cpu", device="cpu")
 SMALL = Shape(1, 4, 2, 61, 61, 16)

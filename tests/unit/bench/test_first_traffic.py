@@ -2,7 +2,7 @@
 
 from bench import first_traffic
 from bench.first_traffic import SIZES, workload
-from flexattn.tune.workload import parse_workload
+from flexattn.tuning.workload import parse_workload
 
 
 def process(longest=9.0, **changes):

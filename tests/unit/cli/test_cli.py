@@ -14,7 +14,7 @@ from flexattn.device import KNOWN
 from flexattn.mods.bind import clear
 from flexattn.records.record import Failed
 from flexattn.settings import override
-from flexattn.tune.builds import BuiltConfig
+from flexattn.tuning.builds import BuiltConfig
 from tests.processes import python
 from tests.records import decode_record
 
@@ -177,9 +177,6 @@ def test_the_demo_ends_in_three_sentences():
 
 
 def test_the_demo_s_picture_is_characters_too():
-    shown = workloads.text_bars({"prefill": {"torch": 200.0, "ours": 100.0}}, "µs").splitlines()
-    assert shown[0] == "prefill" and shown[1].endswith(" 200 µs")
-    assert shown[1].count("█") == 2 * shown[2].count("█") == workloads.LONGEST
     assert "blocks of 128 x 128" in str(workloads.window(FULL_WORKLOADS))
 
 
@@ -219,4 +216,4 @@ def test_demo_tunes_judges_races_and_draws(kernel, last, tmp_path):
     assert out.splitlines()[-1] == last
     assert list((tmp_path / "records").rglob("*.json"))
     assert (tmp_path / "mask.png").stat().st_size > 1000
-    assert (tmp_path / "timings.png").stat().st_size > 1000
+    assert "window" in (tmp_path / "index.html").read_text()

@@ -16,7 +16,7 @@ from flexattn.kernels.choose.defaults import survey
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records.record import Failed
 from flexattn.settings import override
-from flexattn.tune.builds import BuiltConfig, twins
+from flexattn.tuning.builds import BuiltConfig, twins
 from tests.problems import problem
 from tests.processes import started
 

@@ -23,9 +23,9 @@ from flexattn.records.store import Store
 from flexattn.runtime.dispatch import candidates_of
 from flexattn.runtime.outcomes import Outcome, memory
 from flexattn.settings import override
-from flexattn.tune.race import replay_study
-from flexattn.tune.tasks import task_of
-from flexattn.tune.workload import read
+from flexattn.tuning.race import replay_study
+from flexattn.tuning.tasks import task_of
+from flexattn.tuning.workload import read
 from tests import records
 from tests.problems import H200, problem
 

@@ -19,8 +19,8 @@ from flexattn.presets import files
 from flexattn.records.record import key_of
 from flexattn.records.store import Store
 from flexattn.settings import override
-from flexattn.tune.tasks import tasks
-from flexattn.tune.workload import read
+from flexattn.tuning.tasks import tasks
+from flexattn.tuning.workload import read
 from tests.processes import python, started
 
 TINY = """
@@ -151,7 +151,7 @@ CHILD = """
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     from flexattn.records.record import Gated
-    from flexattn.tune import tuner
+    from flexattn.tuning import tuner
 
     PAUSE = float(sys.argv.pop(1))
 
@@ -329,7 +329,7 @@ def test_a_real_tuning_in_the_interpreter(tiny, flexattn, tmp_path):
 def test_untuned_problems_become_tasks(flexattn, tmp_path):
     """What dispatch lists is rebuilt: the same keys, masks alike, mods from their expressions."""
     from flexattn.records.untuned import note
-    from flexattn.tune.tasks import untuned_tasks
+    from flexattn.tuning.tasks import untuned_tasks
 
     device = named("nvidia-h200")
     rows = [row for row in read(files()["gemma2"]).rows if "local" in row.title]

@@ -11,7 +11,7 @@ import flexattn.cli
 from flexattn.cli.watch import Watch
 from flexattn.records.store import Store
 from flexattn.settings import log, say_once
-from flexattn.tune.race import replay_study
+from flexattn.tuning.race import replay_study
 from flexattn.util.text import one_line, printable
 from tests import records
 

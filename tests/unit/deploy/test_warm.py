@@ -14,9 +14,9 @@ from flexattn.runtime.build import builder
 from flexattn.runtime.decay_skip import sources
 from flexattn.runtime.dispatch import Dispatcher
 from flexattn.settings import override
-from flexattn.tune import tasks
-from flexattn.tune.tasks import mods_of, task_from
-from flexattn.tune.workload import Workload, parse_workload
+from flexattn.tuning import tasks
+from flexattn.tuning.tasks import mods_of, task_from
+from flexattn.tuning.workload import Workload, parse_workload
 from tests.failing_builds import Builder
 from tests.problems import H200
 from tests.work import renders

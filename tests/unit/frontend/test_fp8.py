@@ -21,7 +21,7 @@ from flexattn.records.record import key_of
 from flexattn.reference import Precision, attention
 from flexattn.runtime import launch as launches
 from flexattn.runtime.launch import prepare_launch
-from flexattn.tune.tasks import serving_task
+from flexattn.tuning.tasks import serving_task
 from flexattn.verify.gate import judge
 from tests.launches import Recorded
 from tests.problems import A100, H200, choices, problem

@@ -17,8 +17,8 @@ from flexattn.neuron.run import prepare
 from flexattn.neuron.source import render_nki
 from flexattn.presets import files
 from flexattn.problem import Shape, kind_for
-from flexattn.tune.tasks import mods_of
-from flexattn.tune.workload import read
+from flexattn.tuning.tasks import mods_of
+from flexattn.tuning.workload import read
 from tests.nki import TARGETS, problem_of
 from tests.support import inputs
 

@@ -16,8 +16,8 @@ from flexattn.frontend.call import make_call
 from flexattn.problem import Layout, Shape
 from flexattn.records.record import SIZES, Key, Sizes, key_of, rounded, sizes_of
 from flexattn.records.store import _NAME
-from flexattn.tune.tasks import task_of
-from flexattn.tune.workload import ModPath, Row
+from flexattn.tuning.tasks import task_of
+from flexattn.tuning.workload import ModPath, Row
 from tests.problems import H200, problem, problems_asked
 
 PACKAGE = Path(__file__).parents[3] / "flexattn"

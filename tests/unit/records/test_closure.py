@@ -69,10 +69,10 @@ from flexattn.errors import (  # with a comment
 if TYPE_CHECKING:
     from flexattn.cli import app
 
-    import flexattn.tune
+    import flexattn.tuning
 import flexattn.settings
 
-TEXT = "import sys; from flexattn.tune import x"
+TEXT = "import sys; from flexattn.tuning import x"
 
 
 def f():

@@ -17,9 +17,9 @@ from flexattn.records.layers import outdated
 from flexattn.records.record import SCHEMA, Sizes, key_of, slug
 from flexattn.records.store import REAL, Store
 from flexattn.settings import override
-from flexattn.tune.race import replay_study
-from flexattn.tune.tasks import task_of
-from flexattn.tune.workload import read
+from flexattn.tuning.race import replay_study
+from flexattn.tuning.tasks import task_of
+from flexattn.tuning.workload import read
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 # Of every folder but the studies', which are no records.

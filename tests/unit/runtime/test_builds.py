@@ -10,7 +10,7 @@ from flexattn.device import named
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.runtime.resources import Resources, sections
 from flexattn.settings import override
-from flexattn.tune.builds import BuiltConfig, Pool, build_all, twins, unfit
+from flexattn.tuning.builds import BuiltConfig, Pool, build_all, twins, unfit
 from tests import build_doubles
 from tests.build_doubles import CRASHES, HANGS, RAISES, REFUSED, SCALAR, SPILLS, number, troubled
 from tests.problems import problem

@@ -23,9 +23,9 @@ from flexattn.runtime import dispatch
 from flexattn.serving.kernels import plan_candidates
 from flexattn.serving.verified import batch_lengths
 from flexattn.settings import current, override
-from flexattn.tune.builds import orders_for
-from flexattn.tune.subject import subject_of
-from flexattn.tune.tasks import serving_task
+from flexattn.tuning.builds import orders_for
+from flexattn.tuning.subject import subject_of
+from flexattn.tuning.tasks import serving_task
 from tests.problems import H200, served, serving_candidates
 
 POLICY = Policy(True, True, 20, 5.0)

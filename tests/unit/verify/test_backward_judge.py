@@ -7,8 +7,8 @@ from flexattn.catalogue import causal
 from flexattn.device import named
 from flexattn.measure.calls import saved_of
 from flexattn.runtime.backward import Gradients
-from flexattn.tune.tasks import task_from
-from flexattn.tune.workload import parse_workload
+from flexattn.tuning.tasks import task_from
+from flexattn.tuning.workload import parse_workload
 from flexattn.verify import gradients as backward
 from flexattn.verify.gate import Verdict
 from flexattn.verify.gradients import Differentiated, judge_of

@@ -22,7 +22,7 @@ from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.record import key_of, sizes_of
 from flexattn.report.numbers import config_axes, effects
 from flexattn.runtime.launch import Lists, prepare_launch
-from flexattn.tune.search import Axes
+from flexattn.tuning.search import Axes
 from tests.launches import Recorded
 from tests.problems import A100, H200, choices, problem
 from tests.records import prefill_record

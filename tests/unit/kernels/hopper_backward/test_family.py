@@ -36,7 +36,7 @@ from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.mods import bind
 from flexattn.problem import Layout
 from flexattn.runtime.dispatch import candidates_of
-from flexattn.tune.search import Axes
+from flexattn.tuning.search import Axes
 from tests.problems import A100, H200, problem
 
 CONFIG = HopperBackwardConfig(64, 128, 2)

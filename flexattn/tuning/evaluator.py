@@ -26,9 +26,9 @@ from flexattn.kernels.base.config import Config, describe
 from flexattn.measure.task import Measurer
 from flexattn.records.codec import decode, encode
 from flexattn.records.record import Decision, Failed, Provenance, Record, Trial
-from flexattn.tune.builds import BuiltConfig
-from flexattn.tune.race import TrialTable, race_trials, screen
-from flexattn.tune.subject import FOR_SCREENING, SCREENING_MS, Method, Progress, Subject
+from flexattn.tuning.builds import BuiltConfig
+from flexattn.tuning.race import TrialTable, race_trials, screen
+from flexattn.tuning.subject import FOR_SCREENING, SCREENING_MS, Method, Progress, Subject
 
 
 @dataclass(frozen=True, slots=True)

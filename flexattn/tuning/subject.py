@@ -11,8 +11,8 @@ from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose.defaults import reasons, survey
 from flexattn.measure.task import Task
 from flexattn.records.record import Environment, Key, Policy, Provenance, key_of, sizes_of
-from flexattn.tune.race import CONFIDENCE, MARGIN
-from flexattn.tune.search import ALL_UP_TO
+from flexattn.tuning.race import CONFIDENCE, MARGIN
+from flexattn.tuning.search import ALL_UP_TO
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 
 from flexattn.errors import MeasureError
 from flexattn.records.record import Failed
-from flexattn.tune.builds import Pool
+from flexattn.tuning.builds import Pool
 from tests.build_doubles import Order, ordered
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]

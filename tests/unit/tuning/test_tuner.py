@@ -10,11 +10,11 @@ import pytest
 from flexattn.errors import MeasureError
 from flexattn.records.codec import decode, decode_record, encode_record
 from flexattn.records.record import Failed, Gated
-from flexattn.tune.evaluator import NOT_TRIED, Entry, Journal
-from flexattn.tune.race import HOPELESS, TrialTable, looks, replay_study
-from flexattn.tune.replay import ReplayMeasurer
-from flexattn.tune.subject import Method, method_for
-from flexattn.tune.tuner import tune_subject
+from flexattn.tuning.evaluator import NOT_TRIED, Entry, Journal
+from flexattn.tuning.race import HOPELESS, TrialTable, looks, replay_study
+from flexattn.tuning.replay import ReplayMeasurer
+from flexattn.tuning.subject import Method, method_for
+from flexattn.tuning.tuner import tune_subject
 from tests.studies import FINE, decode_configs, study
 
 REPLAY = Method(provenance="replay", rounds=3)
@@ -211,7 +211,7 @@ def test_hopeless_candidates_stop_early():
 
 def test_the_budget_ends_the_search_and_counts_what_was_not_tried(stored, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("flexattn.tune.evaluator.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("flexattn.tuning.evaluator.time.monotonic", lambda: now[0])
 
     class Slow(Spy):
         def sample(self, configs, rounds, min_ms, limit_us=math.inf):

@@ -15,8 +15,8 @@ from flexattn.presets import files
 from flexattn.presets.mods import DOCUMENTS, beside, last_keys, packed, ragged, sliding_tiles
 from flexattn.records.record import key_of
 from flexattn.settings import override
-from flexattn.tune.tasks import distinct, task_of, tasks
-from flexattn.tune.workload import read
+from flexattn.tuning.tasks import distinct, task_of, tasks
+from flexattn.tuning.workload import read
 from tests.problems import H200
 
 NAMES = sorted(files())

@@ -23,9 +23,9 @@ from flexattn.records.why import why
 from flexattn.runtime.dispatch import candidates_of
 from flexattn.runtime.key_lists import BothLists
 from flexattn.settings import override
-from flexattn.tune.subject import subject_of
-from flexattn.tune.tasks import distinct, task_from, task_of
-from flexattn.tune.workload import parse_workload
+from flexattn.tuning.subject import subject_of
+from flexattn.tuning.tasks import distinct, task_from, task_of
+from flexattn.tuning.workload import parse_workload
 from tests.problems import H200
 
 CPU = torch.device("cpu")

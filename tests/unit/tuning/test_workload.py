@@ -17,9 +17,9 @@ from flexattn.frontend.call import make_call
 from flexattn.mods.bind import clear
 from flexattn.problem import Shape
 from flexattn.records.record import key_of
-from flexattn.tune.tables import read_file
-from flexattn.tune.tasks import distinct, plan_task, task_of, tasks
-from flexattn.tune.workload import ModPath, parse_workload, policy_for, read
+from flexattn.tuning.tables import read_file
+from flexattn.tuning.tasks import distinct, plan_task, task_of, tasks
+from flexattn.tuning.workload import ModPath, parse_workload, policy_for, read
 from tests.problems import H200, problems_asked
 
 CPU = torch.device("cpu")

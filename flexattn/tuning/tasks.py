@@ -32,7 +32,7 @@ from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Lists
 from flexattn.serving.kernels import plan_problem
 from flexattn.serving.verified import batch_lengths
-from flexattn.tune.workload import ModPath, Row, policy_for
+from flexattn.tuning.workload import ModPath, Row, policy_for
 from flexattn.verify.oracle import moved
 
 

@@ -11,11 +11,11 @@ import torch
 from flexattn.cli import tune
 from flexattn.records.record import Gated
 from flexattn.records.store import Store
-from flexattn.tune import builds, tuner
-from flexattn.tune.builds import Pool
-from flexattn.tune.subject import method_for
-from flexattn.tune.tasks import task_of
-from flexattn.tune.workload import parse_workload
+from flexattn.tuning import builds, tuner
+from flexattn.tuning.builds import Pool
+from flexattn.tuning.subject import method_for
+from flexattn.tuning.tasks import task_of
+from flexattn.tuning.workload import parse_workload
 from tests.problems import H200
 
 TAKEN = builds.Resources(100, 0, 0, 4096, 4, 0)

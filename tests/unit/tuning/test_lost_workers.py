@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from flexattn.measure.worker import Deadlines, Worker
-from flexattn.tune.builds import BuiltConfig
-from flexattn.tune.subject import Method, Subject
-from flexattn.tune.tuner import tune_subject
+from flexattn.tuning.builds import BuiltConfig
+from flexattn.tuning.subject import Method, Subject
+from flexattn.tuning.tuner import tune_subject
 from tests.studies import ENVIRONMENT, POLICY, key
 from tests.unit.measure.runners import RUNNER, config, task
 

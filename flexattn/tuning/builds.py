@@ -164,7 +164,7 @@ class Pool(Closing):
             return died.failed
 
     def _begun(self) -> Spawned:
-        serve = "flexattn.tune.builds:serve_tasks"
+        serve = "flexattn.tuning.builds:serve_tasks"
         process = self._own.process = Spawned(serve, self._work, self._environment())
         with self._lock:
             self._processes.add(process)

@@ -27,12 +27,12 @@ from flexattn.problem import Problem
 from flexattn.records.layers import layers, ranked, transferred
 from flexattn.records.record import Environment, Record, Sizes, key_of
 from flexattn.runtime.launch import Outputs
-from flexattn.tune.builds import BuiltConfig, Pool, build_all, orders_for
-from flexattn.tune.campaign import TuneTask, environment_of
-from flexattn.tune.evaluator import BuildConfigs, Evaluator, Journal
-from flexattn.tune.fleet import SharedTuning
-from flexattn.tune.search import Everything, Guided
-from flexattn.tune.subject import (
+from flexattn.tuning.builds import BuiltConfig, Pool, build_all, orders_for
+from flexattn.tuning.campaign import TuneTask, environment_of
+from flexattn.tuning.evaluator import BuildConfigs, Evaluator, Journal
+from flexattn.tuning.fleet import SharedTuning
+from flexattn.tuning.search import Everything, Guided
+from flexattn.tuning.subject import (
     FOR_SCREENING,
     SILENT,
     USUAL,
@@ -84,7 +84,7 @@ class GpuTuner(Closing):
 
     compilers: processes that compile, for this tuner and maybe others. journals: a folder that
     keeps finished batches, so that the same call goes on after an interrupt; whoever has written
-    the record drops them with `flexattn.tune.evaluator.settle`. gpu: of this host. storage: a
+    the record drops them with `flexattn.tuning.evaluator.settle`. gpu: of this host. storage: a
     database's URL. All workers that name it share each problem, by a study there instead of a
     journal, and each gets the one record. again_since: a study that was finished before this
     moment (seconds of the clock) is left as it is and a new round of it begins, which all who ask

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.records.record import Failed, Trial
-from flexattn.tune.race import EXACT_UP_TO, LOOKS, alpha, decide, signed_rank
+from flexattn.tuning.race import EXACT_UP_TO, LOOKS, alpha, decide, signed_rank
 
 CONFIG = PrefillConfig(128, 64, 4, 2)
 

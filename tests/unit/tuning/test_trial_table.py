@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.records.record import Failed, Trial
-from flexattn.tune.race import FAR, cost, thinned
+from flexattn.tuning.race import FAR, cost, thinned
 
 TILE = PrefillConfig(128, 64, 4, 3)
 DEFAULT = Trial(TILE, screening=(10.0, 10.2, 9.9, 10.1, 10.0, 9.8))

@@ -51,7 +51,7 @@ from flexattn.problem import FP8, ITEMSIZE, Kind, Shape
 from flexattn.problem.serving import LENGTHS, Lengths
 from flexattn.records.environment import serving_policy
 from flexattn.records.record import Policy
-from flexattn.tune.tables import Table, check_values, read_file
+from flexattn.tuning.tables import Table, check_values, read_file
 from flexattn.util.text import DTYPE_NAMES, did_you_mean
 
 OF_PLANS = ("page_size", "lengths", "kv_dtype", "scaled", "shared_kv", "batch_invariant")

@@ -8,11 +8,11 @@ import pytest
 from bench.exhaustive import study_of
 from flexattn.errors import CacheError
 from flexattn.records.codec import whole_trials
-from flexattn.tune.evaluator import NOT_TRIED
-from flexattn.tune.race import cost
-from flexattn.tune.replay import ReplayMeasurer, load_study, loads, save
-from flexattn.tune.subject import Method
-from flexattn.tune.tuner import tune_subject
+from flexattn.tuning.evaluator import NOT_TRIED
+from flexattn.tuning.race import cost
+from flexattn.tuning.replay import ReplayMeasurer, load_study, loads, save
+from flexattn.tuning.subject import Method
+from flexattn.tuning.tuner import tune_subject
 from tests.studies import decode_configs, study
 
 SMALL = study(5, decode_configs()[:24], batch=7)

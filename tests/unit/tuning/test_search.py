@@ -7,11 +7,11 @@ from pathlib import Path
 import optuna
 import pytest
 
-from flexattn.tune.race import cost, replay_study
-from flexattn.tune.replay import ReplayMeasurer, load_study, stored
-from flexattn.tune.search import Axes, Everything, Guided
-from flexattn.tune.subject import Method
-from flexattn.tune.tuner import tune_subject
+from flexattn.tuning.race import cost, replay_study
+from flexattn.tuning.replay import ReplayMeasurer, load_study, stored
+from flexattn.tuning.search import Axes, Everything, Guided
+from flexattn.tuning.subject import Method
+from flexattn.tuning.tuner import tune_subject
 from tests.studies import decode_configs, prefill_configs, study
 
 FOLDER = Path(__file__).parents[3] / "configs" / "studies"

@@ -8,8 +8,8 @@ import pytest
 
 from flexattn import warm
 from flexattn.errors import InputError, InputTypeError
-from flexattn.tune.tasks import mods_of
-from flexattn.tune.workload import parse_workload, read
+from flexattn.tuning.tasks import mods_of
+from flexattn.tuning.workload import parse_workload, read
 
 NAMED = """
 [[layers]]

@@ -10,11 +10,11 @@ import torch
 from flexattn.errors import DeviceError, MeasureError
 from flexattn.records.record import key_of, sizes_of
 from flexattn.records.store import Store
-from flexattn.tune.campaign import Campaign, TaskLocks, environment_of, pending
-from flexattn.tune.evaluator import Entry, Journal, settle
-from flexattn.tune.race import replay_study
-from flexattn.tune.tasks import task_of
-from flexattn.tune.workload import parse_workload
+from flexattn.tuning.campaign import Campaign, TaskLocks, environment_of, pending
+from flexattn.tuning.evaluator import Entry, Journal, settle
+from flexattn.tuning.race import replay_study
+from flexattn.tuning.tasks import task_of
+from flexattn.tuning.workload import parse_workload
 from tests import records
 from tests.problems import H200
 
