@@ -1,6 +1,6 @@
 """`python -m bench.packed`: causal documents packed in one row, forward, beside FlashAttention.
 
-Useful work is that of the pairs that are kept. Rows of the table, with mods in one of them, then
+Useful work is that of the pairs that are kept. Rows of the table, two of them with mods too, then
 packs drawn by two seeds; lengths follow from a row's name. `--config FIELD=VALUE` names fields of
 RaggedPrefillConfig.
 """
@@ -26,7 +26,7 @@ from bench.peers import OURS, Refusal
 from bench.results import Gate
 from bench.runner import Kind, Method, poison
 from bench.serving_peers import prefills_with
-from flexattn.catalogue import alibi, causal, sliding_window, softcap
+from flexattn.catalogue import alibi, causal, relative_bias, sliding_window, softcap
 from flexattn.device import detect
 from flexattn.frontend.documents import Packing
 from flexattn.frontend.varlen import document_call
@@ -76,16 +76,16 @@ class PackRow:
 
 
 def packed_rows() -> list[PackRow]:
-    """The rows of the table, one of them with mods, then those drawn by all seeds."""
+    """The rows of the table, two of them with mods, then those drawn by all seeds."""
     rows = []
     for hq, hkv, d in HEADS:
         for tokens, mean in PACKS:
             name = f"h{hq}-{hkv}-d{d}-{tokens // _K}k-mean{mean}"
             rows.append(PackRow(name, "table", _uniform(Random(name), tokens, mean), hq, hkv, d))
-    plain = rows[1]
-    for score in ("softcap", "alibi"):
-        name = f"{plain.name}-{score}"
-        rows.append(PackRow(name, "mods", plain.lengths, *HEADS[0], score=score))
+    for plain, heads in ((rows[1], HEADS[0]), (rows[9], HEADS[2])):
+        for score in ("softcap", "alibi", "bias"):
+            name = f"{plain.name}-{score}"
+            rows.append(PackRow(name, "mods", plain.lengths, *heads, score=score))
     return [*rows, *(row for seed in SEEDS for row in _drawn(seed))]
 
 
@@ -127,7 +127,10 @@ def _until(tokens: int, draw: Callable[[], int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Pack:
-    """q [tokens, Hq, D], k and v [tokens, Hkv, D], cu_seqlens, and the mods of a row."""
+    """q [tokens, Hq, D], k and v [tokens, Hkv, D], cu_seqlens, and the mods of a row.
+
+    table: the numbers of a bias by distance [Hq, distances], which a backward learns.
+    """
 
     row: PackRow
     q: Tensor
@@ -135,6 +138,7 @@ class Pack:
     v: Tensor
     cu: Tensor
     score_mod: Any
+    table: Tensor | None = None
 
     @property
     def mask_mod(self) -> Any:
@@ -160,6 +164,10 @@ def make_pack(row: PackRow, method: Method) -> Pack:
         for heads in (row.hq, row.hkv, row.hkv)
     )
     cu = torch.tensor([0, *row.lengths], device=where).cumsum(0, dtype=torch.int32)
+    if row.score == "bias":
+        longest = max(row.lengths)
+        table = torch.randn(row.hq, 2 * longest, generator=draw, device=where) / 8
+        return Pack(row, q, k, v, cu, relative_bias(table, longest), table)
     score = {"softcap": lambda: softcap(30.0), "alibi": lambda: alibi(row.hq, where)}
     return Pack(row, q, k, v, cu, score[row.score]() if row.score else None)
 

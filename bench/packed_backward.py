@@ -29,7 +29,7 @@ METHOD = Method(rounds=15, min_ms=5.0, flush_l2=False, graph=False)
 class Backward:
     """A peer's backward of one forward, which may be called often."""
 
-    leaves: tuple[Tensor, Tensor, Tensor]
+    leaves: tuple[Tensor, ...]
     out: Tensor
     dout: Tensor
 
@@ -40,13 +40,15 @@ class Backward:
 def _prepare(peer: Callable[[Pack], Any], x: Pack) -> Backward | Refusal:
     leaves = [each.detach().requires_grad_() for each in (x.q, x.k, x.v)]
     call = peer(replace(x, q=leaves[0], k=leaves[1], v=leaves[2]))
+    if x.table is not None:
+        leaves.append(x.table.requires_grad_())
     if isinstance(call, Refusal):
         return call
     draw = torch.Generator(x.q.device).manual_seed(1)
     with torch.enable_grad():
         out = call()
     dout = torch.empty_like(out).normal_(generator=draw)
-    return Backward((leaves[0], leaves[1], leaves[2]), out, dout)
+    return Backward(tuple(leaves), out, dout)
 
 
 def _judge(call: Any, x: Pack) -> Gate:

@@ -7,6 +7,7 @@ the loading warp. Configs have merge_consumers=False: the pass that merges them 
 import random
 import re
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -115,7 +116,14 @@ def run(source, programs, arguments, seed=0):
             if "MAX_OFFSET" in names:
                 lazy = "ONLINE_SOFTMAX" in names
                 names.update(assembled(names) if lazy else at_once(names["BLOCK_N"]))
+            if "along_diagonals" in names:
+                names["along_diagonals"] = partial(_along, names["ROWS"], names["BLOCK_N"])
             names[source.entry](*(arguments[each.name] for each in source.arguments))
+
+
+def _along(rows, keys, words, strip):
+    """What a strip has for each score of a tile: its diagonals begin with the last key's."""
+    return tile(strip[np.arange(rows)[:, None] + keys - 1 - np.arange(keys)])
 
 
 def _prefill(block, programs):

@@ -89,11 +89,12 @@ def assert_right(got, *given, **asked):
 
 
 def assert_gradients(got, q, k, v, cu_q, cu_k, *, grads, causal=False, window=(-1, -1), sinks=None,
-    **mods,
+    make=None, tables=(), **mods,
 ):  # fmt: skip
     """Hold gradients of q, k, v and sinks to the oracle's, each sequence by itself.
 
-    grads: of out, and of lse or None; behind the last sequence nothing is judged.
+    grads: of out, and of lse or None; behind the last sequence nothing is judged. make: a
+    score_mod of the tables, whose gradients follow.
     """
     ends = [int(cu_q[-1]), int(cu_k[-1]), int(cu_k[-1])]
     left, right = window[0], 0 if causal else window[1]
@@ -103,7 +104,11 @@ def assert_gradients(got, q, k, v, cu_q, cu_k, *, grads, causal=False, window=(-
         if precision is Precision.ROUNDED:
             leaves = [x.to(q.dtype) for x in leaves]
         leaves += [] if sinks is None else [sinks.detach().clone()]
+        exact = precision is Precision.ORACLE
+        leaves += [x.detach().double() if exact else x.detach().clone() for x in tables]
         leaves = [x.requires_grad_() for x in leaves]
+        if make is not None:
+            mods["score_mod"] = make(*leaves[-len(tables) :])
         out, lse = alone(
             *leaves[:3], cu_q, cu_k, left=left, right=right, precision=precision,
             sinks=None if sinks is None else leaves[3], **mods,
@@ -114,5 +119,6 @@ def assert_gradients(got, q, k, v, cu_q, cu_k, *, grads, causal=False, window=(-
         return torch.autograd.grad([x for x, _ in pairs], leaves, [g for _, g in pairs])
 
     exact, rounded = of(Precision.ORACLE), of(Precision.ROUNDED)
-    for found, right_one, reference, end in zip(got, exact, rounded, [*ends, None], strict=False):
+    ends += [None] * (len(exact) - 3)
+    for found, right_one, reference, end in zip(got, exact, rounded, ends, strict=True):
         assert_close_as(found[:end], right_one, reference)

@@ -49,7 +49,8 @@ class AskedGradients(NamedTuple):
     """The data that a backward keeps of its call beside the saved tensors.
 
     score, mask, dropout: the mods as bound, and what is dropped, without their tensors while they
-    are saved apart. slots: of the score_mod's tensors that get a gradient.
+    are saved apart. slots: of the score_mod's tensors that get a gradient, or of the pack's: the
+    mods of packed sequences by positions in one, beside a call with a document mask.
     """
 
     score: Bound | None
@@ -59,6 +60,7 @@ class AskedGradients(NamedTuple):
     options: Options
     slots: tuple[int, ...]
     dropout: Dropout | None = None
+    pack: tuple[Bound | None, Bound | None] | None = None
 
     @classmethod
     def of(cls, call: Call) -> AskedGradients:
@@ -198,11 +200,12 @@ def _plain(
     sinks: Tensor | None,
 ) -> Gradients:
     """Gradients in plain torch, where no kernel is right."""
-    tensors = [] if asked.score is None else list(asked.score.tensors)
+    # A document mask's score_mod captures the same tensors in other slots.
     learned = [x.detach().requires_grad_() for x in summed]
-    for slot, leaf in zip(asked.slots, learned, strict=True):
-        tensors[slot] = leaf
-    score = asked.score and asked.score._replace(tensors=tuple(tensors))
+    own = {id(x): leaf for x, leaf in zip(summed, learned, strict=True)}
+    score = asked.score and asked.score._replace(
+        tensors=tuple(own.get(id(x), x) for x in asked.score.tensors)
+    )
     dq, dk, dv, captured = by_autograd(
         *inputs, score_callable(score), asked.block_mask, asked.scale, learned, grads, into,
         asked.dropout, sinks,
@@ -265,12 +268,13 @@ def _as_given(
     """A backward as plain torch takes it, and its kernels with what a made-up call needs."""
     asked = asked_of()
     lists = asked.lists()
+    mods = asked.pack or (asked.score, asked.mask)
     saved = SavedForward(
         *inputs, asked.scale, score_callable(asked.score), asked.block_mask, asked.dropout,
         *results, *grads,
     )  # fmt: skip
     return saved, ChosenKernels(
-        launch.choice, inputs[0].device, asked.scale, asked.score, asked.mask,
+        launch.choice, inputs[0].device, asked.scale, *mods,
         None if lists is None else lists.by_query, asked.dropout,
     )  # fmt: skip
 

@@ -24,7 +24,7 @@ from flexattn.mods.derivative import without_stops
 from flexattn.mods.expr import MaskMod, ScoreMod
 from flexattn.problem import Problem
 from flexattn.problem.facts import facts_of
-from flexattn.runtime.backward import Gradients
+from flexattn.runtime.backward import Gradients, slots_of
 from flexattn.runtime.launch import Outputs
 from flexattn.runtime.ragged import (
     PackedBackward,
@@ -66,7 +66,6 @@ def attend_packed(
     if not (_is_plain(q, k, v, *cu_seqlens, sinks) and is_readable(q, k, v, *cu_seqlens, sinks)):
         return None
     every = (q, k, v) if sinks is None else (q, k, v, sinks)
-    graded = torch.is_grad_enabled() and any(x.requires_grad for x in every)
     try:
         score, mask = (
             None if fn is None else bind_on(fn, kind, q)[0]
@@ -74,27 +73,30 @@ def attend_packed(
         )
     except FlexAttnError:  # the call with a document mask says what is wrong
         return None
-    learned = score is not None and any(x.requires_grad for x in score.tensors)
-    if learned and torch.is_grad_enabled():
-        return None
+    slots: tuple[int, ...] = ()
+    if score is not None and any(x.requires_grad for x in score.tensors):
+        slots = slots_of(score)
+    graded = bool(slots) or any(x.requires_grad for x in every)
+    graded = graded and torch.is_grad_enabled()
     cu_q = _whole(cu_seqlens[0])
     cu_k = cu_q if cu_seqlens[1] is cu_seqlens[0] else _whole(cu_seqlens[1])
     in_order = in_order or torch.are_deterministic_algorithms_enabled()
-    call = Pack(score, mask, scale, as_documents, in_order)
+    call = Pack(score, mask, scale, as_documents, in_order, slots)
     if graded and not call.has_gradients(q, k, v, len(cu_q) - 1):
         return None
     found = call.attended(q, k, v, cu_q, cu_k, sinks, lse or graded)
     if found is None or not graded:
         return found
     apply: Any = _Attention.apply
-    out, sums = apply(call, found, q, k, v, sinks, cu_q, cu_k)
+    out, sums = apply(call, found, q, k, v, sinks, cu_q, cu_k, *call.learned())
     return Outputs(out, sums if lse else None, None)
 
 
 class Pack(NamedTuple):
     """The bound mods and the scale of a call, and the same call with a document mask.
 
-    in_order: sums of gradients have the same bits in every run.
+    in_order: sums of gradients have the same bits in every run. slots: of the score_mod's tensors
+    that get a gradient.
     q [total_q, Hq, D], k and v [total_k, Hkv, D or Dv], cu_seqlens int32 [sequences + 1]: all
     have passed `is_readable`.
     """
@@ -104,6 +106,11 @@ class Pack(NamedTuple):
     scale: float
     as_documents: Callable[[Tensor, Tensor, Tensor], Attended]
     in_order: bool = False
+    slots: tuple[int, ...] = ()
+
+    def learned(self) -> list[Tensor]:
+        """The tensors that get a gradient."""
+        return [] if self.score is None else [self.score.tensors[slot] for slot in self.slots]
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Those that the mods read."""
@@ -148,7 +155,7 @@ class Pack(NamedTuple):
         sinks: Tensor | None = None,
         into: Sequence[Tensor] | None = None,
     ) -> Gradients:
-        """Those of q, k and v in their shapes, and delta [1, Hq, total_q].
+        """Those of q, k and v in their shapes, of `learned`, and delta [1, Hq, total_q].
 
         results: out and lse [1, Hq, total_q]; grads: theirs, None where nothing depends on one.
         into: where the first three go, as one batch; None where they are allocated.
@@ -174,7 +181,7 @@ class Pack(NamedTuple):
 
         found = run_backward(
             planned, (_heads(q), _heads(k), _heads(v)), _heads(out), lse, (_heads(dout), dlse),
-            self.scale, (), partial(self._asked, q, k, v, len(cu_q) - 1), into, sinks,
+            self.scale, self.learned(), partial(self._asked, q, k, v, len(cu_q) - 1), into, sinks,
         )  # fmt: skip
         dq, dk, dv = (x[0].transpose(0, 1) for x in found[:3])
         return found._replace(dq=dq, dk=dk, dv=dv)
@@ -187,26 +194,29 @@ class Pack(NamedTuple):
         """The kernel of the gradients, found or chosen; None where none serves."""
 
         def prepared() -> tuple[PackedBackward | None]:
-            problem = packed_backward_problem(q, k, v, sequences, self.score, self.mask)
+            given = q, k, v, sequences, self.score, self.mask, self.slots
+            problem = packed_backward_problem(*given)
             return (PackedBackward.of(problem, detect(q.device), q.device, self.in_order),)
 
         key = (
             "packed gradients", *map(facts_of, (q, k, v)), sequences, identity(self.score),
-            identity(self.mask), self.in_order,
+            identity(self.mask), self.in_order, self.slots,
         )  # fmt: skip
         return launch_cache.prepared(key, prepared)[0]
 
     def _asked(self, q: Tensor, k: Tensor, v: Tensor, sequences: int) -> AskedGradients:
-        """The call with a document mask; its scale alone where nothing is judged by it."""
+        """The call with a document mask; without one where nothing is judged by it."""
+        pack = self.score, self.mask
         if judged_apart(q) and self.has_gradients(q, k, v, sequences):
-            return AskedGradients(None, None, None, self.scale, NONE, ())
+            return AskedGradients(None, None, None, self.scale, NONE, self.slots, pack=pack)
         call = self.as_documents(q, k, v)
         score = call.score_mod and bind_on(call.score_mod, "score", q)[0]
-        return AskedGradients(score, None, call.block_mask, self.scale, NONE, ())
+        given = score, None, call.block_mask, self.scale, NONE, self.slots
+        return AskedGradients(*given, pack=pack)
 
 
 class _Attention(torch.autograd.Function):
-    """(out, lse) of (call, what its forward gave, q, k, v, sinks, cu_seqlens of both)."""
+    """(out, lse) of (call, what its forward gave, q, k, v, sinks, cu_seqlens of both, learned)."""
 
     @staticmethod
     def forward(
@@ -217,10 +227,12 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        *cu_seqlens: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        *_: Tensor,
     ) -> tuple[Tensor, Tensor]:
         assert found.lse is not None
-        ctx.save_for_backward(q, k, v, found.out, found.lse, sinks, *cu_seqlens, *call.tensors())
+        ctx.save_for_backward(q, k, v, found.out, found.lse, sinks, cu_q, cu_k, *call.tensors())
         ctx.set_materialize_grads(False)
         ctx.call = call
         return found.out, found.lse
@@ -229,17 +241,16 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         """Gradients in the order of forward's arguments."""
-        wanted = ctx.needs_input_grad[2:6]
+        wanted, call = ctx.needs_input_grad[2:6], ctx.call
         if dout is None and dlse is None:
-            return (None,) * 8
-        call: Pack = ctx.call
+            return (None,) * (8 + len(call.slots))
         q, k, v, out, lse, sinks, cu_q, cu_k = ctx.saved_tensors[:8]
         sums = lse.T[None].contiguous()
         grads = dout, None if dlse is None else dlse.T[None]
         found = call.gradients((q, k, v), (out, sums), grads, cu_q, cu_k, sinks)
         dsinks = of_sinks(sinks, sums, found.delta) if wanted[3] else None
         given = (x if want else None for x, want in zip((*found[:3], dsinks), wanted, strict=True))
-        return (None, None, *given, None, None)
+        return (None, None, *given, None, None, *found.captured)
 
 
 def _whole(cu: Tensor) -> Tensor:
@@ -343,6 +354,7 @@ def has_kernel(
     positive_scale: bool,
     backward: bool,
     in_order: bool = False,
+    slots: tuple[int, ...] = (),
 ) -> bool:
     """True if a static default of a pack's forward or backward can run on a device.
 
@@ -352,7 +364,7 @@ def has_kernel(
         return False
     given = q, k, v, sequences, score, mask
     problem: Problem = (
-        packed_backward_problem(*given)
+        packed_backward_problem(*given, slots)
         if backward
         else packed_problem(*given, lse=True, positive_scale=positive_scale, sinks=False)
     )

@@ -274,13 +274,22 @@ def _compiler(target: Device, device: torch.device) -> tuple[int, Callable[[Sour
 
 
 def packed_backward_problem(
-    q: Tensor, k: Tensor, v: Tensor, sequences: int, score: Bound | None, mask: Bound | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: int,
+    score: Bound | None,
+    mask: Bound | None,
+    slots: tuple[int, ...] = (),
 ) -> Problem:
-    """The problem of the gradients of packed sequences; shapes as those of PackedLaunch."""
+    """The problem of the gradients of packed sequences; shapes as those of PackedLaunch.
+
+    slots: of the score_mod's tensors that get a gradient.
+    """
     (total_q, Hq, D), (total_k, Hkv, Dv) = q.shape, v.shape
     problem = make_problem(
         "backward", DTYPES[q.dtype], Shape(1, Hq, Hkv, total_q, total_k, D, Dv), score, mask, None,
-        layout_of(*(TensorFacts(*facts_of(x[None])) for x in (q, k, v))),
+        layout_of(*(TensorFacts(*facts_of(x[None])) for x in (q, k, v))), grads=slots,
     )  # fmt: skip
     # What lies behind the last sequence is one more.
     structure = replace(problem.structure, ragged_kv=True)

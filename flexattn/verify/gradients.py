@@ -113,6 +113,9 @@ class Saved:
             problem, device, where, kernels, options, inputs, self.out, call.dout, lists
         )
         rest = launch.rest_of(lists, call.score, self.mask)
+        if problem.structure.ragged_kv:
+            ends = [(0, x.shape[2]) for x in inputs[:2]]
+            rest = (*torch.tensor(ends, dtype=torch.int32, device=where), *rest)
         return partial(
             launch.run, inputs, self.out, self.lse, (call.dout, None), call.scale, rest,
             call.captured,
@@ -141,6 +144,9 @@ def make_saved(
         lengths = problem.q_len, problem.kv_len
         block_mask = block_mask_of(lists.by_query, sparsity, mask_mod, lengths)
         mask_mod = kept_lanes(lists.by_query, sparsity, mask_mod, problem.kv_len)
+    elif mask_mod is not None:  # packed sequences have no lists
+        every = Place(0, 0, 0, problem.q_len)
+        block_mask = every.block_mask(mask_mod, problem.kv_len, where)
     with torch.no_grad():
         forward = attention(
             q, k, v, score_mod=score_callable(score), block_mask=block_mask, scale=scale,

@@ -83,13 +83,11 @@ def judge_forward(chosen: ChosenKernels) -> Verdict:
 def judge_backward(chosen: ChosenKernels) -> Verdict:
     """Launch the backward of a made-up call of few rows, and judge all gradients of it.
 
-    Raises Unjudged for one with dropout, and for packed sequences.
+    Packed sequences are one made-up sequence. Raises Unjudged for a call with dropout.
     """
     if chosen.dropout is not None:
         raise Unjudged("gradients of captured tensors beside dropout")
     p = chosen.choice.problem
-    if p.structure.ragged_kv:
-        raise Unjudged("packed sequences are judged by a call's own")
     rows = max(1, min(p.q_len, _SCORES // (p.kv_len * (p.Hq // p.Hkv))))
     problem, lists = _small(chosen, rows)
     both, sparsity = None, problem.structure.sparsity
@@ -100,6 +98,8 @@ def judge_backward(chosen: ChosenKernels) -> Verdict:
     saved = make_saved(
         problem, chosen.where, chosen.scale, chosen.score, chosen.mask, both, ((0, 0),)
     )
+    if p.structure.ragged_kv:  # what lies behind the last sequence is one more
+        problem = replace(problem, B=2)
     got = saved.prepare(problem, chosen.choice.device, _dispatcher(chosen), NONE)()
     return judge_of(saved.call)(got)
 

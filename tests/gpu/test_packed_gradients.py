@@ -33,7 +33,7 @@ def launches(monkeypatch):
         yield found
 
 
-def check(given, launches, lse=False, **asked):
+def check(given, launches, lse=False, tables=(), **asked):
     """Twice, for the second launch is judged by nobody."""
     q, k, v, cu_q, cu_k = given
     rows = int(cu_q[-1])
@@ -43,19 +43,22 @@ def check(given, launches, lse=False, **asked):
     for x in (dout, None if dlse is None else dlse.T):
         if x is not None:
             x[rows:] = torch.nan
-    sinks = asked.get("sinks")
+    sinks, make = asked.get("sinks"), asked.pop("make", None)
     for _ in range(2):
-        before = len(launches)
+        before = len(launches or ())
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         leaves += [] if sinks is None else [sinks.detach().requires_grad_()]
         more = asked if sinks is None else {**asked, "sinks": leaves[3]}
+        if make is not None:
+            leaves += [x.detach().requires_grad_() for x in tables]
+            more = {**more, "score_mod": make(*leaves[3:])}
         out, sums = flexattn.varlen_attn(*leaves[:3], cu_q, cu_k, return_lse=True, **more)
         # Rows behind the last sequence may be NaN.
         parts = [(out, dout)] if dlse is None else [(out, dout), (sums, dlse)]
         found = torch.autograd.grad([x for x, _ in parts], leaves, [g for _, g in parts])
-        assert len(launches) > before
+        assert launches is None or len(launches) > before
         judged = {name: each for name, each in asked.items() if name != "deterministic"}
-        assert_gradients(found, *given, grads=(dout, dlse), **judged)
+        assert_gradients(found, *given, grads=(dout, dlse), make=make, tables=tables, **judged)
 
 
 @pytest.mark.parametrize("asked", ["all", "causal", "window", "band"])
@@ -102,6 +105,56 @@ MODS = {
 def test_mods(mods, D, launches):
     given = made([700, 130, 17, 333], dims=(D, D))
     check(given, launches, causal=True, score_mod=MODS[mods]())
+
+
+def by_distance(table):
+    return lambda s, b, h, q, k: s + table[h, q - k + 700]
+
+
+def clamped(table):
+    return lambda s, b, h, q, k: s + table[h, (q - k).clamp(-50, 60) + 50]
+
+
+def of_sequences(table):
+    return lambda s, b, h, q, k: s * (1 + 0.1 * table[b, k - q + 700])
+
+
+LEARNED = {
+    "by distance": (by_distance, (16, 1400)),
+    "clamped": (clamped, (16, 111)),
+    "of sequences": (of_sequences, (16, 1700)),
+}
+LEARNED_LENGTHS = [700, 130, 0, 1, 17, 333]
+
+
+def table_of(name, dtype=torch.float32):
+    draw = torch.Generator("cuda").manual_seed(3)
+    return torch.randn(LEARNED[name][1], generator=draw, device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("asked", [{"causal": True}, {"window": (90, 0)}, {}], ids=str)
+@pytest.mark.parametrize("heads", [(16, 4), (4, 4)], ids=str)
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("name", ["by distance", "clamped"])
+def test_captured_tensors_that_get_a_gradient(name, D, heads, asked, dtype, launches):
+    given = made(LEARNED_LENGTHS, heads=heads, dims=(D, D))
+    make, tables = LEARNED[name][0], (table_of(name, dtype),)
+    check(given, launches, lse=True, make=make, tables=tables, **asked)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("lengths", [(LEARNED_LENGTHS, None), ([40, 300, 1], [900, 20, 7])])
+def test_a_factor_of_a_sequence_that_gets_a_gradient(lengths, D):
+    """Of 128 columns its registers may be too many: then another engine serves."""
+    given = made(*lengths, dims=(D, D))
+    make, tables = LEARNED["of sequences"][0], (table_of("of sequences"),)
+    check(given, None, make=make, tables=tables)
+
+
+def test_a_table_without_a_gradient(launches):
+    table = table_of("by distance", torch.bfloat16)
+    check(made(LEARNED_LENGTHS), launches, causal=True, score_mod=by_distance(table))
 
 
 def test_sinks(launches):

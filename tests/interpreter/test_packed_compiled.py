@@ -63,13 +63,14 @@ CASES = {
         {"causal": True, "score_mod": lambda s, b, h, q, k: s * (1 + b) + (k - q) * AT / (h + 1)},
         [70, 1, 0, 99], None,
     ),
+    "learned": ({"causal": True, "make": gradients.by_distance}, [70, 1, 0, 19], None),
 }  # fmt: skip
-QUICK = "mods"
+QUICK = "mods", "learned"
 
 
 @pytest.mark.parametrize(
     "name",
-    [each if each == QUICK else pytest.param(each, marks=pytest.mark.long) for each in CASES],
+    [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in CASES],
 )
 def test_gradients_by_the_kernels_of_eager_calls(name, launches, monkeypatch):
     """New lengths in the same tensor, a column of a table, compile nothing; no list is read.
@@ -77,17 +78,20 @@ def test_gradients_by_the_kernels_of_eager_calls(name, launches, monkeypatch):
     If q, k and v are parts of one product, their gradients are written side by side.
     """
     asked, q_lens, k_lens = CASES[name]
-    one = k_lens is None
+    one, make = k_lens is None, asked.get("make")
+    asked = {name: each for name, each in asked.items() if name != "make"}
+    tables = [] if make is None else [torch.randn(2, 240)]
     q, k, v, dout, cu_q, cu_k = gradients.made(q_lens, k_lens or q_lens, heads=(2, 2))
     if one:
         cu_q = cu_k = torch.stack((cu_q, cu_q + 1), 1)[:, 0]
-        given = (torch.stack((q, k, v), 1),)
+        given = torch.stack((q, k, v), 1), *tables
     else:
         given = q, k, v
 
     def attend(cu_q, cu_k, *given):
         q, k, v = (given[0] * 1).unbind(1) if one else given
-        return flexattn.varlen_attn(q, k, v, cu_q, cu_k, scale=0.1, **asked)
+        learned = {} if make is None else {"score_mod": make(given[1])}
+        return flexattn.varlen_attn(q, k, v, cu_q, cu_k, scale=0.1, **asked, **learned)
 
     mods = {name: each for name, each in asked.items() if "mod" in name}
     left, right = asked.get("window", (-1, 0 if asked.get("causal") else -1))
@@ -102,6 +106,8 @@ def test_gradients_by_the_kernels_of_eager_calls(name, launches, monkeypatch):
             got = out, *torch.autograd.grad(out, leaves, dout)
             exact = [x.double().requires_grad_() for x in given]
             parts = exact[0].unbind(1) if one else exact
+            if make is not None:
+                mods = {"score_mod": make(exact[1])}
             wanted, _ = alone(*parts, cu_q, cu_k, left=left, right=right, scale=0.1, **mods)
             close(got, (wanted, *torch.autograd.grad(wanted, exact, dout.double())))
         assert found.counter.frame_count == 1 and not found.called and not found.differentiated

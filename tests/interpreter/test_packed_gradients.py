@@ -1,6 +1,7 @@
 """Gradients of packed sequences: tiles listed, delta and dq interpreted, and the rest emulated."""
 
 import re
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from flexattn.kernels.hopper_backward.config import (
     multiplied_columns,
 )
 from flexattn.mods import bind
+from flexattn.runtime.backward import slots_of
 from flexattn.runtime.build import builder
 from flexattn.runtime.dispatch import Candidate
 from flexattn.runtime.outcomes import memory
@@ -46,6 +48,11 @@ class Emulated(Recorded):
     def __init__(self, source):
         super().__init__(source)
         self.config = self.structure = None
+
+    def prepare(self, *given, **more):
+        # A made-up call's launch is another one.
+        made = copy(self) if hasattr(self, "bound") else self
+        return super(Emulated, made).prepare(*given, **more)
 
     def launch(self, stream, given):
         super().launch(stream, given)
@@ -127,10 +134,19 @@ def made(q_lens, k_lens, heads=(4, 2), dims=(64, 64), more=0):
     return q, k, v, dout, offsets(q_lens), offsets(k_lens)
 
 
-def gradients(config, q, k, v, dout, cu_q, cu_k, score_mod=None, mask_mod=None, dlse=None):
-    """dq, dk and dv of a launch, and float64's of each sequence by itself."""
+def gradients(
+    config, q, k, v, dout, cu_q, cu_k, score_mod=None, mask_mod=None, dlse=None, make=None,
+    tables=(),
+):  # fmt: skip
+    """dq, dk and dv of a launch, and float64's of each sequence by itself.
+
+    make: a score_mod of the tables, whose gradients are behind them.
+    """
+    if make is not None:
+        score_mod = make(*(x.requires_grad_() for x in tables))
     score, mask = bind(score_mod, "score"), bind(mask_mod, "mask")
-    problem = packed_backward_problem(q, k, v, len(cu_q) - 1, score, mask)
+    slots = slots_of(score)
+    problem = packed_backward_problem(q, k, v, len(cu_q) - 1, score, mask, slots)
     structure = problem.structure
     config = at_sizes(config, problem)
     assert not family.BACKWARD.limits.reasons(config, structure, H200)
@@ -138,8 +154,10 @@ def gradients(config, q, k, v, dout, cu_q, cu_k, score_mod=None, mask_mod=None, 
     attend = Emulated(choice.source)
     attend.config, attend.structure = config, structure
     chosen = PackedBackward(replace(choice, kernels=(attend,)))
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = alone(*leaves, cu_q, cu_k, score_mod=score_mod, mask_mod=mask_mod, scale=0.1)
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v, *tables)]
+    if make is not None:
+        score_mod = make(*leaves[3:])
+    out, lse = alone(*leaves[:3], cu_q, cu_k, score_mod=score_mod, mask_mod=mask_mod, scale=0.1)
     rows = len(out)
     sums = torch.zeros(1, q.shape[1], len(q))
     sums[0, :, :rows] = lse.detach().float()
@@ -152,14 +170,17 @@ def gradients(config, q, k, v, dout, cu_q, cu_k, score_mod=None, mask_mod=None, 
     # Nothing that is not written passes for a gradient.
     into = [torch.full_like(x, torch.nan) for x in inputs]
     given = None if dlse is None else torch.cat((dlse, dlse[:, :, rows:]), 2)
-    found = launch.run(inputs, views[0], sums, (views[1], given), 0.1, rest, (), into)
+    learned = [score.tensors[slot] for slot in slots]
+    found = launch.run(inputs, views[0], sums, (views[1], given), 0.1, rest, learned, into)
     targets = [(out, dout[:rows].double())]
     if dlse is not None:
         targets.append((lse, dlse[0].double()))
     wanted = torch.autograd.grad([x for x, _ in targets], leaves, [g for _, g in targets])
     ends = (rows, int(cu_k[-1]), int(cu_k[-1]))
     mine = [x[0].transpose(0, 1)[:end] for x, end in zip(found[:3], ends, strict=True)]
-    return mine, [x[:end] for x, end in zip(wanted, ends, strict=True)]
+    wanted = [*(x[:end] for x, end in zip(wanted, ends, strict=False)), *wanted[3:]]
+    captured = {id(x): grad for x, grad in zip(learned, found.captured, strict=True)}
+    return [*mine, *(captured[id(x)] for x in tables)], wanted
 
 
 def check(*given, **asked):
@@ -213,6 +234,45 @@ def test_gradients(name, asked, lengths, heads):
     check(CONFIGS[name], *given, **MASKS[asked])
 
 
+def by_distance(table):
+    """Of heads; positions count within a sequence."""
+    return lambda s, b, h, q, k: s + table[h, q - k + 90]
+
+
+def clamped(table):
+    """A table with an end on both sides, by which scores are multiplied."""
+    return lambda s, b, h, q, k: s * (1 + 0.3 * table[h, (q - k).clamp(-9, 7) + 9])
+
+
+def of_sequences(table, other):
+    return lambda s, b, h, q, k: s + table[b, k - q + 160] - 0.3 * other[h, (q - k).abs()]
+
+
+LEARNED = {
+    "by distance": (by_distance, [(4, 240)]),
+    "clamped": (clamped, [(4, 17)]),
+    "of sequences": (of_sequences, [(4, 320), (4, 160)]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "learned", "asked", "lengths", "heads"),
+    [
+        ("persistent", "by distance", "causal", "odd", (4, 2)),
+        ("persistent", "clamped", "window", "odd", (2, 2)),
+        ("persistent", "of sequences", "full", "others", (2, 2)),
+        ("halves", "clamped", "full", "odd", (4, 2)),
+        ("split", "of sequences", "causal", "odd", (2, 1)),
+    ],
+    ids=str,
+)
+def test_gradients_of_captured_tensors(name, learned, asked, lengths, heads):
+    make, shapes = LEARNED[learned]
+    given = made(*LENGTHS[lengths], heads=heads, dims=(64, 40))
+    tables = [torch.randn(shape) for shape in shapes]
+    check(CONFIGS[name], *given, make=make, tables=tables, **MASKS[asked])
+
+
 @pytest.mark.parametrize(
     ("name", "dims"),
     [
@@ -235,8 +295,8 @@ def test_a_gradient_of_lse_and_other_lengths_in_one_launch():
     check(CONFIGS["persistent"], *given, mask_mod=causal, dlse=dlse)
 
 
-@pytest.mark.parametrize("in_order", [False, True], ids=["", "deterministic"])
-def test_varlen_attn(in_order, monkeypatch, tmp_path):
+@pytest.mark.parametrize("kind", ["plain", "in order", "learned"])
+def test_varlen_attn(kind, monkeypatch, tmp_path):
     """The first gradients are judged by the document mask; new lengths take the same launch."""
     launches = []
 
@@ -253,15 +313,18 @@ def test_varlen_attn(in_order, monkeypatch, tmp_path):
     monkeypatch.setattr(engine, "is_readable", lambda *given: True)
     monkeypatch.setattr(engine, "detect", lambda _: TARGET)
     q, k, v, dout, *_ = made([200], [200])
+    in_order, tables = kind == "in order", [torch.randn(4, 240)] * (kind == "learned")
     with override(verify="first", check=False, cache_dir=tmp_path):
         for lengths in ([70, 1, 129], [20, 100, 80]):
             cu = offsets(lengths)
-            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            leaves = [x.clone().requires_grad_() for x in (q, k, v, *tables)]
             asked = {"causal": True, "scale": 0.1, "deterministic": in_order}
-            out = flexattn.varlen_attn(*leaves, cu, cu, **asked)
+            score_mod = by_distance(leaves[3]) if tables else None
+            out = flexattn.varlen_attn(*leaves[:3], cu, cu, score_mod=score_mod, **asked)
             found = torch.autograd.grad(out, leaves, dout)
-            exact = [x.double().requires_grad_() for x in (q, k, v)]
-            wanted, _ = alone(*exact, cu, cu, right=0, scale=0.1)
+            exact = [x.double().requires_grad_() for x in (q, k, v, *tables)]
+            score_mod = by_distance(exact[3]) if tables else None
+            wanted, _ = alone(*exact[:3], cu, cu, right=0, scale=0.1, score_mod=score_mod)
             wanted = torch.autograd.grad(wanted, exact, dout.double())
             for mine, right in zip(found, wanted, strict=True):
                 worst = (mine.double() - right).abs().max()

@@ -155,14 +155,15 @@ def lower_backward(
         if not chosen.backward:
             _check(asked, inputs)
         tensors = [i for i, each in enumerate(node.captures) if each is not None]
+        places = [tensors.index(i) for i in wanted]
         text = printed(Spec(
             node.score, node.mask, node.block, False, False, options, not config.triton.cudagraphs,
-            True, tuple(tensors.index(i) for i in wanted),
+            True, tuple(places),
         ))  # fmt: skip
         parsed(text)
-        pack = None if wanted else _pack(
+        pack = _pack(
             kernel_options, node, (score_captures, mask_captures), inputs[12:], inputs, scale,
-            options, True,
+            options, places,
         )  # fmt: skip
     except Exception as why:
         say_once(
@@ -178,8 +179,10 @@ def lower_backward(
     if pack is not None:
         given += [*pack.given(), fixed_scale(scale), [] if packed is None else packed.places]
         found = _call(SEQUENCES_BACKWARD_OP, given)
+        found, captured = found[: -len(wanted) or None], found[len(found) - len(wanted) :]
         found = found if packed is None else _side_by_side(packed, found[0], inputs)
-        return (*found, (None,) * len(score_captures))
+        by_place = dict(zip(wanted, captured, strict=True))
+        return (*found, tuple(map(by_place.get, range(len(score_captures)))))
     by_key = [] if _unmade(inputs[_MASK]) else list(node.by_key)
     given += [
         list(node.lists), by_key, *node.tensors, *node.integers, text, fixed_scale(scale),

@@ -359,7 +359,7 @@ def attend_backward(
             if block_mask is not None:
                 remember_by_key(block_mask, lists, by_key)
             found = _by_kernel(call, said, block_mask, grads, out, lse, dout, dlse, into)
-    captured = [_as(x, own) for x, own in zip(found[3], wanted, strict=True)]
+    captured = [as_own(x, own) for x, own in zip(found[3], wanted, strict=True)]
     return (*found[:3], captured)
 
 
@@ -409,7 +409,7 @@ def _by_kernel(
     return found.dq, found.dk, found.dv, captured
 
 
-def _as(found: Tensor, own: Tensor) -> Tensor:
+def as_own(found: Tensor, own: Tensor) -> Tensor:
     """A gradient where its tensor lives, contiguous."""
     return found.to(own.device, own.dtype).contiguous()
 

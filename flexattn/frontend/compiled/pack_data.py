@@ -49,12 +49,13 @@ class PackData(NamedTuple):
         inputs: Any,
         scale: Any,
         options: dict[str, Any],
-        backward: bool = False,
+        wanted: Sequence[int] | None = None,
     ) -> PackData | None:
         """None for a node without a pack, and if no kernel of packs can compute it.
 
         captures, nodes: of score_mod and mask_mod. inputs: query, key and value first.
-        options: a pack's call has DETERMINISTIC or none. Raises Refusal for a mod that cannot be
+        options: a pack's call has DETERMINISTIC or none. wanted: of a backward, which of the
+        tensors that score_mod captures get a gradient. Raises Refusal for a mod that cannot be
         read in positions of a sequence.
         """
         count = kernel_options.get(PACK_MARKS)
@@ -65,7 +66,8 @@ class PackData(NamedTuple):
             for pair in zip(captures, nodes, strict=True)
         ]
         marks = traced[1][:count]
-        mods, tensors, bound = [], [], []
+        mods, tensors, bound, places = [], [], [], []
+        slots: tuple[int, ...] = ()
         kinds = [[marks[i] for i in places if i < count] for places in (SEQUENCE_NUMBERS, BEGINS)]
         pairs = (node.score, node.captures), (node.mask, node.mask_captures)
         for (mod, found), own, its in zip(pairs, node.tensors, traced, strict=True):
@@ -75,6 +77,12 @@ class PackData(NamedTuple):
             made, kept = in_sequences(mod, numbers, begins)
             examples = Examples(found)
             values = made.bound([examples.tensors[i] for i in kept], examples.integers)
+            if wanted and mod is node.score:
+                places = [kept.index(i) for i in wanted]
+                learned = [examples.tensors[i] for i in wanted]
+                slots = tuple(
+                    s for s, x in enumerate(values.tensors) if any(x is each for each in learned)
+                )
             mods.append(made)
             tensors.append([own[i] for i in kept])
             expr = values.mod.expr
@@ -90,10 +98,13 @@ class PackData(NamedTuple):
             bound[1],
             fixed_scale(scale) > 0,
         )
-        if not has_kernel(q, k, v, *of_call, backward, backward and repeats_bits(parse(options))):
+        backward = wanted is not None
+        in_order = backward and repeats_bits(parse(options))
+        if not has_kernel(q, k, v, *of_call, backward, in_order, slots):
             return None
         text = printed(Spec(
-            mods[0], None if bound[1] is None else mods[1], None, True, False, options, False
+            mods[0], None if bound[1] is None else mods[1], None, True, False, options, False,
+            backward, tuple(places),
         ))  # fmt: skip
         parsed(text)
         cu = [node.tensors[1][i if i < count else 0] for i in CU_SEQLENS]

@@ -18,6 +18,7 @@ from torch import Tensor
 from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.call import on_device
 from flexattn.frontend.compiled.op import (
+    as_own,
     library,
     memory_side_by_side,
     score_of,
@@ -31,6 +32,7 @@ from flexattn.frontend.gradients import (
     plan_backward,
     repeats_bits,
     run_backward,
+    zeros_of,
 )
 from flexattn.frontend.packed import Pack, is_readable
 from flexattn.frontend.varlen import heads_of
@@ -41,6 +43,7 @@ from flexattn.mods.graph import GraphMod
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import make, rebuilt
 from flexattn.mods.site import interned
+from flexattn.runtime.backward import slots_of
 from flexattn.runtime.launch import dense_strides
 from flexattn.verify.first_use import Attended
 
@@ -151,40 +154,59 @@ def _attend_backward(
     dlse: Tensor | None,
     *given: Any,
 ) -> list[Tensor]:
-    """Gradients of q, k and v; out and lse: of `_attend`, dout and dlse: their gradients.
+    """Gradients of q, k, v and what the spec names of score; dout and dlse: of out and lse.
 
-    given: as of `_attend`, then places. If there are places, the result is one tensor that has
-    all three gradients there, as `attend_backward_packed` has.
+    out, lse: of `_attend`. given: as of `_attend`, then places. If there are places, one tensor
+    has the first three gradients there, as `attend_backward_packed` has.
     """
     *rest, places = given
+    wanted = parsed(rest[-2]).grads
+    score = list(rest[2])
+    for i in wanted:
+        score[i] = score[i].detach().to(q.device).resolve_neg().requires_grad_()
+    learned = [score[i] for i in wanted]
     cu_q, cu_k = (x.contiguous() for x in rest[:2])
     memory, into = side_by_side(q, k, v, places) if places else (None, None)
     with torch.no_grad(), transforming():
         rows = _rows(q), _rows(k), _rows(v)
-        pack = _pack(rows, cu_q, cu_k, *rest[2:])
+        pack = _pack(rows, cu_q, cu_k, score, *rest[3:])
         grads = None if dout is None else _rows(dout.resolve_neg()), dlse
         if is_readable(*rows, cu_q, cu_k, None) and pack.has_gradients(*rows, len(cu_q) - 1):
             found = pack.gradients(rows, (_rows(out), lse), grads, cu_q, cu_k, into=into)
-            return [x.transpose(0, 1)[None] for x in found[:3]] if memory is None else [memory]
-        call = pack.as_documents(*rows)
-        assert call.block_mask is not None
-        asked = AskedGradients(
-            bind(call.score_mod, "score", q.device),
-            bind(call.block_mask.mask_mod, "mask", q.device),
-            call.block_mask, call.scale, parsed(rest[-2]).chosen, (),
-        )  # fmt: skip
-        inputs, grads = (call.q, call.k, call.v), (dout, dlse)
-        planned = partial(plan_backward, asked, into=into)
-        found = run_backward(planned, inputs, out, lse, grads, call.scale, (), lambda: asked, into)
-        return [*found[:3]] if memory is None else [memory]
+            first = [x.transpose(0, 1)[None] for x in found[:3]]
+            slots = pack.learned()
+        else:
+            call = pack.as_documents(*rows)
+            assert call.block_mask is not None
+            bound = bind(call.score_mod, "score", q.device)
+            asked = AskedGradients(
+                bound, bind(call.block_mask.mask_mod, "mask", q.device), call.block_mask,
+                call.scale, parsed(rest[-2]).chosen, slots_of(bound),
+            )  # fmt: skip
+            slots = [] if bound is None else [bound.tensors[slot] for slot in asked.slots]
+            inputs, grads = (call.q, call.k, call.v), (dout, dlse)
+            planned = partial(plan_backward, asked, into=into)
+            found = run_backward(
+                planned, inputs, out, lse, grads, call.scale, slots, lambda: asked, into
+            )
+            first = [*found[:3]]
+    summed = {id(x): grad for x, grad in zip(slots, found.captured, strict=True)}
+    captured = [
+        as_own(summed[id(x)] if id(x) in summed else zeros_of(x), own)
+        for x, own in zip(learned, (rest[2][i] for i in wanted), strict=True)
+    ]
+    return [*(first if memory is None else [memory]), *captured]
 
 
 def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    score = rest[6]  # behind out, lse, their gradients, and cu_seqlens of both
+    captured = [score[i].new_empty(score[i].shape) for i in parsed(rest[-3]).grads]
     if rest[-1]:
-        return [memory_side_by_side(q, k, v)]
-    return [
+        return [memory_side_by_side(q, k, v), *captured]
+    like = [
         x.new_empty_strided(x.shape, dense_strides(x.stride(), tuple(x.shape))) for x in (q, k, v)
     ]
+    return [*like, *captured]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -209,7 +231,8 @@ def _pack(
         score = score_mod and positions.score_mod(score_mod)
         return Attended(*heads_of(q, k, v), scale, score, block_mask)
 
-    return Pack(bound, kept, scale, as_documents, repeats_bits(said.chosen))
+    in_order = repeats_bits(said.chosen)
+    return Pack(bound, kept, scale, as_documents, in_order, slots_of(bound))
 
 
 _QKV = "Tensor q, Tensor k, Tensor v"

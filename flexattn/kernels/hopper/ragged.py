@@ -9,6 +9,7 @@ from typing import Any
 from flexattn.device import Device
 from flexattn.kernels.base import ragged as base
 from flexattn.kernels.base.arguments import Argument, captured_arguments, several, sinks
+from flexattn.kernels.base.features import loads_diagonals
 from flexattn.kernels.base.ragged import (
     TILE_WORDS,
     form_of,
@@ -130,6 +131,8 @@ def ragged_defaults(problem: ServingProblem, device: Device) -> Iterator[RaggedP
     first = _shared_out(two, problem, device)
     yield first
     yield replace(first, ping_pong=False)
+    if form.ragged_kv:  # registers for what a score_mod reads
+        yield _shared_out(replace(two, BLOCK_N=two.BLOCK_N // 2), problem, device)
 
 
 def _shared_out(
@@ -147,7 +150,8 @@ def _shared_out(
         # On an H200 2 to 3 % faster, but not with what diagonals share; a soft cap spills less.
         config = replace(config, ping_pong_softmax=terms.diagonal is None)
         # The warps that widen eight bits need 40 of the producer's.
-        if not (terms.linear or widens(form)) and form.head_dim_v > 64:
+        reads = not terms.linear or loads_diagonals(form)
+        if reads and not widens(form) and form.head_dim_v > 64:
             config = replace(config, consumer_regs=CONSUMER_REGISTERS[2])
     units = grid(problem, config, device).num_work_tiles
     cut = problem.kv_len >= 2 * _LEAST_PART * config.BLOCK_N

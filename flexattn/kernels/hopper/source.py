@@ -36,7 +36,7 @@ from flexattn.kernels.hopper.config import (
 )
 from flexattn.kernels.hopper.limits import case_of
 from flexattn.kernels.printers.score_printer import PrintedScore, print_score as triton_score
-from flexattn.kernels.printers.spelling import TensorForm, gluon_dialect
+from flexattn.kernels.printers.spelling import Dialect, TensorForm, gluon_dialect
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.kernels.ptx.assembler import effective, for_split_tiles
 from flexattn.kernels.ptx.narrow_products import NARROW_PRODUCTS, from_registers
@@ -113,6 +113,12 @@ def producer_arguments(
 HOPPER = gluon_dialect(
     "MMA_S", diagonal=TensorForm("[STRIP]", "BLOCKED_1D"), over_diagonals="BLOCKED_1D"
 )
+# Consumers read a request's keys behind the first tile's scores.
+_OF_REQUESTS = replace(HOPPER, within="row_start >= 0")
+
+
+def _dialect(structure: Structure) -> Dialect:
+    return HOPPER if form_of(structure) is None else _OF_REQUESTS
 
 
 def print_consumer_score(structure: Structure, traits: Traits, lazy_rescale: bool) -> PrintedScore:
@@ -120,7 +126,7 @@ def print_consumer_score(structure: Structure, traits: Traits, lazy_rescale: boo
 
     lazy_rescale: the softmax is the one that does what it can of it by itself.
     """
-    traits = replace(traits, dialect=HOPPER)
+    traits = replace(traits, dialect=_dialect(structure))
     found = triton_score(structure, traits, even_columns=True, fuses=lazy_rescale, exchanges=True)
     return replace(found, limits=None)
 
@@ -189,7 +195,9 @@ def render(
     mask = None
     if structure.mask is not None:
         positions = "ROWS" if form is None else "TOKENS"
-        mask = print_mask(structure.mask, replace(traits, dialect=HOPPER), tile, positions)
+        mask = print_mask(
+            structure.mask, replace(traits, dialect=_dialect(structure)), tile, positions
+        )
     used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
     mods = mod_context([each.lines for each in used], device, HOPPER)
     sparsity = structure.sparsity

@@ -106,10 +106,12 @@ def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
             yield _by_product(config)
         yield config
         return
+    # Beside what is read along diagonals 128 columns leave no registers for lse.
+    early = "" if reads_diagonals(structure) and columns(structure) == 128 else "half"
     config = at_sizes(
         replace(
             _WIDE, ds_stages=2, dq_tma=True, ds_first=True, persistent=True, waves=16, remat=True,
-            early_lse="half",
+            early_lse=early,
         ),
         problem,
     )  # fmt: skip

@@ -21,7 +21,6 @@ from flexattn.kernels.hopper_backward.config import (
 from flexattn.kernels.hopper_backward.masks import (
     band_of,
     loads_pairs,
-    reads_diagonals,
     sums_diagonals,
 )
 from flexattn.problem import Structure
@@ -105,8 +104,7 @@ class ConfigCase:
 def _packs(structure: Structure) -> bool:
     """True if the kernel has for packed sequences what a structure asks for."""
     banded = structure.mask is None or band_of(structure.mask.mod.expr) is not None
-    others = structure.dropout or structure.grads
-    return banded and not others and not reads_diagonals(structure)
+    return banded and not structure.dropout
 
 
 LIMITS: Limits[ConfigCase] = Limits(
@@ -281,8 +279,7 @@ LIMITS: Limits[ConfigCase] = Limits(
         ),
         Rule(
             "packed sequences",
-            "packed sequences have no mask but a band, no dropout and no captured gradients, and "
-            "read nothing along q_idx - kv_idx",
+            "packed sequences have no mask but a band, and no dropout",
             lambda c: not c.structure.ragged_kv or _packs(c.structure),
         ),
         Rule(

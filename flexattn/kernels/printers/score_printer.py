@@ -376,7 +376,7 @@ class _Score:
         printed = self._print(keep, view)
         self.hoisted += printed.hoisted
         # Where nothing is known of the tile, the condition only keeps loads out of the pipeline.
-        needed = self._mixed_tile(keep) or "start_n < kv_len"
+        needed = self._mixed_tile(keep) or self.dialect.within
         chosen = f'{self.tl}.where({printed.result}, qk, float("-inf"))'
         inner = [*printed.early, *printed.body, f"qk = {self.dialect.guarded.format(chosen)}"]
         self.body.append(f"if {needed}:")

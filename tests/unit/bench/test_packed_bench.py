@@ -16,7 +16,7 @@ SMALL = packed.PackRow("small", "table", (30, 1, 50), 4, 2, 16)
 def test_rows_are_the_same_in_every_run():
     rows = packed.packed_rows()
     assert rows == packed.packed_rows() and len({row.name for row in rows}) == len(rows)
-    assert [row.group for row in rows] == ["table"] * 16 + ["mods"] * 2 + ["random"] * 20
+    assert [row.group for row in rows] == ["table"] * 16 + ["mods"] * 6 + ["random"] * 20
     for row in rows:
         assert sum(row.lengths) % 1024 == 0 and min(row.lengths) > 0
 
@@ -44,7 +44,9 @@ def test_flash_attention_refuses_mods():
     assert isinstance(packed.flash("no_such_module")(packed.make_pack(SMALL, ON_CPU)), Refusal)
 
 
-@pytest.mark.parametrize("row", [SMALL, replace(SMALL, window=7)], ids=str)
+@pytest.mark.parametrize(
+    "row", [SMALL, replace(SMALL, window=7), replace(SMALL, score="bias")], ids=str
+)
 def test_gradients_pass_the_gate_and_others_do_not(row):
     x = packed.make_pack(row, ON_CPU)
     run = packed_backward._prepare(packed.ours, x)
@@ -53,3 +55,4 @@ def test_gradients_pass_the_gate_and_others_do_not(row):
     assert "dk of document 0" in packed_backward.check(
         (found[0], -found[1], found[2]), run.dout, x
     )
+    assert len(found) == 3 + (row.score == "bias")
