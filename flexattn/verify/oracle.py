@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 
+from flexattn.block_mask.lists import lazy_mask
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import Bound
 from flexattn.mods.expr import MaskMod, ScoreMod
@@ -94,13 +95,10 @@ def block_mask_of(
     lists: Lists, sparsity: Sparsity, mask_mod: MaskMod | None, lengths: tuple[int, int]
 ) -> BlockMask:
     """The BlockMask that lists are of."""
-    fixed: dict[str, Any] = {
-        "BLOCK_SIZE": (sparsity.q_block, sparsity.kv_block),
-        "mask_mod": noop_mask if mask_mod is None else mask_mod,
-        "seq_lengths": lengths,
-    }
-    mask: BlockMask = BlockMask.from_kv_blocks(*lists[:4], **fixed)
-    return mask
+    # Without lists by key: torch's may not have fewer columns than there are blocks.
+    given = tuple(x for x in lists[:4] if x is not None)
+    block = sparsity.q_block, sparsity.kv_block
+    return lazy_mask(given, block, noop_mask if mask_mod is None else mask_mod, lengths)
 
 
 _TORCH = {name: dtype for dtype, name in (DTYPES | FP8).items()}

@@ -7,7 +7,7 @@ from flexattn.integrations import plans
 from tests.continuous import batched, drawn_prompts, one_by_one
 from tests.models import tiny
 
-pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("transformers", "5.23", reason="no transformers of 5.23 or later is here")
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "plain"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from flexattn import create_block_mask, explain, flex_attention, warm
+from flexattn import Selection, create_block_mask, explain, flex_attention, warm
 from flexattn.catalogue import causal, relative_bias, softcap
 from flexattn.errors import WrongKernelError
 from flexattn.reference import attention
@@ -97,14 +97,23 @@ def test_a_backward(monkeypatch, old, new):
         assert found
 
 
-def test_a_gradient_of_a_captured_tensor(monkeypatch):
-    """A sum over the whole call, which no row shows: it is judged on a made-up one."""
+@pytest.mark.parametrize("chosen", [False, True], ids=["every key", "chosen keys"])
+def test_a_gradient_of_a_captured_tensor(monkeypatch, chosen):
+    """A sum over the whole call, which no row shows: it is judged on a made-up one.
+
+    The lists of chosen keys have fewer columns than there are blocks. The made-up call's mask once
+    was torch's, which writes beyond its memory then: on a GPU that ended the process.
+    """
     table = torch.zeros(2, 200, requires_grad=True)
     bias = relative_bias(table, 90)
     q, k, v = made(40, 50)
-    (want,) = grad(attention(q, k, v, score_mod=bias).out.square().sum(), table)
+    keys = {}
+    if chosen:
+        keys["block_mask"] = Selection(torch.tensor([[[[2], [0], [3]]]]), unit=16, rows=16)
+    dense = {"block_mask": keys["block_mask"].for_call(q, k)} if chosen else {}
+    (want,) = grad(attention(q, k, v, score_mod=bias, **dense).out.square().sum(), table)
     with planted(monkeypatch, "sum0, mask", "sum0 * 0.9, mask") as found:
-        got = flex_attention(q, k, v, score_mod=bias, enable_gqa=True)
+        got = flex_attention(q, k, v, score_mod=bias, enable_gqa=True, **keys)
         assert error(grad(got.square().sum(), table)[0], want) < 1e-4
         assert found
 
