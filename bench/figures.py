@@ -244,7 +244,23 @@ def mask_picture() -> str:
     return cells(visualize(packed, 2048, cells=64), "four documents, causal")
 
 
+def selection_picture() -> str:
+    """Blocks of rows that each chose blocks of keys, causal."""
+    import torch
+
+    block, unit = torch.arange(16)[:, None], torch.arange(32)
+    # As if scores had chosen: the first block, the row's own two, and a few others.
+    far = (unit * unit * 3 + block * block * 5 + unit * block * 2 + unit // 3) % 7 == 0
+    chosen = (unit == 0) | (unit // 2 == block) | far
+
+    def kept(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+        return chosen[q_idx // 128, kv_idx // 64] & causal(b, h, q_idx, kv_idx)
+
+    return cells(visualize(kept, 2048, cells=64), "128 rows choose 64 keys")
+
+
 PICTURES: Mapping[str, Callable[[], str]] = {
+    "docs/pictures/selection.svg": selection_picture,
     "docs/pictures/forward.svg": forward_chart,
     "docs/pictures/mask.svg": mask_picture,
     **{

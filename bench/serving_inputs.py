@@ -28,7 +28,8 @@ class Served:
     """q [B, q_len, Hq, D], or [rows, Hq, D] of a ragged batch; K and V [pages, page, Hkv, D].
 
     K and V are [B, keys, Hkv, D] for page 0. lens int32 [B]. table int32 [B, pages of a request],
-    None for page 0. scales: of K, and the same of V.
+    None for page 0. scales: of K, and the same of V. chosen int32 [B, Hkv, k], of rows that
+    choose.
     """
 
     row: ServingRow
@@ -41,6 +42,16 @@ class Served:
     mask_mod: Any
     sinks: Tensor | None
     scales: Tensor | None
+    chosen: Tensor | None = None
+
+    def mask(self, b: int, head: int) -> Any:
+        """The mask of request b and a key head: the row's, of the keys that they chose."""
+        if self.chosen is None:
+            return self.mask_mod
+        unit = self.row.chosen[1]
+        units = torch.zeros(-(-max(self.row.lens) // unit), dtype=torch.bool, device=self.q.device)
+        units[self.chosen[b, head].long()] = True
+        return lambda b, h, q_idx, kv_idx: units[kv_idx // unit]
 
     def keys(self, b: int) -> tuple[Tensor, Tensor]:
         """K and V of request b as they count, [keys, Hkv, D] in a float dtype."""
@@ -72,17 +83,32 @@ def make_served(row: ServingRow, device: str = "cuda") -> Served:
         table, pages = block_table(row.lens, row.nodes, row.page)
         table, sizes = table.to(device), (pages, row.page)
     k = normal(*sizes, row.hkv, row.d)
-    v = k[..., : row.dv] if row.variant == "mla" else normal(*sizes, row.hkv, row.dv)
+    v = k[..., : row.dv] if row.latent else normal(*sizes, row.hkv, row.dv)
     scales = None
     if row.eight_bits:
-        k, v, scales = k.to(E4M3), v.to(E4M3), torch.full((1,), SCALE, device=device)
+        k, scales = k.to(E4M3), torch.full((1,), SCALE, device=device)
+        v = k[..., : row.dv] if row.latent else v.to(E4M3)
         if row.scaled == "token_head":
             scales = torch.rand(k.shape[:3], generator=generator, device=device) + SCALE
     rows = (sum(row.new),) if row.new else (batch, row.q_len)
     q = normal(*rows, row.hq, row.d)
     lens = torch.tensor(row.lens, dtype=torch.int32, device=device)
     sinks = normal(row.hq, dtype=torch.float32) if row.variant == "sinks" else None
-    return Served(row, q, k, v, lens, table, *_mods_of(row, lens, device), sinks, scales)
+    mods = _mods_of(row, lens, device)
+    return Served(row, q, k, v, lens, table, *mods, sinks, scales, _chosen(row, device))
+
+
+def _chosen(row: ServingRow, device: str) -> Tensor | None:
+    """The units that each request and key head chose, of those that it has."""
+    k, unit = row.chosen
+    if not unit:
+        return None
+    generator = torch.Generator(device).manual_seed(2)
+    units = torch.tensor([-(-n // unit) for n in row.lens], device=device)[:, None, None]
+    sizes = len(row.lens), row.hkv, int(units.max())
+    scores = torch.rand(sizes, generator=generator, device=device)
+    scores = scores.masked_fill(torch.arange(sizes[2], device=device) >= units, -1.0)
+    return scores.topk(min(k, sizes[2])).indices.int()
 
 
 def _mods_of(row: ServingRow, lens: Tensor, device: str) -> tuple[Any, Any]:
@@ -141,7 +167,7 @@ def check_requests(out: Tensor, x: Served) -> str:
             head = h // (row.hq // row.hkv)
             given = (
                 q[begin + some, h].double(), k[:, head], v[:, head], (b, h), some + n - new,
-                x.score_mod, x.mask_mod, None if x.sinks is None else x.sinks[h],
+                x.score_mod, x.mask(b, head), None if x.sinks is None else x.sinks[h],
             )  # fmt: skip
             exact, rounded = (attention(*given, coarse=each) for each in (None, x.q.dtype))
             found += off(f"out[{b}, {h}]", flat[begin + some, h], exact, rounded)
@@ -170,8 +196,11 @@ def planned(
     if row.shares:
         return _sharing(x, about, call, changes or {})
     about["sinks"] = x.sinks is not None
-    if row.variant == "mla":
+    if row.latent:
         about["shared_kv"] = True
+    if x.chosen is not None:
+        about["selection"] = x.chosen.shape[2], row.chosen[1]
+        call["selection"] = x.chosen
     if invariant:
         about["batch_invariant"] = True
     call |= {"k_scale": x.scales, "v_scale": x.scales, "sinks": x.sinks}
@@ -181,7 +210,7 @@ def planned(
     plan = serving.DecodePlan(**about)
     if changes:
         plan = serving.DecodePlan(**about, config=replace(plan.config, **changes))
-    cache = x.k if row.variant == "mla" else (x.k, x.v)
+    cache = x.k if row.latent else (x.k, x.v)
     return partial(plan.run, x.q, cache, **call)
 
 

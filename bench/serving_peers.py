@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,8 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flexattn
+from bench.inputs import E4M3
 from bench.peers import OURS, Refusal
-from bench.serving_inputs import Served, planned
+from bench.serving_inputs import SCALE, Served, planned
 from bench.serving_rows import WINDOWED
 from bench.streaming import STREAMING, streaming
 from flexattn.kernels.hopper import ragged
@@ -39,7 +41,7 @@ def served_with(changes: Mapping[str, Any], invariant: bool = False) -> ServingP
     others = {key: value for key, value in changes.items() if PREFILL not in key}
 
     def build(x: Served) -> Callable[[], Tensor] | Refusal:
-        if invariant and (x.row.shares or x.row.variant == "mla"):
+        if invariant and (x.row.shares or x.row.latent or x.chosen is not None):
             return Refusal("batch invariance is for one pass over heads of 64 or 128")
         with prefills_with(prefills):
             run = planned(x, others, invariant)
@@ -106,7 +108,8 @@ def flashinfer(tensor_cores: bool) -> ServingPeer:
 
     def build(x: Served) -> Callable[[], Tensor] | Refusal:
         row = x.row
-        if row.q_len != 1 or row.variant not in ("plain", "softcap") or x.table is None:
+        able = row.q_len == 1 and row.variant in ("plain", "softcap") and x.chosen is None
+        if not able or x.table is None:
             return Refusal("its paged decode takes one token, a paged cache, and softcap at most")
         import flashinfer
 
@@ -132,7 +135,8 @@ def flashinfer(tensor_cores: bool) -> ServingPeer:
 def fa3(x: Served) -> Callable[[], Tensor] | Refusal:
     """FlashAttention-3 over pages, with its own choice of splits and of heads packed in rows."""
     row = x.row
-    if x.table is None or row.eight_bits or row.variant not in ("plain", "causal", "window"):
+    able = row.variant in ("plain", "causal", "window") and x.chosen is None
+    if x.table is None or row.eight_bits or not able:
         return Refusal("it has no such mod, and its scales are of other shapes")
     try:
         from flash_attn_interface import flash_attn_with_kvcache
@@ -166,6 +170,32 @@ def contiguous(x: Served) -> Callable[[], Tensor] | Refusal:
     return call
 
 
+def flashmla(x: Served) -> Callable[[], Tensor] | Refusal:
+    """FlashMLA's sparse decode of the same tokens, from a cache of 656 bytes a token of its own.
+
+    Its library is what the loader finds as _flashmla_C.abi3.so.
+    """
+    row, table = x.row, x.table
+    if x.chosen is None or not row.latent or table is None:
+        return Refusal("it decodes chosen tokens of a latent cache")
+    try:
+        ctypes.CDLL("_flashmla_C.abi3.so", ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        return Refusal(f"{error}")
+    latent, rope = x.k[..., : row.dv], x.k[..., row.dv :].to(x.q.dtype)
+    scales = torch.full((*latent.shape[:3], 4), SCALE, device=x.q.device)
+    parts = latent.to(E4M3), scales, rope.contiguous()
+    cache = torch.cat([each.view(torch.uint8) for each in parts], -1).view(E4M3)
+    chosen = x.chosen[:, 0].long()
+    slots = table.long().gather(1, chosen // row.page) * row.page + chosen % row.page
+    given: list[Any] = [x.q, cache, slots.int()[:, None], None, None]
+    beside = [None, None, None, row.dv, row.d**-0.5, None]
+    decode = torch.ops._flashmla_C.sparse_decode_fwd
+    # The first call shares out the work; later ones are given its tables.
+    tables = decode(*given, None, None, *beside)[2:4]
+    return lambda: decode(*given, *tables, *beside)[0]
+
+
 SERVING_PEERS: dict[str, ServingPeer] = {
     OURS: served_with({}),
     INVARIANT: served_with({}, invariant=True),
@@ -177,4 +207,5 @@ SERVING_PEERS: dict[str, ServingPeer] = {
     f"{OURS}-contiguous": contiguous,
     "flashinfer": flashinfer(False),
     "flashinfer-tc": flashinfer(True),
+    "flashmla": flashmla,
 }

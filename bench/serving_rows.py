@@ -7,7 +7,7 @@ from typing import Literal
 
 Variant = Literal[
     "plain", "softcap", "alibi", "window", "sinks", "tree", "causal", "by-position", "fp8",
-    "fp8-token-head", "cascade", "mla", "prefix-tree",
+    "fp8-token-head", "cascade", "mla", "mla-fp8", "prefix-tree",
 ]  # fmt: skip
 # Heads of other public models, and pages of one key, with batches and thousands of keys.
 HEADS: tuple[tuple[str, int, int, dict[str, int]], ...] = (
@@ -30,7 +30,8 @@ class ServingRow:
     dtype: of the queries, and of the cache where it has not eight bits.
     levels: of a prefix tree, how many nodes each level has, and keys of each; requests that follow
     one another share them, and `shared` is the sum of the keys. new: query rows of each request of
-    a ragged batch, which is causal; none, and all have q_len.
+    a ragged batch, which is causal; none, and all have q_len. chosen: each request and key head
+    reads the k units, of so many keys, that random scores put first; (0, 0): all keys.
     Llama-3 8B's heads: 32 of the query, 8 of the keys, of 128 elements.
     """
 
@@ -48,16 +49,23 @@ class ServingRow:
     dv: int = 128
     dtype: str = "bfloat16"
     new: tuple[int, ...] = ()
+    chosen: tuple[int, int] = (0, 0)
 
     @property
     def uniform(self) -> bool:
         """True where peers that know no lengths can run it."""
-        return len(set(self.lens)) == 1 and self.variant == "plain" and self.q_len == 1
+        alike = len(set(self.lens)) == 1 and not self.chosen[1]
+        return alike and self.variant == "plain" and self.q_len == 1
+
+    @property
+    def latent(self) -> bool:
+        """True where the values are columns of the keys."""
+        return self.variant in ("mla", "mla-fp8")
 
     @property
     def eight_bits(self) -> bool:
         """True of a cache of eight bits."""
-        return self.variant in ("fp8", "fp8-token-head")
+        return self.variant in ("fp8", "fp8-token-head", "mla-fp8")
 
     @property
     def scaled(self) -> Literal["token_head"] | bool:
@@ -82,12 +90,13 @@ class ServingRow:
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that must be read once, at the cache's width, with their scales."""
-        keys = sum(self.lens)
+        k, unit = self.chosen
+        keys = sum(min(n, k * unit or n) for n in self.lens)
         if self.shares:
             keys -= sum(each * (len(self.lens) - nodes) for nodes, each in self.nodes)
         if self.variant == "window":
             keys //= WINDOWED
-        width = self.d if self.variant == "mla" else self.d + self.dv
+        width = self.d if self.latent else self.d + self.dv
         scales = 8 if self.variant == "fp8-token-head" else 0
         return keys * self.hkv * (width * (1 if self.eight_bits else 2) + scales)
 
@@ -132,4 +141,13 @@ def serving_rows() -> list[ServingRow]:
     for batch, k in ((64, 4), (1, 16)):
         few, lens = {**mla, "hq": 16}, (k * 1024,) * batch
         rows.append(ServingRow(f"mla-h16-b{batch}-{k}k", "mla", lens, "mla", **few))  # type: ignore[arg-type]
+    for batch in (1, 32):
+        lens = (32768,) * batch
+        rows.append(ServingRow(f"quest-b{batch}-32k", "chosen", lens, chosen=(128, 16)))
+        rows.append(ServingRow(f"tokens-b{batch}-32k", "chosen", lens, chosen=(2048, 1)))
+    for heads, batch in ((16, 8), (128, 1), (128, 8), (128, 64)):
+        for variant, name in (("mla", ""), ("mla-fp8", "-fp8")):
+            about = {**mla, "hq": heads, "chosen": (2048, 1)}
+            named = f"dsa-h{heads}-b{batch}-32k{name}"
+            rows.append(ServingRow(named, "chosen", (32768,) * batch, variant, **about))  # type: ignore[arg-type]
     return rows

@@ -23,7 +23,7 @@ from bench.rows import (
 from bench.serving_rows import ServingRow, serving_rows
 
 # Groups of plans whose rows take long, or say what others say.
-LEFT_OUT = ("long", "contiguous", "random-chunks")
+LEFT_OUT = ("long", "contiguous", "random-chunks", "chosen")
 # Plans that are also raced over a cache of eight bits.
 EIGHT_BITS = ("ragged-b64", "2k-of-2k", "2k-of-16k", "4x1000", "1984-of-8k-64x4k")
 INVARIANT = ("b1-8k", "b8-8k", "b64-4k", "b1-4k-q1k")

@@ -240,13 +240,8 @@ def parsed(arguments=None):
     return asked
 
 
-def main(arguments=None):
-    """Train, print, and return the losses by name."""
-    asked = parsed(arguments)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = {"flexattn": ours}
-    if asked.beside:
-        chosen[asked.beside] = torchs() if asked.beside == "torch" else plain
+def said_where(device):
+    """Say so if no GPU, or the interpreter, is what trains."""
     interpreted = os.environ.get("FLEXATTN_INTERPRET") == "1"
     if interpreted or device == "cpu":
         why = "There is no GPU" if device == "cpu" else "FLEXATTN_INTERPRET is 1"
@@ -254,6 +249,16 @@ def main(arguments=None):
             "kernels run in Triton's interpreter, slowly" if interpreted else "plain torch attends"
         )
         print(f"{why}: {how}. --tiny has sizes for it.", flush=True)
+
+
+def main(arguments=None):
+    """Train, print, and return the losses by name."""
+    asked = parsed(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = {"flexattn": ours}
+    if asked.beside:
+        chosen[asked.beside] = torchs() if asked.beside == "torch" else plain
+    said_where(device)
     curves = {}
     for name, attend in chosen.items():
         curves[name], speed, memory = train(name, attend, asked, device)

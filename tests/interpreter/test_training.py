@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 
-from examples import train_gpt
+from examples import train_gpt, train_nsa
 from flexattn.frontend.autograd import GradCall
 
 
@@ -26,6 +26,14 @@ def test_losses_lie_on_one_another(bias, monkeypatch, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "interpreter" in said and "step 5 of 5" in said and "tokens/s" in said
     assert len(ET.parse(picture).getroot().findall("{*}polyline")) == 2
+
+
+def test_sparse_attention_learns(capsys):
+    sizes = "--batch 1 --length 70 --width 32 --heads 2 --depth 1 --steps 2 --rate 0.03".split()
+    first, last = train_nsa.main([*sizes, "--k", "2", "--window", "24"])["nsa"]
+    assert last < first - 0.2
+    said = capsys.readouterr().out
+    assert "interpreter" in said and "nsa    step 2 of 2" in said
 
 
 def test_a_pack_begins_where_documents_do():

@@ -75,3 +75,22 @@ def test_a_variant_is_of_fields_and_may_be_batch_invariant(monkeypatch):
 def test_the_command_lists_rows_of_all_groups(capsys):
     assert serving.run(["--list", "--rows", "^(paged/b1-1k|random/)"]) == 0
     assert capsys.readouterr().out.split()[0] == "b1-1k"
+
+
+def test_rows_that_choose_read_their_keys_alone():
+    row = replace(
+        ROWS["quest-b32-32k"], lens=(33, 70, 90), hq=4, hkv=2, d=16, dv=16, chosen=(2, 16),
+        dtype="float32",
+    )  # fmt: skip
+    assert row.kv_bytes == (32 + 32 + 32) * 2 * (16 + 16) * 2
+    x = make_served(row, "cpu")
+    out = torch.zeros(3, 1, 4, 16)
+    for b, h in ((b, h) for b in range(3) for h in range(4)):
+        k, v = (each[:, h // 2] for each in x.keys(b))
+        kept = x.mask(b, h // 2)(b, h, 0, torch.arange(len(k)))
+        assert len(x.chosen[b, h // 2].unique()) == 2 and kept.sum() in (17, 22, 26, 32)
+        scores = (k @ x.q[b, 0, h] / 4).masked_fill(~kept, -torch.inf)
+        out[b, 0, h] = scores.softmax(0) @ v
+    assert check_requests(out, x) == ""
+    x.chosen[2, 0] = (x.chosen[2, 0] + 1) % 6
+    assert "out[2, 0]" in check_requests(out, x)
