@@ -62,6 +62,7 @@ def plan_task(row: Row, device: Device) -> Task:
         checks.check_scale(row.scale, shape.D), score, mask, page=served.page,
         lengths=served.lengths, kv_dtype=served.kv_dtype, scaled=served.scaled, sinks=row.sinks,
         shared_kv=served.shared_kv, batch_invariant=served.batch_invariant,
+        selection=served.selection,
     )  # fmt: skip
 
 
@@ -212,6 +213,7 @@ def serving_task(
     sinks: bool = False,
     shared_kv: bool = False,
     batch_invariant: bool = False,
+    selection: tuple[int, int] = (0, 0),
 ) -> Task:
     """A plan whose maxima are the sizes of a shape, with a batch of this class.
 
@@ -233,7 +235,7 @@ def serving_task(
         total_q=sum(q_lens) if lengths == "mixed" else 0, dtype=widths[dtype], kv_dtype=kv,
         page=page, layout=layout, score=score, mask=mask, sinks=sinks,
         scaled=scaled or kv.itemsize == 1, shared_kv=shared_kv, positive_scale=scale > 0,
-        batch_invariant=batch_invariant, lengths=lengths,
+        batch_invariant=batch_invariant, lengths=lengths, selection=selection,
     )  # fmt: skip
     return Task(
         title=title, problem=problem, device=device, policy=policy, scale=scale, q_lens=q_lens,

@@ -54,7 +54,9 @@ from flexattn.records.record import Policy
 from flexattn.tuning.tables import Table, check_values, read_file
 from flexattn.util.text import DTYPE_NAMES, did_you_mean
 
-OF_PLANS = ("page_size", "lengths", "kv_dtype", "scaled", "shared_kv", "batch_invariant")
+OF_PLANS = (
+    "page_size", "lengths", "kv_dtype", "scaled", "shared_kv", "batch_invariant", "selection",
+)  # fmt: skip
 _SHARED = (
     "dtype", "score", "mask", "sinks", "block_size", *OF_PLANS, "scale", "policy", "backward",
 )  # fmt: skip
@@ -80,7 +82,8 @@ class ServedRow:
     """The part of a row about a DecodePlan's cache and batches; see flexattn.serving.
 
     page: keys of a page, 0 for a contiguous cache. kv_dtype: "" for the queries' dtype.
-    scaled: of what a cache of eight bits has scales, "" for one of each tensor.
+    scaled: of what a cache of eight bits has scales, "" for one of each tensor. selection: the
+    most units that a KV head chooses, and keys of one; (0, 0): all keys are read.
     """
 
     page: int
@@ -89,6 +92,7 @@ class ServedRow:
     shared_kv: bool = False
     batch_invariant: bool = False
     scaled: str = ""
+    selection: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +248,12 @@ def _served(call: Table, said: Callable[[str], Table]) -> list[ServedRow | None]
     scaled = said("scaled").text("scaled")
     shared = said("shared_kv").flag("shared_kv") or False
     invariant = said("batch_invariant").flag("batch_invariant") or False
+    chosen = said("selection").numbers("selection") or (0, 0)
+    if len(chosen) != 2:
+        raise said("selection").wrong("selection", "it is [k, unit]")
     _check_rows(call.where, len(pages), len(names))
     return [
-        ServedRow(page, name, kv_dtype, shared, invariant, scaled)  # type: ignore[arg-type]
+        ServedRow(page, name, kv_dtype, shared, invariant, scaled, chosen)  # type: ignore[arg-type]
         for page, name in product(pages or (0,), names)
     ]
 

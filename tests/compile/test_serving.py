@@ -102,7 +102,7 @@ def test_the_default_config(name):
     assert taken.matrix_instructions > 0
     # Between units of work a few words may wait in memory; in a loop over tiles none does.
     assert spills_by_tile(compiled) == 0
-    assert config.warp_private or taken.loop_spills <= (16 if wanted.unit else 0)
+    assert config.warp_private or taken.loop_spills <= (24 if wanted.unit else 0)
     threads = 32 * config.num_warps * config.per_sm
     assert taken.registers * threads <= DEVICE.registers
     assert (taken.shared + 1024) * config.per_sm <= 228 * 1024

@@ -40,6 +40,7 @@ CASES = {
     "eight bits, a scale a token": {"kv_dtype": "float8_e4m3fn", "scaled": "token_head"},
     "a scale a page": {"kv_dtype": "float8_e5m2", "scaled": "page", "layout": "HND"},
     "mla": {"heads": (4, 1), "dims": (48, 32), "shared_kv": True},
+    "chosen pages": {"selection": (5, 16), "lengths": "ragged", "kv_len": 300},
 }
 
 

@@ -180,6 +180,8 @@ def test_pages_and_classes_make_plans_of_a_call():
     assert plan_task(fine, H200).problem.structure.scales == "token_head"
     assert key_of(plan_task(fine, H200).problem) not in {key_of(task.problem) for task in found}
     assert list(tasks(rows, H200)) == [], "calls alone"
+    (chosen,) = plans(page_size=16, selection=[128, 16])
+    assert "chosen 128x16" in str(key_of(plan_task(chosen, H200).problem))
     (invariant,) = plans(page_size=16, batch_invariant=True)
     assert plan_task(invariant, H200).problem.structure.split_keys > 0
 
@@ -188,6 +190,7 @@ def test_pages_and_classes_make_plans_of_a_call():
     ("call", "words"),
     [
         ({"lengths": "ragged"}, "kind = .serving"),
+        ({"page_size": 16, "selection": 128}, "k, unit"),
         ({"page_size": 16, "kind": "decode"}, "with page_size"),
         ({"page_size": 16, "lengths": "long"}, "uniform, ragged, mixed"),
         ({"kind": "paged"}, "prefill, decode or serving"),
