@@ -93,7 +93,7 @@ def _prepare(call: Call, masked: str, lists: Lists | None) -> ForwardLaunch:
     )  # fmt: skip
     # A tuner would tune the ordinary kernel.
     plain = not chosen.rules_off and chosen.tanh == "auto" and not chosen.batch_invariant
-    plain = plain and chosen.fp8_weights == "exact"
+    plain = plain and not problem.structure.e4m3_weights
     if plain and call.dropout is None:
         note(problem, target, launch.choice.how, call.score, call.mask)
     return launch
@@ -140,7 +140,8 @@ def _problem(call: Call, masked: str, lists: Lists | None, target: Device) -> Pr
         kv_dtype=(DTYPES | FP8)[k.dtype],
         dropout=call.dropout is not None,
         batch_invariant=chosen.batch_invariant,
-        fp8_weights=chosen.fp8_weights,
+        # Up to 128 columns exact weights are faster as well, by 1.2 to 1.3 (H200).
+        fp8_weights=chosen.fp8_weights if max(head_dim, head_dim_v) > 128 else "exact",
     )
 
 
@@ -245,7 +246,7 @@ def _judge(planned: Plan, found: Outputs) -> Verdict:
         score_mod = score_callable(call.score)
     given = Attended(
         call.q, call.k, call.v, call.scale, score_mod, call.block_mask, call.sinks, call.descales,
-        call.dropout, call.options.fp8_weights == "e4m3",
+        call.dropout, planned.launch.choice.problem.structure.e4m3_weights,
     )  # fmt: skip
     return judge_rows(given, found, borders_of(planned.launch.choice)[0])
 

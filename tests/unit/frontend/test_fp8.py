@@ -11,6 +11,7 @@ import flexattn
 from flexattn.catalogue import causal, softcap
 from flexattn.errors import ConfigError, InputError, UnsupportedError
 from flexattn.frontend import plan as plans
+from flexattn.frontend.call import make_call
 from flexattn.kernels.choose.defaults import default, reasons, space
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.hopper.config import HopperPrefillConfig
@@ -259,3 +260,12 @@ def test_a_plan_has_it_for_caches_alone():
             None,
             page=0,
         )
+
+
+@pytest.mark.parametrize(("D", "rounds"), [(64, False), (128, False), (256, True)])
+def test_weights_are_rounded_where_that_is_faster(D, rounds):
+    """Up to 128 columns rounded weights took 1.2 to 1.3 times as long as exact ones (H200)."""
+    q, k, v = tensors(1, 2, 2, 300, 300, D)
+    options = {"FP8_WEIGHTS": "e4m3"}
+    call = make_call(q, k, v, None, None, None, False, False, options, None, None)
+    assert plans._problem(call, "", None, H200).structure.e4m3_weights is rounds
