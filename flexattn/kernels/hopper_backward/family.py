@@ -25,7 +25,12 @@ from flexattn.kernels.hopper_backward.config import (
     trims_runs,
 )
 from flexattn.kernels.hopper_backward.limits import LEAN_COLUMNS, LIMITS
-from flexattn.kernels.hopper_backward.masks import band_and_rest, band_of, reads_diagonals
+from flexattn.kernels.hopper_backward.masks import (
+    band_and_rest,
+    band_of,
+    reads_diagonals,
+    sums_heads,
+)
 from flexattn.kernels.hopper_backward.ragged import KEY_TILE_WORDS, render_key_tiles
 from flexattn.kernels.hopper_backward.source import (
     SUMS_OF_A_ROW,
@@ -106,8 +111,9 @@ def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
             yield _by_product(config)
         yield config
         return
-    # Beside what is read along diagonals 128 columns leave no registers for lse.
-    early = "" if reads_diagonals(structure) and columns(structure) == 128 else "half"
+    # Beside sums of heads, and what is read along diagonals, 128 columns leave none for lse.
+    taken = reads_diagonals(structure) or sums_heads(structure)
+    early = "" if taken and columns(structure) == 128 else "half"
     config = at_sizes(
         replace(
             _WIDE, ds_stages=2, dq_tma=True, ds_first=True, persistent=True, waves=16, remat=True,

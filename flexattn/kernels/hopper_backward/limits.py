@@ -21,7 +21,8 @@ from flexattn.kernels.hopper_backward.config import (
 from flexattn.kernels.hopper_backward.masks import (
     band_of,
     loads_pairs,
-    sums_diagonals,
+    sums_gradients,
+    sums_heads,
 )
 from flexattn.problem import Structure
 
@@ -257,9 +258,11 @@ LIMITS: Limits[ConfigCase] = Limits(
         ),
         Rule(
             "captured gradients",
-            "gradients of what score_mod does not read along q_idx - kv_idx are added up by "
-            "Triton's backward",
-            lambda c: sums_diagonals(c.structure),
+            "gradients of what score_mod does not read along q_idx - kv_idx, or in packed "
+            "sequences of up to 128 columns by head, are added up by Triton's backward",
+            lambda c: (
+                sums_gradients(c.structure) and not (c.config.split and sums_heads(c.structure))
+            ),
         ),
         Rule(
             "order of captured gradients",

@@ -9,7 +9,7 @@ from flexattn.kernels.printers.gradient_printer import reads_by_diagonal
 from flexattn.mods.analysis.affine import Comparison
 from flexattn.mods.analysis.mask_form import conjunction, mask_form
 from flexattn.mods.derivative import derivatives
-from flexattn.mods.expr import Expr, depending, walk
+from flexattn.mods.expr import Expr, depending, reads, walk
 from flexattn.mods.ops import OPS, is_float
 from flexattn.problem import INDEX_RANGES, Structure
 
@@ -88,12 +88,24 @@ def reads_diagonals(structure: Structure) -> bool:
     )
 
 
-def sums_diagonals(structure: Structure) -> bool:
-    """True if all that gets a gradient is read along diagonals of a tile."""
+def sums_gradients(structure: Structure) -> bool:
+    """True if all that gets a gradient is read along diagonals of a tile, or by heads of packs."""
     if structure.score is None or not structure.grads:
         return not structure.grads
     found = derivatives(structure.score.mod, structure.grads)
-    return all(reads_by_diagonal(each.load) for each in found.loads)
+    return all(
+        reads_by_diagonal(each.load)
+        or (structure.ragged_kv and not reads(each.load, "score", "q_idx", "kv_idx"))
+        for each in found.loads
+    )
+
+
+def sums_heads(structure: Structure) -> bool:
+    """True if something that gets a gradient has one place for all scores of a head."""
+    if structure.score is None or not structure.grads:
+        return False
+    found = derivatives(structure.score.mod, structure.grads)
+    return not all(reads_by_diagonal(each.load) for each in found.loads)
 
 
 def may_be_no_number(score: Expr) -> bool:

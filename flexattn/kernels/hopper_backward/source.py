@@ -39,6 +39,7 @@ from flexattn.kernels.hopper_backward.masks import (
     band_and_rest,
     may_be_no_number,
     reads_diagonals,
+    sums_heads,
 )
 from flexattn.kernels.hopper_backward.narrow import (
     added_sums,
@@ -245,6 +246,7 @@ def render(
         "score": score,
         "stray": structure.score is not None and may_be_no_number(structure.score.mod.expr),
         "diagonals": reads_diagonals(structure),
+        "of_heads": sums_heads(structure),
         "mask": mask,
         "band": band,
         "conjunction": not spills and _selects_twice(band, rest),

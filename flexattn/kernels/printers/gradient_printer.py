@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from flexattn.kernels.printers.spelling import Dialect, TensorForm, buffer_names
@@ -211,12 +211,14 @@ class Scatter:
     """The statements that add the gradient of one load to a captured tensor's.
 
     before, inside, after: the loop over keys, in which `ds` is the gradient of the tile's modified
-    scores, and `p` their weights. In a tile of Gluon's, after: the products that ds goes into.
+    scores, and `p` their weights. In a tile of Gluon's, after: the products that ds goes into;
+    last: the loops over rows of one head, of which `before` is before the first.
     """
 
     before: tuple[str, ...]
     inside: tuple[str, ...]
     after: tuple[str, ...]
+    last: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +239,7 @@ class PrintedGradient:
     @property
     def lines(self) -> tuple[str, ...]:
         """Every statement."""
-        scattered = (
-            line for each in self.scatters for line in (*each.before, *each.inside, *each.after)
-        )
+        scattered = (line for each in self.scatters for part in astuple(each) for line in part)
         own = (*self.hoisted, *self.early, *self.body, self.result, self.factor)
         return (*own, *scattered)
 
@@ -365,7 +365,8 @@ class _Scatter:
         self.steps = reads_in_steps(each.load)
         self.along = None
         self.warps = None
-        if isinstance(printer, DiagonalPrinter):
+        self.gluon = printer.dialect.gluon
+        if isinstance(printer, DiagonalPrinter) and reads_by_diagonal(each.load):
             self.warps = printer.along(each.load, f"{self.base}_added{number}", SUMS)
             self.places = self.warps.places
         if diagonals and self.warps is None and self.row and self.key and on_diagonals(each.load):
@@ -378,6 +379,8 @@ class _Scatter:
         each = f"{self.tl}.where(p == 0.0, 0.0, {each})" if self.factor else each
         if self.warps is not None:
             return self._over_warps(each, self.warps)
+        if self.gluon:
+            return self._over_head(each)
         if not found.summed((self.slot,)):
             own = ("rows[:, None]", "(offs_n < end_n)[None, :]")
             return Scatter((), (f"{self.sum} = {each}", *self._add(*own, by="store")), ())
@@ -461,6 +464,15 @@ class _Scatter:
             index.text if dim == last else f"{index.text} * {self.base}_step{dim}"
             for dim, (index, _) in enumerate(self.places)
         ]
+
+    def _over_head(self, each: str) -> Scatter:
+        """Sums of keys, in registers for all rows of a head; then one addition for each warp."""
+        place = " + ".join([f"{self.base}_grad", *self._offsets])
+        kept = self.logical("and", [inside for _, inside in self.places] or ["True"])
+        total = f"{self.sum} = gl.sum({self.sum}.reshape([BLOCK_N // 16, 16]), 1)"
+        last = total, f"add_of_warps({place}, {self.sum}, {kept})"
+        before = f"{self.sum} = gl.zeros([BLOCK_N], gl.float32, BY_KEY)"
+        return Scatter((before,), (f"{self.sum} += gl.sum({each}, 1)",), (), last)
 
     def _over_warps(self, each: str, along: Along) -> Scatter:
         """One addition for each diagonal of a warp's part of a tile."""
