@@ -92,25 +92,10 @@ SPILLING = {
     ("gfx950", "backward", 256, (64, 64, 4, 0)): 76,
 }
 
-# These spill nothing in a loop with buffer instructions, and without them a few words or nearly:
-# they have 252 of 256 registers and more. The last one spills 49 words under Triton 3.6. The
-# space, which counts all alike, leaves them out.
-LEFT_OUT = {
-    ("gfx950", "prefill", 128, (128, 64, 4, 2)),
-    ("gfx942", "prefill", 256, (128, 64, 4, 0)),
-    ("gfx950", "prefill", 256, (128, 64, 8, 0)),
-    ("gfx942", "prefill", 256, (64, 128, 4, 0)),
-}
-
 
 def spills(each):
     """Spills inside of loops of a published config; 0 for all that are not in SPILLING."""
     return SPILLING.get(_tile(each), 0)
-
-
-def left_out(each):
-    """True of a published config that spills nothing and is not in the space."""
-    return _tile(each) in LEFT_OUT
 
 
 def _tile(each):

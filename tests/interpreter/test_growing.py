@@ -15,6 +15,7 @@ from flexattn.frontend import attention, launch_cache as cache
 from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
 from flexattn.integrations.decode_masks import padded_mask, shared_mask
+from flexattn.problem import facts, problem as problems
 from tests.growing import numbers_admitted
 from tests.support import assert_accurate
 
@@ -238,3 +239,17 @@ def test_a_traced_call_is_refused_after_one_that_ran(keys, admitted):
     flexattn.flex_attention(*tensors(300), enable_gqa=True)
     with pytest.raises(UnsupportedError, match="traced"):
         make_fx(lambda *x: flexattn.flex_attention(*x, enable_gqa=True))(*tensors(keys))
+
+
+def test_a_cache_that_grows_beyond_2_gib_is_another_kernels(monkeypatch):
+    """Offsets of 32 bits, as AMD's buffer instructions have them, end there; here at 312 keys."""
+    for module in (facts, problems):
+        monkeypatch.setattr(module, "NEAR_BYTES", 80_000)
+    near = []
+    for keys in (300, 310, 320, 330):
+        q, k, v = tensors(keys)
+        flexattn.flex_attention(q, k, v, enable_gqa=True)
+        call = attention.Call(q, k, v, enable_gqa=True)
+        _, launch = cache.launch_cache.find(cache.call_key(call), call)
+        near.append(launch.problem.structure.layout.near)
+    assert near == [True, True, False, False]

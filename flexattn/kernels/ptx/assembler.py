@@ -35,9 +35,9 @@ def assemblers() -> tuple[Ptxas, ...]:
     Its own alone where the environment names one, where the other is not installed, and where
     Triton's cache cannot tell their kernels apart (3.6). No Triton is imported for it.
     """
-    if names_ptxas() or _release() < _KEYED:
+    if names_ptxas() or release() < _KEYED:
         return ("",)
-    other: Ptxas = "ptxas" if _release() >= _TAKES_NEWER else "ptxas-blackwell"
+    other: Ptxas = "ptxas" if release() >= _TAKES_NEWER else "ptxas-blackwell"
     return ("", other) if _tool(other).exists() else ("",)
 
 
@@ -62,7 +62,7 @@ def for_split_tiles() -> Ptxas:
     before it is written: e4m3 keys of D 80 and 96 were multiplied by whatever lay elsewhere. The
     12.9 beside it does not. "" where Triton's own is another, or the environment names one.
     """
-    ours_to_choose = not names_ptxas() and (3, 0) <= _release() < _PAST_12_8
+    ours_to_choose = not names_ptxas() and (3, 0) <= release() < _PAST_12_8
     return "ptxas-blackwell" if ours_to_choose and _tool("ptxas-blackwell").exists() else ""
 
 
@@ -89,15 +89,16 @@ def triton_version() -> str:
 
 def own_ptxas() -> str:
     """The one that Triton takes for Hopper by itself, unless the environment names another."""
-    return "ptxas-blackwell" if _release() >= _TAKES_NEWER else "ptxas"
+    return "ptxas-blackwell" if release() >= _TAKES_NEWER else "ptxas"
 
 
 def waits_meet() -> bool:
     """True if Triton lets a partition's warps meet behind each wait for products, as 3.9 does."""
-    return _release() >= _MEETS
+    return release() >= _MEETS
 
 
-def _release() -> tuple[int, ...]:
+def release() -> tuple[int, ...]:
+    """Triton's release as numbers, (3, 9); () where there is none."""
     return tuple(int(part) for part in triton_version().split(".")[:2] if part.isdigit())
 
 
