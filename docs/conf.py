@@ -18,7 +18,10 @@ from flexattn.cli.app import app as command_line  # noqa: E402
 project = "flexattn"
 version = release = flexattn.__version__
 author = "the flexattn authors"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+extensions = [
+    "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton",
+]  # fmt: skip
+default_role = "code"  # `name` in a docstring
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
@@ -42,6 +45,8 @@ suppress_warnings = ["misc.highlighting_failure"]
 def as_rst(*event: Any) -> None:
     """A docstring is plain text: an indented part and `name` are code, and nothing is markup."""
     lines: list[str] = event[-1]
+    if any(line.startswith((":param", ":returns")) for line in lines):
+        return  # napoleon made it of Args, Returns, Raises and Example
     parts = "\n".join(lines).strip("\n").split("\n\n")
     shown = []
     for part in parts:

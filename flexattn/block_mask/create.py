@@ -47,12 +47,9 @@ def create_block_mask(
     differ: they are made when they are first read. A block is decided by the bounds of the
     mask over it (flexattn.mods.algebra), and by its elements where the bounds leave it open.
 
-    mask_mod(b, h, q_idx, kv_idx) -> bool. B, H: None where the mask does not depend on them.
-    BLOCK_SIZE: one number, or (query rows, keys); it need not divide the lengths. device: the
-    accelerator where None, else the CPU. _compile changes nothing: no path here needs it.
-    compute_dq_write_order asks for metadata of a backward and needs torch 2.13. Inside a graph of
-    torch.compile, and under a FakeTensorMode, torch's own create_block_mask makes the lists, from
-    the L x S square. No other mode that a program is in has a part in them.
+    Inside a graph of torch.compile, and under a FakeTensorMode, torch's own create_block_mask
+    makes the lists, from the L x S square. It also makes them for a mask that plain torch computes
+    and no kernel does. No other mode that a program is in has a part in them.
 
     Lists may be replaced, or written in place by operations of torch, and the next call reads them
     as they are; the backward of an earlier one raises, as of any tensor that autograd saved. What
@@ -60,11 +57,30 @@ def create_block_mask(
     by a backward: through `.data`, `.detach().numpy()`, a kernel of one's own or a replayed CUDA
     graph. `mask.kv_num_blocks.add_(0)` afterwards says so.
 
-    A mask that no kernel computes, and plain torch does, has its lists from that square as well.
+    Args:
+        mask_mod: mask_mod(b, h, q_idx, kv_idx) returns whether the query sees the key.
+        B: the batch; None if the mask does not depend on it.
+        H: the query heads; None if the mask does not depend on them.
+        Q_LEN: the number of queries.
+        KV_LEN: the number of keys.
+        device: the accelerator by default, else the CPU.
+        BLOCK_SIZE: one number, or (query rows, keys); it need not divide the lengths.
+        _compile: changes nothing: no path here needs it.
+        separate_full_blocks: as torch's.
+        separate_full_blocks: as torch's, and so is dq_kv_order.
+        compute_dq_write_order: asks for metadata of a backward, and needs torch 2.13.
 
-    Raises InputError for sizes that are no integers or too small, ModError for a mask_mod that
-    cannot be read, and with FLEXATTN_CHECK=1 CaptureError for one that reads outside of a tensor
-    it captures.
+    Returns:
+        torch's BlockMask.
+
+    Raises:
+        InputError: for sizes that are no integers or too small.
+        ModError: for a mask_mod that cannot be read.
+        CaptureError: with FLEXATTN_CHECK=1, if it reads outside of a tensor that it captures.
+
+    Example::
+
+        mask = create_block_mask(causal, None, None, 2000, 2000, device="cuda")
     """
     if torch.compiler.is_dynamo_compiling() or active_fake_mode() is not None:
         return _in_a_graph(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)

@@ -200,10 +200,26 @@ def visualize(
     memory follow the number of cells and not that of positions. Classes are exact where there are
     no more blocks than cells; else a cell stands for several blocks.
 
-    b, h: the batch and the head that are shown. score: what a score_mod is given; its value in
-    the middle of each cell is shown. A BlockMask brings its lengths and block size.
-    Raises InputError for lengths that are missing or below 1 and for a batch or head below 0,
-    ModError for a mod that cannot be read.
+    Args:
+        mod: a mod, or a BlockMask, which brings its lengths and block size.
+        q_len: the number of queries.
+        kv_len: the number of keys; as many as queries by default.
+        b: the batch that is shown.
+        h: the head that is shown.
+        block_size: of the blocks, one number or (query rows, keys).
+        cells: of a side of the picture, at most.
+        score: what a score_mod is given; its value in the middle of each cell is shown.
+
+    Returns:
+        A `Picture`.
+
+    Raises:
+        InputError: for lengths that are missing or below 1 and for a batch or head below 0.
+        ModError: for a mod that cannot be read.
+
+    Example::
+
+        print(flexattn.visualize(sliding_window(512), 4096))
     """
     if isinstance(mod, BlockMask):
         q_len, kv_len = (int(length) for length in mod.seq_lengths)

@@ -61,9 +61,9 @@ def bench(
     Raises:
         FlexAttnError: for arguments that `flex_attention` refuses.
 
-    Example:
+    Example::
 
-            flexattn.bench(q, k, v, score_mod=softcap, block_mask=mask)
+        flexattn.bench(q, k, v, score_mod=softcap, block_mask=mask)
     """
     x = _inputs(query, key, value, score_mod, block_mask, scale, sinks)
     if isinstance(x, str):
@@ -112,10 +112,10 @@ def tune(
     Raises:
         FlexAttnError: for arguments that `flex_attention` refuses.
 
-    Example:
+    Example::
 
-            options = flexattn.tune(q, k, v, block_mask=mask)
-            out = flex_attention(q, k, v, block_mask=mask, kernel_options=options)
+        options = flexattn.tune(q, k, v, block_mask=mask)
+        out = flex_attention(q, k, v, block_mask=mask, kernel_options=options)
     """
     x, store = _inputs(query, key, value, score_mod, block_mask, scale, sinks), Store(users())
     if isinstance(x, str):

@@ -40,17 +40,32 @@ def warm(
 
     Of calls that are differentiated it compiles the forward with lse, and the gradients' kernels
     where this library's own serve; the small kernels around them compile at the first backward.
+    Rows of plans are left out: make a DecodePlan for them.
 
-    workload: a workload file as `flexattn tune` reads it, what such a file holds, or one that was
-    read. allow: modules beside flexattn.catalogue whose functions the first two may name, which
-    runs their code. return_lse: the calls ask for the log-sum-exp. The kernels of a prefill also
-    run for other lengths of prompts and chunks: another length compiles a kernel only if a tuned
-    record names one. Those of a decode run for any number of keys. Call it when a server starts:
-    it forgets what was traced before, so that numbers in mods are constants. A number that changes
-    from call to call costs a kernel at its second value; captured as a tensor it costs none.
+    The kernels of a prefill also run for other lengths of prompts and chunks: another length
+    compiles a kernel only if a tuned record names one. Those of a decode run for any number of
+    keys. Call it when a server starts: it forgets what was traced before, so that numbers in mods
+    are constants. A number that changes from call to call costs a kernel at its second value;
+    captured as a tensor it costs none.
 
-    Returns how many kernels were compiled. Raises InputError for a workload that cannot be read,
-    ModError for its mods, BuildError. Rows of plans are left out: make a DecodePlan for them.
+    Args:
+        workload: a file as `flexattn tune` reads it, what such a file holds, or one that was read.
+        device: the GPU.
+        allow: modules beside flexattn.catalogue whose functions the workload may name, which runs
+            their code.
+        return_lse: the calls ask for the log-sum-exp.
+
+    Returns:
+        How many kernels were compiled.
+
+    Raises:
+        InputError: for a workload that cannot be read.
+        ModError: for its mods.
+        BuildError: if a kernel does not build.
+
+    Example::
+
+        flexattn.warm("my_model.toml", allow=["my_model"])
     """
     # Reading workloads belongs to tuning, which a plain import of flexattn does not load.
     from flexattn.device import detect, usable

@@ -128,29 +128,49 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention with the scores modified and masked by two Python callables, as torch defines it.
 
-    query [B, Hq, L, E], key [B or 1, Hkv, S, E], value [B or 1, Hkv, S, Ev]; float16, bfloat16
-    or float32 (float64 on the CPU), any strides, any lengths; Hq a multiple of Hkv. On Hopper and
-    the CPU also float8_e4m3fn. Key and value may both be float8_e4m3fn beside any query (on sm_89
-    and newer, AMD and the CPU), and float16 or bfloat16 beside a float32 one.
-    score_mod(score, b, h, q_idx, kv_idx) -> score. block_mask: from `create_block_mask`, torch's
-    or ours, or a `Selection` of keys. scale: 1/sqrt(E) where None. kernel_options: torch's
-    FlexKernelOptions.
-    sinks [Hq]: a logit for each query head that joins the softmax's sum and has no value, as a
-    score after score_mod: not scaled. float16, bfloat16 or float32, or of query's dtype.
-    q_descale [B, Hq], k_descale, v_descale [B or 1, Hkv]: float32 factors of each head of float8
-    inputs, 1 where None: scores are scaled before score_mod sees them, values in what comes out.
-    Those of query and key are above 0, else their heads give NaN.
-    dropout_p: the share of the weights that is dropped, from 0 to 1, with a seed from torch's
-    default generator of query's device; those that are kept are divided by 1 - dropout_p. As with
-    torch's scaled_dot_product_attention it is for the caller to pass 0 outside of training.
+    Tensors have any strides and lengths. The dtypes are float16, bfloat16 and float32, and float64
+    on the CPU. On Hopper and the CPU all three may be float8_e4m3fn. Key and value may both be
+    float8_e4m3fn beside any query (on sm_89 and newer, AMD and the CPU), and float16 or bfloat16
+    beside a float32 one.
 
-    Returns out [B, Hq, L, Ev] in query's dtype, bfloat16 for float8; with return_lse also lse
-    [B, Hq, L] (float32, natural log); with return_aux an AuxOutput of what it asks for. out lies
-    in memory in the order of query's dimensions, the last innermost. lse includes the sink,
-    max_scores does not. A row that may attend to nothing gives zeros, and lse -inf or its sink.
+    Args:
+        query: [B, Hq, L, E]; Hq is a multiple of Hkv.
+        key: [B or 1, Hkv, S, E].
+        value: [B or 1, Hkv, S, Ev].
+        score_mod: score_mod(score, b, h, q_idx, kv_idx) returns the score that is used.
+        block_mask: from `create_block_mask`, torch's or ours, or a `Selection` of keys.
+        scale: of the scores; 1/sqrt(E) by default.
+        enable_gqa: allows Hq to differ from Hkv.
+        return_lse: also returns lse; `return_aux` is the newer way.
+        kernel_options: torch's FlexKernelOptions.
+        return_aux: which statistics to return, as an AuxRequest.
+        sinks: [Hq], a logit for each query head. It joins the softmax's sum, has no value, and is
+            not scaled. float16, bfloat16 or float32, or of query's dtype.
+        q_descale: [B, Hq], a float32 factor of each head of a float8 query, above 0; 1 by default.
+            Scores are scaled before score_mod sees them.
+        k_descale: [B or 1, Hkv], the same of key. A head whose factor is not above 0 gives NaN.
+        v_descale: [B or 1, Hkv], the same of value, whose part of the output it scales.
+        dropout_p: the share of the weights that is dropped, from 0 to 1, with a seed from torch's
+            default generator of query's device. Those that are kept are divided by 1 - dropout_p.
+            As with torch's scaled_dot_product_attention, pass 0 outside of training.
 
-    Raises InputError, ConfigError, ModError and UnsupportedError of `flexattn.errors`, and on the
-    CPU or with FLEXATTN_CHECK=1 CaptureError where a mod reads outside of a tensor it captures.
+    Returns:
+        out [B, Hq, L, Ev] in query's dtype, bfloat16 for float8. Its memory has the order of
+        query's dimensions, the last innermost. With return_lse a pair of out and lse [B, Hq, L]
+        (float32, natural log). With return_aux a pair of out and an AuxOutput. lse includes the
+        sink, max_scores does not. A row that may attend to nothing gives zeros, and lse -inf or
+        its sink.
+
+    Raises:
+        InputError, ConfigError, ModError, UnsupportedError: for arguments that no kernel takes.
+        CaptureError: on the CPU or with FLEXATTN_CHECK=1, if a mod reads outside of a tensor that
+            it captures.
+
+    Example::
+
+        mask = create_block_mask(causal, None, None, 2000, 2000, device="cuda")
+        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
     Method: online softmax over blocks (Dao, FlashAttention-2, arXiv 2307.08691); block-sparse
     masks and score_mod as in FlexAttention (arXiv 2412.05496); sinks as in gpt-oss (2508.10925);
     dropout by Philox4x32-7 (Salmon et al., SC11).

@@ -158,7 +158,18 @@ def explain(
 ) -> Explanation:
     """The path and kernel of `flex_attention` for these arguments; compiles, but launches nothing.
 
-    Raises what flex_attention would raise.
+    Args:
+        query: as for `flex_attention`, and so are all the others.
+
+    Returns:
+        An `Explanation`, whose text has a line for each fact.
+
+    Raises:
+        FlexAttnError: what flex_attention would raise.
+
+    Example::
+
+        print(explain(q, k, v, block_mask=mask))
     """
     if isinstance(block_mask, Selection):
         block_mask = block_mask.for_call(query, key)

@@ -59,10 +59,21 @@ def install(*, eager: bool = True) -> Installed:
     """Serve calls of torch.nn.attention.flex_attention.flex_attention by flexattn where it can.
 
     Every name that the function was imported under, and what torch.compile made of it, is served;
-    torch keeps what flexattn refuses. eager: also calls outside of torch.compile. A second call
-    changes nothing; as a context manager it ends what it began. So it is with torch's varlen_attn.
+    torch keeps what flexattn refuses. So it is with torch's varlen_attn. A second call changes
+    nothing; as a context manager it ends what it began.
 
-    Raises UnsupportedError where torch's function has other arguments than those known here.
+    Args:
+        eager: also calls outside of torch.compile.
+
+    Returns:
+        An object whose `served` has how many calls ran here or in torch, and why.
+
+    Raises:
+        UnsupportedError: if torch's function has other arguments than those known here.
+
+    Example::
+
+        flexattn.install()
     """
     if installed():
         return Installed(False)

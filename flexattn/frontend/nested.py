@@ -48,10 +48,22 @@ class Packed:
 def pack(query: Tensor, key: Tensor, value: Tensor) -> Packed:
     """Nested tensors as `flex_attention` takes ragged batches: packed, with a document mask.
 
-    query [B, Hq, ragged, E], key [B, Hkv, ragged, E], value [B, Hkv, ragged, Ev], of any nested
-    layout; those of torch.jagged without gaps are not copied. Lengths of query and key may
+    Nested tensors of torch.jagged without gaps are not copied. Lengths of query and key may
     differ, and positions in the packed tensors are not those in a sequence: beside
     `packed.mask_mod` a causal mask holds where they are the same. Differentiable.
+
+    Args:
+        query: [B, Hq, ragged, E], of any nested layout.
+        key: [B, Hkv, ragged, E].
+        value: [B, Hkv, ragged, Ev].
+
+    Returns:
+        A `Packed`: the packed tensors, their mask_mod, and the way back.
+
+    Raises:
+        InputError: for tensors that are not nested, have other dimensions or do not match.
+
+    Example::
 
         packed = flexattn.pack(query, key, value)
         mask_mod = flexattn.and_masks(packed.mask_mod, causal)
@@ -59,8 +71,6 @@ def pack(query: Tensor, key: Tensor, value: Tensor) -> Packed:
         mask = flexattn.create_block_mask(mask_mod, None, None, rows, keys, query.device)
         out = flexattn.flex_attention(packed.query, packed.key, packed.value, block_mask=mask)
         nested = packed.unpack(out)
-
-    Raises InputError for tensors that are not nested, have other dimensions or do not match.
     """
     # The catalogue is not loaded with the package.
     from flexattn.catalogue.masks import document, document_ids

@@ -65,11 +65,28 @@ def quantize(
 ) -> Quantized:
     """q [B, Hq, L, E], k and v [B, Hkv, S, E] of 16 or 32 bits in e4m3, each scaled to its range.
 
-    block: 64 or 128, where each so many rows of q and keys of k have a factor of their own; else
-    heads have one, as v always does. smooth: k less its mean over all keys, which moves all scores
-    of a row alike: the softmax is the same, but lse and max_scores are less by scale * q @ mean,
-    and sinks or a score_mod that bends scores, such as a soft cap, are not served so.
-    Raises InputError. Method: SageAttention (Zhang et al., arXiv 2410.02367, section 4.2).
+    Args:
+        q: [B, Hq, L, E].
+        k: [B, Hkv, S, E].
+        v: [B, Hkv, S, E]; a head has one factor.
+        block: 64 or 128, so many rows of q and keys of k that have a factor of their own; by
+            default a head has one.
+        smooth: k less its mean over all keys, which moves all scores of a row alike. The softmax
+            is the same, but lse and max_scores are less by scale * q @ mean. Sinks, and a
+            score_mod that bends scores, such as a soft cap, are not served so.
+
+    Returns:
+        A `Quantized`: the tensors, their descales and the score_mod of the blocks.
+
+    Raises:
+        InputError: for other shapes, dtypes or blocks.
+
+    Example::
+
+        made = quantize(q, k, v, block=128, smooth=True)
+        out = flex_attention(*made.tensors, made.score_mod(), **made.descales)
+
+    Method: SageAttention (Zhang et al., arXiv 2410.02367, section 4.2).
     """
     if block not in (None, *BLOCKS):
         raise InputError(f"block={block!r}", "a block has 64 or 128 rows, or is None")

@@ -142,31 +142,43 @@ def varlen_attn(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention of sequences that lie one behind another, each within itself.
 
-    q [total_q, Hq, E], k [total_k, Hkv, E], v [total_k, Hkv, Ev]; dtypes and heads as for
-    `flex_attention`. cu_seqlens_q, cu_seqlens_k int32 or int64 [sequences + 1], on q's device:
-    where each sequence begins, from 0, and the last one ends. Sequences may be empty, and have
-    more keys than queries or fewer. Rows and keys behind the last one are one more sequence.
-    max_q, max_k: the longest lengths, which torch's and FlashAttention's functions ask for; no
-    path here needs them.
+    Rows and keys behind the last sequence are one more sequence. The last query stands at the last
+    key, as in FlashAttention since 2.1: query i of n at key i + m - n of m. Nothing waits for the
+    device, and new lengths in the same tensors compile nothing: a captured CUDA graph and a
+    compiled one read them where they lie. What is found from cu_seqlens is kept with cu_seqlens_q
+    for later layers, while torch counts no write to either.
 
-    score_mod(score, b, h, q_idx, kv_idx) and mask_mod(b, h, q_idx, kv_idx): b is the number of
-    the sequence, q_idx and kv_idx count from its first query and its first key.
-    causal, window (left, right): keys at most so far before the query's own position and behind
-    it, -1 for any; causal is a right of 0. As in FlashAttention since 2.1 the last query stands
-    at the last key: query i of n at key i + m - n of m. Blocks outside of a window are not
-    visited, those that a mask_mod alone removes are.
-    scale, enable_gqa, return_lse, return_aux, sinks, dropout_p, kernel_options: as for
-    `flex_attention`; descales are of all sequences, [1, H]. deterministic: kernel_options'
-    DETERMINISTIC. window_size, softmax_scale, max_seqlen_q and max_seqlen_k are other names.
+    Args:
+        q: [total_q, Hq, E]; dtypes and heads as for `flex_attention`.
+        k: [total_k, Hkv, E].
+        v: [total_k, Hkv, Ev].
+        cu_seqlens_q: [sequences + 1], int32 or int64 on q's device: where each sequence begins,
+            from 0, and the last one ends. Sequences may be empty.
+        cu_seqlens_k: the same of keys. A sequence may have more keys than queries, or fewer.
+        max_q: the longest length, which torch's function asks for. No path here needs it.
+        max_k: the same of keys.
+        score_mod: score_mod(score, b, h, q_idx, kv_idx); b is the number of the sequence, q_idx
+            and kv_idx count from its first query and its first key.
+        mask_mod: mask_mod(b, h, q_idx, kv_idx). Blocks that it alone removes are visited.
+        causal: is a `window` with a right of 0.
+        window: (left, right), keys at most so far before the query's own position and behind it,
+            -1 for any. Blocks outside of a window are not visited.
+        scale: as for `flex_attention`; so are enable_gqa, return_lse, return_aux, sinks, dropout_p
+            and kernel_options. Descales are of all sequences, [1, H].
+        deterministic: kernel_options' DETERMINISTIC.
+        others: window_size, softmax_scale, max_seqlen_q and max_seqlen_k, which are other names.
 
-    Returns out [total_q, Hq, Ev]; lse is [Hq, total_q]. A row without keys gives zeros.
+    Returns:
+        out [total_q, Hq, Ev]; lse is [Hq, total_q]. A row without keys gives zeros.
 
-    Nothing waits for the device, and new lengths in the same tensors compile nothing: a captured
-    CUDA graph and a compiled one read them where they lie. What is found from cu_seqlens is kept
-    with cu_seqlens_q for later layers, while torch counts no write to either.
+    Raises:
+        InputError: for cu_seqlens that do not fit, whose numbers are checked on the CPU, and on a
+            GPU with FLEXATTN_CHECK=1; the others as `flex_attention`.
 
-    Raises as `flex_attention`, and InputError for cu_seqlens that do not fit. Their numbers are
-    checked on the CPU, and on a GPU with FLEXATTN_CHECK=1.
+    Example::
+
+        cu_seqlens = torch.tensor([0, 900, 1300], device=q.device)
+        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, causal=True)
     """
     scale = others.pop("softmax_scale", scale)
     window = others.pop("window_size", window)

@@ -23,12 +23,21 @@ _meanings = dict(_KNOWN)
 def register_op(name: str, meaning: Callable[..., Any]) -> None:
     """Say what a registered operator computes, so that mods may call it.
 
-    name: "namespace::name", as torch.library has it, for all of its overloads. meaning: takes
-    what the operator takes and computes it from torch's own operations, by which mods are read on
-    every path, the CPU's too; the operator itself is not called. `approx::tanh` is known: it is
-    torch.tanh, which kernels may take from the hardware. The latest meaning counts for mods that
-    are read after it; those read before keep theirs. Raises InputError for a name that is
-    torch's own or no operator's, and for a meaning that cannot be called.
+    The latest meaning counts for mods that are read after it; those read before keep theirs.
+    `approx::tanh` is known: it is torch.tanh, which kernels may take from the hardware.
+
+    Args:
+        name: "namespace::name", as torch.library has it, for all of its overloads.
+        meaning: takes what the operator takes and computes it from torch's own operations, by
+            which mods are read on every path, the CPU's too. The operator itself is not called.
+
+    Raises:
+        InputError: for a name that is torch's own or no operator's, and for a meaning that cannot
+            be called.
+
+    Example::
+
+        flexattn.register_op("my::square", lambda x: x * x)
     """
     if not isinstance(name, str) or not re.fullmatch(r"\w+::\w+", name):
         raise InputError(f"register_op of {name!r}", 'a name is "namespace::name"')

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import flexattn
 from tests.processes import ROOT
 
 PAGES = ("docs/architecture.md", "docs/adding.md")
@@ -41,3 +42,15 @@ def test_the_map_names_every_folder():
         assert re.search(rf"\b{folder}\b", picture), folder
     for folder in packages("flexattn/kernels"):
         assert f"| `{folder}` |" in text, folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    "bench create_block_mask explain flex_attention install pack quantize register_op tune "
+    "varlen_attn visualize warm".split(),
+)
+def test_a_public_function_has_its_sections(name):
+    """The manual shows them as Parameters, Returns, Raises and an example."""
+    text = getattr(flexattn, name).__doc__
+    sections = {"Args:", "Raises:", "Example::", *["Returns:"] * (name != "register_op")}
+    assert sections <= {line.strip() for line in text.splitlines()}
