@@ -61,6 +61,13 @@ def test_version_and_short_help(flexattn):
         assert flexattn(verb, "-h").stdout == flexattn(verb, "--help").stdout
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_breaks_no_name_at_its_hyphen(flexattn, verb):
+    """A device's name ended a line as nvidia-, and went on below."""
+    shown = flexattn(verb, "--help").stdout
+    assert not [line for line in shown.splitlines() if re.search(r"\w-$", line.strip())]
+
+
 def test_completion_is_there_and_help_says_how():
     shown = python("-m", "flexattn", "--help")[0]
     assert "flexattn --install-completion" in shown and "TAB" in shown

@@ -55,6 +55,9 @@ def test_a_small_run_is_right_and_all_kinds_of_clients_were_there(tmp_path):
     # Of the client that was killed, and of those that left or were cancelled.
     assert row["server"]['requests_total{outcome="cancelled"}'] >= 2
     text = figures.table(row)
+    # It sent 596 for 300: what is beside those that were asked for is named.
+    assert row["requests"] - row["burst"] - row["retried"] == PLAN.requests
+    assert "120 requests as asked" in text
     assert "time_to_first_token" in text and "0 different; 6 one by one" in text
     figures.save(tmp_path / "figures.json", {"requests": 120}, row)
     data = json.loads((tmp_path / "figures.json").read_text())
