@@ -52,6 +52,10 @@ NAMES = {
 }
 
 
+# A run's revision by its name after a rebase, whose kernels are the same text.
+REBASED = dict.fromkeys(("4a04cdd", "99b9fb8"), "e62ca1e")
+
+
 @lru_cache
 def report(name: str) -> Report:
     """A file of bench/results that a bench of rows wrote."""
@@ -158,7 +162,7 @@ def note(name: str) -> str:
     data = json.loads((RESULTS / f"{name}.json").read_text())
     places = data.get("environments") or [data.get("environment") or data]
     first = places[0]
-    revisions = sorted({place["revision"] for place in places})
+    revisions = sorted({REBASED.get(at := place["revision"], at) for place in places})
     also = f", FlashAttention-4 {first['flash-attn-4']}" if "flash-attn-4" in first else ""
     return (
         f"\n\n[^{name}]: `bench/results/{name}.json`: {first['device']}, torch {first['torch']}, "

@@ -246,8 +246,9 @@ def _language(block):
         uint16="uint16", uint32="uint32", uint64="uint64",
         join=lambda a, b: np.stack([a, b], -1).view(Tile), split=lambda x: (x[..., 0], x[..., 1]),
         NVMMADistributedLayout=lambda *_: layout, DotOperandLayout=lambda *_: layout,
-        SliceLayout=lambda *_: layout, BlockedLayout=lambda *_: layout,
-        SwizzledSharedLayout=lambda *_: layout, NVMMASharedLayout=lambda *_, **named: layout,
+        SliceLayout=lambda *_: layout, BlockedLayout=lambda *_, **named: layout,
+        SwizzledSharedLayout=lambda *_, **named: layout,
+        NVMMASharedLayout=lambda *_, **named: layout,
         full=lambda shape, x, dtype, layout: np.full(shape, x), atomic_add=block.count,
         num_programs=lambda axis: block.programs, max=lambda x, axis: Number(x.max(axis)),
     )  # fmt: skip

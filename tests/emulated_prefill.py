@@ -18,7 +18,6 @@ from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import bind
 from flexattn.problem.mask_lists import mask_class
-from flexattn.runtime.build import DESCRIPTOR
 from flexattn.runtime.launch import Lists, prepare_launch
 from tests.emulated_gluon import CONSUMERS, LOADER, _language, _maximum, _minimum
 from tests.emulated_memory import Descriptor, Number, Pointer, Shared, Tile, tile
@@ -28,6 +27,8 @@ from tests.launches import Recorded
 from tests.problems import choices
 
 EACH = CONSUMERS // 2
+# A descriptor's type, which may say how a tile lies in shared memory.
+DESCRIBED = re.compile(r"tensordesc<(?P<element>\w+)\[(?P<shape>[\d, ]+)\]")
 _WAITS = re.compile(r"def (wait_but_(\d+))\(")
 
 
@@ -43,7 +44,7 @@ class Emulated(Recorded):
 
     def _arguments(self):
         for argument in self.source.arguments:
-            value, described = self.launched[-1][argument.name], DESCRIPTOR.match(argument.type)
+            value, described = self.launched[-1][argument.name], DESCRIBED.match(argument.type)
             if described:
                 block = tuple(map(int, described["shape"].split(",")))
                 itemsize = 1 if "8" in described["element"] else 2

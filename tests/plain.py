@@ -11,14 +11,12 @@ import sys
 from tests.processes import ROOT
 
 HABITS = {
-    r"\bbut (for|in)\b": "except, or except in",
+    r"\bbut (for|in|of)\b": "except, or except in",
     r"\b(is|are|was) said\b": "prints, reports, logs: who does it?",
     r"(?:^|[.!?] )Of (?:an?|the|its|each|all|what|one|two|those|[a-z]+s)\b": "the subject first",
     r"\b(is|are) here\b": "exists, is installed, is on this machine",
     r"\bfor all time\b|\bno fewer of\b|\bof what there is\b": "say it in common words",
 }
-_PAGES = ("start", "mods", "serving", "tuning", "compile")
-FIRST = ("README.md", *(f"docs/{name}.md" for name in _PAGES))
 MOST_WORDS = 20
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -40,10 +38,10 @@ def mean_words(text):
 
 
 def texts(path):
-    """Line and text of a page's lines, or of a module's docstrings and strings of words."""
+    """Line and text of a page, or of a module's docstrings and strings of words."""
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        yield from enumerate(source.splitlines(), 1)
+        yield 1, source
         return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
@@ -51,23 +49,25 @@ def texts(path):
 
 
 def finds(text):
-    """Each habit in a text, with what to write instead."""
+    """Each habit in a text: after how many lines, the words, and what to write instead."""
+    joined = re.sub(r"(?<=[^\n])\n(?=[^\n|#*-])", " ", text)  # a sentence may go on in a line
     for pattern, instead in HABITS.items():
-        for found in re.finditer(pattern, text, re.MULTILINE):
-            yield found[0].strip(" .!?"), instead
+        for found in re.finditer(pattern, joined, re.MULTILINE):
+            yield text.count("\n", 0, found.start()), found[0].strip(" .!?"), instead
 
 
 def main():
     """Print what is found; 1 where something is."""
     wrong = [
-        f"{path.relative_to(ROOT)}:{line}: {found!r}: {instead}"
+        f"{path.relative_to(ROOT)}:{line + below}: {found!r}: {instead}"
         for path in (*PAGES, *sorted((ROOT / "flexattn").rglob("*.py")))
         for line, text in texts(path)
-        for found, instead in finds(text)
+        for below, found, instead in finds(text)
     ]
-    for page in FIRST:
-        if (mean := mean_words((ROOT / page).read_text(encoding="utf-8"))) > MOST_WORDS:
-            wrong.append(f"{page}: {mean:.1f} words in a sentence, at most {MOST_WORDS}")
+    for page in PAGES:
+        if (mean := mean_words(page.read_text(encoding="utf-8"))) > MOST_WORDS:
+            name = page.relative_to(ROOT)
+            wrong.append(f"{name}: {mean:.1f} words in a sentence, at most {MOST_WORDS}")
     print("\n".join(wrong))
     return bool(wrong)
 

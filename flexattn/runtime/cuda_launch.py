@@ -59,8 +59,10 @@ class CudaLaunch:
     ) -> None:
         self._function = function
         self._index = index
-        self._programs = programs
+        self._blocks = programs * binary.num_ctas
         self._attribute = cuda_driver.pdl_attribute() if launch_pdl else None
+        if binary.num_ctas > 1:
+            self._attribute = cuda_driver.cluster_attribute(binary.num_ctas)
         self._threads = binary.num_warps * 32
         self._shared = binary.shared
         self._maps = binary.maps
@@ -137,7 +139,7 @@ class CudaLaunch:
         pointers += [after, after + 8]
         frame.params = (ctypes.c_void_p * len(pointers))(*pointers)
         config = frame.config
-        config.grid[:], config.block[:] = (self._programs, 1, 1), (self._threads, 1, 1)
+        config.grid[:], config.block[:] = (self._blocks, 1, 1), (self._threads, 1, 1)
         config.shared = self._shared
         if self._attribute is not None:
             config.attributes, config.count = ctypes.addressof(self._attribute), 1

@@ -53,7 +53,8 @@ class Binary:
 
     name: of the kernel in the cubin. shared: bytes of dynamic shared memory. parameters: how many
     the kernel takes. maps: one for each tensor descriptor among the arguments, in order. verified:
-    its first launch was held to plain torch where it was compiled.
+    its first launch was held to plain torch where it was compiled. num_ctas: blocks of a cluster,
+    which a program is.
     """
 
     code: bytes
@@ -64,19 +65,19 @@ class Binary:
     parameters: int
     maps: tuple[TensorMap, ...]
     verified: bool = False
+    num_ctas: int = 1
 
 
 def binary_of(compiled: Any, arch: str) -> Binary | None:
     """The binary that Triton compiled; None where only Triton's own launcher can launch it.
 
-    That is code for AMD's GPUs, and code that wants clusters, scratch memory or a special launch.
+    That is code for AMD's GPUs, and code that wants scratch memory or a special launch.
     """
     if "ptx" not in compiled.asm:
         return None
     metadata = compiled.metadata
     special = (
-        metadata.num_ctas != 1
-        or metadata.global_scratch_size
+        metadata.global_scratch_size
         or metadata.profile_scratch_size
         or metadata.launch_cooperative_grid
         or metadata.launch_pdl
@@ -94,6 +95,7 @@ def binary_of(compiled: Any, arch: str) -> Binary | None:
             TensorMap(tuple(each["block_size"]), each["swizzle"])
             for each in metadata.tensordesc_meta or ()
         ),
+        num_ctas=metadata.num_ctas,
     )
 
 
@@ -128,6 +130,7 @@ class Described:
     maps: tuple[TensorMap, ...]
     verified: bool
     triton: str
+    num_ctas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,7 @@ class KernelStore:
         described = Described(
             _SCHEMA, source.hash, binary.arch, digest, len(binary.code), binary.name,
             binary.shared, binary.num_warps, binary.parameters, binary.maps, binary.verified,
-            triton,
+            triton, binary.num_ctas,
         )  # fmt: skip
         _write(self._code(digest), binary.code)
         path = self.path(source, binary.arch)
@@ -227,6 +230,7 @@ class KernelStore:
         _need(d.source == source.hash, "another source", "the name of the file is the source's")
         _need(d.arch == device.arch, f"for {d.arch}", f"it is for this device, {device.arch}")
         _need(1 <= d.num_warps <= 32, f"{d.num_warps} warps", "a block has 1 to 32")
+        _need(d.num_ctas in (1, 2), f"{d.num_ctas} blocks", "a cluster here has 1 or 2")
         _need(d.shared <= device.shared_memory, f"{d.shared} bytes shared", "they fit the device")
         _need(d.name.isidentifier(), "the kernel's name", "it is a name")
         _need(0 < d.parameters <= 4096, f"{d.parameters} parameters", "a kernel has 1 to 4096")
@@ -245,8 +249,9 @@ class KernelStore:
         _need(whole, f"{d.sha256}.cubin", "its bytes have the sha256 that it is named by")
         _need(code.startswith(_ELF), f"{d.sha256}.cubin", "it is a cubin")
         return Binary(
-            code, d.name, d.arch, d.shared, d.num_warps, d.parameters, d.maps, d.verified
-        )
+            code, d.name, d.arch, d.shared, d.num_warps, d.parameters, d.maps, d.verified,
+            d.num_ctas,
+        )  # fmt: skip
 
     def _source(self, known: _Rendered) -> Source:
         # Before it becomes part of a path.

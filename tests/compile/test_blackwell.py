@@ -40,8 +40,8 @@ BY_CHOICE = 10
 SPILLING = {"flamingo": 353, "t5_bias": 23}
 
 
-def spilled(cubin):
-    """Loads and stores of spilled registers in each partition's loops over keys.
+def loops_of(cubin):
+    """The lines of each partition's loops over keys.
 
     A partition begins by setting its number of registers: no loop of its own has that in it.
     """
@@ -54,7 +54,7 @@ def spilled(cubin):
             inside = lines[labels[branch.group(1)] : number]
             works = any(re.search(r"\b(UTC\w*MMA|LDTM)\b", each) for each in inside)
             if works and not any("USETMAXREG" in each or "EXIT" in each for each in inside):
-                found.append(sum(bool(_SPILL.search(each)) for each in inside))
+                found.append(inside)
     return found
 
 
@@ -70,8 +70,11 @@ def fits(form, config, device, most=BY_CHOICE):
     compiled = compile_source(render(form, config, device, "test"), device)
     assert compiled.metadata.shared <= estimates(config, form, device)[0]
     assert "tcgen05.mma" in compiled.asm["ptx"]
-    loops = spilled(compiled.asm["cubin"])
-    assert loops and max(loops) <= most, loops
+    loops = loops_of(compiled.asm["cubin"])
+    spills = [sum(bool(_SPILL.search(each)) for each in inside) for inside in loops]
+    assert spills and max(spills) <= most, spills
+    # The other partitions of a cluster's blocks do not come to a barrier of one's loop.
+    assert not any("CGABAR" in each for inside in loops for each in inside)
     return compiled.asm["ptx"]
 
 
@@ -96,6 +99,22 @@ def test_every_mod_of_the_catalogue(case):
     form = problem(D=64, score_mod=built.score_mod, mask_mod=built.mask_mod).structure
     most = SPILLING.get(case.name, BY_CHOICE)
     fits(form, BlackwellPrefillConfig(64, 4, q_tiles=1, polynomial=4), B200, most)
+
+
+PAIRS = {
+    "full": ({}, (128, 4, 2)), "one tile": ({}, (64, 8, 1)),
+    "softcap": ({"score_mod": softcap(30.0)}, (128, 3, 2)),
+    "alibi": ({"score_mod": alibi(32, "cpu")}, (128, 2, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("case", PAIRS)
+def test_products_of_two_ctas(case):
+    mods, (keys, stages, q_tiles) = PAIRS[case]
+    config = BlackwellPrefillConfig(keys, stages, q_tiles, polynomial=4, num_ctas=2)
+    ptx = fits(problem(D=128, **mods).structure, config, B200)
+    assert "cta_group::2" in ptx and "cta_group::1" not in ptx
 
 
 PAGES = {

@@ -250,6 +250,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("joint", [False, True], ids=["", "one product"])
 @pytest.mark.parametrize("asked", COMPILED)
 def test_a_compiled_graph_serves_other_lengths(asked, joint, launches):

@@ -18,10 +18,7 @@ from tests.packs import alone, offsets
 TARGET = gradients.TARGET
 on_hopper = gradients.on_hopper
 
-
-@pytest.fixture
-def poisoned():
-    """Inductor fills memory of its own."""
+pytestmark = pytest.mark.compiled
 
 
 @pytest.fixture

@@ -18,6 +18,11 @@ def test_habits_are_found(text):
     assert list(finds(text))
 
 
+def test_a_habit_is_found_across_lines_and_its_line_is_named():
+    text = "# A page\n\nGradients of tensors,\nbut\nof those that are read. It ends.\n"
+    assert [(line, words) for line, words, _ in finds(text)] == [(3, "but of")]
+
+
 def test_plain_sentences_are_left_alone():
     text = (
         "All bits are equal except the last one. It prints a fault once. The gate judges slices."

@@ -55,23 +55,32 @@ class _Prefill(KernelFamily[BlackwellPrefillConfig]):
         return fit_to_mask(config, structure)
 
     def check_rows(self, rows: int) -> None:
-        if rows not in (LANES, 2 * LANES):
+        if rows not in (LANES, 2 * LANES, 4 * LANES):
             raise ConfigError(
                 f"kernel_options['BLOCK_M']={rows} with the Gluon template for Blackwell",
-                f"its tiles have {LANES} rows, one or two in a program",
-                f"use {LANES} or {2 * LANES}",
+                f"its tiles have {LANES} rows, or {2 * LANES} of two CTAs; a program has 1 or 2",
+                f"use {LANES} or {2 * LANES}, with NUM_CTAS=2 {2 * LANES} or {4 * LANES}",
             )
 
     def forced(
         self, config: BlackwellPrefillConfig, numbers: Mapping[str, Any]
     ) -> BlackwellPrefillConfig:
-        """Rows are a number of tiles; its warps and its loads are no choice."""
-        names = ("BLOCK_N", "num_stages")
-        config = replace(config, **{name: numbers[name] for name in names if name in numbers})
-        return replace(config, q_tiles=numbers.get("BLOCK_M", config.BLOCK_M) // LANES)
+        """Rows are a number of tiles; its warps and its loads are no choice.
+
+        A CTA of two has half of each tile of keys, and so twice the stages.
+        """
+        ctas = numbers.get("num_ctas", config.num_ctas)
+        stages = config.num_stages * ctas // config.num_ctas
+        config = replace(
+            config, BLOCK_N=numbers.get("BLOCK_N", config.BLOCK_N),
+            num_stages=numbers.get("num_stages", stages), num_ctas=ctas,
+        )  # fmt: skip
+        return replace(config, q_tiles=numbers.get("BLOCK_M", config.BLOCK_M) // (LANES * ctas))
 
     def options_of(self, config: BlackwellPrefillConfig) -> dict[str, int | bool | str]:
         numbers = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
+        if config.num_ctas > 1:
+            numbers["NUM_CTAS"] = config.num_ctas
         return {"BACKEND": "GLUON", **numbers, "num_stages": config.num_stages}
 
     def grid(self, problem: Problem, config: BlackwellPrefillConfig, device: Device) -> Geometry:

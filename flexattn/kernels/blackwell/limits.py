@@ -42,10 +42,10 @@ class ConfigCase(StructureCase[BlackwellPrefillConfig]):
 
     @cached_property
     def shared_memory(self) -> int:
-        """Bytes of shared memory: Q, stages of K and V, a part of each output, row values."""
+        """Bytes of a CTA: Q, stages of K and V, a part of each output, row values."""
         s, c = self.structure, self.config
         q = c.q_tiles * LANES * s.head_dim_qk
-        keys = c.num_stages * c.BLOCK_N * (s.head_dim_qk + s.head_dim_v)
+        keys = c.num_stages * c.BLOCK_N * (s.head_dim_qk + s.head_dim_v) // c.num_ctas
         out = c.q_tiles * LANES * OUT_COLUMNS
         row_values = 4 * 4 * c.q_tiles * LANES
         return (q + keys + out) * s.itemsize + row_values + SHARED_SLACK
@@ -58,6 +58,12 @@ class ConfigCase(StructureCase[BlackwellPrefillConfig]):
         if form is not None:
             asked |= {"scales": form.scaled, "packed sequences": form.ragged_kv}
         return next((what for what, holds in asked.items() if holds), "")
+
+    @property
+    def dense_128(self) -> bool:
+        """True of a call without a mask whose heads have 128 columns."""
+        s = self.structure
+        return s.kind == "prefill" and s.mask is None and {*s.head_dims} == {128}
 
     @cached_property
     def registers(self) -> int:
@@ -84,6 +90,11 @@ LIMITS: Limits[ConfigCase] = Limits(
             "polynomial={c.config.polynomial} is not 0, or a power of two from 2 to 16",
             lambda c: c.config.polynomial in (0, 2, 4, 8, 16),
         ),
+        Rule(
+            "CTAs",
+            "num_ctas={c.config.num_ctas} is not 1 or 2",
+            lambda c: c.config.num_ctas in (1, 2),
+        ),
     ),
     fit=(
         Rule(
@@ -100,6 +111,11 @@ LIMITS: Limits[ConfigCase] = Limits(
             "serving",
             "the Gluon template for Blackwell does not have {c.lacking}",
             lambda c: c.lacking == "",
+        ),
+        Rule(
+            "two CTAs",
+            "two CTAs share the products of dense prefills alone, of head dimension 128",
+            lambda c: c.config.num_ctas == 1 or c.dense_128,
         ),
         Rule(
             "dtype",

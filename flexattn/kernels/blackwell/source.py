@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import starmap
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument, attention_arguments, descriptor
@@ -22,6 +23,7 @@ from flexattn.kernels.base.source import (
     BASE_2,
     Source,
     expressions,
+    hinted,
     make_source,
     mod_context,
     traits_of,
@@ -35,7 +37,7 @@ from flexattn.kernels.blackwell.config import (
     touched_runs,
 )
 from flexattn.kernels.printers.score_printer import print_score
-from flexattn.kernels.printers.spelling import gluon_dialect
+from flexattn.kernels.printers.spelling import gluon_dialect, signature_type
 from flexattn.problem import Structure
 
 BLACKWELL = gluon_dialect("S_LAYOUT")
@@ -76,6 +78,16 @@ def _places(counts: Mapping[str, int], total: str) -> dict[str, object]:
     return {**found, total: place}
 
 
+def _halved(name: str, dtype: str, rows: int, width: int, axis: int) -> tuple[str, str]:
+    """A tensor's name, and the type of a descriptor of tiles that two CTAs cut along an axis."""
+    of_pair = [int(i == axis) for i in range(4)]
+    layout = (
+        f"NVMMASharedLayout(swizzle_byte_width={min(128, 2 * width)}, element_bitwidth=16, "
+        f"rank=4, cga_layout=[{of_pair}])"
+    )
+    return name, f"tensordesc<{signature_type(dtype)}{[1, 1, rows, width]},{layout}>"
+
+
 def arguments(structure: Structure, config: BlackwellPrefillConfig) -> tuple[Argument, ...]:
     """Arguments of the kernel, in order."""
     widths = qk_widths(structure.head_dim_qk)
@@ -89,13 +101,19 @@ def arguments(structure: Structure, config: BlackwellPrefillConfig) -> tuple[Arg
             described_rows("OUT", dtype, LANES, OUT_COLUMNS, config),
         )
         return ragged_arguments(form, config, dict(described))
-    described = (
-        descriptor("Q", dtype, LANES, widths[0]),
-        descriptor("K", dtype, keys, widths[0]),
-        descriptor("V", dtype, keys, structure.head_dim_v),
-        descriptor("OUT", structure.out_dtype, LANES, OUT_COLUMNS),
+    tiles = (
+        ("Q", dtype, LANES, widths[0]),
+        ("K", dtype, keys, widths[0]),
+        ("V", dtype, keys, structure.head_dim_v),
+        ("OUT", structure.out_dtype, LANES, OUT_COLUMNS),
     )
-    return attention_arguments(structure, config, dict(described))
+    if config.num_ctas == 1:
+        return attention_arguments(structure, config, dict(starmap(descriptor, tiles)))
+    halved = (
+        _halved(name, kind, rows if name in "KV" else 2 * rows, width, 3 if name == "V" else 2)
+        for name, kind, rows, width in tiles
+    )
+    return attention_arguments(structure, config, dict(halved))
 
 
 def render(
@@ -123,8 +141,8 @@ def render(
     settings: dict[str, object] = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
-        "ROWS": LANES,
-        "TOKENS": LANES // config.packed_heads,
+        "ROWS": LANES * config.num_ctas,
+        "TOKENS": LANES * config.num_ctas // config.packed_heads,
         "Q_TILES": config.q_tiles,
         "STAGES": config.num_stages,
         "HEAD_DIM_QK": structure.head_dim_qk,
@@ -161,6 +179,8 @@ def render(
         **mod_context([each.lines for each in used], device, BLACKWELL),
         "config": config,
         "structure": structure,
+        "pair": config.num_ctas == 2,
+        "lead": "lead_barriers" if config.num_ctas == 2 else "barriers",
         "score": score,
         "mask": mask,
         "hoisted": [line for each in used for line in each.hoisted],
@@ -182,6 +202,7 @@ def render(
         **({} if form is None else request_context(form, traits)),
     }  # fmt: skip
     header = [title, f"config: {describe(config)}", *expressions(structure)]
-    return make_source(
+    source = make_source(
         _TEMPLATE, device, header, context, found, WARPGROUP, config.num_stages, "gluon"
     )
+    return hinted(source, (("num_ctas", 2),) if config.num_ctas == 2 else ())

@@ -30,7 +30,7 @@ class HopperCosts:
     of the softmax. product: of one row, key and column of Q K^T or P V. softmax: of one row and
     key with three consumers; times `two` with two of them, 1 + `score` with a score_mod, `turns`
     where consumers alternate. narrow: factor of a step of fewer than 128 keys at up to 128
-    columns, but of three consumers; boxes: of a step with `v_box`. tail: the part of the
+    columns, except with three consumers; boxes: of a step with `v_box`. tail: the part of the
     longest tile that ends alone. Two bandwidths: memory, for keys that no
     other SM reads; traffic, for inputs and output. They are fits, and include waits.
     """

@@ -21,7 +21,7 @@ from tests.stored_kernels import belongs_to_another
 
 BOX = TensorMap((1, 1, 128, 64), 3)
 CODE = b"\x7fELF" + bytes(range(256))
-BINARY = Binary(CODE, "kernel", "sm_90", 1024, 4, 12, (BOX,))
+BINARY = Binary(CODE, "kernel", "sm_90", 1024, 4, 12, (BOX,), num_ctas=2)
 ARGUMENTS = (Argument("Q", "tensordesc<bf16[1, 1, 128, 64]>"), Argument("sm_scale", "fp32"))
 SOURCE = Source("import triton\n", hashlib.sha256(b"text").hexdigest(), ARGUMENTS, 4, 2)
 
@@ -121,6 +121,7 @@ DAMAGE = {
     "too much shared memory": change(shared=2**30),
     "no parameters": change(parameters=0),
     "a name that is none": change(name="kernel; rm"),
+    "a cluster of 16 blocks": change(num_ctas=16),
     "no descriptors": change(maps=[]),
     "a box too large": change(maps=[{"block": [1, 1, 512, 64], "swizzle": 3}]),
     "a box of three": change(maps=[{"block": [1, 128, 64], "swizzle": 3}]),
@@ -157,14 +158,16 @@ def test_a_binary_of_what_triton_compiled():
         2,
         (BOX,),
         False,
+        1,
     ]
     assert binary_of(compiled(tensordesc_meta=None), "sm_90").maps == ()
+    assert binary_of(compiled(num_ctas=2), "sm_90").num_ctas == 2
 
 
 @pytest.mark.parametrize(
     "special",
     [
-        {"num_ctas": 2}, {"global_scratch_size": 8}, {"profile_scratch_size": 8},
+        {"global_scratch_size": 8}, {"profile_scratch_size": 8},
         {"launch_cooperative_grid": True}, {"launch_pdl": True},
     ],
     ids=str,
