@@ -18,10 +18,13 @@ from flexattn.frontend.call import (
     TENSORS,
     Call,
     admit,
+    check_kernels_drop,
     check_memory,
     check_transforms,
+    drawn,
     functionals,
     tangent,
+    without_torch,
 )
 from flexattn.frontend.launch_cache import CallKey, as_given, call_key, launch_cache, remember
 from flexattn.frontend.plan import plan, verified_plan
@@ -485,31 +488,3 @@ def _plugin(call: Call) -> Outputs:
         (asked.lse, asked.max_scores),
     )  # fmt: skip
     return found
-
-
-def check_kernels_drop(call: Call) -> None:
-    """Raises UnsupportedError if no kernel can drop weights of a call."""
-    got = f"dropout_p={call.dropout_p} on {call.q.device}"
-    why = ""
-    if call.q.dtype in FP8:
-        why = "dropout is for training, and float8 has no backward"
-    elif call.options.kind == "decode":
-        why = "kernel_options ask for split-KV decode, and prefill alone drops weights"
-    if why:
-        raise UnsupportedError(got, why, "leave one of them out")
-
-
-def without_torch(call: Call, why: str) -> UnsupportedError:
-    """The error of a call that only torch's flex_attention could differentiate."""
-    return UnsupportedError(
-        f"dropout_p={call.dropout_p}, and {why}",
-        "torch's flex_attention, which would differentiate the call, has no dropout",
-        "pass dropout_p=0.0, or write the score_mod without it",
-    )
-
-
-def drawn(call: Call) -> Call:
-    """The call with a seed, where it drops weights: once, when it is run."""
-    if call.dropout is None:
-        return call
-    return call._replace(dropout=call.dropout.drawn(call.q.device))

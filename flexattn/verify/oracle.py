@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 
-from flexattn.block_mask.lists import lazy_mask
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import Bound
 from flexattn.mods.expr import MaskMod, ScoreMod
@@ -95,10 +94,12 @@ def block_mask_of(
     lists: Lists, sparsity: Sparsity, mask_mod: MaskMod | None, lengths: tuple[int, int]
 ) -> BlockMask:
     """The BlockMask that lists are of."""
-    # Without lists by key: torch's may not have fewer columns than there are blocks.
-    given = tuple(x for x in lists[:4] if x is not None)
+    # Without lists by key, which torch makes wrongly of fewer columns than there are blocks.
     block = sparsity.q_block, sparsity.kv_block
-    return lazy_mask(given, block, noop_mask if mask_mod is None else mask_mod, lengths)
+    kept = noop_mask if mask_mod is None else mask_mod
+    num, idx, full_num, full_idx = lists[:4]
+    by_key = None, None, None, None
+    return BlockMask(lengths, num, idx, full_num, full_idx, *by_key, block, kept)
 
 
 _TORCH = {name: dtype for dtype, name in (DTYPES | FP8).items()}

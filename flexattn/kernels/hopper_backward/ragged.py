@@ -43,7 +43,6 @@ def render_key_tiles(structure: Structure, config: HopperBackwardConfig, device:
     context: dict[str, object] = {
         "constants": tuple(settings.items()),
         "band": band,
-        "falling": band is not None and band.high is None,
     }
     found = [Argument(name, "*i32", 4) for name in ("CU_SEQLENS", "CU_SEQLENS_K")]
     sizes = ("q_len", "kv_len", "num_requests", "num_tiles", "num_queries")
