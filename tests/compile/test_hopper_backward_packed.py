@@ -67,7 +67,7 @@ def test_defaults_keep_their_registers(D, name, group):
 def test_every_default_overlaps_its_products(D, name, group):
     spilled = compiled(D, name, group)
     # Beside slopes the distances of a tile's scores are held for their gradients.
-    assert spilled and max(spilled) <= (40 if (D, name) == (128, "slopes") else 12), spilled
+    assert spilled and max(spilled) <= (46 if (D, name) == (128, "slopes") else 12), spilled
 
 
 @pytest.mark.parametrize("D", [64, pytest.param(128, marks=pytest.mark.full_matrix)])

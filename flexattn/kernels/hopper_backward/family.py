@@ -113,13 +113,15 @@ def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
             yield _by_product(config)
         yield config
         return
+    # With two bounds of a window, V in registers spills.
+    held = structure.score is None and _walks_far(structure) and not waits_meet()
     # Beside sums of heads, and what is read along diagonals, 128 columns leave none for lse.
     taken = reads_diagonals(structure) or sums_heads(structure)
     early = "" if taken and columns(structure) == 128 else "half"
     config = at_sizes(
         replace(
             _WIDE, ds_stages=2, dq_tma=True, ds_first=True, persistent=True, waves=4, remat=True,
-            early_lse=early, dp_rs=structure.score is None and not waits_meet(),
+            early_lse=early, dp_rs=held,
         ),
         problem,
     )  # fmt: skip
