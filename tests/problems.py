@@ -9,7 +9,7 @@ from flexattn.kernels.choose.defaults import candidates, space
 from flexattn.mods import bind
 from flexattn.problem import Layout, Problem, Sparsity, Structure, captures_of
 from flexattn.problem.serving import ServingProblem
-from flexattn.runtime.dispatch import candidates_of
+from flexattn.runtime.candidates import candidates_of
 from flexattn.serving.kernels import plan_problem
 
 H200, A100 = named("nvidia-h200"), named("nvidia-a100")

@@ -32,7 +32,8 @@ from flexattn.presets import files
 from flexattn.problem import DTYPES, ITEMSIZE, MAX_HEADS, MAX_LENGTH, Kind, Problem, Shape
 from flexattn.problem.checks import MAX_HEAD_DIM
 from flexattn.runtime.build import unloaded
-from flexattn.runtime.dispatch import Choice, chosen
+from flexattn.runtime.candidates import Choice
+from flexattn.runtime.dispatch import chosen
 from flexattn.settings import current
 from flexattn.tuning.tasks import task_of
 from flexattn.tuning.workload import Row

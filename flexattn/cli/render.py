@@ -22,9 +22,9 @@ from flexattn.mods.expr import pretty
 from flexattn.mods.rules import ONE, REWRITES
 from flexattn.problem import Captures, Problem, Structure
 from flexattn.runtime import build
+from flexattn.runtime.candidates import Choice, candidates_of
 from flexattn.runtime.codecache import text_file
-from flexattn.runtime.dispatch import Choice, candidates_of
-from flexattn.runtime.fallback import told
+from flexattn.runtime.dispatch import told
 from flexattn.runtime.outcomes import memory
 from flexattn.runtime.resources import resources
 from flexattn.tuning.tuner import Plugin, plugin_of

@@ -23,8 +23,8 @@ from flexattn.problem import Captures, captures_of
 from flexattn.records.layers import origin
 from flexattn.records.record import Answer, Sizes, mod_name
 from flexattn.records.why import Closest, ConfigExplanation, Difference, why as explained
-from flexattn.runtime.dispatch import candidates_of
-from flexattn.runtime.fallback import Attempt, told
+from flexattn.runtime.candidates import Attempt, candidates_of
+from flexattn.runtime.dispatch import told
 from flexattn.runtime.outcomes import memory
 from flexattn.tuning.tasks import mods_of, tasks
 from flexattn.tuning.workload import Row, read

@@ -25,8 +25,9 @@ from flexattn.mods.bind import record
 from flexattn.problem import Captures, Problem
 from flexattn.records.store import Store
 from flexattn.runtime.build import Kernel, path_of, unloaded
+from flexattn.runtime.candidates import Choice
 from flexattn.runtime.decay_skip import sources
-from flexattn.runtime.dispatch import Choice, chosen
+from flexattn.runtime.dispatch import chosen
 from flexattn.runtime.kernel_store import KernelStore
 from flexattn.runtime.outcomes import memory
 from flexattn.settings import current, override

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flexattn.kernels.choose.options import Options
     from flexattn.measure.task import Task
     from flexattn.problem import Problem
-    from flexattn.runtime.dispatch import Choice
+    from flexattn.runtime.candidates import Choice
     from flexattn.tuning.workload import Row, Workload
 
 # Query rows of short prompts and chunks: decode serves them, with a tile for few rows or for more.

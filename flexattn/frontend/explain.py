@@ -30,8 +30,7 @@ from flexattn.mods.derivative import derivatives
 from flexattn.mods.expr import ScoreMod, pretty
 from flexattn.problem import Captures, kind_for
 from flexattn.runtime.build import path_of
-from flexattn.runtime.dispatch import Choice
-from flexattn.runtime.fallback import Attempt
+from flexattn.runtime.candidates import Attempt, Choice
 from flexattn.verify.first_use import LaunchedKernels, verification
 
 

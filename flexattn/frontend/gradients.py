@@ -39,7 +39,8 @@ from flexattn.runtime.backward import (
     prepare_backward,
     slots_of,
 )
-from flexattn.runtime.dispatch import Choice, dispatcher
+from flexattn.runtime.candidates import Choice
+from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.key_lists import BothLists
 from flexattn.settings import say_once
 from flexattn.verify.made_up import ChosenKernels

@@ -38,23 +38,17 @@ from flexattn.verify.gate import Verdict
 from flexattn.verify.made_up import ChosenKernels, borders_of, judge_backward, judge_forward
 
 
-class Plan(NamedTuple):
-    """A prepared launch with the tensors that this call gives it."""
+def verified_plan(make: Callable[[], Plan]) -> tuple[Plan, Outputs | None]:
+    """The first plan whose kernels compute what plain torch does, and its outputs if it ran.
 
-    launch: ForwardLaunch
-    call: Call
-    lists: Lists | None
-
-    def rest(self) -> tuple[Any, ...]:
-        """The launch's arguments after the scale."""
-        call = self.call
-        score = call.score and without_stops(call.score)
-        return self.launch.rest_of(self.lists, score, call.mask, call.dropout)
-
-    def run(self, rest: tuple[Any, ...] | None = None) -> Outputs:
-        """ForwardLaunch on the current stream; rest: what `rest` gave, where it was asked."""
-        call, rest = self.call, self.rest() if rest is None else rest
-        return self.launch.run(call.q, call.k, call.v, call.scale, rest, call.sinks, call.descales)
+    make: plans again once kernels are known to be wrong. Raises BuildError where none is left.
+    """
+    while True:
+        planned, found = make(), list[Outputs]()
+        launch = planned.launch
+        subject = LaunchedKernels.of(launch.choice, launch.merges)
+        if accepted(subject, _ways(planned, found)):
+            return planned, found[0] if found else None
 
 
 def plan(call: Call, facts: tuple[Any, ...] | None = None) -> Plan:
@@ -176,17 +170,23 @@ def _check_mixed(problem: Problem, target: Device, chosen: options.Options) -> N
         )
 
 
-def verified_plan(make: Callable[[], Plan]) -> tuple[Plan, Outputs | None]:
-    """The first plan whose kernels compute what plain torch does, and its outputs if it ran.
+class Plan(NamedTuple):
+    """A prepared launch with the tensors that this call gives it."""
 
-    make: plans again once kernels are known to be wrong. Raises BuildError where none is left.
-    """
-    while True:
-        planned, found = make(), list[Outputs]()
-        launch = planned.launch
-        subject = LaunchedKernels.of(launch.choice, launch.merges)
-        if accepted(subject, _ways(planned, found)):
-            return planned, found[0] if found else None
+    launch: ForwardLaunch
+    call: Call
+    lists: Lists | None
+
+    def rest(self) -> tuple[Any, ...]:
+        """The launch's arguments after the scale."""
+        call = self.call
+        score = call.score and without_stops(call.score)
+        return self.launch.rest_of(self.lists, score, call.mask, call.dropout)
+
+    def run(self, rest: tuple[Any, ...] | None = None) -> Outputs:
+        """ForwardLaunch on the current stream; rest: what `rest` gave, where it was asked."""
+        call, rest = self.call, self.rest() if rest is None else rest
+        return self.launch.run(call.q, call.k, call.v, call.scale, rest, call.sinks, call.descales)
 
 
 def _ways(planned: Plan, found: list[Outputs]) -> Iterator[Way]:
@@ -196,6 +196,27 @@ def _ways(planned: Plan, found: list[Outputs]) -> Iterator[Way]:
             found.append(planned.run())
         yield partial(_judge, planned, found[0])
     yield partial(judge_forward, _chosen(planned))
+
+
+def _judge(planned: Plan, found: Outputs) -> Verdict:
+    call = planned.call
+    # A call that is one node of a graph has no callable but its expression.
+    score_mod = call.score_mod
+    if score_mod is None:
+        score_mod = score_callable(call.score)
+    given = Attended(
+        call.q, call.k, call.v, call.scale, score_mod, call.block_mask, call.sinks, call.descales,
+        call.dropout, planned.launch.choice.problem.structure.e4m3_weights,
+    )  # fmt: skip
+    return judge_rows(given, found, borders_of(planned.launch.choice)[0])
+
+
+def _chosen(planned: Plan) -> ChosenKernels:
+    call, choice = planned.call, planned.launch.choice
+    score = call.score and without_stops(call.score)
+    return ChosenKernels(
+        choice, call.q.device, call.scale, score, call.mask, planned.lists, call.dropout,
+    )  # fmt: skip
 
 
 def right_gradients(
@@ -236,24 +257,3 @@ def judged_apart(q: Tensor) -> bool:
         return True
     group: Any = torch.distributed
     return bool(group.is_available() and group.is_initialized() and group.get_world_size() > 1)
-
-
-def _judge(planned: Plan, found: Outputs) -> Verdict:
-    call = planned.call
-    # A call that is one node of a graph has no callable but its expression.
-    score_mod = call.score_mod
-    if score_mod is None:
-        score_mod = score_callable(call.score)
-    given = Attended(
-        call.q, call.k, call.v, call.scale, score_mod, call.block_mask, call.sinks, call.descales,
-        call.dropout, planned.launch.choice.problem.structure.e4m3_weights,
-    )  # fmt: skip
-    return judge_rows(given, found, borders_of(planned.launch.choice)[0])
-
-
-def _chosen(planned: Plan) -> ChosenKernels:
-    call, choice = planned.call, planned.launch.choice
-    score = call.score and without_stops(call.score)
-    return ChosenKernels(
-        choice, call.q.device, call.scale, score, call.mask, planned.lists, call.dropout,
-    )  # fmt: skip

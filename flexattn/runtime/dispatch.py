@@ -1,282 +1,42 @@
-"""Problem -> Choice: which kernel runs, with which config, and why; remembered when seen."""
+"""Problem -> Choice: the first candidate that builds, loads and spills little; remembered."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import NoReturn
 
 from flexattn.device import Device
-from flexattn.errors import ConfigError
-from flexattn.kernels.base.config import Config, Language, describe
+from flexattn.errors import (
+    BuildError,
+    ConfigError,
+    FlexAttnError,
+    RenderError,
+    WrongKernelError,
+)
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.choose.defaults import candidates, default, reasons
-from flexattn.kernels.choose.options import NONE, Options
-from flexattn.kernels.choose.registry import families, family_of
+from flexattn.kernels.choose.options import Options
 from flexattn.mods.expr import pretty
-from flexattn.problem import Problem, Structure
-from flexattn.records.layers import Found, find
+from flexattn.problem import Problem
 from flexattn.records.store import generation
 from flexattn.runtime.build import Builder, Kernel, RenderAnew, builder
-from flexattn.runtime.fallback import Attempt, serve
-from flexattn.runtime.kernel_store import KernelStore
-from flexattn.runtime.outcomes import COMPILER_FIELDS, Memory, memory
-from flexattn.settings import current, log
+from flexattn.runtime.candidates import Attempt, Candidate, Choice, candidates_of
+from flexattn.runtime.outcomes import (
+    Memory,
+    Outcome,
+    concerns_the_device,
+    memory,
+    outcome_of,
+    too_large,
+)
+from flexattn.runtime.resources import loop_spills, loop_spills_amd
+from flexattn.settings import current, log, say_once
 from flexattn.util.locks import Lru
 
-_How = Literal["hit", "hint", "nearest", "default", "forced"]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The choice for a problem: config, where it came from, rendered sources.
-
-    how: from a tuned record (as flexattn.records.layers says it), the static default, or forced by
-    the caller. origin: the same in words. attempts: the candidates that were tried, the one that
-    serves last. kernels: built of the sources, in their order; none of what is only rendered.
-    """
-
-    problem: Problem
-    device: Device
-    config: Config
-    how: _How
-    origin: str
-    source: Source
-    combine: Source | None
-    attempts: tuple[Attempt, ...] = ()
-    kernels: tuple[Kernel, ...] = field(default=(), compare=False, repr=False)
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """The kernel, and decode's combine kernel."""
-        return (self.source,) if self.combine is None else (self.source, self.combine)
-
-    @property
-    def merger(self) -> Kernel | None:
-        """The kernel that merges splits, where there is one and it is built."""
-        return self.kernels[1] if len(self.kernels) > 1 else None
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A config that may serve a problem; nothing of it is rendered before it is asked for.
-
-    measured: see flexattn.runtime.fallback. stored: sources may come from the directory of
-    binaries.
-    """
-
-    problem: Problem
-    device: Device
-    config: Config
-    how: _How
-    origin: str
-    measured: bool = False
-    stored: bool = False
-
-    @property
-    def form(self) -> str:
-        """The form of the template; a record's config is unlike the static defaults."""
-        how = self.how
-        return family_of(self.config).template(self.config) if how == "default" else how
-
-    @property
-    def tiles(self) -> Config:
-        """The config without what says how it is compiled."""
-        tiles: Config = family_of(self.config).uncompiled(self.config)
-        return tiles
-
-    @property
-    def kernel(self) -> tuple[Structure, Config, Device, bool, bool]:
-        """The facts from which its sources follow, and how they are judged."""
-        config = family_of(self.config).as_rendered(self.config)
-        return self.problem.structure, config, self.device, self.measured, self.stored
-
-    def describe(self) -> str:
-        """The template, the config, and where it comes from."""
-        return f"{self.config.language} {describe(self.config)} ({self.origin})"
-
-    @property
-    def exported(self) -> bool:
-        """True if its sources lie in the directory of binaries."""
-        return bool(self._read())
-
-    def _read(self) -> tuple[Source, ...]:
-        root = current().binaries if self.stored else None
-        if root is None:
-            return ()
-        key = self.problem.structure, self.config, self.device
-        return builder().sources((root, *key), lambda: KernelStore(root).sources(*key))
-
-    def choice(self) -> Choice:
-        """The candidate with its sources, rendered or read.
-
-        Their header names the first problem of its structure.
-        """
-        problem, config, device = self.problem, self.config, self.device
-        family, structure = family_of(config), problem.structure
-        title = f"{problem.describe()} for {device.arch}"
-        source, *merges = self._read() or builder().sources(
-            (structure, family.as_rendered(config), device),
-            lambda: family.sources(structure, config, device, title),
-        )
-        combine = merges[0] if merges else None
-        return Choice(problem, device, config, self.how, self.origin, source, combine)
-
-    def sources(self) -> tuple[Source, ...]:
-        """The kernel, and decode's combine kernel."""
-        return self.choice().sources
-
-
-def candidates_of(
-    problem: Problem, device: Device, options: Options, stored: bool = False
-) -> Iterator[Candidate]:
-    """The candidates that may serve a problem, best first.
-
-    The caller's numbers alone where there are any; else the tuned config and static defaults.
-    stored: sources may come from the directory of binaries, for whoever loads those.
-    Raises ConfigError when the caller's numbers cannot run, with every reason.
-    """
-    if problem.structure.batch_invariant:
-        fixed = _invariant(problem, device)
-        yield Candidate(problem, device, fixed, "default", "batch-invariant", True, stored)
-        return
-    if options.overrides:
-        forced = _forced(problem, device, options)
-        yield Candidate(problem, device, forced, "forced", "kernel_options", True, stored)
-        return
-    seen = set()
-    for each in open_candidates(problem, device, options, stored):
-        config = options.compiled(each.config)
-        if options.deterministic:
-            found = family_of(config).made_deterministic(config, problem.structure)
-            if found is None:
-                continue
-            # What was measured is another kernel.
-            each, config = replace(each, measured=each.measured and found == config), found
-        if config not in seen:
-            seen.add(config)
-            yield replace(each, config=config)
-
-
-def _invariant(problem: Problem, device: Device) -> Config:
-    """The one config of batch-invariant calls; raises ConfigError where no template has one."""
-    kind = problem.structure.kind
-    for family in families(kind, device) if not problem.structure.fp8 else ():
-        config: Config | None = family.invariant(problem, device)
-        if config is not None:
-            return config
-    raise ConfigError(
-        f"BATCH_INVARIANT for {problem.describe()}",
-        "Triton's prefill template alone is batch-invariant, and float8 queries are not its own",
-        "pass q, k and v in bfloat16",
-    )
-
-
-def open_candidates(
-    problem: Problem, device: Device, options: Options = NONE, stored: bool = False
-) -> Iterator[Candidate]:
-    """A record's config where there is one, then the static defaults."""
-    wanted = options.language
-    left: Iterator[Config] = iter(())
-    known: list[Config] = []
-
-    def first() -> Config:
-        """The first static default; a record may ask for it before it has its turn."""
-        nonlocal left
-        if not known:
-            left = candidates(problem, device, wanted)
-            known.append(next(left))
-        return known[0]
-
-    def static() -> Iterator[Config]:
-        yield first()
-        yield from left
-
-    found = _tuned(problem, device, first if wanted is None else None)
-    if found is not None and wanted in (None, found.config.language):
-        measured, config = not COMPILER_FIELDS.intersection(found.differing), found.config
-        if not measured:
-            config = family_of(config).of_this_compiler(config)
-        yield Candidate(problem, device, config, found.how, found.origin, measured, stored)
-    defaults: Iterable[Candidate] = _defaults(problem, device, static(), stored)
-    exported = None
-    if stored and current().binaries is not None:
-        # Whoever exported kernels has compiled the candidates, and wrote the one that serves.
-        defaults = list(defaults)
-        exported = next((each for each in defaults if each.exported), None)
-        if exported is not None:
-            yield exported
-    yield from (each for each in defaults if each is not exported)
-
-
-def _defaults(
-    problem: Problem, device: Device, static: Iterable[Config], stored: bool
-) -> Iterator[Candidate]:
-    for position, config in enumerate(static):
-        origin = f"static default for {device.arch}"
-        if position:
-            origin += f", choice {position + 1}"
-        yield Candidate(problem, device, config, "default", origin, False, stored)
-
-
-def chosen(
-    problem: Problem,
-    device: Device,
-    options: Options,
-    build: Callable[[Source], Kernel],
-    known: Memory | None = None,
-    stored: bool = False,
-) -> Choice:
-    """The choice that serves, with its kernels, built by `build`.
-
-    known: outcomes of earlier builds; None compiles whatever was refused before. Raises as
-    flexattn.runtime.fallback.serve, and ConfigError as `candidates_of`.
-    """
-    candidates = candidates_of(problem, device, options, stored)
-    return first_served(candidates, problem, device, build, known)
-
-
-def first_served(
-    candidates: Iterable[Candidate],
-    problem: Problem,
-    device: Device,
-    build: Callable[[Source], Kernel],
-    known: Memory | None,
-) -> Choice:
-    """The choice that serves, of candidates, with its kernels."""
-    served = serve(candidates, build, device, problem.describe(), known)
-    choice, attempts = served.candidate.choice(), served.attempts
-    origin = choice.origin
-    if len(attempts) > 1:
-        origin += f"; before it {attempts[0]}"
-    return replace(choice, origin=origin, attempts=attempts, kernels=served.kernels)
-
-
-def _tuned(problem: Problem, device: Device, first: Callable[[], Config] | None) -> Found | None:
-    """The cached record; None for the interpreter, whose times nobody asks for."""
-    if current().mode == "off" or device.backend == "interpreter":
-        return None
-    return find(problem, device, first)
-
-
-def _forced(problem: Problem, device: Device, options: Options) -> Config:
-    # Numbers without a backend are those that torch documents, of a Triton template.
-    only: Language = "gluon" if problem.structure.fp8 else "triton"
-    start = default(problem, device, options.language or only)
-    config = options.apply(start)
-    if options.exact is None and options.BLOCK_N is None and options.BLOCK_M is None:
-        config = family_of(config).fit_to_mask(config, problem.structure)
-    if options.exact is None:
-        config = family_of(config).without_hints(config, problem.structure, device)
-    found = reasons(config, problem.structure, device)
-    if found:
-        raise ConfigError(
-            f"kernel_options ask for {config}",
-            f"it cannot run here: {'; '.join(found)}",
-            f"leave the choice open, or start from {start}",
-        )
-    return config
+# Kernels that are compiled for a call because those before them spill: about a second each.
+MAX_SPILLED = 4
+_Build = Callable[[Source], Kernel]
 
 
 class Dispatcher:
@@ -339,6 +99,264 @@ class Dispatcher:
         if len(found.attempts) == 1:
             self._served.put(key, found)
         return found
+
+
+def chosen(
+    problem: Problem,
+    device: Device,
+    options: Options,
+    build: _Build,
+    known: Memory | None = None,
+    stored: bool = False,
+) -> Choice:
+    """The choice that serves, with its kernels, built by `build`.
+
+    known: outcomes of earlier builds; None compiles whatever was refused before. Raises as
+    `first_served`, and ConfigError as `candidates_of`.
+    """
+    candidates = candidates_of(problem, device, options, stored)
+    return first_served(candidates, problem, device, build, known)
+
+
+def first_served(
+    candidates: Iterable[Candidate],
+    problem: Problem,
+    device: Device,
+    build: _Build,
+    known: Memory | None,
+) -> Choice:
+    """The first candidate that builds, loads, and whose loops spill little, with its kernels.
+
+    Of those that all spill, the one that spills least, of at most four that are compiled for it.
+    known: skips what is known to be refused or to spill. Raises BuildError with every candidate's
+    reason where none serves; a lone candidate's own error; the first one's under
+    FLEXATTN_STRICT=1; and what the driver says of the device itself.
+    """
+    title = problem.describe()
+    # The first mostly serves, and of a new length the others would be listed for nothing.
+    others = iter(candidates)
+    left = list(islice(others, 1))
+    attempts: list[Attempt] = []
+    spilled: list[tuple[int, int, Candidate]] = []
+    while left:
+        candidate = left.pop(0)
+        chance = _Chance(build, device, title, known)
+        try:
+            kernels, outcome = chance.take(candidate)
+        except _Failed as failed:
+            outcome = failed.outcome
+            left += others
+            alone = not (left or attempts)
+            if failed.error is not None and (alone or (_strict(outcome) and not attempts)):
+                raise failed.error from failed.error.__cause__
+            if _strict(outcome) and not attempts:
+                _refused_before(candidate, outcome, title)
+        else:
+            if candidate.measured or not outcome.starved:
+                attempts.append(Attempt(candidate.describe(), outcome, chance.remembered))
+                _say(title, attempts)
+                return _served(candidate, kernels, attempts)
+        left += others
+        attempts.append(Attempt(candidate.describe(), outcome, chance.remembered))
+        if outcome.built:
+            spilled.append((outcome.loop_spills, len(spilled), candidate))
+        left = [] if len(spilled) == MAX_SPILLED else _next(left, candidate, outcome)
+    for _, _, candidate in sorted(spilled, key=lambda each: each[:2]):
+        try:
+            kernels, outcome = _Chance(build, device, title, None).take(candidate)
+        except _Failed as failed:
+            attempts.append(Attempt(candidate.describe(), failed.outcome))
+            continue
+        attempts.append(Attempt(f"{candidate.describe()}, which spills least", outcome))
+        _say(title, attempts)
+        return _served(candidate, kernels, attempts)
+    _give_up(title, device, attempts)
+
+
+def _served(
+    candidate: Candidate, kernels: tuple[Kernel, ...], attempts: Sequence[Attempt]
+) -> Choice:
+    choice = candidate.choice()
+    origin = choice.origin
+    if len(attempts) > 1:
+        origin += f"; before it {attempts[0]}"
+    return replace(choice, origin=origin, attempts=tuple(attempts), kernels=kernels)
+
+
+class _Failed(Exception):
+    """The outcome of a candidate that does not serve, and the error where it was tried now."""
+
+    def __init__(self, outcome: Outcome, error: Exception | None = None) -> None:
+        self.outcome, self.error = outcome, error
+
+
+@dataclass
+class _Chance:
+    """One try of one candidate. remembered: its outcome was known."""
+
+    build: _Build
+    device: Device
+    title: str
+    memory: Memory | None
+    remembered: bool = False
+
+    def take(self, candidate: Candidate) -> tuple[tuple[Kernel, ...], Outcome]:
+        """Its kernels, none where it is known to spill; raises _Failed."""
+        kernels: list[Kernel] = []
+        worst = Outcome("built")
+        for source in self._sources(candidate):
+            known = None
+            if self.memory is not None:
+                found = self.memory.wrong if source.stored else self.memory.find
+                known = found(source, self.device)
+            if known is not None and not known.built:
+                self.remembered = True
+                raise _Failed(known)
+            judged = not (candidate.measured or source.stored)
+            if known is not None and known.starved and judged:
+                self.remembered = True
+                return (), known
+            kernel = self._built(source)
+            if judged:
+                outcome = known or self._spills(kernel, source)
+                worst = max(worst, outcome, key=lambda each: each.loop_spills)
+            kernels.append(kernel)
+        return tuple(kernels), worst
+
+    def _sources(self, candidate: Candidate) -> tuple[Source, ...]:
+        try:
+            return candidate.sources()
+        except Exception as error:  # one template's fault must not keep another from serving
+            if isinstance(error, FlexAttnError) and not isinstance(error, RenderError):
+                raise  # the caller's: another template would say the same
+            wrong = RenderError(f"{candidate.describe()}: {type(error).__name__}: {error}")
+            raise _Failed(outcome_of(error), wrong) from error
+
+    def _built(self, source: Source) -> Kernel:
+        try:
+            kernel = self.build(source)
+        except (BuildError, RenderError, MemoryError, OSError) as error:
+            if concerns_the_device(error):
+                raise
+            self._fail(source, outcome_of(error), error)
+        if kernel.shared_memory > self.device.shared_memory:
+            self._fail(source, too_large(kernel.shared_memory, self.device.shared_memory))
+        return kernel
+
+    def _fail(self, source: Source, outcome: Outcome, error: Exception | None = None) -> NoReturn:
+        if self.memory is not None and not source.stored:
+            self.memory.note(source, self.device, outcome, self.title)
+        raise _Failed(outcome, error)
+
+    def _spills(self, kernel: Kernel, source: Source) -> Outcome:
+        """The outcome with the loops' spills; it is stored if the binary was disassembled."""
+        try:
+            spills, code, stack = spills_of(kernel)
+        except (BuildError, ValueError) as error:
+            say_once(f"nobody can tell what kernels spill: {error}")
+            return Outcome("built")
+        outcome = Outcome("built", "", spills, stack, code)
+        if outcome.disassembled and self.memory is not None:
+            self.memory.note(source, self.device, outcome, self.title)
+        return outcome
+
+
+def spills_of(kernel: Kernel) -> tuple[int, int, int]:
+    """The spills of a kernel that was built, as `loop_spills` has them; zeros in the
+    interpreter.
+    """
+    if kernel.binary is not None:
+        return loop_spills(kernel.binary.code)
+    text = getattr(kernel.compiled, "asm", {})
+    if "cubin" in text:
+        return loop_spills(text["cubin"])
+    if "amdgcn" in text:
+        return loop_spills_amd(text["amdgcn"])
+    return 0, 0, 0
+
+
+def _next(left: Sequence[Candidate], failed: Candidate, outcome: Outcome) -> list[Candidate]:
+    """The other candidates to try, in order, after one did not serve.
+
+    What spills: the last tiles of its form, which have the most registers left, then the next
+    form. What the compiler refuses in a text it refuses with other numbers in it: the next form's
+    turn, or of the last form its last, which is the smallest; where a pass or a ptxas may be at
+    fault the same tiles are first compiled otherwise. What does not fit: the next.
+    """
+    if not (outcome.built or outcome.of_text):
+        return list(left)
+    same = [each for each in left if each.form == failed.form]
+    others = [each for each in left if each.form != failed.form]
+    alike = [each for each in same if each.tiles == failed.tiles]
+    smaller = [each for each in same if each.tiles != failed.tiles]
+    smallest = [each for each in smaller if each.tiles == smaller[-1].tiles]
+    if outcome.built:
+        return [*smallest[:1], *others] if others else list(left)
+    return [*(alike if outcome.of_assembly else ()), *(others or smallest[:1])]
+
+
+def _strict(outcome: Outcome) -> bool:
+    """True if a first candidate's failure is an error.
+
+    An estimate of shared memory that was too low is no failure: it is what smaller tiles are for.
+    """
+    return current().strict and outcome.kind != "shared memory"
+
+
+def _refused_before(candidate: Candidate, outcome: Outcome, title: str) -> NoReturn:
+    raise BuildError(
+        f"{title}: {candidate.describe()}: {outcome}",
+        "FLEXATTN_STRICT=1: the first candidate serves",
+        "`flexattn doctor --clear-outcomes` compiles it anew; unset FLEXATTN_STRICT for the next",
+    )
+
+
+def _say(title: str, attempts: Sequence[Attempt]) -> None:
+    """A line of log for each candidate that gave way; a warning for what was refused just now."""
+    serving = attempts[-1].candidate
+    for each in attempts[:-1]:
+        text = f"{title}: {each}; {serving} serves instead"
+        if each.remembered or each.outcome is None or each.outcome.built:
+            log.info(text)
+        else:
+            say_once(text)
+
+
+def _give_up(title: str, device: Device, attempts: Sequence[Attempt]) -> NoReturn:
+    listed = "\n        ".join(map(str, attempts)) or "there is none"
+    outcomes = [each.outcome for each in attempts if each.outcome is not None]
+    if any(each.kind == "wrong" for each in outcomes):
+        raise WrongKernelError(
+            f"{title}: no kernel is right on {device.name}\n        {listed}",
+            "a kernel's first launch agrees with plain torch",
+            "send the files that were named; `flexattn doctor --clear-outcomes` checks anew",
+        )
+    if outcomes and all(each.kind == "shared memory" for each in outcomes):
+        raise ConfigError(
+            f"{title}: every config needs more shared memory than {device.shared_memory} bytes\n"
+            f"        {listed}",
+            "the tiles of K, V and of what the mods load fit in shared memory",
+            "pass kernel_options with smaller BLOCK_M and BLOCK_N, or num_stages=1",
+        )
+    raise BuildError(
+        f"{title}: no kernel can be built for {device.name}\n        {listed}",
+        "one of a problem's candidates builds and loads",
+        "report it with the mods; `flexattn doctor` shows the compiler and what it refused",
+    )
+
+
+def told(candidates: Iterable[Candidate], device: Device, memory: Memory) -> list[Attempt]:
+    """The known outcomes of candidates, without compiling any."""
+    found = []
+    for candidate in candidates:
+        try:
+            outcomes = [memory.find(source, device) for source in candidate.sources()]
+        except RenderError as error:
+            outcomes = [outcome_of(error)]
+        known = [each for each in outcomes if each is not None]
+        worst = min(known, key=lambda each: (each.built, -each.loop_spills), default=None)
+        found.append(Attempt(candidate.describe(), worst, worst is not None))
+    return found
 
 
 _dispatcher = Dispatcher(builder())

@@ -31,8 +31,9 @@ from flexattn.problem.inputs import NO_DESCALES, Descales, Dropout
 from flexattn.problem.mask_lists import known_runs, query_lists
 from flexattn.problem.problem import longest_of_bucket
 from flexattn.runtime.build import Before, InOrder, Launcher, Scratch, builder
+from flexattn.runtime.candidates import Choice
 from flexattn.runtime.decay_skip import begin, decay_window, pays
-from flexattn.runtime.dispatch import Choice, Dispatcher
+from flexattn.runtime.dispatch import Dispatcher
 from flexattn.util.locks import Lru
 
 # What a call passes to its launches, by the names that kernels have for it; memory that kernels
@@ -42,87 +43,165 @@ _GIVEN = (
     "Q", "K", "V", "OUT", "LSE", "MAX", "COUNTER", "sm_scale", "SINKS", "Q_DESCALE", "K_DESCALE",
     "V_DESCALE",
 )  # fmt: skip
+
 # What a decode gives with each call: its cache may have grown by a token since the last one.
 _KV_ARGUMENTS = (
     "kv_len", "stride_kb", "stride_kh", "stride_kn", "stride_vb", "stride_vh", "stride_vn",
 )  # fmt: skip
 
-
 # Launches by all that decides them: of calls, of their gradients, and of states that are merged.
 launches: Lru[Any, Any] = Lru(8192)
 
 
-class Lists(NamedTuple):
-    """A BlockMask's lists as a kernel reads them: int32, contiguous, [B, H, q blocks(, width)].
+def prepare_launch(
+    problem: Problem,
+    target: Device,
+    device: torch.device,
+    dispatcher: Dispatcher,
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: Lists | None,
+    descales: Descales = NO_DESCALES,
+) -> ForwardLaunch:
+    """Choose and build the kernel for a problem and compute what its shapes and strides decide."""
+    index = device.index if device.type == "cuda" else -1
+    begin(problem.structure, target, index)
+    choice = dispatcher.choose(problem, target, index, options)
+    kernel, merger = choice.kernels[0], choice.merger
+    config, structure = choice.config, problem.structure
+    family = family_of(config)
+    grid = family.grid(problem, config, target)
+    out_shape = (problem.B, problem.Hq, problem.q_len, structure.head_dim_v)
+    out_strides = strides_like(q, out_shape)
+    runs = walks_runs(structure, config)
+    fixed: dict[str, Any] = {
+        **input_strides(problem, q, k, v),
+        **dict(zip(("stride_ob", "stride_oh", "stride_om"), out_strides, strict=False)),
+        "Hq": problem.Hq, "group": problem.Hq // problem.Hkv,
+        "q_len": problem.q_len, "kv_len": problem.kv_len, "num_tiles": grid.num_tiles,
+        **family.bind(problem, config, grid),
+    }  # fmt: skip
+    if structure.fp8:
+        fixed |= descales.strides()
+        # A factor that is not given has address 0, which the kernel reads as 1.
+        fixed |= {f"{x.upper()}_DESCALE": 0 for x in "qkv" if getattr(descales, x) is None}
+    if lists is not None:
+        fixed |= {**lists.strides("mask"), **widths(lists.read(runs))}
+    rest = rest_names(structure, () if lists is None else lists.read(runs))
+    names = {each.name: each for each in choice.source.arguments}
+    each_call = _KV_ARGUMENTS if structure.kind == "decode" else ()
+    kv_arguments = _kv_arguments_of(problem, fixed) if each_call else ()
+    for name in each_call:
+        del fixed[name]
+    rows, before = problem.B * problem.Hq * problem.q_len, Before()
+    shared: tuple[Scratch, ...] = ()
+    behind = (*each_call, *rest)
+    if merger is not None and grid.num_splits > 1:
+        words = rows * grid.num_splits * (structure.head_dim_v + 2)
+        shared, behind = (Scratch("WORKSPACE", (words,)),), ("WORKSPACE", *behind)
+    values, laid_out = family.values_kernel(structure, target), tuple(v.shape)
+    if values is not None:
+        dtype = out_dtype(q.dtype)
+        if structure.e4m3_weights:
+            laid_out, dtype = transposed_shape(v), v.dtype
+        shared, behind = (Scratch("V_KEYS", laid_out, dtype),), ("V_KEYS", *behind)
+    given = (*_GIVEN, *behind)
+    if skips_far(structure, config):
+        # Where it would not pay it has address 0, and the same kernel visits all keys; its own
+        # kernels are built for every length, so that a longer call compiles nothing.
+        longer = (*_GIVEN, "DECAY_WINDOW", *behind)
+        found = decay_window(problem, q, k, longer, target, index)
+        if found is None or not pays(problem):
+            fixed["DECAY_WINDOW"] = 0
+        else:
+            before, given = found, longer
+    kernels, passed = list(before.kernels), given
+    if values is not None:
+        kernels.append(prepare_values(values, v, given, target, index))
+        renamed = {"V": "V_ROWS", "V_KEYS": "V"}
+        passed = tuple([renamed.get(name, name) for name in given])
+    described: dict[str, Callable[[], DescriptorBox]] = {
+        "Q": lambda: box_of(q),
+        "K": lambda: box_of(k),
+        "V": lambda: dense_box(laid_out) if structure.fp8 else box_of(v),
+        "OUT": lambda: DescriptorBox(out_shape, out_strides),
+    }
+    boxes = {name: make() for name, make in described.items() if names[name].described}
+    spare = (*_GIVEN, "V_ROWS")
+    kernels.append(kernel.prepare(grid.programs, fixed, passed, boxes, spare=spare))
+    if merger is not None and grid.num_splits > 1:
+        # It takes some of what the other one takes.
+        kernels.append(merger.prepare(rows, fixed, given, spare=(*fixed, *given)))
+    return ForwardLaunch(
+        tuple(kernels),
+        choice,
+        grid,
+        device,
+        index,
+        (*before.scratch, *shared),
+        runs,
+        rest,
+        out_dtype(q.dtype),
+        out_shape,
+        out_strides,
+        "COUNTER" in names,
+        kv_arguments,
+    )
 
-    runs: int32 [B, H, q blocks, 4], what a kernel reads instead where the lists are runs.
-    """
 
-    kv_num: Tensor
-    kv_idx: Tensor
-    full_num: Tensor | None
-    full_idx: Tensor | None
-    runs: Tensor | None = None
-
-    @classmethod
-    def of(cls, mask: BlockMask) -> Lists:
-        """The lists of a BlockMask; views of them where they are as kernels read them."""
-        return cls.made(query_lists(mask), known_runs(mask))
-
-    @classmethod
-    def made(cls, lists: Sequence[Tensor | None], runs: Tensor | None = None) -> Lists:
-        """The same of counts and indices of partial blocks and, where given, of full ones."""
-        num, idx, full_num, full_idx = [None if each is None else _list(each) for each in lists]
-        assert num is not None and idx is not None
-        return cls(num, idx, full_num, full_idx, runs)
-
-    def read(self, runs: bool, ordered: bool = False) -> dict[str, Tensor]:
-        """The tensors of the lists by a kernel's names for them, as in ReadLists.read; without
-        order.
-        """
-        if runs:
-            assert self.runs is not None, "a kernel of runs is chosen for a mask that has them"
-            return {"RUNS": self.runs}
-        found = {"KV_NUM": self.kv_num, "KV_IDX": self.kv_idx}
-        if self.full_num is not None and self.full_idx is not None:
-            found |= {"FULL_NUM": self.full_num, "FULL_IDX": self.full_idx}
-        return found
-
-    def strides(self, mask: str) -> dict[str, int]:
-        """Rows between batches and heads, 0 where the lists broadcast; mask: in their names."""
-        B, H, blocks = self.kv_num.shape
-        b, h = f"stride_{mask}_b", f"stride_{mask}_h"
-        return {b: 0 if B == 1 else H * blocks, h: 0 if H == 1 else blocks}
-
-    def to(self, where: torch.device) -> Lists:
-        """The lists on a device."""
-        return Lists(*(None if x is None else x.to(where) for x in self))  # type: ignore[arg-type]
-
-    def sparsity(self, block_size: tuple[int, int], group: int) -> Sparsity:
-        """The facts of the lists for a kernel's code; `group` query heads share a KV head."""
-        per_head = group > 1 and self.kv_num.shape[1] > 1
-        q_block, kv_block = map(int, block_size)  # as a kernel prints them, of whatever class
-        return Sparsity(
-            q_block, kv_block, self.full_idx is not None, per_head, self.runs is not None
-        )
+def _kv_arguments_of(problem: Problem, numbers: Mapping[str, int]) -> tuple[int, ...]:
+    """Values of _KV_ARGUMENTS; numbers: strides among others, by name."""
+    return (problem.kv_len, *[numbers[name] for name in _KV_ARGUMENTS[1:]])
 
 
-class Outputs(NamedTuple):
-    """The outputs of a kernel: out [B, Hq, q_len, Dv]; lse, max_scores fp32 [B, Hq, q_len]."""
-
-    out: Tensor
-    lse: Tensor | None
-    max_scores: Tensor | None
+def widths(read: Mapping[str, Tensor]) -> dict[str, int]:
+    """Blocks between rows of a mask's lists, by kernels' names; read: what these are given."""
+    named = read.items()
+    return {name.replace("IDX", "WIDTH"): x.shape[-1] for name, x in named if "IDX" in name}
 
 
-class ReadLists(Protocol):
-    """A mask's lists, by query or in both directions."""
+def rest_names(structure: Structure, read: Iterable[str]) -> tuple[str, ...]:
+    """The names of those arguments; read: of the mask's lists."""
+    found = [each for c in (structure.score, structure.mask) for each in captured_arguments(c)]
+    return (*read, *(each.name for each in (*found, *dropout_arguments(structure))))
 
-    def read(self, runs: bool, ordered: bool = False) -> dict[str, Tensor]:
-        """The tensors that kernels take, by their names for them.
 
-        ordered: of lists by key, the order in which blocks add up dQ is one of them.
-        """
+def prepare_values(
+    source: Source, v: Tensor, given: tuple[str, ...], target: Device, index: int
+) -> Launcher:
+    """The kernel that makes "V_KEYS" out of "V", for tensors like v."""
+    B, heads, _, width = transposed_shape(v)
+    tiles = -(-width // TRANSPOSED_KEYS)
+    fixed: dict[str, Any] = strides("stride_v", "bhn", v)
+    fixed |= {"heads": heads, "kv_len": v.shape[2], "width": width, "num_tiles": tiles}
+    kernel = builder().kernel(source, target, index)
+    return kernel.prepare(B * heads * tiles, fixed, given, spare=(*given, "width"))
+
+
+def transposed_shape(v: Tensor) -> tuple[int, ...]:
+    """The shape [B, heads, head_dim, width] of V with its keys innermost, of 16 bytes at least."""
+    B, heads, kv_len, head_dim = v.shape
+    return B, heads, head_dim, kv_len + -kv_len % PERMUTED_KEYS
+
+
+def input_strides(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    """Strides of q, k and v: of the head dimension where it is not 1."""
+    layout = problem.structure.layout
+    return {
+        **strides("stride_q", "bhm" if layout.q_contiguous else "bhmd", q),
+        **key_strides(problem, k, v),
+    }
+
+
+def key_strides(problem: Problem, k: Tensor, v: Tensor) -> dict[str, int]:
+    """The strides of k and v alone."""
+    layout = problem.structure.layout
+    return {
+        **strides("stride_k", "bhn" if layout.k_contiguous else "bhnd", k),
+        **strides("stride_v", "bhn" if layout.v_contiguous else "bhnd", v),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +320,77 @@ class ForwardLaunch(Launch):
         return Outputs(out, lse, maxima)
 
 
-def rest_names(structure: Structure, read: Iterable[str]) -> tuple[str, ...]:
-    """The names of those arguments; read: of the mask's lists."""
-    found = [each for c in (structure.score, structure.mask) for each in captured_arguments(c)]
-    return (*read, *(each.name for each in (*found, *dropout_arguments(structure))))
+class Outputs(NamedTuple):
+    """The outputs of a kernel: out [B, Hq, q_len, Dv]; lse, max_scores fp32 [B, Hq, q_len]."""
+
+    out: Tensor
+    lse: Tensor | None
+    max_scores: Tensor | None
+
+
+class Lists(NamedTuple):
+    """A BlockMask's lists as a kernel reads them: int32, contiguous, [B, H, q blocks(, width)].
+
+    runs: int32 [B, H, q blocks, 4], what a kernel reads instead where the lists are runs.
+    """
+
+    kv_num: Tensor
+    kv_idx: Tensor
+    full_num: Tensor | None
+    full_idx: Tensor | None
+    runs: Tensor | None = None
+
+    @classmethod
+    def of(cls, mask: BlockMask) -> Lists:
+        """The lists of a BlockMask; views of them where they are as kernels read them."""
+        return cls.made(query_lists(mask), known_runs(mask))
+
+    @classmethod
+    def made(cls, lists: Sequence[Tensor | None], runs: Tensor | None = None) -> Lists:
+        """The same of counts and indices of partial blocks and, where given, of full ones."""
+        num, idx, full_num, full_idx = [None if each is None else _list(each) for each in lists]
+        assert num is not None and idx is not None
+        return cls(num, idx, full_num, full_idx, runs)
+
+    def read(self, runs: bool, ordered: bool = False) -> dict[str, Tensor]:
+        """The tensors of the lists by a kernel's names for them, as in ReadLists.read; without
+        order.
+        """
+        if runs:
+            assert self.runs is not None, "a kernel of runs is chosen for a mask that has them"
+            return {"RUNS": self.runs}
+        found = {"KV_NUM": self.kv_num, "KV_IDX": self.kv_idx}
+        if self.full_num is not None and self.full_idx is not None:
+            found |= {"FULL_NUM": self.full_num, "FULL_IDX": self.full_idx}
+        return found
+
+    def strides(self, mask: str) -> dict[str, int]:
+        """Rows between batches and heads, 0 where the lists broadcast; mask: in their names."""
+        B, H, blocks = self.kv_num.shape
+        b, h = f"stride_{mask}_b", f"stride_{mask}_h"
+        return {b: 0 if B == 1 else H * blocks, h: 0 if H == 1 else blocks}
+
+    def to(self, where: torch.device) -> Lists:
+        """The lists on a device."""
+        return Lists(*(None if x is None else x.to(where) for x in self))  # type: ignore[arg-type]
+
+    def sparsity(self, block_size: tuple[int, int], group: int) -> Sparsity:
+        """The facts of the lists for a kernel's code; `group` query heads share a KV head."""
+        per_head = group > 1 and self.kv_num.shape[1] > 1
+        q_block, kv_block = map(int, block_size)  # as a kernel prints them, of whatever class
+        return Sparsity(
+            q_block, kv_block, self.full_idx is not None, per_head, self.runs is not None
+        )
+
+
+class ReadLists(Protocol):
+    """A mask's lists, by query or in both directions."""
+
+    def read(self, runs: bool, ordered: bool = False) -> dict[str, Tensor]:
+        """The tensors that kernels take, by their names for them.
+
+        ordered: of lists by key, the order in which blocks add up dQ is one of them.
+        """
 
 
 def _list(tensor: Tensor) -> Tensor:
@@ -256,133 +402,6 @@ def _list(tensor: Tensor) -> Tensor:
 def raw_stream(index: int) -> int:
     """The handle of a GPU's current stream."""
     return int(torch._C._cuda_getCurrentRawStream(index))
-
-
-def transposed_shape(v: Tensor) -> tuple[int, ...]:
-    """The shape [B, heads, head_dim, width] of V with its keys innermost, of 16 bytes at least."""
-    B, heads, kv_len, head_dim = v.shape
-    return B, heads, head_dim, kv_len + -kv_len % PERMUTED_KEYS
-
-
-def prepare_values(
-    source: Source, v: Tensor, given: tuple[str, ...], target: Device, index: int
-) -> Launcher:
-    """The kernel that makes "V_KEYS" out of "V", for tensors like v."""
-    B, heads, _, width = transposed_shape(v)
-    tiles = -(-width // TRANSPOSED_KEYS)
-    fixed: dict[str, Any] = strides("stride_v", "bhn", v)
-    fixed |= {"heads": heads, "kv_len": v.shape[2], "width": width, "num_tiles": tiles}
-    kernel = builder().kernel(source, target, index)
-    return kernel.prepare(B * heads * tiles, fixed, given, spare=(*given, "width"))
-
-
-def prepare_launch(
-    problem: Problem,
-    target: Device,
-    device: torch.device,
-    dispatcher: Dispatcher,
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lists: Lists | None,
-    descales: Descales = NO_DESCALES,
-) -> ForwardLaunch:
-    """Choose and build the kernel for a problem and compute what its shapes and strides decide."""
-    index = device.index if device.type == "cuda" else -1
-    begin(problem.structure, target, index)
-    choice = dispatcher.choose(problem, target, index, options)
-    kernel, merger = choice.kernels[0], choice.merger
-    config, structure = choice.config, problem.structure
-    family = family_of(config)
-    grid = family.grid(problem, config, target)
-    out_shape = (problem.B, problem.Hq, problem.q_len, structure.head_dim_v)
-    out_strides = strides_like(q, out_shape)
-    runs = walks_runs(structure, config)
-    fixed: dict[str, Any] = {
-        **input_strides(problem, q, k, v),
-        **dict(zip(("stride_ob", "stride_oh", "stride_om"), out_strides, strict=False)),
-        "Hq": problem.Hq, "group": problem.Hq // problem.Hkv,
-        "q_len": problem.q_len, "kv_len": problem.kv_len, "num_tiles": grid.num_tiles,
-        **family.bind(problem, config, grid),
-    }  # fmt: skip
-    if structure.fp8:
-        fixed |= descales.strides()
-        # A factor that is not given has address 0, which the kernel reads as 1.
-        fixed |= {f"{x.upper()}_DESCALE": 0 for x in "qkv" if getattr(descales, x) is None}
-    if lists is not None:
-        fixed |= {**lists.strides("mask"), **widths(lists.read(runs))}
-    rest = rest_names(structure, () if lists is None else lists.read(runs))
-    names = {each.name: each for each in choice.source.arguments}
-    each_call = _KV_ARGUMENTS if structure.kind == "decode" else ()
-    kv_arguments = _kv_arguments_of(problem, fixed) if each_call else ()
-    for name in each_call:
-        del fixed[name]
-    rows, before = problem.B * problem.Hq * problem.q_len, Before()
-    shared: tuple[Scratch, ...] = ()
-    behind = (*each_call, *rest)
-    if merger is not None and grid.num_splits > 1:
-        words = rows * grid.num_splits * (structure.head_dim_v + 2)
-        shared, behind = (Scratch("WORKSPACE", (words,)),), ("WORKSPACE", *behind)
-    values, laid_out = family.values_kernel(structure, target), tuple(v.shape)
-    if values is not None:
-        dtype = out_dtype(q.dtype)
-        if structure.e4m3_weights:
-            laid_out, dtype = transposed_shape(v), v.dtype
-        shared, behind = (Scratch("V_KEYS", laid_out, dtype),), ("V_KEYS", *behind)
-    given = (*_GIVEN, *behind)
-    if skips_far(structure, config):
-        # Where it would not pay it has address 0, and the same kernel visits all keys; its own
-        # kernels are built for every length, so that a longer call compiles nothing.
-        longer = (*_GIVEN, "DECAY_WINDOW", *behind)
-        found = decay_window(problem, q, k, longer, target, index)
-        if found is None or not pays(problem):
-            fixed["DECAY_WINDOW"] = 0
-        else:
-            before, given = found, longer
-    kernels, passed = list(before.kernels), given
-    if values is not None:
-        kernels.append(prepare_values(values, v, given, target, index))
-        renamed = {"V": "V_ROWS", "V_KEYS": "V"}
-        passed = tuple([renamed.get(name, name) for name in given])
-    described: dict[str, Callable[[], DescriptorBox]] = {
-        "Q": lambda: box_of(q),
-        "K": lambda: box_of(k),
-        "V": lambda: dense_box(laid_out) if structure.fp8 else box_of(v),
-        "OUT": lambda: DescriptorBox(out_shape, out_strides),
-    }
-    boxes = {name: make() for name, make in described.items() if names[name].described}
-    spare = (*_GIVEN, "V_ROWS")
-    kernels.append(kernel.prepare(grid.programs, fixed, passed, boxes, spare=spare))
-    if merger is not None and grid.num_splits > 1:
-        # It takes some of what the other one takes.
-        kernels.append(merger.prepare(rows, fixed, given, spare=(*fixed, *given)))
-    return ForwardLaunch(
-        tuple(kernels),
-        choice,
-        grid,
-        device,
-        index,
-        (*before.scratch, *shared),
-        runs,
-        rest,
-        out_dtype(q.dtype),
-        out_shape,
-        out_strides,
-        "COUNTER" in names,
-        kv_arguments,
-    )
-
-
-def _kv_arguments_of(problem: Problem, numbers: Mapping[str, int]) -> tuple[int, ...]:
-    """Values of _KV_ARGUMENTS; numbers: strides among others, by name."""
-    return (problem.kv_len, *[numbers[name] for name in _KV_ARGUMENTS[1:]])
-
-
-def widths(read: Mapping[str, Tensor]) -> dict[str, int]:
-    """Blocks between rows of a mask's lists, by kernels' names; read: what these are given."""
-    named = read.items()
-    return {name.replace("IDX", "WIDTH"): x.shape[-1] for name, x in named if "IDX" in name}
 
 
 # A zero of its own would cost a call an allocation and a launch: 5 us of the host, and on the GPU
@@ -425,24 +444,6 @@ class DescriptorBox(NamedTuple):
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-
-
-def input_strides(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Strides of q, k and v: of the head dimension where it is not 1."""
-    layout = problem.structure.layout
-    return {
-        **strides("stride_q", "bhm" if layout.q_contiguous else "bhmd", q),
-        **key_strides(problem, k, v),
-    }
-
-
-def key_strides(problem: Problem, k: Tensor, v: Tensor) -> dict[str, int]:
-    """The strides of k and v alone."""
-    layout = problem.structure.layout
-    return {
-        **strides("stride_k", "bhn" if layout.k_contiguous else "bhnd", k),
-        **strides("stride_v", "bhn" if layout.v_contiguous else "bhnd", v),
-    }
 
 
 def strides_like(q: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:

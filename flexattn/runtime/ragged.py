@@ -31,7 +31,8 @@ from flexattn.problem.facts import TensorFacts, facts_of, layout_of
 from flexattn.problem.serving import ServingForm, ServingProblem
 from flexattn.runtime.backward import BackwardLaunch, prepare_backward
 from flexattn.runtime.build import Kernel, Launcher, Scratch, builder
-from flexattn.runtime.dispatch import Candidate, Choice, Dispatcher, first_served
+from flexattn.runtime.candidates import Candidate, Choice
+from flexattn.runtime.dispatch import Dispatcher, first_served
 from flexattn.runtime.launch import (
     DescriptorBox,
     Launch,

@@ -38,7 +38,8 @@ from flexattn.problem.serving import (
     ServingProblem,
 )
 from flexattn.runtime.build import Kernel, builder
-from flexattn.runtime.dispatch import Candidate, Choice, first_served, open_candidates
+from flexattn.runtime.candidates import Candidate, Choice, open_candidates
+from flexattn.runtime.dispatch import first_served
 from flexattn.runtime.outcomes import memory
 from flexattn.runtime.ragged import RaggedKernels, ragged_kernels
 from flexattn.serving.cache import Scaled, asked_scales

@@ -23,7 +23,8 @@ from flexattn.records.store import renew
 from flexattn.reference import Precision, Reference, SomeRows, attention
 from flexattn.reference.parts import SavedForward, gradient_of_rows, gradients_of_keys
 from flexattn.runtime.backward import Gradients
-from flexattn.runtime.dispatch import Choice, dispatcher
+from flexattn.runtime.candidates import Choice
+from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import Outputs
 from flexattn.runtime.outcomes import Outcome, compiler_of, memory
 from flexattn.settings import current, log, say_once

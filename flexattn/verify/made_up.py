@@ -19,7 +19,8 @@ from flexattn.kernels.printers.torch_printer import mask_callable, score_callabl
 from flexattn.mods import Bound
 from flexattn.problem import Problem
 from flexattn.problem.inputs import Dropout
-from flexattn.runtime.dispatch import Choice, Dispatcher
+from flexattn.runtime.candidates import Choice
+from flexattn.runtime.dispatch import Dispatcher
 from flexattn.runtime.key_lists import BothLists, made_by_key
 from flexattn.runtime.launch import Lists, prepare_launch
 from flexattn.verify.first_use import Attended, Unjudged, judge_rows

@@ -14,7 +14,8 @@ from flexattn.errors import BuildError
 from flexattn.kernels.base.source import digest_of
 from flexattn.kernels.choose.options import NONE, parse
 from flexattn.runtime.build import builder, unloaded
-from flexattn.runtime.dispatch import candidates_of, chosen
+from flexattn.runtime.candidates import candidates_of
+from flexattn.runtime.dispatch import chosen
 from flexattn.runtime.outcomes import Memory, outcome_of
 from flexattn.runtime.resources import loop_spills, resources
 from flexattn.settings import override

@@ -10,7 +10,7 @@ from flexattn.errors import ConfigError
 from flexattn.kernels.blackwell.family import PREFILL
 from flexattn.kernels.hopper.ragged import render_row_tiles
 from flexattn.runtime.build import DESCRIPTOR, builder
-from flexattn.runtime.dispatch import Candidate
+from flexattn.runtime.candidates import Candidate
 from flexattn.runtime.ragged import RaggedKernels
 from flexattn.settings import override
 from tests.emulated_blackwell import run

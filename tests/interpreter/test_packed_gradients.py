@@ -24,7 +24,7 @@ from flexattn.kernels.hopper_backward.config import (
 from flexattn.mods import bind
 from flexattn.runtime.backward import slots_of
 from flexattn.runtime.build import builder
-from flexattn.runtime.dispatch import Candidate
+from flexattn.runtime.candidates import Candidate
 from flexattn.runtime.outcomes import memory
 from flexattn.runtime.ragged import PackedBackward, packed_backward_problem
 from flexattn.settings import override

@@ -16,7 +16,7 @@ from flexattn.kernels.hopper.ragged import (
     render_row_tiles,
 )
 from flexattn.runtime.build import builder
-from flexattn.runtime.dispatch import Candidate
+from flexattn.runtime.candidates import Candidate
 from flexattn.runtime.ragged import RaggedKernels
 from flexattn.serving.kernels import in_phase
 from flexattn.settings import override

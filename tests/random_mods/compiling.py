@@ -15,7 +15,8 @@ from flexattn.mods import bind
 from flexattn.mods.expr import walk
 from flexattn.problem import Captures, Problem, Shape, Sparsity, make_problem
 from flexattn.runtime.build import compile_source, unloaded
-from flexattn.runtime.dispatch import Choice, chosen
+from flexattn.runtime.candidates import Choice
+from flexattn.runtime.dispatch import chosen
 from flexattn.settings import override
 from tests.problems import H200
 from tests.random_mods.mods import RandomMod, random_mod

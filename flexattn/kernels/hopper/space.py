@@ -41,7 +41,7 @@ _API = Path("experimental/gluon/language/nvidia/hopper")
 def offered() -> bool:
     """True if the installed Triton has the language of this template.
 
-    What it makes of a kernel is seen when the kernel is compiled: see flexattn.runtime.fallback.
+    What it makes of a kernel is seen when the kernel is compiled: see flexattn.runtime.dispatch.
     """
     package = triton_package()
     return package is not None and (package / _API).is_dir()

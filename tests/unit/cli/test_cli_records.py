@@ -20,7 +20,7 @@ from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.environment import environment
 from flexattn.records.record import Failed, key_of
 from flexattn.records.store import Store
-from flexattn.runtime.dispatch import candidates_of
+from flexattn.runtime.candidates import candidates_of
 from flexattn.runtime.outcomes import Outcome, memory
 from flexattn.settings import override
 from flexattn.tuning.race import replay_study

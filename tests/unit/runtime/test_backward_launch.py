@@ -13,7 +13,7 @@ from flexattn.kernels.base.binding import bind_arguments
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import bind as bound
 from flexattn.runtime import backward
-from flexattn.runtime.dispatch import candidates_of
+from flexattn.runtime.candidates import candidates_of
 from flexattn.runtime.key_lists import BothLists
 from tests.problems import H200
 

@@ -24,7 +24,8 @@ from flexattn.records.store import Store
 from flexattn.records.untuned import note, untuned_path
 from flexattn.runtime import dispatch
 from flexattn.runtime.build import Kernel, builder
-from flexattn.runtime.dispatch import Dispatcher, candidates_of
+from flexattn.runtime.candidates import candidates_of
+from flexattn.runtime.dispatch import Dispatcher
 from flexattn.runtime.launch import Lists
 from flexattn.settings import override
 from tests.places import own_place
@@ -198,7 +199,7 @@ def test_a_repeated_problem_looks_nothing_up(monkeypatch):
     tune()
     dispatcher = Dispatcher(Builder())
     first = dispatcher.choose(DECODE, H200, 0, NONE)
-    monkeypatch.setattr("flexattn.runtime.dispatch.find", None)
+    monkeypatch.setattr("flexattn.runtime.candidates.find", None)
     assert dispatcher.choose(DECODE, H200, 0, NONE) is first
 
 
@@ -212,8 +213,10 @@ def test_the_next_length_takes_the_kernels_of_the_last_one(monkeypatch, tuned):
     dispatcher = Dispatcher(Builder())
     first = dispatcher.choose(grown[0], H200, 0, NONE)
     served = []
-    serve = dispatch.serve
-    monkeypatch.setattr(dispatch, "serve", lambda *given: served.append(given[3]) or serve(*given))
+    serve = dispatch.first_served
+    monkeypatch.setattr(
+        dispatch, "first_served", lambda *given: served.append(given[1]) or serve(*given)
+    )
     found = [dispatcher.choose(each, H200, 0, NONE) for each in grown]
     assert not served and found == wanted
     assert first.merger is not None and all(each.kernels == first.kernels for each in found)

@@ -20,7 +20,7 @@ from flexattn.records.environment import environment
 from flexattn.records.record import Decision, Gated, Record, Trial, key_of
 from flexattn.records.store import Store
 from flexattn.records.why import why
-from flexattn.runtime.dispatch import candidates_of
+from flexattn.runtime.candidates import candidates_of
 from flexattn.runtime.key_lists import BothLists
 from flexattn.settings import override
 from flexattn.tuning.subject import subject_of

@@ -63,7 +63,7 @@ def test_backends_are_forced():
 
 def test_a_record_of_the_other_language_is_not_taken(monkeypatch):
     record = SimpleNamespace(config=PLAIN, how="hit", origin="tuned", differing=())
-    monkeypatch.setattr("flexattn.runtime.dispatch.find", lambda problem, device, first: record)
+    monkeypatch.setattr("flexattn.runtime.candidates.find", lambda problem, device, first: record)
     assert next(choices(problem(), H200, NONE)).config == PLAIN
     assert next(choices(problem(), H200, FORCED)).config == PLAIN
     triton = next(choices(problem(), H200, parse({"BACKEND": "TRITON"})))

@@ -27,7 +27,7 @@ from flexattn.problem.inputs import Dropout
 from flexattn.reference import attention
 from flexattn.runtime import backward, decay_skip
 from flexattn.runtime.build import Before, Scratch
-from flexattn.runtime.dispatch import Candidate
+from flexattn.runtime.candidates import Candidate
 from flexattn.runtime.key_lists import BothLists
 from tests.emulated_gluon import run
 from tests.emulated_memory import Descriptor, Pointer

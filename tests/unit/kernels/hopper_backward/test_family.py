@@ -35,7 +35,7 @@ from flexattn.kernels.ptx.narrow_products import NARROW_PRODUCTS
 from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.mods import bind
 from flexattn.problem import Layout
-from flexattn.runtime.dispatch import candidates_of
+from flexattn.runtime.candidates import candidates_of
 from flexattn.tuning.search import Axes
 from tests.problems import A100, H200, problem
 

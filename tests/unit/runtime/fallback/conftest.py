@@ -2,7 +2,7 @@
 
 import pytest
 
-from flexattn.runtime import fallback
+from flexattn.runtime import dispatch
 from flexattn.runtime.outcomes import memory
 from flexattn.settings import override
 
@@ -20,4 +20,4 @@ def place(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def spills_are_told(monkeypatch):
     """A stand-in's machine code is what its loops spill."""
-    monkeypatch.setattr(fallback, "loop_spills", lambda code: (code[0], 0, code[1]))
+    monkeypatch.setattr(dispatch, "loop_spills", lambda code: (code[0], 0, code[1]))

@@ -7,10 +7,10 @@ import pytest
 from flexattn.errors import BuildError, ConfigError, DriverError, RenderError
 from flexattn.frontend.explain import Explanation
 from flexattn.kernels.choose.options import NONE, Options, parse
-from flexattn.runtime import fallback
+from flexattn.runtime import dispatch
 from flexattn.runtime.build import builder
-from flexattn.runtime.dispatch import candidates_of
-from flexattn.runtime.fallback import MAX_SPILLED, serve
+from flexattn.runtime.candidates import candidates_of
+from flexattn.runtime.dispatch import MAX_SPILLED, first_served
 from flexattn.runtime.kernel_store import KernelStore
 from flexattn.runtime.outcomes import memory, outcome_of
 from flexattn.settings import override
@@ -78,11 +78,15 @@ def test_no_candidate_is_listed_behind_one_that_serves():
             yield each
 
     built = Builder()
-    found = serve(candidates(), lambda source: built.kernel(source, H200, 0), H200, "a test")
-    assert listed == [found.candidate]
+    found = first_served(
+        candidates(), WANTED, H200, lambda source: built.kernel(source, H200, 0), None
+    )
+    assert [each.config for each in listed] == [found.config]
     failing = Builder(gluon(LASTING["the compiler"][0]))
-    found = serve(candidates(), lambda each: failing.kernel(each, H200, 0), H200, "a test")
-    assert found.candidate in listed and len(listed) > 2
+    found = first_served(
+        candidates(), WANTED, H200, lambda source: failing.kernel(source, H200, 0), None
+    )
+    assert found.config in [each.config for each in listed] and len(listed) > 2
 
 
 def test_a_template_that_raises_gives_way(monkeypatch, said, place):
@@ -198,7 +202,7 @@ def test_of_those_that_spill_the_least_serves():
 def test_a_loop_may_spill_one_instruction_in_sixteen(monkeypatch, words, language):
     """A Hopper kernel that spills a few beats the Triton template, which spills none."""
     code = {"gluon": (words, 1600, 512), "triton": (0, 1600, 0)}
-    monkeypatch.setattr(fallback, "loop_spills", lambda cubin: code[cubin])
+    monkeypatch.setattr(dispatch, "loop_spills", lambda cubin: code[cubin])
     builder = Builder(spills=lambda source: source.language)
     assert served(builder).config.language == language
 
@@ -232,7 +236,7 @@ def test_a_record_serves_whatever_it_spills_where_this_compiler_was_measured(
 ):
     config = next(candidates_of(WANTED, H200, parse({"BACKEND": "TRITON"}))).config
     record = SimpleNamespace(config=config, how="hint", origin="hint", differing=differing)
-    monkeypatch.setattr("flexattn.runtime.dispatch.find", lambda problem, device, first: record)
+    monkeypatch.setattr("flexattn.runtime.candidates.find", lambda problem, device, first: record)
     with override(mode="replay"):
         found = served(Builder(spills=spills(gluon=0, triton=999)))
     assert (found.how == "hint") is kept
@@ -242,7 +246,7 @@ def test_a_kernel_that_nobody_can_disassemble_serves(monkeypatch, said):
     def missing(code):
         raise BuildError("nvdisasm failed: no such file")
 
-    monkeypatch.setattr(fallback, "loop_spills", missing)
+    monkeypatch.setattr(dispatch, "loop_spills", missing)
     assert served(Builder()).config.language == "gluon" and "nvdisasm" in said()[0]
 
 

@@ -8,8 +8,8 @@ import pytest
 from flexattn.device import INTERPRETER
 from flexattn.kernels.choose.options import NONE
 from flexattn.runtime import outcomes
-from flexattn.runtime.dispatch import candidates_of
-from flexattn.runtime.fallback import told
+from flexattn.runtime.candidates import candidates_of
+from flexattn.runtime.dispatch import told
 from flexattn.runtime.outcomes import Memory, Outcome, memory
 from flexattn.settings import override
 from tests.failing_builds import H200, LASTING, WANTED, Builder, gluon, served
@@ -127,10 +127,10 @@ def test_without_a_compiler_that_can_be_named_nothing_is_remembered(monkeypatch,
 
 
 CHILD = """
-from flexattn.runtime import fallback
+from flexattn.runtime import dispatch
 from tests import failing_builds as here
 
-fallback.loop_spills = lambda code: (code[0], 0, code[1])
+dispatch.loop_spills = lambda code: (code[0], 0, code[1])
 builder = here.Builder(here.gluon(here.LASTING["the compiler"][0]))
 choice = here.served(builder)
 print(" ".join(builder.languages), choice.config.language, choice.attempts[0].remembered)
