@@ -1,8 +1,9 @@
 """`python -m bench.selection`: attention whose keys data choose, forward and backward.
 
 Choices are the best of random scores, causal. Calls have one Selection's mask, or a new Selection
-each. Backward rows time the gradients; of these dQ is judged. Useful work is that of the blocks
-that are chosen, and of a backward 2.5 times that. `--host` times the host's part.
+each. `reading` is a kernel that only reads the blocks that are chosen. Backward rows time the
+gradients; of these dQ is judged. Useful work is that of the blocks that are chosen, and of a
+backward 2.5 times that. `--host` times the host's part.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from torch import Tensor
 from bench.command import main
 from bench.inputs import attention, off
 from bench.peers import OURS, Refusal
+from bench.reading import READING, reading
 from bench.results import Gate
 from bench.runner import Kind, Method, poison
 from flexattn import Selection, flex_attention
+from flexattn.block_mask.chosen import ChosenBlocks
 from flexattn.catalogue import causal
 
 METHOD = Method(rounds=10, min_ms=4.0)
@@ -67,6 +70,8 @@ FORWARD = (
     ChosenRow("moba-64", 16, 16, 64, 64, 64),
     ChosenRow("vsa-64", 16, 16, 64, 64, 16, 8 * _K),
     ChosenRow("nsa-64", 64, 4, 64, 1, 16, 8 * _K),
+    ChosenRow("nsa-64-16k", 64, 4, 64, 1, 16, 16 * _K),
+    ChosenRow("nsa-64-64k", 64, 4, 64, 1, 16, 64 * _K),
 )
 ROWS = (*FORWARD, *(replace(row, group="backward") for row in FORWARD if row.rows > 1))
 
@@ -123,6 +128,18 @@ def new(x: Chosen) -> Callable[[], Tensor] | Refusal:
     return lambda: x.attend(x.selection())
 
 
+def only_reads(x: Chosen) -> Callable[[], Tensor] | Refusal:
+    """Calls that read what is chosen, as often as a forward's programs read it."""
+    row = x.row
+    if row.group == "backward":
+        return Refusal("it reads what a forward reads")
+    chosen = ChosenBlocks(x.indices, None, row.rows, row.unit, True, True)
+    mask = chosen.mask(row.hkv, (row.length, row.length), causal)
+    lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+    heads = row.hq if row.rows > 1 else row.hkv
+    return reading(x.k, x.v, lists, row.unit, heads)
+
+
 def _judge(call: Callable[[], Tensor], x: Chosen) -> Gate:
     poison(x.q)
     found, row, said = call(), x.row, ""
@@ -152,7 +169,7 @@ def _judge(call: Callable[[], Tensor], x: Chosen) -> Gate:
 CHOSEN = Kind(_make, _judge, lambda peer, x: peer(x))
 run = partial(
     main, "selection", ROWS, METHOD,
-    known={OURS: same, f"{OURS}-new-selection": new}, kind=CHOSEN,
+    known={OURS: same, f"{OURS}-new-selection": new, READING: only_reads}, kind=CHOSEN,
 )  # fmt: skip
 
 
