@@ -163,6 +163,13 @@ def prefill_rows() -> list[Row]:
             name = f"d{d}-{length // 1024}k-fp8"
             rows.append(Row(f"{name}-full", "fp8", eight, fp8=True))
             rows.append(Row(f"{name}-causal", "fp8", eight, "causal", fp8=True))
+        shape = Shape(TOKENS // 8192, heads, heads, 8192, 8192, d)
+        rows += [
+            Row(f"d{d}-8k-fp8-alibi", "mods-fp8", shape, "causal", "alibi", fp8=True),
+            Row(f"d{d}-8k-fp8-softcap", "mods-fp8", shape, "causal", "softcap", 0, 30.0, fp8=True),
+            Row(f"d{d}-8k-fp8-window", "mods-fp8", shape, "window", window=1024, fp8=True),
+            Row(f"d{d}-8k-fp8-documents", "mods-fp8", shape, "documents", fp8=True),
+        ]
     for name, shared in (("gqa8", 8), ("mqa", HEADS[128])):
         heads = HEADS[128]
         shape = Shape(TOKENS // 4096, heads, heads // shared, 4096, 4096, 128)

@@ -14,10 +14,11 @@ from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.hopper import space as gluon
 from flexattn.problem.inputs import Descales
-from flexattn.reference import Reference
+from flexattn.reference import Precision, Reference, attention
 from flexattn.runtime.build import builder
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import prepare_launch
+from flexattn.verify.gate import E4M3_SHARE, judge
 from tests.support import (
     ON_SM_90,
     assert_judged,
@@ -74,6 +75,23 @@ MODS = {
 
 
 READING = ("relative", "documents")
+
+
+@pytest.mark.parametrize("mod", list(MODS))
+def test_rounded_weights(mod):
+    """Held to the run that rounds weights to e4m3 as well, by the budget of its own."""
+    q, k, v = tensors(2, 6, 2, 301, 419, 256)
+    score_mod, mask_mod = MODS[mod](6, 301, 419)
+    given, made = factors(q, k), {"score_mod": score_mod, "block_mask": block_mask(mask_mod, q, k)}
+    with torch.no_grad():
+        got = run(q, k, v, kernel_options={"FP8_WEIGHTS": "e4m3"}, **made, **given)
+    oracle, rounded = (
+        attention(q, k, v, descales=Descales(*given.values()), precision=each, **made)
+        for each in (Precision.ORACLE, Precision.ROUNDED)
+    )
+    verdict = judge(got, oracle, rounded, torch.bfloat16, E4M3_SHARE)
+    assert verdict.passed, verdict.message()
+
 
 # Each compiles a kernel.
 CASES = [(128, mod) for mod in MODS]

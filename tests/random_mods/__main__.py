@@ -7,6 +7,7 @@ changes: 300, whose captures change between calls, held to what they capture now
 a third compute with captured numbers at length, by Python's rules.
 compiled-changes: 200 of these under torch.compile.
 gradients: of 300 in all that they capture, as check runs, against autograd's in float64.
+e4m3: 300 as check runs, with q, k and v of e4m3, on a Hopper GPU.
 selections: 500 random Selections beside mods and sinks, results and gradients, as check runs.
 battery: what a release of Triton is held to: the catalogue forward, backward, in decode and by a
 DecodePlan, and 500 mods rich in // and %, each in one of these. A line a part; --out has the rest.
@@ -26,7 +27,7 @@ from flexattn.settings import compiler_environment, current, worker_environment
 from flexattn.tuning.builds import Pool, default_jobs
 from tests.random_mods.battery import CATALOGUE, battery, parts
 from tests.random_mods.changes import changed
-from tests.random_mods.checking import checked
+from tests.random_mods.checking import checked, checked_e4m3
 from tests.random_mods.compiled_changes import changed as compiled_changed
 from tests.random_mods.compiling import compiled
 from tests.random_mods.gradients import checked_gradients
@@ -36,13 +37,13 @@ from tests.random_mods.selections import checked_selection
 
 COUNTS = {
     "compile": 2000, "check": 500, "masks": 5000, "changes": 300, "compiled-changes": 200,
-    "gradients": 300, "selections": 500, "battery": len(CATALOGUE) + 500,
+    "gradients": 300, "e4m3": 300, "selections": 500, "battery": len(CATALOGUE) + 500,
 }  # fmt: skip
 INTERPRETED = 1000
 # Of L and S where it runs; SHORT in the interpreter, which takes a second for a call.
 LONGEST = {
     "compile": 0, "check": 400, "masks": 200, "changes": 0, "compiled-changes": 0, "gradients": 61,
-    "selections": 300, "battery": 301,
+    "e4m3": 400, "selections": 300, "battery": 301,
 }  # fmt: skip
 SHORT = 101
 
@@ -59,6 +60,7 @@ RUNS: dict[str, tuple[Callable[[Task], Outcome], Callable[[], dict[str, str]]]] 
     "changes": (changed, compiler_environment),
     "compiled-changes": (compiled_changed, op_alone),
     "gradients": (checked_gradients, partial(worker_environment, 0)),
+    "e4m3": (checked_e4m3, partial(worker_environment, 0)),
     "selections": (checked_selection, partial(worker_environment, 0)),
     "battery": (battery, partial(worker_environment, 0)),
 }

@@ -13,19 +13,23 @@ import torch
 from torch._higher_order_ops.flex_attention import math_attention
 
 from flexattn import create_block_mask, noop_mask
+from flexattn.problem import out_dtype
+from flexattn.problem.inputs import Descales
 from flexattn.reference import Precision, Reference, attention
 from flexattn.settings import current
-from flexattn.verify.gate import judge
+from flexattn.verify.gate import E4M3_SHARE, RMS_SHARE, judge
 from tests.random_mods.mods import random_mod
 from tests.random_mods.outcomes import Outcome, Task, outcome
 from tests.support import DTYPES, block_mask, inputs, poison, run
 
 HEADS = ((2, 1), (2, 2), (3, 1), (4, 1), (4, 2))
+TENSORS = DTYPES | {"e4m3": torch.float8_e4m3fn}
 
 
-def check(seed: int, index: int, longest: int, device: str) -> str:
+def check(seed: int, index: int, longest: int, device: str, e4m3: bool = False) -> str:
     """Run a call with the mod and hold it to torch's eager rule; returns its sizes in words.
 
+    e4m3: q, k and v are of it, with factors of heads, and in half of the calls weights may be.
     Raises AssertionError where it is wrong, and what flexattn raises. A quarter decodes.
     """
     draw = random.Random(f"{seed} {index} check")
@@ -33,17 +37,35 @@ def check(seed: int, index: int, longest: int, device: str) -> str:
     L, S = (2 * draw.randrange((longest + 1) // 2) + 1 for _ in range(2))
     L = draw.choice((1, 1, 3, 13)) if draw.random() < 0.25 else L
     D, dtype = draw.choice((64, 64, 128, 256)), draw.choice(("bf16", "bf16", "fp16"))
-    call = f"{dtype} {B=} {Hq=} {Hkv=} {L=} {S=} {D=}"
+    maxima, weights = draw.random() < 0.5, "exact"
+    if e4m3:
+        D, dtype = draw.choice((64, 96, 128, 256)), "e4m3"
+        weights = draw.choice(("exact", "e4m3"))
+    call = f"{dtype} {B=} {Hq=} {Hkv=} {L=} {S=} {D=} {weights=}"
     score_mod, mask_mod = random_mod(seed, index).make(B, Hq, L, S, device)
-    q, k, v = inputs(B, Hq, Hkv, L, S, D, dtype=DTYPES[dtype], device=device)
+    q, k, v = inputs(B, Hq, Hkv, L, S, D, dtype=TENSORS[dtype], device=device)
+    wide, factors = (q, k, v), Descales()
+    more: dict[str, Any] = {}
+    if e4m3:
+        made_of = torch.Generator().manual_seed(index)
+        factors = Descales(
+            *((torch.rand(x.shape[:2], generator=made_of) + 0.5).to(device) for x in wide)
+        )
+        wide = tuple(x.double() * y[..., None, None] for x, y in zip(wide, factors, strict=True))
+        more = {f"{name}_descale": x for name, x in zip("qkv", factors, strict=True)}
+        more["kernel_options"] = {"FP8_WEIGHTS": weights}
     try:
         mask = block_mask(mask_mod, q, k)
         made = {"score_mod": score_mod, "block_mask": mask}
         with torch.no_grad():
-            got = run(q, k, v, max_scores=draw.random() < 0.5, **made)
-            exact = eager(q, k, v, score_mod, mask_mod)
-            rounded = attention(q, k, v, precision=Precision.ROUNDED, **made)
-        verdict = judge(got, exact, rounded, q.dtype)
+            got = run(q, k, v, max_scores=maxima, **made, **more)
+            exact = eager(*wide, score_mod, mask_mod)
+            # Where no weight is rounded, within bfloat16's budget.
+            rounds = weights == "e4m3" and D > 128
+            held = (q, k, v) if rounds else [x.to(out_dtype(x.dtype)) for x in (q, k, v)]
+            rounded = attention(*held, descales=factors, precision=Precision.ROUNDED, **made)
+        share = E4M3_SHARE if rounds else RMS_SHARE
+        verdict = judge(got, exact, rounded, out_dtype(q.dtype), share)
         assert verdict.passed, verdict.message()
     except Exception as error:
         error.args = (f"{error}\n{call}",) if len(error.args) == 1 else error.args
@@ -83,6 +105,14 @@ def checked(task: Task) -> Outcome:
     """The same as an outcome."""
     named, device = (task.seed, task.index), prepared()
     return outcome(task, random_mod(*named), lambda: check(*named, task.longest, device))
+
+
+def checked_e4m3(task: Task) -> Outcome:
+    """The same with inputs of e4m3. Raises RuntimeError without a GPU: nothing interprets it."""
+    if prepared() == "cpu":
+        raise RuntimeError("no template for e4m3 is interpreted: run it on a Hopper GPU")
+    named = (task.seed, task.index)
+    return outcome(task, random_mod(*named), lambda: check(*named, task.longest, "cuda", True))
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ from flexattn.errors import BuildError, ConfigError
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
 from tests.random_mods import changes
-from tests.random_mods.checking import prepared
+from tests.random_mods.checking import check, prepared
 from tests.random_mods.masks import check_mask
 from tests.random_mods.mods import everywhere, random_mod
 from tests.random_mods.outcomes import Outcome, failure, table
@@ -93,6 +93,12 @@ def test_the_oracle_is_never_compared_with_itself(monkeypatch):
     monkeypatch.setattr("tests.random_mods.checking.poison", lambda patch: None)
     with pytest.raises(RuntimeError, match="FLEXATTN_INTERPRET"):
         prepared()
+
+
+@pytest.mark.parametrize("index", [3, 16, 29])
+def test_numbers_of_e4m3_are_held_to_what_they_stand_for(index):
+    """On the CPU plain torch computes: this is of the rule, which knows factors of heads."""
+    assert check(0, index, 41, "cpu", e4m3=True).startswith("e4m3")
 
 
 @pytest.mark.parametrize("index", range(0, 90, 6))
