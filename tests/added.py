@@ -17,7 +17,7 @@ from flexattn.kernels.choose.registry import family_of, short
 from flexattn.kernels.hopper import space as hopper
 from flexattn.records.codec import decode, encode
 from flexattn.records.environment import rendering, unlisted
-from flexattn.report.roofline import limits_of
+from flexattn.report.numbers import limits_of
 from tests.problems import A100, problem
 
 

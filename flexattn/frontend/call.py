@@ -31,9 +31,8 @@ from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound, Identity, bind, look
 from flexattn.mods.expr import ScoreMod, walk
 from flexattn.problem import DTYPES, FP8, checks, rounded
-from flexattn.problem.facts import facts_of, setting_of
+from flexattn.problem.facts import FEW_ROWS, facts_of, setting_of
 from flexattn.problem.inputs import NO_DESCALES, Descales, Dropout
-from flexattn.problem.kind import FEW_ROWS
 from flexattn.problem.mask_lists import keeps_all
 from flexattn.problem.read_checks import check_reads
 from flexattn.settings import current, say_once

@@ -13,10 +13,9 @@ from flexattn.measure.task import Task, call_of
 from flexattn.neuron.call import attend as attend, cores_of, first_config
 from flexattn.neuron.family import NkiEffort, default_config, target_survey
 from flexattn.neuron.instance import Instance, instance, rungs as rungs
-from flexattn.neuron.lint import lint
 from flexattn.neuron.measure import measured
 from flexattn.neuron.model import rank, ranking_environment
-from flexattn.neuron.run import nki_path, prepare
+from flexattn.neuron.run import lint, nki_path, prepare
 from flexattn.neuron.source import render_nki, render_nki_combine
 from flexattn.problem import Problem
 from flexattn.records.record import Environment, Record

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,14 +15,13 @@ import torch
 from torch import Tensor
 
 from flexattn.device.neuroncore import CORES
-from flexattn.errors import ConfigError, InputError, UnsupportedError
+from flexattn.errors import ConfigError, InputError, KernelError, UnsupportedError
 from flexattn.kernels.base.config import describe
 from flexattn.mods import Bound
 from flexattn.neuron.config import NkiConfig
 from flexattn.neuron.family import target_reasons
 from flexattn.neuron.instance import nki_op, real_package
 from flexattn.neuron.interpreter.interpret import Interpreted, interpret
-from flexattn.neuron.lint import lint
 from flexattn.neuron.schedule import schedule_of
 from flexattn.neuron.source import NkiSource, render_nki, render_nki_combine
 from flexattn.neuron.tables import TABLE_LIMIT, make_table
@@ -282,3 +283,69 @@ def prepare(
     schedule = schedule_of(problem, config, lists, cores)
     given = (scale, schedule, *tables, *numbers)
     return Prepared(problem, config, target, cores, source, combine, given)
+
+
+MODULES = {"nki", "nki.isa", "nki.language"}
+# Names of nl of the interface before 0.2; names that are deprecated, or were removed in 0.7.
+OLD = {"arange", "mgrid", "par_dim"}
+GONE = {"static_range": "range", "affine_range": "range", "sequential_range": "range",
+        "dynamic_range": "nl.fori_loop"}  # fmt: skip
+
+
+def lint(source: str) -> None:
+    """Raise KernelError that names each line that NKI would refuse."""
+    found = findings(source)
+    if found:
+        raise KernelError("\n        ".join(found), "NKI 0.7 refuses these, or has them no more")
+
+
+def findings(source: str) -> list[str]:
+    """Lines that break a rule, each with what it is: "12: import neuronxcc"."""
+    tree = ast.parse(source)
+    found = [(line, what) for node in ast.walk(tree) for line, what in _node(node)]
+    for statement in tree.body:
+        if isinstance(statement, ast.FunctionDef):
+            found += _found_in(statement)
+        elif not isinstance(statement, ast.Import | ast.ImportFrom):
+            found.append(
+                (statement.lineno, "a statement at module level: a kernel reads no state")
+            )
+    return [f"{line}: {what}" for line, what in sorted(set(found))]
+
+
+def _found_in(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+    decorators = [ast.unparse(each) for each in function.decorator_list]
+    if decorators != ["nki.jit"]:
+        yield function.lineno, f"decorators {decorators}: a kernel has nki.jit alone"
+    nodes = list(ast.walk(function))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    known = {"nki", "nl", "nisa", *(node.arg for node in nodes if isinstance(node, ast.arg))}
+    known |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    known |= set(vars(builtins)) | {x.id for x in names if isinstance(x.ctx, ast.Store)}
+    for name in names:
+        if name.id not in known:
+            yield name.lineno, f"the name {name.id}: a kernel reads its parameters alone"
+    if not any(isinstance(node, ast.Return) for node in nodes):
+        yield function.lineno, "no result"
+
+
+def _node(node: ast.AST) -> Iterator[tuple[int, str]]:
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        for keyword in node.keywords:
+            if keyword.arg == "mask" and name.startswith("nisa."):
+                yield node.lineno, f"{name} with mask=, which is of the old interface"
+            if keyword.arg == "buffer" and isinstance(keyword.value, ast.Constant):
+                yield node.lineno, "a buffer that is a string: buffers are names of nl"
+    elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "nl":
+        if node.attr in OLD:
+            yield node.lineno, f"nl.{node.attr}, which is of the old interface"
+        elif node.attr in GONE:
+            yield node.lineno, f"nl.{node.attr}: use {GONE[node.attr]}"
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        modules = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        for name in modules:
+            if name not in MODULES:
+                yield node.lineno, f"import {name}"

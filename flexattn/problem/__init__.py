@@ -1,6 +1,6 @@
 """A call's request as one value, and the checks of it."""
 
-from flexattn.problem.kind import kind_for
+from flexattn.problem.facts import kind_for
 from flexattn.problem.problem import (
     DENSE,
     DTYPES,

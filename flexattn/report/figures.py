@@ -24,9 +24,8 @@ from flexattn.report.drawing import (
     clipped_label,
     three_figures,
 )
-from flexattn.report.numbers import Importance
+from flexattn.report.numbers import Importance, limits_of, products_of, reach, work
 from flexattn.report.rivals import BenchResults
-from flexattn.report.roofline import limits_of, products_of, reach, work
 from flexattn.report.summary import Summary
 
 _WIDTH = 340.0

@@ -8,27 +8,25 @@ from dataclasses import dataclass
 
 from flexattn.records.record import Record
 from flexattn.report.numbers import (
+    Density,
     Importance,
+    Reach,
     Reason,
     comparable,
     effects,
     gain,
     importance,
     landscape,
-    short_config,
-    timed,
-    untimed_reasons,
-)
-from flexattn.report.rivals import BenchResults
-from flexattn.report.roofline import (
-    Density,
-    Reach,
     limits_of,
     occupancy,
     reach,
     recorded_device,
+    short_config,
+    timed,
+    untimed_reasons,
     work,
 )
+from flexattn.report.rivals import BenchResults
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ import torch
 from flexattn.catalogue import alibi, sliding_window
 from flexattn.device import INTERPRETER
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.measure.calls import plan_call
-from flexattn.measure.runner import DeviceRunner
+from flexattn.measure.runner import DeviceRunner, plan_call
 from flexattn.mods import bind
 from flexattn.problem import Shape
 from flexattn.records.record import Gated, Policy

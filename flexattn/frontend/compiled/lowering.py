@@ -19,6 +19,7 @@ from flexattn.frontend.compiled.node_data import (
     BY_KEY,
     LISTS,
     NodeData,
+    PackData,
     expected_sizes,
     fixed_scale,
 )
@@ -29,7 +30,6 @@ from flexattn.frontend.compiled.op import (
     PACKED_OP_NAME as PACKED_NAME,
     widened_sources,
 )
-from flexattn.frontend.compiled.pack_data import PackData
 from flexattn.frontend.compiled.packed import SideBySide, packed_gradients
 from flexattn.frontend.compiled.sequences import (
     SEQUENCES_BACKWARD_OP,

@@ -374,16 +374,16 @@ def test_a_mod_has_one_grammar_in_every_verb(flexattn, monkeypatch, tmp_path):
 
 def test_bench_times_other_libraries_where_they_can_be_imported(monkeypatch):
     """Stand-ins, which compute by SDPA, for libraries that need a GPU."""
-    from flexattn.cli import rivals
+    from flexattn.cli import bench
 
     def flash(q, k, v, causal, softmax_scale):
         given = (each.transpose(1, 2) for each in (q, k, v))
         scaled = {"is_causal": causal, "scale": softmax_scale, "enable_gqa": True}
-        return rivals.scaled_dot_product_attention(*given, **scaled).transpose(1, 2)
+        return bench.scaled_dot_product_attention(*given, **scaled).transpose(1, 2)
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=flash))
     q, k, v = (torch.randn(2, heads, 33, 16) for heads in (4, 2, 2))
-    calls = rivals.rivals(q, k, v, True, 0.25)
+    calls = bench.rivals(q, k, v, True, 0.25)
     assert list(calls)[:2] == ["SDPA", "FlashAttention 2"]
     out = calls["FlashAttention 2"]().transpose(1, 2)
     torch.testing.assert_close(out, calls["SDPA"]())

@@ -22,7 +22,6 @@ from flexattn.frontend.compiled import (
     node,
     node_data,
     op,
-    seam,
     spec,
 )  # fmt: skip
 from flexattn.frontend.install import served
@@ -46,11 +45,11 @@ def inductor(monkeypatch):
 def test_the_seam_is_where_this_torch_has_it():
     from torch._inductor.lowering import lowerings
 
-    assert seam.open_seam() == ""
-    for name in (seam.NODE, seam.BACKWARD_NODE):
+    assert node.open_seam() == ""
+    for name in (node.NODE, node.BACKWARD_NODE):
         lowered = lowerings[getattr(torch.ops.higher_order, name)]
-        assert lowered.__module__ != seam.__name__ or lowered.__wrapped__
-        assert lowered.__code__.co_filename == seam.__file__
+        assert lowered.__module__ != node.__name__ or lowered.__wrapped__
+        assert lowered.__code__.co_filename == node.__file__
 
 
 def test_a_moved_seam_is_said_once_and_breaks_the_graph(monkeypatch, caplog):
@@ -59,7 +58,7 @@ def test_a_moved_seam_is_said_once_and_breaks_the_graph(monkeypatch, caplog):
     hop = torch.ops.higher_order.flex_attention
     monkeypatch.setitem(lowerings, hop, lambda query, key, value, node: None)
     with caplog.at_level(logging.WARNING, "flexattn"):
-        why, again = (seam.open_seam() for _ in range(2))
+        why, again = (node.open_seam() for _ in range(2))
     assert "query, key, value, node" in why and again == why
     assert [r.getMessage().count("break the graph") for r in caplog.records] == [1]
     monkeypatch.setattr(node, "_MOVED", why)
@@ -79,19 +78,19 @@ def test_torchs_lowering_serves_what_ours_leaves_and_sees_no_key_of_ours(monkeyp
 
     options = {spec.MARK: spec.VERSION, spec.own("SPLIT_KV"): 2, "BACKEND": "AUTO"}
     given = [*"qkv", "graph", (), 1.0, options, (), ()]
-    assert seam._ours(stock, lambda *_, options: None, 6)(*given) == "torch's"
-    assert seam._ours(stock, lambda *_, options: options, 6)(*given) == {"SPLIT_KV": 2}
+    assert node._ours(stock, lambda *_, options: None, 6)(*given) == "torch's"
+    assert node._ours(stock, lambda *_, options: options, 6)(*given) == {"SPLIT_KV": 2}
     assert [x[6] for x in seen] == [{"BACKEND": "AUTO"}]
     assert served == {"torch: a node it was left": 1, "flexattn: a node": 1}
     # A call of torch's function is torch's where we refuse it; one of ours is refused.
     refused = {**options, spec.own("NOPE"): 1}
     with pytest.raises(ConfigError, match="NOPE"):
-        seam._ours(stock, lowering.lower, 6)(*given[:6], refused, (), ())
+        node._ours(stock, lowering.lower, 6)(*given[:6], refused, (), ())
     refused[spec.INSTALLED] = True
-    assert seam._ours(stock, lowering.lower, 6)(*given[:6], refused, (), ()) == "torch's"
+    assert node._ours(stock, lowering.lower, 6)(*given[:6], refused, (), ()) == "torch's"
     assert seen[-1][6] == {"BACKEND": "AUTO"} and any("NOPE" in who for who in served)
     # Another's node passes as it is.
-    assert seam._ours(stock, None, 6)(*given[:6], {"BACKEND": "AUTO"}, (), ()) == "torch's"
+    assert node._ours(stock, None, 6)(*given[:6], {"BACKEND": "AUTO"}, (), ()) == "torch's"
 
 
 class Listed:
@@ -205,7 +204,7 @@ def test_torchs_backward_is_given_lists_by_key_that_nobody_made(monkeypatch, ind
 
     monkeypatch.setattr(lowering, "joint_agrees", lambda *_: False)
     monkeypatch.setitem(
-        lowerings, hop, seam._ours(stock, lowering.lower_backward, 11, lowering.with_lists_by_key)
+        lowerings, hop, node._ours(stock, lowering.lower_backward, 11, lowering.with_lists_by_key)
     )
     mask = flexattn.create_block_mask(causal, None, None, 40, 40, "cpu", 16)
     q, k, v = (x.requires_grad_() for x in inputs(1, 2, 2, 40, 40, 16))
@@ -260,7 +259,7 @@ def test_a_mod_that_no_kernel_computes_is_left_to_torch(inductor, monkeypatch, c
         taken.append(rest)
         return query, query, query
 
-    monkeypatch.setitem(lowerings, hop, seam._ours(stock, lowering.lower, 6))
+    monkeypatch.setitem(lowerings, hop, node._ours(stock, lowering.lower, 6))
 
     def refuse(*_):
         raise Refusal("uses an operation of tomorrow")

@@ -10,7 +10,7 @@ import flexattn
 from flexattn.catalogue import causal
 from flexattn.errors import UnsupportedError
 from flexattn.frontend import attention, install, on_cpu
-from flexattn.frontend.compiled import lowering, seam
+from flexattn.frontend.compiled import lowering, node
 from flexattn.settings import override
 from tests.compiled import compiling
 from tests.support import inputs
@@ -47,7 +47,7 @@ def test_a_node_on_the_cpu_is_torchs(monkeypatch, name):
         return take
 
     hop = torch.ops.higher_order.flex_attention
-    monkeypatch.setitem(lowerings, hop, seam._ours(took("torch"), lowering.lower, 6))
+    monkeypatch.setitem(lowerings, hop, node._ours(took("torch"), lowering.lower, 6))
     monkeypatch.setattr(lowering, "printed", took("ours"))
     mask = flexattn.create_block_mask(causal, None, None, 40, 40, "cpu", 16)
     call = partial(flexattn.flex_attention, block_mask=mask, **more)

@@ -9,7 +9,7 @@ import tomllib
 
 from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.neuron.interpreter import engines
-from flexattn.neuron.lint import findings
+from flexattn.neuron.run import findings
 from flexattn.neuron.source import render_nki, render_nki_combine
 from flexattn.problem import Shape
 from tests import neuron_stand_ins as stand_ins

@@ -3,7 +3,7 @@
 import pytest
 
 from flexattn.errors import KernelError
-from flexattn.neuron.lint import findings, lint
+from flexattn.neuron.run import findings, lint
 from tests.nki import kernel_of
 
 REFUSED = {

@@ -12,8 +12,7 @@ from flexattn.errors import ConfigError, KernelError, UnsupportedError
 from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.neuron.family import broken_rules, default_config, target_reasons, target_survey
 from flexattn.neuron.interpreter.interpret import interpret
-from flexattn.neuron.lint import lint
-from flexattn.neuron.run import prepare
+from flexattn.neuron.run import lint, prepare
 from flexattn.neuron.source import render_nki
 from flexattn.presets import files
 from flexattn.problem import Shape, kind_for

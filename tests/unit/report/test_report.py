@@ -11,8 +11,15 @@ from flexattn.errors import InputError
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records.record import Decision, Failed, Trial
 from flexattn.report import numbers, rivals
-from flexattn.report.numbers import FEWEST, importance
-from flexattn.report.roofline import limits_of, occupancy, reach, recorded_device, work
+from flexattn.report.numbers import (
+    FEWEST,
+    importance,
+    limits_of,
+    occupancy,
+    reach,
+    recorded_device,
+    work,
+)
 from flexattn.report.summary import summarize
 from tests.processes import ROOT
 from tests.records import HERE, decode_record, key, prefill_record

@@ -5,13 +5,13 @@ import torch
 
 from flexattn.catalogue import causal
 from flexattn.device import named
-from flexattn.measure.calls import saved_of
+from flexattn.measure.runner import saved_of
 from flexattn.runtime.backward import Gradients
 from flexattn.tuning.tasks import task_from
 from flexattn.tuning.workload import parse_workload
-from flexattn.verify import gradients as backward
+from flexattn.verify import made_up as backward
 from flexattn.verify.gate import Verdict
-from flexattn.verify.gradients import Differentiated, judge_of
+from flexattn.verify.made_up import Differentiated, judge_of
 
 CPU = torch.device("cpu")
 TABLE = torch.linspace(-1, 1, 3 * 90).view(3, 90)
