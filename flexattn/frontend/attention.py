@@ -179,7 +179,14 @@ def flex_attention(
     dropout by Philox4x32-7 (Salmon et al., SC11).
     """
     if block_mask is not None and hasattr(block_mask, "for_call"):  # a Selection
-        block_mask = block_mask.for_call(query, key)
+        beside = (
+            score_mod, kernel_options, sinks, q_descale, k_descale, v_descale, dropout_p or None,
+        )  # fmt: skip
+        chosen: Any = block_mask
+        if (apart := chosen.apart(query, key, value, enable_gqa, beside)) is not None:
+            call = *apart[:3], None, apart.mask, scale, True, return_lse
+            return apart.joined(flex_attention(*call, return_aux=return_aux))  # type: ignore
+        block_mask = chosen.for_call(query, key)
     given = (
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
         return_aux, sinks, q_descale, k_descale, v_descale, dropout_p,

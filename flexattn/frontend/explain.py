@@ -171,7 +171,14 @@ def explain(
         print(explain(q, k, v, block_mask=mask))
     """
     if isinstance(block_mask, Selection):
-        block_mask = block_mask.for_call(query, key)
+        beside = (
+            score_mod, kernel_options, sinks, q_descale, k_descale, v_descale, dropout_p or None,
+        )  # fmt: skip
+        apart = block_mask.apart(query, key, value, enable_gqa, beside)
+        if apart is None:
+            block_mask = block_mask.for_call(query, key)
+        else:
+            query, key, value, block_mask, _ = apart
     given = Call(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
         return_aux, sinks, q_descale, k_descale, v_descale, dropout_p,
@@ -196,7 +203,9 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
         template_why = "prefill alone is batch-invariant"
     elif asked.kind is None:
         device = detect(torch.device(call.q.device))
-        told = kind_for(problem, device.num_sms, structure.fp8, device.has_wgmma)
+        told = kind_for(
+            problem, device.num_sms, structure.fp8, device.has_wgmma, structure.sparsity
+        )
         template_why = told[1]
     language_why = _why_this_language(choice, asked)
     family = family_of(choice.config)

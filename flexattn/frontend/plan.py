@@ -101,14 +101,14 @@ def _problem(call: Call, masked: str, lists: Lists | None, target: Device) -> Pr
     _, Hkv, kv_len, head_dim_v = v.shape
     fp8 = q.dtype in FP8
     shape = Shape(B, Hq, Hkv, q_len, kv_len, head_dim, head_dim_v)
-    kind = chosen.kind or kind_for(shape, target.num_sms, fp8, target.has_wgmma)[0]
-    # Splits of the keys do not drop, and of a length that fills a GPU they are not invariant.
-    if call.dropout is not None or chosen.batch_invariant:
-        kind = "prefill"
     sparsity = None
     if lists is not None:
         assert call.block_mask is not None
         sparsity = lists.sparsity(call.block_mask.BLOCK_SIZE, Hq // Hkv)
+    kind = chosen.kind or kind_for(shape, target.num_sms, fp8, target.has_wgmma, sparsity)[0]
+    # Splits of the keys do not drop, and of a length that fills a GPU they are not invariant.
+    if call.dropout is not None or chosen.batch_invariant:
+        kind = "prefill"
     return make_problem(
         kind,  # type: ignore[arg-type]
         checks.kernel_dtype(q.dtype),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, and_masks, noop_mask
+from torch.nn.attention.flex_attention import AuxOutput, BlockMask, and_masks, noop_mask
 
 from flexattn.block_mask.chosen import ChosenBlocks, dense_choices
 from flexattn.block_mask.lists import kept_tensors, lazy_mask, lists_of
 from flexattn.catalogue.masks import causal as causal_mask
 from flexattn.errors import InputError, InputTypeError, PlaceError, UnsupportedError
+from flexattn.kernels.block_mask.chosen import MOST_CHOSEN
 from flexattn.mods.expr import MaskMod
+from flexattn.problem import DTYPES
 from flexattn.problem.mask_lists import keep_class
+from flexattn.settings import current
 
 # Rows and keys of blocks that kernels walk are multiples of this; other choices are a mask.
 _WALKED = 16
@@ -22,6 +25,32 @@ _WALKED = 16
 _BLOCK = 128
 # Elements of the map of choices that such a mask reads.
 _MOST_MAPPED = 2**32
+# Operations of a dense kernel in the time in which a kernel that reads what single rows chose gets
+# a byte of K and V from L2: 530 TFLOP/s beside 4.2 TB/s on an H200.
+_FLOPS_OF_A_BYTE = 126
+# Query rows, of all heads of a group, of that kernel's highest tile.
+_MOST_GATHERED = 64
+
+
+class Apart(NamedTuple):
+    """A call whose key heads are batches, so that a tile has a group's heads of few rows.
+
+    q [B * Hkv, group, L, E], k, v [B * Hkv, 1, S, E]: views. mask: lists of each row's blocks.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: BlockMask
+    batch: int
+
+    def joined(self, found: Any) -> Any:
+        """What flex_attention gave, with heads in their places."""
+        if isinstance(found, AuxOutput):
+            return AuxOutput(self.joined(found.lse), self.joined(found.max_scores))
+        if isinstance(found, tuple):
+            return tuple(map(self.joined, found))
+        return None if found is None else found.unflatten(0, (self.batch, -1)).flatten(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +66,8 @@ class Selection:
 
     The host reads no number of it, and k alone is a size: one launch and one CUDA graph serve
     whatever is chosen. Choices whose rows and unit are multiples of 16 are lists of blocks that
-    kernels walk. Others are a map that a mask reads: all keys are visited that some row of 128
-    chose. A Selection has no gradient.
+    kernels walk. What few rows of a long sequence chose is gathered. Others are a map that a mask
+    reads: all keys are visited that some row of 128 chose. A Selection has no gradient.
 
     Raises InputError and InputTypeError for tensors that do not fit.
     """
@@ -127,8 +156,74 @@ class Selection:
         lengths = q.shape[2], k.shape[2]
         if self.rows % _WALKED or self.unit % _WALKED:
             return self._mapped(q, lengths)
+        if not torch.compiler.is_dynamo_compiling():
+            return self._listed(q.shape[1], lengths)
         given, counts = self.mask_mod, self.counts
-        chosen = ChosenBlocks(
+        # Backends that compute a node by plain operations read its mask_mod alone.
+        lists = self._chosen().by_torch(q.shape[1] if self.indices.shape[1] > 1 else 1, lengths)
+        units = -(-lengths[1] // self.unit)
+        kept = self._among(dense_choices(self.indices, counts, units), q.shape[1])
+        mask_mod = kept if given is None else and_masks(kept, given)
+        return _traced(lists, (self.rows, self.unit), mask_mod, lengths)
+
+    def apart(
+        self, q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, beside: tuple[Any, ...]
+    ) -> Apart | None:
+        """The call as a kernel reads what single rows chose; None where a map is read instead.
+
+        beside: a call's other arguments, None where they are not given: with one of them, and
+        with gradients, whose lists a backward walks, a map is read. Sizes decide, and no number
+        of the choice: a dense kernel computes all pairs, this one reads the keys of each row for
+        each key head.
+        """
+        if torch.compiler.is_dynamo_compiling() or any(each is not None for each in beside):
+            return None
+        if not self.rows % _WALKED or self.unit % _WALKED:
+            return None
+        self._check(q, k)
+        (B, Hq, L, D), (_, Hkv, S, Dv) = q.shape, v.shape
+        group = Hq // max(1, Hkv)
+        given, heads, _, chosen = self.indices.shape
+        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        if (
+            wanted
+            or not (enable_gqa or Hq == Hkv)
+            or not (q.is_cuda or current().interpret)
+            or q.dtype not in DTYPES
+            or not q.dtype == k.dtype == v.dtype
+            or not B == k.shape[0] == v.shape[0]
+            or self.rows * group > _MOST_GATHERED
+            or self.mask_mod not in (None, causal_mask)
+            or (given, heads) not in ((B, Hkv), (1, 1))
+            or not 0 < chosen <= MOST_CHOSEN
+            or current().batch_invariant
+        ):
+            return None
+        dense = 2 * (D + Dv) * group * S / (1 if self.mask_mod is None else 2)
+        gathered = min(chosen * self.unit, S) * (D + Dv) * q.itemsize
+        if gathered * _FLOPS_OF_A_BYTE > dense:
+            return None
+        try:
+            parts = [x.view(B * Hkv, -1, *x.shape[2:]) for x in (q, k, v)]
+        except RuntimeError:  # heads lie outside of batches
+            return None
+        indices, counts = (
+            None if x is None else x.reshape(-1, 1, *x.shape[2:])
+            for x in (self.indices, self.counts)
+        )
+        assert indices is not None
+        alone = Selection(indices, counts, self.unit, self.rows, self.mask_mod)
+        one, key, value = parts
+        return Apart(one, key, value, alone._listed(group, (L, S)), B)
+
+    def _listed(self, heads: int, lengths: tuple[int, int]) -> BlockMask:
+        """The mask of lists of the blocks that each block of rows chose."""
+        given = self.mask_mod
+        return self._chosen().mask(heads, lengths, noop_mask if given is None else given)
+
+    def _chosen(self) -> ChosenBlocks:
+        given, counts = self.mask_mod, self.counts
+        return ChosenBlocks(
             self.indices.contiguous(),
             None if counts is None else counts.to(torch.int32).contiguous(),
             self.rows,
@@ -136,14 +231,6 @@ class Selection:
             given is not None,
             given is causal_mask,
         )
-        if torch.compiler.is_dynamo_compiling():
-            # Backends that compute a node by plain operations read its mask_mod alone.
-            lists = chosen.by_torch(q.shape[1] if self.indices.shape[1] > 1 else 1, lengths)
-            units = -(-lengths[1] // self.unit)
-            kept = self._among(dense_choices(self.indices, counts, units), q.shape[1])
-            mask_mod = kept if given is None else and_masks(kept, given)
-            return _traced(lists, (self.rows, self.unit), mask_mod, lengths)
-        return chosen.mask(q.shape[1], lengths, noop_mask if given is None else given)
 
     def _check(self, q: Tensor, k: Tensor) -> None:
         B, heads, rows, _ = self.indices.shape

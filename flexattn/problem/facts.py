@@ -8,7 +8,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.problem.problem import NEAR_BYTES, Fp32Products, Kind, Layout, Problem, Shape
+from flexattn.problem.problem import (
+    NEAR_BYTES,
+    Fp32Products,
+    Kind,
+    Layout,
+    Problem,
+    Shape,
+    Sparsity,
+)
 
 
 class TensorFacts(NamedTuple):
@@ -131,7 +139,11 @@ _WIDEST = 256
 
 
 def kind_for(
-    sizes: Shape | Problem, num_sms: int, fp8: bool = False, packs: bool = False
+    sizes: Shape | Problem,
+    num_sms: int,
+    fp8: bool = False,
+    packs: bool = False,
+    sparsity: Sparsity | None = None,
 ) -> tuple[Kind, str]:
     """Decode or prefill for these lengths, with the reason in words.
 
@@ -139,11 +151,14 @@ def kind_for(
     cache. Prefill's tiles are then few, so SMs are idle, or mostly empty. Decode packs a group's
     heads into its tiles and splits the keys over all SMs, but multiplies at a lower rate. It is
     chosen where it is expected to be faster. packs: two heads of a group share a tile of prefill's
-    that either would half fill (Hopper's, in 16 bits).
+    that either would half fill (Hopper's, in 16 bits). sparsity: of a mask, whose blocks of fewer
+    rows than a tile's fill one with the heads of a group.
     """
     q_len, group = sizes.q_len, sizes.Hq // sizes.Hkv
     if fp8:
         return "prefill", "fp8 has no decode template"
+    if sparsity is not None and sparsity.q_block < FEW_ROWS and not sparsity.per_head:
+        return "decode", f"the mask's blocks have {sparsity.q_block} rows, a tile a group's heads"
     if q_len <= FEW_ROWS:
         return "decode", f"q_len {q_len} is at most {FEW_ROWS}"
     if sizes.kv_len >= _CHUNKED * max(q_len, _PREFILL_ROWS):

@@ -117,17 +117,17 @@ def task_from(
     lists = by_key = sparsity = None
     name = ""
     fp8 = row.dtype in FP8.values()
-    kind = row.kind or kind_for(shape, device.num_sms, fp8, device.has_wgmma)[0]
     if mask_mod is not None and mask is not None:
         block_mask = _block_mask(mask_mod, mask, row, where)
         name = mask_class(block_mask)
         lists = Lists.of(block_mask)
-        if kind == "backward":
+        if row.kind == "backward":
             lists, by_key = BothLists.of(block_mask)
-        group = 1 if kind == "backward" else shape.Hq // shape.Hkv
+        group = 1 if row.kind == "backward" else shape.Hq // shape.Hkv
         sparsity = lists.sparsity(row.block_size, group)
         cpu = torch.device("cpu")
         lists, by_key = lists.to(cpu), by_key and by_key.to(cpu)
+    kind = row.kind or kind_for(shape, device.num_sms, fp8, device.has_wgmma, sparsity)[0]
     scale = checks.check_scale(row.scale, shape.D)
     setting = torch_setting() if row.dtype == "float32" else "ieee"
     dims = shape.D, shape.Dv

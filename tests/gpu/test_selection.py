@@ -5,6 +5,7 @@ import torch
 
 from flexattn import Selection, flex_attention
 from flexattn.catalogue import causal, sliding_window
+from flexattn.frontend import selection as selection_module
 from flexattn.settings import override
 from tests.selections import (
     assert_gradients,
@@ -49,6 +50,19 @@ def chosen(seed, unit, rows, mask_mod=causal, heads=2, length=1000, k=4):
 def test_forward(unit, rows, heads, mask_mod):
     q, k, v = made(unit)
     selection = chosen(rows, unit, rows, mask_mod, heads)
+    assert_right(selection, q, k, v)
+
+
+@pytest.mark.parametrize("mask_mod", [None, causal], ids=["", "causal"])
+@pytest.mark.parametrize(
+    ("unit", "rows", "Hq"), [(64, 1, 32), (32, 4, 8), (64, 1, 2), (16, 2, 40)]
+)
+def test_what_single_rows_choose_is_gathered(unit, rows, Hq, mask_mod, monkeypatch):
+    """Of long sequences; here of any."""
+    monkeypatch.setattr(selection_module, "_FLOPS_OF_A_BYTE", 0)
+    q, k, v = made(unit, Hq)
+    selection = chosen(rows, unit, rows, mask_mod, k=9)
+    assert selection.apart(q, k, v, True, ()) is not None
     assert_right(selection, q, k, v)
 
 

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import AuxRequest
 
-from flexattn import Selection
+from flexattn import Selection, explain, flex_attention
 from flexattn.catalogue import causal
+from flexattn.frontend import selection as selection_module
 from flexattn.frontend.launch_cache import launch_cache
 from flexattn.runtime import key_lists
 from flexattn.runtime.build import TritonLaunch
@@ -101,3 +103,58 @@ def test_topk_of_scores():
     selection = Selection.from_topk(scores, 3, unit=32, rows=64, causal=True)
     assert selection.indices[0, 0, 0].max() < 2  # two blocks begin before row 64
     assert_right(selection, q, k, v)
+
+
+GATHERED = {
+    "rows": {},
+    "rows of four": {"rows": 4, "group": 2},
+    "group of one": {"group": 1},
+    "tall": {"group": 20, "Hkv": 1},
+    "all keys": {"mask_mod": None},
+    "two batches": {"batch": 2},
+    "shared": {"shared": True},
+    "counted": {"counted": True},
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_what_single_rows_choose_is_gathered(name, monkeypatch):
+    """A key head's group fills a tile; forward alone, and where a dense kernel is not faster."""
+    about = {
+        "rows": 1, "group": 4, "Hkv": 2, "batch": 1, "mask_mod": causal, "shared": False,
+        "counted": False, **GATHERED[name],
+    }  # fmt: skip
+    Hkv, batch, rows = about["Hkv"], about["batch"], about["rows"]
+    q, k, v = made((batch, Hkv * about["group"], Hkv, 37, 83))
+    draw = torch.Generator().manual_seed(len(name))
+    shape = (1, 1) if about["shared"] else (batch, Hkv)
+    shape = *shape, -(-37 // rows), 3
+    indices = torch.randint(-1, 8, shape, generator=draw)
+    counts = torch.randint(0, 4, shape[:3], generator=draw) if about["counted"] else None
+    selection = Selection(indices, counts, 16, rows, about["mask_mod"])
+    assert selection.apart(q, k, v, True, ()) is None
+    monkeypatch.setattr(selection_module, "_FLOPS_OF_A_BYTE", 0)
+    assert selection.apart(q, k, v, True, ()) is not None
+    assert_right(selection, q, k, v)
+    kernels = {each.problem.structure.kind for each in launch_cache.launches()}
+    assert "decode" in kernels
+    assert selection.apart(q, k, v, True, (torch.ones(1),)) is None
+    assert selection.apart(q.requires_grad_(), k, v, True, ()) is None
+    with torch.no_grad():
+        aux = flex_attention(
+            q, k, v, block_mask=selection, enable_gqa=True, return_aux=AuxRequest(True, True)
+        )[1]
+        assert aux.lse.shape == aux.max_scores.shape == q.shape[:3]
+    assert explain(q.detach(), k, v, block_mask=selection, enable_gqa=True).template == "decode"
+
+
+def test_heads_outside_of_batches_are_not_gathered(monkeypatch):
+    monkeypatch.setattr(selection_module, "_FLOPS_OF_A_BYTE", 0)
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in made((2, 4, 2, 33, 40)))
+    indices = torch.randint(0, 3, (2, 2, 33, 2), generator=torch.Generator().manual_seed(0))
+    selection = Selection(indices, None, 16, 1, causal)
+    assert selection.apart(q, k, v, True, ()) is None
+    assert_right(selection, q, k, v)
+    one = Selection(indices[:1], None, 16, 1, causal)
+    assert one.apart(q[:1], k[:1], v[:1], True, ()) is not None
+    assert_right(one, q[:1], k[:1], v[:1])

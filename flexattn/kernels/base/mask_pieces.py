@@ -91,8 +91,11 @@ def print_mask(
     first = View(q_idx="row_start", by_row=False, dtype="int32")
     last = replace(first, q_idx=f"(row_start + {positions} - 1)")
     once = span.rest is not None and asked_once(span.rest, tile)
+    # What is the same for all keys of a tile is asked of the first one, in each row.
+    by_tile = span.rest is not None and tile is not None and asked_once(span.rest, (0, tile[1]))
+    asked = View(kv_idx="start_n") if by_tile else View()
     pieces = MaskPieces(
-        piece("mask", span.rest, replace(first, kv_idx="start_n", dtype="") if once else View()),
+        piece("mask", span.rest, replace(first, kv_idx="start_n", dtype="") if once else asked),
         piece("low", span.low, column),
         piece("high", span.high, column),
         piece("last_low", span.low, last),
@@ -101,7 +104,7 @@ def print_mask(
     if span.is_prefix:
         of_run = replace(first, q_idx="first_row", by_key=False)
         pieces = replace(pieces, under=piece("under", span.high, of_run))
-    if once or not exchanges or not form.rest_loads_keys_alone:
+    if once or by_tile or not exchanges or not form.rest_loads_keys_alone:
         return pieces
     by_thread = piece("mask", span.rest, View(kv_idx="key_of_thread"))
     later = piece("mask", span.rest, View(early=_BY_KEY))

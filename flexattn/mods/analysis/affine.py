@@ -228,8 +228,9 @@ def same_in_tiles(expr: Expr, rows: int, keys: int) -> bool:
     """True if an Expr is one value in every tile of rows x keys that begins at a multiple of both.
 
     So it is where positions are only divided by numbers that these divide: tables of blocks.
+    rows: 0 asks about the keys of each row alone.
     """
-    sizes = {"q_idx": rows, "kv_idx": keys}
+    sizes = {"q_idx": rows, "kv_idx": keys} if rows else {"kv_idx": keys}
     for node in walk(expr):
         for place, arg in enumerate(node.args):
             size = sizes.get(str(arg.value)) if arg.op == "var" else None

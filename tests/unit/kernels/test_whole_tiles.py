@@ -34,12 +34,15 @@ TABLE = torch.ones(64, 64, dtype=torch.bool)
         (lambda b, h, q_idx, kv_idx: 128 // (q_idx + 1) > kv_idx // 128, 64, 128, False),
         (causal, 64, 128, False),
         (lambda b, h, q_idx, kv_idx: h > 1, 64, 128, True),
+        (lambda b, h, q_idx, kv_idx: q_idx >= 128 * (kv_idx // 128), 0, 128, True),
+        (lambda b, h, q_idx, kv_idx: q_idx >= 64 * (kv_idx // 64), 0, 128, False),
     ],
 )
 def test_masks_of_one_value_a_tile(mask_mod, rows, keys, same):
     assert same_in_tiles(bind(mask_mod, "mask").mod.expr, rows, keys) is same
     q = torch.arange(2 * 384).view(2, -1, 1)
     kept = mask_mod(torch.tensor(0), torch.tensor(0), q.view(-1, 1), torch.arange(512))
+    rows = rows or 1
     tiles = kept.expand(768, 512).view(768 // rows, rows, 512 // keys, keys)
     whole = (tiles.all(3).all(1) | ~tiles.any(3).any(1)).all()
     assert whole or not same
@@ -52,6 +55,23 @@ def test_a_table_of_blocks_is_asked_once_a_tile():
     text = render(wanted.structure, config, H200, "blocks").text
     asked = [line for line in text.splitlines() if "gl.load(mask_" in line]
     assert asked and all("start_n" in line and "kv_idx" not in line for line in asked)
+
+
+@pytest.mark.parametrize("runs", [False, True], ids=["lists", "runs"])
+def test_what_rows_choose_by_blocks_is_asked_once_a_row(runs):
+    """A load for every score took 1.6 of the time: 3,327 us beside 2,076 (NSA at 8k, H200)."""
+    chosen = torch.ones(2, 8192, 128, dtype=torch.bool)
+
+    def among(b, h, q_idx, kv_idx):
+        return chosen[h // 16, q_idx, kv_idx // 64] & (q_idx >= kv_idx)
+
+    wanted = problem(mask_mod=among, has_full=False, per_head=True, runs=runs)
+    config = default(wanted, H200, "gluon")
+    assert config.BLOCK_N == 64
+    text = render(wanted.structure, config, H200, "chosen").text
+    asked = [line for line in text.splitlines() if "mask_1 = " in line]
+    assert asked and all(line.endswith("(start_n // 64)") for line in asked)
+    assert "kv_idx" not in text.split("import triton")[1]
 
 
 @pytest.mark.parametrize(("D", "divisor"), [(128, 16), (96, 16), (72, 8), (20, 4)])

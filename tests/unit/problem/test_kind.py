@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from flexattn.problem import Shape, kind_for
+from flexattn.problem import Shape, Sparsity, kind_for
 
 SMS = 132
 CHUNKS = Path(__file__).parents[3] / "bench/results/h200-chunks.json"
@@ -21,6 +21,13 @@ def test_a_handful_of_rows_decodes(heads):
     for B, keys in ((1, 1), (1, 2**20), (128, 4096)):
         assert kind(B, *heads, 16, keys) == "decode"
         assert kind(B, *heads, 16, keys, fp8=True) == "prefill"
+
+
+def test_blocks_of_few_rows_fill_tiles_with_heads():
+    few, own = (Sparsity(1, 64, True, per_head) for per_head in (False, True))
+    assert kind(4, 16, 1, 65536, 65536, sparsity=few) == "decode"
+    assert kind(4, 16, 1, 65536, 65536, sparsity=own) == "prefill"
+    assert kind(4, 16, 1, 65536, 65536, sparsity=Sparsity(16, 64, True, False)) == "prefill"
 
 
 @pytest.mark.parametrize(
