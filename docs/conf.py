@@ -19,10 +19,11 @@ project = "flexattn"
 version = release = flexattn.__version__
 author = "the flexattn authors"
 extensions = [
-    "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton",
+    "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton",
 ]  # fmt: skip
 default_role = "code"  # `name` in a docstring
-source_suffix = {".md": "markdown"}
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
+nb_execution_mode = "off"  # they are stored with their results
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_static_path = ["manual.css"]
