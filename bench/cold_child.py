@@ -106,7 +106,7 @@ def export(kind: str, out: Path) -> dict[str, Any]:
     from flexattn.records.store import Store
     from flexattn.runtime.launch import Lists
     from flexattn.tuning.builds import compilers
-    from flexattn.tuning.subject import SILENT, method_for
+    from flexattn.tuning.evaluator import SILENT, method_for
     from flexattn.tuning.tuner import GpuTuner
     from flexattn.tuning.workload import policy_for
 

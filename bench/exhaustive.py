@@ -18,8 +18,8 @@ from flexattn.device import detect
 from flexattn.errors import FlexAttnError
 from flexattn.records.record import SCHEMA, Record, slug
 from flexattn.tuning.builds import compilers
+from flexattn.tuning.evaluator import SILENT, Method
 from flexattn.tuning.replay import Study, save
-from flexattn.tuning.subject import SILENT, Method
 from flexattn.tuning.tuner import GpuTuner, build_ahead
 
 

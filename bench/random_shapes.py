@@ -34,7 +34,7 @@ from flexattn.records.record import Record, key_of
 from flexattn.records.store import Store
 from flexattn.settings import override
 from flexattn.tuning.campaign import environment_of
-from flexattn.tuning.subject import method_for
+from flexattn.tuning.evaluator import method_for
 from flexattn.tuning.tasks import plan_task
 from flexattn.tuning.workload import Row as Call, ServedRow
 

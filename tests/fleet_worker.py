@@ -8,10 +8,9 @@ import os
 import sys
 import time
 
-from flexattn.tuning.evaluator import Evaluator
+from flexattn.tuning.evaluator import SILENT, Evaluator, Method
 from flexattn.tuning.fleet import HELD, Heartbeat, SharedTuning
 from flexattn.tuning.replay import ReplayMeasurer, load_study
-from flexattn.tuning.subject import SILENT, Method
 
 HEARTBEAT = Heartbeat(beat_s=1, grace_s=8)
 METHOD = Method(provenance="replay", rounds=3)

@@ -7,7 +7,7 @@ from flexattn.records.record import Gated
 from flexattn.records.store import Store
 from flexattn.settings import override
 from flexattn.tuning.builds import compilers
-from flexattn.tuning.subject import SILENT, Method
+from flexattn.tuning.evaluator import SILENT, Method
 from flexattn.tuning.tuner import GpuTuner
 
 

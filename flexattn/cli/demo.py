@@ -50,7 +50,7 @@ from flexattn.report.page import write_page
 from flexattn.settings import child_environment, current, override
 from flexattn.tuning.builds import BuiltConfig, Pool, build_all, compilers
 from flexattn.tuning.campaign import Campaign
-from flexattn.tuning.subject import Method, method_for
+from flexattn.tuning.evaluator import Method, method_for
 from flexattn.tuning.tasks import task_of, tasks
 from flexattn.tuning.tuner import GpuTuner
 

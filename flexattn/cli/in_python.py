@@ -21,7 +21,7 @@ from flexattn.measure.task import Task
 from flexattn.mods.expr import ScoreMod
 from flexattn.records.store import Store
 from flexattn.runtime.launch import Lists
-from flexattn.tuning.subject import method_for
+from flexattn.tuning.evaluator import method_for
 from flexattn.tuning.workload import policy_for
 from flexattn.verify.oracle import moved
 

@@ -55,8 +55,7 @@ from flexattn.tuning.campaign import (
     environment_of,
     pending,
 )
-from flexattn.tuning.evaluator import settle
-from flexattn.tuning.subject import Method, method_for
+from flexattn.tuning.evaluator import Method, method_for, settle
 from flexattn.tuning.tasks import NOTE, distinct, task_of, untuned_tasks
 from flexattn.tuning.tuner import GpuTuner, Plugin, build_ahead, plugin_of
 from flexattn.tuning.workload import read

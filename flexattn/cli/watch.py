@@ -13,7 +13,7 @@ from rich.progress import (
 
 from flexattn.cli.terminal import tell
 from flexattn.measure.process import Closing
-from flexattn.tuning.subject import Progress
+from flexattn.tuning.evaluator import Progress
 from flexattn.util.text import one_line
 
 

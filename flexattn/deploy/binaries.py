@@ -31,7 +31,7 @@ from flexattn.runtime.dispatch import chosen
 from flexattn.runtime.kernel_store import KernelStore
 from flexattn.runtime.outcomes import memory
 from flexattn.settings import current, override
-from flexattn.tuning.subject import SILENT, Progress
+from flexattn.tuning.evaluator import SILENT, Progress
 
 _Mods = Iterable[tuple[Callable[..., Any], str]]
 # (lse, max_scores) of flex_attention's calls: with no statistics, and with return_lse.

@@ -33,7 +33,7 @@ from flexattn.neuron.source import NkiSource
 from flexattn.records.record import Failed, Gated, Record, Stage, key_of
 from flexattn.settings import neuron_environment, nrtpy_python
 from flexattn.tuning.builds import BuiltConfig
-from flexattn.tuning.subject import SILENT, Method, Progress, Subject
+from flexattn.tuning.evaluator import SILENT, Method, Progress, Subject
 from flexattn.tuning.tuner import tune_subject
 from flexattn.verify.oracle import Judge, make_inputs, oracle
 

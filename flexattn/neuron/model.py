@@ -33,7 +33,7 @@ from flexattn.neuron.schedule import Part
 from flexattn.problem import DTYPES, Kind
 from flexattn.records.environment import NO_TEXT, bare, closure
 from flexattn.records.record import SCHEMA, Decision, Environment, Failed, Record, Trial, key_of
-from flexattn.tuning.subject import SILENT, Progress
+from flexattn.tuning.evaluator import SILENT, Progress
 
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 # Of a longer schedule a sample is walked, and scaled.

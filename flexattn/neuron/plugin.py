@@ -20,7 +20,7 @@ from flexattn.neuron.source import render_nki, render_nki_combine
 from flexattn.problem import Problem
 from flexattn.records.record import Environment, Record
 from flexattn.tuning.campaign import TuneTask
-from flexattn.tuning.subject import Method, Progress
+from flexattn.tuning.evaluator import Method, Progress
 from flexattn.tuning.tuner import PluginKernel
 
 

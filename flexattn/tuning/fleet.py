@@ -25,9 +25,8 @@ from flexattn.errors import CacheError, InputError, UnsupportedError
 from flexattn.records.codec import decode, decode_record, encode, encode_record
 from flexattn.records.record import Record, slug
 from flexattn.settings import log
-from flexattn.tuning.evaluator import Entry, Evaluator
+from flexattn.tuning.evaluator import FOR_SCREENING, Entry, Evaluator, Method, Subject
 from flexattn.tuning.search import SHARE, Axes, distributions, quiet_optuna, sampler_of, tell_cost
-from flexattn.tuning.subject import FOR_SCREENING, Method, Subject
 from flexattn.util.locks import renewed
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -15,7 +15,7 @@ from flexattn.measure.task import Task
 from flexattn.records.codec import decode, encode, lines, whole_trials
 from flexattn.records.record import SCHEMA, Environment, Failed, Gated, Key, Policy, Trial
 from flexattn.tuning.builds import BuiltConfig
-from flexattn.tuning.subject import Subject
+from flexattn.tuning.evaluator import Subject
 from flexattn.util.files import publish
 
 _MAX_BYTES = 32 * 2**20

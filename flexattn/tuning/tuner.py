@@ -29,18 +29,20 @@ from flexattn.records.record import Environment, Record, Sizes, key_of
 from flexattn.runtime.launch import Outputs
 from flexattn.tuning.builds import BuiltConfig, Pool, build_all, orders_for
 from flexattn.tuning.campaign import TuneTask, environment_of
-from flexattn.tuning.evaluator import BuildConfigs, Evaluator, Journal
-from flexattn.tuning.fleet import SharedTuning
-from flexattn.tuning.search import Everything, Guided
-from flexattn.tuning.subject import (
+from flexattn.tuning.evaluator import (
     FOR_SCREENING,
     SILENT,
     USUAL,
+    BuildConfigs,
+    Evaluator,
+    Journal,
     Method,
     Progress,
     Subject,
     subject_of,
 )
+from flexattn.tuning.fleet import SharedTuning
+from flexattn.tuning.search import Everything, Guided
 
 # Winners of other environments and of near sizes that are looked at first.
 SEEDS = 6

@@ -18,8 +18,8 @@ from flexattn.problem import Shape
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.record import Failed, Gated
 from flexattn.settings import override
+from flexattn.tuning.evaluator import method_for
 from flexattn.tuning.race import replay_study
-from flexattn.tuning.subject import method_for
 from tests import neuron_stand_ins as stand_ins
 from tests.processes import ROOT
 from tests.unit.neuron.test_nki_model import task_of

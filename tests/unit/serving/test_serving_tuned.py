@@ -19,12 +19,12 @@ from flexattn.records.environment import environment
 from flexattn.records.layers import find
 from flexattn.records.record import Decision, Gated, Policy, Record, Trial, key_of, sizes_of
 from flexattn.records.store import Store
-from flexattn.runtime import dispatch
+from flexattn.runtime import candidates
 from flexattn.serving.kernels import plan_candidates
 from flexattn.serving.verified import batch_lengths
 from flexattn.settings import current, override
 from flexattn.tuning.builds import orders_for
-from flexattn.tuning.subject import subject_of
+from flexattn.tuning.evaluator import subject_of
 from flexattn.tuning.tasks import serving_task
 from tests.problems import H200, served, serving_candidates
 
@@ -70,7 +70,7 @@ def nothing_shipped(monkeypatch):
 
 def found(made, lengths="", device=H200):
     if device.backend == "interpreter" or current().mode == "off":
-        return dispatch._tuned(made.problem, device, None)
+        return candidates._tuned(made.problem, device, None)
     return find(replace(made.problem, mask_class=lengths), device)
 
 

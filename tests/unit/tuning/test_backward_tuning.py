@@ -23,7 +23,7 @@ from flexattn.records.why import why
 from flexattn.runtime.candidates import candidates_of
 from flexattn.runtime.key_lists import BothLists
 from flexattn.settings import override
-from flexattn.tuning.subject import subject_of
+from flexattn.tuning.evaluator import subject_of
 from flexattn.tuning.tasks import distinct, task_from, task_of
 from flexattn.tuning.workload import parse_workload
 from tests.problems import H200

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from flexattn.errors import InputError
+from flexattn.tuning.evaluator import Method
 from flexattn.tuning.fleet import Heartbeat, SharedStudy, connect, study_name
 from flexattn.tuning.race import replay_study
 from flexattn.tuning.replay import ReplayMeasurer, save
 from flexattn.tuning.search import Axes
-from flexattn.tuning.subject import Method
 from tests import postgres
 from tests.fleet_worker import HEARTBEAT, METHOD, tune_shared_subject
 from tests.processes import started

@@ -8,10 +8,9 @@ import pytest
 from bench.exhaustive import study_of
 from flexattn.errors import CacheError
 from flexattn.records.codec import whole_trials
-from flexattn.tuning.evaluator import NOT_TRIED
+from flexattn.tuning.evaluator import NOT_TRIED, Method
 from flexattn.tuning.race import cost
 from flexattn.tuning.replay import ReplayMeasurer, load_study, loads, save
-from flexattn.tuning.subject import Method
 from flexattn.tuning.tuner import tune_subject
 from tests.studies import decode_configs, study
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import optuna
 import pytest
 
+from flexattn.tuning.evaluator import Method
 from flexattn.tuning.race import cost, replay_study
 from flexattn.tuning.replay import ReplayMeasurer, load_study, stored
 from flexattn.tuning.search import Axes, Everything, Guided
-from flexattn.tuning.subject import Method
 from flexattn.tuning.tuner import tune_subject
 from tests.studies import decode_configs, prefill_configs, study
 

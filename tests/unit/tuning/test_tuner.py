@@ -10,10 +10,9 @@ import pytest
 from flexattn.errors import MeasureError
 from flexattn.records.codec import decode, decode_record, encode_record
 from flexattn.records.record import Failed, Gated
-from flexattn.tuning.evaluator import NOT_TRIED, Entry, Journal
+from flexattn.tuning.evaluator import NOT_TRIED, Entry, Journal, Method, method_for
 from flexattn.tuning.race import HOPELESS, TrialTable, looks, replay_study
 from flexattn.tuning.replay import ReplayMeasurer
-from flexattn.tuning.subject import Method, method_for
 from flexattn.tuning.tuner import tune_subject
 from tests.studies import FINE, decode_configs, study
 

@@ -13,7 +13,7 @@ from flexattn.records.record import Gated
 from flexattn.records.store import Store
 from flexattn.tuning import builds, tuner
 from flexattn.tuning.builds import Pool
-from flexattn.tuning.subject import method_for
+from flexattn.tuning.evaluator import method_for
 from flexattn.tuning.tasks import task_of
 from flexattn.tuning.workload import parse_workload
 from tests.problems import H200
