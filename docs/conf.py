@@ -24,6 +24,7 @@ extensions = [
 default_role = "code"  # `name` in a docstring
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 nb_execution_mode = "off"  # they are stored with their results
+myst_enable_extensions = ["dollarmath"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_static_path = ["manual.css"]
