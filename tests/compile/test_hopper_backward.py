@@ -40,6 +40,7 @@ MODS = {
     "causal": {"mask_mod": causal, "runs": True},
     "lists": {"mask_mod": causal},
     "window": {"mask_mod": sliding_window(1000), "runs": True},
+    "blocks of 64": {"mask_mod": causal, "block": (64, 64)},
     "documents": {"mask_mod": DOCUMENTS, "runs": True},
     "packed": {"mask_mod": PACKED, "runs": True},
     "near": {"mask_mod": and_masks(DOCUMENTS, sliding_window(1000)), "runs": True},

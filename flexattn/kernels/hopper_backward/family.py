@@ -69,6 +69,9 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
         yield from _of_packs(problem)
         return
     width, plain = columns(structure), _few_registers(structure)
+    if width <= 128 and structure.sparsity is not None and structure.sparsity.kv_block % 128:
+        yield from _of_short_blocks(problem)
+        return
     # Tall tiles have 64 registers of scores, and as many of their gradients.
     tiles = {64: (_TALL, _WIDE) if plain else (_WIDE,), 128: (_WIDE,)}.get(width, (_SPLIT,))
     for each in tiles:
@@ -97,6 +100,19 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
         elif structure.score is None and not structure.dropout and _keeps_weights(problem):
             yield _by_product(config)
         yield config
+
+
+def _of_short_blocks(problem: Problem) -> Iterator[HopperBackwardConfig]:
+    """Configs for masks whose blocks of 64 keys no tile of 128 fits, of up to 128 columns.
+
+    Each dQ of 64 x 64 weights is added as often as of two tiles of 128 keys.
+    """
+    structure = problem.structure
+    config = at_sizes(replace(_SPLIT, remat=True), problem)
+    if structure.score is None and not structure.dropout and _keeps_weights(problem):
+        yield _by_product(config)
+    yield replace(config, dq_tma=True, ds_stages=2, early_lse="all")
+    yield config
 
 
 def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
