@@ -277,7 +277,7 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), k, v
 
 
-def bind_on(fn: Callable[..., Any], kind: str, q: Tensor) -> tuple[Bound, Identity | None]:
+def bind_on(fn: Callable[..., Any] | Bound, kind: str, q: Tensor) -> tuple[Bound, Identity | None]:
     """Trace a mod; what it captures is on q's device, with negative bits resolved.
 
     A plug-in reads it on the host, wherever it is.

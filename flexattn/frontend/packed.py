@@ -50,7 +50,7 @@ def attend_packed(
     v: Tensor,
     cu_seqlens: tuple[Tensor, Tensor],
     score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
+    mask_mod: MaskMod | Bound | None,
     scale: float,
     sinks: Tensor | None,
     lse: bool,
@@ -81,8 +81,9 @@ def attend_packed(
     cu_q = _whole(cu_seqlens[0])
     cu_k = cu_q if cu_seqlens[1] is cu_seqlens[0] else _whole(cu_seqlens[1])
     in_order = in_order or torch.are_deterministic_algorithms_enabled()
-    call = Pack(score, mask, scale, as_documents, in_order, slots)
-    if graded and not call.has_gradients(q, k, v, len(cu_q) - 1):
+    known = _facts(q, k, v, cu_q.shape[0] - 1)
+    call = Pack(score, mask, scale, as_documents, in_order, slots, known)
+    if graded and not call.has_gradients(q, k, v, cu_q.shape[0] - 1):
         return None
     found = call.attended(q, k, v, cu_q, cu_k, sinks, lse or graded)
     if found is None or not graded:
@@ -96,7 +97,7 @@ class Pack(NamedTuple):
     """The bound mods and the scale of a call, and the same call with a document mask.
 
     in_order: sums of gradients have the same bits in every run. slots: of the score_mod's tensors
-    that get a gradient.
+    that get a gradient. known: `_facts` of q, k and v, () where they are found anew.
     q [total_q, Hq, D], k and v [total_k, Hkv, D or Dv], cu_seqlens int32 [sequences + 1]: all
     have passed `is_readable`.
     """
@@ -107,6 +108,7 @@ class Pack(NamedTuple):
     as_documents: Callable[[Tensor, Tensor, Tensor], Attended]
     in_order: bool = False
     slots: tuple[int, ...] = ()
+    known: tuple[Any, ...] = ()
 
     def learned(self) -> list[Tensor]:
         """The tensors that get a gradient."""
@@ -128,8 +130,9 @@ class Pack(NamedTuple):
     ) -> Outputs | None:
         """out, and lse [total_q, Hq] where asked for; None where no kernel is right."""
         score, mask = self.score and without_stops(self.score), self.mask
+        known = self.known or _facts(q, k, v, cu_q.shape[0] - 1)
         while True:
-            made = _launch(q, k, v, len(cu_q) - 1, score, mask, self.scale, sinks, lse)
+            made = _launch(q, k, v, known, score, mask, self.scale, sinks, lse)
             if made is None:
                 return None
             launch, subject = made
@@ -162,18 +165,20 @@ class Pack(NamedTuple):
         """
         q, k, v = inputs
         out, lse = results
+        # Saved tensors may come back with other strides.
+        call = self._replace(known=_facts(q, k, v, cu_q.shape[0] - 1))
         dout, dlse = grads
         dout = torch.zeros_like(out) if dout is None else dout
 
         def planned(*tensors: Tensor) -> BackwardPlan:
-            chosen = self._backward(q, k, v, len(cu_q) - 1)
+            chosen = call._backward(q, k, v, cu_q.shape[0] - 1)
             if chosen is None:
                 raise WrongKernelError(
                     "no kernel of Hopper's backward is right for these packed sequences",
                     "each gave other gradients than plain torch",
                     "FLEXATTN_VERIFY=off checks nothing",
                 )
-            facts = (*map(facts_of, tensors), len(cu_q))
+            facts = (*call.known, *map(facts_of, tensors[3:]))
             places = None if into is None else tuple(x.stride() for x in into)
             key = ("packed backward", chosen.choice.source.hash, places, *facts)
             launch = launch_cache.prepared(key, lambda: chosen.prepare(*tensors, into=into))
@@ -181,7 +186,8 @@ class Pack(NamedTuple):
 
         found = run_backward(
             planned, (_heads(q), _heads(k), _heads(v)), _heads(out), lse, (_heads(dout), dlse),
-            self.scale, self.learned(), partial(self._asked, q, k, v, len(cu_q) - 1), into, sinks,
+            self.scale, self.learned(), partial(self._asked, q, k, v, cu_q.shape[0] - 1), into,
+            sinks,
         )  # fmt: skip
         dq, dk, dv = (x[0].transpose(0, 1) for x in found[:3])
         return found._replace(dq=dq, dk=dk, dv=dv)
@@ -199,7 +205,7 @@ class Pack(NamedTuple):
             return (PackedBackward.of(problem, detect(q.device), q.device, self.in_order),)
 
         key = (
-            "packed gradients", *map(facts_of, (q, k, v)), sequences, identity(self.score),
+            "packed gradients", *(self.known or _facts(q, k, v, sequences)), identity(self.score),
             identity(self.mask), self.in_order, self.slots,
         )  # fmt: skip
         return launch_cache.prepared(key, prepared)[0]
@@ -258,16 +264,21 @@ def _whole(cu: Tensor) -> Tensor:
     return cu if cu.dtype is torch.int32 and cu.is_contiguous() else cu.int().contiguous()
 
 
+def _facts(q: Tensor, k: Tensor, v: Tensor, sequences: int) -> tuple[Any, ...]:
+    """What of a pack's tensors decides launches."""
+    return facts_of(q), facts_of(k), facts_of(v), sequences
+
+
 def _heads(x: Tensor) -> Tensor:
     """Rows [length, heads, D] as one batch [1, heads, length, D], as dense as they are."""
-    return x[None].transpose(1, 2)
+    return x.unsqueeze(0).transpose(1, 2)
 
 
 def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sequences: int,
+    known: tuple[Any, ...],
     score: Bound | None,
     mask: Bound | None,
     scale: float,
@@ -281,7 +292,7 @@ def _launch(
 
     def prepared() -> tuple[tuple[PackedLaunch, LaunchedKernels] | None]:
         problem = packed_problem(
-            q, k, v, sequences, score, mask, lse=lse, positive_scale=scale > 0,
+            q, k, v, known[3], score, mask, lse=lse, positive_scale=scale > 0,
             sinks=sinks is not None,
         )  # fmt: skip
         launch = prepare_packed(problem, detect(q.device), q.device, q, k, v)
@@ -291,8 +302,7 @@ def _launch(
         return ((launch, replace(subject, sources=launch.kernel_sources)),)
 
     key = (
-        "packed", facts_of(q), facts_of(k), facts_of(v), sequences, identity(score),
-        identity(mask), scale > 0, sinks is not None, lse,
+        "packed", *known, identity(score), identity(mask), scale > 0, sinks is not None, lse,
     )  # fmt: skip
     return launch_cache.prepared(key, prepared)[0]
 

@@ -8,6 +8,7 @@ decides what computes a call: on Hopper the forward and backward that read cu_se
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
@@ -21,6 +22,7 @@ from flexattn.frontend.attention import Extras, flex_attention
 from flexattn.frontend.call import check_transforms
 from flexattn.frontend.documents import Packing, Positions, document_mask, sided
 from flexattn.frontend.packed import PACK_MARKS, PACKED_DTYPES, attend_packed, reads_packs
+from flexattn.mods import Bound, bind
 from flexattn.mods.expr import MaskMod, ScoreMod
 from flexattn.problem.checks import check_scale
 from flexattn.runtime.launch import Outputs
@@ -285,10 +287,10 @@ def _attended(
 ) -> Outputs | None:
     """The results of the kernel that reads cu_seqlens; None of a call that it does not serve."""
     aux, sinks = rest["return_aux"], rest["sinks"]
-    masks = [*sided(packing.left, packing.right)]
+    mask_mod: MaskMod | Bound | None = _window(packing.left, packing.right)
     if packing.mask_mod is not None:
-        masks.append(packing.mask_mod)
-    mask_mod = and_masks(*masks) if len(masks) > 1 else masks[0] if masks else None
+        terms = sided(packing.left, packing.right)
+        mask_mod = and_masks(*terms, packing.mask_mod) if terms else packing.mask_mod
     scale = check_scale(rest["scale"], q.shape[2])
     lse = rest["return_lse"] or (aux is not None and aux.lse)
 
@@ -301,6 +303,13 @@ def _attended(
         q, k, v, cu, score_mod, mask_mod, scale, sinks, lse, as_documents,
         bool(rest["kernel_options"]),
     )  # fmt: skip
+
+
+@cache
+def _window(left: int, right: int) -> Bound | None:
+    """The mask of a window, traced once; None where there is none."""
+    terms = sided(left, right)
+    return bind(and_masks(*terms) if len(terms) > 1 else terms[0], "mask") if terms else None
 
 
 def _rows(out: Any) -> Tensor:

@@ -69,6 +69,8 @@ class CudaLaunch:
         self._boxes = bound.boxes
         self._local = threading.local()
         self._types = bound.types
+        described = (each for each in bound.types if each[0] == "t")
+        self._elements = [each.split("<")[1].split("[")[0] for each in described]
         self._passed = bound.passed
         order = _order_of(bound.types, bound.given)
         self._order, self._given = order.slots, len(bound.given)
@@ -163,9 +165,8 @@ class CudaLaunch:
     def _encode(self, frame: Frame, which: int, address: int) -> None:
         """Describe a tensor to the copy engine."""
         box, tensor_map = self._boxes[which], self._maps[which]
-        types = [each for each in self._types if each[0] == "t"]
         status = cuda_driver.encode_descriptor(
-            frame.maps[which], types[which].split("<")[1].split("[")[0], address,
+            frame.maps[which], self._elements[which], address,
             box.shape, box.strides, tensor_map.block, tensor_map.swizzle,
         )  # fmt: skip
         if status:
