@@ -1,9 +1,11 @@
 """`python -m bench.training_step`: a GPT's step under torch.compile, and attention's share of it.
 
-Twelve layers of width 2,048 with 16 heads of 128, rows of packed documents and soft-capped scores;
-a step is a forward, a backward and AdamW's update. Blocks are compiled with torch's flex_attention
-in them and with this library's call, and once around this library's eager call. The row "step" has
-wall times of a step, "attention-kernels" the times of attention's kernels in a profile of one.
+Twelve layers of width 2,048 with 16 heads of 128, and rows of packed documents; a step is a
+forward, a backward and AdamW's update. Blocks are compiled with torch's flex_attention in them and
+with this library's call, and once around this library's eager call. The row "step" has wall times
+of a step with soft-capped scores, "attention-kernels" the times of attention's kernels in a
+profile of one. "packed-step" has shorter documents, plain scores, and calls that take cu_seqlens:
+varlen_attn, and FlashAttention-4's, around which blocks are compiled.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from torch.nn.attention import flex_attention as torchs
 
 import flexattn
 from bench.command import main, named
-from bench.peers import OURS
+from bench.peers import OURS, Refusal
 from bench.results import Gate
 from bench.runner import Kind, Method, Uncounted, in_turns, wall_us
 from flexattn.measure.timing import Samples
 
-EAGER, TORCH = f"{OURS}-eager-call", "torch-flex"
+EAGER, TORCH, FA4 = f"{OURS}-eager-call", "torch-flex", "fa4"
 WIDTH, HEADS, VOCABULARY, CAP = 2048, 16, 4096, 50.0
 # Losses of one step in bfloat16, by different kernels and the same weights.
 SAME_LOSS = 2e-3
@@ -38,18 +40,24 @@ PROFILES = 3
 
 @dataclass(frozen=True)
 class TrainingRow(Uncounted):
-    """A measure of steps on tokens [batch, length], in documents of `mean` tokens on average."""
+    """A measure of steps on tokens [batch, length], in documents of `mean` tokens on average.
+
+    packed: by cu_seqlens, without a score_mod.
+    """
 
     name: str
     batch: int = 8
     length: int = 8192
     mean: int = 2048
     layers: int = 12
+    packed: bool = False
     group = "training"
 
 
 KERNELS = "attention-kernels"
-ROWS = TrainingRow("step"), TrainingRow(KERNELS)
+ROWS = (
+    TrainingRow("step"), TrainingRow(KERNELS), TrainingRow("packed-step", mean=1000, packed=True),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Any) -> Tensor:
         qkv = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        seen = self.attend(*qkv, score_mod=softcap, block_mask=mask)
+        seen = self.attend(*qkv, mask)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         found: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
         return found
@@ -129,8 +137,41 @@ def _documents(batch: int, length: int, mean: int, device: str) -> Tensor:
     return begins.cumsum(1).to(device, torch.int32)
 
 
+def _by_mask(attention: Callable[..., Any], packed: bool) -> Callable[..., Any]:
+    """A flex_attention as blocks call it."""
+    return partial(_masked, attention, None if packed else softcap)
+
+
+def _masked(
+    attention: Callable[..., Any], score_mod: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any
+) -> Any:
+    return attention(q, k, v, score_mod=score_mod, block_mask=mask)
+
+
+def _by_lengths(
+    attention: Callable[..., Any], longest: int, q: Tensor, k: Tensor, v: Tensor, cu: Tensor
+) -> Any:
+    """A function of packed sequences on heads [B, H, L, D], whose rows follow one another."""
+    rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    found = attention(*rows, cu, cu, longest, longest, causal=True)
+    out = found[0] if isinstance(found, tuple) else found
+    return out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+
+
+def _fa4() -> Callable[..., Any]:
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    def attention(*given: Any, causal: bool) -> Any:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return flash_attn_varlen_func(
+            *given[:3], **dict(zip(names, given[3:], strict=True)), causal=causal
+        )
+
+    return torch.compiler.disable(attention)  # type: ignore[no-any-return]
+
+
 def attends(row: TrainingRow, device: str) -> dict[str, Callable[[], tuple[Any, Any]]]:
-    """Makers of each peer's attention and its block mask, of the same documents."""
+    """Makers of each peer's attention and its block mask, or cu_seqlens, of the same documents."""
     owner = _documents(row.batch, row.length, row.mean, device)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -141,13 +182,30 @@ def attends(row: TrainingRow, device: str) -> dict[str, Callable[[], tuple[Any, 
     def ours() -> Any:
         return flexattn.create_block_mask(mask_mod, *sizes)
 
+    def torchs_own() -> tuple[Any, Any]:
+        mask = torchs.create_block_mask(mask_mod, *sizes, _compile=device != "cpu")
+        return _by_mask(torchs.flex_attention, row.packed), mask
+
+    if row.packed:
+        begins = owner.diff(dim=1, prepend=owner[:, :1] - 1).flatten().nonzero()[:, 0]
+        cu = F.pad(begins, (0, 1), value=owner.numel()).int()
+        longest = int(cu.diff().max())
+
+        def by_lengths(attention: Callable[..., Any]) -> tuple[Any, Tensor]:
+            return partial(_by_lengths, attention, longest), cu
+
+        return {
+            TORCH: torchs_own,
+            OURS: lambda: by_lengths(flexattn.varlen_attn),
+            EAGER: lambda: by_lengths(torch.compiler.disable(flexattn.varlen_attn)),
+            FA4: lambda: by_lengths(_fa4()),
+        }
+    eager = torch.compiler.disable(flexattn.flex_attention)
     return {
-        TORCH: lambda: (
-            torchs.flex_attention, torchs.create_block_mask(mask_mod, *sizes, _compile=True)
-        ),
-        OURS: lambda: (flexattn.flex_attention, ours()),
-        EAGER: lambda: (torch.compiler.disable(flexattn.flex_attention), ours()),
-    }  # fmt: skip
+        TORCH: torchs_own,
+        OURS: lambda: (_by_mask(flexattn.flex_attention, False), ours()),
+        EAGER: lambda: (_by_mask(eager, False), ours()),
+    }
 
 
 def _make(row: TrainingRow, method: Method) -> Training:
@@ -156,9 +214,12 @@ def _make(row: TrainingRow, method: Method) -> Training:
     return Training(row, tokens)
 
 
-def _prepare(name: str, x: Training) -> Step:
+def _prepare(name: str, x: Training) -> Step | Refusal:
     """A peer's step after three of them, of which the first compiles."""
-    attend, mask = attends(x.row, x.tokens.device.type)[name]()
+    known = attends(x.row, x.tokens.device.type)
+    if name not in known:
+        return Refusal("it is beside calls that take cu_seqlens")
+    attend, mask = known[name]()
     torch.manual_seed(0)
     model = GPT(x.row.layers, attend).to(x.tokens.device, torch.bfloat16)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -220,7 +281,9 @@ def _race(calls: Mapping[str, Step], x: Training, method: Method) -> dict[str, S
 TRAINING = Kind(_make, _judge, _prepare, grad=True, race=_race)  # type: ignore[arg-type]
 
 
-run = partial(main, "training_step", ROWS, METHOD, known=named(TORCH, OURS, EAGER), kind=TRAINING)
+run = partial(
+    main, "training_step", ROWS, METHOD, known=named(TORCH, OURS, EAGER, FA4), kind=TRAINING
+)
 
 
 if __name__ == "__main__":

@@ -86,3 +86,17 @@ def test_no_peer_runs_another_s_graphs(monkeypatch):
     torch._dynamo.reset()
     one, broken = [1] * 2, [0] * 4
     assert found == {OURS: [one] * 2, EAGER: [broken] * 2}
+
+
+def test_packed_rows_are_the_same_documents_by_lengths_and_by_mask():
+    row = replace(ROW, packed=True)
+    torch.manual_seed(0)
+    heads = torch.randn(3, row.batch, 2, row.length, 16)
+    known = bench.attends(row, "cpu")
+    found = {}
+    for name in (TORCH, OURS, EAGER):
+        attend, mask = known[name]()
+        found[name] = attend(*heads, mask)
+    assert (bench.FA4 in known) and bench.FA4 not in bench.attends(ROW, "cpu")
+    for each in found.values():
+        torch.testing.assert_close(each, found[TORCH])
