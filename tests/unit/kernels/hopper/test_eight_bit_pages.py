@@ -1,4 +1,4 @@
-"""Pages of eight bits: Hopper's forward, whose warps widen K and V to float16, in plain Python."""
+"""Pages of eight bits: Hopper's forward, Q in terms of e4m3, in plain Python."""
 
 from dataclasses import replace
 
@@ -29,6 +29,12 @@ EIGHT_BITS = {
     "64 columns": {"dims": (64, 64), "scales": (0.7, 1.9)},
     "three consumers": {"config": {"consumers": 3, "consumer_regs": 160, "BLOCK_N": 64}},
     "80 columns": {"dims": (80, 80)},
+    "three terms": {"dtype": torch.float16, "scales": (0.7, 1.9)},
+    "three stages, three terms": {
+        "dtype": torch.float16,
+        "dims": (80, 80),
+        "config": {"num_stages": 3, "BLOCK_N": 64},
+    },
     "192 and 128": {"dims": (192, 128), "config": {"BLOCK_N": 64}},
     "256 columns": {"dims": (256, 256), "config": {"BLOCK_N": 64}, "scales": (0.7, 1.9)},
 }
@@ -36,7 +42,7 @@ EIGHT_BITS = {
 
 @pytest.mark.parametrize("asked", EIGHT_BITS)
 def test_eight_bits(asked):
-    """Halves of tiles are widened in place of the copies that stages of 16 bits have."""
+    """Halves of V's tiles are widened in place of the copies that stages of 16 bits have."""
     more = {"kv_dtype": torch.float8_e4m3fn, **EIGHT_BITS[asked]}
     config = replace(CONFIG, **more.pop("config", {}))
     check(16, [70, 3, 0], [300, 40, 9], config=config, **more)
