@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn.attention.flex_attention import AuxRequest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexattn import Selection, explain, flex_attention
 from flexattn.catalogue import causal
@@ -103,6 +104,35 @@ def test_topk_of_scores():
     selection = Selection.from_topk(scores, 3, unit=32, rows=64, causal=True)
     assert selection.indices[0, 0, 0].max() < 2  # two blocks begin before row 64
     assert_right(selection, q, k, v)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_new_choice_costs_the_host_two_launches_and_one_operation(monkeypatch):
+    """Each operation of torch takes a GPU's host microseconds; the first alone is the output."""
+    q, k, v = made((1, 2, 2, 256, 256))
+    launched = []
+    draw = torch.Generator().manual_seed(0)
+    chosen = [torch.randint(0, 4, (1, 2, 4, 2), generator=draw).int() for _ in range(3)]
+    with torch.no_grad():
+        for indices in chosen[:2]:
+            flex_attention(q, k, v, block_mask=Selection(indices, None, 64, 64, causal))
+        monkeypatch.setattr(TritonLaunch, "launch", lambda *given: launched.append(given))
+        with Operations() as seen:
+            flex_attention(q, k, v, block_mask=Selection(chosen[2], None, 64, 64, causal))
+    poisoned = "aten.fill_.Scalar"
+    assert len(launched) == 2
+    assert [each for each in seen.found if each != poisoned] == ["aten.empty_strided.default"]
 
 
 GATHERED = {
