@@ -6,6 +6,9 @@ becomes `max(max(a, b), c)`, in silence; that of 13.4 does not. Triton's release
 an absolute value as `abs.s32`; from 3.8 on it is `max(x, -x)`. With two side by side, as in
 `(abs(x) <= 1) & (abs(y) <= 1)`, which is one comparison of their maximum, x lost its own.
 
+The pass is for right numbers, whatever it costs. No form of a kernel's text does the same, because
+the compiler makes such negations itself.
+
 Where a maximum is that of x and -x, it is written as the absolute value. Every other negation that
 a minimum or maximum reads is written as ~x + 1, which ptxas keeps. Either is right everywhere, and
 an absolute value costs nothing.
