@@ -2,7 +2,8 @@
 
 Choices are the best of random scores, causal. Calls have one Selection's mask, or a new Selection
 each. `reading` is a kernel that only reads the blocks that are chosen. Backward rows time the
-gradients; of these dQ is judged. Useful work is that of the blocks that are chosen, and of a
+gradients; of these dQ is judged. `--peers flexattn,flexattn-mask` has beside what single rows
+choose the map that a mask reads. Useful work is that of the blocks that are chosen, and of a
 backward 2.5 times that. `--host` times the host's part.
 """
 
@@ -117,6 +118,15 @@ def same(x: Chosen) -> Callable[[], Tensor]:
             out = x.attend(x.selection())
         dout = torch.ones_like(out)
         return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0]
+    apart = x.selection().apart(x.q, x.k, x.v, True, ())
+    if apart is None:
+        return of_a_mask(x)
+    call = partial(flex_attention, *apart[:3], block_mask=apart.mask, enable_gqa=True)
+    return lambda: apart.joined(call())  # type: ignore[no-any-return]
+
+
+def of_a_mask(x: Chosen) -> Callable[[], Tensor]:
+    """Calls of one mask: a map's, where single rows choose."""
     mask = x.selection().for_call(x.q, x.k)
     return lambda: x.attend(mask)
 
@@ -169,7 +179,8 @@ def _judge(call: Callable[[], Tensor], x: Chosen) -> Gate:
 CHOSEN = Kind(_make, _judge, lambda peer, x: peer(x))
 run = partial(
     main, "selection", ROWS, METHOD,
-    known={OURS: same, f"{OURS}-new-selection": new, READING: only_reads}, kind=CHOSEN,
+    known={OURS: same, f"{OURS}-new-selection": new, READING: only_reads},
+    named={f"{OURS}-mask": of_a_mask}, kind=CHOSEN,
 )  # fmt: skip
 
 
