@@ -45,6 +45,240 @@ _interpreter = renewed(threading.Lock())
 DESCRIPTOR = re.compile(r"tensordesc<(?P<element>\w+)\[(?P<shape>[\d, ]+)\]>")
 
 
+class Builder:
+    """Kernels by source and device, loaded or compiled once, shared by all threads.
+
+    compiled, loaded: how many came from Triton, and how many from the directory of binaries that
+    the settings name.
+    """
+
+    def __init__(self) -> None:
+        self._kernels: Lru[tuple[str, str, int], Kernel] = Lru(512)
+        # Sources by what they follow from: filling a template takes tens of milliseconds, and of
+        # a new length, or of another number of splits, only the header would differ.
+        self.rendered: Lru[tuple[Any, ...], tuple[Source, ...]] = Lru(2048)
+        self._turns = Turns()
+        self._guard = renewed(threading.Lock())
+        self.compiled = self.loaded = 0
+
+    def clear(self) -> None:
+        """Forget all kernels and sources."""
+        self._kernels.clear()
+        self.rendered.clear()
+        self.compiled = self.loaded = 0
+
+    def sources(
+        self, key: tuple[Any, ...], make: Callable[[], tuple[Source, ...] | None]
+    ) -> tuple[Source, ...]:
+        """The sources of a key, made once; none where there are none."""
+        found = self.rendered.get(key)
+        if found is None:
+            found = make() or ()
+            self.rendered.put(key, found)
+        return found
+
+    def kernel(self, source: Source, device: Device, index: int) -> Kernel:
+        """The kernel of a source on the GPU with this index (-1: the interpreter)."""
+        key = (source.hash, device.arch, index)
+        found = self._kernels.get(key)
+        if found is not None:
+            return found
+        with self._turns.of(key):
+            found = self._kernels.get(key)
+            if found is None:
+                begin = time.perf_counter()
+                found = self._build(source, device, index)
+                if current().debug >= 2:
+                    spent = 1e3 * (time.perf_counter() - begin)
+                    log.debug("kernel_%s ready in %.0f ms", source.hash[:24], spent)
+                self._kernels.put(key, found)
+        return found
+
+    def begin(self, source: Source, device: Device, index: int) -> None:
+        """Build a kernel in a thread, where it is not there yet; `kernel` waits for it.
+
+        Half of a compile runs outside Python. A process that ends waits for it. What fails does so
+        again where it is asked for.
+        """
+        if self._kernels.get((source.hash, device.arch, index)) is None:
+            run = partial(copy_context().run, self._begun, source, device, index)
+            threading.Thread(target=run, name=f"kernel_{source.hash[:24]}", daemon=False).start()
+
+    def _begun(self, source: Source, device: Device, index: int) -> None:
+        with suppress(FlexAttnError):
+            self.kernel(source, device, index)
+
+    def _build(self, source: Source, device: Device, index: int) -> Kernel:
+        if current().debug >= 4:
+            log.debug("%s\n%s", path_of(source), source.text)
+        if index < 0:
+            return Kernel(source, _load(source), index)
+        found = self._load(source, device, index)
+        if found is None and source.stored:
+            raise RenderAnew(source.hash)
+        return found or self._compile(source, device, index)
+
+    def _load(self, source: Source, device: Device, index: int) -> Kernel | None:
+        """The kernel from the directory that the settings name, if it is there and sound."""
+        root = current().binaries
+        binary = None if root is None else KernelStore(root).binary(source, device)
+        if binary is None:
+            return None
+        try:
+            function = loaded(binary, index)
+        except BuildError as error:  # made for a newer driver
+            say_once(f"{root}: a binary is not used, the kernel is compiled: {error.got}")
+            return None
+        if binary.verified:
+            memory().trust(source, device)
+        with self._guard:
+            self.loaded += 1
+        return Kernel(source, None, index, binary, function)
+
+    def _compile(self, source: Source, device: Device, index: int) -> Kernel:
+        with torch.cuda.device(index):
+            compiled = compile_source(source, device)
+        binary, function = binary_of(compiled, device.arch), 0
+        if binary is not None and binary.shared <= device.shared_memory:
+            function = loaded(binary, index)
+        with self._guard:
+            self.compiled += 1
+        if current().debug >= 5:
+            log.debug("%s", compiled.asm["ttgir"])
+        if current().debug >= 6 and "ptx" in compiled.asm:
+            log.debug("%s", compiled.asm["ptx"])
+        return Kernel(source, compiled, index, binary, function)
+
+
+class RenderAnew(Exception):
+    """A source that was read from a directory has no binary there that this process can load.
+
+    Its text may be anybody's: it is not executed.
+    """
+
+
+def compile_source(source: Source, device: Device) -> Any:
+    """Compile with Triton for a device that need not be here.
+
+    Returns triton's CompiledKernel. Raises BuildError with the compiler's words and the path.
+    """
+    compiled = _compiled(source, device)
+    warps = block_warps(source.stages, source.text)
+    other_warps = warps is not None and compiled.metadata.num_warps != warps
+    if other_warps or _unguarded(compiled, device):
+        # Triton 3.6 keeps kernels by their source alone: this one was compiled without the passes.
+        with anew():
+            compiled = _compiled(source, device)
+    return compiled
+
+
+def _unguarded(compiled: Any, device: Device) -> bool:
+    """True if ptxas may have dropped a negation, as it does without the pass that hides them."""
+    ptx = compiled.asm.get("ptx", "")
+    return bool(guarded(OWN_STAGES, device.capability).passes) and merged(ptx) != ptx
+
+
+def _compiled(source: Source, device: Device) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    path = path_of(source)
+    version = ptx_version(source.stages.ptxas)
+    arch: int | str = device.capability or device.arch
+    target = GPUTarget(device.backend, arch, device.warp_size)
+    attrs = {
+        (i,): promised
+        for i, argument in enumerate(source.arguments)
+        if (promised := _promises(argument))
+    }
+    try:
+        with (
+            source_lines(current().debug > 0),
+            without_collections(),
+            without_dumps(),
+            compiled_by(guarded(source.stages, device.capability)),
+        ):
+            return with_triton_cache(
+                triton.compile,
+                _syntax(source)(_load(source), _signature(source), {}, attrs),
+                target=target,
+                options={
+                    "num_warps": source.num_warps,
+                    "num_stages": source.num_stages,
+                    # Said aloud because Triton's default changes with release 3.10.
+                    "enable_fp_fusion": True,
+                    # Asserts that only a debug build keeps take time to write in every other.
+                    "sanitize_overflow": False,
+                    **({"maxnreg": source.registers} if source.registers else {}),
+                    **dict(source.hints),
+                    **({"ptx_version": version} if version else {}),
+                },
+            )
+    except Exception as error:  # whatever the compiler raises is one typed failure here
+        raise BuildError(
+            f"Triton could not compile {path} for {device.arch}: {type(error).__name__}: {error}",
+            "a rendered kernel compiles for every arch that its config is offered for",
+            "report the file; kernel_options with smaller blocks may avoid it",
+        ) from error
+
+
+def _promises(argument: Argument) -> list[list[Any]]:
+    """The facts of an argument that Triton's compiler may rely on, by the compiler's names."""
+    found: list[list[Any]] = []
+    if argument.divisible_by > 1:
+        found.append(["tt.divisibility", argument.divisible_by])
+    return [*found, ["tt.pointer_range", 32]] if argument.near else found
+
+
+def _signature(source: Source) -> dict[str, str]:
+    """Argument types for the compiler: Gluon's descriptors say how a tile is laid out."""
+    types = {argument.name: argument.type for argument in source.arguments}
+    if source.language != "gluon":
+        return types
+    from triton.experimental.gluon import language as gl
+
+    for name, described in types.items():
+        found = DESCRIPTOR.match(described)
+        if found:
+            shape = [int(size) for size in found["shape"].split(",")]
+            element = gl.dtype(found["element"])
+            layout = gl.NVMMASharedLayout.get_default_for(shape, element)
+            types[name] = f"{described[:-1]},{layout!r}>"
+    return types
+
+
+def _syntax(source: Source) -> Any:
+    """The compiler's class for the language that a source is written in."""
+    if source.language == "gluon":
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
+
+
+def _load(source: Source) -> Any:
+    """The function of a source that is launched, as triton.jit made it of the rendered text.
+
+    Raises RenderAnew for a text that was read.
+    """
+    if source.stored:
+        raise RenderAnew(source.hash)
+    return getattr(module_of(path_of(source), source.text), source.entry)
+
+
+def path_of(source: Source) -> Path:
+    """The file of a source, for people and profilers; it is written if need be."""
+    return text_file(f"kernel_{source.hash[:24]}.py", source.text)
+
+
+def unloaded(source: Source, device: Device) -> Kernel:
+    """A kernel compiled for a device that need not be here, and launched by nobody."""
+    compiled = compile_source(source, device)
+    return Kernel(source, compiled, -1, binary_of(compiled, device.arch))
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A kernel ready to launch on the GPU with this index, or in the interpreter (-1).
@@ -181,240 +415,6 @@ def _interpret(function: Any, programs: int, types: Sequence[str], args: Sequenc
             typed[place] = tl.tensor(TensorHandle(np.array([args[place]], stored), dtype), dtype)
     with _interpreter, np.errstate(all="ignore"):
         function[(programs,)](*typed)
-
-
-def path_of(source: Source) -> Path:
-    """The file of a source, for people and profilers; it is written if need be."""
-    return text_file(f"kernel_{source.hash[:24]}.py", source.text)
-
-
-def _load(source: Source) -> Any:
-    """The function of a source that is launched, as triton.jit made it of the rendered text.
-
-    Raises RenderAnew for a text that was read.
-    """
-    if source.stored:
-        raise RenderAnew(source.hash)
-    return getattr(module_of(path_of(source), source.text), source.entry)
-
-
-def compile_source(source: Source, device: Device) -> Any:
-    """Compile with Triton for a device that need not be here.
-
-    Returns triton's CompiledKernel. Raises BuildError with the compiler's words and the path.
-    """
-    compiled = _compiled(source, device)
-    warps = block_warps(source.stages, source.text)
-    other_warps = warps is not None and compiled.metadata.num_warps != warps
-    if other_warps or _unguarded(compiled, device):
-        # Triton 3.6 keeps kernels by their source alone: this one was compiled without the passes.
-        with anew():
-            compiled = _compiled(source, device)
-    return compiled
-
-
-def _unguarded(compiled: Any, device: Device) -> bool:
-    """True if ptxas may have dropped a negation, as it does without the pass that hides them."""
-    ptx = compiled.asm.get("ptx", "")
-    return bool(guarded(OWN_STAGES, device.capability).passes) and merged(ptx) != ptx
-
-
-def _compiled(source: Source, device: Device) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    path = path_of(source)
-    version = ptx_version(source.stages.ptxas)
-    arch: int | str = device.capability or device.arch
-    target = GPUTarget(device.backend, arch, device.warp_size)
-    attrs = {
-        (i,): promised
-        for i, argument in enumerate(source.arguments)
-        if (promised := _promises(argument))
-    }
-    try:
-        with (
-            source_lines(current().debug > 0),
-            without_collections(),
-            without_dumps(),
-            compiled_by(guarded(source.stages, device.capability)),
-        ):
-            return with_triton_cache(
-                triton.compile,
-                _syntax(source)(_load(source), _signature(source), {}, attrs),
-                target=target,
-                options={
-                    "num_warps": source.num_warps,
-                    "num_stages": source.num_stages,
-                    # Said aloud because Triton's default changes with release 3.10.
-                    "enable_fp_fusion": True,
-                    # Asserts that only a debug build keeps take time to write in every other.
-                    "sanitize_overflow": False,
-                    **({"maxnreg": source.registers} if source.registers else {}),
-                    **dict(source.hints),
-                    **({"ptx_version": version} if version else {}),
-                },
-            )
-    except Exception as error:  # whatever the compiler raises is one typed failure here
-        raise BuildError(
-            f"Triton could not compile {path} for {device.arch}: {type(error).__name__}: {error}",
-            "a rendered kernel compiles for every arch that its config is offered for",
-            "report the file; kernel_options with smaller blocks may avoid it",
-        ) from error
-
-
-def _promises(argument: Argument) -> list[list[Any]]:
-    """The facts of an argument that Triton's compiler may rely on, by the compiler's names."""
-    found: list[list[Any]] = []
-    if argument.divisible_by > 1:
-        found.append(["tt.divisibility", argument.divisible_by])
-    return [*found, ["tt.pointer_range", 32]] if argument.near else found
-
-
-def _signature(source: Source) -> dict[str, str]:
-    """Argument types for the compiler: Gluon's descriptors say how a tile is laid out."""
-    types = {argument.name: argument.type for argument in source.arguments}
-    if source.language != "gluon":
-        return types
-    from triton.experimental.gluon import language as gl
-
-    for name, described in types.items():
-        found = DESCRIPTOR.match(described)
-        if found:
-            shape = [int(size) for size in found["shape"].split(",")]
-            element = gl.dtype(found["element"])
-            layout = gl.NVMMASharedLayout.get_default_for(shape, element)
-            types[name] = f"{described[:-1]},{layout!r}>"
-    return types
-
-
-def _syntax(source: Source) -> Any:
-    """The compiler's class for the language that a source is written in."""
-    if source.language == "gluon":
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        return GluonASTSource
-    from triton.compiler import ASTSource
-
-    return ASTSource
-
-
-def unloaded(source: Source, device: Device) -> Kernel:
-    """A kernel compiled for a device that need not be here, and launched by nobody."""
-    compiled = compile_source(source, device)
-    return Kernel(source, compiled, -1, binary_of(compiled, device.arch))
-
-
-class RenderAnew(Exception):
-    """A source that was read from a directory has no binary there that this process can load.
-
-    Its text may be anybody's: it is not executed.
-    """
-
-
-class Builder:
-    """Kernels by source and device, loaded or compiled once, shared by all threads.
-
-    compiled, loaded: how many came from Triton, and how many from the directory of binaries that
-    the settings name.
-    """
-
-    def __init__(self) -> None:
-        self._kernels: Lru[tuple[str, str, int], Kernel] = Lru(512)
-        # Sources by what they follow from: filling a template takes tens of milliseconds, and of
-        # a new length, or of another number of splits, only the header would differ.
-        self.rendered: Lru[tuple[Any, ...], tuple[Source, ...]] = Lru(2048)
-        self._turns = Turns()
-        self._guard = renewed(threading.Lock())
-        self.compiled = self.loaded = 0
-
-    def clear(self) -> None:
-        """Forget all kernels and sources."""
-        self._kernels.clear()
-        self.rendered.clear()
-        self.compiled = self.loaded = 0
-
-    def sources(
-        self, key: tuple[Any, ...], make: Callable[[], tuple[Source, ...] | None]
-    ) -> tuple[Source, ...]:
-        """The sources of a key, made once; none where there are none."""
-        found = self.rendered.get(key)
-        if found is None:
-            found = make() or ()
-            self.rendered.put(key, found)
-        return found
-
-    def kernel(self, source: Source, device: Device, index: int) -> Kernel:
-        """The kernel of a source on the GPU with this index (-1: the interpreter)."""
-        key = (source.hash, device.arch, index)
-        found = self._kernels.get(key)
-        if found is not None:
-            return found
-        with self._turns.of(key):
-            found = self._kernels.get(key)
-            if found is None:
-                begin = time.perf_counter()
-                found = self._build(source, device, index)
-                if current().debug >= 2:
-                    spent = 1e3 * (time.perf_counter() - begin)
-                    log.debug("kernel_%s ready in %.0f ms", source.hash[:24], spent)
-                self._kernels.put(key, found)
-        return found
-
-    def begin(self, source: Source, device: Device, index: int) -> None:
-        """Build a kernel in a thread, where it is not there yet; `kernel` waits for it.
-
-        Half of a compile runs outside Python. A process that ends waits for it. What fails does so
-        again where it is asked for.
-        """
-        if self._kernels.get((source.hash, device.arch, index)) is None:
-            run = partial(copy_context().run, self._begun, source, device, index)
-            threading.Thread(target=run, name=f"kernel_{source.hash[:24]}", daemon=False).start()
-
-    def _begun(self, source: Source, device: Device, index: int) -> None:
-        with suppress(FlexAttnError):
-            self.kernel(source, device, index)
-
-    def _build(self, source: Source, device: Device, index: int) -> Kernel:
-        if current().debug >= 4:
-            log.debug("%s\n%s", path_of(source), source.text)
-        if index < 0:
-            return Kernel(source, _load(source), index)
-        found = self._load(source, device, index)
-        if found is None and source.stored:
-            raise RenderAnew(source.hash)
-        return found or self._compile(source, device, index)
-
-    def _load(self, source: Source, device: Device, index: int) -> Kernel | None:
-        """The kernel from the directory that the settings name, if it is there and sound."""
-        root = current().binaries
-        binary = None if root is None else KernelStore(root).binary(source, device)
-        if binary is None:
-            return None
-        try:
-            function = loaded(binary, index)
-        except BuildError as error:  # made for a newer driver
-            say_once(f"{root}: a binary is not used, the kernel is compiled: {error.got}")
-            return None
-        if binary.verified:
-            memory().trust(source, device)
-        with self._guard:
-            self.loaded += 1
-        return Kernel(source, None, index, binary, function)
-
-    def _compile(self, source: Source, device: Device, index: int) -> Kernel:
-        with torch.cuda.device(index):
-            compiled = compile_source(source, device)
-        binary, function = binary_of(compiled, device.arch), 0
-        if binary is not None and binary.shared <= device.shared_memory:
-            function = loaded(binary, index)
-        with self._guard:
-            self.compiled += 1
-        if current().debug >= 5:
-            log.debug("%s", compiled.asm["ttgir"])
-        if current().debug >= 6 and "ptx" in compiled.asm:
-            log.debug("%s", compiled.asm["ptx"])
-        return Kernel(source, compiled, index, binary, function)
 
 
 _builder = Builder()
