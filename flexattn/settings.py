@@ -74,87 +74,86 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
     (
         "FLEXATTN_INTERPRET",
         "0",
-        "1 runs the real templates on CPU tensors in Triton's interpreter; "
-        "must be set before triton is imported",
+        "1 runs the GPU kernels on CPU tensors in Triton's interpreter. Set it before triton is"
+        " imported",
     ),
     (
         "FLEXATTN_DEBUG",
         "0",
-        "1 dispatch, 2 timings, 3 expressions, 4 rendered source, 5 IR, 6 PTX; on stderr",
+        "prints to stderr: 1 dispatch, 2 timings, 3 expressions, 4 rendered source, 5 IR, 6 PTX",
     ),
     (
         "FLEXATTN_CACHE_DIR",
         "~/.cache/flexattn",
-        "where rendered kernel sources with what was refused or verified of them (kernels), the "
-        "user's tuned records (records) and the list of problems without a record (untuned.jsonl) "
-        "are written; a temporary folder holds a process's sources where others may write "
-        "kernels, or nobody can",
+        "the directory to which flexattn writes: `kernels` has rendered sources, with what was "
+        "refused or verified; `records` has the user's records; `untuned.jsonl` lists problems "
+        "without a record",
     ),
     (
         "FLEXATTN_CACHE",
         "",
-        "directories of tuned records to look at before the user's and the shipped ones, "
-        "separated as in PATH",
+        "directories of records, separated as in PATH. A call looks there before the user's "
+        "records and those of the package",
     ),
     (
         "FLEXATTN_MODE",
         "replay",
-        "off: static defaults alone; replay: tuned records, and untuned problems are listed; "
-        "tune: as replay, and what was tuned in another environment is listed too. "
-        "No mode measures in the process that serves",
+        "off: calls use only default configs. replay: calls use records, and problems without "
+        "one are listed. tune: as replay, and problems with a record of another environment are"
+        " listed, too. No mode measures in a process that serves",
     ),
     (
         "FLEXATTN_BINARIES",
         "",
-        "a directory that `flexattn export --with-binaries` made: its kernels are loaded instead "
-        "of compiled and its mods are recognised without a trace; files that are another user's "
-        "(but root's), or that others may write, are not used; nothing else is searched",
+        "a directory that `flexattn export --with-binaries` made. Its kernels are loaded "
+        "instead of compiled, and its mods need no trace. A file is not used if another user "
+        "(except root) owns it or others may write to it",
     ),
     (
         "FLEXATTN_CHECK",
         "0",
-        "1 reads lengths, pages and offsets of each serving batch back from the device and raises "
-        "where one breaks its plan's maxima, and computes where the mods of flex_attention and "
-        "create_block_mask read captured tensors, and raises where that is outside of one; "
-        "without it the kernels clamp the first, and read 0 for the second",
+        "1 checks each call on the host. It raises an error if lengths, pages or offsets exceed"
+        " a plan's maxima, or if the mods of flex_attention or create_block_mask read outside "
+        "of a captured tensor. With 0, kernels clamp the first and read 0 for the second",
     ),
     (
         "FLEXATTN_STRICT",
         "0",
-        "1 raises where the first choice of a kernel does not compile or load, instead of taking "
-        "the next: for tests and benchmarks",
+        "1 raises an error if the first choice of a kernel does not compile or load. With 0 the"
+        " next one is used. For tests and benchmarks",
     ),
     (
         "FLEXATTN_VERIFY",
         "first",
-        "first: some rows of a kernel's first launch are compared with plain torch before its "
-        "result is used, once for a compiler and driver; a kernel beyond the accuracy gate is not "
-        "used; off: none are; always: those of each launch",
+        "first: before the result of a kernel's first launch is used, some rows are compared "
+        "with plain torch, once for each compiler and driver. A kernel that is too inaccurate "
+        "is not used. off: nothing is compared. always: each launch is",
     ),
     (
         "FLEXATTN_BATCH_INVARIANT",
         "0",
-        "1 makes what a row of flex_attention or of a DecodePlan gives depend on its own query "
-        "and keys alone, bit for bit: not on the batch, the other rows, the SMs or a tuned "
-        "record; what cannot be so is an error",
+        "1 makes a row of flex_attention or of a DecodePlan depend on its own query and keys "
+        "only, bit for bit: not on the batch, other rows, the SMs or a record. A call that "
+        "cannot be so raises an error",
     ),
     (
         "FLEXATTN_MODS",
         "",
-        "module:function, which vLLM's and SGLang's processes call once for each attention layer: "
-        "it returns a dict with the layer's score_mod and mask_mod, or None",
+        "module:function, for vLLM and SGLang. Each of their processes calls it once for each "
+        "attention layer. It returns a dict with the layer's score_mod and mask_mod, or None",
     ),
     (
         "FLEXATTN_CPU_COMPILE",
         "1",
-        "0 leaves eager calls on CPU tensors to plain torch; else from the third call without "
-        "gradients on with the same mods a thread compiles torch's kernel for the next ones",
+        "1: at the third call on CPU tensors without gradients and with the same mods, a thread"
+        " compiles torch's kernel for later calls. 0: plain torch computes all eager calls on "
+        "CPU tensors",
     ),
     (
         "FLEXATTN_NRTPY_PYTHON",
         "",
-        "the python of an environment with AWS's nrtpy, which times kernels on a Neuron instance "
-        "and cannot share nki's environment; this one's where it is not set",
+        "the python of an environment with AWS's nrtpy, which times kernels on a Neuron "
+        "instance and cannot share nki's environment. The default is the present python",
     ),
 )
 
