@@ -22,6 +22,11 @@ NAMED: tuple[tuple[str, tuple[int, ...], tuple[int, ...], dict[str, int]], ...] 
     ("2k-of-16k-page128", (2048,), (16 * _K,), {"page": 128}),
     ("2k-of-8k-d64", (2048,), (8192,), {"hq": 64, "hkv": 8, "d": 64, "dv": 64}),
     ("2k-of-8k-d256", (2048,), (8192,), {"hq": 8, "hkv": 4, "d": 256, "dv": 256}),
+    ("2k-of-2k-page1", (2048,), (2048,), {"page": 1}),
+    ("8k-of-8k-page1", (8192,), (8192,), {"page": 1}),
+    ("2k-of-16k-page1", (2048,), (16 * _K,), {"page": 1}),
+    ("4x1000-page1", (1000,) * 4, (1000,) * 4, {"page": 1}),
+    ("2k-of-8k-d64-page1", (2048,), (8192,), {"page": 1, "hq": 64, "hkv": 8, "d": 64, "dv": 64}),
 )
 # Those of a cache of eight bits, too.
 EIGHT = (

@@ -8,11 +8,14 @@ from typing import Any
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language
 from triton.experimental.gluon.language import _core, _semantic
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # Release 3.9 keeps the old names, as functions that raise.
 _RENAMED = hasattr(tma, "async_load")
 load = tma.async_load if _RENAMED else tma.async_copy_global_to_shared
+copy_async = async_copy.async_load if _RENAMED else async_copy.async_copy_global_to_shared
+arrive_copied = async_copy.mbarrier_arrive
 store = tma.async_store if _RENAMED else tma.async_copy_shared_to_global
 barrier = language.barrier if hasattr(language, "barrier") else language.thread_barrier
 _PLACE = language.shared_memory_descriptor

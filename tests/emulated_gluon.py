@@ -77,6 +77,7 @@ class Block:
         self.programs = programs
         self.lock = threading.Condition()
         self.hardware, self.products, self.copies, self.stores = {}, {}, [], {}
+        self.gathered = {}
         # Of a thread: which partition it runs; and how many of them are consumers'.
         self.partitions, self.groups, self.warps = {}, 1, 1
         # Of a thread: the steps and columns of its next product, where it says so.
@@ -137,6 +138,26 @@ class Block:
         if self.chance.random() < 0.7:
             copy()
             return
+        later = threading.Timer(self.chance.random() * 1e-3, copy)
+        later.daemon = True
+        self.copies.append(later)
+        later.start()
+
+    def gather(self, place, source, kept):
+        """Copies of a warp, which are late, too."""
+        at, kept = np.broadcast_arrays(source.offset, kept)
+        self.gathered.setdefault(threading.get_ident(), []).append((place, source.array, at, kept))
+
+    def arrive_gathered(self, barrier, increment_count):
+        assert not increment_count
+        mine = self.gathered.pop(threading.get_ident())
+
+        def copy():
+            for place, array, at, kept in mine:
+                found = np.where(kept, array[np.where(kept, at, 0)], 0.0)
+                place.array[...] = found.reshape(place.array.shape)
+            barrier.expect(0)
+
         later = threading.Timer(self.chance.random() * 1e-3, copy)
         later.daemon = True
         self.copies.append(later)
@@ -265,6 +286,7 @@ def _language(block):
         "warpgroup_mma": block.product, "warpgroup_mma_init": lambda acc: acc,
         "warpgroup_mma_wait": block.await_products, "load": block.load,
         "store": block.store, "barrier": lambda: None,
+        "copy_async": block.gather, "arrive_copied": block.arrive_gathered,
         "reinterpret": _reinterpret,
     }  # fmt: skip
 

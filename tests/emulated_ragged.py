@@ -7,6 +7,7 @@ import torch
 
 from flexattn.catalogue import causal
 from flexattn.kernels.base.arguments import captured_values
+from flexattn.kernels.base.ragged import gathers
 from flexattn.kernels.hopper.ragged import part_words
 from flexattn.mods import bind
 from flexattn.runtime.build import DESCRIPTOR
@@ -158,13 +159,25 @@ def emulated(
         block = tuple(map(int, found["shape"].split(",")))
         return Descriptor(array, block, 1 if "8" in found["element"] else 2)
 
+    def read(array, name):
+        if not gathers(form):
+            return {name: described(array, name)}
+        # Of [pages, heads, keys, columns], of which the memory has keys first.
+        steps = dict(
+            zip("phn", (np.array(array.strides) // array.itemsize).tolist(), strict=False)
+        )
+        flat = array.transpose(0, 2, 1, 3).reshape(-1)
+        return {name: Pointer(flat)} | {
+            f"stride_{name.lower()}{axis}": step for axis, step in steps.items()
+        }
+
     q_heads, out_heads = (
         x.reshape(total, Hkv, Hq // Hkv, -1).transpose(1, 0, 2, 3) for x in (q, out)
     )
     words = part_words(form, config, roomy) if config.splits else 0
     workspace = np.full(words, np.nan, np.float32)
     given = {
-        "Q": described(q_heads, "Q"), "K": described(k, "K"), "V": described(v, "V"), **placed,
+        "Q": described(q_heads, "Q"), **read(k, "K"), **read(v, "V"), **placed,
         "OUT": described(out_heads, "OUT"),
         "OUT_ROWS": Pointer(out.reshape(-1)), "LSE": Pointer(lse.reshape(-1)),
         "stride_oh": Dv, "stride_om": Hq * Dv, "Hq": Hq, "group": Hq // Hkv,

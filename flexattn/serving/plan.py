@@ -14,7 +14,7 @@ from flexattn.device import usable
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.options import asks_gluon
-from flexattn.kernels.hopper.ragged import streaming_sms
+from flexattn.kernels.hopper.ragged import gathers, streaming_sms
 from flexattn.kernels.paged_decode.config import ServingConfig, part_slots, workspace
 from flexattn.kernels.paged_decode.engines import UNWRITTEN
 from flexattn.kernels.paged_decode.source import stepped_axes, tied
@@ -225,13 +225,12 @@ class DecodePlan:
             self._num_sms = kernels.target.num_sms
             # Tiles of rows that end within a request are stored by address.
             self._names = (*_TENSORS, "OUT_ROWS")
+        # What never changes between runs is packed into the launches once.
+        self._owned: dict[str, Any] = {"WORKSPACE": self._workspace, "COUNT": self._count}
         if kernels.chooser is not None:
             for name, sizes in (("LISTED", (self.form.chosen,)), ("LISTED_NUM", ())):
                 shape = (m.B, m.Hkv, *sizes)
                 self._listed[name] = torch.empty(shape, dtype=torch.int32, device=where)
-        # What never changes between runs is packed into the launches once.
-        self._owned: dict[str, Any] = {"WORKSPACE": self._workspace, "COUNT": self._count}
-        if kernels.chooser is not None:
             self._owned |= self._listed
         for captures, bound in ((self.form.score, self._score), (self.form.mask, self._mask)):
             self._owned |= captured_values(captures, bound)
@@ -496,5 +495,6 @@ class DecodePlan:
         }  # fmt: skip
         rows, heads = {"Q": q.flatten(0, -3), "OUT": out.flatten(0, -3)}, (m.Hkv, self.form.group)
         boxes = {name: box_of(x.unflatten(1, heads).transpose(0, 1)) for name, x in rows.items()}
-        boxes |= {name: cache_box(name, x, m) for name, x in (("K", k), ("V", v))}
+        described = {} if gathers(self.form) else {"K": k, "V": v}
+        boxes |= {name: cache_box(name, x, m) for name, x in described.items()}
         return kernels.prepare(own["num_requests"], own, names, boxes)

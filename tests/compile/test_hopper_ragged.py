@@ -30,6 +30,9 @@ E5M2 = {"kv_dtype": torch.float8_e5m2}
 CASES = {
     "pages of 16": (128, 16, CONFIG, {}),
     "pages of 128": (128, 128, CONFIG, {}),
+    "single keys": (128, 1, replace(CONFIG, packed_heads=4, splits=True), {}),
+    "single keys of 256 columns": (256, 1, replace(CONFIG, BLOCK_N=64), {"lse": True}),
+    "pages of 24 keys of 80 columns": (80, 24, replace(CONFIG, packed_heads=4), {}),
     "packed": (128, 16, replace(CONFIG, pack_gqa=True), {"lse": True}),
     "heads in rows": (128, 16, replace(CONFIG, packed_heads=4, splits=True), {"lse": True}),
     "rows of no head": (
@@ -98,6 +101,10 @@ def test_no_loop_spills(case):
         widening = product_loops(compiled.asm["cubin"], "UNPACK_B")
         assert widening
         loops += widening
+    if page in (1, 24):
+        ((_, spills),) = product_loops(compiled.asm["cubin"], "LDGSTS")
+        assert spills <= 30  # of the producer, which has 40 registers
+        assert "cp.async.ca" not in compiled.asm["ptx"]
     assert loops and not any(spills for _, spills in loops), (loops, taken)
 
 

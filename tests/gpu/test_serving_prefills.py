@@ -37,7 +37,7 @@ def check(each, *, page=16, **more):
 
 @pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("page", [1, 8, 16, 24, 32, 64, 128, 256])
 def test_caches(page, layout, together):
     each = batch(*MIXED, 32, 8, 128, **BF16)
     check(each, page=page, layout=layout, together=together, mask_mod=causal)
@@ -70,6 +70,7 @@ ASKED_OF_EIGHT_BITS = {
     "64 columns": {"D": 64, "page": 64},
     "256 columns": {"D": 256, "heads": (8, 4)},
     "80 columns": {"D": 80, "page": 32},
+    "80 columns of single keys": {"D": 80, "page": 1},
     "seven heads": {"heads": (28, 4)},
     "float16": {"q": torch.float16},
     "window": {"mask_mod": sliding_window(90)},

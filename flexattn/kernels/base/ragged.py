@@ -48,6 +48,11 @@ def form_of(structure: Structure) -> ServingForm | None:
     return structure if isinstance(structure, ServingForm) else None
 
 
+def gathers(form: ServingForm) -> bool:
+    """True if the copy engine has no boxes for a cache's pages."""
+    return form.page not in (0, *PAGES)
+
+
 def packs(form: ServingForm) -> bool:
     """True if the rows of a tile may be of several heads: no mod reads the head, or diagonals."""
     named = any(
@@ -71,7 +76,7 @@ def lacks(form: ServingForm, config: RaggedConfig) -> dict[str, bool]:
     """What no forward in Gluon has of plans, in words, and whether a plan asks for it."""
     return {
         "a contiguous cache": not form.page and not form.ragged_kv,
-        f"pages of {form.page}": form.page not in (0, *PAGES),
+        f"pages of {form.page}": gathers(form),
         "scales of pages or tokens": form.scales != "",
         "keys that hold the values": form.shared_kv,
         "chosen keys": form.unit > 0,
@@ -128,10 +133,12 @@ def arguments(
 ) -> tuple[Argument, ...]:
     """Arguments of the kernel, in order; none of them depends on a length.
 
-    described: types of the descriptors of Q, K, V and OUT. OUT_ROWS: the address of OUT
-    [rows, Hq, Dv], for tiles that end within a request. LSE [rows, Hq].
+    described: types of Q, K, V and OUT: descriptors, or pointers to a cache. OUT_ROWS: the address
+    of OUT [rows, Hq, Dv], for tiles that end within a request. LSE [rows, Hq].
     """
-    found = [Argument(name, kind) for name, kind in described.items()]
+    found = [
+        Argument(name, kind, 16 if kind.startswith("*") else 1) for name, kind in described.items()
+    ]
     found.append(Argument("OUT_ROWS", f"*{signature_type(form.dtype)}", 16))
     found += several("*fp32", *("LSE",) * form.lse, divisible_by=4)
     found += (Argument("WORKSPACE", "*fp32", 16),) * config.splits

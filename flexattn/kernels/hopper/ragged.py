@@ -8,11 +8,17 @@ from typing import Any
 
 from flexattn.device import Device
 from flexattn.kernels.base import ragged as base
-from flexattn.kernels.base.arguments import Argument, captured_arguments, several, sinks
+from flexattn.kernels.base.arguments import (
+    Argument,
+    captured_arguments,
+    several,
+    sinks,
+)
 from flexattn.kernels.base.features import loads_diagonals
 from flexattn.kernels.base.ragged import (
     TILE_WORDS,
     form_of,
+    gathers,
     packed_heads,
     packs,
     request_arguments,
@@ -82,6 +88,10 @@ _WIDENED_ROWS, NARROW_HALVES = 32, 4
 _TERMS = {"bfloat16": 2, "float16": 3}
 # Keys of packed sequences that are cleared at a time behind the last one.
 _CLEARED_ROWS = 16
+# Keys of pages without boxes that a warp copies at a time.
+_GATHERED_ROWS = 32
+# Elements of 16 bits in one of its copies.
+_COPY = 8
 
 
 def widens(structure: Structure) -> bool:
@@ -116,7 +126,9 @@ def third_terms(structure: Structure, config: HopperPrefillConfig) -> int:
 
 def unserved(form: ServingForm, config: HopperPrefillConfig) -> str:
     """The part of a plan that the kernel does not have, in words; "" if it has everything."""
+    gathered = gathers(form)
     asked = base.lacks(form, config) | {
+        f"pages of {form.page}": gathered and (widens(form) or config.BLOCK_N < _GATHERED_ROWS),
         "scales of 16 bits": form.scaled and not widens(form),
         "packed sequences of eight bits": form.ragged_kv and widens(form),
         # Pages are copied in boxes, and the device lists the tiles of rows.
@@ -185,7 +197,14 @@ def box_rows(form: ServingForm, config: HopperPrefillConfig, halves: bool = Fals
     """Keys of one copy of K or V: a tile, or half of one, or a page, or a part of one as long as
     that."""
     rows = config.BLOCK_N // (1 + halves)
-    return min(form.page or rows, rows)
+    return min(_GATHERED_ROWS if gathers(form) else form.page or rows, rows)
+
+
+def cache_strides(form: ServingForm) -> list[Argument]:
+    """The strides of a cache that is read by its address; plans refuse those of 2**31."""
+    axes = "pnh" if gathers(form) else ""
+    names = [f"stride_{x}{axis}" for x in "kv" for axis in axes]
+    return several("i32", *names, divisible_by=_COPY)
 
 
 def constants(form: ServingForm, config: HopperPrefillConfig, device: Device) -> dict[str, object]:
@@ -226,12 +245,13 @@ def ragged_context(
     """The variables of the templates that a call's kernel does not have."""
     context = base.request_context(form, traits)
     listed = [each.name for each in request_arguments(form)]
-    own = [*_PRODUCED, *(each.name for each in base.pages(form))]
+    own = [*_PRODUCED, *(each.name for each in (*base.pages(form), *cache_strides(form)))]
+    read = ("K", "V", *own, *listed)
     captured: Any = context["range_captures"]
     return context | {
         "producer_arguments": ["Hq", *own, *listed, *captured],
         "consumer_arguments": [
-            each.name for each in found if not each.described and each.name not in (*own, *listed)
+            each.name for each in found if not each.described and each.name not in read
         ],
     }
 

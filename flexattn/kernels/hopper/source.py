@@ -15,6 +15,7 @@ from flexattn.kernels.base.ragged import (
     arguments as ragged_arguments,
     described_rows,
     form_of,
+    gathers,
 )
 from flexattn.kernels.base.source import (
     BASE_2,
@@ -36,7 +37,7 @@ from flexattn.kernels.hopper.config import (
 )
 from flexattn.kernels.hopper.limits import case_of
 from flexattn.kernels.printers.score_printer import PrintedScore, print_score as triton_score
-from flexattn.kernels.printers.spelling import Dialect, TensorForm, gluon_dialect
+from flexattn.kernels.printers.spelling import Dialect, TensorForm, gluon_dialect, signature_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.kernels.ptx.assembler import effective, for_split_tiles
 from flexattn.kernels.ptx.narrow_products import NARROW_PRODUCTS, from_registers
@@ -75,7 +76,9 @@ def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argume
             described_rows("Q", given, CONSUMER_ROWS, tiles.qk_width, config),
             described_rows("OUT", out, CONSUMER_ROWS, tiles.out_width, config),
         )
-        return ragged_arguments(form, config, described)
+        if gathers(form):
+            described |= dict.fromkeys("KV", f"*{signature_type(form.dtype)}")
+        return (*ragged_arguments(form, config, described), *ragged.cache_strides(form))
     counts = config.tile_scheduler == "dynamic"
     sizes = (Argument("num_work_tiles", "i32"), *(Argument("COUNTER", "*i32", 4),) * counts)
     return attention_arguments(structure, config, described, sizes=sizes)
@@ -325,6 +328,7 @@ def render(
         "runs": runs,
         "ragged": form is not None,
         "paged": form is not None and form.page > 0,
+        "gathered": form is not None and gathers(form),
         "widened": widened,
         "terms": ragged.terms(structure),
         "third_boxes": ragged.third_terms(structure, config),

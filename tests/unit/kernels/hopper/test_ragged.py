@@ -40,6 +40,10 @@ BATCHES = {
     64: ([200], [333]),
     128: ([129, 3], [129, 260]),
     256: ([70, 256], [513, 300]),
+    # Key by key, where the copy engine has no boxes.
+    1: ([130, 1, 64, 0], [300, 45, 64, 0]),
+    8: ([64, 0, 70], [64, 90, 129]),
+    24: ([129, 3], [129, 260]),
 }
 
 
@@ -90,6 +94,8 @@ def test_what_a_plan_asks(asked):
     check(16, [130, 70, 3], [130, 300, 40], **ASKED[asked])
     if asked in ("window", "packed"):
         check(64, [65, 130], [500, 140], **ASKED[asked], seed=3)
+    if asked in ("holes", "lazy", "96 columns", "256 columns", "192 and 128", "sixteen heads"):
+        check(1, [65, 130, 3], [300, 140, 40], **ASKED[asked], seed=4)
 
 
 CUT = {
@@ -110,6 +116,8 @@ def test_keys_in_parts(asked):
     more = dict(CUT[asked])
     config = replace(CONFIG, splits=True, **more.pop("config", {}))
     check(16, [70, 33, 3], [700, 300, 40], config=config, parts=3, **more)
+    if asked in ("sinks", "heads in a tile"):
+        check(1, [70, 33, 3], [700, 300, 40], config=config, parts=3, **more)
 
 
 def test_programs_without_tiles():
@@ -222,7 +230,7 @@ REFUSED = {
         "score": bind(alibi(4, "cpu"), "score"),
         "config": replace(CONFIG, packed_heads=2),
     },
-    "pages of 8": {"page": 8},
+    "pages of 8": {"page": 8, "config": replace(CONFIG, BLOCK_N=16)},
     "a contiguous cache": {"page": 0},
     "batch-invariant rows": {"batch_invariant": True},
     "scales of 16 bits": {"scaled": True},
