@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import InputError, InputTypeError
+from flexattn.kernels.base.ragged import gathers
 from flexattn.problem.serving import AXES, LAYOUTS, CacheScales, Scales, ServingProblem
 from flexattn.runtime.launch import DescriptorBox, box_of
 
@@ -103,6 +104,12 @@ def cache_box(name: str, tensor: Tensor, m: ServingProblem) -> DescriptorBox:
             "keep each page, and each head's keys, in memory of its own",
         )
     return box_of(tensor if m.cache_layout == "HND" else tensor.transpose(1, 2))
+
+
+def cache_boxes(k: Tensor, v: Tensor, m: ServingProblem) -> dict[str, DescriptorBox]:
+    """Those of a plan's prefills; none of pages that are read by their address."""
+    described = {} if gathers(m.structure) else {"K": k, "V": v}
+    return {name: cache_box(name, x, m) for name, x in described.items()}
 
 
 def _check_steps(name: str, tensor: Tensor, aligned: bool, heads_at: int, tile: int) -> None:

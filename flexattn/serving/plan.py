@@ -14,7 +14,7 @@ from flexattn.device import usable
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.options import asks_gluon
-from flexattn.kernels.hopper.ragged import gathers, streaming_sms
+from flexattn.kernels.hopper.ragged import streaming_sms
 from flexattn.kernels.paged_decode.config import ServingConfig, part_slots, workspace
 from flexattn.kernels.paged_decode.engines import UNWRITTEN
 from flexattn.kernels.paged_decode.source import stepped_axes, tied
@@ -29,6 +29,7 @@ from flexattn.serving.cache import (
     KVCache,
     Scaled,
     cache_box,
+    cache_boxes,
     describe_cache,
     split_cache,
     steps,
@@ -495,6 +496,5 @@ class DecodePlan:
         }  # fmt: skip
         rows, heads = {"Q": q.flatten(0, -3), "OUT": out.flatten(0, -3)}, (m.Hkv, self.form.group)
         boxes = {name: box_of(x.unflatten(1, heads).transpose(0, 1)) for name, x in rows.items()}
-        described = {} if gathers(self.form) else {"K": k, "V": v}
-        boxes |= {name: cache_box(name, x, m) for name, x in described.items()}
+        boxes |= cache_boxes(k, v, m)
         return kernels.prepare(own["num_requests"], own, names, boxes)
