@@ -188,7 +188,6 @@ COMPILER_FIELDS = frozenset({"triton"})
 _COMPILING = (
     "runtime/build.py", "runtime/codecache.py", "kernels/ptx/assembler.py",
     "kernels/ptx/stages.py", "kernels/ptx/narrow_products.py", "kernels/ptx/negated_extremes.py",
-    "kernels/ptx/warp_numbers.py",
     "kernels/hopper/merge_consumers.py", "kernels/hopper_backward/two_buffers.py",
 )  # fmt: skip
 

@@ -21,11 +21,10 @@ from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.hopper_backward.family import defaults
 from flexattn.kernels.hopper_backward.source import TURN, render_before
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
-from flexattn.kernels.ptx.warp_numbers import WARP_NUMBERS
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import _disassembled, resources
 from flexattn.settings import override
-from tests.compile.product_loops import loops_with_products, product_loops
+from tests.compile.product_loops import product_loops
 from tests.compile.shares import part, share
 from tests.families import render
 from tests.problems import H200, problem
@@ -131,22 +130,6 @@ def test_what_finds_tiles_with_weights_and_the_kernel_that_adds_in_their_order(m
     # Beside a mask's lists a number of the loop that evaluates it has no register.
     assert spilled and sum(spilled) <= (2 if mask == "causal" else 0), spilled
     assert not resources(compiled, H200).serialised
-
-
-@pytest.mark.parametrize("D", [64, 128])
-def test_descriptors_stay_in_uniform_registers(D):
-    """By the pass that makes a warp's number one of all its threads, in loops of any length."""
-    wanted = problem("backward", D, **EVEN_CAUSAL)
-    config = next(iter(defaults(wanted)))
-    source = family_of(config).render(wanted.structure, config, H200, "test")
-    assert WARP_NUMBERS in source.stages.passes
-    loops = loops_with_products(compile_source(source, H200).asm["cubin"])
-    assert len(loops) == 2
-    for lines in loops:
-        products = [number for number, line in enumerate(lines) if "HGMMA" in line]
-        between = "\n".join(lines[products[0] : products[-1]])
-        # Without the pass there are dozens; one is of a persistent block's own.
-        assert len(re.findall(r"\bR2UR\b", between)) <= config.persistent
 
 
 # Loads and stores of spilled words in a default's loops of products, all loops together: under

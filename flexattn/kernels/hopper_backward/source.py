@@ -68,7 +68,6 @@ from flexattn.kernels.printers.triton_printer import Printed, print_mod
 from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.kernels.ptx.narrow_products import NARROW_PRODUCTS
 from flexattn.kernels.ptx.stages import Stages
-from flexattn.kernels.ptx.warp_numbers import WARP_NUMBERS, WARP_NUMBERS_FORM
 from flexattn.mods.expr import Expr, reads
 from flexattn.problem import Captures, Structure
 
@@ -279,7 +278,6 @@ def render(
         and not (config.deterministic or structure.ragged_kv),
         "flags": flags_of(config),
         "announcement": ANNOUNCED,
-        "warp_numbers": WARP_NUMBERS_FORM if WARP_NUMBERS in stages.passes else "",
         "adding_warps": _adding_warps(config),
         "drawing_warps": _drawing_warps(config),
         "drawn_apart": config.BLOCK_M * config.BLOCK_N < 4096 * _drawing_warps(config),
@@ -306,12 +304,8 @@ def render(
 
 
 def _stages(structure: Structure, config: HopperBackwardConfig) -> Stages:
-    """Passes over PTX: where a mask's lists say how long loops are, warps' numbers stay uniform.
-
-    That only beside ds_first, with which it was measured: 1 % faster with a causal mask, H200.
-    """
-    told = (structure.sparsity is not None or structure.ragged_kv) and config.ds_first
-    passes = (WARP_NUMBERS,) * told + (_TWO_BUFFERS,) * (config.ds_stages == 2)
+    """The passes over PTX that a kernel asks for."""
+    passes = (_TWO_BUFFERS,) * (config.ds_stages == 2)
     return Stages(passes + (NARROW_PRODUCTS,) * any(announcements(structure, config).values()))
 
 

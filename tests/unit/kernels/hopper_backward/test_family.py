@@ -433,9 +433,8 @@ def test_kernels_of_one_hash_ask_for_the_same_passes(D):
                 source = family_of(config).render(wanted.structure, config, H200, "test")
                 assert asked.setdefault(source.hash, source.stages) == source.stages, config
                 told = {
-                    "ptx.warp_numbers": "# warp_numbers ",
                     TWO_BUFFERS: ANNOUNCED,
                     NARROW_PRODUCTS: "// narrow_products ",
                 }
                 assert {*source.stages.passes} == {x for x in told if told[x] in source.text}
-    assert len({stages.passes for stages in asked.values()}) > 2
+    assert len({stages.passes for stages in asked.values()}) > 1

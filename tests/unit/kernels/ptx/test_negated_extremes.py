@@ -76,7 +76,7 @@ def test_anything_else_stays(text):
 
 
 def test_every_kernel_of_chips_that_fuse_passes():
-    other = Stages(("ptx.warp_numbers",), "ptxas")
-    assert guarded(other, 90) == Stages(("ptx.warp_numbers", NEGATED_EXTREMES), "ptxas")
+    other = Stages(("ptx.narrow_products",), "ptxas")
+    assert guarded(other, 90) == Stages(("ptx.narrow_products", NEGATED_EXTREMES), "ptxas")
     assert guarded(OWN_STAGES, 100).passes == (NEGATED_EXTREMES,)
     assert guarded(OWN_STAGES, 89) == guarded(OWN_STAGES, 0) == OWN_STAGES
