@@ -1,7 +1,8 @@
 """A kernel that reads the blocks that were chosen and computes nothing: the floor of sparse calls.
 
 Its programs are those of a forward: of blocks of rows one for each query head, eight heads at a
-time and their last rows first; of single rows one for each key head, whose group shares a tile.
+time and their last rows first; of single rows one for each key head, whose group shares a tile,
+and one head after the other.
 """
 
 from __future__ import annotations
@@ -47,9 +48,11 @@ def read_chosen(
 
 
 def reading(
-    k: Tensor, v: Tensor, lists: tuple[Tensor, ...], unit: int, heads: int
+    k: Tensor, v: Tensor, lists: tuple[Tensor, ...], unit: int, heads: int, section: int = SECTION
 ) -> Callable[[], Tensor]:
     """Read blocks of `unit` keys of k and v [1, Hkv, kv_len, D], of 16 bits, for `heads` heads.
+
+    section: heads side by side.
 
     lists: counts [1, Hkv, blocks of rows] and indices [..., k] of the blocks that are masked,
     then of full ones. What is returned, int32 [programs], depends on each word.
@@ -63,7 +66,7 @@ def reading(
     def call() -> Tensor:
         read_chosen[(heads * blocks,)](
             *flat, num, idx, *lists[2:4], out, heads, heads // Hkv, blocks, idx.shape[3],
-            k.shape[2], SECTION=SECTION, UNIT=unit, WORDS=words, num_warps=4,
+            k.shape[2], SECTION=section, UNIT=unit, WORDS=words, num_warps=4,
         )  # fmt: skip
         return out
 

@@ -74,7 +74,10 @@ FORWARD = (
     ChosenRow("nsa-64-16k", 64, 4, 64, 1, 16, 16 * _K),
     ChosenRow("nsa-64-64k", 64, 4, 64, 1, 16, 64 * _K),
 )
-ROWS = (*FORWARD, *(replace(row, group="backward") for row in FORWARD if row.rows > 1))
+ROWS = (
+    *FORWARD,
+    *(replace(row, group="backward") for row in FORWARD if row.rows > 1 or row.length == 8 * _K),
+)
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,9 @@ def only_reads(x: Chosen) -> Callable[[], Tensor] | Refusal:
     chosen = ChosenBlocks(x.indices, None, row.rows, row.unit, True, True)
     mask = chosen.mask(row.hkv, (row.length, row.length), causal)
     lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
-    heads = row.hq if row.rows > 1 else row.hkv
-    return reading(x.k, x.v, lists, row.unit, heads)
+    if row.rows == 1:
+        return reading(x.k, x.v, lists, row.unit, row.hkv, 1)
+    return reading(x.k, x.v, lists, row.unit, row.hq)
 
 
 def _judge(call: Callable[[], Tensor], x: Chosen) -> Gate:

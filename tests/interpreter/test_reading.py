@@ -24,12 +24,13 @@ def test_it_reads_each_word_that_is_chosen(rows, heads):
     nothing = torch.zeros_like(counts), torch.zeros_like(chosen)
     # Those that are chosen, in front.
     listed = torch.sort(chosen, -1, descending=True).values
-    found = reading(k, v, (counts, listed, *nothing), UNIT, heads)()
+    section = 1 if rows == 1 else 8
+    found = reading(k, v, (counts, listed, *nothing), UNIT, heads, section)()
     words = (k.view(torch.int32) ^ v.view(torch.int32))[0]
     wanted = []
-    for first in range(0, heads, 8):
+    for first in range(0, heads, section):
         for row in reversed(range(blocks)):
-            for head in range(first, min(first + 8, heads)):
+            for head in range(first, min(first + section, heads)):
                 at = head * Hkv // heads
                 units = chosen[0, at, row]
                 keys = torch.arange(LENGTH) // UNIT

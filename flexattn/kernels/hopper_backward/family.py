@@ -26,6 +26,7 @@ from flexattn.kernels.hopper_backward.config import (
 )
 from flexattn.kernels.hopper_backward.limits import LEAN_COLUMNS, LIMITS
 from flexattn.kernels.hopper_backward.masks import (
+    asked_by_row,
     band_and_rest,
     band_of,
     reads_diagonals,
@@ -69,7 +70,9 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
         yield from _of_packs(problem)
         return
     width, plain = columns(structure), _few_registers(structure)
-    if width <= 128 and structure.sparsity is not None and structure.sparsity.kv_block % 128:
+    sparsity = structure.sparsity
+    short = sparsity is not None and sparsity.kv_block % 128 != 0
+    if width <= 128 and (short or asked_by_row(structure, 64)):
         yield from _of_short_blocks(problem)
         return
     # Tall tiles have 64 registers of scores, and as many of their gradients.
@@ -103,7 +106,8 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
 
 
 def _of_short_blocks(problem: Problem) -> Iterator[HopperBackwardConfig]:
-    """Configs for masks whose blocks of 64 keys no tile of 128 fits, of up to 128 columns.
+    """Configs for masks whose blocks of 64 keys no tile of 128 fits, or which rows choose, of up
+    to 128 columns.
 
     Each dQ of 64 x 64 weights is added as often as of two tiles of 128 keys.
     """

@@ -277,8 +277,8 @@ LIMITS: Limits[ConfigCase] = Limits(
         Rule(
             "mods",
             "a mod reads memory for each query and key, which Hopper's backward has no tile for,"
-            " or not along q_idx - kv_idx",
-            lambda c: not loads_pairs(c.structure),
+            " or not along q_idx - kv_idx, nor the same for a tile of 64 keys",
+            lambda c: not loads_pairs(c.structure, c.config.BLOCK_N),
         ),
         Rule(
             "packed sequences",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from flexattn.kernels.printers.gradient_printer import reads_by_diagonal
-from flexattn.mods.analysis.affine import Comparison
+from flexattn.mods.analysis.affine import Comparison, same_in_tiles
 from flexattn.mods.analysis.mask_form import conjunction, mask_form
 from flexattn.mods.derivative import derivatives
 from flexattn.mods.expr import Expr, depending, reads, walk
@@ -64,21 +65,34 @@ def _is_bound(found: Comparison) -> bool:
     return bounds and form.relative and abs(form.q) == 1
 
 
-def loads_pairs(structure: Structure) -> bool:
+def loads_pairs(structure: Structure, keys: int = 0) -> bool:
     """True if a mod reads memory at places of a query and a key, or of a score.
 
-    But what score_mod reads along diagonals of a tile.
+    But what score_mod reads along diagonals of a tile, and a mask that a tile of so many keys asks
+    once for each of its rows.
     """
     for captures in (structure.score, structure.mask):
-        if captures is None:
+        if captures is None or (captures is structure.mask and asked_by_row(structure, keys)):
             continue
         nodes = list(walk(captures.mod.expr))
         queries = depending(nodes, ("score", "q_idx"))
-        keys = depending(nodes, ("score", "kv_idx"))
-        pairs = (node for node in nodes if node.op == "load" and node in queries and node in keys)
+        keyed = depending(nodes, ("score", "kv_idx"))
+        pairs = (node for node in nodes if node.op == "load" and node in queries and node in keyed)
         if any(captures is structure.mask or not reads_by_diagonal(node) for node in pairs):
             return True
     return False
+
+
+def asked_by_row(structure: Structure, keys: int) -> bool:
+    """True if a mask reads memory for each query and key, but the same for a tile of 64 keys.
+
+    So it is where rows choose blocks of 64 keys or more.
+    """
+    if keys != 64 or structure.mask is None or structure.ragged_kv:
+        return False
+    _, rest = band_and_rest(structure.mask.mod.expr)
+    loads = rest is not None and loads_pairs(replace(structure, score=None))
+    return loads and rest is not None and same_in_tiles(rest, 0, keys)
 
 
 def reads_diagonals(structure: Structure) -> bool:

@@ -36,6 +36,7 @@ from flexattn.kernels.hopper_backward.config import (
 )
 from flexattn.kernels.hopper_backward.masks import (
     Band,
+    asked_by_row,
     band_and_rest,
     may_be_no_number,
     reads_diagonals,
@@ -64,7 +65,7 @@ from flexattn.kernels.printers.gradient_printer import (
     print_with_gradients,
 )
 from flexattn.kernels.printers.spelling import Dialect, TensorForm, signature_type
-from flexattn.kernels.printers.triton_printer import Printed, print_mod
+from flexattn.kernels.printers.triton_printer import Printed, View, print_mod
 from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.kernels.ptx.narrow_products import NARROW_PRODUCTS
 from flexattn.kernels.ptx.stages import Stages
@@ -230,6 +231,8 @@ def render(
         band, rest = band_and_rest(structure.mask.mod.expr)
     asked = replace(structure, mask=_remaining(structure.mask, rest))
     score, mask = print_with_gradients(asked, traits, structure.grads, diagonals=True)
+    if asked.mask is not None and asked_by_row(structure, config.BLOCK_N):
+        mask = print_mod(asked.mask, traits, View(kv_idx="start_n", by_row=False))
     used: list[PrintedGradient | Printed] = [each for each in (score, mask) if each is not None]
     sparsity, stages = structure.sparsity, _stages(structure, config)
     found, narrow = arguments(structure, config), announcements(structure, config)

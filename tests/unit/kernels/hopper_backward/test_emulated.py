@@ -364,6 +364,27 @@ def test_blocks_of_64_keys(place, heads, monkeypatch):
     assert_gradients(config, *given, chosen, monkeypatch, block=64)
 
 
+OF_ROWS = torch.rand(2, 210, 4, generator=torch.Generator().manual_seed(3)) < 0.4
+
+
+def of_rows(b, h, q_idx, kv_idx):
+    """As of a Selection of single rows: blocks of 64 keys that each row chose."""
+    return OF_ROWS[h // 2, q_idx, kv_idx // 64] & (q_idx >= kv_idx)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_blocks_that_rows_choose(place, monkeypatch):
+    """A tile of 64 keys asks once for each row; Triton's backward asks for each weight."""
+    wanted = problem("backward", 40, 24, mask_mod=of_rows, has_full=False, group=2)
+    config = list(defaults(wanted))[place]
+    assert config.BLOCK_N == 64 and not family_of(config).limits.reasons(
+        config, wanted.structure, H200
+    )
+    wide = replace(config, BLOCK_N=128, by_product=False)
+    assert family_of(wide).limits.violated(wide, wanted.structure, H200)[0].name == "mods"
+    assert_gradients(config, *drawn((40, 24), GQA, batches=(2, 1)), of_rows, monkeypatch)
+
+
 @pytest.mark.parametrize(("name", "mask"), [("ds first", "full"), ("plain", "causal")])
 def test_heads_above_128_columns_in_tiles_of_128_keys(name, mask, monkeypatch):
     """dQ in two parts, where values have fewer columns than keys."""
