@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flexattn.problem import out_dtype
 from flexattn.reference import Precision, Reference, attention
 from flexattn.serving import DecodePlan, ServingConfig
 from flexattn.verify.gate import judge
@@ -161,7 +162,7 @@ def run(plan, each, *, layout="NHD", together=False, **call):
 def wanted(each, b, precision, score_mod=None, mask_mod=None, sinks=None, scale=None):
     """The oracle's, or the reference run's, of one request: queries stand at its last keys."""
     first = sum(each.q_lens[:b])
-    q = each.q[first : first + each.q_lens[b]].transpose(0, 1)[None]
+    q = each.q[first : first + each.q_lens[b]].transpose(0, 1)[None].to(out_dtype(each.q.dtype))
     k, v = (x.transpose(0, 1)[None] for x in (each.k[b], each.v[b]))
     past = max(each.kv_lens[b] - each.q_lens[b], 0)
     score = mask = None
@@ -198,7 +199,7 @@ def assert_right(got, each, *, exact=None, **call):
         for found in (oracle, rounded)
     ]
     lse = None if lse is None else lse.T[None]
-    verdict = judge((out.transpose(0, 1)[None], lse, None), *whole, each.q.dtype)
+    verdict = judge((out.transpose(0, 1)[None], lse, None), *whole, out_dtype(each.q.dtype))
     assert verdict.passed, verdict.message()
 
 

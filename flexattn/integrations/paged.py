@@ -150,7 +150,7 @@ def _outputs(state: _State, plan: DecodePlan) -> Tensor:
     if found is None:
         m = plan.problem
         # Rows of nobody are never written: what stands there goes through the model's layers.
-        found = torch.zeros(m.rows, m.Hq, m.head_dim_v, dtype=m.dtype, device=plan.device)
+        found = torch.zeros(m.rows, m.Hq, m.head_dim_v, dtype=m.out_dtype, device=plan.device)
         state.outs[plan] = found
     return found
 

@@ -107,6 +107,16 @@ class ServingForm(Structure):
         return 2 if max(self.head_dim_qk, self.head_dim_v) > WARP_COLUMNS else 1
 
     @property
+    def fp8(self) -> bool:
+        """Calls alone have factors of heads."""
+        return False
+
+    @property
+    def out_dtype(self) -> str:
+        """The dtype of what comes out."""
+        return self.dtype if ITEMSIZE[self.dtype] > 1 else "bfloat16"
+
+    @property
     def product_dtype(self) -> str:
         """The dtype that tiles are multiplied in: a cache of 8 bits is exact in float16."""
         return "float16" if SERVING_ITEMSIZE[self.kv_dtype] == 1 else self.dtype
@@ -142,8 +152,13 @@ class ServingProblem(Problem):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of queries and outputs."""
+        """The dtype of queries."""
         return _BY_NAME[self.structure.dtype]
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype of outputs."""
+        return _BY_NAME[self.structure.out_dtype]
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -132,7 +132,8 @@ def flex_decode(
         if not captured:
             kept_plans.put(key, found)
     plan = found.plan
-    out = torch.empty((*q.shape[:-1], plan.problem.head_dim_v), dtype=q.dtype, device=q.device)
+    m = plan.problem
+    out = torch.empty((*q.shape[:-1], m.head_dim_v), dtype=m.out_dtype, device=q.device)
     lse = None
     if return_lse:
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)

@@ -95,7 +95,7 @@ def plan_problem(
     aligned = row % 16 == 0 and key % 16 == 0 and (shared_kv or value % 16 == 0)
     found = asked_scales(scaled, page)
     form = ServingForm(
-        dtype=DTYPES[dtype],
+        dtype=KV_DTYPES[dtype],
         kv_dtype=KV_DTYPES[kv_dtype],
         head_dim_qk=D,
         head_dim_v=Dv,
@@ -144,7 +144,10 @@ def _check(asked: dict[str, Any]) -> None:
         (Hq <= MAX_HEADS, f"Hq is at most {MAX_HEADS}"),
         (0 <= page <= 256, "a page has 1 to 256 keys; 0 means a contiguous cache"),
         (layout in LAYOUTS, f"layout is one of {', '.join(LAYOUTS)}"),
-        (dtype in DTYPES, f"dtype is one of {', '.join(map(str, DTYPES))}"),
+        (
+            dtype in DTYPES or dtype == kv_dtype == torch.float8_e4m3fn,
+            f"dtype is one of {', '.join(map(str, DTYPES))}, or float8_e4m3fn as the cache's",
+        ),
         (eight or kv_dtype == dtype, "the cache has q's dtype, float8_e4m3fn or float8_e5m2"),
         (not eight or dtype != torch.float32, "a cache of 8 bits serves queries of 16 bits"),
         (

@@ -205,7 +205,7 @@ class DecodePlan:
             if self._given_up is None
             else self._given_up.word
         )
-        self._out = torch.empty((rows, m.Hq, m.head_dim_v), dtype=m.dtype, device=where)
+        self._out = torch.empty((rows, m.Hq, m.head_dim_v), dtype=m.out_dtype, device=where)
         self._lse = None
         if self.form.lse:
             self._lse = torch.empty((rows, m.Hq), dtype=torch.float32, device=where)

@@ -135,7 +135,8 @@ class TreePlan:
         assert self.own._lse is not None
         self._out, self._lse = torch.empty_like(self.own._out), torch.empty_like(self.own._lse)
         kernels = self.own._kernels
-        source = render_merge_tree(self.own.form.dtype, m.Hq, m.head_dim_v, levels, kernels.target)
+        dtype = self.own.form.out_dtype
+        source = render_merge_tree(dtype, m.Hq, m.head_dim_v, levels, kernels.target)
         self._merge = builder().kernel(source, kernels.target, kernels.gpu)
         self._mergers: dict[int, Launcher] = {}
         self._beside = Beside(where) if where.type == "cuda" else None
@@ -291,7 +292,7 @@ class TreePlan:
     def _estimate(self) -> ReadCost:
         m, config = self.own.problem, self.shared.config
         values = 0 if self.own.form.shared_kv else m.head_dim_v
-        query, output = m.head_dim_qk * m.dtype.itemsize, m.head_dim_v * m.dtype.itemsize + 4
+        query, output = m.head_dim_qk * m.dtype.itemsize, m.head_dim_v * m.out_dtype.itemsize + 4
         return ReadCost(
             key=m.Hkv * (m.head_dim_qk + values) * m.kv_dtype.itemsize,
             state=2 * m.q_len * m.Hq * (query + output),

@@ -102,7 +102,7 @@ def make_batch(
     draw = torch.Generator(where).manual_seed(0)
 
     def normal(*shape: int, dtype: torch.dtype = m.dtype) -> Tensor:
-        made = torch.empty(shape, dtype=m.dtype, device=where).normal_(generator=draw)
+        made = torch.empty(shape, dtype=m.out_dtype, device=where).normal_(generator=draw)
         return made.to(dtype)
 
     def numbers(values: Any) -> Tensor:
@@ -155,7 +155,7 @@ def batch_run(plan: DecodePlan, batch: Batch) -> Callable[[], Outputs]:
     """A call that runs a plan on a batch; its outputs hold NaN before the first run."""
     m, where = batch.problem, plan.device
     q = batch.q if m.total_q else batch.q.unflatten(0, (len(batch.q_lens), -1))
-    out = q.new_full((*q.shape[:-1], m.head_dim_v), torch.nan)
+    out = q.new_full((*q.shape[:-1], m.head_dim_v), torch.nan, dtype=m.out_dtype)
     lse = torch.full(q.shape[:-1], torch.nan, device=where) if plan.form.lse else None
     given: dict[str, Any] = {
         "seq_lens": batch.lens, "block_table": batch.table, "cu_seqlens_q": batch.cu_seqlens,
@@ -187,7 +187,7 @@ def serving_judge(batch: Batch, scale: float, score: Bound | None, mask: Bound |
         out, lse = got[0].flatten(0, -3)[rows], got[1]
         found = out.transpose(0, 1)[None]
         sums = None if lse is None else lse.flatten(0, -2)[rows].T[None]
-        return judge((found, sums, None), exact, rounded, batch.q.dtype)
+        return judge((found, sums, None), exact, rounded, batch.problem.out_dtype)
 
     return judged
 
@@ -208,7 +208,8 @@ def _request(
     """Attention of one request, whose mods see its number and its logical positions."""
     q_len, kv_len = batch.q_lens[b], batch.kv_lens[b]
     past = kv_len - q_len
-    q = batch.q[start : start + q_len].transpose(0, 1)[None]
+    # Weights of a plan are never rounded to eight bits.
+    q = batch.q[start : start + q_len].transpose(0, 1)[None].to(batch.problem.out_dtype)
     k, v = (each[None] for each in batch.keys(b))
     score, mask = moved(score, q.device), moved(mask, q.device)
     score_mod, mask_mod = score_callable(score), mask_callable(mask)

@@ -105,6 +105,18 @@ def test_eight_bits(asked, dtype):
     check(few, exact=wide, kv_dtype=dtype, given=lambda plan: told, **about)
 
 
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_queries_of_e4m3(D):
+    """Beside a cache of it: prefills on Hopper's forward, decodes by the kernel for every GPU."""
+    each = batch(*MIXED, 32, 8, D, dtype=torch.float8_e4m3fn, device="cuda")
+    few, wide, *scales = quantized(each, torch.float8_e4m3fn, True)
+    told = dict(zip(("k_scale", "v_scale"), scales, strict=True))
+    check(
+        few, exact=wide, page=16, scaled=True, kv_dtype=torch.float8_e4m3fn, mask_mod=causal,
+        given=lambda plan: told,
+    )  # fmt: skip
+
+
 LONG = {
     "few tiles": ([105], [6514]),
     "one long cache": ([40, 100, 17, 1, 300], [500, 30000, 700, 9000, 300]),

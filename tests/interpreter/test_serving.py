@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
+from flexattn.errors import InputError
 from flexattn.kernels.paged_decode.config import ServingConfig
 from tests import serving
 from tests.cases import CASES
@@ -119,6 +120,25 @@ def test_a_cache_of_eight_bits(dtype, per_head):
         few, exact=wide, scaled=True, kv_dtype=dtype, mask_mod=causal,
         given=lambda plan: {"k_scale": k_scale, "v_scale": v_scale},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_queries_of_e4m3(page):
+    """The output is bfloat16, and no weight is rounded to eight bits."""
+    lens = with_rows(LENGTHS, 2)
+    each = batch([2] * 6, lens, 6, 2, 32, dtype=torch.float8_e4m3fn)
+    few, wide, k_scale, v_scale = quantized(each, torch.float8_e4m3fn, True)
+    plan = check(
+        few, exact=wide, scaled=True, mask_mod=causal, page=page, kv_dtype=torch.float8_e4m3fn,
+        given=lambda plan: {"k_scale": k_scale, "v_scale": v_scale},
+    )  # fmt: skip
+    assert run(plan, few, k_scale=k_scale, v_scale=v_scale)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e5m2, torch.bfloat16])
+def test_queries_of_e4m3_want_a_cache_of_it(kv_dtype):
+    with pytest.raises(InputError, match="float8_e4m3fn as the cache's"):
+        plan_for(batch([1], [9], dtype=torch.float8_e4m3fn), kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize(("D", "Dv"), [(48, 32), (576, 512), (40, 24)])

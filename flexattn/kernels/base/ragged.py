@@ -139,7 +139,7 @@ def arguments(
     found = [
         Argument(name, kind, 16 if kind.startswith("*") else 1) for name, kind in described.items()
     ]
-    found.append(Argument("OUT_ROWS", f"*{signature_type(form.dtype)}", 16))
+    found.append(Argument("OUT_ROWS", f"*{signature_type(form.out_dtype)}", 16))
     found += several("*fp32", *("LSE",) * form.lse, divisible_by=4)
     found += (Argument("WORKSPACE", "*fp32", 16),) * config.splits
     found += dense_stride_arguments("o", "hm", form.head_dim_v)

@@ -450,7 +450,7 @@ LIMITS: Limits[ConfigCase] = Limits(
         Rule(
             "v_box",
             "v_box={c.config.v_box}: any head dimensions are served in 16 bits alone",
-            lambda c: not c.boxed or c.structure.itemsize == 2,
+            lambda c: not c.boxed or c.structure.itemsize == 2 or ragged.widens(c.structure),
         ),
         Rule(
             "tma",

@@ -85,7 +85,7 @@ _PRODUCED = ("group", "COUNTER")
 # Rows of a tile of eight bits that a warp widens at a time, and halves of two tiles of V.
 _WIDENED_ROWS, NARROW_HALVES = 32, 4
 # Terms of eight bits that hold a Q of a dtype: each has four bits of it, and a sign.
-_TERMS = {"bfloat16": 2, "float16": 3}
+_TERMS = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 3}
 # Keys of packed sequences that are cleared at a time behind the last one.
 _CLEARED_ROWS = 16
 # Keys of pages without boxes that a warp copies at a time.
@@ -323,7 +323,7 @@ def render_merge_parts(form: ServingForm, config: HopperPrefillConfig, device: D
         "MERGE_PARTS": _MERGE_PARTS,
         "ROW_PARTS": config.all_rows // _MERGE_ROWS,
     }
-    found = [Argument("OUT", f"*{signature_type(form.dtype)}", 16)]
+    found = [Argument("OUT", f"*{signature_type(form.out_dtype)}", 16)]
     found += several("*fp32", *("LSE",) * form.lse, divisible_by=4)
     found += [Argument("WORKSPACE", "*fp32", 16), Argument("CUT_TILES", "*i32", 4)]
     found += [*sinks(form), Argument("stride_om", "i32")]
@@ -334,7 +334,7 @@ def render_merge_parts(form: ServingForm, config: HopperPrefillConfig, device: D
         "form": replace(form, scaled=False),
         "cut_tiles": True,
         "launch_pdl": device.backend == "cuda",
-        "out_element": triton_type(form.dtype),
+        "out_element": triton_type(form.out_dtype),
     }
     header = [f"merge of parts of {config.BLOCK_M} rows for {device.arch}"]
     return make_source("hopper/merge_parts.py.jinja", device, header, context, tuple(found), 4, 1)

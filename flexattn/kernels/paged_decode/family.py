@@ -194,7 +194,7 @@ def serving_defaults(problem: ServingProblem, device: Device) -> Iterator[Servin
             # way, 465 with 32 (64 x 4k, an H200). Where the first two spill they give way.
             if form.unit and height > 16:
                 # Places of chosen keys take registers, and keys that are widened take more.
-                wide = form.kv_dtype == form.dtype
+                wide = SERVING_ITEMSIZE[form.kv_dtype] > 1
                 if wide:
                     yield ServingConfig(height, 32, warps, 2, 1, 1, combine)
                 height = 32 if wide else 16

@@ -315,7 +315,7 @@ def _by_tma(name: str) -> tuple[Rule[ConfigCase], ...]:
         Rule(
             "dtype",
             f"the {name} template multiplies 16 bits",
-            lambda c: c.form.dtype == c.form.kv_dtype != "float32",
+            lambda c: c.form.dtype == c.form.kv_dtype and c.itemsize == 2,
         ),
         Rule(
             "scales",

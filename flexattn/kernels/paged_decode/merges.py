@@ -26,7 +26,7 @@ def join_programs(form: ServingForm, config: ServingConfig, q_rows: int) -> int:
 
 def join_arguments(form: ServingForm) -> tuple[Argument, ...]:
     """Arguments of the kernel: what each run gives, then what its shapes decide."""
-    values = f"*{signature_type(form.dtype)}"
+    values = f"*{signature_type(form.out_dtype)}"
     found = []
     for out, lse in (("A", "LSE_A"), ("B", "LSE_B"), ("OUT", "LSE")):
         found += [Argument(out, values, 16), Argument(lse, "*fp32", 4)]
@@ -57,7 +57,7 @@ def render_join(form: ServingForm, config: ServingConfig, device: Device) -> Sou
     context: dict[str, object] = {
         "v_pieces": rendering.named_pieces("v", form.head_dim_v),
         "constants": (*settings.items(), *BASE_2),
-        "element": triton_type(form.dtype),
+        "element": triton_type(form.out_dtype),
         "form": form,
     }
     width = 1 << (padded(form.head_dim_v) - 1).bit_length()

@@ -219,7 +219,7 @@ _CONTIGUOUS = {"q_contiguous": True, "k_contiguous": True, "v_contiguous": True}
 
 def _written(form: ServingForm) -> list[Argument]:
     """The arguments that both kernels write, and those that one of them leaves to the other."""
-    found = [Argument("OUT", f"*{signature_type(form.dtype)}", 16)]
+    found = [Argument("OUT", f"*{signature_type(form.out_dtype)}", 16)]
     if form.lse:
         found.append(Argument("LSE", "*fp32", 4))
     found += [Argument("WORKSPACE", "*fp32", 16), Argument("COUNT", "*i32", 16)]
@@ -314,7 +314,7 @@ def _shared(
         "request_values": lambda b: ", ".join((b, *names)),
         "span_arguments": ["b", "q_first", "q_last", "first_key", "kv_len", *captured],
         "span_values": span_values,
-        "out_element": triton_type(form.dtype),
+        "out_element": triton_type(form.out_dtype),
         **scale_context(form),
     }
 
@@ -324,8 +324,8 @@ def _traits(form: ServingForm, device: Device, dialect: Dialect, rowwise: bool =
         head_per_row=rowwise,
         batch_per_row=rowwise and form.prefix,
         interpreted=device.backend == "interpreter",
-        fast_tanh=device.has_tanh and form.dtype == "bfloat16",
-        short_tanh=form.dtype in ("bfloat16", "float16"),
+        fast_tanh=device.has_tanh and form.out_dtype == "bfloat16",
+        short_tanh=form.out_dtype in ("bfloat16", "float16"),
         dialect=dialect,
     )
 

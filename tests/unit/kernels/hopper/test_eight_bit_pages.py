@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
+from flexattn.kernels.base.ragged import PAGES
 from flexattn.kernels.hopper.family import PREFILL
 from flexattn.mods import bind
 from tests.families import violated
@@ -29,6 +30,11 @@ EIGHT_BITS = {
     "64 columns": {"dims": (64, 64), "scales": (0.7, 1.9)},
     "three consumers": {"config": {"consumers": 3, "consumer_regs": 160, "BLOCK_N": 64}},
     "80 columns": {"dims": (80, 80)},
+    "queries of e4m3": {"dtype": torch.float8_e4m3fn, "scales": ([0.6, 1.7], [3.0, 0.2])},
+    "queries of e4m3, signed": {
+        "dtype": torch.float8_e4m3fn,
+        "scales": ([0.0, -0.8], [1.0, -2.0]),
+    },
     "three terms": {"dtype": torch.float16, "scales": (0.7, 1.9)},
     "three stages, three terms": {
         "dtype": torch.float16,
@@ -48,14 +54,14 @@ def test_eight_bits(asked):
     check(16, [70, 3, 0], [300, 40, 9], config=config, **more)
 
 
-@pytest.mark.parametrize("page", BATCHES)
+@pytest.mark.parametrize("page", [page for page in BATCHES if page in PAGES])
 def test_pages_of_eight_bits(page):
     check(page, *BATCHES[page], seed=page, kv_dtype=torch.float8_e4m3fn)
 
 
-def plan_of(D=128, page=16, kv_dtype=torch.float8_e4m3fn, **asked):
+def plan_of(D=128, page=16, kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, **asked):
     return served(
-        4, 1, 2048, 8192, 32, 8, D, D, torch.bfloat16, kv_dtype, page,
+        4, 1, 2048, 8192, 32, 8, D, D, dtype, kv_dtype, page,
         mask=bind(causal, "mask"), **asked,
     )  # fmt: skip
 
@@ -64,6 +70,10 @@ def plan_of(D=128, page=16, kv_dtype=torch.float8_e4m3fn, **asked):
 def test_plans_choose_it(D):
     for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         assert next(PREFILL.able(plan_of(D, kv_dtype=kv_dtype, scaled=True), H200), None)
+
+
+def test_plans_of_e4m3_queries_choose_it():
+    assert next(PREFILL.able(plan_of(dtype=torch.float8_e4m3fn, scaled=True), H200), None)
 
 
 def test_the_warps_that_widen_keep_their_registers():
@@ -75,6 +85,7 @@ def test_the_warps_that_widen_keep_their_registers():
 LEFT_TO_TRITON = {
     "scales of pages or tokens": {"scales": "token_head"},
     "a contiguous cache": {"page": 0},
+    "pages without boxes": {"page": 24},
     "tiles of less than 64 keys": {"config": replace(CONFIG, BLOCK_N=32)},
 }
 
