@@ -12,10 +12,10 @@ noop: MaskMod = noop_mask
 
 
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Keys up to the query's own position.
+    """A query sees the keys up to its own position.
 
-    What a decoder's self-attention sees. Blocks above the diagonal are never visited, and only
-    those on it are masked.
+    This is the self-attention of a decoder. Kernels skip blocks above the diagonal, and mask
+    only blocks on it.
 
         mask_mod = causal
 
@@ -25,10 +25,10 @@ def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def causal_offset(offset: int) -> MaskMod:
-    """Causal where query 0 stands at position `offset`: S - L for new tokens after a cache.
+    """Causal, with query 0 at position `offset`.
 
-    A chunk of prefill, or a few tokens that are decoded at once, attends to a cache of S keys
-    whose last L are its own.
+    Use S - L for L new tokens at the end of a cache of S keys: a chunk of prefill, or a few
+    tokens that are decoded at once.
 
         mask_mod = causal_offset(1536)
 
@@ -43,10 +43,10 @@ def causal_offset(offset: int) -> MaskMod:
 
 
 def sliding_window(window: int) -> MaskMod:
-    """The query's own key and the `window` keys before it.
+    """A query sees its own key and the `window` keys before it.
 
-    The work grows with the window instead of the length: tiles outside of the band are not
-    visited. Mistral's and Gemma's local layers use it.
+    The work grows with the window instead of the length, because kernels skip tiles outside of
+    the band. Mistral's and Gemma's local layers use it.
 
         mask_mod = sliding_window(512)
 
@@ -61,10 +61,10 @@ def sliding_window(window: int) -> MaskMod:
 
 
 def dilated_window(window: int, dilation: int) -> MaskMod:
-    """Keys at most `window` away on either side, every `dilation`-th of them.
+    """A query sees every `dilation`-th key that is at most `window` away.
 
-    A band with gaps reaches further for the same number of keys. Every block of the band holds
-    some keys, so kernels mask it element by element.
+    A band with gaps reaches further with the same number of keys. Every block of the band
+    keeps some keys, so kernels mask each element.
 
         mask_mod = dilated_window(512, 128)
 
@@ -80,10 +80,10 @@ def dilated_window(window: int, dilation: int) -> MaskMod:
 
 
 def prefix_lm(lengths: Tensor) -> MaskMod:
-    """Causal, and the first `lengths[b]` keys for every query; lengths int [B].
+    """Causal, except that all see the first `lengths[b]` keys; lengths int [B].
 
-    A prompt that sees all of itself, followed by a continuation that is causal. The prefix's
-    length is read when the kernel runs, so one kernel serves every batch.
+    A prompt sees all of itself, and its continuation is causal. The kernel reads the prefix's
+    length when it runs, so one kernel computes every batch.
 
         mask_mod = prefix_lm(torch.tensor([700]))
 
@@ -98,10 +98,10 @@ def prefix_lm(lengths: Tensor) -> MaskMod:
 
 
 def padding(lengths: Tensor) -> MaskMod:
-    """The first `lengths[b]` keys; lengths int [B].
+    """Every query sees the first `lengths[b]` keys; lengths int [B].
 
-    A batch of unequal lengths in one padded tensor. A sequence costs what it is long, not what
-    its padding is, and its length may change in place between calls.
+    The batch has sequences of unequal lengths in one padded tensor. The work follows the
+    length of a sequence and not its padding. You may change lengths in place between calls.
 
         mask_mod = padding(torch.tensor([1300]))
 
@@ -132,10 +132,11 @@ def document_ids(offsets: Tensor, rows: int | None = None) -> Tensor:
 
 
 def document(doc_ids: Tensor, key_ids: Tensor | None = None) -> MaskMod:
-    """Keys of the query's own document; doc_ids int [max(L, S)], or [L] beside key_ids int [S].
+    """A query sees the keys of its own document; doc_ids int [max(L, S)].
 
-    Documents are packed into one row without padding, and none sees another. Join it with
-    `causal` by torch's `and_masks` to train on packed text.
+    Documents are packed into one row without padding, and none sees another. If keys have
+    other ids, pass doc_ids [L] and key_ids int [S]. To train on packed text, join it with
+    `causal` by torch's `and_masks`.
 
         mask_mod = document(document_ids(torch.tensor([0, 420, 1100, 1300, 2048])))
 
@@ -152,10 +153,10 @@ def document(doc_ids: Tensor, key_ids: Tensor | None = None) -> MaskMod:
 
 
 def document_offsets(doc_ids: Tensor, offsets: Tensor) -> MaskMod:
-    """The same as an interval of keys; offsets int [documents + 1], as in cu_seqlens.
+    """The same by the ends of documents; offsets int [documents + 1], as cu_seqlens.
 
-    An interval tells a kernel where a row's keys end before it reads any of them, while
-    `document` lets it find out.
+    From offsets a kernel knows where a row's keys end before it reads any of them. From the
+    ids of `document` it must find out.
 
         offsets = torch.tensor([0, 420, 1100, 1300, 2048])
         mask_mod = document_offsets(document_ids(offsets), offsets)
@@ -172,9 +173,9 @@ def document_offsets(doc_ids: Tensor, offsets: Tensor) -> MaskMod:
 
 
 def head_windows(windows: Tensor) -> MaskMod:
-    """A causal window of its own for each query head; windows int [Hq].
+    """A causal window for each query head; windows int [Hq].
 
-    Some heads look near and some far. The block mask then has an entry for each head.
+    Some heads look near and some look far. The block mask then has a list for each head.
 
         mask_mod = head_windows(torch.tensor([128, 256, 512, 1024]))
 
@@ -189,9 +190,10 @@ def head_windows(windows: Tensor) -> MaskMod:
 
 
 def block_table(table: Tensor, size: int) -> MaskMod:
-    """Blocks of `size` x `size` lanes listed in a bool table [B, Hq, q blocks, kv blocks].
+    """A query sees the blocks of `size` x `size` that a bool table lists.
 
-    Whatever chose the blocks, by chance or by content, kernels visit those that are listed.
+    The table is [B, Hq, q blocks, kv blocks]. You may choose the blocks in any way. Kernels
+    visit only the listed ones.
 
         chosen = torch.rand(1, 1, 16, 16, generator=torch.Generator().manual_seed(0)) < 0.2
         mask_mod = block_table(chosen | torch.eye(16, dtype=torch.bool), 128)
@@ -207,10 +209,10 @@ def block_table(table: Tensor, size: int) -> MaskMod:
 
 
 def natten_2d(height: int, width: int, window: int) -> MaskMod:
-    """Neighbourhood attention: a square of `window` pixels, moved inwards at the canvas's edge.
+    """Neighbourhood attention: a query pixel sees a square of `window` pixels.
 
-    Pixels run row-major, so a neighbourhood is a stripe of each of `window` rows. Every pixel has
-    window x window keys, at the edges too.
+    At the edge of the canvas the square moves inwards, so every pixel sees window x window
+    keys. Pixels run row by row. So a square is a stripe in each of `window` rows.
 
         mask_mod = natten_2d(45, 45, 13)
 
@@ -232,10 +234,10 @@ def natten_2d(height: int, width: int, window: int) -> MaskMod:
 def sliding_tile_3d(
     canvas: tuple[int, int, int], tile: tuple[int, int, int], window: tuple[int, int, int]
 ) -> MaskMod:
-    """Sliding tile attention over a video: a window of whole tiles around the query's tile.
+    """Sliding tile attention over a video: a query sees whole tiles around its own.
 
-    Canvas and tile in frames, rows and columns; the window in tiles. Tokens run row-major. Whole
-    tiles make whole blocks where tokens are put in the order of their tiles.
+    Canvas and tile are given in frames, rows and columns, and the window in tiles. Tokens run
+    row by row. If you put tokens in the order of their tiles, whole tiles are whole blocks.
 
         mask_mod = sliding_tile_3d((8, 16, 16), (2, 4, 4), (3, 3, 3))
 
@@ -261,10 +263,10 @@ def sliding_tile_3d(
 
 
 def flamingo(image_of: Tensor, first: Tensor, last: Tensor) -> MaskMod:
-    """Text queries that see an image's keys from text position `first` up to before `last`.
+    """Text queries see an image from text position `first` up to before `last`.
 
-    image_of int [S] is each key's image; first and last int [images]. Text before the first image
-    has no key at all: its rows are zeros.
+    image_of int [S] is the image of each key, and first and last are int [images]. Text before
+    the first image sees no key, so its rows are zeros.
 
         image_of = torch.arange(2048) // 512
         mask_mod = flamingo(image_of, torch.tensor([100, 600, 1100, 1500]),
@@ -282,9 +284,10 @@ def flamingo(image_of: Tensor, first: Tensor, last: Tensor) -> MaskMod:
 
 
 def transfusion(image_ids: Tensor) -> MaskMod:
-    """Causal text, images that see all of themselves; image_ids int [max(L, S)], -1 for text.
+    """Causal text, and images that see all of themselves; image_ids int [max(L, S)].
 
-    One model predicts the next token of text and removes noise from whole images between it.
+    The id of text is -1. One model predicts the next token of text, and removes noise from
+    whole images between text.
 
         image_ids = torch.full((2048,), -1)
         image_ids[300:812], image_ids[1200:1712] = 0, 1
@@ -303,10 +306,10 @@ def transfusion(image_ids: Tensor) -> MaskMod:
 
 
 def tree(ancestors: Tensor, context: int) -> MaskMod:
-    """Speculative decoding: the first `context` keys, and a draft token's own ancestors.
+    """Speculative decoding: a draft token sees the context and its own ancestors.
 
-    ancestors bool [L, L]: whether draft token j is i or an ancestor of i. A model verifies all
-    branches of a draft in one call, and each branch sees its own past.
+    ancestors bool [L, L] is True at [i, j] if draft token j is i or an ancestor of i. The
+    first `context` keys are the context. A model verifies all branches of a draft in one call.
 
         parent = [0, 0, 0, 1, 1, 2, 3, 3, 5, 6, 6, 8, 9, 9, 11, 12]
         ancestors = torch.eye(16, dtype=torch.bool)

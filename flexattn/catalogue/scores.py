@@ -11,10 +11,10 @@ from flexattn.mods.expr import ScoreMod as ScoreMod  # as MaskMod of masks
 
 
 def scaled(factor: float) -> ScoreMod:
-    """The score times a Python number.
+    """Multiplies the score by a Python number, as a temperature.
 
-    A temperature. The factor folds into the softmax scale and costs nothing; a second value of it
-    compiles once more, a third not at all.
+    The factor is multiplied into the softmax scale and costs nothing. Its second value
+    compiles once more, and further values compile nothing.
 
         score_mod = scaled(1.75)
 
@@ -29,9 +29,10 @@ def scaled(factor: float) -> ScoreMod:
 
 
 def softcap(cap: float) -> ScoreMod:
-    """Scores kept within plus and minus `cap` by tanh.
+    """Keeps scores within plus and minus `cap` by tanh.
 
-    Gemma 2 caps at 50. In 16 bits a kernel takes the hardware's `tanh`, as part of the softmax.
+    Gemma 2 caps at 50. In 16 bits a kernel uses the hardware's `tanh`, as a part of the
+    softmax.
 
         score_mod = softcap(50.0)
 
@@ -55,8 +56,8 @@ def alibi_slopes(Hq: int, device: torch.device | str) -> Tensor:
 def alibi(Hq: int, device: torch.device | str) -> ScoreMod:
     """A bias that falls linearly with distance, with a slope for each head.
 
-    It takes the place of position embeddings. With it a long causal prefill leaves out the keys
-    whose weights are proven to be 0 in float32.
+    It replaces position embeddings. Some keys are so far away that their weights are 0 in
+    float32. A long causal prefill skips them.
 
         score_mod = alibi(16, "cpu")
 
@@ -72,9 +73,10 @@ def alibi(Hq: int, device: torch.device | str) -> ScoreMod:
 
 
 def t5_bias(table: Tensor, max_distance: int) -> ScoreMod:
-    """T5's bidirectional relative position buckets; table [buckets, Hq] is learned.
+    """T5's bidirectional buckets of relative positions; table [buckets, Hq] is learned.
 
-    Half of a direction's buckets are exact, the others grow with the logarithm of the distance.
+    Half of a direction's buckets have one distance each. The others grow with the logarithm of
+    the distance.
 
         score_mod = t5_bias(torch.linspace(-1, 1, 32)[:, None], 128)
 
@@ -98,10 +100,10 @@ def t5_bias(table: Tensor, max_distance: int) -> ScoreMod:
 
 
 def relative_bias(table: Tensor, offset: int) -> ScoreMod:
-    """A learned bias for each head and distance; table [Hq, n], n > q_idx - kv_idx + offset.
+    """A learned bias for each head and distance; table [Hq, n].
 
-    A kernel reads one value for each diagonal of a tile, not one for each score. The table may
-    require a gradient.
+    n must be above q_idx - kv_idx + offset. A kernel reads one value for each diagonal of a
+    tile, not one for each score. The table may require a gradient.
 
         score_mod = relative_bias(torch.cos(torch.arange(4096) / 200)[None], 2048)
 
@@ -116,10 +118,10 @@ def relative_bias(table: Tensor, offset: int) -> ScoreMod:
 
 
 def head_bias(bias: Tensor) -> ScoreMod:
-    """A learned bias for each lane; bias [B, Hq, L, S].
+    """A learned bias for each score; bias [B, Hq, L, S].
 
     Protein models add a pair representation to the scores. Its memory grows with L x S, and
-    reading it is most of the time.
+    most of the time goes to reading it.
 
         rows = torch.linspace(-1, 1, 2048)
         score_mod = head_bias((rows[:, None] * rows)[None, None])
@@ -137,9 +139,9 @@ def head_bias(bias: Tensor) -> ScoreMod:
 def length_temperature(
     score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
 ) -> Tensor:
-    """Scores that sharpen with the logarithm of the query's position; reads q_idx alone.
+    """Multiplies scores by a factor that grows with the query's position.
 
-    Over more keys a softmax gets flatter; a factor that grows with their number keeps it sharp.
+    Over more keys a softmax becomes flatter. The factor, log(q_idx + 3), keeps it sharp.
 
         score_mod = length_temperature
 
