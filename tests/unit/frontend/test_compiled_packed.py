@@ -196,7 +196,7 @@ def bench_s_block(monkeypatch):
     """The block of bench.training_step in a small size, its input, and its mask."""
     monkeypatch.setattr(training_step, "WIDTH", 64)
     monkeypatch.setattr(training_step, "HEADS", 4)
-    documents = SimpleNamespace(batch=B, length=40, mean=16)
+    documents = SimpleNamespace(batch=B, length=40, mean=16, packed=False)
     attend, mask = training_step.attends(documents, "cpu")[training_step.OURS]()
     torch.manual_seed(0)
     block = training_step.GPT(1, attend).blocks[0]
