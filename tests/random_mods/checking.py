@@ -39,7 +39,7 @@ def check(seed: int, index: int, longest: int, device: str, e4m3: bool = False) 
     D, dtype = draw.choice((64, 64, 128, 256)), draw.choice(("bf16", "bf16", "fp16"))
     maxima, weights = draw.random() < 0.5, "exact"
     if e4m3:
-        D, dtype = draw.choice((64, 96, 128, 256)), "e4m3"
+        D, dtype = 16 * draw.randint(1, 16), "e4m3"
         weights = draw.choice(("exact", "e4m3"))
     call = f"{dtype} {B=} {Hq=} {Hkv=} {L=} {S=} {D=} {weights=}"
     score_mod, mask_mod = random_mod(seed, index).make(B, Hq, L, S, device)

@@ -210,6 +210,7 @@ class Tiles:
 
 def tiles_of(structure: Structure, config: HopperPrefillConfig) -> Tiles:
     """The tiles of a kernel: 192 is three copies of 64, 96 one of 128 with zeros at the end.
+    In eight bits each is one copy, of a power of two.
 
     Above 256 they are copies of 64 or 128, and V's columns those of one of v_parts blocks.
     With a v_box 80 is two copies of 64, of which wgmma multiplies 64 + 16 columns.
@@ -232,7 +233,7 @@ def tiles_of(structure: Structure, config: HopperPrefillConfig) -> Tiles:
         )
         chunks = qk_dim // width
         return Tiles(width, chunks, v, v // width, width, (((0, width),),) * chunks, v, v)
-    if qk_dim % 64 == 0 and qk != qk_dim:
+    if qk_dim % 64 == 0 and qk != qk_dim and not structure.fp8:
         chunks, outputs = qk_dim // 64, 2 if v == 128 else 1
         return Tiles(64, chunks, v, outputs, v // outputs, (((0, 64),),) * chunks, v, v)
     outputs = 2 if qk == v == 256 and config.persistent else 1
@@ -261,9 +262,9 @@ def padded_columns(head_dim: int) -> int:
     return max(64, power_above(head_dim))
 
 
-def copied_columns(head_dim: int) -> int:
-    """Columns of a tile of Q or K, in parts where they are no power of two."""
-    return head_dim if head_dim % BOX == 0 else padded_columns(head_dim)
+def copied_columns(head_dim: int, whole: bool = False) -> int:
+    """Columns of a tile of Q or K, in parts where they are no power of two. whole: in no parts."""
+    return head_dim if head_dim % BOX == 0 and not whole else padded_columns(head_dim)
 
 
 def part_columns(head_dim: int, k_parts: int) -> int:

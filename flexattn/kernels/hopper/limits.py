@@ -88,7 +88,7 @@ class ConfigCase:
     def qk_padded(self) -> int:
         """Columns of Q and K, copied in parts of 64 where their width is no power of two."""
         dim = self.structure.head_dim_qk
-        return whole_boxes(dim, BOX) if self.boxed else copied_columns(dim)
+        return whole_boxes(dim, BOX) if self.boxed else copied_columns(dim, self.structure.fp8)
 
     @cached_property
     def v_padded(self) -> int:
@@ -232,6 +232,8 @@ def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -
 
 def _known_dim(c: ConfigCase, dim: int, among: tuple[int, ...]) -> bool:
     """True if tiles are made for a head dimension, or boxes or parts of any."""
+    if c.structure.fp8:
+        return 16 <= dim <= WIDEST and dim % 16 == 0
     in_parts = (
         c.structure.head_dim_qk > WIDEST
         and c.structure.itemsize == 2
@@ -271,8 +273,8 @@ def _divides_block(c: ConfigCase) -> bool:
 
 
 _OTHERS = (
-    "multiples of 8 from 16 to 256 are in 16 bits, and of 64 from 320 to 576 with V of 128 and "
-    "more"
+    "multiples of 8 from 16 to 256 are in 16 bits, of 16 in fp8, and of 64 from 320 to 576 with V "
+    "of 128 and more in 16"
 )
 
 LIMITS: Limits[ConfigCase] = Limits(
@@ -375,14 +377,10 @@ LIMITS: Limits[ConfigCase] = Limits(
         # What nobody has run in eight bits: Q in parts, or in registers.
         Rule(
             "fp8",
-            "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v, and "
-            "q_in_regs is 0",
+            "in fp8 head dimensions are the same for q, k and v, and q_in_regs is 0",
             lambda c: (
-                c.structure.itemsize > 1
-                or (
-                    c.structure.head_dim_qk == c.structure.head_dim_v != 192
-                    and c.config.q_in_regs == 0
-                )
+                not c.structure.fp8
+                or (c.structure.head_dim_qk == c.structure.head_dim_v and not c.config.q_in_regs)
             ),
         ),
         Rule(

@@ -21,6 +21,7 @@ from flexattn.kernels.hopper.config import (
     HopperPrefillConfig,
     TileScheduler,
     fit_to_mask,
+    padded_columns,
     shares_keys,
     whole_boxes,
 )
@@ -79,7 +80,7 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
 
 def _tiles(structure: Structure) -> tuple[HopperPrefillConfig, ...]:
     """The tiles to start from, best first."""
-    widest = max(structure.head_dim_qk, structure.head_dim_v)
+    widest = _widest(structure)
     boxed = v_box(structure) and (64 < widest <= 128 or structure.head_dim_v > 128)
     table = _IN_BOXES if boxed else _PREFERRED
     if structure.e4m3_weights and widest > 128:
@@ -90,6 +91,12 @@ def _tiles(structure: Structure) -> tuple[HopperPrefillConfig, ...]:
     return tuple(each for each in found if each.consumers < 3 or not _moves(structure))
 
 
+def _widest(structure: Structure) -> int:
+    """The wider head dimension; in eight bits the columns of its tile."""
+    widest = max(structure.head_dim_qk, structure.head_dim_v)
+    return padded_columns(widest) if structure.fp8 else widest
+
+
 def completed(
     tile: HopperPrefillConfig, structure: Structure, pack_gqa: bool = False
 ) -> HopperPrefillConfig:
@@ -98,7 +105,7 @@ def completed(
     A search tries other tiles, orders, pack_gqa, lazy_rescale, and other ways to compile. The rest
     won little in the records of an H200: docs/tuning.md has a table.
     """
-    widest = max(structure.head_dim_qk, structure.head_dim_v)
+    widest = _widest(structure)
     terms = structure.terms
     diagonal = terms is not None and terms.diagonal is not None
     box, exact = v_box(structure), structure.fp8 and not structure.e4m3_weights
@@ -239,7 +246,7 @@ def _crosses(structure: Structure, scheduler: TileScheduler) -> bool:
     work tiles short, and their epilogues, which are then in the loop, many; what a score_mod
     holds in registers it holds from one to the next. Without it those are 2 to 12 % faster.
     """
-    widest = max(structure.head_dim_qk, structure.head_dim_v)
+    widest = _widest(structure)
     if scheduler == "grid" or widest > 128:
         return True
     plain = structure.score is None and structure.sparsity is None

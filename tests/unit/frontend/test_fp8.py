@@ -167,7 +167,7 @@ def test_autocast_leaves_eight_bits_alone():
         assert torch.equal(flexattn.flex_attention(q, k, v, **given), wanted)
 
 
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
+@pytest.mark.parametrize("D", [16, 64, 80, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("mods", ["noop", "mods"])
 def test_every_config_that_is_offered_is_gluon(D, mods):
     more = {"score_mod": softcap(5.0), "mask_mod": causal, "runs": True} if mods == "mods" else {}
@@ -181,8 +181,8 @@ def test_every_config_that_is_offered_is_gluon(D, mods):
 @pytest.mark.parametrize(
     ("about", "device", "words"),
     [
-        ({"D": 80}, H200, "64, 96, 128, 256"),
-        ({"D": 192}, H200, "64, 96, 128, 256"),
+        ({"D": 72}, H200, "of 16 in fp8"),
+        ({"D": 320}, H200, "of 16 in fp8"),
         ({"D": 64, "Dv": 128}, H200, "the same"),
         ({}, A100, "no wgmma"),
         ({"kind": "decode"}, H200, "Triton template"),

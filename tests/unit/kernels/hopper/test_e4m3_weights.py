@@ -88,6 +88,7 @@ FORMS = {
 CASES = [
     (64, "full", "default"), (64, "causal", "at once"), (96, "window", "default"),
     (128, "causal", "default"), (128, "full", "across"), (256, "full", "default"),
+    (160, "causal", "default"), (192, "full", "default"), (80, "full", "default"),
 ]  # fmt: skip
 
 
