@@ -22,7 +22,6 @@ from flexattn.mods.derivative import without_stops
 from flexattn.mods.expr import Buffer
 from flexattn.mods.host_numbers import program, scalar_of, scalars_of
 from flexattn.mods.identity import Identity, identify
-from flexattn.mods.lift import lift, replaceable
 from flexattn.mods.numbers import derived, reaching_divisors
 from flexattn.mods.ops import name_of
 from flexattn.mods.refusal import Refusal, captured, named_mod
@@ -37,7 +36,7 @@ from flexattn.mods.site import (
     guards,
     interned,
 )
-from flexattn.mods.trace import ARGUMENTS, Trace, check_arity, trace
+from flexattn.mods.trace import ARGUMENTS, Trace, check_arity, lift, replaceable, trace
 from flexattn.settings import current, say_once
 from flexattn.util.locks import Lru, Turns
 
