@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexattn.device import detect
 from flexattn.errors import InputError
+from flexattn.frontend.call import PLAIN
+from flexattn.kernels.cache_append.quantize import render_quantize
 from flexattn.mods.expr import ScoreMod
+from flexattn.problem import DTYPES
+from flexattn.runtime.build import builder
+from flexattn.runtime.launch import launches, raw_stream
+from flexattn.settings import current
 
 E4M3 = torch.float8_e4m3fn
 BLOCKS = (64, 128)
+# Columns of a program's tile at most.
+_WIDEST = 512
 if TYPE_CHECKING:
     from flexattn.frontend.attention import Extras
 
@@ -96,18 +106,71 @@ def quantize(
                 f"{name} has {x.ndim} dimensions of {x.dtype}",
                 "q, k and v have four, of float16, bfloat16 or float32",
             )
-    keys = k.float() - k.float().mean(2, keepdim=True) if smooth else k
-    (q8, rows), (k8, of_keys) = _scaled(q, block), _scaled(keys, block)
+    mean = k.mean(2, keepdim=True, dtype=torch.float32).contiguous() if smooth else None
+    q8, rows = _scaled(q, block)
+    k8, of_keys = _scaled(k, block, mean)
     v8, of_v = _scaled(v, None)
     return Quantized(q8, k8, v8, rows, of_keys, of_v[..., 0], block)
 
 
-def _scaled(x: Tensor, block: int | None) -> tuple[Tensor, Tensor]:
-    """x in e4m3, and the factors [B, H, blocks] that give its numbers back."""
+def _scaled(x: Tensor, block: int | None, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x less a mean [B, H, 1, E] in e4m3, and the factors [B, H, blocks] that undo its scale."""
+    if block is None:
+        # No number of x is written anew for it.
+        low, high = torch.aminmax(x.detach(), dim=2, keepdim=True) if x.shape[2] else (x, x)
+        ends = (low.float(), high.float()) if mean is None else (low - mean, high - mean)
+        largest = torch.cat(ends, 2).abs().amax((2, 3)) if x.shape[2] else x.new_zeros(x.shape[:2])
+        factor = _factor(largest.float()[..., None]).contiguous()
+    if _by_kernel(x):
+        return _launched(x.detach(), block, mean, None if block else factor)
+    wide = x.float() if mean is None else x.float() - mean
     length = x.shape[2]
     size = max(length, 1) if block is None else block
-    padded = torch.nn.functional.pad(x.float(), (0, 0, 0, -length % size))
-    parts = padded.unflatten(2, (-1, size))
-    factor = parts.abs().amax((3, 4)) / torch.finfo(E4M3).max
-    factor = torch.where(factor > 0, factor, 1.0)
+    parts = torch.nn.functional.pad(wide, (0, 0, 0, -length % size)).unflatten(2, (-1, size))
+    if block is not None:
+        factor = _factor(parts.abs().amax((3, 4)))
     return (parts / factor[..., None, None]).flatten(2, 3)[:, :, :length].to(E4M3), factor
+
+
+def _factor(largest: Tensor) -> Tensor:
+    factor = largest / torch.finfo(E4M3).max
+    return torch.where(factor > 0, factor, 1.0)
+
+
+def _by_kernel(x: Tensor) -> bool:
+    """True if the kernel takes a tensor, which torch takes several passes over."""
+    plain = type(x) in PLAIN and not torch.compiler.is_compiling()
+    fits = x.numel() > 0 and x.stride(3) == 1 and x.shape[3] <= _WIDEST
+    return plain and fits and (x.is_cuda or current().interpret)
+
+
+def _launched(
+    x: Tensor, block: int | None, mean: Tensor | None, factor: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same by the kernel."""
+    B, heads, length, head_dim = x.shape
+    rows, index, target = block or BLOCKS[0], x.get_device(), detect(x.device)
+    tiles = -(-length // rows)
+    places = (x.data_ptr(), *(step * x.itemsize for step in x.stride()[:3]))
+    aligned = all(each % 16 == 0 for each in places)
+    form = DTYPES[x.dtype], head_dim, rows, aligned, block is not None, mean is not None
+    key = "quantize", form, x.shape, x.stride(), index
+    launcher = launches.get(key)
+    if launcher is None:
+        fixed = {
+            **dict(zip(("stride_xb", "stride_xh", "stride_xn"), x.stride(), strict=False)),
+            "heads": heads, "length": length, "num_tiles": tiles,
+        }  # fmt: skip
+        names = ("X", "OUT", *("MEAN",) * (mean is not None), "FACTOR")
+        kernel = builder().kernel(render_quantize(*form, target), target, index)
+        launcher = kernel.prepare(B * heads * tiles, fixed, names)
+        launches.put(key, launcher)
+    out = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    if factor is None:
+        factor = torch.empty((B, heads, tiles), device=x.device)
+    means = () if mean is None else (mean,)
+    with torch.cuda.device(index) if index >= 0 else nullcontext():
+        launcher.launch(
+            raw_stream(index) if index >= 0 else -1, (x, out.view(torch.uint8), *means, factor)
+        )
+    return out, factor

@@ -7,6 +7,7 @@ import torch
 
 from flexattn.catalogue import causal
 from flexattn.device import named
+from flexattn.kernels.cache_append.quantize import render_quantize
 from flexattn.kernels.cache_append.source import render_append
 from flexattn.kernels.paged_decode.source import render_serving
 from flexattn.problem.serving import AppendForm, RopeForm
@@ -92,6 +93,19 @@ def test_a_token_of_fewer_numbers_than_are_rounded_at_a_time(heads, D, rounds):
     small = AppendForm("bfloat16", "float8_e4m3fn", D, D, heads, 16, "int64", "token", None, False)
     compiled = compile_source(render_append(small, DEVICE), DEVICE)
     assert ("satfinite" in compiled.asm["ptx"]) == rounds
+
+
+@pytest.mark.parametrize("name", ["nvidia-h200", "nvidia-a100"])
+def test_whole_tensors_are_read_and_stored_in_vectors(name):
+    device = named(name)
+    compiled = compile_source(
+        render_quantize("bfloat16", 128, 64, True, True, True, device), device
+    )
+    ptx = compiled.asm["ptx"]
+    assert resources(compiled, device).spills == 0
+    assert ("satfinite" in ptx) == (name == "nvidia-h200")
+    assert re.search(r"ld\.global[\w.:]*\.v4\.b32", ptx)
+    assert not re.search(r"st\.global[\w.:]*\.b(8|16)\b", ptx)
 
 
 @pytest.mark.parametrize("arch", ["nvidia-a100", "amd-mi300x"])

@@ -22,6 +22,7 @@ from flexattn.catalogue import (
 )
 from flexattn.device import named
 from flexattn.kernels.block_mask.source import render_block_mask
+from flexattn.kernels.cache_append.quantize import render_quantize
 from flexattn.kernels.cache_append.source import render_append
 from flexattn.kernels.decay_skip.source import render_blocks, render_norms, render_window
 from flexattn.kernels.hopper.config import HopperPrefillConfig
@@ -215,6 +216,9 @@ GOLDENS = {
             RopeForm(64, False, "float32"),
         ),
         named("nvidia-a100"),
+    ),
+    "quantize_smooth_blocks": lambda: render_quantize(
+        "bfloat16", 96, 64, True, True, True, named("nvidia-a100")
     ),
     "block_mask_natten": lambda: block_mask(natten_2d(64, 48, 5), (128, 128)),
     "block_mask_document": lambda: block_mask(document(torch.zeros(8).int()), (48, 80)),

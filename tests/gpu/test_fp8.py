@@ -248,6 +248,19 @@ def test_a_graph_replays_with_inputs_that_change_in_place():
     assert_judged(got, q, k, v, **given)
 
 
+@pytest.mark.parametrize("block", [None, 64, 128])
+@pytest.mark.parametrize("smooth", [False, True])
+def test_quantized_numbers_are_those_of_torch(block, smooth, monkeypatch):
+    q, k, v = inputs(2, 6, 2, 301, 419, 128, dtype=torch.bfloat16, device="cuda")
+    k = k + 20 * torch.randn(128, device="cuda", dtype=k.dtype)
+    got = flexattn.quantize(q, k, v, block=block, smooth=smooth)
+    monkeypatch.setattr("flexattn.frontend.quantize._by_kernel", lambda x: False)
+    wanted = flexattn.quantize(q, k, v, block=block, smooth=smooth)
+    for one, other in zip(got[:6], wanted[:6], strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one.float(), other.float())
+
+
 def test_what_cannot_run_says_so():
     q, k, v = tensors(1, 2, 2, 70, 90, 320)
     with pytest.raises(UnsupportedError, match="of 16 in fp8"):

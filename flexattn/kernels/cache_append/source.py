@@ -27,7 +27,7 @@ _ELEMENTS = 1024
 TOKEN_ELEMENTS = 8192
 _WARPS = 4
 # Numbers that PTX rounds to 8 bits at a time; Triton refuses tensors of fewer.
-_ROUNDED = 4
+ROUNDED = 4
 # A computed scale is at least so much: its inverse, and what it scales, are float32 numbers.
 LEAST_SCALE = 2.0**-100
 
@@ -94,7 +94,7 @@ def render_append(form: AppendForm, device: Device) -> Source:
         settings |= {"ROTARY": form.rope.dim, "HALF": form.rope.dim // 2}
     eight = form.kv_dtype in EIGHT_BITS
     if eight:
-        settings |= _rounding(form.kv_dtype)
+        settings |= rounding(form.kv_dtype)
     pieces = [("k", form.head_dim_qk)] + [("v", form.head_dim_v)] * (form.head_dim_v > 0)
     fewest = rows * min(_power(dim) for _, dim in pieces)
     context: dict[str, object] = {
@@ -103,9 +103,7 @@ def render_append(form: AppendForm, device: Device) -> Source:
         "tensors": [(x, x.upper(), _power(dim), dim) for x, dim in pieces],
         "eight": eight,
         # Two numbers an instruction; where there is none, with integers.
-        "cvt": {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}.get(form.kv_dtype, "")
-        if device.backend == "cuda" and device.capability >= 89 and fewest >= _ROUNDED
-        else "",
+        "cvt": instruction(form.kv_dtype, device) if fewest >= ROUNDED else "",
         "element": triton_type(form.kv_dtype),
         "same": form.dtype == form.kv_dtype,
         "scale_axes": AXES[form.scales],
@@ -121,7 +119,14 @@ def render_append(form: AppendForm, device: Device) -> Source:
     )  # fmt: skip
 
 
-def _rounding(kv_dtype: str) -> dict[str, object]:
+def instruction(kv_dtype: str, device: Device) -> str:
+    """The end of the name of an instruction that rounds to 8 bits; "" where there is none."""
+    kinds = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}
+    able = device.backend == "cuda" and device.capability >= 89
+    return kinds.get(kv_dtype, "") if able else ""
+
+
+def rounding(kv_dtype: str) -> dict[str, object]:
     """Constants of rounding float32 to 8 bits by its bits as an integer."""
     most, mantissa, bias = EIGHT_BITS[kv_dtype]
     shift = 23 - mantissa

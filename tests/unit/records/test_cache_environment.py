@@ -238,7 +238,8 @@ OF_NO_RECORD = {
     "block_mask/block_mask.py.jinja", "block_mask/chosen.py.jinja",
     "block_mask/by_key.py.jinja", "paged_decode/merge_states.py.jinja",
     "paged_decode/join.py.jinja", "paged_decode/merge_tree.py.jinja",
-    "cache_append/cache_append.py.jinja", "hopper/row_tiles.py.jinja",
+    "cache_append/cache_append.py.jinja", "cache_append/quantize.py.jinja",
+    "hopper/row_tiles.py.jinja",
     "hopper/merge_parts.py.jinja",
     "blackwell/prefill.py.jinja",  # nobody has measured it
     # Its environments are those of neuron/model.py, which names its templates.
