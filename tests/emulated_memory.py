@@ -4,7 +4,6 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
-import torch
 
 
 class Tile(np.ndarray):
@@ -20,9 +19,6 @@ class Tile(np.ndarray):
             return (self.astype(np.int64) & 0xFFFFFFFF).view(Tile)
         if dtype == "uint64":
             return np.where(self < 0, 2**63 - 1, self).view(Tile)
-        if dtype == "float8e4nv":
-            kept = torch.from_numpy(np.asarray(self, np.float32)).clamp(-448, 448)
-            return kept.to(torch.float8_e4m3fn).float().numpy().view(Tile)
         if str(dtype).startswith("int") and self.dtype.kind == "f":
             return np.trunc(self).astype(np.int64).view(Tile)
         return self
@@ -137,10 +133,10 @@ class Staged(Shared):
     """What is written over a tile that is free; the tile is no number from then on."""
 
     def __init__(self, tile, shape):
-        # Once, also where several threads ask.
-        made = np.full(math.prod(shape), np.nan, np.float32)
+        if not hasattr(tile, "staged"):
+            tile.staged = np.full(math.prod(shape), np.nan, np.float32)
         self.tile = tile
-        super().__init__(vars(tile).setdefault("staged", made).reshape(shape))
+        super().__init__(tile.staged.reshape(shape))
 
     def store(self, values):
         super().store(values)

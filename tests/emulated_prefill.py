@@ -138,8 +138,7 @@ def _prefill(block, programs):
     vars(gl).update(
         constexpr=lambda x: _CONSTANTS.get(type(x), lambda x: x)(x),
         allocate_shared_memory=allocated, atomic_add=_count, load=_load, store=_store,
-        max=lambda x, axis: np.asarray(np.max(x, axis)).view(Tile), float8e4nv="float8e4nv",
-        sum=np.sum, log2=np.log2, reduce=lambda x, axis, _: np.take(x, 0, axis),
+        max=np.max, sum=np.sum, log2=np.log2, reduce=lambda x, axis, _: np.take(x, 0, axis),
         cdiv=lambda a, b: Number(-(-a // b)), program_id=lambda axis: Number(block.number),
         num_programs=lambda axis: programs, reshape=np.reshape, permute=np.transpose,
         fma=lambda a, b, c: a * b + c, split=lambda x: (x[..., 0], x[..., 1]),

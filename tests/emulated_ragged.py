@@ -109,19 +109,18 @@ class Packed:
 def emulated(
     config, device, page, q_lens, kv_lens, heads=(4, 2), dims=(128, 128), score_mod=None,
     mask_mod=causal, sinks=None, seed=0, uniform=False, parts=1, workers=10**6, bad=(),
-    behind=False, kv_dtype=torch.bfloat16, scales=(), dtype=torch.bfloat16, run=run,
+    behind=False, kv_dtype=torch.bfloat16, scales=(), run=run,
 ):  # fmt: skip
     """(out, lse) of a kernel in bfloat16 that computes exactly, and of float64.
 
     run: what emulates the kernel of a config on a device. page: 0 of packed sequences; bad: whose
     keys and values are NaN; behind: cu_seqlens do not count the last one. scales: of K and of V,
-    each one number or one for each KV head. dtype: of queries, which are rounded to it beside
-    eight bits alone.
+    each one number or one for each KV head.
     """
     (Hq, Hkv), (D, Dv), total = heads, dims, sum(q_lens)
     score, mask = bind(score_mod, "score"), bind(mask_mod, "mask")
     problem = served(
-        len(q_lens), q_lens[0], 0 if uniform else total, 1024, Hq, Hkv, D, Dv, dtype,
+        len(q_lens), q_lens[0], 0 if uniform else total, 1024, Hq, Hkv, D, Dv, torch.bfloat16,
         kv_dtype, page, score=score, mask=mask, sinks=sinks is not None, lse=True,
         scaled=bool(scales),
     )  # fmt: skip
@@ -148,8 +147,6 @@ def emulated(
             "num_requests": len(cache.ends) - behind,
         }  # fmt: skip
     q = np.random.default_rng(seed + 1).standard_normal((total, Hq, D)).astype(np.float32)
-    if kv_dtype.itemsize == 1:  # it is held by terms of e4m3
-        q = torch.from_numpy(q).to(dtype).float().numpy()
     out = np.full((total, Hq, Dv), np.nan, np.float32)
     lse = np.full((total, Hq), np.nan, np.float32)
 

@@ -107,14 +107,15 @@ def test_eight_bits(asked, dtype):
 
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_queries_of_e4m3(D):
-    """Beside a cache of it: prefills on Hopper's forward, decodes by the kernel for every GPU."""
+    """Beside a cache of it: all by the kernel for every GPU."""
     each = batch(*MIXED, 32, 8, D, dtype=torch.float8_e4m3fn, device="cuda")
     few, wide, *scales = quantized(each, torch.float8_e4m3fn, True)
     told = dict(zip(("k_scale", "v_scale"), scales, strict=True))
-    check(
+    plan = serving.check(
         few, exact=wide, page=16, scaled=True, kv_dtype=torch.float8_e4m3fn, mask_mod=causal,
-        given=lambda plan: told,
+        given=lambda plan: told, ragged=True, runs=2,
     )  # fmt: skip
+    assert plan.prefill_config is None
 
 
 LONG = {

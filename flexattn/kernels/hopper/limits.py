@@ -132,7 +132,7 @@ class ConfigCase:
         words for each.
         """
         c = self.config
-        keys = c.num_stages * c.BLOCK_N * self.qk_padded * ragged.k_itemsize(self.structure)
+        keys = c.num_stages * c.BLOCK_N * self.qk_padded * self.structure.itemsize
         itemsize = ITEMSIZE[self.structure.value_dtype]
         values = c.num_stages * c.BLOCK_N * self.v_padded * itemsize
         exchanged = 8 * c.consumers * max(c.BLOCK_N, CONSUMER_ROWS) if self.loads_keys else 0

@@ -82,10 +82,8 @@ CUT_WORDS = 4
 REQUEST_WORDS = ("kv_len", "out_row", "rows_left", "slot")
 # What the producer alone reads, beside the tensors of K and V.
 _PRODUCED = ("group", "COUNTER")
-# Rows of a tile of eight bits that a warp widens at a time, and halves of two tiles of V.
+# Rows of a tile of eight bits that a warp widens at a time, and halves of K's tile and V's.
 _WIDENED_ROWS, NARROW_HALVES = 32, 4
-# Terms of eight bits that hold a Q of a dtype: each has four bits of it, and a sign.
-_TERMS = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 3}
 # Keys of packed sequences that are cleared at a time behind the last one.
 _CLEARED_ROWS = 16
 # Keys of pages without boxes that a warp copies at a time.
@@ -95,33 +93,15 @@ _COPY = 8
 
 
 def widens(structure: Structure) -> bool:
-    """True if K and V have eight bits: K is multiplied as it is, V by way of float16."""
+    """True if K and V have eight bits, which warps of their own widen to float16."""
     form = form_of(structure)
     return form is not None and SERVING_ITEMSIZE[form.kv_dtype] == 1
 
 
 def narrow_bytes(structure: Structure, config: HopperPrefillConfig) -> int:
-    """Bytes of shared memory that eight bits take beside K, and stages of V of sixteen."""
-    values = 2 * config.BLOCK_N * BOX * -(-structure.head_dim_v // BOX)
-    # In whole tiles of 16 bits.
-    third = 2 * CONSUMER_ROWS * BOX * -(-third_terms(structure, config) // 2)
-    return values + third if widens(structure) else 0
-
-
-def k_itemsize(structure: Structure) -> int:
-    """Bytes of a number of K, as it is multiplied."""
-    return 1 if widens(structure) else structure.itemsize
-
-
-def terms(structure: Structure) -> int:
-    """Terms of e4m3 that Q is multiplied as; 0 where K has 16 bits."""
-    return _TERMS[structure.dtype] if widens(structure) else 0
-
-
-def third_terms(structure: Structure, config: HopperPrefillConfig) -> int:
-    """Tiles of 64 rows and columns that do not fit where Q was."""
-    boxes = config.consumers * -(-structure.head_dim_qk // BOX)
-    return boxes if terms(structure) > 2 else 0
+    """Bytes of shared memory that tiles of eight bits take beside those of sixteen."""
+    boxes = -(-structure.head_dim_qk // BOX) + -(-structure.head_dim_v // BOX)
+    return config.BLOCK_N * BOX * boxes if widens(structure) else 0
 
 
 def unserved(form: ServingForm, config: HopperPrefillConfig) -> str:
@@ -131,6 +111,7 @@ def unserved(form: ServingForm, config: HopperPrefillConfig) -> str:
         f"pages of {form.page}": gathered and (widens(form) or config.BLOCK_N < _GATHERED_ROWS),
         "scales of 16 bits": form.scaled and not widens(form),
         "packed sequences of eight bits": form.ragged_kv and widens(form),
+        "queries of eight bits": SERVING_ITEMSIZE[form.dtype] == 1,
         # Pages are copied in boxes, and the device lists the tiles of rows.
         "a v_box other than 64": config.v_box != BOX,
         "an order of tiles other than sections": config.order != "sections",
@@ -193,10 +174,10 @@ def _shared_out(
     return replace(config, splits=cut and (several_requests or units < 2 * device.num_sms))
 
 
-def box_rows(form: ServingForm, config: HopperPrefillConfig, halves: bool = False) -> int:
-    """Keys of one copy of K or V: a tile, or half of one, or a page, or a part of one as long as
-    that."""
-    rows = config.BLOCK_N // (1 + halves)
+def box_rows(form: ServingForm, config: HopperPrefillConfig) -> int:
+    """Keys of one copy of K or V: a tile, or half of one of eight bits, or a page, or a part of
+    one as long as that."""
+    rows = config.BLOCK_N // (2 if widens(form) else 1)
     return min(_GATHERED_ROWS if gathers(form) else form.page or rows, rows)
 
 
@@ -213,9 +194,7 @@ def constants(form: ServingForm, config: HopperPrefillConfig, device: Device) ->
     words = part_words(form, config, device)
     settings: dict[str, object] = {}
     if widens(form):
-        half = box_rows(form, config, True)
-        pages = config.BLOCK_N // 2 // half
-        settings = {"WIDENED": _WIDENED_ROWS, "HALF_ROWS": half, "HALF_PAGES": pages}
+        settings = {"WIDENED": _WIDENED_ROWS, "HALF_PAGES": config.BLOCK_N // 2 // rows}
     return settings | base.row_constants(form, config, CONSUMER_ROWS, rows) | {
         "WEIGHTS": words // (form.head_dim_v + 1) * form.head_dim_v,
         "OUT_COLUMNS": form.head_dim_v,

@@ -62,8 +62,6 @@ def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argume
     keys = config.BLOCK_N if form is None else ragged.box_rows(form, config)
     # Of fp8, V comes in the output's dtype, or with its keys innermost.
     values = (tiles.v_box, keys) if structure.e4m3_weights else (keys, tiles.v_box)
-    if form is not None and ragged.widens(form):
-        values = ragged.box_rows(form, config, True), tiles.v_box
     v_dtype = structure.value_dtype if form is None else structure.dtype_of("v")
     described = dict((
         descriptor("Q", given, CONSUMER_ROWS, tiles.qk_width),
@@ -139,7 +137,7 @@ def print_consumer_score(structure: Structure, traits: Traits, lazy_rescale: boo
 _TEMPLATE = "hopper/prefill.py.jinja"
 # What the producer fills, and tells that it is full.
 _TILES = "k_tiles, v_tiles, q_full, k_full, v_full"
-_WIDENED_TILES = "k_tiles, narrow_v, q_full, k_full, narrow_full, narrow_more"
+_WIDENED_TILES = "narrow_k, narrow_v, q_full, narrow_full, narrow_more"
 # By its module: see kernels/ptx/stages.py.
 PASS = "hopper.merge_consumers"
 # One for each stage of K, of V and of Q, and for each consumer's turn on the tensor cores.
@@ -330,11 +328,6 @@ def render(
         "paged": form is not None and form.page > 0,
         "gathered": form is not None and gathers(form),
         "widened": widened,
-        "terms": ragged.terms(structure),
-        "third_boxes": ragged.third_terms(structure, config),
-        "term_type": HOPPER.type("float8_e4m3fn"),
-        "q_itemsize": structure.itemsize,
-        "k_itemsize": ragged.k_itemsize(structure),
         "scaled": form is not None and form.scaled,
         "out_type": HOPPER.type(structure.out_dtype) if widened else "V_TYPE",
         "producer_tiles": _WIDENED_TILES if widened else _TILES,
