@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import sys
 from contextlib import suppress
 from zlib import crc32
 
@@ -79,6 +80,9 @@ def poisoned(request, monkeypatch):
     """
     if request.node.get_closest_marker("compiled") is None:
         poison(monkeypatch)
+    elif rules := sys.modules.get("torch._dynamo.trace_rules"):
+        # Made while an earlier test had its own torch.empty, its table does not know torch's.
+        rules.get_torch_obj_rule_map.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -1,14 +1,15 @@
 """varlen_attn's gradients on Hopper's backward, which reads cu_seqlens: against the oracle's."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 import flexattn
+from flexattn import settings
 from flexattn.catalogue import alibi, softcap
 from flexattn.runtime.backward import BackwardLaunch
-from flexattn.settings import override
 from tests.gpu.test_packed import LENGTHS, made
 from tests.packs import assert_gradients, offsets
 from tests.support import ON_SM_90
@@ -28,9 +29,11 @@ def launches(monkeypatch):
         return plain(launch, *given, **more)
 
     monkeypatch.setattr(BackwardLaunch, "run", run)
-    # Whoever asks for checks of what mods read gets the engine that has them.
-    with override(check=False):
-        yield found
+    # Whoever asks for checks of what mods read gets the engine that has them. Autograd runs a
+    # graph's backward in a thread of its own, which sees the process's settings.
+    unchecked = replace(settings.current(), check=False)
+    monkeypatch.setattr(settings, "_from_process", lambda: unchecked)
+    return found
 
 
 def check(given, launches, lse=False, tables=(), **asked):
