@@ -6,7 +6,7 @@ from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument, several, stride_arguments
 from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.source import Source, make_source
-from flexattn.kernels.cache_append.source import ROUNDED, instruction, rounding
+from flexattn.kernels.cache_append.source import ROUNDED, rounding, rounding_instruction
 from flexattn.kernels.printers.spelling import itemsize, signature_type
 
 
@@ -35,7 +35,7 @@ def render_quantize(
         "constants": tuple((settings | rounding("float8_e4m3fn")).items()),
         "by_block": by_block,
         "smooth": smooth,
-        "cvt": instruction("float8_e4m3fn", device) if large else "",
+        "cvt": rounding_instruction("float8_e4m3fn", device) if large else "",
     }
     header = [f"{dtype} of {head_dim} columns in e4m3 for {device.arch}"]
     name = "cache_append/quantize.py.jinja"

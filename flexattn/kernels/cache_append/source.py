@@ -103,7 +103,7 @@ def render_append(form: AppendForm, device: Device) -> Source:
         "tensors": [(x, x.upper(), _power(dim), dim) for x, dim in pieces],
         "eight": eight,
         # Two numbers an instruction; where there is none, with integers.
-        "cvt": instruction(form.kv_dtype, device) if fewest >= ROUNDED else "",
+        "cvt": rounding_instruction(form.kv_dtype, device) if fewest >= ROUNDED else "",
         "element": triton_type(form.kv_dtype),
         "same": form.dtype == form.kv_dtype,
         "scale_axes": AXES[form.scales],
@@ -119,7 +119,7 @@ def render_append(form: AppendForm, device: Device) -> Source:
     )  # fmt: skip
 
 
-def instruction(kv_dtype: str, device: Device) -> str:
+def rounding_instruction(kv_dtype: str, device: Device) -> str:
     """The end of the name of an instruction that rounds to 8 bits; "" where there is none."""
     kinds = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}
     able = device.backend == "cuda" and device.capability >= 89
