@@ -70,7 +70,6 @@ ASKED_OF_EIGHT_BITS = {
     "64 columns": {"D": 64, "page": 64},
     "256 columns": {"D": 256, "heads": (8, 4)},
     "80 columns": {"D": 80, "page": 32},
-    "80 columns of single keys": {"D": 80, "page": 1},
     "seven heads": {"heads": (28, 4)},
     "float16": {"q": torch.float16},
     "window": {"mask_mod": sliding_window(90)},
@@ -103,6 +102,18 @@ def test_eight_bits(asked, dtype):
     told = dict(zip(("k_scale", "v_scale"), scales, strict=True)) if about["scaled"] else {}
     about["sinks"] = torch.randn(heads[0], device="cuda") if about["sinks"] else None
     check(few, exact=wide, kv_dtype=dtype, given=lambda plan: told, **about)
+
+
+@pytest.mark.parametrize("D", [80, 128])
+def test_single_keys_of_eight_bits(D):
+    """Hopper's forward copies no such pages: the kernel for every GPU serves prompts too."""
+    few, wide, *scales = quantized(batch(*MIXED, 32, 8, D, **BF16), torch.float8_e4m3fn, True)
+    told = dict(zip(("k_scale", "v_scale"), scales, strict=True))
+    plan = serving.check(
+        few, exact=wide, page=1, scaled=True, kv_dtype=torch.float8_e4m3fn, mask_mod=causal,
+        given=lambda plan: told, ragged=True, runs=2,
+    )  # fmt: skip
+    assert plan.prefill_config is None
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])

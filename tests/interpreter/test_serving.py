@@ -122,6 +122,15 @@ def test_a_cache_of_eight_bits(dtype, per_head):
     )  # fmt: skip
 
 
+def test_single_keys_of_eight_bits():
+    each = batch([70, 1, 13, 0], [90, 130, 40, 1], 4, 2, 80, dtype=torch.bfloat16)
+    few, wide, k_scale, v_scale = quantized(each, torch.float8_e4m3fn, True)
+    check(
+        few, exact=wide, scaled=True, page=1, kv_dtype=torch.float8_e4m3fn, mask_mod=causal,
+        given=lambda plan: {"k_scale": k_scale, "v_scale": v_scale},
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("page", [0, 16])
 def test_queries_of_e4m3(page):
     """The output is bfloat16, and no weight is rounded to eight bits."""
