@@ -20,6 +20,7 @@ from flexattn.kernels.block_mask.chosen import (
     ChosenForm,
     render_by_key,
     render_chosen,
+    render_mapped,
 )
 from flexattn.problem.mask_lists import (
     DENSITY_STEPS,
@@ -149,6 +150,60 @@ class ChosenBlocks(NamedTuple):
         shape = B, H, rows, columns
         parts = [(0, kinds.reshape(-1, columns))] if kinds.numel() else []
         return lists_of(parts, shape, kinds.device)
+
+
+# Of a map that a kernel makes: comparisons of a row.
+_MOST_COMPARED = 2**16
+
+
+def map_choices(
+    indices: Tensor, counts: Tensor | None, rows: int, unit: int, lengths: tuple[int, int],
+    heads: int, causal: bool, block: int,
+) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:  # fmt: skip
+    """Choices as a bool map [B, heads given, blocks of rows, units] by one launch, with lists.
+
+    These are counts and indices of blocks of `block` keys that some row of a block of as many
+    chose, of `heads` heads. None where a kernel does not make them: of sizes that do not divide a
+    block, of many choices, and on a CPU.
+    """
+    B, given, blocks_of_rows, k = indices.shape
+    units, (blocks, kv_blocks) = -(-lengths[1] // unit), [-(-each // block) for each in lengths]
+    whole = block % rows == 0 == block % unit and unit >= 16
+    if not whole or not indices.numel() or not units or k * units > _MOST_COMPARED:
+        return None
+    if not (indices.is_cuda or current().interpret):
+        return None
+    index, where = indices.get_device(), indices.device
+    key = (
+        "map",
+        indices.shape,
+        indices.dtype,
+        counts is None,
+        rows,
+        unit,
+        lengths,
+        heads,
+        causal,
+        index,
+    )
+    launcher: Launcher | None = launches.get(key)
+    if launcher is None:
+        target, dtype = detect(where), str(indices.dtype).removeprefix("torch.")
+        source = render_mapped(rows, unit, block, dtype, counts is not None, causal, target)
+        fixed = {
+            "group": heads // given, "rows": blocks_of_rows, "k": k, "units": units,
+            "blocks": blocks, "kv_blocks": kv_blocks,
+        }  # fmt: skip
+        names = ("INDICES", *("COUNTS",) * (counts is not None), "MAP", "NUM", "IDX")
+        kernel = builder().kernel(source, target, index)
+        launcher = kernel.prepare(B * given * blocks, fixed, names)
+        launches.put(key, launcher)
+    found = torch.empty((B, given, blocks_of_rows, units), dtype=torch.bool, device=where)
+    num = torch.empty((B, heads, blocks), dtype=torch.int32, device=where)
+    idx = torch.empty((B, heads, blocks, kv_blocks), dtype=torch.int32, device=where)
+    told = () if counts is None else (counts.to(torch.int32).contiguous(),)
+    _launch(launcher, index, (indices.contiguous(), *told, found, num, idx))
+    return found, (num, idx)
 
 
 def dense_choices(indices: Tensor, counts: Tensor | None, columns: int) -> Tensor:

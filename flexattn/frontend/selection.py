@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask, and_masks, noop_mask
 
-from flexattn.block_mask.chosen import ChosenBlocks, dense_choices
+from flexattn.block_mask.chosen import ChosenBlocks, dense_choices, map_choices
 from flexattn.block_mask.lists import kept_tensors, lazy_mask, lists_of
 from flexattn.catalogue.masks import causal as causal_mask
 from flexattn.errors import InputError, InputTypeError, PlaceError, UnsupportedError
@@ -275,26 +275,37 @@ class Selection:
                 f"the map of choices that are no blocks has at most {_MOST_MAPPED} elements",
                 "choose by blocks: rows and unit multiples of 16",
             )
-        chosen = dense_choices(self.indices, self.counts, units)
-        group = q.shape[1] // heads
+        tracing = torch.compiler.is_dynamo_compiling()
+        listed = q.shape[1] if heads > 1 else 1
+        made = None if tracing else map_choices(
+            self.indices, self.counts, self.rows, self.unit, lengths, listed,
+            self.mask_mod is causal_mask, _BLOCK,
+        )  # fmt: skip
+        chosen, lists = made or self._by_torch(units, listed, lengths)
         among_chosen = self._among(chosen, q.shape[1])
+        mask_mod: Any = among_chosen
+        if self.mask_mod is not None:
+            mask_mod = and_masks(among_chosen, self.mask_mod)
+        if tracing:
+            return _traced((*lists, None, None), (_BLOCK, _BLOCK), mask_mod, lengths)
+        mask = lazy_mask(lists, (_BLOCK, _BLOCK), mask_mod, lengths)
+        keep_class(mask)
+        return mask
+
+    def _by_torch(
+        self, units: int, heads: int, lengths: tuple[int, int]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The map and the lists of its blocks by plain torch."""
+        chosen = dense_choices(self.indices, self.counts, units)
         near = _any(_any(chosen, 3, self.unit, lengths[1]), 2, self.rows, lengths[0])
         if self.mask_mod is causal_mask:
             at = (torch.arange(x, device=near.device) * _BLOCK for x in near.shape[2:])
             first_row, first_key = at
             near = near & (first_key < first_row[:, None] + _BLOCK)
-        near = near.to(torch.int8).repeat_interleave(group if heads > 1 else 1, 1)
+        near = near.to(torch.int8).repeat_interleave(heads // near.shape[1], 1)
         shape: Any = tuple(near.shape)
         parts = [(0, near.view(-1, shape[3]))] if near.numel() else []
-        lists = lists_of(parts, shape, near.device, separate=False)
-        mask_mod: Any = among_chosen
-        if self.mask_mod is not None:
-            mask_mod = and_masks(among_chosen, self.mask_mod)
-        if torch.compiler.is_dynamo_compiling():
-            return _traced((*lists, None, None), (_BLOCK, _BLOCK), mask_mod, lengths)
-        mask = lazy_mask(lists, (_BLOCK, _BLOCK), mask_mod, lengths)
-        keep_class(mask)
-        return mask
+        return chosen, lists_of(parts, shape, near.device, separate=False)
 
 
 def _traced(

@@ -4,11 +4,17 @@ import pytest
 import torch
 
 from flexattn.device import named
-from flexattn.kernels.block_mask.chosen import ChosenForm, render_by_key, render_chosen
+from flexattn.kernels.block_mask.chosen import (
+    ChosenForm,
+    render_by_key,
+    render_chosen,
+    render_mapped,
+)
 from flexattn.kernels.block_mask.source import render_block_mask
 from flexattn.mods import bind
 from flexattn.problem import Captures
 from flexattn.runtime.build import compile_source
+from flexattn.runtime.resources import resources
 from tests.cases import case
 
 pytestmark = pytest.mark.oldest
@@ -47,3 +53,12 @@ def test_chosen_blocks(device, width, dtype, counted, masked, causal, whole):
     target = named(device)
     for source in (render_chosen(form, target), render_by_key(width, target)):
         assert compile_source(source, target).metadata.shared < 49152
+
+
+@pytest.mark.parametrize("device", ["nvidia-h200", "amd-mi300x"])
+@pytest.mark.parametrize(("rows", "unit"), [(1, 64), (4, 16), (2, 128)])
+def test_maps_of_choices(device, rows, unit):
+    target = named(device)
+    compiled = compile_source(render_mapped(rows, unit, 128, "int64", True, True, target), target)
+    assert compiled.metadata.shared < 49152
+    assert device.startswith("amd") or resources(compiled, target).spills == 0

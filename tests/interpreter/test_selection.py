@@ -8,6 +8,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexattn import Selection, explain, flex_attention
+from flexattn.block_mask.chosen import map_choices
 from flexattn.catalogue import causal
 from flexattn.frontend import selection as selection_module
 from flexattn.frontend.launch_cache import launch_cache
@@ -104,6 +105,36 @@ def test_topk_of_scores():
     selection = Selection.from_topk(scores, 3, unit=32, rows=64, causal=True)
     assert selection.indices[0, 0, 0].max() < 2  # two blocks begin before row 64
     assert_right(selection, q, k, v)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_map_of_a_kernel_is_that_of_plain_torch(seed):
+    """Its lists name each block once, those that are listed first."""
+    rows, unit, heads = ((1, 64), (4, 16), (2, 128), (8, 32))[seed % 4] + ((2, 1)[seed % 2],)
+    lengths, Hq, B = (291, 300 + 64 * seed), 6, 1 + seed % 2
+    draw = torch.Generator().manual_seed(seed)
+    shape = B, heads, -(-lengths[0] // rows), 5
+    indices = torch.randint(-2, -(-lengths[1] // unit) + 2, shape, generator=draw)
+    indices = indices.to((torch.int32, torch.int64)[seed // 2 % 2])
+    counts = torch.randint(0, 6, shape[:3], generator=draw) if seed % 3 else None
+    selection = Selection(indices, counts, unit, rows, causal if seed < 6 else None)
+    listed = Hq if heads > 1 else 1
+    made = map_choices(
+        indices, counts, rows, unit, lengths, listed, selection.mask_mod is causal, 128
+    )
+    chosen, (num, idx) = selection._by_torch(-(-lengths[1] // unit), listed, lengths)
+    assert torch.equal(made[0], chosen) and torch.equal(made[1][0], num)
+    order = idx.shape[3]
+    assert torch.equal(made[1][1].sort(-1).values, torch.arange(order).int().expand_as(idx))
+    first = torch.arange(order) < num[..., None]
+    assert torch.equal(made[1][1][first], idx[first])
+
+
+def test_what_no_kernel_maps():
+    """Sizes that divide no block of 128, and so many choices that torch's scatter is faster."""
+    few, many = (torch.zeros(1, 1, 40, k, dtype=torch.int32) for k in (2, 9000))
+    for given in ((few, 3, 64), (few, 1, 1), (few, 1, 48), (many, 1, 16)):
+        assert map_choices(given[0], None, *given[1:], (40, 200), 1, True, 128) is None
 
 
 class Operations(TorchDispatchMode):

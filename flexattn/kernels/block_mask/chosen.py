@@ -1,4 +1,4 @@
-"""The kernels that list chosen blocks, by query and by key."""
+"""The kernels that list chosen blocks, by query and by key, and those that some row chose."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from flexattn.kernels.base.source import Source, make_source
 
 # The most blocks that one program sorts, of a call's mask and of a plan.
 MOST_CHOSEN, MOST_LISTED = 1024, 4096
+# Units that a program of the third compares its choices with at a time.
+_UNITS = 32
 # Entries of lists that a program of the second kernel has at a time.
 _ENTRIES = 2048
 
@@ -65,3 +67,21 @@ def render_by_key(width: int, device: Device) -> Source:
     }
     header = [f"lists by key of {width} places for {device.arch}"]
     return make_source("block_mask/by_key.py.jinja", device, header, context, tuple(found), 4, 1)
+
+
+def render_mapped(
+    rows: int, unit: int, block: int, dtype: str, counted: bool, causal: bool, device: Device
+) -> Source:
+    """The kernel of a map of choices, a program for each `block` query rows of each head.
+
+    rows: those that choose together; unit: keys of a choice. Both divide block.
+    """
+    found = [Argument("INDICES", "*i32" if dtype == "int32" else "*i64")]
+    found += several("*i32", *("COUNTS",) * counted, divisible_by=4)
+    found += [Argument("MAP", "*i8"), *several("*i32", "NUM", "IDX", divisible_by=4)]
+    found += several("i32", "group", "rows", "k", "units", "blocks", "kv_blocks")
+    parts = max(1, _UNITS * unit // block)
+    constants = ("CHOICES", block // rows), ("IN_BLOCK", block // unit), ("PARTS", parts)
+    context: dict[str, object] = {"constants": constants, "counted": counted, "causal": causal}
+    header = [f"choices of {rows} rows among units of {unit} keys for {device.arch}"]
+    return make_source("block_mask/mapped.py.jinja", device, header, context, tuple(found), 8, 1)
