@@ -200,7 +200,8 @@ class Selection:
         ):
             return None
         dense = 2 * (D + Dv) * group * S / (1 if self.mask_mod is None else 2)
-        gathered = min(chosen * self.unit, S) * (D + Dv) * q.itemsize
+        # A tile of a short unit takes about as long as one of 64 keys.
+        gathered = min(chosen * max(self.unit, 64), S) * (D + Dv) * q.itemsize
         if gathered * _FLOPS_OF_A_BYTE > dense:
             return None
         try:
