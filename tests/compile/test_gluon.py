@@ -334,6 +334,14 @@ def test_every_mod_of_the_catalogue(case):
     pytest.fail("\n".join(faults))
 
 
+def test_two_blocks_of_one_consumer_have_registers():
+    wanted = problem(mask_mod=causal, block=(64, 64), q_len=32768)
+    config = next(c for c in space(wanted, H200) if getattr(c, "per_sm", 1) == 2)
+    taken = resources(compile_source(render(wanted.structure, config, H200, ""), H200), H200)
+    assert taken.registers == 120 and taken.spills == 0 and not taken.serialised
+    assert {200, 40} <= set(taken.register_split)
+
+
 def test_what_has_no_registers_left_is_served_by_triton():
     D, _, mods = REFUSED
     wanted = problem("prefill", D, **MODS[mods])

@@ -24,6 +24,8 @@ CONSUMER_ROWS, CONSUMER_WARPS = 64, 4
 # them: together within the 512 that an SM has for one thread of every warpgroup.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 _PRODUCER_REGISTERS = {1: 40, 2: 24, 3: 32}
+# The most registers of the one consumer of a block of which an SM holds two, each of 120 a thread.
+TWO_BLOCKS_REGISTERS, TWO_BLOCKS_THREAD = 200, 120
 # The same of two consumers where the producer copies V in boxes, or K in parts, and keeps a place
 # for each.
 BOXED_REGISTERS, _BOXED_PRODUCER = 232, 40
@@ -41,7 +43,8 @@ class HopperPrefillConfig:
     num_stages: tiles of K, and of V, in shared memory at once, 1 to 8; the loads run that far
     ahead.
     consumer_regs: registers of a consumer's thread, as setmaxnreg gives them; a multiple of 8 from
-    24 to 240. The producer warpgroup keeps `producer_regs`.
+    24 to 240. The producer warpgroup keeps `producer_regs`. Of one consumer at most 200: two
+    blocks share an SM, so that one multiplies beside the other's softmax.
     ping_pong: whether the consumers alternate on the tensor cores, by named barriers; default
     False. One consumer's softmax then runs beside the other's products (FlashAttention-3).
     ping_pong_softmax: whether a consumer's turn ends after the exponentials of its scores, not
@@ -139,6 +142,11 @@ class HopperPrefillConfig:
     def all_rows(self) -> int:
         """Query rows of one tile, of all its heads."""
         return CONSUMER_ROWS * self.consumers
+
+    @property
+    def per_sm(self) -> int:
+        """Blocks that share an SM: two of one consumer, if it leaves registers for both."""
+        return 1 + (self.consumers == 1 and self.consumer_regs <= TWO_BLOCKS_REGISTERS)
 
     @property
     def num_warps(self) -> int:
@@ -309,7 +317,8 @@ def grid(problem: Problem, config: HopperPrefillConfig, device: Device) -> Geome
         return Geometry(min(units, device.num_sms), rows, units)
     tiles = -(-problem.q_len // config.BLOCK_M)
     units = problem.B * (problem.Hq // config.heads) * tiles * config.v_parts
-    return Geometry(min(units, device.num_sms) if config.persistent else units, tiles, units)
+    blocks = device.num_sms * config.per_sm
+    return Geometry(min(units, blocks) if config.persistent else units, tiles, units)
 
 
 def split_slots(form: ServingForm, config: RaggedConfig, device: Device) -> int:

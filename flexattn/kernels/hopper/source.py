@@ -29,6 +29,7 @@ from flexattn.kernels.hopper import merge_consumers, ragged
 from flexattn.kernels.hopper.config import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
+    TWO_BLOCKS_THREAD,
     WIDEST,
     HopperPrefillConfig,
     Tiles,
@@ -384,6 +385,7 @@ def render(
         CONSUMER_WARPS,
         config.num_stages,
         "gluon",
+        registers=TWO_BLOCKS_THREAD if config.per_sm > 1 else 0,
         stages=Stages(passes, ptxas),
     )
 

@@ -16,6 +16,7 @@ from flexattn.kernels.hopper.config import (
     BOXED_REGISTERS,
     CONSUMER_REGISTERS,
     CONSUMER_ROWS,
+    TWO_BLOCKS_REGISTERS,
     WIDEST,
     HopperOrder,
     HopperPrefillConfig,
@@ -76,6 +77,10 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
         # Of a block that three do not divide the next tile has two.
         if tile.consumers < 3 or found.consumers == tile.consumers:
             yield found
+            # One consumer, as blocks of 64 rows leave, has nobody to take turns with but that of
+            # another block, if shared memory holds both. No GPU has raced it: a search tries it.
+            if found.consumers == 1 and found.num_stages == 2 and structure.sparsity is not None:
+                yield replace(found, consumer_regs=TWO_BLOCKS_REGISTERS)
 
 
 def _tiles(structure: Structure) -> tuple[HopperPrefillConfig, ...]:

@@ -266,3 +266,19 @@ def test_a_triton_without_gluon_is_offered_none(monkeypatch):
     assert "no Gluon" in gluon_refused(wanted, H200)
     forced = default(wanted, H200, "gluon")
     assert forced.language == "gluon" and not reasons(forced, wanted.structure, H200)
+
+
+def test_two_blocks_of_one_consumer_share_an_sm():
+    """Tiles of blocks of 64 rows have one consumer, beside which another block's may multiply."""
+    wanted = problem(mask_mod=causal, block=(64, 64), q_len=32768)
+    device = named("nvidia-h200")
+    alone, both = [each for each in HOPPER.defaults(wanted, device) if each.num_stages == 2][:2]
+    assert both == replace(alone, consumer_regs=200, ptxas=both.ptxas)
+    assert (alone.per_sm, both.per_sm) == (1, 2) and both in space(wanted, device)
+    assert [HOPPER.grid(wanted, each, device).programs for each in (alone, both)] == [132, 264]
+    sources = (HOPPER.render(wanted.structure, each, device, "") for each in (alone, both))
+    assert [each.registers for each in sources] == [0, 120]
+    # Registers of both, and what the driver keeps of each block's memory.
+    assert 2 * 256 * 120 <= device.registers
+    taken = case_of(both, wanted.structure, device).shared_memory
+    assert 2 * (taken + 1024) <= device.shared_memory + 1024
