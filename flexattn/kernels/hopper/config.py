@@ -43,8 +43,8 @@ class HopperPrefillConfig:
     num_stages: tiles of K, and of V, in shared memory at once, 1 to 8; the loads run that far
     ahead.
     consumer_regs: registers of a consumer's thread, as setmaxnreg gives them; a multiple of 8 from
-    24 to 240. The producer warpgroup keeps `producer_regs`. Of one consumer at most 200: two
-    blocks share an SM, so that one multiplies beside the other's softmax.
+    24 to 240. The producer warpgroup keeps `producer_regs`. Two blocks of one consumer each share
+    an SM if it has at most 200: one multiplies beside the other's softmax.
     ping_pong: whether the consumers alternate on the tensor cores, by named barriers; default
     False. One consumer's softmax then runs beside the other's products (FlashAttention-3).
     ping_pong_softmax: whether a consumer's turn ends after the exponentials of its scores, not
