@@ -99,7 +99,7 @@ def table_of_fields(every: Iterable[dict[tuple[str, str], float]]) -> str:
         for key, gain in won.items():
             rows[key].append(gain)
     lines = [
-        "| config | field | records | won 1 % | won 2 % | most |",
+        "| config | field | records | 1 % or more | 2 % or more | most |",
         "|---|---|---|---|---|---|",
     ]
     for (kind, name), gains in sorted(rows.items(), key=lambda row: (row[0][0], -max(row[1]))):

@@ -8,10 +8,10 @@ from tests.processes import ROOT
 
 # In KiB. What a part holds more of is a decision: its writers say once what repeats.
 LIMITS = {
-    "": 8500,
+    "": 8600,
     "configs/nvidia-h200": 560,
     "configs/studies": 160,
-    "bench/results": 380,
+    "bench/results": 395,
     "notebooks": 260,
     "tests/golden/files": 300,
     "docs/pictures": 80,
