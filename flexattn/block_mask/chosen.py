@@ -34,9 +34,6 @@ from flexattn.runtime.key_lists import turn_by
 from flexattn.runtime.launch import Lists, launches, raw_stream
 from flexattn.settings import current
 
-# What graphs that Inductor compiled allocate by.
-_torch: Any = torch._C._dynamo.guards
-
 
 class ChosenBlocks(NamedTuple):
     """Blocks of `keys` keys that each block of `rows` rows chose.
@@ -264,8 +261,10 @@ def _empty(shape: tuple[int, int, int], width: int, index: int) -> tuple[Tensor,
         with torch.cuda.device(index):
             return _empty(shape, width, index)
     words, (num, full_num, idx, full_idx) = _places(shape, width)
-    blank = _torch._empty_strided_cpu if index < 0 else _torch._empty_strided_cuda
-    held, part = blank(words, (1,), torch.int32), _torch._reinterpret_tensor
+    # What graphs that Inductor compiled allocate by.
+    own: Any = torch._C._dynamo.guards
+    blank = own._empty_strided_cpu if index < 0 else own._empty_strided_cuda
+    held, part = blank(words, (1,), torch.int32), own._reinterpret_tensor
     return part(held, *num), part(held, *idx), part(held, *full_num), part(held, *full_idx)
 
 
