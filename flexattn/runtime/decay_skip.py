@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -59,13 +60,20 @@ def begin(structure: Structure, target: Device, index: int) -> None:
 
 
 def decay_window(
-    problem: Problem, q: Tensor, k: Tensor, given: Sequence[str], target: Device, index: int
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    given: Sequence[str],
+    target: Device,
+    index: int,
+    fixed: Mapping[str, Any] = MappingProxyType({}),
 ) -> Before | None:
     """The two kernels that find windows, for one problem and the strides of q and k.
 
     They write "DECAY_WINDOW", float32: the windows [B, Hq] first, whole numbers, then what the
     first kernel leaves for the second. given: the names of what the launch is given, that among
-    them. index: of the GPU, -1 in the interpreter. None where the kernels do not build: the call
+    them; fixed: values that it has, the factors of eight bits among them. index: of the GPU, -1 in
+    the interpreter. None where the kernels do not build: the call
     then visits all keys.
     """
     structure = problem.structure
@@ -87,7 +95,9 @@ def decay_window(
         "Hkv": problem.Hkv,
         "q_programs": q_programs,
     }
+    factors = {name: value for name, value in fixed.items() if "descale" in name.lower()}
     of_window = {
+        **factors,
         **shared,
         "group": problem.Hq // problem.Hkv,
         "stride_kb": 0 if k.shape[0] == 1 else problem.Hkv,
@@ -98,7 +108,7 @@ def decay_window(
     return Before(
         (
             norms.prepare(q_programs + k_programs, of_norms, passed, spare=passed),
-            window.prepare(heads, of_window, passed, spare=passed),
+            window.prepare(heads, of_window, passed, spare=(*passed, *factors)),
         ),
         (Scratch("DECAY_WINDOW", (heads + q_programs + k_programs,)),),
     )

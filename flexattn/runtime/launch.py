@@ -112,7 +112,7 @@ def prepare_launch(
         # Where it would not pay it has address 0, and the same kernel visits all keys; its own
         # kernels are built for every length, so that a longer call compiles nothing.
         longer = (*_GIVEN, "DECAY_WINDOW", *behind)
-        found = decay_window(problem, q, k, longer, target, index)
+        found = decay_window(problem, q, k, longer, target, index, fixed)
         if found is None or not pays(problem):
             fixed["DECAY_WINDOW"] = 0
         else:

@@ -24,6 +24,7 @@ from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.decay_skip.source import ALL_KEYS
 from flexattn.mods import bind
 from flexattn.problem import Layout, Shape, make_problem
+from flexattn.problem.inputs import Descales
 from flexattn.problem.mask_lists import mask_class
 from flexattn.runtime.build import builder
 from flexattn.runtime.decay_skip import decay_window
@@ -248,16 +249,21 @@ def test_a_factor_of_the_scores_counts_and_the_scale_too():
     assert reads(128, q, k, v, score_mod=near, scale=-16.0)[0].all()
 
 
-def window_of(q, k, slopes, scale):
-    """What the two kernels find, [B, Hq]."""
+def window_of(q, k, slopes, scale, factors=None):
+    """What the two kernels find, [B, Hq]. factors: of the heads of q and k, of eight bits."""
     B, Hq, q_len, D = q.shape
     score = bind(alibi(*slopes), "score")
     shape = Shape(B, Hq, k.shape[1], q_len, k.shape[2], D, D)
     layout = Layout(True, True, True, False)
-    problem = make_problem("prefill", "float32", shape, score, None, None, layout)
+    dtype = "float32" if factors is None else "float8_e4m3fn"
+    problem = make_problem("prefill", dtype, shape, score, None, None, layout)
     values = {"Q": q, "K": k, "sm_scale": scale, "DECAY_WINDOW": None}
+    fixed = {}
+    if factors is not None:
+        fixed = factors.strides()
+        values |= {"Q_DESCALE": factors.q, "K_DESCALE": factors.k}
     values |= captured_values(problem.structure.score, score)
-    found = decay_window(problem, q, k, list(values), detect(q.device), -1)
+    found = decay_window(problem, q, k, list(values), detect(q.device), -1, fixed)
     memory = values["DECAY_WINDOW"] = found.scratch[0].empty(q.device)
     for kernel in found.kernels:
         kernel.launch(-1, list(values.values()))
@@ -272,6 +278,15 @@ def test_the_decay_window_of_each_head_by_hand():
     wanted = (2.02 * 0.25 * largest * math.log2(math.e) + 150) / (slopes * math.log2(math.e))
     assert ((found - wanted)[:, :2].abs() <= 1.001).all()
     assert (found[:, 2:] == ALL_KEYS).all()
+
+
+def test_factors_of_eight_bits_count():
+    q, k, _ = (x.to(torch.float8_e4m3fn) for x in inputs(3, 4, 2, 133, 257, Bkv=1))
+    factors = Descales(torch.rand(3, 4) + 0.5, torch.rand(1, 2) + 0.5, None)
+    wide = q.float() * factors.q[..., None, None], k.float() * factors.k[..., None, None]
+    found = window_of(q, k, SLOPES, 0.25, factors)
+    wanted = window_of(*wide, SLOPES, 0.25)
+    assert ((found - wanted).abs() <= 1).all() and (found[:, 0] < 200).all()
 
 
 @settings(max_examples=30, deadline=None)

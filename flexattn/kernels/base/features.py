@@ -58,7 +58,7 @@ def decays(structure: Structure) -> bool:
     mask, and else the last one of the run's full blocks, which every row of theirs keeps whatever
     mask_mod is.
     """
-    if structure.kind != "prefill" or structure.fp8 or "decay_skip" in structure.rules_off:
+    if structure.kind != "prefill" or "decay_skip" in structure.rules_off:
         return False
     if structure.dropout:  # the near keys, beside which far ones weigh nothing, may be dropped
         return False

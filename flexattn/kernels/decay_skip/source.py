@@ -88,8 +88,12 @@ def render_window(structure: Structure, device: Device) -> Source:
     found += several("i32", *sizes)
     found += several("i64", "start", "k_start")
     found.append(Argument("sm_scale", "fp32"))
+    if structure.fp8:
+        found += several("*fp32", "Q_DESCALE", "K_DESCALE")
+        found += several("i64", *(f"{x}_descale_{axis}" for x in "qk" for axis in "bh"))
     found += captured_arguments(captures)
     context = {
+        "fp8": structure.fp8,
         **mod_context([each.lines for each in printed], device),
         "constants": tuple(settings.items()),
         "lines": [x for each in printed for x in (*each.hoisted, *each.early, *each.body)],

@@ -56,6 +56,7 @@ HAVE = {
         "score_mod": ALIBI, "mask_mod": and_masks(document(BIAS.long()), causal), "runs": True
     },
     "float32": {"score_mod": ALIBI, "dtype": "float32"},
+    "fp8": {"score_mod": ALIBI, "dtype": "float8_e4m3fn"},
     "scaled": {"score_mod": lambda s, b, h, q, k: 2 * s + SLOPES[h] * (k - q) / 3},
     "rows": {"score_mod": lambda s, b, h, q, k: s + BIAS[q] + 0.25 * k},
     "batches": {"score_mod": lambda s, b, h, q, k: s - SLOPES[h] * BIAS[b] * (q - k)},
@@ -63,7 +64,6 @@ HAVE = {
 HAVE_NOT = {
     "plain": {},
     "decode": {"score_mod": ALIBI, "kind": "decode"},
-    "fp8": {"score_mod": ALIBI, "dtype": "float8_e4m3fn"},
     "lists": {"score_mod": ALIBI, "mask_mod": causal},
     "softcap": {"score_mod": lambda s, b, h, q, k: 9 * torch.tanh(s / 9) + SLOPES[h] * k},
     "capped": {"score_mod": softcap(30.0)},
@@ -122,7 +122,7 @@ def test_their_backwards_leave_out_the_same_tiles(name):
     assert ("their upper bound" in blocks.text) is (name == "causal")
 
 
-@pytest.mark.parametrize("name", sorted(HAVE_NOT.keys() - {"plain", "decode", "fp8"}))
+@pytest.mark.parametrize("name", sorted(HAVE_NOT.keys() - {"plain", "decode"}))
 def test_backwards_that_visit_all_tiles(name):
     structure = problem("backward", **HAVE_NOT[name]).structure
     assert not any(skips_vanished(structure, config) for config in BACKWARDS)

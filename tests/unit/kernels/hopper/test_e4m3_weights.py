@@ -40,23 +40,24 @@ class Transposing:
         made.copy_(in_order(v, made.shape[-1]))
 
 
-def emulated(monkeypatch, config, q, k, v, mask_mod=None, logits=None):
+def emulated(monkeypatch, config, q, k, v, mask_mod=None, logits=None, score_mod=None):
     """(out, lse) of a kernel that computes all but the softmax exactly, and of float64; and out of
     the reference run.
     """
     mask, lists = listed(mask_mod, q, k)
     wanted = problem(
-        D=q.shape[3], dtype="float8_e4m3fn", mask_mod=mask_mod,
+        D=q.shape[3], dtype="float8_e4m3fn", mask_mod=mask_mod, score_mod=score_mod,
         runs=lists is not None and lists.runs is not None, fp8_weights="e4m3",
         sinks="" if logits is None else "float32",
     )  # fmt: skip
     monkeypatch.setattr(launching, "builder", Transposing)
     q, k, v = (x.to(E4M3).float() for x in (q, k, v))
     scale = q.shape[3] ** -0.5
-    got = attend(wanted, H200, config, lists, q, k, v, scale, None, mask_mod, logits)
+    got = attend(wanted, H200, config, lists, q, k, v, scale, score_mod, mask_mod, logits)
     exact, rounded = (
         attention(
             *(x.to(E4M3) for x in (q, k, v)), block_mask=mask, scale=scale, sinks=logits,
+            score_mod=score_mod,
             precision=each,
         )
         for each in (Precision.ORACLE, Precision.ROUNDED)
@@ -105,6 +106,40 @@ def test_numbers(D, mask, form, monkeypatch):
 @pytest.mark.parametrize("lengths", [(1, 1), (3, 17), (65, 130)])
 def test_odd_lengths(lengths, monkeypatch):
     assert_judged(emulated(monkeypatch, {}, *inputs(2, 2, 1, *lengths, 64)))
+
+
+class Windowing(Transposing):
+    """In place of the kernels before attention: the last one of three lays V out."""
+
+    def kernel(self, source, target, index):
+        made = type(self)()
+        made.finds = "decay window" in source.text.split("import")[0]
+        made.lays = "V_KEYS" in source.text
+        return made
+
+    def launch(self, stream, values):
+        if self.finds:
+            # So many keys fall by 2 each: by more than scores and the exponents of weights.
+            values[self.given.index("NORMS")][:4] = 120.0
+        elif self.lays:
+            super().launch(stream, values)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("mask_mod", [None, causal])
+def test_keys_too_far_behind_to_count_are_left_out(mask_mod, monkeypatch):
+    monkeypatch.setattr("flexattn.runtime.launch.pays", lambda problem: True)
+    monkeypatch.setattr("flexattn.runtime.decay_skip.builder", lambda: rendering)
+    monkeypatch.setattr(f"{__name__}.Transposing", Windowing)
+    rendering = Windowing()
+    rendering.sources = lambda key, render: render()
+    steep = torch.full((4,), 2.0)
+    given = inputs(1, 4, 2, 69, 301, 64)
+    found = emulated(
+        monkeypatch, {"lazy_rescale": False}, *given, mask_mod=mask_mod,
+        score_mod=lambda s, b, h, q, k: s + steep[h] * (k - q),
+    )  # fmt: skip
+    assert_judged(found)
 
 
 def outliers(x):
