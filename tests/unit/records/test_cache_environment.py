@@ -236,7 +236,8 @@ def test_what_is_left_out_is_reached(name):
 # Templates that no record's kernels are rendered of.
 OF_NO_RECORD = {
     "block_mask/block_mask.py.jinja", "block_mask/chosen.py.jinja",
-    "block_mask/by_key.py.jinja", "paged_decode/merge_states.py.jinja",
+    "block_mask/by_key.py.jinja", "block_mask/mapped.py.jinja",
+    "paged_decode/merge_states.py.jinja",
     "paged_decode/join.py.jinja", "paged_decode/merge_tree.py.jinja",
     "cache_append/cache_append.py.jinja", "cache_append/quantize.py.jinja",
     "hopper/row_tiles.py.jinja",
