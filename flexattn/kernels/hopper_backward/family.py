@@ -47,7 +47,9 @@ from flexattn.problem import Kind, Problem, Structure
 _TALL = HopperBackwardConfig(128, 128, 2)
 _WIDE = HopperBackwardConfig(64, 128, 2)
 _SPLIT = HopperBackwardConfig(64, 64, 2)
-_LEAN = replace(_WIDE, ds_first=True, remat=True)
+_LEAN = replace(_WIDE, ds_stages=2, ds_first=True, remat=True)
+# Rows of a mean sequence: of fewer V stays in shared memory, from more on tiles are tall.
+_SHORT, _LONG = 500, 800
 # The most keys of a row whose weights, where all are alike, are no subnormal numbers of float16.
 _FP16_KEYS = 2**14
 
@@ -63,7 +65,9 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     registers go: see _by_copy_engine for the rest.
     Above 128 columns by_product goes first, but with a score_mod, whose arithmetic would be one
     warpgroup's alone, and in float16 where a row has so many keys that its weights, which one
-    warpgroup hands to the other in 16 bits, lose some of theirs.
+    warpgroup hands to the other in 16 bits, lose some of theirs. Up to 192 columns all of lse is
+    read early: 0.95 to 0.99 of the time (D 192, H200). Where values have up to 128, tiles of 128
+    keys write half as much of dQ, which by_product waits for: 0.87 to 0.98 of its time.
     """
     structure = problem.structure
     if structure.ragged_kv:
@@ -101,7 +105,11 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
             added = replace(config, dq_tma=True, ds_stages=stages, remat=remat)
             yield _by_copy_engine(added, structure)
         elif structure.score is None and not structure.dropout and _keeps_weights(problem):
-            yield _by_product(config)
+            lean = at_sizes(_LEAN, problem)
+            if lean.mha and lean.even_n and _fits_tall_keys(structure) and _is_bare(structure):
+                yield lean
+            fits = plain and max(structure.head_dims) <= LEAN_COLUMNS
+            yield replace(_by_product(config), early_lse="all" if fits else "")
         yield config
 
 
@@ -124,7 +132,9 @@ def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
 
     Blocks are persistent, since places of a list may be empty. They take the longest sequence
     first, of so few heads that its rows stay in L2: 0.75 to 0.91 of the time of tiles by their
-    length (H200). Half of V in registers takes 0.98 of it.
+    length (H200). Half of V in registers takes 0.98 of it. At 64 columns, where each key head has
+    one query head: tall tiles take 0.95 of the time of sequences of 4,000 rows and 0.99 of 1,000,
+    and of 300 rows V in shared memory takes 0.97.
     """
     structure = problem.structure
     if columns(structure) > 128:
@@ -145,6 +155,11 @@ def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
         ),
         problem,
     )  # fmt: skip
+    if held and config.mha and columns(structure) == 64:
+        rows = problem.q_len // problem.B
+        if rows >= _LONG:
+            yield replace(config, BLOCK_M=_TALL.BLOCK_M, dp_rs=False)
+        config = replace(config, dp_rs=rows >= _SHORT)
     yield config
 
 
@@ -155,8 +170,9 @@ def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> Hoppe
     hands on its half of dQ by itself. At 64 columns persistent blocks are faster than that: 0.92
     to 0.98 of its time, without a mask with V in registers. At 128 columns half of V in
     registers, half of lse read early and dS stored first take 0.96 of the time, and blocks of a
-    head that begin at different rows 0.98. Beside a score_mod dS stored first spills nothing:
-    0.77 (soft-capping) and 0.96 (ALiBi).
+    head that begin at different rows 0.98. Blocks of heads of up to 96 columns with a causal mask
+    are persistent beside V in registers: 0.97 (D 80 and 96). Beside a score_mod dS stored first
+    spills nothing: 0.77 (soft-capping) and 0.96 (ALiBi).
     Where a mask joins few rows to each key, as documents and windows do, blocks are persistent,
     more heads start side by side, and ends of runs that are blocks are trimmed: 0.88 (documents)
     and 0.95 (a window) of the time, and with dS stored first as well 0.65 to 0.96 beside a
@@ -188,6 +204,8 @@ def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> Hoppe
             config = replace(config, dp_rs=True, early_lse="half", shift_rows=dense)
         # Without mods and V in registers the other order is faster.
         first = tall or config.dp_rs or not (plain and dense)
+        if config.dp_rs and not dense and config.mha and max(structure.head_dims) <= 96:
+            return replace(config, persistent=True, ds_first=True)
         return replace(config, dq_halves=True, ds_first=first)
     if sparsity is None or not sparsity.runs or structure.mask is None:
         return config
@@ -214,6 +232,7 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperBackwardConfig]:
     yield from starts
     if _fits_tall_keys(problem.structure):
         yield from (at_sizes(replace(_LEAN, ping_pong=turns), problem) for turns in (False, True))
+        starts = [each for each in starts if each.BLOCK_N == 64]
     first = {each.BLOCK_M: each for each in reversed(starts)}
     tall = () if columns(problem.structure) > 64 else (_TALL.BLOCK_M,)
     for rows, stages in product((*tall, _WIDE.BLOCK_M), (2, 3)):
@@ -258,6 +277,12 @@ def _by_product(config: HopperBackwardConfig) -> HopperBackwardConfig:
 def _fits_tall_keys(structure: Structure) -> bool:
     """True if dK and dV of 128 keys leave registers, of heads above 128 columns."""
     return 128 < structure.head_dim_qk <= LEAN_COLUMNS and structure.head_dim_v <= 128
+
+
+def _is_bare(structure: Structure) -> bool:
+    """True if blocks walk far in runs of tiles, in loops with the registers of Triton 3.6."""
+    runs = structure.sparsity is None or structure.sparsity.runs
+    return runs and _few_registers(structure) and _walks_far(structure) and not waits_meet()
 
 
 def _keeps_weights(problem: Problem) -> bool:
