@@ -92,8 +92,8 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
     (
         "FLEXATTN_CACHE",
         "",
-        "directories of records, separated as in PATH. A call looks there before the user's "
-        "records and those of the package",
+        "directories of records that calls read, for instance of `flexattn export`, separated "
+        "as in PATH. They come before `FLEXATTN_CACHE_DIR/records` and the package's records",
     ),
     (
         "FLEXATTN_MODE",
@@ -126,8 +126,9 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "FLEXATTN_VERIFY",
         "first",
         "first: before the result of a kernel's first launch is used, some rows are compared "
-        "with plain torch, once for each compiler and driver. A kernel that is too inaccurate "
-        "is not used. off: nothing is compared. always: each launch is",
+        "with plain torch, once for each compiler and driver, except for kernels of hits. A "
+        "kernel that is too inaccurate is not used. off: nothing is compared. always: every call "
+        "is, and every plan when it is built",
     ),
     (
         "FLEXATTN_BATCH_INVARIANT",
