@@ -154,9 +154,15 @@ _MOST_COMPARED = 2**16
 
 
 def map_choices(
-    indices: Tensor, counts: Tensor | None, rows: int, unit: int, lengths: tuple[int, int],
-    heads: int, causal: bool, block: int,
-) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:  # fmt: skip
+    indices: Tensor,
+    counts: Tensor | None,
+    rows: int,
+    unit: int,
+    lengths: tuple[int, int],
+    heads: int,
+    causal: bool,
+    block: int,
+) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
     """Choices as a bool map [B, heads given, blocks of rows, units] by one launch, with lists.
 
     These are counts and indices of blocks of `block` keys that some row of a block of as many

@@ -148,6 +148,7 @@ SPILLS = {
     ("alibi", 256, ODD): (0, 4),
     ("causal", 256, ODD): (2, 0),
     ("lists", 256, ODD): (4, 0),
+    ("blocks of 64", 256, ODD): (4, 0),
     ("documents", 256, ODD): (4, 0),
     # With dropout, where a single word is a thread's number, which is stored for after the loop.
     ("dropout causal", 64, EVEN): (0, 3),
