@@ -13,6 +13,7 @@ SPLIT = "templates/paged_decode/split.jinja"
 STATES = "templates/paged_decode/states.jinja"
 MERGE_TREE = "templates/paged_decode/merge_tree.py.jinja"
 CACHE_APPEND = "templates/cache_append/cache_append.py.jinja"
+ROUNDING = "templates/cache_append/rounding.jinja"
 IN_SERVING_FAULTS = "tests/interpreter/test_serving_faults.py"
 IN_SERVING = "tests/interpreter/test_serving.py"
 IN_SERVING_SCALES = "tests/interpreter/test_serving_scales.py"
@@ -348,14 +349,14 @@ SERVING = (
     ),
     Fault(
         "append: rounding is towards zero",
-        CACHE_APPEND,
+        ROUNDING,
         "normal = ((kept + HALF_UNIT + ((kept >> SHIFT) & 1)) >> SHIFT) - REBIAS",
         "normal = (kept >> SHIFT) - REBIAS",
         IN_APPEND + "::test_every_number_is_rounded_as_torch_does[0-torch.float8_e4m3fn]",
     ),
     Fault(
         "append: ties go up",
-        CACHE_APPEND,
+        ROUNDING,
         "normal = ((kept + HALF_UNIT + ((kept >> SHIFT) & 1)) >> SHIFT) - REBIAS",
         "normal = ((kept + HALF_UNIT + 1) >> SHIFT) - REBIAS",
         IN_APPEND + "::test_every_number_is_rounded_as_torch_does[0-torch.float8_e4m3fn]",
