@@ -157,10 +157,11 @@ def kind_for(
     q_len, group = sizes.q_len, sizes.Hq // sizes.Hkv
     if fp8:
         return "prefill", "fp8 has no decode template"
-    if sparsity is not None and sparsity.q_block < FEW_ROWS and not sparsity.per_head:
-        return "decode", f"the mask's blocks have {sparsity.q_block} rows, a tile a group's heads"
     if q_len <= FEW_ROWS:
         return "decode", f"q_len {q_len} is at most {FEW_ROWS}"
+    if sparsity is not None and sparsity.q_block < FEW_ROWS and not sparsity.per_head:
+        why = f"the mask has blocks of few rows ({sparsity.q_block}), whose heads share a tile"
+        return "decode", why
     if sizes.kv_len >= _CHUNKED * max(q_len, _PREFILL_ROWS):
         columns = min(_columns(sizes), _WIDEST)
         rows = _NARROW_ROWS if columns <= _NARROW else _PREFILL_ROWS
