@@ -85,7 +85,10 @@ def test_default_config(D, Dv, mods):
     assert not (fault := wrong(wanted, default(wanted, H200, "gluon"))), fault
 
 
-FP8 = [(D, mods) for D in (64, 96, 128, 192, 256) for mods in MODS if (D, D, mods) != REFUSED]
+# Values of 192 columns lie in tiles of 256.
+FP8 = [
+    (D, mods) for D in (64, 96, 128, 192, 256) for mods in MODS if D < 192 or mods != REFUSED[2]
+]
 
 
 @pytest.mark.parametrize(("D", "mods"), share(FP8, lambda case: case == (128, "window_softcap")))
