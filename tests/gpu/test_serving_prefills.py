@@ -104,29 +104,28 @@ def test_eight_bits(asked, dtype):
     check(few, exact=wide, kv_dtype=dtype, given=lambda plan: told, **about)
 
 
-@pytest.mark.parametrize("D", [80, 128])
-def test_single_keys_of_eight_bits(D):
-    """Hopper's forward copies no such pages: the kernel for every GPU serves prompts too."""
-    few, wide, *scales = quantized(batch(*MIXED, 32, 8, D, **BF16), torch.float8_e4m3fn, True)
+def check_kernel_for_every_gpu(each, page):
+    """Prompts too are computed by it, over a cache of e4m3 with a scale for each head."""
+    few, wide, *scales = quantized(each, torch.float8_e4m3fn, True)
     told = dict(zip(("k_scale", "v_scale"), scales, strict=True))
     plan = serving.check(
-        few, exact=wide, page=1, scaled=True, kv_dtype=torch.float8_e4m3fn, mask_mod=causal,
+        few, exact=wide, page=page, scaled=True, kv_dtype=torch.float8_e4m3fn, mask_mod=causal,
         given=lambda plan: told, ragged=True, runs=2,
     )  # fmt: skip
     assert plan.prefill_config is None
+
+
+@pytest.mark.parametrize("D", [80, 128])
+def test_single_keys_of_eight_bits(D):
+    """Hopper's forward copies no such pages."""
+    check_kernel_for_every_gpu(batch(*MIXED, 32, 8, D, **BF16), page=1)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_queries_of_e4m3(D):
-    """Beside a cache of it: all by the kernel for every GPU."""
+    """Beside a cache of the same dtype."""
     each = batch(*MIXED, 32, 8, D, dtype=torch.float8_e4m3fn, device="cuda")
-    few, wide, *scales = quantized(each, torch.float8_e4m3fn, True)
-    told = dict(zip(("k_scale", "v_scale"), scales, strict=True))
-    plan = serving.check(
-        few, exact=wide, page=16, scaled=True, kv_dtype=torch.float8_e4m3fn, mask_mod=causal,
-        given=lambda plan: told, ragged=True, runs=2,
-    )  # fmt: skip
-    assert plan.prefill_config is None
+    check_kernel_for_every_gpu(each, page=16)
 
 
 LONG = {
