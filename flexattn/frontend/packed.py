@@ -265,7 +265,7 @@ def _whole(cu: Tensor) -> Tensor:
 
 
 def _facts(q: Tensor, k: Tensor, v: Tensor, sequences: int) -> tuple[Any, ...]:
-    """What of a pack's tensors decides launches."""
+    """The facts of a pack's tensors that decide which launch is used."""
     return facts_of(q), facts_of(k), facts_of(v), sequences
 
 

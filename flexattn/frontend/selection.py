@@ -45,7 +45,7 @@ class Apart(NamedTuple):
     batch: int
 
     def joined(self, found: Any) -> Any:
-        """What flex_attention gave, with heads in their places."""
+        """The results of flex_attention, with the head axis where the caller has it."""
         if isinstance(found, AuxOutput):
             return AuxOutput(self.joined(found.lse), self.joined(found.max_scores))
         if isinstance(found, tuple):

@@ -143,7 +143,7 @@ def fixed_scale(scale: Any) -> float:
 
 
 class PackData(NamedTuple):
-    """What Hopper's kernels of packed sequences read of a node.
+    """The data of a node that Hopper's kernels of packed sequences read.
 
     cu_seqlens: of rows and of keys. text: the mods in positions of a sequence, as `printed`
     gives them. tensors, integers: what these capture.
