@@ -192,7 +192,7 @@ def remember(
         guard = watch(given.score_mod, "score", call.score, call.looks[0])
         if guard is None:
             return
-        score = ScoreGuard(launch_cache.expiring(key, given.score_mod), guard)
+        score = ModGuard(launch_cache.expiring(key, given.score_mod), guard)
     if given.block_mask is not None:
         mask = _guard_of_mask(given.block_mask, call, lists, key)
         if mask is None:
@@ -202,7 +202,7 @@ def remember(
     listed = (given.block_mask is None) == (structure.sparsity is None) and not launch.runs
     descaled = call.descales is not NO_DESCALES
     decodes = bool(key[1]) and structure.kind == "decode" and listed
-    decodes = decodes and not isinstance(mask, FormGuard)
+    decodes = decodes and not isinstance(mask, ModGuard)
     entry = CachedCall(
         {key[1]: launch}, (key[1], launch), launch, decodes and grads is None and not descaled,
         rest, call.scale, settings, generation(), score, mask, descaled,
@@ -211,14 +211,14 @@ def remember(
     launch_cache.keep(key, entry, given.score_mod)
 
 
-class ScoreGuard(NamedTuple):
-    """A score_mod, and what tells that it still is what it was."""
+class ModGuard(NamedTuple):
+    """A score_mod, or the mask_mod of masks of a form, and what tells that it is as it was."""
 
     mod: weakref.ref[Any]
     guards: Guards
 
     def holds(self, mod: Any) -> bool:
-        """True if a score_mod is the one that was seen, and reads what it read."""
+        """True if a mod is the one that was seen, and reads what it read."""
         same = self.mod() is mod
         return same and self.guards.hold(mod)
 
@@ -250,19 +250,6 @@ class MaskGuard(NamedTuple):
         return same and self.unchanged(self.seen) and self.guards.hold(parts[0])
 
 
-class FormGuard(NamedTuple):
-    """The mask_mod of masks of one form, and what tells that it still is what it was."""
-
-    mod: weakref.ref[Any]
-    guards: Guards
-
-    def holds(self, mask: Any) -> bool:
-        """True if a mask of the form has the mask_mod that was seen, which reads what it read."""
-        mod = mask.mask_mod
-        same: Any = self.mod()
-        return same is mod and self.guards.hold(mod)
-
-
 @dataclass(slots=True, eq=False)
 class CachedCall:
     """The launches of a call, and the guards that decide whether another call is the same.
@@ -282,8 +269,8 @@ class CachedCall:
     scale: float
     settings: Settings
     generation: int
-    score: ScoreGuard | None
-    mask: MaskGuard | FormGuard | None
+    score: ModGuard | None
+    mask: MaskGuard | ModGuard | None
     descaled: bool
     checked: tuple[Bound | None, Bound | None] | None
     grads: GradCall | None
@@ -305,7 +292,9 @@ class CachedCall:
             return False
         if self.mask is None:
             return True
-        if not self.grows or isinstance(self.mask, FormGuard):
+        if isinstance(self.mask, ModGuard):
+            return self.mask.holds(given.block_mask.mask_mod)  # type: ignore[union-attr]
+        if not self.grows:
             return self.mask.holds(given.block_mask)
         return self.mask.grew(given.block_mask, (given.q.shape[2], given.k.shape[2]))
 
@@ -346,7 +335,7 @@ class CachedCall:
             return self.grads.attend(given.block_mask, given.q, given.k, given.v, given.sinks)
         descales = given.descales if self.descaled else NO_DESCALES
         rest = self.rest
-        if isinstance(self.mask, FormGuard):
+        if isinstance(self.mask, ModGuard):
             rest = with_lists_of(given.block_mask, rest)
         return launch.run(given.q, given.k, given.v, self.scale, rest, given.sinks, descales)
 
@@ -364,13 +353,13 @@ def with_lists_of(mask: Any, rest: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _guard_of_mask(
     block_mask: BlockMask, call: Call, listed: Lists | None, key: CallKey
-) -> MaskGuard | FormGuard | None:
+) -> MaskGuard | ModGuard | None:
     """The guards of a plan's mask; None if it cannot be guarded."""
     parts, bound, look = parts_of(block_mask), call.mask, call.looks[1]
     if list_form(block_mask) is not None:
         assert bound is not None
         guard = watch(parts[0], "mask", bound, look)
-        return FormGuard(launch_cache.expiring(key, parts[0]), guard) if guard else None
+        return ModGuard(launch_cache.expiring(key, parts[0]), guard) if guard else None
     lists = [each for each in parts[1:5] if each is not None]
     if call.block_mask is None:
         # It keeps everything: what its lists say was read, and the launch has none of them.

@@ -171,7 +171,11 @@ class Worker(Closing):
         now.
         """
         self._started()
-        return _lost(failure)
+        return MeasureError(
+            f"the worker's child failed ({failure.stage}, {failure.error}): {failure.message}",
+            "a fresh child can open the task, and lives until a config runs",
+            "look at the device (nvidia-smi, dmesg), then try again",
+        )
 
     def _ask(
         self, where: Callable[[], ChildProcess], request: Request, patience: float
@@ -251,14 +255,6 @@ class _Leg:
     def complete(self) -> int:
         """Rounds that everyone who is left has finished."""
         return min((len(took) for i, took in enumerate(self.took) if i not in self.out), default=0)
-
-
-def _lost(failure: Failed) -> MeasureError:
-    return MeasureError(
-        f"the worker's child failed ({failure.stage}, {failure.error}): {failure.message}",
-        "a fresh child can open the task, and lives until a config runs",
-        "look at the device (nvidia-smi, dmesg), then try again",
-    )
 
 
 @contextmanager

@@ -265,6 +265,11 @@ def trimmed_for(
     }
 
 
+def slots_among(tensors: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[int, ...]:
+    """The slots of those tensors that are wanted."""
+    return tuple(s for s, x in enumerate(tensors) if any(x is each for each in wanted))
+
+
 def slots_of(score: Bound | None) -> tuple[int, ...]:
     """The slots of a score_mod's tensors that require a gradient."""
     if score is None or captures_of(score) is None:

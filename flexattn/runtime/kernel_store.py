@@ -47,9 +47,9 @@ class TensorMap:
     swizzle: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Binary:
-    """A cubin and its launch.
+@dataclass(frozen=True, kw_only=True)
+class _Launched:
+    """What a launch of a cubin must know.
 
     name: of the kernel in the cubin. shared: bytes of dynamic shared memory. parameters: how many
     the kernel takes. maps: one for each tensor descriptor among the arguments, in order. verified:
@@ -57,7 +57,6 @@ class Binary:
     which a program is.
     """
 
-    code: bytes
     name: str
     arch: str
     shared: int
@@ -66,6 +65,18 @@ class Binary:
     maps: tuple[TensorMap, ...]
     verified: bool = False
     num_ctas: int = 1
+
+    @property
+    def launched(self) -> dict[str, Any]:
+        """These fields alone, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(_Launched)}
+
+
+@dataclass(frozen=True, eq=False)
+class Binary(_Launched):
+    """A cubin and its launch."""
+
+    code: bytes
 
 
 def binary_of(compiled: Any, arch: str) -> Binary | None:
@@ -114,23 +125,15 @@ _ELF = b"\x7fELF"
 _D = TypeVar("_D")
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
+@dataclass(frozen=True)
+class Described(_Launched):
     """A kernel's description as its file has it; triton, ptxas' caller, is told for people."""
 
     schema: int
     source: str
-    arch: str
     sha256: str
     size: int
-    name: str
-    shared: int
-    num_warps: int
-    parameters: int
-    maps: tuple[TensorMap, ...]
-    verified: bool
     triton: str
-    num_ctas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +183,8 @@ class KernelStore:
         """Add a kernel, whole or not at all; returns the file that describes it."""
         digest = hashlib.sha256(binary.code).hexdigest()
         described = Described(
-            _SCHEMA, source.hash, binary.arch, digest, len(binary.code), binary.name,
-            binary.shared, binary.num_warps, binary.parameters, binary.maps, binary.verified,
-            triton, binary.num_ctas,
-        )  # fmt: skip
+            _SCHEMA, source.hash, digest, len(binary.code), triton, **binary.launched
+        )
         _write(self._code(digest), binary.code)
         path = self.path(source, binary.arch)
         _write(path, sealed(asdict(described)))
@@ -248,10 +249,7 @@ class KernelStore:
         whole = len(code) == d.size and hashlib.sha256(code).hexdigest() == d.sha256
         _need(whole, f"{d.sha256}.cubin", "its bytes have the sha256 that it is named by")
         _need(code.startswith(_ELF), f"{d.sha256}.cubin", "it is a cubin")
-        return Binary(
-            code, d.name, d.arch, d.shared, d.num_warps, d.parameters, d.maps, d.verified,
-            d.num_ctas,
-        )  # fmt: skip
+        return Binary(code, **d.launched)
 
     def _source(self, known: _Rendered) -> Source:
         # Before it becomes part of a path.

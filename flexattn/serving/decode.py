@@ -96,38 +96,32 @@ def flex_decode(
         batch_invariant = current().batch_invariant
     bound = [bind(score_mod, "score"), bind(mask_mod, "mask")]
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    key = (
-        q.dtype, q.device, q.shape[-2:], 1 if total_q else _above(q.shape[1]), total_q,
-        _above(seq_lens.shape[0]), _above(kv_len), k.dtype, k.shape[heads_at], page, layout,
-        head_dim_v, shared, *[live_identity(each) for each in bound], sinks is None,
-        scaled, scale, return_lse, stream, batch_invariant,
-    )  # fmt: skip
+    about: dict[str, Any] = {
+        "batch": _above(seq_lens.shape[0]),
+        "kv_len": _above(kv_len),
+        "heads": (q.shape[-2], k.shape[heads_at]),
+        "head_dim": (q.shape[-1], q.shape[-1] if head_dim_v is None else head_dim_v),
+        "q_len": 1 if total_q else _above(q.shape[1]),
+        "total_q": total_q,
+        "dtype": q.dtype,
+        "device": q.device,
+        "page_size": page,
+        "layout": layout,
+        "kv_dtype": k.dtype,
+        "scale": scale,
+        "sinks": sinks is not None,
+        "scaled": scaled,
+        "shared_kv": shared,
+        "lse": return_lse,
+        "batch_invariant": batch_invariant,
+    }
+    key = (*about.values(), *[live_identity(each) for each in bound], stream)
     # A graph may outlive a kept plan; one that is made while it captures is filled by its replays.
     captured = _captured(q)
     found: _Kept | None = None if captured else kept_plans.get(key)
     if found is None:
         with making:
-            plan = DecodePlan(
-                batch=_above(seq_lens.shape[0]),
-                kv_len=_above(kv_len),
-                heads=(q.shape[-2], k.shape[heads_at]),
-                head_dim=(q.shape[-1], q.shape[-1] if head_dim_v is None else head_dim_v),
-                q_len=1 if total_q else _above(q.shape[1]),
-                total_q=total_q,
-                dtype=q.dtype,
-                device=q.device,
-                page_size=page,
-                layout=layout,
-                kv_dtype=k.dtype,
-                score_mod=score_mod,
-                mask_mod=mask_mod,
-                scale=scale,
-                sinks=sinks is not None,
-                scaled=scaled,
-                shared_kv=shared,
-                lse=return_lse,
-                batch_invariant=batch_invariant,
-            )
+            plan = DecodePlan(score_mod=score_mod, mask_mod=mask_mod, **about)
         found = _Kept(plan, bound, renewed(threading.Lock()))
         if not captured:
             kept_plans.put(key, found)

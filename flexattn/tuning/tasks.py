@@ -16,6 +16,7 @@ from flexattn.block_mask.classify import EMPTY, FULL, PARTIAL, block_kinds
 from flexattn.block_mask.create import from_kinds
 from flexattn.device import Device
 from flexattn.errors import InputError
+from flexattn.kernels.base.config import values
 from flexattn.measure.task import Task
 from flexattn.mods import Bound, bind, look
 from flexattn.mods.bind import clear
@@ -59,10 +60,7 @@ def plan_task(row: Row, device: Device) -> Task:
     )
     return serving_task(
         row.title, shape, row.dtype, device, policy_for("serving", device, row.policy),
-        checks.check_scale(row.scale, shape.D), score, mask, page=served.page,
-        lengths=served.lengths, kv_dtype=served.kv_dtype, scaled=served.scaled, sinks=row.sinks,
-        shared_kv=served.shared_kv, batch_invariant=served.batch_invariant,
-        selection=served.selection,
+        checks.check_scale(row.scale, shape.D), score, mask, sinks=row.sinks, **values(served),
     )  # fmt: skip
 
 
@@ -237,10 +235,7 @@ def serving_task(
         scaled=scaled or kv.itemsize == 1, shared_kv=shared_kv, positive_scale=scale > 0,
         batch_invariant=batch_invariant, lengths=lengths, selection=selection,
     )  # fmt: skip
-    return Task(
-        title=title, problem=problem, device=device, policy=policy, scale=scale, q_lens=q_lens,
-        kv_lens=kv_lens, score=score, mask=mask,
-    )  # fmt: skip
+    return Task(title, problem, device, policy, scale, score, mask, q_lens=q_lens, kv_lens=kv_lens)
 
 
 NOTE = "rebuilt from a list of untuned problems: made-up captures, a mask of the same class"

@@ -24,10 +24,10 @@ from flexattn.frontend.compiled.node_data import (
     fixed_scale,
 )
 from flexattn.frontend.compiled.op import (
-    BACKWARD_OP_NAME as BACKWARD_NAME,
-    BY_KEY_OP_NAME as BY_KEY_NAME,
-    OP_NAME,
-    PACKED_OP_NAME as PACKED_NAME,
+    ATTEND_OP,
+    BACKWARD_OP,
+    BY_KEY_OP,
+    PACKED_OP,
     widened_sources,
 )
 from flexattn.frontend.compiled.packed import SideBySide, packed_gradients
@@ -42,6 +42,7 @@ from flexattn.kernels.choose.options import Options, parse
 from flexattn.mods import Bound
 from flexattn.mods.derivative import derivatives
 from flexattn.mods.refusal import Refusal
+from flexattn.runtime.backward import slots_among
 from flexattn.settings import current, log, say_once
 
 # Where a backward node has its mask, and its options.
@@ -105,7 +106,7 @@ def lower(
     if pack is not None:
         out, lse, maxima = _call(SEQUENCES_OP, [*given, *pack.given(), fixed_scale(scale)])
     else:
-        out, lse, maxima = _call(OP_NAME, [
+        out, lse, maxima = _call(ATTEND_OP, [
             *given, list(node.lists), *node.tensors, *node.integers, text, fixed_scale(scale),
             *(factor for *_, factor in found),
         ])  # fmt: skip
@@ -188,9 +189,9 @@ def lower_backward(
         list(node.lists), by_key, *node.tensors, *node.integers, text, fixed_scale(scale),
     ]  # fmt: skip
     if packed is None:
-        *found, captured = _call(BACKWARD_NAME, given)
+        *found, captured = _call(BACKWARD_OP, given)
     else:
-        memory, captured = _call(PACKED_NAME, [*given, packed.places])
+        memory, captured = _call(PACKED_OP, [*given, packed.places])
         found = _side_by_side(packed, memory, inputs)
     by_place = dict(zip(wanted, captured, strict=True))
     return (*found, tuple(map(by_place.get, range(len(score_captures)))))
@@ -212,8 +213,8 @@ def with_lists_by_key(args: Sequence[Any]) -> Sequence[Any]:
     if BARE in traced[_OPTIONS] or not _unmade(traced[_MASK]):
         return args
     num, idx, *full = mask[LISTS]
-    made = [*_call(BY_KEY_NAME, [num, idx])]
-    made += full if full[0] is None else _call(BY_KEY_NAME, full)
+    made = [*_call(BY_KEY_OP, [num, idx])]
+    made += full if full[0] is None else _call(BY_KEY_OP, full)
     mask = *mask[: BY_KEY.start], *made, *mask[BY_KEY.stop :]
     return *args[:_MASK], mask, *args[_MASK + 1 :]
 
@@ -258,14 +259,13 @@ def _side_by_side(packed: SideBySide, memory: Any, inputs: Any) -> list[Any]:
     return found
 
 
-def _call(qualified: str, given: Sequence[Any]) -> Any:
-    return fallback_handler(_op(qualified), add_to_fallback_set=False)(*given)
+def _call(op: Any, given: Sequence[Any]) -> Any:
+    return fallback_handler(op, add_to_fallback_set=False)(*given)
 
 
 def _asked(bound: Bound, wanted: Sequence[Any], chosen: Options) -> AskedGradients:
     """A backward's request, of examples; its mask makes no difference to what can run."""
-    slots = tuple(s for s, x in enumerate(bound.tensors) if any(x is each for each in wanted))
-    return AskedGradients(bound, None, None, 1.0, chosen, slots)
+    return AskedGradients(bound, None, None, 1.0, chosen, slots_among(bound.tensors, wanted))
 
 
 def _check(asked: AskedGradients, inputs: Any) -> None:
@@ -288,11 +288,6 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
     found = {name: _number(value) for name, value in given.items()}
     parse(found)
     return found
-
-
-def _op(qualified: str) -> Any:
-    namespace, name = qualified.split("::")
-    return getattr(getattr(torch.ops, namespace), name).default
 
 
 def _number(given: Any) -> Any:

@@ -26,6 +26,7 @@ from flexattn.mods.graph import Captured, GraphMod, read_graph
 from flexattn.mods.outside import strays
 from flexattn.mods.refusal import Refusal
 from flexattn.problem import DTYPES, FP8
+from flexattn.runtime.backward import slots_among
 
 _DEVICES = ("cuda", "cpu")
 # Of a node's mask: counts and indices of blocks by query, then by key, stand behind two lengths;
@@ -199,9 +200,7 @@ class PackData(NamedTuple):
             if wanted and mod is node.score:
                 places = [kept.index(i) for i in wanted]
                 learned = [examples.tensors[i] for i in wanted]
-                slots = tuple(
-                    s for s, x in enumerate(values.tensors) if any(x is each for each in learned)
-                )
+                slots = slots_among(values.tensors, learned)
             mods.append(made)
             tensors.append([own[i] for i in kept])
             expr = values.mod.expr
@@ -210,16 +209,9 @@ class PackData(NamedTuple):
             bound.append(None if none else values)
         q, k, v = (_like(each.meta["val"])[0].transpose(0, 1) for each in inputs[:3])
         sequences = expected_sizes(marks[0].meta["val"].shape)[0] - 1
-        of_call = (
-            inputs[0].meta["val"].device,
-            sequences,
-            bound[0],
-            bound[1],
-            fixed_scale(scale) > 0,
-        )
-        backward = wanted is not None
-        in_order = backward and repeats_bits(parse(options))
-        if not has_kernel(q, k, v, *of_call, backward, in_order, slots):
+        device, backward = inputs[0].meta["val"].device, wanted is not None
+        of_call = device, sequences, bound[0], bound[1], fixed_scale(scale) > 0, backward
+        if not has_kernel(q, k, v, *of_call, backward and repeats_bits(parse(options)), slots):
             return None
         text = printed(Spec(
             mods[0], None if bound[1] is None else mods[1], None, True, False, options, False,

@@ -12,7 +12,7 @@ conversion; wherever torch's node is run by others it is what they attend to.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -40,17 +40,10 @@ from flexattn.mods.expr import ScoreMod
 from flexattn.problem import checks, out_dtype
 from flexattn.problem.mask_lists import keep_class, keep_runs, known_class, known_runs, mask_class
 from flexattn.problem.problem import NARROWER
-from flexattn.runtime.backward import like
+from flexattn.runtime.backward import like, slots_among
 from flexattn.runtime.key_lists import BothLists, has_more_rows, keep_by_key, made_by_key
 from flexattn.runtime.launch import Lists, dense_strides
 
-OP_NAME = "flexattn::attend"
-_SCHEMA = (
-    "attend(Tensor q, Tensor k, Tensor v, Tensor[] lists, Tensor[] score, Tensor[] mask, "
-    "SymInt[] score_integers, SymInt[] mask_integers, str spec, float scale, "
-    "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None) "
-    "-> (Tensor, Tensor, Tensor)"
-)
 # The body of an op is called without autograd's keys, and where a dispatch mode is on, as in
 # Inductor's first run of an op, without those of torch.vmap, by which plain torch maps the mods.
 _KEYS = reduce(
@@ -63,8 +56,16 @@ _KEYS = reduce(
         )
     ),
 )  # fmt: skip
-library = torch.library.Library("flexattn", "FRAGMENT")
-library.define(_SCHEMA)
+_library = torch.library.Library("flexattn", "FRAGMENT")
+
+
+def define_op(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
+    """An op of this library. run: its body. shapes: empty results, for tensors without values."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flexattn::{name}", shapes, lib=_library)
+    return getattr(torch.ops.flexattn, name).default
 
 
 def _attend(
@@ -121,8 +122,14 @@ def _fake(
     return out, lse, maxima
 
 
-library.impl("attend", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake(OP_NAME, _fake, lib=library)
+ATTEND_OP = define_op(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor[] lists, Tensor[] score, Tensor[] mask, "
+    "SymInt[] score_integers, SymInt[] mask_integers, str spec, float scale, "
+    "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None) "
+    "-> (Tensor, Tensor, Tensor)",
+    _attend,
+    _fake,
+)
 
 
 def transforming() -> AbstractContextManager[None]:
@@ -242,8 +249,6 @@ def _written(lists: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     return tuple((0 if x.is_inference() else x._version, x.data_ptr()) for x in lists)
 
 
-_NAME = "flexattn::widened"
-library.define("widened(Tensor x, Tensor? factor, ScalarType dtype) -> Tensor")
 # Where the lowering of an op keeps what it was given.
 _SOURCE = "_flexattn_source"
 
@@ -254,8 +259,9 @@ def _widened(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
     return (x.to(torch.float32) * factor[..., None, None]).to(dtype)
 
 
-library.impl("widened", _widened, "CompositeExplicitAutograd")
-torch.library.register_fake(_NAME, _widened, lib=library)
+WIDENED_OP = define_op(
+    "widened(Tensor x, Tensor? factor, ScalarType dtype) -> Tensor", _widened, _widened
+)
 
 
 def widened(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -285,10 +291,9 @@ def widened_sources(given: Any, nodes: Any) -> list[tuple[Any, Any, Any]]:
 
     given, nodes: as a lowering of torch's node has them.
     """
-    op = torch.ops.flexattn.widened.default
     found = [(x, node, None) for x, node in zip(given, nodes, strict=True)]
     for i, (x, node, _) in enumerate(found):
-        if getattr(node, "target", None) is op and hasattr(x, _SOURCE):
+        if getattr(node, "target", None) is WIDENED_OP and hasattr(x, _SOURCE):
             source, factor = getattr(x, _SOURCE)
             found[i] = source, node.args[0], factor
     q, k, v = (x.get_dtype() for x, _, _ in found)
@@ -297,18 +302,11 @@ def widened_sources(given: Any, nodes: Any) -> list[tuple[Any, Any, Any]]:
     return found if fits else [(x, node, None) for x, node in zip(given, nodes, strict=True)]
 
 
-BACKWARD_OP_NAME = "flexattn::attend_backward"
-PACKED_OP_NAME = "flexattn::attend_backward_packed"
-BY_KEY_OP_NAME = "flexattn::lists_by_key"
 _TAKES = (
     "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout, "
     "Tensor? dlse, Tensor[] lists, Tensor[] by_key, Tensor[] score, Tensor[] mask, "
     "SymInt[] score_integers, SymInt[] mask_integers, str spec, float scale"
 )
-library.define(f"attend_backward({_TAKES}) -> (Tensor, Tensor, Tensor, Tensor[])")
-library.define(f"attend_backward_packed({_TAKES}, int[] places) -> (Tensor, Tensor[])")
-library.define("lists_by_key(Tensor counts, Tensor indices) -> (Tensor, Tensor)")
-
 _Found = tuple[Tensor, Tensor, Tensor, list[Tensor]]
 
 
@@ -396,7 +394,7 @@ def _by_kernel(
 ) -> _Found:  # fmt: skip
     tensors = () if call.score is None else call.score.tensors
     # A number that changes may have left a tensor out of the expression.
-    slots = tuple(s for s, x in enumerate(tensors) if any(x is each for each in grads))
+    slots = slots_among(tensors, grads)
     asked = AskedGradients(call.score, call.mask, block_mask, call.scale, said.chosen, slots)
     learned = [tensors[slot] for slot in slots]
     planned = partial(plan_backward, asked, into=into)
@@ -404,9 +402,15 @@ def _by_kernel(
     found = run_backward(
         planned, inputs, out, lse, (dout, dlse), call.scale, learned, lambda: asked, into
     )
-    summed = {id(tensors[s]): x for s, x in zip(slots, found.captured, strict=True)}
-    captured = [summed[id(x)] if id(x) in summed else zeros_of(x) for x in grads]
-    return found.dq, found.dk, found.dv, captured
+    return found.dq, found.dk, found.dv, gradients_among(learned, found.captured, grads)
+
+
+def gradients_among(
+    learned: Sequence[Tensor], grads: Sequence[Tensor], wanted: Sequence[Tensor]
+) -> list[Tensor]:
+    """The gradient of each wanted tensor, zeros of one that is not among the learned."""
+    found = dict(zip(map(id, learned), grads, strict=True))
+    return [found[id(x)] if id(x) in found else zeros_of(x) for x in wanted]
 
 
 def as_own(found: Tensor, own: Tensor) -> Tensor:
@@ -437,10 +441,16 @@ def _fake_by_key(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return counts.new_empty([*batch, columns]), indices.new_empty([*batch, columns, rows])
 
 
-for _name, _run, _shapes in (
-    (BACKWARD_OP_NAME, attend_backward, _fake_backward),
-    (PACKED_OP_NAME, attend_backward_packed, _fake_packed),
-    (BY_KEY_OP_NAME, transposed, _fake_by_key),
-):
-    library.impl(_name.split("::")[1], _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(_name, _shapes, lib=library)
+BACKWARD_OP = define_op(
+    f"attend_backward({_TAKES}) -> (Tensor, Tensor, Tensor, Tensor[])",
+    attend_backward,
+    _fake_backward,
+)
+PACKED_OP = define_op(
+    f"attend_backward_packed({_TAKES}, int[] places) -> (Tensor, Tensor[])",
+    attend_backward_packed,
+    _fake_packed,
+)
+BY_KEY_OP = define_op(
+    "lists_by_key(Tensor counts, Tensor indices) -> (Tensor, Tensor)", transposed, _fake_by_key
+)

@@ -19,7 +19,8 @@ from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.call import on_device
 from flexattn.frontend.compiled.op import (
     as_own,
-    library,
+    define_op,
+    gradients_among,
     memory_side_by_side,
     score_of,
     side_by_side,
@@ -32,7 +33,6 @@ from flexattn.frontend.gradients import (
     plan_backward,
     repeats_bits,
     run_backward,
-    zeros_of,
 )
 from flexattn.frontend.packed import Pack, is_readable
 from flexattn.frontend.varlen import heads_of
@@ -46,14 +46,6 @@ from flexattn.mods.site import interned
 from flexattn.runtime.backward import slots_of
 from flexattn.runtime.launch import dense_strides
 from flexattn.verify.first_use import Attended
-
-SEQUENCES_OP = "flexattn::attend_sequences"
-SEQUENCES_BACKWARD_OP = "flexattn::attend_sequences_backward"
-_MODS = (
-    "Tensor cu_q, Tensor cu_k, Tensor[] score, Tensor[] mask, SymInt[] score_integers, "
-    "SymInt[] mask_integers, str spec, float scale"
-)
-
 
 # Places of the marks, as varlen.py orders them: cu_seqlens of rows and of keys, numbers of
 # sequences, and where these begin. Where rows and keys have one table the first four are all.
@@ -190,12 +182,9 @@ def _attend_backward(
                 planned, inputs, out, lse, grads, call.scale, slots, lambda: asked, into
             )
             first = [*found[:3]]
-    summed = {id(x): grad for x, grad in zip(slots, found.captured, strict=True)}
-    captured = [
-        as_own(summed[id(x)] if id(x) in summed else zeros_of(x), own)
-        for x, own in zip(learned, (rest[2][i] for i in wanted), strict=True)
-    ]
-    return [*(first if memory is None else [memory]), *captured]
+    captured = gradients_among(slots, found.captured, learned)
+    own = map(as_own, captured, (rest[2][i] for i in wanted))
+    return [*(first if memory is None else [memory]), *own]
 
 
 def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
@@ -236,16 +225,16 @@ def _pack(
 
 
 _QKV = "Tensor q, Tensor k, Tensor v"
-for _name, _schema, _run, _shapes in (
-    (SEQUENCES_OP, f"({_QKV}, {_MODS}) -> (Tensor, Tensor, Tensor)", _attend, _fake),
-    (
-        SEQUENCES_BACKWARD_OP,
-        f"({_QKV}, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, {_MODS}, int[] places) "
-        "-> Tensor[]",
-        _attend_backward, _fake_backward,
-    ),
-):  # fmt: skip
-    _name_alone = _name.split("::")[1]
-    library.define(_name_alone + _schema)
-    library.impl(_name_alone, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(_name, _shapes, lib=library)
+_MODS = (
+    "Tensor cu_q, Tensor cu_k, Tensor[] score, Tensor[] mask, SymInt[] score_integers, "
+    "SymInt[] mask_integers, str spec, float scale"
+)
+SEQUENCES_OP = define_op(
+    f"attend_sequences({_QKV}, {_MODS}) -> (Tensor, Tensor, Tensor)", _attend, _fake
+)
+SEQUENCES_BACKWARD_OP = define_op(
+    f"attend_sequences_backward({_QKV}, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, "
+    f"{_MODS}, int[] places) -> Tensor[]",
+    _attend_backward,
+    _fake_backward,
+)

@@ -117,7 +117,10 @@ _EVERY: dict[bool, tuple[AmdHints, ...]] = {
 def each_hinted(
     configs: Iterable[Any], kind: type[_C], device: Device, every: bool
 ) -> Iterator[_C]:
-    """Each config of an AMD GPU with the hints that a search tries there; kind: their class."""
+    """Each config, on an AMD GPU with the hints that a search tries there; kind: their class."""
+    if device.backend != "hip":
+        yield from configs
+        return
     tried = (_EVERY if every else _FULL)[is_rdna(device)]
     packs = device.arch in _PACKING
     for config, hints in product(configs, tried):

@@ -21,7 +21,6 @@ from flexattn.kernels.base.limits import (
     StructureCase,
 )
 from flexattn.kernels.base.ragged import form_of, lacks, packed_heads, packs
-from flexattn.kernels.base.source import Source
 from flexattn.kernels.blackwell.config import (
     LANES,
     OUT_COLUMNS,
@@ -29,7 +28,7 @@ from flexattn.kernels.blackwell.config import (
     fit_to_mask,
 )
 from flexattn.kernels.blackwell.source import render
-from flexattn.problem import Kind, Problem, Structure
+from flexattn.problem import Kind, Problem
 from flexattn.problem.serving import ServingProblem
 
 # Columns of 32 bits that an SM has; allocations are powers of two.
@@ -207,10 +206,8 @@ class _Prefill(KernelFamily[BlackwellPrefillConfig]):
     ) -> Iterator[BlackwellPrefillConfig]:
         return iter(())
 
-    def fit_to_mask(
-        self, config: BlackwellPrefillConfig, structure: Structure
-    ) -> BlackwellPrefillConfig:
-        return fit_to_mask(config, structure)
+    fit_to_mask = staticmethod(fit_to_mask)
+    render = staticmethod(render)
 
     def check_rows(self, rows: int) -> None:
         if rows not in (LANES, 2 * LANES, 4 * LANES):
@@ -251,11 +248,6 @@ class _Prefill(KernelFamily[BlackwellPrefillConfig]):
         tiles = -(-problem.q_len // config.BLOCK_M)
         units = problem.B * problem.Hq * tiles
         return Geometry(units, tiles, units)
-
-    def render(
-        self, structure: Structure, config: BlackwellPrefillConfig, device: Device, title: str
-    ) -> Source:
-        return render(structure, config, device, title)
 
 
 def _has_tensor_memory() -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
-from flexattn.device import Device
 from flexattn.kernels.base.features import tma_layout
-from flexattn.kernels.base.limits import SHARED_MEMORY, Limits, Rule
+from flexattn.kernels.base.limits import SHARED_MEMORY, Limits, Rule, StructureCase
 from flexattn.kernels.hopper_backward.config import (
     BACKWARD_REGISTERS,
     EARLY,
@@ -38,13 +36,8 @@ LEAN_COLUMNS = 192
 BOX_ROWS, BOX_COLUMNS = 256, 32
 
 
-@dataclass(eq=False)
-class ConfigCase:
+class ConfigCase(StructureCase[HopperBackwardConfig]):
     """A config for a structure on a device."""
-
-    config: HopperBackwardConfig
-    structure: Structure
-    device: Device
 
     @property
     def pipelined(self) -> bool:

@@ -283,8 +283,7 @@ MORE_WAVES = (0.25, 0.5, 0.75, 1.5, 2, 3, 4)
 def prefill_axes(problem: Problem, device: Device, every: bool) -> Iterator[PrefillConfig]:
     """Every combination for prefill, with tiles cut to the mask's blocks; some cannot run."""
     grid = _prefill_grid(problem, device, every)
-    hip = device.backend == "hip"
-    yield from each_hinted(grid, AmdPrefillConfig, device, every) if hip else grid
+    return each_hinted(grid, AmdPrefillConfig, device, every)
 
 
 def decode_axes(
@@ -292,8 +291,7 @@ def decode_axes(
 ) -> Iterator[DecodeConfig]:
     """The same for decode. height: of the static default's tiles, the only one without `every`."""
     grid = _decode_grid(problem, device, every, height)
-    hip = device.backend == "hip"
-    yield from each_hinted(grid, AmdDecodeConfig, device, every) if hip else grid
+    return each_hinted(grid, AmdDecodeConfig, device, every)
 
 
 def orders(problem: Problem, config: PrefillConfig, every: bool) -> tuple[TritonOrder, ...]:

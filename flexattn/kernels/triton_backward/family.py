@@ -270,11 +270,8 @@ class _Backward(KernelFamily[BackwardConfig]):
         return (as_kind(each, AmdBackwardConfig) for each in found) if hip else found
 
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[BackwardConfig]:
-        exhaustive = effort == "exhaustive"
-        every = axes(problem, device, exhaustive)
-        if device.backend == "hip":
-            every = each_hinted(every, AmdBackwardConfig, device, exhaustive)
-        for each in every:
+        every = effort == "exhaustive"
+        for each in each_hinted(axes(problem, device, every), AmdBackwardConfig, device, every):
             yield from turned(fit_to_mask(each, problem.structure), problem.structure)
 
     fit_to_mask = staticmethod(fit_to_mask)

@@ -21,7 +21,16 @@ from tests.stored_kernels import belongs_to_another
 
 BOX = TensorMap((1, 1, 128, 64), 3)
 CODE = b"\x7fELF" + bytes(range(256))
-BINARY = Binary(CODE, "kernel", "sm_90", 1024, 4, 12, (BOX,), num_ctas=2)
+BINARY = Binary(
+    CODE,
+    name="kernel",
+    arch="sm_90",
+    shared=1024,
+    num_warps=4,
+    parameters=12,
+    maps=(BOX,),
+    num_ctas=2,
+)
 ARGUMENTS = (Argument("Q", "tensordesc<bf16[1, 1, 128, 64]>"), Argument("sm_scale", "fp32"))
 SOURCE = Source("import triton\n", hashlib.sha256(b"text").hexdigest(), ARGUMENTS, 4, 2)
 
@@ -150,7 +159,6 @@ def compiled(**changes):
 
 def test_a_binary_of_what_triton_compiled():
     assert told(binary_of(compiled(), "sm_90")) == [
-        CODE,
         "kernel",
         "sm_90",
         1024,
@@ -159,6 +167,7 @@ def test_a_binary_of_what_triton_compiled():
         (BOX,),
         False,
         1,
+        CODE,
     ]
     assert binary_of(compiled(tensordesc_meta=None), "sm_90").maps == ()
     assert binary_of(compiled(num_ctas=2), "sm_90").num_ctas == 2

@@ -74,7 +74,10 @@ def drive(monkeypatch):
         monkeypatch.setattr(cuda_driver, "launch_kernel", lambda: launch)
         monkeypatch.setattr(cuda_driver, "encode_descriptor", driver.encode)
         count = len(types) + 8 * len(boxes) + 2 if parameters is None else parameters
-        binary = Binary(b"", "kernel", "sm_90", 100, 4, count, maps, num_ctas=num_ctas)
+        binary = Binary(
+            b"", name="kernel", arch="sm_90", shared=100, num_warps=4, parameters=count, maps=maps,
+            num_ctas=num_ctas,
+        )  # fmt: skip
         arguments = [Argument(f"a{i}", kind) for i, kind in enumerate(types)]
         names = [argument.name for argument in arguments]
         values = dict(zip(names, fixed, strict=True))

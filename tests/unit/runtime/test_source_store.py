@@ -38,7 +38,15 @@ def export(root, wanted, device=H200):
     choice, sources = best(wanted, device)
     KernelStore(root).write_sources(wanted.structure, choice.config, device, sources)
     for each in sources:
-        binary = Binary(b"\x7fELF", "kernel", device.arch, 0, 4, 1, ())
+        binary = Binary(
+            b"\x7fELF",
+            name="kernel",
+            arch=device.arch,
+            shared=0,
+            num_warps=4,
+            parameters=1,
+            maps=(),
+        )
         KernelStore(root).write_binary(each, binary, "3.9.0")
     return choice, sources
 
