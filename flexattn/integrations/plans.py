@@ -309,11 +309,13 @@ class Plans:
         """
         mods = user_mods(layer)
         self.begin(layer, rows, mods, **maxima)
+        # Kernels that are there are verified while others are compiled.
+        append = self.append(layer, torch.int64)
+        made = [self.plan(kind, mods, total_q=n, **maxima) for kind, n in _kinds(layer, rows)]
         if self._threads is not None:  # one that allocates would end a capture
             self._threads.shutdown()
             self._threads = None
-        made = [self.plan(kind, mods, total_q=n, **maxima) for kind, n in _kinds(layer, rows)]
-        return LayerPlans(made[0], made[1], made[-1], self.append(layer, torch.int64))
+        return LayerPlans(made[0], made[1], made[-1], append)
 
 
 def _kinds(layer: Layer, rows: int) -> list[tuple[Layer, int]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flexattn.device import Device
-from flexattn.errors import BuildError, FlexAttnError
+from flexattn.errors import BuildError
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.binding import Binding, bind_arguments
 from flexattn.kernels.base.source import Source
@@ -95,18 +95,9 @@ class Builder:
         return found
 
     def begin(self, source: Source, device: Device, index: int) -> None:
-        """Build a kernel in a thread, where it is not there yet; `kernel` waits for it.
-
-        Half of a compile runs outside Python. A process that ends waits for it. What fails does so
-        again where it is asked for.
-        """
+        """Build a kernel in a thread, where it is not there yet; `kernel` waits for it."""
         if self._kernels.get((source.hash, device.arch, index)) is None:
-            run = partial(copy_context().run, self._begun, source, device, index)
-            threading.Thread(target=run, name=f"kernel_{source.hash[:24]}", daemon=False).start()
-
-    def _begun(self, source: Source, device: Device, index: int) -> None:
-        with suppress(FlexAttnError):
-            self.kernel(source, device, index)
+            begin(partial(self.kernel, source, device, index))
 
     def _build(self, source: Source, device: Device, index: int) -> Kernel:
         if current().debug >= 4:
@@ -148,6 +139,21 @@ class Builder:
         if current().debug >= 6 and "ptx" in compiled.asm:
             log.debug("%s", compiled.asm["ptx"])
         return Kernel(source, compiled, index, binary, function)
+
+
+def begin(work: Callable[[], object]) -> None:
+    """Build kernels in a thread: half of a compile runs outside Python.
+
+    A process that ends waits for it. What fails does so again where it is asked for.
+    """
+
+    def run() -> None:
+        with suppress(Exception):
+            work()
+
+    threading.Thread(
+        target=copy_context().run, args=(run,), name="kernel_begun", daemon=False
+    ).start()
 
 
 class RenderAnew(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,7 +31,7 @@ from flexattn.problem import DTYPES, Problem, Shape, captures_of, make_problem
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of
 from flexattn.problem.serving import ServingForm, ServingProblem
 from flexattn.runtime.backward import BackwardLaunch, prepare_backward
-from flexattn.runtime.build import Kernel, Launcher, Scratch, builder
+from flexattn.runtime.build import Kernel, Launcher, Scratch, begin, builder
 from flexattn.runtime.candidates import Candidate, Choice
 from flexattn.runtime.dispatch import Dispatcher, first_served
 from flexattn.runtime.launch import (
@@ -42,6 +43,7 @@ from flexattn.runtime.launch import (
     rest_names,
 )
 from flexattn.runtime.outcomes import memory
+from flexattn.settings import current
 
 
 class RaggedKernels(NamedTuple):
@@ -92,20 +94,28 @@ def ragged_kernels(
     family: KernelFamily[Any] = PREFILL,
 ) -> RaggedKernels | None:
     """The kernels of a problem, by a family's static defaults; None where none serves it."""
+    form = problem.structure
+
+    def others(config: Any) -> list[Kernel]:
+        renders = (render_row_tiles, render_merge_parts)[: 1 + config.splits]
+        return [compiled(render(form, config, target)) for render in renders]
+
+    first = next(_configs(family, problem, target, False), None)
+    if first is not None and not current().interpret:
+        begin(partial(others, first))
     choice = _served(family, problem, target, compiled)
     if choice is None:
         return None
     config: Any = choice.config
-    form = problem.structure
-    row_tiles = compiled(render_row_tiles(form, config, target))
+    row_tiles, *merges = others(config)
     found = RaggedKernels(
         choice, choice.kernels[0], row_tiles, family.grid(problem, config, target)
     )
-    if not config.splits:
+    if not merges:
         return found
     return found._replace(
-        merge=compiled(render_merge_parts(form, config, target)),
-        merges=merge_programs(form, config, target), words=part_words(form, config, target),
+        merge=merges[0], merges=merge_programs(form, config, target),
+        words=part_words(form, config, target),
     )  # fmt: skip
 
 

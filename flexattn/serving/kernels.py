@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,11 +38,11 @@ from flexattn.problem.serving import (
     ServingForm,
     ServingProblem,
 )
-from flexattn.runtime.build import Kernel, builder
+from flexattn.runtime.build import Kernel, begin, builder
 from flexattn.runtime.candidates import Candidate, Choice, open_candidates
 from flexattn.runtime.dispatch import first_served
 from flexattn.runtime.outcomes import memory
-from flexattn.runtime.ragged import RaggedKernels, ragged_kernels
+from flexattn.runtime.ragged import RaggedKernels, can_serve, ragged_kernels
 from flexattn.serving.cache import Scaled, asked_scales
 from flexattn.settings import current
 
@@ -217,16 +218,22 @@ def build(
     def compiled(source: Source) -> Kernel:
         return builder().kernel(source, target, index)
 
+    def served(problem: ServingProblem) -> Choice:
+        found = _counted(plan_candidates(problem, target, config))
+        return first_served(found, problem, target, compiled, memory())
+
     prefills = None
     if gluon or config is None:
+        both = index >= 0 and _mixed(problem) and _prefills_expected(problem, target)
+        if both and can_serve(in_phase(problem, "prefill"), target):
+            begin(partial(served, in_phase(problem, "decode")))
         prefills = _prefill_kernels(problem, target, compiled, gluon)
     if prefills is not None and _mixed(problem):
         problem = in_phase(problem, "decode")
-    found = _counted(plan_candidates(problem, target, config))
     if prefills is not None and not _mixed(problem):
-        only: Any = next(found).config
+        only: Any = next(_counted(plan_candidates(problem, target, config))).config
         return Kernels(prefills.choice, only, index, None, None, 0, 0, 0, prefills)
-    choice = first_served(found, problem, target, compiled, memory())
+    choice = served(problem)
     chosen: Any = choice.config
     grid = PAGED_DECODE.grid(problem, chosen, target)
     merges = PAGED_DECODE.merges(problem, chosen, target)
@@ -252,20 +259,21 @@ def in_phase(problem: ServingProblem, phase: Phase) -> ServingProblem:
     return replace(problem, structure=replace(problem.structure, phase=phase))
 
 
+def _prefills_expected(problem: ServingProblem, target: Device) -> bool:
+    """False of few rows: most often decodes, which would wait for a kernel without work."""
+    few = problem.rows * problem.Hq < CONSUMER_ROWS * target.num_sms
+    few = few and problem.rows <= DECODE_QUERIES * problem.B
+    return not few and min(problem.q_len, problem.kv_len) > DECODE_QUERIES
+
+
 def _prefill_kernels(
     problem: ServingProblem,
     target: Device,
     compiled: Callable[[Source], Kernel],
     gluon: bool = False,
 ) -> RaggedKernels | None:
-    """The kernels of the prefills; None where the serving kernel is to serve them as well.
-
-    Batches of few rows are most often decodes, which would wait for a kernel without work.
-    """
-    few = problem.rows * problem.Hq < CONSUMER_ROWS * target.num_sms
-    few = few and problem.rows <= DECODE_QUERIES * problem.B
-    short = min(problem.q_len, problem.kv_len) <= DECODE_QUERIES
-    if (few or short) and not gluon:
+    """The kernels of the prefills; None where the serving kernel is to serve them as well."""
+    if not (gluon or _prefills_expected(problem, target)):
         return None
     asked = in_phase(problem, "prefill") if _mixed(problem) else problem
     if not gluon:

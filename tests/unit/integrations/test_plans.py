@@ -1,6 +1,7 @@
 """What adaptors share, without a kernel: a layer's mods, the user's, and a cache written."""
 
 import sys
+import threading
 from dataclasses import replace
 from types import ModuleType
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from flexattn.errors import InputError, SettingsError
+from flexattn.integrations import plans
 from flexattn.integrations.plans import Layer, Spans, user_mods
 from flexattn.settings import override
 
@@ -106,3 +108,15 @@ def test_requests_that_are_not_causal():
     assert torch.equal(seen(layer), far(3)) and torch.equal(seen(layer, 2, b=1), far(3, 2).tril())
     assert spans.fill(ends, lens, ends, lens, {}, causal=False)
     assert torch.equal(seen(layer, 2, b=1), far(3, 2))
+
+
+def test_plans_are_verified_while_other_kernels_compile(monkeypatch):
+    """A server that waited for all kernels first started seconds later."""
+    made, waited, ours = threading.Event(), [], plans.Plans()
+    monkeypatch.setattr(plans, "_compile", lambda *given: waited.append(made.wait(60)))
+    monkeypatch.setattr(plans, "usable", lambda device: device)
+    monkeypatch.setattr(ours, "append", lambda *given: None)
+    monkeypatch.setattr(ours, "plan", lambda *given, **maxima: made.set())
+    on_gpu = replace(LAYER, device=torch.device("cuda", 0))
+    ours.of(on_gpu, 40, batch=4, kv_len=128, batch_invariant=None)
+    assert waited == [True, True] and ours._threads is None

@@ -1,5 +1,7 @@
 """Which plans have a kernel of their own for prefills, and what is left to the streaming one."""
 
+import threading
+
 import pytest
 import torch
 
@@ -90,3 +92,23 @@ def test_a_kernel_that_does_not_build_gives_way(planned):
     """The streaming kernel then serves the prefills too."""
     found = planned(builder=Builder(gluon(LASTING["the compiler"][0])))
     assert found.prefills is None and "PREFILLS" not in found.attend.source.text
+
+
+class Together(Builder):
+    """The first kernel of each thread waits for that of all others."""
+
+    def __init__(self, threads):
+        super().__init__()
+        self.here, self.own = threading.Barrier(threads, timeout=60), threading.local()
+
+    def kernel(self, source, device, index):
+        if not hasattr(self.own, "began"):
+            self.own.began = True
+            self.here.wait()
+        return super().kernel(source, device, index)
+
+
+def test_kernels_of_prefills_and_of_decodes_are_compiled_at_once(planned):
+    """One after the other they took a server's first start seconds more."""
+    found = planned(builder=Together(3))  # the forward, what lists its tiles, and the decodes'
+    assert found.prefills is not None and found.attend is not None
