@@ -143,8 +143,8 @@ class Block:
         self.copies.append(later)
         later.start()
 
-    def gather(self, place, source, kept):
-        """Copies of a warp, which are late, too."""
+    def gather(self, place, source, kept=True):
+        """Copies by threads, which are late, too."""
         at, kept = np.broadcast_arrays(source.offset, kept)
         self.gathered.setdefault(threading.get_ident(), []).append((place, source.array, at, kept))
 

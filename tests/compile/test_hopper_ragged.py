@@ -23,6 +23,7 @@ CONFIG = RaggedPrefillConfig(
     2, 128, 2, 232, ping_pong=True, tile_scheduler="dynamic", order="sections",
     lazy_rescale=True, cross_tile_pipeline=False, v_box=64,
 )  # fmt: skip
+GATHERING = replace(CONFIG, consumer_regs=224)
 WINDOW = {"score": bind(alibi(32, "cpu"), "score"), "mask": bind(sliding_window(1000), "mask")}
 CAPPED = {"score": bind(softcap(30.0), "score"), "mask": bind(sliding_window(1000), "mask")}
 E4M3 = {"kv_dtype": torch.float8_e4m3fn, "scaled": True}
@@ -30,9 +31,11 @@ E5M2 = {"kv_dtype": torch.float8_e5m2}
 CASES = {
     "pages of 16": (128, 16, CONFIG, {}),
     "pages of 128": (128, 128, CONFIG, {}),
-    "single keys": (128, 1, replace(CONFIG, packed_heads=4, splits=True), {}),
-    "single keys of 256 columns": (256, 1, replace(CONFIG, BLOCK_N=64), {"lse": True}),
-    "pages of 24 keys of 80 columns": (80, 24, replace(CONFIG, packed_heads=4), {}),
+    "single keys": (128, 1, replace(GATHERING, packed_heads=4, splits=True), {}),
+    "single keys, capped": (128, 1, replace(GATHERING, ping_pong_softmax=True), CAPPED),
+    "single keys of 64 columns": (64, 1, GATHERING, {}),
+    "single keys of 256 columns": (256, 1, replace(GATHERING, BLOCK_N=64), {"lse": True}),
+    "pages of 24 keys of 80 columns": (80, 24, replace(GATHERING, packed_heads=4), {}),
     "packed": (128, 16, replace(CONFIG, pack_gqa=True), {"lse": True}),
     "heads in rows": (128, 16, replace(CONFIG, packed_heads=4, splits=True), {"lse": True}),
     "rows of no head": (
@@ -102,8 +105,9 @@ def test_no_loop_spills(case):
         assert widening
         loops += widening
     if page in (1, 24):
-        ((_, spills),) = product_loops(compiled.asm["cubin"], "LDGSTS")
-        assert spills <= 30  # of the producer, which has 40 registers
+        # Each of four warps issues less during a tile's products, which take 2,700 clocks.
+        ((copying, spills),) = product_loops(compiled.asm["cubin"], "LDGSTS")
+        assert copying < 450 and not spills
         assert "cp.async.ca" not in compiled.asm["ptx"]
     assert loops and not any(spills for _, spills in loops), (loops, taken)
 

@@ -197,8 +197,9 @@ def render(
         "paged": form is not None,
         "k_starts": range(0, structure.head_dim_qk, PAGE_COLUMNS),
         "v_starts": range(0, structure.head_dim_v, PAGE_COLUMNS),
+        "page_boxes": form is not None,
         # Parts of those templates that other kernels have.
-        **dict.fromkeys(("splits", "widened", "early_number"), False),
+        **dict.fromkeys(("splits", "early_number"), False),
         **({} if form is None else request_context(form, traits)),
     }  # fmt: skip
     header = [title, f"config: {describe(config)}", *expressions(structure)]

@@ -27,8 +27,9 @@ _PRODUCER_REGISTERS = {1: 40, 2: 24, 3: 32}
 # The most registers of the one consumer of a block of which an SM holds two, each of 120 a thread.
 TWO_BLOCKS_REGISTERS, TWO_BLOCKS_THREAD = 200, 120
 # The same of two consumers where the producer copies V in boxes, or K in parts, and keeps a place
-# for each.
-BOXED_REGISTERS, _BOXED_PRODUCER = 232, 40
+# for each; and where its four warps copy keys by cp.async. They may have the most that the two
+# leave of what three warpgroups start with.
+BOXED_REGISTERS, GATHERING_REGISTERS, _MOST_OF_PRODUCER, STARTED_WITH_TWO = 232, 224, 56, 3 * 168
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +158,8 @@ class HopperPrefillConfig:
     def producer_regs(self) -> int:
         """Registers of a thread of the producer warpgroup."""
         many = self.v_box or self.v_parts * self.k_parts > 1
-        if many and self.consumers == 2 and self.consumer_regs <= BOXED_REGISTERS:
-            return _BOXED_PRODUCER
+        if many and self.consumers == 2:
+            return min(STARTED_WITH_TWO - 2 * self.consumer_regs, _MOST_OF_PRODUCER)
         return _PRODUCER_REGISTERS.get(self.consumers, 24)
 
 

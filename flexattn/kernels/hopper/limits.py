@@ -15,6 +15,7 @@ from flexattn.kernels.hopper.config import (
     BOX,
     CONSUMER_ROWS,
     HOPPER_ORDERS,
+    STARTED_WITH_TWO,
     TILE_SCHEDULERS,
     WIDEST,
     HopperPrefillConfig,
@@ -34,8 +35,8 @@ ITEMSIZE_OUT = 2
 
 # Bytes: the barriers, and what the compiler keeps for starting the warps.
 SHARED_SLACK = 1024
-# Registers of an SM for one thread of every warpgroup, and those that three warpgroups start with.
-SM_THREAD_REGISTERS, STARTED_WITH_TWO = 512, 3 * 168
+# Registers of an SM for one thread of every warpgroup.
+SM_THREAD_REGISTERS = 512
 LEAST_REGISTERS, MOST_REGISTERS = 24, 240
 # Of the 16 of a block, less the one at which all warps meet and one that the compiler may take.
 # The rule counts the one at which each consumer meets its own.

@@ -36,6 +36,7 @@ from flexattn.kernels.hopper.config import (
     BOXED_REGISTERS,
     CONSUMER_REGISTERS,
     CONSUMER_ROWS,
+    GATHERING_REGISTERS,
     PARTS_OF_SHARE,
     HopperPrefillConfig,
     RaggedPrefillConfig,
@@ -84,11 +85,9 @@ REQUEST_WORDS = ("kv_len", "out_row", "rows_left", "slot")
 _PRODUCED = ("group", "COUNTER")
 # Rows of a tile of eight bits that a warp widens at a time, and halves of K's tile and V's.
 _WIDENED_ROWS, NARROW_HALVES = 32, 4
-# Keys of packed sequences that are cleared at a time behind the last one.
+# Keys of tiles that are no pages' boxes that are cleared at a time behind the last one.
 _CLEARED_ROWS = 16
-# Keys of pages without boxes that a warp copies at a time.
-_GATHERED_ROWS = 32
-# Elements of 16 bits in one of its copies.
+# Elements of 16 bits in one copy by cp.async.
 _COPY = 8
 
 
@@ -106,9 +105,9 @@ def narrow_bytes(structure: Structure, config: HopperPrefillConfig) -> int:
 
 def unserved(form: ServingForm, config: HopperPrefillConfig) -> str:
     """The part of a plan that the kernel does not have, in words; "" if it has everything."""
-    gathered = gathers(form)
     asked = base.lacks(form, config) | {
-        f"pages of {form.page}": gathered and (widens(form) or config.BLOCK_N < _GATHERED_ROWS),
+        # Four warps that copy them meet at a hardware barrier that would be a third consumer's.
+        f"pages of {form.page}": gathers(form) and (widens(form) or config.consumers > 2),
         "scales of 16 bits": form.scaled and not widens(form),
         "packed sequences of eight bits": form.ragged_kv and widens(form),
         "queries of eight bits": SERVING_ITEMSIZE[form.dtype] == 1,
@@ -166,6 +165,8 @@ def _shared_out(
         reads = not terms.linear or loads_diagonals(form)
         if reads and not widens(form) and form.head_dim_v > 64:
             config = replace(config, consumer_regs=CONSUMER_REGISTERS[2])
+    if gathers(form) and not loads_diagonals(form):
+        config = replace(config, consumer_regs=GATHERING_REGISTERS)
     units = grid(problem, config, device).num_work_tiles
     cut = problem.kv_len >= 2 * _LEAST_PART * config.BLOCK_N
     several_requests = problem.B > 1 and not form.ragged_kv
@@ -175,10 +176,10 @@ def _shared_out(
 
 
 def box_rows(form: ServingForm, config: HopperPrefillConfig) -> int:
-    """Keys of one copy of K or V: a tile, or half of one of eight bits, or a page, or a part of
-    one as long as that."""
+    """Keys of one box of K or V: a tile, or half of one of eight bits, or a page, or a part of one
+    as long as that."""
     rows = config.BLOCK_N // (2 if widens(form) else 1)
-    return min(_GATHERED_ROWS if gathers(form) else form.page or rows, rows)
+    return min(form.page or rows, rows)
 
 
 def cache_strides(form: ServingForm) -> list[Argument]:
@@ -190,7 +191,7 @@ def cache_strides(form: ServingForm) -> list[Argument]:
 
 def constants(form: ServingForm, config: HopperPrefillConfig, device: Device) -> dict[str, object]:
     """Sizes of pages and of rows. WEIGHTS: where the log-sum-exps of parts begin."""
-    rows = box_rows(form, config) if form.page else _CLEARED_ROWS
+    rows = box_rows(form, config) if form.page in base.PAGES else _CLEARED_ROWS
     words = part_words(form, config, device)
     settings: dict[str, object] = {}
     if widens(form):

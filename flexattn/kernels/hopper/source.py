@@ -214,6 +214,9 @@ def render(
     request_words = ragged.REQUEST_WORDS[: 3 + config.splits] if form is not None else ()
     work_tile_in_smem = persistent or sparsity is not None or decay_skip
     widened = ragged.widens(structure)
+    gathered = form is not None and gathers(form)
+    # One asks the copy engine for tiles; copies of 16 bytes fill four.
+    producer_warps = CONSUMER_WARPS if gathered else 1
     product = structure.out_dtype if form is None else form.product_dtype
     # Consumers with a head each read their own.
     factors_in_smem: bool = (
@@ -316,7 +319,7 @@ def render(
         "narrow_pv": narrowed and from_registers(tiles.v_columns, tiles.v_width),
         "has_full": sparsity is not None and sparsity.has_full,
         "q_released_early": persistent and separate_o_smem and not pipelined,
-        "barrier_threads": 128 * config.consumers + 32,
+        "barrier_threads": 128 * config.consumers + 32 * producer_warps,
         "warp_scheduler_barrier": q_empty - config.consumers,
         "skip_sync_mark": merge_consumers.ALONE,
         "announcement": merge_consumers.announcement(config.consumers, config.consumer_regs),
@@ -327,7 +330,10 @@ def render(
         "runs": runs,
         "ragged": form is not None,
         "paged": form is not None and form.page > 0,
-        "gathered": form is not None and gathers(form),
+        # Else stages hold whole boxes of a tile.
+        "page_boxes": form is not None and form.page > 0 and not (widened or gathered),
+        "gathered": gathered,
+        "producer_warps": producer_warps,
         "widened": widened,
         "scaled": form is not None and form.scaled,
         "out_type": HOPPER.type(structure.out_dtype) if widened else "V_TYPE",

@@ -230,7 +230,10 @@ REFUSED = {
         "score": bind(alibi(4, "cpu"), "score"),
         "config": replace(CONFIG, packed_heads=2),
     },
-    "pages of 8": {"page": 8, "config": replace(CONFIG, BLOCK_N=16)},
+    "pages of 8": {
+        "page": 8,
+        "config": replace(CONFIG, consumers=3, BLOCK_N=64, consumer_regs=160),
+    },
     "a contiguous cache": {"page": 0},
     "batch-invariant rows": {"batch_invariant": True},
     "scales of 16 bits": {"scaled": True},
