@@ -173,7 +173,8 @@ def contiguous(x: Served) -> Callable[[], Tensor] | Refusal:
 def flashmla(x: Served) -> Callable[[], Tensor] | Refusal:
     """FlashMLA's sparse decode of the same tokens, from a cache of 656 bytes a token of its own.
 
-    Its library is what the loader finds as _flashmla_C.abi3.so.
+    Of rows that share their pages, its sparse prefill from 16 bits. Its library is what the loader
+    finds as _flashmla_C.abi3.so.
     """
     row, table = x.row, x.table
     if x.chosen is None or not row.latent or table is None:
@@ -182,13 +183,19 @@ def flashmla(x: Served) -> Callable[[], Tensor] | Refusal:
         ctypes.CDLL("_flashmla_C.abi3.so", ctypes.RTLD_GLOBAL)
     except OSError as error:
         return Refusal(f"{error}")
-    latent, rope = x.k[..., : row.dv], x.k[..., row.dv :].to(x.q.dtype)
-    scales = torch.full((*latent.shape[:3], 4), SCALE, device=x.q.device)
-    parts = latent.to(E4M3), scales, rope.contiguous()
-    cache = torch.cat([each.view(torch.uint8) for each in parts], -1).view(E4M3)
     chosen = x.chosen[:, 0].long()
     slots = table.long().gather(1, chosen // row.page) * row.page + chosen % row.page
-    given: list[Any] = [x.q, cache, slots.int()[:, None], None, None]
+    slots = slots.int()[:, None]
+    if row.shared:
+        prompt = x.q[:, 0], x.k.flatten(0, 1), slots, row.d**-0.5, row.dv, None, None, None
+        return lambda: torch.ops._flashmla_C.sparse_prefill_fwd(*prompt)[0][:, None]
+    if not row.eight_bits:
+        return Refusal("its decode has a cache of eight bits")
+    latent, rope = x.k[..., : row.dv], (x.k[..., row.dv :].float() * SCALE).to(x.q.dtype)
+    scales = torch.full((*latent.shape[:3], 4), SCALE, device=x.q.device)
+    parts = latent.contiguous(), scales, rope.contiguous()
+    cache = torch.cat([each.view(torch.uint8) for each in parts], -1).view(E4M3)
+    given: list[Any] = [x.q, cache, slots, None, None]
     beside = [None, None, None, row.dv, row.d**-0.5, None]
     decode = torch.ops._flashmla_C.sparse_decode_fwd
     # The first call shares out the work; later ones are given its tables.

@@ -150,4 +150,7 @@ def serving_rows() -> list[ServingRow]:
             about = {**mla, "hq": heads, "chosen": (2048, 1)}
             named = f"dsa-h{heads}-b{batch}-32k{name}"
             rows.append(ServingRow(named, "chosen", (32768,) * batch, variant, **about))  # type: ignore[arg-type]
+    # A prompt of 2,048 rows that choose each for themselves: requests of the same pages.
+    about = {**mla, "chosen": (2048, 1), "shared": 32768}
+    rows.append(ServingRow("dsa-h128-prompt-2k", "chosen", (32768,) * 2048, "mla", **about))  # type: ignore[arg-type]
     return rows

@@ -74,7 +74,7 @@ def run(source, programs, arguments, seed=0):
             exec(code, names)
             names.update(
                 no_offset=lambda: 0, launch_dependents=lambda: None,
-                prefetch=lambda address, wanted: None,
+                prefetch=lambda address, wanted: None, widened=lambda x: x,
             )  # fmt: skip
             names[source.entry](*(arguments[each.name] for each in source.arguments))
 
@@ -110,7 +110,7 @@ def _selected(condition, a, b):
 def _reinterpret(shared, dtype, shape, layout):
     if dtype == "float32":  # of two numbers of 16 bits the first
         return Shared(shared.array.reshape(shape[0], 2, *shape[1:])[:, 0])
-    if shape[-1] <= 64:
+    if shape[-1] <= 64 or tuple(shape) == shared.array.shape:
         return Shared(shared.array.reshape(shape))
     return Wide(shared.array.reshape(shape[0], shape[2] // 64, shape[1], 64))
 

@@ -437,11 +437,11 @@ class DecodePlan:
         if form.page:
             fixed["stride_table"] = 0 if table is None else table.stride(0)
             fixed["num_pages"] = cache.pages
-        axes, boxes = stepped_axes(form, self.config.by_tma), {}
+        axes, boxes = stepped_axes(form, self.config.boxed(form)), {}
         read = ("K", k, cache.steps_k), ("V", v, cache.steps_v)
         for name, tensor, by_axis in read[: 1 if tied(form) else 2]:
             fixed |= {f"stride_{name.lower()}{a}": by_axis["pnh".index(a)] for a in axes}
-            if self.config.by_tma:
+            if self.config.boxed(form):
                 boxes[name] = cache_box(name, tensor, m)
         shape = (*q.shape[:-1], m.head_dim_v)
         lse = None if self._lse is None else self._lse[:rows].view(shape[:-1])

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.kernels.paged_decode.family import mla_space
@@ -15,6 +16,7 @@ from flexattn.runtime.resources import resources, spills_too_much
 from tests.compile.shares import share
 from tests.compile.test_serving import DEVICE, form
 from tests.odd_mods import checkerboard
+from tests.problems import serving_candidates
 
 pytestmark = pytest.mark.oldest
 DEFAULT = next(mla_space())
@@ -45,6 +47,33 @@ def test_mla(name):
     assert resources(compile_source(combine, DEVICE), DEVICE).spills == 0
     # It waits for a launch that lets it begin.
     assert combine.launch_pdl and "griddepcontrol.launch_dependents" in source.text
+
+
+CHOSEN = {
+    "tokens": {"heads": (128, 1)},
+    "of eight bits": {"heads": (16, 1), "kv": torch.float8_e4m3fn, "scaled": True},
+    "units under a mask": {"q_len": 4, "selection": (64, 32), "mask": sliding_window(1024)},
+    "without pages": {"page": 0, "score": softcap(30.0), "lse": True},
+}
+
+
+@pytest.mark.parametrize("name", share(CHOSEN, lambda name: name == "of eight bits"))
+def test_chosen_keys(name):
+    """Gathered by four warps, 16 bytes a thread; nothing spills."""
+    about = {"D": (576, 512), "page": 64, "shared_kv": True, "selection": (2048, 1)}
+    wanted = form(**{**about, "heads": (16, 1), **CHOSEN[name]})
+    assert next(serving_candidates(wanted, DEVICE)) == DEFAULT
+    compiled = compile_source(render_serving(wanted, DEFAULT, DEVICE, name), DEVICE)
+    taken, ptx = resources(compiled, DEVICE), compiled.asm["ptx"]
+    assert taken.matrix_instructions == 88 and not taken.serialised
+    assert taken.register_split[1::2] == (208, 88) and taken.registers == 168
+    assert taken.shared <= DEVICE.shared_memory
+    assert not spills_too_much(taken.loop_spills, taken.loop_instructions, taken.stack)
+    # Of a tile 9 columns of 64 of two halves, 64 keys each.
+    if wanted.kv_dtype == "bfloat16":
+        assert len(re.findall(r"cp\.async\.cg\.shared\.global", ptx)) == 72
+    else:
+        assert len(re.findall(r"ld\.global\.v4", ptx)) >= 36
 
 
 FEW = {

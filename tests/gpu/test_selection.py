@@ -1,5 +1,7 @@
 """Keys that data choose on a GPU: other choices without a wait, replayed graphs, gradients."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -169,7 +171,36 @@ def test_plans(name):
         check_plan(few, k, unit, exact=wide, kv_dtype=dtype, scaled="token", given=given, **about)
         return
     plan = check_plan(each, k, unit, **about)
-    assert plan.config.split_policy == "even"
+    assert plan.config.for_mla == about["shared_kv"]
+    assert about["shared_kv"] or plan.config.split_policy == "even"
+
+
+@pytest.mark.parametrize(("heads", "q_len"), [(16, 1), (128, 1), (24, 3)])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_latent_plans_of_eight_bits(dtype, heads, q_len):
+    """Widened by the warps that gather; as many programs as merge, and several work tiles."""
+    each = plan_batch((q_len,) * 6, (heads, 1), 576)
+    step = torch.full((1,), 0.75, device="cuda")
+    k = [(x.float() / step).to(dtype) for x in each.k]
+    wide = [x.float() * step for x in k]
+    few, exact = (replace(each, k=keys, v=[x[..., :512] for x in keys]) for keys in (k, wide))
+    plan = check_plan(
+        few, 700, 1, exact=exact, kv_dtype=dtype, scaled=True, page=64, shared_kv=True,
+        given=lambda plan: {"k_scale": step, "v_scale": step},
+    )  # fmt: skip
+    assert plan.config.for_mla
+
+
+@pytest.mark.parametrize("unit", [1, 7, 64])
+@pytest.mark.parametrize("page", [0, 1, 16])
+def test_latent_plans_of_any_page(page, unit):
+    """Many rows choose, each for itself: as the rows of a prompt do."""
+    lengths = [1 + 13 * n % 900 for n in range(300)]
+    each = batch([1] * 300, lengths, 128, 1, 576, 512, torch.bfloat16, "cuda")
+    each = replace(each, v=[x[..., :512] for x in each.k])
+    k = 300 // unit + 1
+    plan = check_plan(each, k, unit, page=page, shared_kv=True, mask_mod=sliding_window(500))
+    assert plan.config.for_mla
 
 
 def test_a_replayed_plan_reads_what_was_chosen_since():

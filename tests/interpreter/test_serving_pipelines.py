@@ -16,6 +16,7 @@ from flexattn.kernels.paged_decode.engines import UNWRITTEN
 from tests import serving
 from tests.emulated_plan import Changing, Emulated, emulate
 from tests.odd_mods import checkerboard
+from tests.selections import check_plan
 from tests.serving import (
     MLA,
     assert_right,
@@ -127,6 +128,38 @@ def test_rising_maxima_of_several_work_tiles(number, programs):
     each = latent(rising(requests(MLA, [700, 1, 128, 0, 383], (80, 1))))
     q = each.q * (torch.arange(80) // 16 != 1)[:, None]
     check(MLA, replace(each, q=q), sinks=torch.randn(80))
+
+
+@pytest.mark.parametrize("eight", [False, True], ids=["", "eight bits"])
+@pytest.mark.parametrize(
+    ("page", "unit", "k"), [(64, 1, 150), (3, 1, 33), (0, 7, 40), (16, 16, 5)]
+)
+@pytest.mark.parametrize("number", [1, 5])
+def test_keys_that_data_chose(number, page, unit, k, eight, programs):
+    """Four warps gather them; those that are none, and those of no request, are never read."""
+    programs(number)
+    each = requests(MLA, [211, 0, 1, 130], (80, 1))
+    options = {"page": page, "config": MLA, "shared_kv": True}
+    if not eight:
+        check_plan(each, k, unit, **options)
+        return
+    dtype, step = torch.float8_e4m3fn, torch.full((1,), 0.75)
+    few = replace(each, k=[(x.float() / step).to(dtype) for x in each.k])
+    wide = replace(each, k=[x.float() * step for x in few.k])
+    check_plan(
+        latent(few), k, unit, exact=latent(wide), kv_dtype=dtype, scaled=True,
+        given=lambda plan: {"k_scale": step, "v_scale": step}, **options,
+    )  # fmt: skip
+
+
+def test_mods_of_chosen_keys(programs):
+    """They are asked at the positions of the keys, also of rows that share a choice."""
+    programs(3)
+    each = requests(MLA, [450, 31, 290], (20, 1), 4)
+    check_plan(
+        each, 64, 4, page=64, config=MLA, shared_kv=True, mask_mod=sliding_window(150),
+        score_mod=alibi(20, "cpu"), sinks=torch.randn(20),
+    )  # fmt: skip
 
 
 DRAFTS = [(MLA, (20, 1)), (FEW, (4, 1)), (WIDER, (8, 1)), *((c, (40, 2)) for c in EACH[2:])]

@@ -81,6 +81,10 @@ class ServingConfig:
         """True if a warp loads keys by TMA for warpgroups that multiply them."""
         return self.split_policy == "whole"
 
+    def boxed(self, form: ServingForm) -> bool:
+        """True if K and V are copied in boxes, by TMA."""
+        return self.by_tma and not self.gathers(form)
+
     @property
     def warp_specialized(self) -> bool:
         """True if a TMA kernel loads values apart from keys."""
@@ -90,6 +94,10 @@ class ServingConfig:
     def for_mla(self) -> bool:
         """True if a TMA kernel uses keys as values too."""
         return self.by_tma and not self.warp_specialized
+
+    def gathers(self, form: ServingForm) -> bool:
+        """True if chosen keys are gathered one by one: of requests of equally many rows."""
+        return self.for_mla and not self.swap_ab and form.unit > 0 and not form.ragged
 
     @property
     def swap_ab(self) -> bool:
@@ -182,9 +190,8 @@ def serving_shared_memory(config: ServingConfig, form: ServingForm) -> int:
         return columns * SERVING_ITEMSIZE[form.kv_dtype]
     if config.for_mla:
         numbers_of_rows = 4 * config.BLOCK_M * 4
-        tiles = (
-            (config.BLOCK_M + config.BLOCK_N) * form.head_dim_qk * SERVING_ITEMSIZE[form.kv_dtype]
-        )
+        width = form.head_dim_qk * SERVING_ITEMSIZE[form.product_dtype]
+        tiles = (config.BLOCK_M + config.BLOCK_N) * width
         return tiles + numbers_of_rows
     width = padded(form.head_dim_qk) + (0 if form.shared_kv else padded(form.head_dim_v))
     tiles = (

@@ -301,6 +301,8 @@ LEAST_PAGE = 16
 _SLACK = 8
 # Of a thread of the second warpgroup, and of the loading warp: the first has what they leave.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
+# Of four warps that gather chosen keys, and of the second warpgroup beside them.
+_BESIDE_GATHERERS, _GATHERERS_REGISTERS = 208, 88
 # Of the loading warp with more lengths, where there is no second warpgroup: with 40 it spills 50
 # words of 256 requests.
 _MANY_REQUESTS, _THEIR_REGISTERS = 64, 88
@@ -356,6 +358,11 @@ def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
     if not config.by_tma:
         return {}
     apart = config.warp_specialized
+    consumers, loaders = _CONSUMER_REGISTERS, _PRODUCER_REGISTERS
+    if config.gathers(form):
+        consumers, loaders = _BESIDE_GATHERERS, _GATHERERS_REGISTERS
+    elif apart and form.head_dim_v <= 128:
+        consumers = 184
     many = apart and config.num_warps == 4 and form.requests > _MANY_REQUESTS
     return {
         "jit": "gluon.jit",
@@ -366,8 +373,8 @@ def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
         "boxes": TMA_KEYS // _box(form),
         "box_keys": _box(form),
         "groups": config.num_warps // 4,
-        "consumer_registers": 184 if apart and form.head_dim_v <= 128 else _CONSUMER_REGISTERS,
-        "producer_registers": _THEIR_REGISTERS if many else _PRODUCER_REGISTERS,
+        "consumer_registers": consumers,
+        "producer_registers": _THEIR_REGISTERS if many else loaders,
     }
 
 
@@ -386,4 +393,5 @@ def sizes(form: ServingForm, config: ServingConfig, device: Device) -> dict[str,
         return tile | slots | own | {"SLOTS": _SLOTS, "LANES": 128}
     # Tiles that are held, or quarters of a tile, each of which arrives by itself.
     own = {"STAGES": config.num_stages} if config.swap_ab else {"FULL": 4, "SLACK": _SLACK}
+    own |= {"WIDTH": -(-form.chosen * form.unit // config.BLOCK_N)} if form.unit else {}
     return {"KEYS": TMA_KEYS, "HALF": LATENT // 2, "BOX": _box(form), **own, **slots}

@@ -310,12 +310,16 @@ WARPS_LIMITS: Limits[ConfigCase] = Limits(
 def _by_tma(name: str) -> tuple[Rule[ConfigCase], ...]:
     """The rules of a template whose loading warp copies boxes of 16 bits."""
     return (
-        _ALL_KEYS,
+        Rule(
+            "selection",
+            f"chosen keys are read by split_policy='even', or for MLA by tiles of {TMA_ROWS} rows",
+            lambda c: c.config.gathers(c.form) or not c.form.unit,
+        ),
         Rule("arch", f"the {name} template is for sm_90", lambda c: c.device.capability == 90),
         Rule(
             "dtype",
             f"the {name} template multiplies 16 bits",
-            lambda c: c.form.dtype == c.form.kv_dtype and c.itemsize == 2,
+            lambda c: c.itemsize == 2 and (c.kv_itemsize == 2 or c.config.gathers(c.form)),
         ),
         Rule(
             "scales",
@@ -325,7 +329,7 @@ def _by_tma(name: str) -> tuple[Rule[ConfigCase], ...]:
         Rule(
             "page",
             f"a page of the {name} template has {LEAST_PAGE}, 32, 64, 128 or 256 keys",
-            lambda c: c.whole_boxes,
+            lambda c: c.whole_boxes or c.config.gathers(c.form),
         ),
         Rule(
             "prefix",

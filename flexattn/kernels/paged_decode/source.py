@@ -152,7 +152,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:
             header.append(f"{name}: {rendering.expression_line(captures)}")
-    found = serving_arguments(form, config.by_tma)
+    found = serving_arguments(form, config.boxed(form))
     if config.by_tma:
         # Of the first warpgroup's warps, which start the others.
         most = engines.first_registers(form, config)
