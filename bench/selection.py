@@ -113,7 +113,7 @@ def _make(row: ChosenRow, method: Method) -> Chosen:
     return Chosen(row, q, k, v, best.indices)
 
 
-def same(x: Chosen) -> Callable[[], Tensor]:
+def same(x: Chosen) -> Callable[[], Tensor] | Refusal:
     """Calls of one mask, or the gradient in q of one call, with those in k and v."""
     if x.row.group == "backward":
         leaves = [each.requires_grad_() for each in (x.q, x.k, x.v)]
@@ -128,8 +128,10 @@ def same(x: Chosen) -> Callable[[], Tensor]:
     return lambda: apart.joined(call())  # type: ignore[no-any-return]
 
 
-def of_a_mask(x: Chosen) -> Callable[[], Tensor]:
+def of_a_mask(x: Chosen) -> Callable[[], Tensor] | Refusal:
     """Calls of one mask: a map's, where single rows choose."""
+    if x.row.group == "backward":
+        return Refusal("a backward has the forward's lists")
     mask = x.selection().for_call(x.q, x.k)
     return lambda: x.attend(mask)
 

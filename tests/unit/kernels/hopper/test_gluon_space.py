@@ -269,10 +269,13 @@ def test_a_triton_without_gluon_is_offered_none(monkeypatch):
 
 
 def test_two_blocks_of_one_consumer_share_an_sm():
-    """Tiles of blocks of 64 rows have one consumer, beside which another block's may multiply."""
+    """Tiles of blocks of 64 rows have one consumer, beside which another block's may multiply.
+
+    On an H200 that is 1.35 to 1.4 times as fast, so it comes first.
+    """
     wanted = problem(mask_mod=causal, block=(64, 64), q_len=32768)
     device = named("nvidia-h200")
-    alone, both = [each for each in HOPPER.defaults(wanted, device) if each.num_stages == 2][:2]
+    both, alone = [each for each in HOPPER.defaults(wanted, device) if each.num_stages == 2][:2]
     assert both == replace(alone, consumer_regs=200, ptxas=both.ptxas)
     assert (alone.per_sm, both.per_sm) == (1, 2) and both in space(wanted, device)
     assert [HOPPER.grid(wanted, each, device).programs for each in (alone, both)] == [132, 264]
