@@ -32,12 +32,12 @@ from flexattn.cli.terminal import table_of, tell
 from flexattn.cli.watch import Watch
 from flexattn.cli.workloads import (
     FULL_WORKLOADS,
+    PATIENCE,
     SMALL_WORKLOADS,
     DemoTrial,
     DemoWorkload,
     print_notes,
     run_trial,
-    verdict_cells,
     verdict_table,
     window,
 )
@@ -151,11 +151,7 @@ def show_cpu(console: Console, out: Path) -> bool:
         interpreting = pool.submit(interpreted)
         built = compile_workloads()
         trials, failure = interpreting.result()
-    table = verdict_table("Run by Triton's interpreter: float16, small shapes")
-    for trial in trials:
-        seen = (trial.workload, trial.shape, trial.error, trial.budget, trial.passed)
-        table.add_row(*verdict_cells(*seen))
-    console.print(table)
+    console.print(verdict_table(trials, "Run by Triton's interpreter: float16, small shapes"))
     print_notes(console, trials)
     console.print(_built(built))
     for name, each in built:
@@ -204,9 +200,7 @@ def _built(built: Sequence[tuple[str, BuiltConfig]]) -> Table:
 
 
 DEMO_DEVICE = "nvidia-h200"
-INTERPRETED = 2
 CONFIGS = 3
-PATIENCE = 20.0  # seconds after which a workload gets its first config alone
 _DEADLINE = 300.0
 
 
@@ -224,15 +218,10 @@ def compile_workloads() -> list[tuple[str, BuiltConfig]]:
     return found
 
 
-def interpret_workload(workload: DemoWorkload) -> DemoTrial:
-    """Run a workload's rendered kernels in Triton's interpreter and judge them."""
-    return run_trial(workload, "float16", INTERPRETED, PATIENCE)
-
-
 def interpreted() -> tuple[list[DemoTrial], str]:
     """The trials of a process that interprets, and what became of the others, in words."""
     environment = partial(child_environment, interpret=True)
-    with Pool(interpret_workload, 1, _DEADLINE, environment) as pool:
+    with Pool(run_trial, 1, _DEADLINE, environment) as pool:
         found = dict(pool.run(SMALL_WORKLOADS))
     lost = [f"interpreting: {each}" for each in found.values() if isinstance(each, Failed)]
     trials = [found[i] for i in sorted(found) if isinstance(found[i], DemoTrial)]

@@ -74,6 +74,10 @@ SMALL_WORKLOADS = (
 )
 
 
+# Configs of a workload that are interpreted, and seconds after which it gets its first one alone.
+_INTERPRETED, PATIENCE = 2, 20.0
+
+
 @dataclass(frozen=True)
 class DemoVariant:
     """One config of ours, and its gate's verdict; note: why it is red, or cannot run."""
@@ -102,12 +106,13 @@ class DemoTrial:
         return bool(self.variants) and all(variant.passed for variant in self.variants)
 
 
-def run_trial(workload: DemoWorkload, dtype: str, configs: int, seconds: float) -> DemoTrial:
-    """Gate up to this many configs on CPU tensors; after that many seconds only the first.
+def run_trial(workload: DemoWorkload) -> DemoTrial:
+    """Run a workload's rendered kernels on CPU tensors and judge them, of a few configs.
 
-    A config that is too large for the device is left out; only its note remains.
+    After 20 s only the first one. A config that is too large for the device is left out; only its
+    note remains.
     """
-    x = RowInputs.of(workload.row(dtype), torch.device("cpu"))
+    x = RowInputs.of(workload.row("float16"), torch.device("cpu"))
 
     def attend(options: dict[str, int | bool | str] | None) -> Tensor:
         return flex_attention(
@@ -122,8 +127,8 @@ def run_trial(workload: DemoWorkload, dtype: str, configs: int, seconds: float) 
         judge = x.judge()
         call = make_call(x.q, x.k, x.v, x.score_mod, x.block_mask, None, True, False, None, None)
         choice = plan(call).launch.choice
-        for config in nearest(choice.problem, choice.device, choice.config, configs):
-            if variants and time.perf_counter() - begin > seconds:
+        for config in nearest(choice.problem, choice.device, choice.config, _INTERPRETED):
+            if variants and time.perf_counter() - begin > PATIENCE:
                 break
             name = short(config)
             try:
@@ -141,17 +146,14 @@ def run_trial(workload: DemoWorkload, dtype: str, configs: int, seconds: float) 
     return DemoTrial(workload.name, workload.describe(), tuple(variants), *worst)
 
 
-def verdict_table(title: str) -> Table:
-    """A table whose first columns are those of `cells`."""
-    return table_of("workload", "shape", ">max error", ">budget", "gate", title=title)
-
-
-def verdict_cells(
-    name: str, shape: str, error: float, budget: float, passed: bool
-) -> tuple[str, ...]:
-    """Name, shape, error, budget and verdict of a workload."""
-    verdict = "[green]passed" if passed else "[red]FAILED"
-    return name, shape, f"{error:.1e}", f"{budget:.1e}", verdict
+def verdict_table(trials: Iterable[DemoTrial], title: str) -> Table:
+    """The error, budget and verdict of each workload."""
+    table = table_of("workload", "shape", ">max error", ">budget", "gate", title=title)
+    for each in trials:
+        verdict = "[green]passed" if each.passed else "[red]FAILED"
+        numbers = f"{each.error:.1e}", f"{each.budget:.1e}"
+        table.add_row(each.workload, each.shape, *numbers, verdict)
+    return table
 
 
 def print_notes(console: Console, trials: Iterable[DemoTrial]) -> None:

@@ -97,10 +97,10 @@ def derivatives(mod: Mod, slots: tuple[int, ...] = ()) -> Derivatives:
     tidy = _Tidy(nodes)
     factors = {node: tidy(grads[node]) for node in nodes if node in wanted and node in grads}
     loads = [
-        LoadDerivative(n, f) for n, f in factors.items() if n.op == "load" and not _is_zero(f)
+        LoadDerivative(n, f) for n, f in factors.items() if n.op == "load" and not _is(f, 0.0)
     ]
     score = [factor for node, factor in factors.items() if node.op == "var"]
-    return Derivatives(score[0] if score and not _is_zero(score[0]) else None, tuple(loads))
+    return Derivatives(score[0] if score and not _is(score[0], 0.0) else None, tuple(loads))
 
 
 def _is_wanted(node: Expr, slots: tuple[int, ...]) -> bool:
@@ -144,8 +144,8 @@ def _wide(dtype: str) -> str:
     return _WIDE.get(dtype, _FLOAT)
 
 
-def _is_zero(expr: Expr) -> bool:
-    return expr.op == "const" and expr.value == 0.0
+def _is(expr: Expr, number: float) -> bool:
+    return expr.op == "const" and expr.value == number
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,17 +217,21 @@ class _Tidy:
 
     def _halved(self, expr: Expr) -> bool:
         """True if it is a derivative of `where`, which is 0 on one side."""
-        return expr.op == "where" and expr not in self.own and any(map(_is_zero, expr.args[1:]))
+        return (
+            expr.op == "where"
+            and expr not in self.own
+            and any(_is(arg, 0.0) for arg in expr.args[1:])
+        )
 
     def _inside(self, op: str, chosen: Expr, other: Expr) -> Expr:
         """where(c, a, 0) * y as where(c, a * y, 0): 0 also where y is no number."""
         condition, *sides = chosen.args
         found = []
         for side in sides:
-            if _is_one(side) and op == "mul":
+            if _is(side, 1.0) and op == "mul":
                 found.append(other)
             else:
-                found.append(side if _is_zero(side) else make(op, chosen.dtype, (side, other)))
+                found.append(side if _is(side, 0.0) else make(op, chosen.dtype, (side, other)))
         return make("where", chosen.dtype, (condition, *found))
 
     def _add(self, dtype: str, x: _Scaled, y: _Scaled) -> _Scaled:
@@ -252,11 +256,7 @@ class _Tidy:
             return _Scaled(0.0, None)
         sides = (_whole(x, dtype), _whole(y, dtype))
         chosen = make("where", dtype, (condition.core, *sides))
-        return _Scaled(number, None) if _is_one(chosen) else _Scaled(number, chosen)
-
-
-def _is_one(expr: Expr) -> bool:
-    return expr.op == "const" and expr.value == 1.0
+        return _Scaled(number, None) if _is(chosen, 1.0) else _Scaled(number, chosen)
 
 
 def _whole(x: _Scaled, dtype: str) -> Expr:

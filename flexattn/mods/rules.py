@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Literal
 
 from flexattn.mods.analysis.affine import FREE, along_diagonals, slope_of
@@ -56,6 +57,11 @@ class Rise:
 
     step: Expr
     span: Expr
+
+
+def total(known: Expr | None, term: Expr) -> Expr:
+    """A sum in float32 with one more term; known: of those before, None of none."""
+    return term if known is None else make("add", FLOAT, (known, term))
 
 
 def times(x: Expr, y: Expr) -> Expr:
@@ -209,9 +215,7 @@ def rise(terms: Iterable[Expr]) -> Rise | None:
         slope = slope_of(term, "kv_idx")
         if slope is None or slope_of(term, "q_idx") is None:
             return None
-        slope, wide = make("cast", FLOAT, (slope,)), _span(term)
-        step = slope if step is None else make("add", FLOAT, (step, slope))
-        span = wide if span is None else make("add", FLOAT, (span, wide))
+        step, span = total(step, make("cast", FLOAT, (slope,))), total(span, _span(term))
     return None if step is None or span is None else Rise(step, span)
 
 
@@ -378,8 +382,7 @@ class _Split:
         self._sum(where if slope is None else "column", term)
 
     def _sum(self, name: str, term: Expr) -> None:
-        known = self.parts.get(name)
-        self.parts[name] = term if known is None else make("add", FLOAT, (known, term))
+        self.parts[name] = total(self.parts.get(name), term)
 
     def _applied(self, rule: str, to: Expr) -> None:
         if len(self.steps) < _TOLD:
@@ -397,19 +400,14 @@ class _Split:
         # Without the rule a sign or a second score stays where it is: a bare score has no factor.
         scales = "scale" in self.allowed
         if (scales or factors == [ONE]) and len(factors) == len(scored):
-            total = factors[0]
-            for factor in factors[1:]:
-                total = make("add", FLOAT, (total, factor))
-            if total is not ONE:
-                self._applied("scale", total)
-            return SCORE, ONE, total
+            scale = reduce(total, factors)
+            if scale is not ONE:
+                self._applied("scale", scale)
+            return SCORE, ONE, scale
         outer = ONE
         if len(scored) == 1 and scales:
             outer, scored = scored[0].factor, [Term(ONE, scored[0].value)]
-        core = self._rebuilt(scored[0])
-        for term in scored[1:]:
-            core = make("add", FLOAT, (core, self._rebuilt(term)))
-        core, inner = self._unscaled(core)
+        core, inner = self._unscaled(reduce(total, map(self._rebuilt, scored)))
         for number in (inner, outer):
             if number is not ONE:
                 self._applied("scale", number)
@@ -429,11 +427,7 @@ class _Split:
         if not scaled or "scale" not in self.allowed:
             return node
         terms = spread_terms(node, self.allowed, self._applied)
-        found: Expr | None = None
-        for term in terms:
-            new = times(term.factor, term.value)
-            found = new if found is None else make("add", FLOAT, (found, new))
-        return found or node
+        return reduce(total, [times(term.factor, term.value) for term in terms])
 
     def _unscaled(self, core: Expr) -> tuple[Expr, Expr]:
         """(core of s = inner * score, inner), where every read of the score is that product."""

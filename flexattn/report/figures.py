@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from flexattn.kernels.choose.registry import short
 from flexattn.records.record import Record
 from flexattn.report import numbers
 from flexattn.report.drawing import (
@@ -144,9 +145,7 @@ def ranking(record: Record, name: str) -> Drawing:
     for rank, each in enumerate(times):
         shapes.append(Line(((x.at(rank), y.at(each.low)), (x.at(rank), y.at(each.high))), "oth"))
     points = {each.trial: (x.at(rank), y.at(each.us)) for rank, each in enumerate(times)}
-    marked, height = _marked(
-        record, points, lambda trial: numbers.short_config(record.trials[trial].config), 185
-    )
+    marked, height = _marked(record, points, lambda trial: short(record.trials[trial].config), 185)
     caption = "Each dot is a config: the median of its rounds, with a bar between the quartiles."
     alt = (
         f"{len(times)} configs from {three_figures(times[0].us)} to {three_figures(times[-1].us)} "

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from flexattn.device import KNOWN, PEAKS, Device, Peaks
 from flexattn.device.neuroncore import KIB
 from flexattn.kernels.base.config import Config
+from flexattn.kernels.choose.registry import short
 from flexattn.measure.timing import NO_RATIO, Ratio, Samples, paired_ratio
 from flexattn.problem import ITEMSIZE
 from flexattn.problem.problem import PRODUCT_WORDS
@@ -228,17 +229,6 @@ def untimed_reasons(record: Record) -> tuple[Reason, ...]:
     return (*rejected, *rest)
 
 
-def short_config(config: Config) -> str:
-    """A config in a table's cell: `128x64 w4 s2`, then what differs from a field's own default."""
-    text = f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.default is not MISSING and value != field.default:
-            name = field.name.removeprefix("use_").removeprefix("num_")
-            text += f" {name}" if value is True else f" {name}={label(value)}"
-    return text
-
-
 def label(value: _Value) -> str:
     """An axis' value in words: switches are on or off, and an empty one is none."""
     return ("off", "on")[value] if isinstance(value, bool) else str(value) or "none"
@@ -256,7 +246,7 @@ def _stage(trial: Trial, source: Trial) -> tuple[str, str] | None:
 
 
 def _example(trial: Trial) -> str:
-    text = short_config(trial.config)
+    text = short(trial.config)
     if trial.failed is not None and trial.failed.message:
         first = trial.failed.message.strip().splitlines()[0]
         text += f": {first[:160]}"

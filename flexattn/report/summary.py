@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from flexattn.kernels.choose.registry import short
 from flexattn.records.record import Record
 from flexattn.report.numbers import (
     Density,
@@ -21,7 +22,6 @@ from flexattn.report.numbers import (
     occupancy,
     reach,
     recorded_device,
-    short_config,
     timed,
     untimed_reasons,
     work,
@@ -187,7 +187,7 @@ def _side(record: Record, index: int) -> Side:
     device = recorded_device(record.environment.device, record.environment.arch)
     held = None if device is None else occupancy(trial, device)
     return Side(
-        config=short_config(trial.config),
+        config=short(trial.config),
         us=found.us if found else None,
         low=found.low if found else None,
         high=found.high if found else None,

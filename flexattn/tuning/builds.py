@@ -27,7 +27,7 @@ from flexattn.kernels.base.features import fp32_products
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.choose.registry import family_of, launch_key
 from flexattn.measure.process import Closing, Died, Spawned, pipe_of_child, receive, send
-from flexattn.problem import Problem, Structure
+from flexattn.problem import Problem
 from flexattn.records.record import Failed, Stage
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.outcomes import memory, outcome_of
@@ -112,8 +112,10 @@ class Pool(Closing):
         """The result of a task, to come or there already; `queue` says how soon it is wanted."""
         name = getattr(task, "name", None) or object()
         known = self._known.get(name)
-        if known is not None and known.done() and _is_lost(known.result()):
-            known = None
+        if known is not None and known.done():
+            result = known.result()
+            if isinstance(result, Failed) and result.stage in ("crash", "hang"):
+                known = None  # its process died
         if self._ended and (known is None or not known.done()):
             raise _over(self._ended)
         if known is None:
@@ -171,10 +173,6 @@ class Pool(Closing):
             if self._ended:
                 process.kill()
         return process
-
-
-def _is_lost(result: Any) -> bool:
-    return isinstance(result, Failed) and result.stage in ("crash", "hang")
 
 
 def _over(why: object) -> MeasureError:
@@ -293,7 +291,7 @@ def build_all(
         orders.setdefault(order.name, order)
         places.setdefault(order.name, []).append(index)
     found: list[BuiltConfig] = [BuiltConfig(config) for config in configs]
-    matrix = _multiplies(problem.structure)
+    matrix = fp32_products(problem.structure) != "ieee"
     own = pool or Pool(work or compile_one, min(jobs or default_jobs(), len(orders)), deadline)
     with nullcontext(own) if pool else own:
         wanted = list(orders.values())
@@ -345,11 +343,6 @@ def compile_one(order: BuildOrder) -> _Compiled:
             memory().note(source, order.device, outcome, order.source.text.split("\n", 1)[0])
             stage: Stage = "build" if outcome.kind == "passing" else "infeasible"
             return Failed(stage, type(error.__cause__ or error).__name__, str(error))
-
-
-def _multiplies(structure: Structure) -> bool:
-    """True if a structure's products are of matrix instructions."""
-    return fp32_products(structure) != "ieee"
 
 
 def unfit(taken: Resources, matrix: bool, device: Device) -> Failed | None:

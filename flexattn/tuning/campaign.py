@@ -95,7 +95,7 @@ class Campaign:
             if known is None:
                 self._left.append(task)
             else:
-                yield self._kept(task, known)
+                yield _ended(task, "kept", known)
         try:
             yield from self._side_by_side()
         finally:
@@ -122,7 +122,7 @@ class Campaign:
                 answer = self._made(task)
                 if answer is not None:
                     self._release(task)
-                    yield self._kept(task, answer)
+                    yield _ended(task, "kept", answer)
                     continue
                 number = idle.popleft()
                 busy[number] = task
@@ -150,29 +150,23 @@ class Campaign:
                 yield found
         for task in self._left:
             message = f"not tuned, no device is left: {errors[-1]}"
-            yield TuningOutcome(task.title, key_of(task.problem), "failed", None, 0.0, message)
+            yield _ended(task, "failed", None, message=message)
 
     def _outcome(self, task: Task, tune: TuneTask) -> TuningOutcome:
-        key, begin = key_of(task.problem), time.monotonic()
+        begin = time.monotonic()
         try:
             record = tune(task)
             written = self.store.write(record, replace=_replaces)
         except DeviceError:  # no fault of the task
             raise
         except (FlexAttnError, OSError) as error:  # a disk that refuses the record, too
-            seconds = time.monotonic() - begin
-            return TuningOutcome(task.title, key, "failed", None, seconds, str(error))
+            return _ended(task, "failed", None, time.monotonic() - begin, str(error))
         self.landed(record)
         seconds = time.monotonic() - begin
         if written:
-            return TuningOutcome(task.title, key, "tuned", record.answer, seconds)
-        why = "it was measured on a real mask"
-        return self._kept(task, self.store.answer(record.environment, key), seconds, why)
-
-    def _kept(
-        self, task: Task, answer: Answer | None, seconds: float = 0.0, why: str = ""
-    ) -> TuningOutcome:
-        return TuningOutcome(task.title, key_of(task.problem), "kept", answer, seconds, why)
+            return _ended(task, "tuned", record.answer, seconds)
+        answer = self.store.answer(record.environment, record.key)
+        return _ended(task, "kept", answer, seconds, "it was measured on a real mask")
 
     def _next(self) -> Task | None:
         """The next task that no other campaign tunes; None where others tune all that are left."""
@@ -207,6 +201,12 @@ class Campaign:
 
     def _path(self, task: Task) -> Path:
         return self.store.path(self.where(task), key_of(task.problem))
+
+
+def _ended(
+    task: Task, status: Status, answer: Answer | None, seconds: float = 0.0, message: str = ""
+) -> TuningOutcome:
+    return TuningOutcome(task.title, key_of(task.problem), status, answer, seconds, message)
 
 
 def _replaces(new: Record, old: Record) -> bool:

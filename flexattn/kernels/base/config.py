@@ -124,10 +124,6 @@ def tile_for(tile: int, block: int) -> int:
 _C = TypeVar("_C", bound=Config)
 
 
-def _always(structure: Structure) -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class _Knob:
     others: tuple[object, ...]
@@ -136,7 +132,10 @@ class _Knob:
 
 
 def knob(
-    default: Any, *others: Any, word: str, moves: Callable[[Structure], bool] = _always
+    default: Any,
+    *others: Any,
+    word: str,
+    moves: Callable[[Structure], bool] = lambda structure: True,
 ) -> Any:
     """A field of a config with its default, and the other values that a search tries.
 

@@ -19,18 +19,6 @@ PIPELINED = ("", "dk")
 EARLY = ("", "half", "all")
 
 
-def _masked(structure: Structure) -> bool:
-    return structure.sparsity is not None
-
-
-def _joined(structure: Structure) -> bool:
-    return structure.sparsity is not None and structure.sparsity.runs
-
-
-def _dense(structure: Structure) -> bool:
-    return structure.sparsity is None
-
-
 @dataclass(frozen=True, slots=True)
 class HopperBackwardConfig:
     """A block holds BLOCK_N keys and walks the rows BLOCK_M at a time; dQ is summed in float32.
@@ -116,9 +104,11 @@ class HopperBackwardConfig:
     pipelined: str = knob(*PIPELINED, word="pipelined")
     ping_pong: bool = knob(False, True, word="pingpong")
     dp_rs: bool = knob(False, True, word="dp-rs")
-    shift_rows: bool = knob(False, True, word="shifted", moves=_dense)
-    waves: int = knob(1, 4, 16, word="waves", moves=_masked)
-    trimmed: bool = knob(False, True, word="trimmed", moves=_joined)
+    shift_rows: bool = knob(False, True, word="shifted", moves=lambda s: s.sparsity is None)
+    waves: int = knob(1, 4, 16, word="waves", moves=lambda s: s.sparsity is not None)
+    trimmed: bool = knob(
+        False, True, word="trimmed", moves=lambda s: s.sparsity is not None and s.sparsity.runs
+    )
     persistent: bool = knob(False, True, word="persistent")
     early_lse: str = knob(*EARLY, word="early")
     dq_tma: bool = knob(False, True, word="dq-tma")
@@ -216,40 +206,28 @@ def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str,
     num_queries: tiles of queries of a head, for which there is scratch memory: a mask's lists name
     all tiles of a block. kv_units: key heads of all batches. section_heads: those whose tiles
     start side by side, about as many as the device has SMs for, or a few times as many.
-    shared_heads: query heads, of all batches, that read the same keys.
+    shared_heads: query heads, of all batches, that read the same keys. Of packed sequences, which
+    are num_requests, num_tiles and num_queries are the most that there may be.
     """
     rows, sparsity = config.BLOCK_M, problem.structure.sparsity
     if sparsity is not None and not walks_runs(problem.structure, config):
         rows = sparsity.q_block
-    if problem.structure.ragged_kv:
-        return _sizes_of_packed(problem, config)
     num_tiles = -(-problem.kv_len // config.BLOCK_N)
+    num_queries = -(-problem.q_len // rows) * (rows // config.BLOCK_M)
+    units, packed = problem.Hkv * _batches(problem), {}
+    if problem.structure.ragged_kv:  # each sequence may end within a tile
+        num_tiles = problem.kv_len // config.BLOCK_N + problem.B
+        num_queries = problem.q_len // config.BLOCK_M + problem.B
+        units, packed = problem.Hkv, {"num_requests": problem.B}
     at_once = min(num_tiles, DETERMINISTIC_AT_ONCE) if config.deterministic else num_tiles
     return {
         "num_heads": problem.Hkv,
         "num_tiles": num_tiles,
-        "num_queries": -(-problem.q_len // rows) * (rows // config.BLOCK_M),
-        "kv_units": problem.Hkv * _batches(problem),
+        "num_queries": num_queries,
+        "kv_units": units,
         "section_heads": max(1, BLOCKS_AT_ONCE * config.waves // at_once),
         "shared_heads": _shared_heads(problem),
-    }
-
-
-def _sizes_of_packed(problem: Problem, config: HopperBackwardConfig) -> dict[str, int]:
-    """The same of packed sequences, each of which may end within a tile.
-
-    num_tiles, num_queries: the most that there may be. num_requests: sequences.
-    """
-    num_tiles = problem.kv_len // config.BLOCK_N + problem.B
-    at_once = min(num_tiles, DETERMINISTIC_AT_ONCE) if config.deterministic else num_tiles
-    return {
-        "num_heads": problem.Hkv,
-        "num_tiles": num_tiles,
-        "num_queries": problem.q_len // config.BLOCK_M + problem.B,
-        "num_requests": problem.B,
-        "kv_units": problem.Hkv,
-        "section_heads": max(1, BLOCKS_AT_ONCE * config.waves // at_once),
-        "shared_heads": _shared_heads(problem),
+        **packed,
     }
 
 

@@ -213,20 +213,15 @@ def choose(condition: Flag, x: Whole | None, y: Whole | None) -> Whole | None:
     return Whole(form, both(x.sure, y.sure))
 
 
+_Rule = Callable[..., Whole | None]
+
+
 def _range(op: str, *operands: Whole) -> Range:
     """The numbers that an operation never leaves on any tile."""
     rule = OPS[op].interval
     found = rule(*(x.form.range for x in operands)) if rule else None
     assert found is not None
     return found
-
-
-def _add(x: Whole, y: Whole) -> Whole:
-    return Whole(x.form.plus(y.form))
-
-
-def _sub(x: Whole, y: Whole) -> Whole:
-    return Whole(x.form.plus(y.form, -1))
 
 
 def _mul(x: Whole, y: Whole) -> Whole:
@@ -259,10 +254,6 @@ def _floor_div(x: Whole, y: Whole) -> Whole | None:
     return Whole(single(*hull("floor_div", x, divisor), -size, size), sure)
 
 
-def _trunc_div(x: Whole, y: Whole) -> Whole | None:
-    return _floor_div(x, y) if x.form.range[0] >= 0 else None
-
-
 def _floor_mod(x: Whole, y: Whole) -> Whole | None:
     """Exact within a period, else the whole period."""
     least, most = x.form.range
@@ -280,8 +271,9 @@ def _floor_mod(x: Whole, y: Whole) -> Whole | None:
     return Whole(single(low, high, 0, y.form.range[1] - 1), sure)
 
 
-def _trunc_mod(x: Whole, y: Whole) -> Whole | None:
-    return _floor_mod(x, y) if x.form.range[0] >= 0 else None
+def _truncated(floored: _Rule) -> _Rule:
+    """A division that truncates: where the dividend is not negative, as one that floors."""
+    return lambda x, y: floored(x, y) if x.form.range[0] >= 0 else None
 
 
 def _shl(x: Whole, y: Whole) -> Whole | None:
@@ -305,9 +297,9 @@ def _and(x: Whole, y: Whole) -> Whole | None:
     return Whole(single(integer(0), top, *_range("and", x, y)))
 
 
-_RULES: dict[str, Callable[..., Whole | None]] = {
-    "add": _add,
-    "sub": _sub,
+_RULES: dict[str, _Rule] = {
+    "add": lambda x, y: Whole(x.form.plus(y.form)),
+    "sub": lambda x, y: Whole(x.form.plus(y.form, -1)),
     "mul": _mul,
     "neg": lambda x: Whole(x.form.times(-1)),
     "not": lambda x: Whole(x.form.times(-1).plus(constant(1), -1)),
@@ -315,9 +307,9 @@ _RULES: dict[str, Callable[..., Whole | None]] = {
     "minimum": _rising("minimum"),
     "maximum": _rising("maximum"),
     "floor_div": _floor_div,
-    "trunc_div": _trunc_div,
+    "trunc_div": _truncated(_floor_div),
     "floor_mod": _floor_mod,
-    "trunc_mod": _trunc_mod,
+    "trunc_mod": _truncated(_floor_mod),
     "shl": _shl,
     "shr": _shr,
     "and": _and,

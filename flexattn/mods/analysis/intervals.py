@@ -70,17 +70,14 @@ def _interval(node: Expr, args: list[Range | None], ranges: Mapping[str, Range])
     if len(known) < len(args) or not known:
         return limits
     if node.dtype == "bool" and node.op in ("cast", "not"):
-        low, high = _to_bool(known[0])
+        least, most = known[0]
+        low, high = int(least > 0 or most < 0), int((least, most) != (0, 0))
         return (low, high) if node.op == "cast" else (1 - high, 1 - low)
     rule = OPS[node.op].interval if node.op in OPS else None
     result = known[0] if node.op == "cast" else rule(*known) if rule else None
     if result is None or result[0] < limits[0] or result[1] > limits[1]:
         return limits  # it may wrap
     return result
-
-
-def _to_bool(x: Range) -> Range:
-    return int(x[0] > 0 or x[1] < 0), int(x != (0, 0))
 
 
 # Scores are taken to be below this number, and captured numbers as factors, too: a product of a

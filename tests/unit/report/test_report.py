@@ -8,7 +8,7 @@ import pytest
 
 from flexattn.device import KNOWN, PEAKS
 from flexattn.errors import InputError
-from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.records.record import Decision, Failed, Trial
 from flexattn.report import numbers, rivals
 from flexattn.report.numbers import (
@@ -139,18 +139,6 @@ def test_reasons_are_counted_by_stage_with_an_example():
         r.example for r in numbers.untimed_reasons(prefill_record()) if r.stage == "gate"
     )
     assert example.endswith("out max 3.1e-2 > 2.2e-3")
-
-
-@pytest.mark.parametrize(
-    ("config", "text"),
-    [
-        (PrefillConfig(128, 64, 4, 2), "128x64 w4 s2"),
-        (PrefillConfig(128, 64, 4, 2, True, "group"), "128x64 w4 s2 tma order=group"),
-        (DecodeConfig(16, 128, 4, 3, 8), "16x128 w4 s3 splits=8"),
-    ],
-)
-def test_a_config_in_a_cell(config, text):
-    assert numbers.short_config(config) == text
 
 
 def test_importances_sum_to_one_and_name_the_axes():
