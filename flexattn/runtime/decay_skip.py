@@ -52,7 +52,7 @@ def _rendered(structure: Structure, target: Device) -> tuple[Source, ...]:
     )
 
 
-def begin(structure: Structure, target: Device, index: int) -> None:
+def begin_window(structure: Structure, target: Device, index: int) -> None:
     """Start building them, while the kernel is built that they run before."""
     if index >= 0 and decays(structure):
         for source in _rendered(structure, target):

@@ -32,7 +32,7 @@ from flexattn.problem.mask_lists import known_runs, query_lists
 from flexattn.problem.problem import longest_of_bucket
 from flexattn.runtime.build import Before, InOrder, Launcher, Scratch, builder
 from flexattn.runtime.candidates import Choice
-from flexattn.runtime.decay_skip import begin, decay_window, pays
+from flexattn.runtime.decay_skip import begin_window, decay_window, pays
 from flexattn.runtime.dispatch import Dispatcher
 from flexattn.util.locks import Lru
 
@@ -67,7 +67,7 @@ def prepare_launch(
 ) -> ForwardLaunch:
     """Choose and build the kernel for a problem and compute what its shapes and strides decide."""
     index = device.index if device.type == "cuda" else -1
-    begin(problem.structure, target, index)
+    begin_window(problem.structure, target, index)
     choice = dispatcher.choose(problem, target, index, options)
     kernel, merger = choice.kernels[0], choice.merger
     config, structure = choice.config, problem.structure
