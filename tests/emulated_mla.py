@@ -75,6 +75,7 @@ def run(source, programs, arguments, seed=0):
             names.update(
                 no_offset=lambda: 0, launch_dependents=lambda: None,
                 prefetch=lambda address, wanted: None, widened=lambda x: x,
+                wait_for_choice=lambda: None,
             )  # fmt: skip
             names[source.entry](*(arguments[each.name] for each in source.arguments))
 
