@@ -157,7 +157,7 @@ class FlexattnMetadata(AttentionMetadata):
     """The batch of a forward for a group of layers; tensors are vLLM's own buffers.
 
     single: each request has one row, which sees all of its keys. wide: rows may see more than a
-    causal mask.
+    causal mask. least_q: no request has fewer rows, as far as the host knows.
     """
 
     num_actual_tokens: int
@@ -169,6 +169,7 @@ class FlexattnMetadata(AttentionMetadata):
     slot_mapping: Tensor
     single: bool
     wide: bool
+    least_q: int
 
 
 class FlexattnMetadataBuilder(AttentionMetadataBuilder):
@@ -227,14 +228,15 @@ class FlexattnMetadataBuilder(AttentionMetadataBuilder):
         return FlexattnMetadata(
             common.num_actual_tokens, common.max_query_len, ends, common.max_seq_len, lens, table,
             common.slot_mapping, single and len(lens) <= common.num_actual_tokens, wide,
+            0 if single else int(common.query_start_loc_cpu.diff().min()),
         )  # fmt: skip
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> FlexattnMetadata:
-        """A graph of chunks serves batches with and without images."""
+        """A graph of chunks serves batches with and without images, of any rows a request."""
         found = self.build(0, common_attn_metadata)
-        found.wide = self._spans is not None
+        found.wide, found.least_q = self._spans is not None, 0
         return found
 
 
@@ -364,8 +366,8 @@ class FlexattnImpl(AttentionImpl):
                 self.prepare(layer, self._guess, query.dtype, query.device)
             return output.fill_(0)
         batch = attn_metadata
-        rows, given = batch.num_actual_tokens, {"seq_lens": batch.seq_lens}
-        given["block_table"] = batch.block_table
+        rows = batch.num_actual_tokens
+        given: dict[str, Any] = {"seq_lens": batch.seq_lens, "block_table": batch.block_table}
         if self._float_sinks is not None:
             given["sinks"] = self._float_sinks
         if self.packed:
@@ -380,7 +382,7 @@ class FlexattnImpl(AttentionImpl):
             q, out = query[:requests].unsqueeze(1), output[:requests].unsqueeze(1)
             plans.single.run(q, pages, out=out, **given)
         else:
-            given["cu_seqlens_q"] = batch.query_start_loc
+            given |= {"cu_seqlens_q": batch.query_start_loc, "least_q": batch.least_q}
             plan = plans.spans if batch.wide else plans.chunks
             plan.run(query[:rows], pages, out=output[:rows], **given)
         return output

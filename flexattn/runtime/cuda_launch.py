@@ -11,6 +11,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flexattn.device import cuda_driver
@@ -69,12 +70,11 @@ class CudaLaunch:
         self._boxes = bound.boxes
         self._local = threading.local()
         self._types = bound.types
-        described = (each for each in bound.types if each[0] == "t")
-        self._elements = [each.split("<")[1].split("[")[0] for each in described]
         self._passed = bound.passed
         order = _order_of(bound.types, bound.given)
         self._order, self._given = order.slots, len(bound.given)
         self._fixed = [bound.fixed[i] for i in order.slots[self._given :]]
+        self._elements = order.elements
         self._tensors, self._numbers, self._behind = order.tensors, order.numbers, order.behind
         self._described, self._pack = order.described, order.pack
         self._driver = cuda_driver.launch_kernel()
@@ -182,18 +182,20 @@ class _Order(NamedTuple):
     """The places of a kernel's arguments in a frame, which their types and places decide.
 
     slots: the argument of each slot. tensors, numbers: places of what a call gives, the first
-    with their slots. described: the slot of each tensor descriptor, numbered. behind: bytes before
-    the numbers, which pack writes.
+    with their slots. described: the slot of each tensor descriptor, numbered, and elements its
+    dtype. behind: bytes before the numbers, which pack writes.
     """
 
     slots: tuple[int, ...]
     tensors: tuple[tuple[int, int], ...]
     numbers: tuple[int, ...]
     described: tuple[tuple[int, int], ...]
+    elements: tuple[str, ...]
     behind: int
     pack: Callable[..., None]
 
 
+@lru_cache(maxsize=1024)
 def _order_of(types: tuple[str, ...], given: tuple[tuple[int, int], ...]) -> _Order:
     """Addresses that calls give lie first and are written one by one, which takes less time than a
     pack; then the numbers that calls give, and behind them what is kept."""
@@ -207,11 +209,13 @@ def _order_of(types: tuple[str, ...], given: tuple[tuple[int, int], ...]) -> _Or
         tuple((slot, place) for slot, (_, place) in enumerate(tensors)),
         tuple(place for _, place in numbers),
         tuple(enumerate(described)),
+        tuple(kind.split("<")[1].split("[")[0] for kind in types if kind[0] == "t"),
         8 * len(tensors),
         _packer(tuple(types[i] for i, _ in numbers)).pack_into,
     )
 
 
+@lru_cache(maxsize=1024)
 def _packer(types: tuple[str, ...]) -> struct.Struct:
     """Writes arguments of these types, as Triton's signature spells them."""
     kinds = ("Q" if kind[0] in "*t" else _FORMATS.get(kind, "q") for kind in types)

@@ -58,17 +58,17 @@ def describe_cache(k: Tensor, v: Tensor, m: ServingProblem, tile: int) -> Cache:
     sizes = [0, 0, 0, 0]
     sizes[heads_at] = m.Hkv
     for name, tensor, dim in (("K", k, m.head_dim_qk), ("V", v, m.head_dim_v)):
-        got = f"{name} of the cache {list(tensor.shape)} {tensor.dtype}"
-        where = "page" if m.page else "keys"
-        order = f"[{'pages' if m.page else 'batch'}, " + (
-            f"{where}, Hkv={m.Hkv}, " if keys_at == 1 else f"Hkv={m.Hkv}, {where}, "
-        )
-        rule = f"it is {order}D={dim}] {m.kv_dtype}" + (f" with pages of {m.page}" * bool(m.page))
-        do = "make a DecodePlan for this cache"
-        if tensor.dim() != 4 or tensor.shape[3] != dim or tensor.shape[heads_at] != m.Hkv:
-            raise InputError(got, rule, do)
-        if tensor.dtype != m.kv_dtype or (m.page and tensor.shape[keys_at] != m.page):
-            raise InputError(got, rule, do)
+        fits = tensor.dim() == 4 and tensor.shape[3] == dim and tensor.shape[heads_at] == m.Hkv
+        fits = fits and tensor.dtype == m.kv_dtype
+        if not fits or (m.page and tensor.shape[keys_at] != m.page):
+            where = "page" if m.page else "keys"
+            order = f"{where}, Hkv={m.Hkv}" if keys_at == 1 else f"Hkv={m.Hkv}, {where}"
+            pages = f" with pages of {m.page}" * bool(m.page)
+            raise InputError(
+                f"{name} of the cache {list(tensor.shape)} {tensor.dtype}",
+                f"it is [{'pages' if m.page else 'batch'}, {order}, D={dim}] {m.kv_dtype}{pages}",
+                "make a DecodePlan for this cache",
+            )
         _check_steps(name, tensor, m.structure.aligned, heads_at, m.page or tile)
     empty = k.shape[0] == 0 or k.shape[keys_at] == 0
     if k.shape[:3] != v.shape[:3] or empty or k.device != v.device:
@@ -113,25 +113,21 @@ def cache_boxes(k: Tensor, v: Tensor, m: ServingProblem) -> dict[str, Descriptor
 
 
 def _check_steps(name: str, tensor: Tensor, aligned: bool, heads_at: int, tile: int) -> None:
-    step = 16 // tensor.element_size()
-    got = f"{name} of shape {list(tensor.shape)} with strides {tensor.stride()}"
-    if tensor.stride(3) != 1 and tensor.shape[3] > 1:
-        raise InputError(got, "the head dimension has stride 1")
-    taken = [
-        stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
-    ]
-    if any(each >= 2**31 for each in taken):
-        raise InputError(got, "a stride is below 2**31 elements", "keep the cache in pages")
+    step, sizes, strides = 16 // tensor.element_size(), tensor.shape, tensor.stride()
     # Kernels multiply by strides of pages in 64 bits, by those of heads and of keys in 32.
-    heads, keys = tensor.shape[heads_at], min(tile, tensor.shape[3 - heads_at])
-    steps = (heads - 1) * tensor.stride(heads_at), (keys - 1) * tensor.stride(3 - heads_at)
-    if max(steps) >= 2**32:
-        raise InputError(
-            got,
-            f"all {heads} heads of a key, and {keys} keys of a head, lie within 2**32 elements",
-            "put pages, or requests, first in memory: [pages, ...].contiguous()",
-        )
-    if aligned and (tensor.data_ptr() % 16 or any(each % step for each in tensor.stride()[:3])):
+    heads, keys = sizes[heads_at], min(tile, sizes[3 - heads_at])
+    steps = (heads - 1) * strides[heads_at], (keys - 1) * strides[3 - heads_at]
+    rule, do = "", ""
+    if strides[3] != 1 and sizes[3] > 1:
+        rule = "the head dimension has stride 1"
+    elif any(stride >= 2**31 and size > 1 for size, stride in zip(sizes, strides, strict=True)):
+        rule, do = "a stride is below 2**31 elements", "keep the cache in pages"
+    elif max(steps) >= 2**32:
+        rule = f"all {heads} heads of a key, and {keys} keys of a head, lie within 2**32 elements"
+        do = "put pages, or requests, first in memory: [pages, ...].contiguous()"
+    if rule:
+        raise InputError(f"{name} of shape {list(sizes)} with strides {strides}", rule, do)
+    if aligned and (tensor.data_ptr() % 16 or any(each % step for each in strides[:3])):
         raise InputError(
             f"{name} at {tensor.data_ptr():#x} with strides {tensor.stride()}",
             "its address and strides are multiples of 16 bytes",

@@ -285,7 +285,7 @@ class CascadePlan:
 
         Returns (out, lse), as DecodePlan.run, in memory that the next run overwrites.
         """
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
         first = scales if prefix_scales is None else dict(zip(scales, prefix_scales, strict=True))
         if self.own.form.scales and (prefix_cache is None) != (prefix_scales is None):
             raise InputError(

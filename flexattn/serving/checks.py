@@ -312,13 +312,15 @@ def inspect(
     cu_seqlens: Tensor | None,
     kv_start: Tensor | None,
     placed: bool,
+    least_q: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Raise InputError for what the kernels would clamp: they never read outside the cache.
 
     keys: of one request that the table, or the contiguous cache, has room for. placed: mods read
-    the positions of rows, of which the last stands at the last key. It waits for the
-    device, so a stream that is being captured is not inspected. Returns copies of seq_lens,
-    block_table, cu_seqlens and kv_start as they were looked at, in their strides.
+    the positions of rows, of which the last stands at the last key. least_q: of each request, as
+    the caller knows it. It waits for the device, so a stream that is being captured is not
+    inspected. Returns copies of seq_lens, block_table, cu_seqlens and kv_start as they were looked
+    at, in their strides.
     """
     if seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
         return seq_lens, block_table, cu_seqlens, kv_start
@@ -345,6 +347,10 @@ def inspect(
         _within("cu_seqlens_q", ends, 0, m.total_q, f"the plan has {m.total_q} rows")
         if bool((ends[1:] < ends[:-1]).any()) or int(ends[0]) != 0:
             raise InputError(f"cu_seqlens_q {ends.tolist()[:9]}", "it starts at 0 and never falls")
+        fewest = int(ends.diff().min())
+        if fewest < least_q:
+            rule = f"each request has least_q={least_q} at least"
+            raise InputError(f"a request of {fewest} queries", rule, "pass least_q=0")
     if placed:
         ends = torch.arange(len(lengths) + 1) * m.q_len if cu_seqlens is None else cu_seqlens.cpu()
         rows = ends.diff()[: len(lengths)]

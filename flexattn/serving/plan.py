@@ -14,7 +14,7 @@ from flexattn.device import usable
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.options import asks_gluon
-from flexattn.kernels.hopper.ragged import streaming_sms
+from flexattn.kernels.hopper.ragged import prefills_from, streaming_sms
 from flexattn.kernels.paged_decode.config import ServingConfig, part_slots, workspace
 from flexattn.kernels.paged_decode.engines import UNWRITTEN
 from flexattn.kernels.paged_decode.source import stepped_axes, tied
@@ -224,6 +224,8 @@ class DecodePlan:
             self._beside = None if alone or where.type != "cuda" else Beside(where)
             # By how many SMs a run shares out the work of its prefills: 1 keeps all of them.
             self._num_sms = kernels.target.num_sms
+            own: Any = prefills.choice.config
+            self._prefills_from = prefills_from(self.form, own, rows)
             # Tiles of rows that end within a request are stored by address.
             self._names = (*_TENSORS, "OUT_ROWS")
         # What never changes between runs is packed into the launches once.
@@ -273,6 +275,7 @@ class DecodePlan:
         out: Tensor | None = None,
         lse: Tensor | None = None,
         selection: Tensor | None = None,
+        least_q: int = 0,
     ) -> Tensor | Any:
         """Launch on the current stream, on tensors of the plan's device.
 
@@ -282,7 +285,8 @@ class DecodePlan:
         call's queries included; 0 leaves zeros. block_table int32 [B, pages of a request].
         sinks fp32 [Hq]; k_scale, v_scale fp32, as the plan's `scaled` says. selection int32
         [B, Hkv, k]: units by their number in a request; those below 0, past its keys or given
-        twice are left out, never read. The host reads none of it.
+        twice are left out, never read. The host reads none of it. least_q: no request has fewer
+        queries, as the caller knows; kernels of decodes are left out if all are prefills then.
 
         Returns out, as q with Dv for D; with lse also the natural log-sum-exp fp32, as out without
         its last dimension, sinks included. Both are the plan's own, which the next run overwrites,
@@ -302,15 +306,9 @@ class DecodePlan:
                 batch = self._batch = see(self._batches, seq_lens, table)
             extras: tuple[Any, ...] | None = None
             if not (
-                cu_seqlens_q
-                is sinks
-                is k_scale
-                is v_scale
-                is kv_start
-                is row_lens
-                is selection
+                cu_seqlens_q is sinks is k_scale is v_scale is kv_start is row_lens is selection
                 is None
-            ):
+            ):  # fmt: skip
                 optional = (cu_seqlens_q, sinks, k_scale, v_scale, kv_start, row_lens, selection)
                 extras = tuple([None if each is None else facts(each) for each in optional])
             # Lengths and tables may be resized in place, as by torch's `out=`; a cache is not.
@@ -346,7 +344,7 @@ class DecodePlan:
             # What was looked at is what the launch reads, whatever others write meanwhile.
             seq_lens, table, cu_seqlens_q, kv_start = inspect(
                 self.problem, ready.keys, ready.pages, seq_lens, table, cu_seqlens_q, kv_start,
-                self.places_rows,
+                self.places_rows, least_q,
             )  # fmt: skip
         if out is None and lse is None:
             out, lse = ready.out, ready.lse
@@ -360,7 +358,7 @@ class DecodePlan:
         if ready.prefills is None:
             launch_here(ready, self._gpu, tensors, self._streams)
         else:
-            self._launch_both(ready, ready.prefills, (*tensors, out))
+            self._launch_both(ready, ready.prefills, (*tensors, out), least_q)
         return out if lse is None else (out, lse)
 
     @property
@@ -469,15 +467,16 @@ class DecodePlan:
         return _Ready(tuple(ready), out, lse, keys, cache.pages, prefills)
 
     def _launch_both(
-        self, ready: _Ready, prefills: tuple[Launcher, ...], tensors: tuple[Any, ...]
+        self, ready: _Ready, prefills: tuple[Launcher, ...], tensors: tuple[Any, ...], least_q: int
     ) -> None:
         """Launch the prefills, and the decodes beside them: each fills SMs that others leave."""
+        decodes = ready.kernels and least_q < self._prefills_from
         launch_here(prefills[0], self._gpu, tensors, self._streams)
-        if ready.kernels and self._beside is not None:
+        if decodes and self._beside is not None:
             self._beside.begin()
         for each in prefills[1:]:
             launch_here(each, self._gpu, tensors)
-        if not ready.kernels:
+        if not decodes:
             return
         with self._beside or nullcontext():
             launch_here(ready, self._gpu, tensors)

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import flexattn.serving.kernels as serving
+import flexattn.serving.plan as plans
 from flexattn.catalogue import causal
 from flexattn.device import detect
+from flexattn.errors import InputError
 from flexattn.kernels.hopper.family import PREFILL
 from flexattn.kernels.hopper.ragged import (
     merge_programs,
@@ -180,3 +182,31 @@ def test_the_first_use_check_makes_prefills_of_its_batch(made, each, monkeypatch
     out = torch.full_like(each.q, torch.nan)
     run_on(plan, each, out)
     assert_right((out, None), each, mask_mod=causal)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (8, 1), (71, 1), (7, 7)], ids=str)
+def test_what_the_host_knows_to_be_prefills_has_no_kernel_of_decodes(made, monkeypatch, heads):
+    """An empty one, on a stream of its own, made each layer of a server's chunks wait."""
+    many = replace(detect(torch.device("cpu")), num_sms=132)
+    monkeypatch.setattr(serving, "detect", lambda device: many)
+    plan = plan_for(batch([300], [300], *heads, 64, dtype=torch.bfloat16), page=16, ragged=True)
+    least = plan._prefills_from
+    assert 17 <= least < 200
+    made.clear()
+    lens = [least + 1, least]
+    each = batch(lens, lens, *heads, 64, dtype=torch.bfloat16)
+    plan, launches = plan_for(each, page=16, ragged=True), []
+    monkeypatch.setattr(plans, "launch_here", lambda launcher, *_: launches.append(launcher))
+    for given, count in ((0, 4), (least - 1, 4), (least, 3)):
+        launches.clear()
+        run_on(plan, each, torch.empty_like(each.q), least_q=given)
+        assert len(launches) == count
+    monkeypatch.undo()
+    run_on(plan, each, torch.empty_like(each.q), least_q=least)
+    assert plan._listed["PREFILLS"].tolist()[:2] == [1, 1]
+
+
+def test_a_request_with_fewer_queries_than_the_host_says_is_found(made, each):
+    plan = plan_for(each, page=16, ragged=True)
+    with override(check=True), pytest.raises(InputError, match="pass least_q=0"):
+        run_on(plan, each, torch.empty_like(each.q), least_q=1)

@@ -282,6 +282,16 @@ def test_a_page_that_was_guessed_does_not_replace_the_right_one(model):
         server.warm(of)
 
 
+def test_a_plan_is_told_how_many_rows_each_request_has_at_least(model):
+    """Chunks alone need no kernel of decodes; a graph serves other batches too."""
+    of = Requests()
+    server = model(of)
+    for tokens, least in (({"a": 21, "b": 5}, 5), ({"a": 1, "b": 9}, 1), ({"a": 1, "b": 1}, 0)):
+        common = vllm.common(of.step(tokens))
+        assert server.builder.build(0, common).least_q == least
+        assert server.builder.build_for_cudagraph_capture(common).least_q == 0
+
+
 def test_the_cache_is_written_by_one_kernel(model, monkeypatch):
     """Nothing of torch's indexing: it took five times as long."""
     of = Requests()

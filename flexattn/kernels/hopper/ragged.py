@@ -288,6 +288,17 @@ def render_row_tiles(form: ServingForm, config: base.RaggedConfig, device: Devic
     return make_source("hopper/row_tiles.py.jinja", device, header, context, tuple(found), 4, 1)
 
 
+def prefills_from(form: ServingForm, config: base.RaggedConfig, most: int) -> int:
+    """Queries from which on each request of up to `most` is a prefill, as row tiles decide it."""
+    heads = form.kv_heads * config.head_tiles(form.group)
+    for n in range(most, DECODE_QUERIES, -1):
+        streamed = -(-n * form.group // _STREAMED_ROWS) * _STREAMED_TIME * form.kv_heads
+        # A kernel compares float32.
+        if -(-n // config.BLOCK_M) * heads > 0.999 * streamed:
+            return n + 1
+    return DECODE_QUERIES + 1
+
+
 def render_merge_parts(form: ServingForm, config: HopperPrefillConfig, device: Device) -> Source:
     """The kernel that merges the parts of the tiles of rows whose keys were cut."""
     settings = constants(form, config, device) | {
