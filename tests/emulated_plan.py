@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from flexattn.device import detect
+from flexattn.kernels.block_mask.chosen import render_chosen
 from flexattn.kernels.paged_decode import family
 from flexattn.kernels.paged_decode.source import render_serving_combine
 from flexattn.runtime.build import DESCRIPTOR, builder
@@ -76,7 +77,11 @@ def emulate(monkeypatch, number):
     def combine(form, config, device):
         return render_serving_combine(form, config, interpreted)
 
+    def chosen(form, device):
+        return render_chosen(form, interpreted)
+
     monkeypatch.setattr(kernels, "detect", lambda device: few)
+    monkeypatch.setattr(kernels, "render_chosen", chosen)
     monkeypatch.setattr(kernels, "builder", Builder)
     monkeypatch.setattr(family, "render_serving_combine", combine)
     # Texts that were rendered for a device whose merges are not interpreted, and those of here.
