@@ -115,9 +115,13 @@ def check_kernel_for_every_gpu(each, page):
     assert plan.prefill_config is None
 
 
-@pytest.mark.parametrize("D", [80, 128])
+@pytest.mark.parametrize("D", [80, 96, 128])
 def test_single_keys_of_eight_bits(D):
-    """Hopper's forward copies no such pages."""
+    """Hopper's forward copies no such pages.
+
+    Triton's kernel once cut 80 columns into 64 and 16, and 96 into 64 and 32: an H200 read out of
+    bounds.
+    """
     check_kernel_for_every_gpu(batch(*MIXED, 32, 8, D, **BF16), page=1)
 
 

@@ -57,10 +57,11 @@ def power_above(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def pieces(head_dim: int) -> tuple[tuple[int, int, int], ...]:
+def pieces(head_dim: int, least: int = 16) -> tuple[tuple[int, int, int], ...]:
     """Cut a head dimension into at most two power-of-two tiles: (offset, tile, elements used).
 
-    192 is 128 + 64 and 576 is 512 + 64 exactly; 112 is one tile of 128, padded.
+    192 is 128 + 64 and 576 is 512 + 64 exactly; 112 is one tile of 128, padded. least: elements
+    of a second tile; a narrower one is padded into the first.
     """
     whole = power_above(head_dim)
     half = whole // 2
@@ -68,14 +69,14 @@ def pieces(head_dim: int) -> tuple[tuple[int, int, int], ...]:
     if whole == 16 or head_dim == whole:
         return ((0, whole, head_dim),)
     tail = power_above(rest)
-    if tail >= half:
+    if tail >= half or tail < least:
         return ((0, whole, head_dim),)
     return ((0, half, half), (half, tail, rest))
 
 
-def padded(head_dim: int) -> int:
-    """Elements of a head dimension as the tiles hold them."""
-    return sum(tile for _, tile, _ in pieces(head_dim))
+def padded(head_dim: int, least: int = 16) -> int:
+    """Elements of a head dimension as the tiles of `pieces` hold them."""
+    return sum(tile for _, tile, _ in pieces(head_dim, least))
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,12 +193,14 @@ def mod_context(
     }
 
 
-def named_pieces(prefix: str, head_dim: int, halved: bool = False) -> tuple[_Piece, ...]:
+def named_pieces(
+    prefix: str, head_dim: int, halved: bool = False, least: int = 16
+) -> tuple[_Piece, ...]:
     """The tiles of a head dimension, by the names that templates give them.
 
-    halved: one tile is two.
+    halved: one tile is two. least: as `pieces` has it.
     """
-    cut = pieces(head_dim)
+    cut = pieces(head_dim, least)
     if halved and len(cut) == 1:
         half = cut[0][1] // 2
         cut = (0, half, half), (half, half, head_dim - half)

@@ -175,6 +175,20 @@ def check_config(config: object) -> None:
         )
 
 
+def least_tile(form: ServingForm) -> int:
+    """Columns of the second of two tiles of a head's columns, at least.
+
+    Tiles of 64 keys and 16 or 32 columns that were widened from 8 bits gave wrong numbers, or read
+    out of bounds, on an H200 under Triton 3.6.
+    """
+    return 64 if SERVING_ITEMSIZE[form.kv_dtype] == 1 else 16
+
+
+def tile_columns(form: ServingForm, head_dim: int) -> int:
+    """Columns of the tiles of a head's columns."""
+    return padded(head_dim, least_tile(form))
+
+
 def serving_shared_memory(config: ServingConfig, form: ServingForm) -> int:
     """Bytes: the stages of K and V, and a query tile on its way to the matrix instruction."""
     if config.warp_private:
@@ -193,13 +207,14 @@ def serving_shared_memory(config: ServingConfig, form: ServingForm) -> int:
         width = form.head_dim_qk * SERVING_ITEMSIZE[form.product_dtype]
         tiles = (config.BLOCK_M + config.BLOCK_N) * width
         return tiles + numbers_of_rows
-    width = padded(form.head_dim_qk) + (0 if form.shared_kv else padded(form.head_dim_v))
+    keys, values = (tile_columns(form, dim) for dim in (form.head_dim_qk, form.head_dim_v))
+    width = keys + (0 if form.shared_kv else values)
     tiles = (
         max(1, config.num_stages - 1) * config.BLOCK_N * width * SERVING_ITEMSIZE[form.kv_dtype]
     )
     if SERVING_ITEMSIZE[form.kv_dtype] == 1:
         tiles += 2 * config.BLOCK_N * width
-    return tiles + config.BLOCK_M * padded(form.head_dim_qk) * SERVING_ITEMSIZE[form.dtype]
+    return tiles + config.BLOCK_M * keys * SERVING_ITEMSIZE[form.dtype]
 
 
 def workspace(

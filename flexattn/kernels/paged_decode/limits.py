@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, get_args
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import padded
 from flexattn.kernels.base.limits import (
     SHARED_MEMORY,
     Limits,
@@ -20,6 +19,7 @@ from flexattn.kernels.paged_decode.config import (
     ServingConfig,
     invariant_config,
     serving_shared_memory,
+    tile_columns,
 )
 from flexattn.kernels.paged_decode.engines import (
     LATENT,
@@ -84,7 +84,8 @@ class ConfigCase:
     @property
     def accumulators(self) -> int:
         """Numbers of a tile that the registers of all warps add up."""
-        return self.config.BLOCK_M * (padded(self.form.head_dim_v) + self.config.BLOCK_N)
+        columns = tile_columns(self.form, self.form.head_dim_v)
+        return self.config.BLOCK_M * (columns + self.config.BLOCK_N)
 
     # Where each warp has keys of a tile for itself. Rows of 256 columns are two chunks of rows of
     # the products.

@@ -12,7 +12,13 @@ from flexattn.kernels.base.arguments import Argument, captured_arguments
 from flexattn.kernels.base.config import pieces
 from flexattn.kernels.base.source import BASE_2, Source
 from flexattn.kernels.paged_decode import engines
-from flexattn.kernels.paged_decode.config import COMBINE_WARPS, LINE, ServingConfig, merge_shape
+from flexattn.kernels.paged_decode.config import (
+    COMBINE_WARPS,
+    LINE,
+    ServingConfig,
+    least_tile,
+    merge_shape,
+)
 from flexattn.kernels.paged_decode.reads import (
     located,
     predicated_loads,
@@ -109,8 +115,10 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     if late and dialect is TRITON and device.backend != "hip":
         mask = _printed(form.mask, form, replace(traits, predicated_loads=True))
     used: list[MaskParts | PrintedScore] = [each for each in (score, mask) if each is not None]
-    qk = rendering.named_pieces("qk", form.head_dim_qk)
-    v = rendering.named_pieces("v", form.head_dim_v)
+    qk, v = (
+        rendering.named_pieces(name, dim, least=least_tile(form))
+        for name, dim in (("qk", form.head_dim_qk), ("v", form.head_dim_v))
+    )
     eight = SERVING_ITEMSIZE[form.kv_dtype] == 1
     product = triton_type(form.product_dtype)
     of_pages = form.page > 0 and config.BLOCK_N % form.page == 0 and not form.unit
