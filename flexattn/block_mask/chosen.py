@@ -29,7 +29,7 @@ from flexattn.problem.mask_lists import (
     keep_form,
     shared_form,
 )
-from flexattn.runtime.build import Launcher, builder
+from flexattn.runtime.build import Launcher, blank, builder
 from flexattn.runtime.key_lists import turn_by
 from flexattn.runtime.launch import Lists, launches, raw_stream
 from flexattn.settings import current
@@ -267,10 +267,8 @@ def _empty(shape: tuple[int, int, int], width: int, index: int) -> tuple[Tensor,
         with torch.cuda.device(index):
             return _empty(shape, width, index)
     words, (num, full_num, idx, full_idx) = _places(shape, width)
-    # What graphs that Inductor compiled allocate by.
     own: Any = torch._C._dynamo.guards
-    blank = own._empty_strided_cpu if index < 0 else own._empty_strided_cuda
-    held, part = blank(words, (1,), torch.int32), own._reinterpret_tensor
+    held, part = blank(index)(words, (1,), torch.int32), own._reinterpret_tensor
     return part(held, *num), part(held, *idx), part(held, *full_num), part(held, *full_idx)
 
 

@@ -189,8 +189,7 @@ class Pack(NamedTuple):
             self.scale, self.learned(), partial(self._asked, q, k, v, cu_q.shape[0] - 1), into,
             sinks,
         )  # fmt: skip
-        dq, dk, dv = (x[0].transpose(0, 1) for x in found[:3])
-        return found._replace(dq=dq, dk=dk, dv=dv)
+        return found._replace(dq=_rows(found.dq), dk=_rows(found.dk), dv=_rows(found.dv))
 
     def has_gradients(self, q: Tensor, k: Tensor, v: Tensor, sequences: int) -> bool:
         """True if a kernel of gradients serves."""
@@ -271,7 +270,15 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, sequences: int) -> tuple[Any, ...]:
 
 def _heads(x: Tensor) -> Tensor:
     """Rows [length, heads, D] as one batch [1, heads, length, D], as dense as they are."""
-    return x.unsqueeze(0).transpose(1, 2)
+    (length, heads, width), (row, head, step) = x.shape, x.stride()
+    # Half the time of two views.
+    return x.as_strided((1, heads, length, width), (length * row, head, row, step))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """One batch as rows [length, heads, D]."""
+    (_, heads, length, width), (_, head, row, step) = x.shape, x.stride()
+    return x.as_strided((length, heads, width), (row, head, step))
 
 
 def _launch(

@@ -95,7 +95,7 @@ class BackwardLaunch(Launch):
         q, k, v = inputs
         given = (
             q, k, v, out, dout, lse, dlse, delta, dq, dk, dv, scale, q, dout, k, v, dk, dv,
-            *[each.empty(out.device) for each in self.scratch], *rest, *sums,
+            *[each.empty(self.gpu) for each in self.scratch], *rest, *sums,
         )  # fmt: skip
         for each in self.kernels if dlse is None else self.through_lse:
             each.launch(stream, given)

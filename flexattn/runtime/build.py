@@ -10,6 +10,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -343,9 +344,20 @@ class Scratch(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
 
-    def empty(self, device: torch.device) -> Tensor:
-        """The memory, for one launch."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+    def empty(self, index: int) -> Tensor:
+        """The memory in one row, for one launch; index: as `blank` has it."""
+        found: Tensor = blank(index)((prod(self.shape),), (1,), self.dtype)
+        return found
+
+
+def blank(index: int) -> Any:
+    """What allocates uninitialised memory of a shape, strides and a dtype: of the CPU if index is
+    -1, else of the current GPU.
+
+    Graphs that Inductor compiled allocate by it, in a third of torch.empty's time.
+    """
+    own: Any = torch._C._dynamo.guards
+    return own._empty_strided_cpu if index < 0 else own._empty_strided_cuda
 
 
 @dataclass(frozen=True, slots=True)

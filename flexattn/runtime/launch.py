@@ -313,7 +313,7 @@ class ForwardLaunch(Launch):
         # of `rest`: tuples are added in less time than they are unpacked.
         given: tuple[Any, ...] = (q, k, v, out, lse, maxima, zero, scale, sinks) + descales  # noqa: RUF005
         if self.scratch:
-            given += tuple([each.empty(device) for each in self.scratch])
+            given += tuple([each.empty(gpu) for each in self.scratch])
         given += self.kv_arguments + rest
         for each in self.kernels:
             each.launch(stream, given)

@@ -241,7 +241,7 @@ class PackedLaunch(Launch):
         if form.lse:
             lse = q.new_empty((problem.q_len, problem.Hq), dtype=torch.float32)
         given: tuple[Any, ...] = (q, k, v, out, out, lse, sinks, scale, cu_seqlens_q, cu_seqlens_k)
-        given += tuple([each.empty(self.device) for each in self.scratch]) + rest
+        given += tuple([each.empty(gpu) for each in self.scratch]) + rest
         self.launch(stream, given)
         return Outputs(out, lse, None)
 
