@@ -60,10 +60,12 @@ def stepped_axes(form: ServingForm, described: bool) -> str:
     return "" if form.page else "p"
 
 
-def serving_arguments(form: ServingForm, described: bool = False) -> tuple[Argument, ...]:
+def serving_arguments(
+    form: ServingForm, described: bool = False, gathers: bool = False
+) -> tuple[Argument, ...]:
     """Arguments of the serving kernel, in order; None of them depends on a length.
 
-    described: K and V are tensor descriptors.
+    described: K and V are tensor descriptors. gathers: it reads a choice as it is given, too.
     """
     q, kv = signature_type(form.dtype), signature_type(form.kv_dtype)
     wide = 16 if form.aligned else 1
@@ -76,7 +78,8 @@ def serving_arguments(form: ServingForm, described: bool = False) -> tuple[Argum
     if form.page:
         found.append(Argument("TABLE", "*i32", 4))
     if form.unit:
-        found += [Argument("LISTED", "*i32", 4), Argument("LISTED_NUM", "*i32", 4)]
+        names = ("LISTED", "LISTED_NUM", *("INDICES",) * gathers)
+        found += [Argument(name, "*i32", 4) for name in names]
     if form.prefix:
         found.append(Argument("ROW_LENS", "*i32", 4))
     if form.scaled:
@@ -160,7 +163,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:
             header.append(f"{name}: {rendering.expression_line(captures)}")
-    found = serving_arguments(form, config.boxed(form))
+    found = serving_arguments(form, config.boxed(form), config.gathers(form))
     if config.by_tma:
         # Of the first warpgroup's warps, which start the others.
         most = engines.first_registers(form, config)
