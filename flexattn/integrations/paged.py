@@ -123,7 +123,7 @@ def attend_paged(
         sinks=s_aux is not None,
     )  # fmt: skip
     plan = state.plans.plan(
-        kind,
+        kind.of_tokens if single else kind,
         batch=max(_REQUESTS, rounded(requests)),
         kv_len=max(_KEYS, rounded(step.table.shape[1] * page)),
         total_q=0 if single else cache.max_batch_tokens,

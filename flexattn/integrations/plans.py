@@ -183,6 +183,11 @@ class Layer:
         found = re.search(r"\d+", self.name)
         return int(found[0]) if found else -1
 
+    @property
+    def of_tokens(self) -> Layer:
+        """The same for single tokens: a request's last row sees all of its keys."""
+        return self if self.window is not None else replace(self, causal=False)
+
     def score_mod(self, own: _Mod | None) -> _Mod | None:
         """Soft-capping, then ALiBi, then the user's; None where there is none."""
         chain = [] if not self.softcap else [catalogue.softcap(self.softcap)]
@@ -321,7 +326,11 @@ class Plans:
 def _kinds(layer: Layer, rows: int) -> list[tuple[Layer, int]]:
     """The layers of a layer's plans, and the rows of each, 0 for single tokens."""
     plain = replace(layer, spans=None)
-    return [(plain, 0), (plain, rows), *([(layer, rows)] if layer.spans is not None else [])]
+    return [
+        (plain.of_tokens, 0),
+        (plain, rows),
+        *([(layer, rows)] if layer.spans is not None else []),
+    ]
 
 
 def _own(mods: Mapping[str, _Mod] | None) -> list[_Mod | None]:

@@ -347,10 +347,10 @@ def inspect(
         _within("cu_seqlens_q", ends, 0, m.total_q, f"the plan has {m.total_q} rows")
         if bool((ends[1:] < ends[:-1]).any()) or int(ends[0]) != 0:
             raise InputError(f"cu_seqlens_q {ends.tolist()[:9]}", "it starts at 0 and never falls")
-        fewest = int(ends.diff().min())
-        if fewest < least_q:
-            rule = f"each request has least_q={least_q} at least"
-            raise InputError(f"a request of {fewest} queries", rule, "pass least_q=0")
+        short = [n for n in ends.diff().tolist() if 0 < n < least_q]
+        if short:
+            rule = f"each request that has any has least_q={least_q} at least"
+            raise InputError(f"a request of {short[0]} queries", rule, "pass least_q=0")
     if placed:
         ends = torch.arange(len(lengths) + 1) * m.q_len if cu_seqlens is None else cu_seqlens.cpu()
         rows = ends.diff()[: len(lengths)]
