@@ -326,11 +326,8 @@ class Plans:
 def _kinds(layer: Layer, rows: int) -> list[tuple[Layer, int]]:
     """The layers of a layer's plans, and the rows of each, 0 for single tokens."""
     plain = replace(layer, spans=None)
-    return [
-        (plain.of_tokens, 0),
-        (plain, rows),
-        *([(layer, rows)] if layer.spans is not None else []),
-    ]
+    found = [(plain.of_tokens, 0), (plain, rows)]
+    return found if layer.spans is None else [*found, (layer, rows)]
 
 
 def _own(mods: Mapping[str, _Mod] | None) -> list[_Mod | None]:

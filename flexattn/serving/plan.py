@@ -285,8 +285,8 @@ class DecodePlan:
         call's queries included; 0 leaves zeros. block_table int32 [B, pages of a request].
         sinks fp32 [Hq]; k_scale, v_scale fp32, as the plan's `scaled` says. selection int32
         [B, Hkv, k]: units by their number in a request; those below 0, past its keys or given
-        twice are left out, never read. The host reads none of it. least_q: no request that has
-        queries has fewer, as the caller knows; if all are prefills, kernels of decodes are left out.
+        twice are left out, never read. The host reads none of it. least_q: no request with
+        queries has fewer, as the caller knows; if all are prefills, decodes have no kernel.
 
         Returns out, as q with Dv for D; with lse also the natural log-sum-exp fp32, as out without
         its last dimension, sinks included. Both are the plan's own, which the next run overwrites,

@@ -209,4 +209,4 @@ def test_what_the_host_knows_to_be_prefills_has_no_kernel_of_decodes(made, monke
 def test_a_request_with_fewer_queries_than_the_host_says_is_found(made, each):
     plan = plan_for(each, page=16, ragged=True)
     with override(check=True), pytest.raises(InputError, match="pass least_q=0"):
-        run_on(plan, each, torch.empty_like(each.q), least_q=1)
+        run_on(plan, each, torch.empty_like(each.q), least_q=2)

@@ -74,6 +74,13 @@ def far(window, L=9):
     return (torch.arange(L)[:, None] - torch.arange(L)).abs() < window
 
 
+def test_single_tokens_have_no_causal_mask():
+    """Their kernels are those of tuned records, which have none."""
+    assert LAYER.of_tokens.mask_mod(None) is None
+    window = replace(LAYER, window=3)
+    assert window.of_tokens == window and torch.equal(seen(window), seen(window.of_tokens))
+
+
 def test_layers_that_are_not_causal():
     assert replace(LAYER, causal=False).mask_mod(None) is None
     assert torch.equal(seen(replace(LAYER, causal=False, window=3)), far(3))
