@@ -11,7 +11,7 @@ LIMITS = {
     "": 8600,
     "configs/nvidia-h200": 560,
     "configs/studies": 160,
-    "bench/results": 395,
+    "bench/results": 420,
     "notebooks": 260,
     "tests/golden/files": 300,
     "docs/pictures": 80,
