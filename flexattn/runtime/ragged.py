@@ -96,12 +96,18 @@ def ragged_kernels(
     """The kernels of a problem, by a family's static defaults; None where none serves it."""
     form = problem.structure
 
+    def key(config: Any) -> tuple[Any, ...]:
+        return "row tiles", form, config, target
+
     def others(config: Any) -> list[Kernel]:
         renders = (render_row_tiles, render_merge_parts)[: 1 + config.splits]
-        return [compiled(render(form, config, target)) for render in renders]
+        sources = builder().sources(
+            key(config), lambda: tuple(render(form, config, target) for render in renders)
+        )
+        return list(map(compiled, sources))
 
     first = next(_configs(family, problem, target, False), None)
-    if first is not None and not current().interpret:
+    if first is not None and not current().interpret and not builder().rendered.get(key(first)):
         begin(partial(others, first))
     choice = _served(family, problem, target, compiled)
     if choice is None:

@@ -5,12 +5,14 @@ import threading
 import pytest
 import torch
 
+import flexattn.runtime.ragged as ragged
 import flexattn.serving.kernels as serving
 from flexattn.catalogue import causal
 from flexattn.device import named
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.mods import bind
+from flexattn.runtime.build import builder
 from flexattn.runtime.outcomes import memory
 from flexattn.settings import override
 from tests.failing_builds import LASTING, Builder, gluon
@@ -110,5 +112,16 @@ class Together(Builder):
 
 def test_kernels_of_prefills_and_of_decodes_are_compiled_at_once(planned):
     """One after the other they took a server's first start seconds more."""
+    builder().clear()
     found = planned(builder=Together(3))  # the forward, what lists its tiles, and the decodes'
     assert found.prefills is not None and found.attend is not None
+
+
+def test_what_lists_the_tiles_is_rendered_once(planned, monkeypatch):
+    """A pack of another length has the same kernels."""
+    builder().clear()
+    first = planned()
+    monkeypatch.setattr(ragged, "render_row_tiles", None)
+    monkeypatch.setattr(ragged, "begin", None)
+    again = planned(total_q=4096)
+    assert again.prefills.row_tiles.source is first.prefills.row_tiles.source
