@@ -10,7 +10,7 @@ import tests.interpreter.test_packed_gradients as gradients
 import tests.interpreter.test_packed_launch as forward
 from flexattn.frontend import varlen
 from flexattn.frontend.compiled import sequences
-from flexattn.runtime.build import builder
+from flexattn.runtime.build import Builder, builder
 from flexattn.settings import override
 from tests.compiled import as_on_a_gpu, compiling
 from tests.packs import alone, offsets
@@ -26,7 +26,7 @@ def launches(monkeypatch, tmp_path):
     """Tensors of the CPU count as those of a small Hopper; its kernels as they are made."""
     found = []
 
-    class Both:
+    class Both(Builder):
         def kernel(self, source, target, index):
             if source.language != "gluon":
                 return builder().kernel(source, target, -1)

@@ -23,7 +23,7 @@ from flexattn.kernels.hopper_backward.config import (
 )
 from flexattn.mods import bind
 from flexattn.runtime.backward import slots_of
-from flexattn.runtime.build import builder
+from flexattn.runtime.build import Builder, builder
 from flexattn.runtime.candidates import Candidate
 from flexattn.runtime.outcomes import memory
 from flexattn.runtime.ragged import PackedBackward, packed_backward_problem
@@ -322,7 +322,7 @@ def test_varlen_attn(kind, monkeypatch, tmp_path):
     """The first gradients are judged by the document mask; new lengths take the same launch."""
     launches = []
 
-    class Both:
+    class Both(Builder):
         def kernel(self, source, target, index):
             if source.language != "gluon":
                 return builder().kernel(source, target, -1)

@@ -14,7 +14,7 @@ from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.device import detect
 from flexattn.kernels.hopper import ragged
 from flexattn.mods import bind
-from flexattn.runtime.build import DESCRIPTOR, builder
+from flexattn.runtime.build import DESCRIPTOR, Builder, builder
 from flexattn.runtime.outcomes import memory
 from flexattn.settings import override
 from flexattn.util.locks import Lru
@@ -75,7 +75,7 @@ def on_hopper(monkeypatch):
         for each in plain(problem, device):
             yield replace(each, merge_consumers=False, lazy_rescale=False)
 
-    class Builder:
+    class Emulating(Builder):
         def kernel(self, source, target, index):
             if source.language == "gluon":
                 return Emulated(source)
@@ -89,7 +89,7 @@ def on_hopper(monkeypatch):
             packed, name, lambda form, config, _, render=plain_render: render(form, config, here)
         )
     monkeypatch.setattr(ragged, "ragged_defaults", emulable)
-    monkeypatch.setattr(packed, "builder", Builder)
+    monkeypatch.setattr(packed, "builder", Emulating)
     # A launch of another test's emulated kernel would serve the same call here.
     monkeypatch.setattr("flexattn.frontend.launch_cache.launches", Lru(64))
 
