@@ -268,7 +268,7 @@ _FUNCTIONS = {
 
 def importable() -> dict[str, Callable[..., Any]]:
     """The function of each library that is installed, SDPA first."""
-    found: dict[str, Callable[..., Any]] = {SDPA: scaled_dot_product_attention}
+    found = {SDPA: scaled_dot_product_attention}
     for name, (module, function) in _FUNCTIONS.items():
         try:
             found[name] = getattr(import_module(module), function)

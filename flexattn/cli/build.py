@@ -127,7 +127,7 @@ def print_report(report: BuildReport) -> None:
     headings = ">regs", ">spills", ">shared", ">matrix", ">s"
     table = table_of("config", *headings, "note", title=title)
     for built, twin in zip(report.built, report.twins, strict=True):
-        numbers: tuple[int, ...] = (
+        numbers = (
             built.registers,
             built.spills,
             built.shared_memory,

@@ -155,7 +155,7 @@ def _counts(outcomes: Sequence[TuningOutcome], asked: int) -> str:
 
 def _told(outcome: TuningOutcome, store: Store) -> dict[str, Any]:
     answer = outcome.answer
-    told: dict[str, Any] = {
+    told = {
         "title": outcome.title,
         "status": outcome.status,
         "key": asdict(outcome.key),

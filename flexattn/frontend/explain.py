@@ -106,7 +106,7 @@ class Explanation:
 
     def __str__(self) -> str:
         """One aligned line a fact, with the reason beside or below it."""
-        facts: list[tuple[str, object]] = [
+        facts = [
             ("problem", self.problem),
             ("template", self.template and f"{self.template}: {self.template_why}"),
             ("language", self.language and f"{self.language}: {self.language_why}"),

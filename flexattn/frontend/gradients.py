@@ -25,7 +25,7 @@ from flexattn.mods import Bound
 from flexattn.mods.derivative import derivatives
 from flexattn.mods.expr import ScoreMod
 from flexattn.problem import Problem, Shape, checks, make_problem
-from flexattn.problem.facts import TensorFacts, facts_of, layout_of, products_for, setting_of
+from flexattn.problem.facts import facts_of, layout_of, products_for, setting_of
 from flexattn.problem.inputs import Dropout
 from flexattn.problem.mask_lists import mask_class
 from flexattn.records.untuned import note
@@ -360,7 +360,7 @@ def _problem(
         asked.score,
         asked.mask,
         sparsity,
-        layout_of(*(TensorFacts(*facts_of(x)) for x in (q, k, v))),
+        layout_of(q, k, v),
         mask_class=masked,
         fp32_products=products_for(
             setting_of(q, asked.options.fp32), "backward", (D, Dv), target.capability, False

@@ -18,7 +18,7 @@ from flexattn.kernels.choose.defaults import refused
 from flexattn.kernels.printers.torch_printer import score_callable
 from flexattn.mods.derivative import without_stops
 from flexattn.problem import DTYPES, FP8, Problem, Shape, checks, kind_for, make_problem
-from flexattn.problem.facts import TensorFacts, facts_of, layout_of, products_for, setting_of
+from flexattn.problem.facts import layout_of, products_for, setting_of
 from flexattn.problem.mask_lists import mask_class
 from flexattn.records.untuned import note
 from flexattn.reference.parts import SavedForward
@@ -95,7 +95,7 @@ def _prepare(call: Call, masked: str, lists: Lists | None) -> ForwardLaunch:
 
 def _problem(call: Call, masked: str, lists: Lists | None, target: Device) -> Problem:
     """The problem of a call. The key of its launch contains everything that is read here."""
-    q, k, v = (TensorFacts(*facts_of(x)) for x in (call.q, call.k, call.v))
+    q, k, v = call.q, call.k, call.v
     chosen = call.options
     B, Hq, q_len, head_dim = q.shape
     _, Hkv, kv_len, head_dim_v = v.shape
@@ -121,7 +121,7 @@ def _problem(call: Call, masked: str, lists: Lists | None, target: Device) -> Pr
         lse=call.statistics.lse,
         max_scores=call.statistics.max_scores,
         fp32_products=products_for(
-            setting_of(call.q, chosen.fp32),
+            setting_of(q, chosen.fp32),
             kind,
             (head_dim, head_dim_v),
             target.capability,

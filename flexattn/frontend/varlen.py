@@ -192,7 +192,7 @@ def varlen_attn(
     left, right = _sides(window, causal)
     if deterministic:
         kernel_options = {**(kernel_options or {}), **_IN_ORDER}
-    rest: dict[str, Any] = {
+    rest = {
         "scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse,
         "kernel_options": kernel_options, "return_aux": return_aux, "sinks": sinks,
         "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,

@@ -190,7 +190,7 @@ class FlexattnBackend(AttentionBackend):
             k = k.reshape(len(q), -1, layer.qk_head_dim)
             v = v.reshape(len(q), -1, layer.v_head_dim)
             plans.append.run(k, v, pages, slot_mapping=slots[: len(q)], **scales)
-        given: dict[str, Any] = {"seq_lens": self._lens[:n], "block_table": table[:n], **scales}
+        given = {"seq_lens": self._lens[:n], "block_table": table[:n], **scales}
         if sinks is not None:
             given["sinks"] = sinks.float()
         out = q.new_empty(*q.shape[:-1], layer.v_head_dim)
@@ -220,7 +220,7 @@ class FlexattnBackend(AttentionBackend):
                 layer.sliding_window_size + 1 if layer.sliding_window_size >= 0 else None,
                 sinks=sinks, scaled=scaled, name=f"layers.{layer.layer_id}",
             )  # fmt: skip
-            maxima: dict[str, Any] = {
+            maxima = {
                 "batch": self._requests, "kv_len": self._kv_len,
                 "batch_invariant": self._invariant,
             }  # fmt: skip

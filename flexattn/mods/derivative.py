@@ -84,7 +84,7 @@ def derivatives(mod: Mod, slots: tuple[int, ...] = ()) -> Derivatives:
     nodes = list(walk(mod.expr))
     wanted = {node for node in nodes if _is_wanted(node, slots)}
     reached = _reached(nodes, wanted)
-    grads: dict[Expr, Expr] = {mod.expr: const(1.0, _wide(mod.expr.dtype))}
+    grads = {mod.expr: const(1.0, _wide(mod.expr.dtype))}
     for node in reversed(nodes):
         if node not in grads or node not in reached:
             continue

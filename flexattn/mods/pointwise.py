@@ -54,7 +54,7 @@ def promoted(arrays: list[Array]) -> str:
     """torch's result type: tensors with dimensions, then 0-d tensors, then Python numbers."""
     if all(array.weak for array in arrays):
         return name_of(reduce(torch.promote_types, [dtype_of(array.dtype) for array in arrays]))
-    like: list[Any] = [
+    like = [
         _NUMBERS.get(array.dtype, 1.0)
         if array.weak
         else torch.empty([1] * len(array.shape), dtype=dtype_of(array.dtype), device="meta")

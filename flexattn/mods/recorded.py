@@ -154,7 +154,7 @@ def digest(identity: Identity) -> str | None:
     """
     if identity.reason:
         return None
-    parts: list[str] = [_here()]
+    parts = [_here()]
     devices: list[str] = []
     names: set[str] = set()
     items = iter(identity.key)

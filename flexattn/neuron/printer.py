@@ -80,7 +80,7 @@ class NkiPrinter(NkiEmitter):
     def _bounds(self, expr: Expr) -> dict[Expr, Range | None]:
         """Which integers each node can be; those of tables and numbers are checked at a call."""
         q_len, kv_len = self.lengths
-        ranges: dict[str, Range] = {
+        ranges = {
             "b": (0, 2**16), "h": (0, 2**16),
             "q_idx": (0, max(q_len - 1, 0)), "kv_idx": (0, max(kv_len - 1, 0)),
         }  # fmt: skip

@@ -250,7 +250,7 @@ def render_nki(problem: Problem, config: NkiConfig, target: str, title: str) -> 
     header += [f"{kind}_mod: {_one_line(each.mod)}" for kind, each in named]
     header += [f"{table.name}: {table.kind} {_one_line(table.mod)}" for table in mods.tables]
     header.append(f"template: {name} {template_hash(name)}, for {target}")
-    context: dict[str, object] = {
+    context = {
         **values(config),
         **values(shape),
         "header": "\n".join(f"# {line}" for line in header),
@@ -291,7 +291,7 @@ def render_nki_combine(problem: Problem, target: str) -> NkiSource:
     structure, name = problem.structure, "nki/combine.py.jinja"
     results = ("out", *["lse"] * structure.lse, *["max_scores"] * structure.max_scores)
     lines = (f"combine for {problem.describe()}", f"template: {name} {template_hash(name)}")
-    context: dict[str, object] = {
+    context = {
         "form": "s",
         "header": "\n".join(f"# {line}, for {target}" for line in lines),
         "results": results,

@@ -66,11 +66,12 @@ def facts_of(tensor: Tensor | None) -> Any:
     )  # fmt: skip
 
 
-def layout_of(q: TensorFacts, k: TensorFacts, v: TensorFacts) -> Layout:
+def layout_of(q: Tensor, k: Tensor, v: Tensor) -> Layout:
     """The layout of query, key and value in memory, as far as a kernel's code depends on it."""
-    whole = q.aligned and k.aligned and v.aligned and (q.shape[0] == 1 or q.strides[0] > 0)
-    near = q.near and k.near and v.near
-    return Layout(q.strides[-1] == 1, k.strides[-1] == 1, v.strides[-1] == 1, whole, near)
+    facts = [TensorFacts(*facts_of(x)) for x in (q, k, v)]
+    whole = all(x.aligned for x in facts) and (q.shape[0] == 1 or q.stride(0) > 0)
+    near = all(x.near for x in facts)
+    return Layout(q.stride(-1) == 1, k.stride(-1) == 1, v.stride(-1) == 1, whole, near)
 
 
 # What is asked: no tf32 and no parts of numbers, tf32's accuracy, parts wherever they compile, or

@@ -11,7 +11,6 @@ merge() brings the records of several roots into one: the better one of each key
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -97,15 +96,14 @@ class Store:
         names = self._names(environment, key)
         path = os.path.join(self._texts[0], *names)
         try:
-            found = self._load(path, names[0], decode)
-            if found is not None and found.key != key:
-                raise CacheError(f"{path}: it is the record of another key")
-            return found
+            return self._load(path, names[0], decode, key)
         except CacheError as error:
             say_once(f"not used, as if it were not there: {error.line}")
             return None
 
-    def _load(self, path: str | Path, folder: str, decode: Callable[[bytes], _T]) -> _T | None:
+    def _load(
+        self, path: str | Path, folder: str, decode: Callable[[bytes], _T], key: Key | None = None
+    ) -> _T | None:
         """The record of a file, None without the file; raises CacheError for any other file."""
         raw = read_regular(path, MAX_BYTES)
         if raw is None:
@@ -114,6 +112,8 @@ class Store:
             found = decode(raw)
             if found.environment.folder != folder:
                 raise CacheError("it is the record of another environment")
+            if found.key != (key or found.key):
+                raise CacheError("it is the record of another key")
             if self.is_replay == _is_real(found):
                 raise CacheError(
                     f"a {found.provenance} record", "replays have a cache of their own"
@@ -219,11 +219,11 @@ class Store:
             path, old = self.path(name, key), self.read(name, key)
             if old is not None and old.environment.triton != environment.triton:
                 continue
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 path.unlink()
                 dropped.append(path)
             folder = path.parent.parent
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 path.parent.rmdir()  # refused while it holds a record
             if set(listing(folder)) <= {"manifest.json", ".lock"}:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -235,9 +235,7 @@ class Store:
         self, path: Path, record: Record, replace: bool | Callable[[Record, Record], bool]
     ) -> bool:
         try:
-            old = self._load(path, path.parts[-3], decode_record)
-            if old is not None and old.key != record.key:
-                raise CacheError(f"{path}: it is the record of another key")
+            old = self._load(path, path.parts[-3], decode_record, record.key)
         except CacheError as error:
             elsewhere = aside(path)
             os.rename(path, elsewhere)

@@ -153,7 +153,7 @@ def prepare_backward(
         if into is None
         else [x.stride() for x in into]
     )
-    fixed: dict[str, Any] = {
+    fixed = {
         **input_strides(problem, q, k, v),
         **strides("stride_o", "bhm", out),
         **strides("stride_do", "bhm", dout),

@@ -28,7 +28,7 @@ from flexattn.kernels.hopper.ragged import (
 from flexattn.kernels.hopper_backward.family import BACKWARD
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, Problem, Shape, captures_of, make_problem
-from flexattn.problem.facts import TensorFacts, facts_of, layout_of
+from flexattn.problem.facts import layout_of
 from flexattn.problem.serving import ServingForm, ServingProblem
 from flexattn.runtime.backward import BackwardLaunch, prepare_backward
 from flexattn.runtime.build import Kernel, Launcher, Scratch, begin, builder
@@ -193,7 +193,7 @@ def packed_problem(
         rows=0,
         score=captures_of(score),
         mask=captures_of(mask),
-        layout=layout_of(*(TensorFacts(*facts_of(x[None])) for x in (q, k, v))),
+        layout=layout_of(q[None], k[None], v[None]),
         lse=lse,
         positive_scale=positive_scale,
         sinks="float32" if sinks else "",
@@ -306,7 +306,7 @@ def packed_backward_problem(
     (total_q, Hq, D), (total_k, Hkv, Dv) = q.shape, v.shape
     problem = make_problem(
         "backward", DTYPES[q.dtype], Shape(1, Hq, Hkv, total_q, total_k, D, Dv), score, mask, None,
-        layout_of(*(TensorFacts(*facts_of(x[None])) for x in (q, k, v))), grads=slots,
+        layout_of(q[None], k[None], v[None]), grads=slots,
     )  # fmt: skip
     # What lies behind the last sequence is one more.
     structure = replace(problem.structure, ragged_kv=True)

@@ -163,7 +163,7 @@ def admitted(
         if not (each := cast(Tensor, given[name])).dim():
             raise InputError(f"{_NAMES[name]} is {list(each.shape)}", "it has tokens, or pages")
     tokens, pages = cast(Tensor, given["K"]).shape[0], cast(Tensor, given["K_CACHE"]).shape[0]
-    found: dict[str, Any] = {"num_tokens": tokens, "num_pages": pages}
+    found = {"num_tokens": tokens, "num_pages": pages}
     for name, dim in tensors:
         new, cache = cast(Tensor, given[name]), cast(Tensor, given[f"{name}_CACHE"])
         sizes = [*cache_shape(m.cache_layout, pages, form.page, form.heads), dim]

@@ -180,7 +180,7 @@ class Join:
     def _prepared(self, q_rows: int, max_keys: int, stride_scale: int) -> Launcher:
         """A launcher that holds what shapes decide."""
         prefix = self._prefix
-        fixed: dict[str, Any] = {
+        fixed = {
             "WORKSPACE": prefix._owned["WORKSPACE"],
             "q_rows": q_rows,
             "max_keys": max_keys,

@@ -351,7 +351,7 @@ class DecodePlan:
         else:
             out, lse = self._outputs(ready, out, lse)
         # In the order of _TENSORS.
-        tensors: tuple[Any, ...] = (
+        tensors = (
             q, k, v, out, lse, sinks, v_scale, seq_lens, kv_start, cu_seqlens_q, table, row_lens,
             k_scale, selection,
         )  # fmt: skip
@@ -417,7 +417,7 @@ class DecodePlan:
         given |= {name: each for name, each in listed.items() if each is not None}
         checks.devices(self.device, given)
         rows = q.shape[0] * q.shape[1] if q.dim() == 4 else q.shape[0]
-        fixed: dict[str, Any] = {
+        fixed = {
             **self._owned,
             "stride_om": m.Hq * m.head_dim_v,
             "num_requests": 1 if form.prefix else requests,

@@ -321,7 +321,7 @@ class TreeTables:
                 taken[request] += 1
             row_ends.append(len(gather))
         row_ends += [len(gather)] * (self.reads + 1 - len(row_ends))
-        tables: dict[str, Sequence[int]] = {
+        tables = {
             "starts": found.starts, "begins": begins, "ends": ends, "before": before,
             "row_ends": row_ends, "gather": gather,
             "slots": [slot for each in slots for slot in each],

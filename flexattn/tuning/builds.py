@@ -290,7 +290,7 @@ def build_all(
     for index, order in enumerate(orders_for(problem, configs, device)):
         orders.setdefault(order.name, order)
         places.setdefault(order.name, []).append(index)
-    found: list[BuiltConfig] = [BuiltConfig(config) for config in configs]
+    found = [BuiltConfig(config) for config in configs]
     matrix = fp32_products(problem.structure) != "ieee"
     own = pool or Pool(work or compile_one, min(jobs or default_jobs(), len(orders)), deadline)
     with nullcontext(own) if pool else own:

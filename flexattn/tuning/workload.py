@@ -326,7 +326,7 @@ def _frozen(value: object) -> object:
 def _policy(table: Table) -> tuple[tuple[str, float], ...]:
     value = table.any("policy", {})
     inner = Table(value, f"{table.where}: policy", POLICY)
-    found: dict[str, float | None] = {
+    found = {
         "graph": inner.flag("graph"),
         "cold_l2": inner.flag("cold_l2"),
         "rounds": next(iter(inner.numbers("rounds")), None),

@@ -31,7 +31,6 @@ from flexattn.settings import current, log, say_once
 from flexattn.verify.gate import (
     E4M3_SHARE,
     RMS_SHARE,
-    ErrorRow,
     Triple,
     Verdict,
     badness,
@@ -119,7 +118,7 @@ def judge_rows(call: Attended, got: Outputs, borders: Sequence[int]) -> Verdict:
         return verdict
     # A mod that compares scores may jump elsewhere by a kernel's rounding.
     nudged = [run(Precision.STORED, call.scale * (1 + step)) for step in (_NUDGE, -_NUDGE)]
-    return min([verdict, *map(against, nudged)], key=_excess)
+    return min([verdict, *map(against, nudged)], key=badness)
 
 
 def judge_gradients(
@@ -178,12 +177,6 @@ def _some(count: int, draw: torch.Generator) -> Tensor:
 def _sound(found: Reference) -> Tensor:
     """The rows with a finite output, and an lse that is finite or -inf (a row without keys)."""
     return found.out.isfinite().all(-1) & ~found.lse.isnan() & (found.lse != torch.inf)
-
-
-def _excess(verdict: Verdict) -> tuple[int, float]:
-    """Orders verdicts, the worst last."""
-    faults, used = badness(verdict)
-    return faults, torch.inf if used != used else used
 
 
 def _need_finite(*tensors: Tensor) -> None:
@@ -314,12 +307,8 @@ def _reason(verdict: Verdict) -> str:
     """The worst of a verdict, in a line."""
     if verdict.faults:
         return verdict.faults[0]
-    worst = max(verdict.rows, key=_used)
+    worst = max(verdict.rows, key=lambda row: row.used)
     return f"{worst.name} error {worst.error:.2g}, the gate's budget is {worst.budget:.2g}"
-
-
-def _used(row: ErrorRow) -> float:
-    return row.error / row.budget if row.error == row.error and row.budget else torch.inf
 
 
 def _compiler(device: Device) -> str:

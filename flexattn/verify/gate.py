@@ -44,6 +44,11 @@ class ErrorRow:
         """True if the error is within its budget; NaN is not."""
         return self.error <= self.budget
 
+    @property
+    def used(self) -> float:
+        """The share of the budget that is used; infinite of NaN."""
+        return self.error / self.budget if self.error == self.error and self.budget else math.inf
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -133,8 +138,7 @@ def judge_named(
 
 def badness(verdict: Verdict) -> tuple[int, float]:
     """The order of verdicts, the worst last: faults, then the share of a budget that is used."""
-    used = [row.error / row.budget if row.budget else float(row.error > 0) for row in verdict.rows]
-    return len(verdict.faults), max(used, default=0.0)
+    return len(verdict.faults), max((row.used for row in verdict.rows), default=0.0)
 
 
 def _verdict(checks: Iterable[_Check]) -> Verdict:

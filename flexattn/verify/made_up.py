@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -287,15 +287,12 @@ def judge_forward(chosen: ChosenKernels) -> Verdict:
     sinks, dropout = make_sinks(problem, where), _drawn(chosen)
     with apart(where):
         launch = prepare_launch(
-            problem, chosen.choice.device, where, _dispatcher(chosen), NONE, q, k, v, lists
+            problem, chosen.choice.device, where, cast(Dispatcher, chosen), NONE, q, k, v, lists
         )
         rest = launch.rest_of(lists, chosen.score, chosen.mask, dropout)
         found = launch.run(q, k, v, chosen.scale, rest, sinks)
-        block_mask = None
-        if lists is not None and structure.sparsity is not None:
-            lengths = problem.q_len, problem.kv_len
-            mask_mod = mask_callable(chosen.mask)
-            block_mask = block_mask_of(lists, structure.sparsity, mask_mod, lengths)
+        lengths, mask_mod = (problem.q_len, problem.kv_len), mask_callable(chosen.mask)
+        block_mask = block_mask_of(lists, structure.sparsity, mask_mod, lengths)
         call = Attended(
             q, k, v, chosen.scale, score_callable(chosen.score), block_mask, sinks,
             dropout=dropout, e4m3_weights=structure.e4m3_weights,
@@ -313,17 +310,16 @@ def judge_backward(chosen: ChosenKernels) -> Verdict:
     p = chosen.choice.problem
     rows = max(1, min(p.q_len, _SCORES // (p.kv_len * (p.Hq // p.Hkv))))
     problem, lists = _small(chosen, rows)
-    both, sparsity = None, problem.structure.sparsity
-    if lists is not None and sparsity is not None:
-        lengths = problem.q_len, problem.kv_len
-        block_mask = block_mask_of(lists, sparsity, mask_callable(chosen.mask), lengths)
+    both, mask_mod, lengths = None, mask_callable(chosen.mask), (problem.q_len, problem.kv_len)
+    block_mask = block_mask_of(lists, problem.structure.sparsity, mask_mod, lengths)
+    if lists is not None and block_mask is not None:
         both = BothLists(lists, made_by_key(block_mask, lists))
     saved = make_saved(
         problem, chosen.where, chosen.scale, chosen.score, chosen.mask, both, ((0, 0),)
     )
     if p.structure.ragged_kv:  # what lies behind the last sequence is one more
         problem = replace(problem, B=2)
-    got = saved.prepare(problem, chosen.choice.device, _dispatcher(chosen), NONE)()
+    got = saved.prepare(problem, chosen.choice.device, cast(Dispatcher, chosen), NONE)()
     return judge_of(saved.call)(got)
 
 
@@ -336,11 +332,6 @@ def borders_of(choice: Choice) -> tuple[list[int], list[int]]:
         found[0].append(sparsity.q_block)
         found[1].append(sparsity.kv_block)
     return found[0], found[1]
-
-
-def _dispatcher(chosen: ChosenKernels) -> Dispatcher:
-    fixed: Any = chosen
-    return fixed  # type: ignore[no-any-return]
 
 
 def _small(chosen: ChosenKernels, rows: int) -> tuple[Problem, Lists | None]:

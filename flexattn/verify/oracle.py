@@ -52,9 +52,7 @@ def oracle(
         if lists is not None and sparsity is not None:
             mask_mod = kept_lanes(lists, sparsity, mask_mod, k.shape[2])
         return Slices.of(q, k, v, score_mod, mask_mod, scale, sinks).judge_all
-    block_mask = None
-    if lists is not None and sparsity is not None:
-        block_mask = block_mask_of(lists, sparsity, mask_mod, (q.shape[2], k.shape[2]))
+    block_mask = block_mask_of(lists, sparsity, mask_mod, (q.shape[2], k.shape[2]))
 
     def run(precision: Precision) -> Reference:
         return attention(
@@ -91,15 +89,17 @@ def kept_lanes(lists: Lists, sparsity: Sparsity, mask_mod: MaskMod | None, kv_le
 
 
 def block_mask_of(
-    lists: Lists, sparsity: Sparsity, mask_mod: MaskMod | None, lengths: tuple[int, int]
-) -> BlockMask:
-    """The BlockMask that lists are of."""
+    lists: Lists | None,
+    sparsity: Sparsity | None,
+    mask_mod: MaskMod | None,
+    lengths: tuple[int, int],
+) -> BlockMask | None:
+    """The BlockMask that lists are of; None without them."""
+    if lists is None or sparsity is None:
+        return None
     # Without lists by key, which torch makes wrongly of fewer columns than there are blocks.
     block = sparsity.q_block, sparsity.kv_block
-    kept = noop_mask if mask_mod is None else mask_mod
-    num, idx, full_num, full_idx = lists[:4]
-    by_key = None, None, None, None
-    return BlockMask(lengths, num, idx, full_num, full_idx, *by_key, block, kept)
+    return BlockMask(lengths, *lists[:4], *(None,) * 4, block, mask_mod or noop_mask)
 
 
 _TORCH = {name: dtype for dtype, name in (DTYPES | FP8).items()}

@@ -368,7 +368,7 @@ def attend_backward_packed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple
     elements; they cover the tensor.
     """
     packed, into = side_by_side(q, k, v, rest[-1])
-    given: tuple[Any, ...] = (q, k, v, *rest[:-1], into)
+    given = (q, k, v, *rest[:-1], into)
     return packed, attend_backward(*given)[3]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from flexattn.device import Device
 from flexattn.kernels.base.amd import AmdHints, options_of
@@ -23,7 +24,7 @@ from flexattn.problem import Captures, Structure
 # Of batch-invariant kernels: whether a product and a sum become one instruction else depends on
 # what stands around them.
 UNFUSED = (("enable_fp_fusion", False),)
-BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
+BASE_2 = {"LOG2E": 1.4426950408889634, "LN2": 0.6931471805599453}
 # Tensors whose sizes a problem has, by their arguments' names: `Layout.near` is of these.
 _SIZED = frozenset(("Q", "K", "V", "OUT", "LSE", "MAX", "DO", "DELTA", "DQ", "DK", "DV"))
 # Of templates/base/shared.jinja what few kernels have, for those that do not name it.
@@ -79,10 +80,10 @@ def make_source(
     template: str,
     device: Device,
     header: list[str],
-    context: dict[str, object],
-    found: tuple[Argument, ...],
-    num_warps: int,
-    num_stages: int,
+    context: Mapping[str, Any],
+    found: Sequence[Argument],
+    num_warps: int = 4,
+    num_stages: int = 1,
     language: Language = "triton",
     registers: int = 0,
     stages: Stages = OWN_STAGES,
@@ -98,6 +99,7 @@ def make_source(
         {
             **_SELDOM,
             **context,
+            "constants": context["constants"].items(),
             "entry": entry,
             "interpreted": device.backend == "interpreter",
             "header": "\n".join(f"# {line}" for line in lines),
@@ -109,7 +111,7 @@ def make_source(
     text = re.sub(r"\n+(\n {4})", r"\1", text)
     text = re.sub(r"\n{4,}", "\n\n\n", text)
     source = Source(
-        text, "", found, num_warps, num_stages, language, registers, stages, entry=entry
+        text, "", tuple(found), num_warps, num_stages, language, registers, stages, entry=entry
     )
     return replace(source, hash=digest_of(source))
 

@@ -138,7 +138,7 @@ def render(
     runs = touched_runs(structure, config) if form is None else int(mask is not None)
     decay_skip = form is None and skips_far(structure, config)
     widths = qk_widths(structure.head_dim_qk)
-    settings: dict[str, object] = {
+    settings = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
         "ROWS": LANES * config.num_ctas,
@@ -184,7 +184,7 @@ def render(
         "score": score,
         "mask": mask,
         "hoisted": [line for each in used for line in each.hoisted],
-        "constants": (*settings.items(), *BASE_2),
+        "constants": settings | BASE_2,
         "qk_chunks": [_Chunk(sum(widths[:i]), width) for i, width in enumerate(widths)],
         "polynomial": POLYNOMIAL,
         "has_full": sparsity is not None and sparsity.has_full,

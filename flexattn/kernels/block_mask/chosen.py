@@ -49,7 +49,7 @@ def render_chosen(form: ChosenForm, device: Device) -> Source:
     found += several("i32", "Hq", "heads", "rows", "k", "kv_blocks", "q_len", "kv_len")
     found += several("i32", *("words",) * form.mapped)
     context = {
-        "constants": (("WIDTH", form.width), ("ROWS", form.rows), ("KEYS", form.keys)),
+        "constants": {"WIDTH": form.width, "ROWS": form.rows, "KEYS": form.keys},
         "counted": form.counted,
         "masked": form.masked and not form.causal,
         "causal": form.causal,
@@ -59,9 +59,7 @@ def render_chosen(form: ChosenForm, device: Device) -> Source:
     }
     header = [f"lists of chosen blocks {form.rows}x{form.keys} for {device.arch}"]
     warps = max(1, min(8, form.width // 256)) if form.whole else 1
-    return make_source(
-        "block_mask/chosen.py.jinja", device, header, context, tuple(found), warps, 1
-    )
+    return make_source("block_mask/chosen.py.jinja", device, header, context, found, warps)
 
 
 def render_by_key(width: int, device: Device) -> Source:
@@ -70,11 +68,9 @@ def render_by_key(width: int, device: Device) -> Source:
     by_key = ("Q_NUM", "Q_IDX", "FULL_Q_NUM", "FULL_Q_IDX")
     found = several("*i32", *names, *by_key, divisible_by=4)
     found += several("i32", "rows", "k", "kv_blocks")
-    context: dict[str, object] = {
-        "constants": (("WIDTH", width), ("LINES", max(1, _ENTRIES // width)))
-    }
+    context = {"constants": {"WIDTH": width, "LINES": max(1, _ENTRIES // width)}}
     header = [f"lists by key of {width} places for {device.arch}"]
-    return make_source("block_mask/by_key.py.jinja", device, header, context, tuple(found), 4, 1)
+    return make_source("block_mask/by_key.py.jinja", device, header, context, found)
 
 
 def render_mapped(
@@ -89,7 +85,7 @@ def render_mapped(
     found += [Argument("MAP", "*i8"), *several("*i32", "NUM", "IDX", divisible_by=4)]
     found += several("i32", "group", "rows", "k", "units", "blocks", "kv_blocks")
     parts = max(1, _UNITS * unit // block)
-    constants = ("CHOICES", block // rows), ("IN_BLOCK", block // unit), ("PARTS", parts)
-    context: dict[str, object] = {"constants": constants, "counted": counted, "causal": causal}
+    constants = {"CHOICES": block // rows, "IN_BLOCK": block // unit, "PARTS": parts}
+    context = {"constants": constants, "counted": counted, "causal": causal}
     header = [f"choices of {rows} rows among units of {unit} keys for {device.arch}"]
-    return make_source("block_mask/mapped.py.jinja", device, header, context, tuple(found), 8, 1)
+    return make_source("block_mask/mapped.py.jinja", device, header, context, found, 8)

@@ -177,9 +177,9 @@ def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: D
         "mask": mask,
         "bounds": printed,
         "tables": any(use.dim >= 0 for use in bounds.tables),
-        "constants": tuple(settings.items()),
+        "constants": settings,
     }
     title = f"block mask {q_block}x{kv_block} for {device.arch}"
     header = [title, f"mask_mod: {expression_line(captures)}"]
     found = mask_arguments(captures, bounds)
-    return make_source("block_mask/block_mask.py.jinja", device, header, context, found, 4, 1)
+    return make_source("block_mask/block_mask.py.jinja", device, header, context, found)

@@ -31,12 +31,12 @@ def render_quantize(
     found += several("i32", "heads", "length", "num_tiles")
     settings = {"BLOCK_N": rows, "HEAD_DIM": head_dim, "TILE_D": power_above(head_dim)}
     large = rows * settings["TILE_D"] >= ROUNDED
-    context: dict[str, object] = {
-        "constants": tuple((settings | rounding("float8_e4m3fn")).items()),
+    context = {
+        "constants": settings | rounding("float8_e4m3fn"),
         "by_block": by_block,
         "smooth": smooth,
         "cvt": rounding_instruction("float8_e4m3fn", device) if large else "",
     }
     header = [f"{dtype} of {head_dim} columns in e4m3 for {device.arch}"]
     name = "cache_append/quantize.py.jinja"
-    return make_source(name, device, header, context, tuple(found), 4, 1)
+    return make_source(name, device, header, context, found)

@@ -25,7 +25,6 @@ def search_steps(requests: int) -> int:
 _ELEMENTS = 1024
 # Of a program that has all heads of a token, for one scale of them.
 TOKEN_ELEMENTS = 8192
-_WARPS = 4
 # Numbers that PTX rounds to 8 bits at a time; Triton refuses tensors of fewer.
 ROUNDED = 4
 # A computed scale is at least so much: its inverse, and what it scales, are float32 numbers.
@@ -99,7 +98,7 @@ def render_append(form: AppendForm, device: Device) -> Source:
     fewest = rows * min(_power(dim) for _, dim in pieces)
     context: dict[str, object] = {
         "form": form,
-        "constants": tuple(settings.items()),
+        "constants": settings,
         "tensors": [(x, x.upper(), _power(dim), dim) for x, dim in pieces],
         "eight": eight,
         # Two numbers an instruction; where there is none, with integers.
@@ -114,9 +113,8 @@ def render_append(form: AppendForm, device: Device) -> Source:
         f"D={form.head_dim_qk}/{form.head_dim_v} page={form.page} for {device.arch}"
     )
     return rendering.make_source(
-        "cache_append/cache_append.py.jinja", device, [title], context, append_arguments(form),
-        _WARPS, 1,
-    )  # fmt: skip
+        "cache_append/cache_append.py.jinja", device, [title], context, append_arguments(form)
+    )
 
 
 def rounding_instruction(kv_dtype: str, device: Device) -> str:

@@ -234,7 +234,7 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
 
 def _backward(behind: Mapping[str, Any]) -> tuple[tuple[str, int | bool], ...]:
     """Numbers of a backward's config, by its names."""
-    found: dict[str, int | bool | None] = {
+    found = {
         name: (_power if name.startswith("BLOCK") else _integer)(behind, name)
         for name in (*TILES, "num_warps", "num_stages")
     }

@@ -56,11 +56,11 @@ def render_norms(structure: Structure, device: Device) -> Source:
     found += several("i32", *sizes)
     found.append(Argument("start", "i64"))
     header = [f"norms of {structure.dtype} D={head_dim} for {device.arch}"]
-    context: dict[str, object] = {
-        "constants": tuple(settings.items()),
+    context = {
+        "constants": settings,
         "layout": structure.layout,
     }
-    return make_source("decay_skip/norms.py.jinja", device, header, context, tuple(found), 4, 1)
+    return make_source("decay_skip/norms.py.jinja", device, header, context, found)
 
 
 def render_window(structure: Structure, device: Device) -> Source:
@@ -74,9 +74,9 @@ def render_window(structure: Structure, device: Device) -> Source:
         print_mod(captures, traits, replace(last, prefix=name), expr)
         for name, expr in (("step", step), ("span", terms.rise.span))
     ]
-    settings: dict[str, object] = {
+    settings = {
         "PARTS": _PARTS,
-        "SCALE": dict(BASE_2)["LOG2E"] * float(terms.outer.value or 0),
+        "SCALE": BASE_2["LOG2E"] * float(terms.outer.value or 0),
         "TWICE": TWICE,
         "VANISHES": float(VANISHES),
         "HUGE": HUGE,
@@ -95,13 +95,13 @@ def render_window(structure: Structure, device: Device) -> Source:
     context = {
         "fp8": structure.fp8,
         **mod_context([each.lines for each in printed], device),
-        "constants": tuple(settings.items()),
+        "constants": settings,
         "lines": [x for each in printed for x in (*each.hoisted, *each.early, *each.body)],
         "step": printed[0].result,
         "span": printed[1].result,
     }
     header = [f"decay window of a score_mod for {device.arch}"]
-    return make_source("decay_skip/window.py.jinja", device, header, context, tuple(found), 4, 1)
+    return make_source("decay_skip/window.py.jinja", device, header, context, found)
 
 
 # Tiles of a head that a program works on at a time.
@@ -123,14 +123,14 @@ def render_blocks(structure: Structure, rows: int, keys: int, device: Device) ->
         found += stride_arguments("kv_mask_", "bh")
     if under is not None:
         found += captured_arguments(structure.mask)
-    context: dict[str, object] = {
+    context = {
         **mod_context([] if under is None else [under.lines], device),
-        "constants": tuple(settings.items()),
+        "constants": settings,
         "sparse": sparsity is not None,
         "under": under,
     }
     header = [f"tiles with weights of a backward for {device.arch}"]
-    return make_source("decay_skip/blocks.py.jinja", device, header, context, tuple(found), 4, 1)
+    return make_source("decay_skip/blocks.py.jinja", device, header, context, found)
 
 
 def _under(structure: Structure, device: Device) -> Printed | None:

@@ -232,7 +232,7 @@ def render_row_tiles(form: ServingForm, config: base.RaggedConfig, device: Devic
     edges, _ = print_key_bounds(form.mask, traits)
     statements = [edge.statements for edge in edges]
     captured = captured_arguments(form.mask) if any(statements) else ()
-    settings: dict[str, float] = {
+    settings = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
         "HEAD_TILES": form.kv_heads * config.head_tiles(form.group),
@@ -265,9 +265,9 @@ def render_row_tiles(form: ServingForm, config: base.RaggedConfig, device: Devic
             "JOINED": _JOINED * form.kv_heads,
         }
     found += several("*i32", *names, divisible_by=4)
-    context: dict[str, object] = {
+    context = {
         **mod_context(statements, device),
-        "constants": tuple(settings.items()),
+        "constants": settings,
         "edges": edges,
         "form": form,
         "launch_pdl": device.backend == "cuda",
@@ -275,7 +275,7 @@ def render_row_tiles(form: ServingForm, config: base.RaggedConfig, device: Devic
         "request_values": lambda b, light="light": ", ".join((b, *[light] * phased, *given)),
     }
     header = [f"tiles of {config.BLOCK_M} rows of a batch for {device.arch}"]
-    return make_source("hopper/row_tiles.py.jinja", device, header, context, tuple(found), 4, 1)
+    return make_source("hopper/row_tiles.py.jinja", device, header, context, found)
 
 
 def prefills_from(form: ServingForm, config: base.RaggedConfig, most: int) -> int:
@@ -308,8 +308,8 @@ def render_merge_parts(form: ServingForm, config: HopperPrefillConfig, device: D
     found += several("*fp32", *("LSE",) * form.lse, divisible_by=4)
     found += [Argument("WORKSPACE", "*fp32", 16), Argument("CUT_TILES", "*i32", 4)]
     found += [*sinks(form), Argument("stride_om", "i32")]
-    context: dict[str, object] = {
-        "constants": (*settings.items(), *BASE_2),
+    context = {
+        "constants": settings | BASE_2,
         "v_pieces": named_pieces("v", form.head_dim_v),
         # Parts have V's scale already.
         "form": replace(form, scaled=False),
@@ -318,4 +318,4 @@ def render_merge_parts(form: ServingForm, config: HopperPrefillConfig, device: D
         "out_element": triton_type(form.out_dtype),
     }
     header = [f"merge of parts of {config.BLOCK_M} rows for {device.arch}"]
-    return make_source("hopper/merge_parts.py.jinja", device, header, context, tuple(found), 4, 1)
+    return make_source("hopper/merge_parts.py.jinja", device, header, context, found)

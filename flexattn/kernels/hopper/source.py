@@ -10,7 +10,7 @@ from flexattn.kernels.base.arguments import Argument, attention_arguments, descr
 from flexattn.kernels.base.config import describe, power_above
 from flexattn.kernels.base.family import PERMUTED_KEYS, TRANSPOSED_KEYS
 from flexattn.kernels.base.features import ALL_KEYS, keys_aligned, skips_far
-from flexattn.kernels.base.mask_pieces import MaskPieces, print_mask
+from flexattn.kernels.base.mask_pieces import print_mask
 from flexattn.kernels.base.ragged import (
     arguments as ragged_arguments,
     described_rows,
@@ -199,7 +199,7 @@ def render(
         mask = print_mask(
             structure.mask, replace(traits, dialect=_dialect(structure)), tile, positions
         )
-    used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
+    used = [each for each in (score, mask) if each is not None]
     mods = mod_context([each.lines for each in used], device, HOPPER)
     sparsity = structure.sparsity
     # The producer computes a range of keys from the bounds of the mask.
@@ -223,7 +223,7 @@ def render(
     factors_in_smem &= sparsity is not None or tiles.v_width > 64
     fold_scale = structure.positive_scale if score is None else score.folded
     narrowed = tiles.v_columns < tiles.v_width
-    settings: dict[str, object] = {
+    settings = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
         "ROWS": CONSUMER_ROWS,
@@ -302,7 +302,7 @@ def render(
         "hoists_early": pipelined and bool(used) and not by_row and not structure.fp8,
         "score": score,
         "mask": mask,
-        "constants": (*settings.items(), *BASE_2),
+        "constants": settings | BASE_2,
         "qk_chunks": chunks,
         "wide": tiles.qk_padded > WIDEST,
         # Behind each part of K how many groups of products of the same scores are issued.
@@ -421,8 +421,8 @@ def _values_source(
         "TILE_D": power_above(head_dim),
     }
     header = [f"{title} for {device.arch}"]
-    context: dict[str, object] = {"constants": tuple(settings.items())}
-    return make_source(template, device, header, context, tuple(found), 4, 1)
+    context = {"constants": settings}
+    return make_source(template, device, header, context, found)
 
 
 def _chunks(tiles: Tiles, config: HopperPrefillConfig) -> list[_Chunk]:

@@ -40,15 +40,15 @@ def render_key_tiles(structure: Structure, config: HopperBackwardConfig, device:
         "TILES": _TILES,
         "REQUESTS": _REQUESTS,
     }
-    context: dict[str, object] = {
-        "constants": tuple(settings.items()),
+    context = {
+        "constants": settings,
         "band": band,
     }
     found = [Argument(name, "*i32", 4) for name in ("CU_SEQLENS", "CU_SEQLENS_K")]
     sizes = ("q_len", "kv_len", "num_requests", "num_tiles", "num_queries")
     found += [KEY_TILES, ROW_TILES, *(Argument(name, "i32") for name in sizes)]
     template = "hopper_backward/key_tiles.py.jinja"
-    return make_source(template, device, [title_of(structure)], context, tuple(found), 4, 1)
+    return make_source(template, device, [title_of(structure)], context, found)
 
 
 def title_of(structure: Structure) -> str:

@@ -60,12 +60,11 @@ from flexattn.kernels.hopper_backward.ragged import (
 )
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
 from flexattn.kernels.printers.gradient_printer import (
-    PrintedGradient,
     grad_name,
     print_with_gradients,
 )
 from flexattn.kernels.printers.spelling import Dialect, TensorForm, signature_type
-from flexattn.kernels.printers.triton_printer import Printed, View, print_mod
+from flexattn.kernels.printers.triton_printer import View, print_mod
 from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.kernels.ptx.narrow_products import NARROW_PRODUCTS
 from flexattn.kernels.ptx.stages import Stages
@@ -233,14 +232,14 @@ def render(
     score, mask = print_with_gradients(asked, traits, structure.grads, diagonals=True)
     if asked.mask is not None and asked_by_row(structure, config.BLOCK_N):
         mask = print_mod(asked.mask, traits, View(kv_idx="start_n", by_row=False))
-    used: list[PrintedGradient | Printed] = [each for each in (score, mask) if each is not None]
+    used = [each for each in (score, mask) if each is not None]
     sparsity, stages = structure.sparsity, _stages(structure, config)
     found, narrow = arguments(structure, config), announcements(structure, config)
-    context: dict[str, object] = {
+    context = {
         **mod_context([each.lines for each in used], device, TRANSPOSED),
         **_shapes(config, columns(structure)),
         "api": "flexattn.gluon_api",
-        "constants": (*_settings(structure, config).items(), *BASE_2),
+        "constants": _settings(structure, config) | BASE_2,
         "mod_arguments": [each.name for each in mod_arguments(structure, config)],
         "list_arguments": [each.name for each in list_arguments(structure, config)],
         "config": config,
@@ -321,8 +320,8 @@ def render_before(
     """
     settings = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": columns(structure)}
     cut = {} if config.dq_tma else cut_sums(structure)
-    context: dict[str, object] = {
-        "constants": (*settings.items(), *cut.items(), *BASE_2),
+    context = {
+        "constants": settings | cut | BASE_2,
         "cut": cut,
         "dq_size": dq_size(structure),
         "v_pieces": named_pieces("v", structure.head_dim_v),
@@ -334,7 +333,7 @@ def render_before(
     }
     template = "hopper_backward/before.py.jinja"
     found = before_arguments(structure, config, through_lse)
-    return make_source(template, device, [title_of(structure)], context, found, 4, 1)
+    return make_source(template, device, [title_of(structure)], context, found)
 
 
 def _remaining(mask: Captures | None, rest: Expr | None) -> Captures | None:
@@ -362,21 +361,21 @@ def render_trim(structure: Structure, config: HopperBackwardConfig, device: Devi
         "SPARSE_KV": structure.sparsity.kv_block,
         "TILES_PER_Q": structure.sparsity.q_block // config.BLOCK_M,
     }
-    context: dict[str, object] = {
+    context = {
         **mod_context([mask.lines], device),
-        "constants": tuple(settings.items()),
+        "constants": settings,
         "mask": mask,
     }
     template, found = "hopper_backward/trim.py.jinja", trim_arguments(structure)
-    return make_source(template, device, [title_of(structure)], context, found, 4, 1)
+    return make_source(template, device, [title_of(structure)], context, found)
 
 
 def render_after(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
     """The kernel that makes DQ of DQ_ACC: a program a tile of a head."""
     width, cut = columns(structure), cut_sums(structure)
     settings = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": width}
-    context: dict[str, object] = {
-        "constants": (*settings.items(), *cut.items()),
+    context = {
+        "constants": settings | cut,
         "cut": cut,
         "dq_size": dq_size(structure),
         **_places(config, width),
@@ -386,7 +385,7 @@ def render_after(structure: Structure, config: HopperBackwardConfig, device: Dev
         "flags": flags_of(config),
     }
     template, found = "hopper_backward/after.py.jinja", after_arguments(structure, config)
-    return make_source(template, device, [title_of(structure)], context, found, 4, 1)
+    return make_source(template, device, [title_of(structure)], context, found)
 
 
 def _used(structure: Structure) -> int:
@@ -399,7 +398,7 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
     rows, sparsity = config.BLOCK_M, structure.sparsity
     free_do = _HARDWARE_BARRIERS - config.num_stages
     free_q = free_do - config.num_stages
-    settings: dict[str, object] = {
+    settings = {
         "BLOCK_M": rows,
         "BLOCK_N": config.BLOCK_N,
         "HEAD_DIM": columns(structure),
@@ -472,7 +471,7 @@ def _beside(structure: Structure, config: HopperBackwardConfig) -> list[int]:
 def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:
     """The layout of warps over the tiles, as the template's constants."""
     rows = config.BLOCK_M
-    shared: dict[str, object] = {
+    shared = {
         "s_warps": [4, 2] if config.split else [8, 1],
         "s_columns": rows // 2 if config.split else rows,
         "dkv_columns": head_dim // 2 if config.split else head_dim,

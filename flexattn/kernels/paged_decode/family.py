@@ -150,7 +150,7 @@ def serving_axes(problem: ServingProblem, device: Device) -> Iterator[ServingCon
     yield from specialized_space(form)
     height = next(each.BLOCK_M for each in first if each.split_policy == "even")
     heights = {height, 16, 64} if form.rows > 16 or form.ragged else {height}
-    combines: tuple[Combine, ...] = ("last", "launch", "dependent")
+    combines = ("last", "launch", "dependent")
     axes = (sorted(heights), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (1, 2, 4), combines)
     yield from starmap(ServingConfig, product(*axes))
 

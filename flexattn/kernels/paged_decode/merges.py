@@ -54,9 +54,9 @@ def render_join(form: ServingForm, config: ServingConfig, device: Device) -> Sou
         "ROW_PARTS": config.BLOCK_M // _ROWS,
         "PARTS": _PARTS,
     }
-    context: dict[str, object] = {
+    context = {
         "v_pieces": rendering.named_pieces("v", form.head_dim_v),
-        "constants": (*settings.items(), *BASE_2),
+        "constants": settings | BASE_2,
         "element": triton_type(form.out_dtype),
         "form": form,
     }
@@ -66,16 +66,16 @@ def render_join(form: ServingForm, config: ServingConfig, device: Device) -> Sou
     # Told that it may have them, ptxas asks for all parts before it waits for one.
     registers = device.max_registers if device.backend == "cuda" else 0
     return rendering.make_source(
-        "paged_decode/join.py.jinja", device, [title], context, join_arguments(form), warps, 1,
+        "paged_decode/join.py.jinja", device, [title], context, join_arguments(form), warps,
         registers=registers,
     )  # fmt: skip
 
 
 def render_merge_states(dtype: str, head_dim: int, device: Device) -> Source:
     """The kernel that merges two states of outputs [rows, head_dim] in a dtype."""
-    context: dict[str, object] = {
+    context = {
         "v_pieces": rendering.named_pieces("v", head_dim),
-        "constants": (("ROWS", merge_rows(head_dim)), ("HEAD_DIM_V", head_dim), *BASE_2),
+        "constants": {"ROWS": merge_rows(head_dim), "HEAD_DIM_V": head_dim, **BASE_2},
         "element": triton_type(dtype),
     }
     values = [Argument(name, f"*{signature_type(dtype)}", 16) for name in ("A", "B", "OUT")]
@@ -84,7 +84,7 @@ def render_merge_states(dtype: str, head_dim: int, device: Device) -> Source:
     found = (a, lses[0], b, lses[1], out, lses[2], Argument("num_rows", "i64"))
     title = f"merge of two states {dtype} D={head_dim} for {device.arch}"
     return rendering.make_source(
-        "paged_decode/merge_states.py.jinja", device, [title], context, found, 4, 1
+        "paged_decode/merge_states.py.jinja", device, [title], context, found
     )
 
 
@@ -103,9 +103,9 @@ def render_merge_tree(
         "LEVELS": levels,
         "HEAD_DIM_V": head_dim,
     }
-    context: dict[str, object] = {
+    context = {
         "v_pieces": rendering.named_pieces("v", head_dim),
-        "constants": (*settings.items(), *BASE_2),
+        "constants": settings | BASE_2,
         "element": triton_type(dtype),
         "levels": levels,
     }
@@ -115,5 +115,5 @@ def render_merge_tree(
     found += [Argument("SLOTS", "*i32", 4), Argument("num_rows", "i64")]
     title = f"merge of a tree's states {dtype} D={head_dim} for {device.arch}"
     return rendering.make_source(
-        "paged_decode/merge_tree.py.jinja", device, [title], context, tuple(found), 4, 1
+        "paged_decode/merge_tree.py.jinja", device, [title], context, found
     )

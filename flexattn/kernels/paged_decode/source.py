@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 from flexattn.device import Device
 from flexattn.kernels.base import source as rendering
@@ -117,7 +118,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     # In PTX, or as the interpreter reads.
     if late and dialect is TRITON and device.backend != "hip":
         mask = _printed(form.mask, form, replace(traits, predicated_loads=True))
-    used: list[MaskParts | PrintedScore] = [each for each in (score, mask) if each is not None]
+    used = [each for each in (score, mask) if each is not None]
     qk, v = (
         rendering.named_pieces(name, dim, least=least_tile(form))
         for name, dim in (("qk", form.head_dim_qk), ("v", form.head_dim_v))
@@ -168,14 +169,14 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         # Of the first warpgroup's warps, which start the others.
         most = engines.first_registers(form, config)
         return rendering.make_source(
-            f"paged_decode/{config.template}.py.jinja", device, header, context, found, 4, 1,
-            "gluon", most,
+            f"paged_decode/{config.template}.py.jinja", device, header, context, found,
+            language="gluon", registers=most,
         )  # fmt: skip
     if config.warp_private:
         warp = rendering.make_source(
-            "paged_decode/warp.py.jinja", device, header, context, found, config.num_warps, 1,
-            "triton" if device.backend == "interpreter" else "gluon",
-            config.registers(form, device),
+            "paged_decode/warp.py.jinja", device, header, context, found, config.num_warps,
+            language="triton" if device.backend == "interpreter" else "gluon",
+            registers=config.registers(form, device),
         )  # fmt: skip
         return rendering.hinted(warp, rendering.UNFUSED if form.split_keys else ())
     return rendering.make_source(
@@ -199,11 +200,9 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         "prefetch": False,
         "predicated_loads": (),
     }
-    context["constants"] = (
-        *context["constants"],  # type: ignore[misc]
-        ("ROW_PARTS", shape.row_parts),
-        *((("COLUMN_PARTS", shape.column_parts),) if shape.work_tiles else ()),
-    )
+    context["constants"] |= {"ROW_PARTS": shape.row_parts}
+    if shape.work_tiles:
+        context["constants"] |= {"COLUMN_PARTS": shape.column_parts}
     most = 128 if shape.rehearsed else 0  # two begin beside a program of the serving kernel
     if config.warp_specialized:
         most = engines.merge_registers(form, config, device)
@@ -215,7 +214,6 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         context,
         _combine_arguments(form),
         COMBINE_WARPS,
-        1,
         registers=most,
     )
 
@@ -261,7 +259,7 @@ def _shared(
     used: Sequence[MaskParts | PrintedScore],
     dialect: Dialect,
     num_warps: int,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The variables of the templates of both kernels."""
     traits = _traits(form, device, dialect, rowwise=False)
     found, free = print_key_bounds(None if form.prefix else form.mask, traits)
@@ -312,7 +310,7 @@ def _shared(
         "prefetched_before": False,
         "by_request": "",
         "hoisted": [line for each in used for line in each.hoisted],
-        "constants": (*settings.items(), *BASE_2),
+        "constants": settings | BASE_2,
         "edges": found,
         # Of tall tiles ptxas spills the loop's addresses where this comparison is left out.
         "bounded_below": config.BLOCK_M >= 64 or any(edge.lowest for edge in found),

@@ -156,7 +156,7 @@ class _Decode(_Family[DecodeConfig]):
         return replace(config, num_splits=0)
 
     def options_of(self, config: DecodeConfig) -> dict[str, int | bool | str]:
-        splits: dict[str, int | bool | str] = {"SPLIT_KV": config.num_splits}
+        splits = {"SPLIT_KV": config.num_splits}
         return super().options_of(config) | (splits if config.num_splits else {})
 
     grid = staticmethod(decode_grid)

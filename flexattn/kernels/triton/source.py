@@ -36,8 +36,8 @@ from flexattn.kernels.base.source import (
     structure_context,
     traits_of,
 )
-from flexattn.kernels.printers.mask_printer import MaskParts, mask_parts, whole_mask
-from flexattn.kernels.printers.score_printer import PrintedScore, print_score
+from flexattn.kernels.printers.mask_printer import mask_parts, whole_mask
+from flexattn.kernels.printers.score_printer import print_score
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.problem import Structure
@@ -82,7 +82,7 @@ def render(
     elif structure.mask is not None:
         needed = "masked" if structure.batch_invariant else "i < num_kv"
         mask = whole_mask(structure.mask, traits, needed)
-    settings: dict[str, int] = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
+    settings = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
     if not prefill:
         settings |= {"PACKED": structure.packed_heads, "HEAD_DIM_V": structure.head_dim_v}
     if score is not None and score.strip:
@@ -96,7 +96,7 @@ def render(
         }
         if mask is not None and mask.segments is not None:
             settings["EDGE"] = power_above(sparsity.kv_block)
-    printed: list[PrintedScore | MaskParts] = [each for each in (score, mask) if each is not None]
+    printed = [each for each in (score, mask) if each is not None]
     context = {
         **structure_context(structure, device),
         **mod_context([each.lines for each in printed], device),
@@ -104,7 +104,7 @@ def render(
         "hoisted": [line for each in printed for line in each.hoisted],
         "score": score,
         "mask": mask,
-        "constants": (*settings.items(), *BASE_2),
+        "constants": settings | BASE_2,
         "runs": runs,
         "columns": prefill,
         "licm": _moves_out_of_loops(structure, config, device),
@@ -157,9 +157,9 @@ def _moves_out_of_loops(structure: Structure, config: Config, device: Device) ->
 
 def render_combine(structure: Structure, device: Device) -> Source:
     """The kernel that merges the splits of a decode kernel of this structure."""
-    settings = (("HEAD_DIM_V", structure.head_dim_v), ("BLOCK_S", 16), *BASE_2)
+    settings = {"HEAD_DIM_V": structure.head_dim_v, "BLOCK_S": 16, **BASE_2}
     context = {**structure_context(structure, device), "constants": settings}
     title = f"combine {structure.dtype} D={structure.head_dim_v} for {device.arch}"
     return make_source(
-        "triton/combine.py.jinja", device, [title], context, combine_arguments(structure), 4, 1
+        "triton/combine.py.jinja", device, [title], context, combine_arguments(structure)
     )

@@ -142,7 +142,7 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
     if skipped is not None:
         settings |= dict(zip(("SKIP_M", "SKIP_N"), skipped, strict=True))
     printed = (over_keys, mask_over_keys, over_rows, mask_over_rows)
-    context: dict[str, object] = {
+    context = {
         **structure_context(structure, device, reload and max(structure.head_dims) > 128),
         **mod_context([each.lines for each in printed if each is not None], device),
         "config": config,
@@ -153,7 +153,7 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         "mask_over_rows": mask_over_rows,
         "hoisted_over_keys": _hoisted(over_keys, mask_over_keys),
         "hoisted_over_rows": _hoisted(over_rows, mask_over_rows),
-        "constants": (*settings.items(), *BASE_2),
+        "constants": settings | BASE_2,
         "runs": reads_runs(structure, config),
         "natural": structure.dtype == "float32",
         "far": structure.far,
@@ -180,14 +180,14 @@ def rows_of_delta(structure: Structure) -> int:
 
 def render_delta(structure: Structure, device: Device, through_lse: bool) -> Source:
     """The kernel that makes delta, which every backward reads; through_lse: lse has a gradient."""
-    context: dict[str, object] = {
+    context = {
         **structure_context(structure, device),
-        "constants": (("ROWS", rows_of_delta(structure)),),
+        "constants": {"ROWS": rows_of_delta(structure)},
         "through_lse": through_lse,
     }
     title = f"delta {structure.dtype} D={structure.head_dim_v} for {device.arch}"
     found = (*delta_arguments(structure, through_lse), *several("i32", "Hq", "q_len"))
-    return make_source("triton_backward/delta.py.jinja", device, [title], context, found, 4, 1)
+    return make_source("triton_backward/delta.py.jinja", device, [title], context, found)
 
 
 def _hoisted(score: PrintedGradient | None, mask: Printed | None) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from flexattn.catalogue import causal
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import bind
 from flexattn.problem import DENSE, Layout, Shape, Sparsity, make_problem
-from flexattn.problem.facts import TensorFacts, facts_of, layout_of
+from flexattn.problem.facts import layout_of
 from flexattn.reference import Precision, attention
 from flexattn.runtime.launch import Lists
 from flexattn.verify import oracle as oracles
@@ -127,7 +127,7 @@ def test_inputs_are_laid_out_as_the_problem_says(D, Dv, lengths, contiguous, is_
 
 
 def laid(*tensors):
-    return layout_of(*(TensorFacts(*facts_of(x)) for x in tensors))
+    return layout_of(*tensors)
 
 
 def test_a_batch_of_queries_with_stride_0_is_not_aligned():
