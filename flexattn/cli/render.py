@@ -15,12 +15,13 @@ from flexattn.cli.selection import device_of, say_assumed
 from flexattn.cli.terminal import indented, say, say_json, say_text
 from flexattn.device import Device
 from flexattn.errors import InputError
+from flexattn.frontend.explain import expression_of
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.features import decays
 from flexattn.kernels.choose import options
-from flexattn.mods.expr import pretty
+from flexattn.mods.expr import in_a_line
 from flexattn.mods.rules import ONE, REWRITES
-from flexattn.problem import Captures, Problem, Structure
+from flexattn.problem import Problem, Structure
 from flexattn.runtime import build
 from flexattn.runtime.candidates import Choice, candidates_of
 from flexattn.runtime.codecache import text_file
@@ -131,8 +132,8 @@ def _rendered(
         choice.origin,
         str(build.path_of(choice.source)),
         None if choice.combine is None else str(build.path_of(choice.combine)),
-        _expression(structure.score) if expr else None,
-        _expression(structure.mask) if expr else None,
+        expression_of(structure.score) if expr else None,
+        expression_of(structure.mask) if expr else None,
         choice.source.text if "source" in wanted else None,
         ptx,
         taken,
@@ -149,15 +150,14 @@ def rewrites(structure: Structure) -> list[Rewrite]:
         for step in terms.steps
     ]
     if terms.rise is not None and decays(structure):
-        text = pretty(terms.rise.step).replace("\n", "; ")
+        text = in_a_line(terms.rise.step)
         found.append(
             {"what": "rule", "name": "decay_skip", "says": REWRITES["decay_skip"], "to": text}
         )
     for name, place in _PLACES.items():
         expr = getattr(terms, name)
         if expr is not None and expr is not ONE:
-            text = pretty(expr).replace("\n", "; ")
-            found.append({"what": "term", "name": name, "says": place, "to": text})
+            found.append({"what": "term", "name": name, "says": place, "to": in_a_line(expr)})
     return found
 
 
@@ -186,14 +186,10 @@ def _rendered_nki(
         f"the first that fits; flexattn tune --device {device.name} ranks the others",
         str(kernel.path),
         None if kernel.combine is None else str(kernel.combine),
-        _expression(structure.score) if expr else None,
-        _expression(structure.mask) if expr else None,
+        expression_of(structure.score) if expr else None,
+        expression_of(structure.mask) if expr else None,
         kernel.text if "source" in wanted else None,
     )
-
-
-def _expression(captures: Captures | None) -> str | None:
-    return None if captures is None else pretty(captures.mod.expr)
 
 
 def _assembly(choice: Choice, kernel: Any, device: Device) -> str:

@@ -27,7 +27,7 @@ from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.printers.gradient_printer import grad_name
 from flexattn.mods.derivative import derivatives
-from flexattn.mods.expr import ScoreMod, pretty
+from flexattn.mods.expr import ScoreMod, in_a_line, pretty
 from flexattn.problem import Captures, kind_for
 from flexattn.runtime.build import path_of
 from flexattn.runtime.candidates import Attempt, Choice
@@ -224,8 +224,8 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
         grid=launch.geometry,
         source=path_of(choice.source),
         combine_source=path_of(choice.combine) if choice.combine is not None else None,
-        score_mod=_text(structure.score),
-        mask_mod=_text(structure.mask),
+        score_mod=expression_of(structure.score),
+        mask_mod=expression_of(structure.mask),
         candidates=choice.attempts,
         backward=_backward(call) if wants_grad(call) else None,
         verified=verification(LaunchedKernels.of(choice, launch.merges)),
@@ -239,7 +239,7 @@ def _backward(call: Call) -> Backward:
     factor, summed = None, structure.grads
     if structure.score is not None:
         found = derivatives(structure.score.mod, structure.grads)
-        factor = "0" if found.score is None else pretty(found.score).replace("\n", "; ")
+        factor = "0" if found.score is None else in_a_line(found.score)
         summed = found.summed(structure.grads)
     grid = family_of(choice.config).grid(problem, choice.config, choice.device)
     return Backward(
@@ -279,5 +279,6 @@ def _why_this_language(choice: Choice, asked: Options) -> str | None:
     return "the record's; gluon can run"
 
 
-def _text(captures: Captures | None) -> str | None:
+def expression_of(captures: Captures | None) -> str | None:
+    """A mod's expression; None without one."""
     return None if captures is None else pretty(captures.mod.expr)

@@ -234,6 +234,11 @@ def pretty(expr: Expr) -> str:
     return "\n".join([*lines, text[expr]])
 
 
+def in_a_line(expr: Expr) -> str:
+    """As `pretty`, on one line."""
+    return pretty(expr).replace("\n", "; ")
+
+
 def _text(node: Expr, args: list[str]) -> str:
     if node.op in ("var", "const"):
         return str(node.value)

@@ -14,7 +14,7 @@ from functools import reduce
 from typing import Literal
 
 from flexattn.mods.analysis.affine import FREE, along_diagonals, slope_of
-from flexattn.mods.expr import VARS, Expr, Mod, const, once, pretty, walk
+from flexattn.mods.expr import VARS, Expr, Mod, const, in_a_line, once, walk
 from flexattn.mods.ops import OPS
 from flexattn.mods.simplify import make, rebuilt
 
@@ -389,7 +389,7 @@ class _Split:
             self.steps[rule, to] = None
 
     def _told(self) -> tuple[AppliedRule, ...]:
-        steps = (AppliedRule(rule, pretty(to).replace("\n", "; ")) for rule, to in self.steps)
+        steps = (AppliedRule(rule, in_a_line(to)) for rule, to in self.steps)
         return tuple(dict.fromkeys(steps))
 
     def _core(self, scored: list[Term]) -> tuple[Expr | None, Expr, Expr]:

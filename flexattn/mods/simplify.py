@@ -134,10 +134,11 @@ def _changes_nothing(node: Expr) -> bool:
     return _is(node.args[1], _NEUTRAL[node.op])
 
 
-def _add(node: Expr) -> Expr | None:
-    x, y = node.args
-    if is_int(node.dtype) and y.op == "const" and x.op == "add" and x.args[1].op == "const":
-        return make("add", node.dtype, (x.args[0], make("add", node.dtype, (x.args[1], y))))
+def _joined(node: Expr) -> Expr | None:
+    """Of a sum or a product of integers: constants at its end are one."""
+    (x, y), op = node.args, node.op
+    if is_int(node.dtype) and y.op == "const" and x.op == op and x.args[1].op == "const":
+        return make(op, node.dtype, (x.args[0], make(op, node.dtype, (x.args[1], y))))
     return None
 
 
@@ -155,13 +156,8 @@ def _sub(node: Expr) -> Expr | None:
 
 
 def _mul(node: Expr) -> Expr | None:
-    x, y = node.args
-    if is_int(node.dtype) and y.op == "const":
-        if _is(y, 0):
-            return y
-        if x.op == "mul" and x.args[1].op == "const":
-            return make("mul", node.dtype, (x.args[0], make("mul", node.dtype, (x.args[1], y))))
-    return None
+    y = node.args[1]
+    return y if is_int(node.dtype) and _is(y, 0) else _joined(node)
 
 
 def _modulo(node: Expr) -> Expr | None:
@@ -269,7 +265,7 @@ def _lossless(source: str, target: str) -> bool:
 
 
 _RULES: dict[str, _Rule] = {
-    "add": _add,
+    "add": _joined,
     "sub": _sub,
     "mul": _mul,
     "floor_mod": _modulo,

@@ -9,15 +9,16 @@ and selected by that.
 from __future__ import annotations
 
 import hashlib
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.base.config import describe, values
-from flexattn.kernels.base.environment import render_template, template_hash
+from flexattn.kernels.base.environment import render_tidy, template_hash
 from flexattn.mods.analysis.affine import Affine
 from flexattn.mods.analysis.mask_form import conjunction, mask_form
-from flexattn.mods.expr import Mod, pretty
+from flexattn.mods.expr import Mod, in_a_line
 from flexattn.neuron.config import (
     MaskSelect,
     NkiConfig,
@@ -27,7 +28,7 @@ from flexattn.neuron.config import (
 from flexattn.neuron.emit import BINARY, NkiValue, Pools
 from flexattn.neuron.printer import NkiPrinter, offset_of
 from flexattn.neuron.tables import NkiTable, is_linear, tabulate
-from flexattn.problem import INDEX_RANGES, Captures, Problem
+from flexattn.problem import INDEX_RANGES, Captures, Problem, Structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +248,8 @@ def render_nki(problem: Problem, config: NkiConfig, target: str, title: str) -> 
     if mods.mask is not None:
         lines += [*mods.mask.lines, *mods.mask.selections]
     header = [title, f"config: {describe(config)}"]
-    header += [f"{kind}_mod: {_one_line(each.mod)}" for kind, each in named]
-    header += [f"{table.name}: {table.kind} {_one_line(table.mod)}" for table in mods.tables]
+    header += [f"{kind}_mod: {in_a_line(each.mod.expr)}" for kind, each in named]
+    header += [f"{table.name}: {table.kind} {in_a_line(table.mod.expr)}" for table in mods.tables]
     header.append(f"template: {name} {template_hash(name)}, for {target}")
     context = {
         **values(config),
@@ -276,14 +277,9 @@ def render_nki(problem: Problem, config: NkiConfig, target: str, title: str) -> 
         "relative": any(table.kind == "relative" for table in mods.tables),
         "split": split,
         "num_splits": config.num_splits,
-        "lse": structure.lse,
-        "max_scores": structure.max_scores,
     }
-    text = _tidy(render_template(name, context))
-    body = text[text.index("import nki") :]
-    digest = hashlib.sha256(body.encode()).hexdigest()
     tiles = tuple(sorted(mods.tiles.items()))
-    return NkiSource(text, digest, arguments, mods.tables, tiles, tuple(results))
+    return _rendered(name, context, structure, arguments, mods.tables, tiles, tuple(results))
 
 
 def render_nki_combine(problem: Problem, target: str) -> NkiSource:
@@ -295,12 +291,19 @@ def render_nki_combine(problem: Problem, target: str) -> NkiSource:
         "form": "s",
         "header": "\n".join(f"# {line}, for {target}" for line in lines),
         "results": results,
-        "lse": structure.lse,
-        "max_scores": structure.max_scores,
     }
-    text = _tidy(render_template(name, context))
+    arguments = "q", "partial", "maxima", "sums"
+    return _rendered(name, context, structure, arguments, (), (), results)
+
+
+def _rendered(
+    name: str, context: Mapping[str, object], structure: Structure, *rest: Any
+) -> NkiSource:
+    """rest: the fields of NkiSource behind its hash."""
+    statistics = {"lse": structure.lse, "max_scores": structure.max_scores}
+    text = render_tidy(name, {**context, **statistics})
     digest = hashlib.sha256(text[text.index("import nki") :].encode()).hexdigest()
-    return NkiSource(text, digest, ("q", "partial", "maxima", "sums"), (), (), results)
+    return NkiSource(text, digest, *rest)
 
 
 def _extent(config: NkiConfig, shape: NkiShape) -> str:
@@ -317,13 +320,3 @@ def _allocations(tiles: dict[str, int], extent: str) -> list[tuple[str, str, int
             plural = {"column": "columns", "column_i32": "columns_i32"}.get(name, name)
             found.append((plural, dtype, tiles[name], extent if wide else ""))
     return found
-
-
-def _one_line(mod: Mod) -> str:
-    return pretty(mod.expr).replace("\n", "; ")
-
-
-def _tidy(text: str) -> str:
-    text = "\n".join(line.rstrip() for line in text.split("\n")).rstrip("\n") + "\n"
-    text = re.sub(r"\n+(\n {4})", r"\1", text)
-    return re.sub(r"\n{4,}", "\n\n\n", text)

@@ -211,14 +211,14 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["us"] = lambda us: (
-        "–" if us is None or math.isnan(us) else three_figures(us)
-    )
-    environment.filters["ratio"] = lambda x: "–" if x is None or math.isnan(x) else f"{x:.3f}"
-    environment.filters["percent"] = lambda x: "–" if x is None else f"{100 * x:.3g} %"
-    environment.filters["kib"] = lambda x: "–" if x is None else f"{x / 1024:.3g}"
-    environment.filters["count"] = lambda x: "–" if x is None else str(x)
-    environment.filters["svg"] = lambda picture: Markup(svg(picture))
+    environment.filters |= {
+        "us": lambda us: "–" if us is None or math.isnan(us) else three_figures(us),
+        "ratio": lambda x: "–" if x is None or math.isnan(x) else f"{x:.3f}",
+        "percent": lambda x: "–" if x is None else f"{100 * x:.3g} %",
+        "kib": lambda x: "–" if x is None else f"{x / 1024:.3g}",
+        "count": lambda x: "–" if x is None else str(x),
+        "svg": lambda picture: Markup(svg(picture)),
+    }
     environment.globals["geometric_mean"] = geometric_mean
     return environment
 

@@ -12,7 +12,7 @@ from itertools import islice, product
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from flexattn.errors import ConfigError
-from flexattn.problem import Structure
+from flexattn.problem import Problem, Structure
 
 Language = Literal["triton", "gluon"]
 
@@ -123,6 +123,7 @@ def tile_for(tile: int, block: int) -> int:
 
 
 _C = TypeVar("_C", bound=Config)
+_Order = TypeVar("_Order", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,27 @@ def _knobs(kind: type) -> tuple[tuple[str, Any, _Knob], ...]:
     """Name, default and knob of each such field of a config class."""
     metadata = ((each, each.metadata.get("knob")) for each in fields(kind))
     return tuple((each.name, each.default, found) for each, found in metadata if found is not None)
+
+
+def orders(
+    known: tuple[_Order, ...], problem: Problem, rows: int, every: bool
+) -> tuple[_Order, ...]:
+    """Those of a template's orders of tiles that differ in what they do to a problem.
+
+    rows: of a tile. Heads side by side pay where they share keys, or where a mask makes some tiles
+    long.
+    """
+    if problem.q_len <= rows or problem.Hq == 1:
+        return known[:1]
+    masked = problem.structure.sparsity is not None
+    worth = {
+        "last": True,
+        "first": every and masked,
+        "group": problem.Hq > problem.Hkv,
+        "heads": every or masked,
+        "sections": masked,
+    }
+    return tuple(order for order in known if worth[order])
 
 
 def turned(config: _C, structure: Structure) -> Iterator[_C]:

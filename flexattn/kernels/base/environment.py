@@ -66,11 +66,8 @@ def _environment() -> jinja2.Environment:
         optimized=False,
         extensions=[_Clauses],
     )
-    environment.filters["block"] = block
-    environment.filters["outline"] = outline
-    environment.filters["finite"] = finite
-    environment.filters["natural"] = natural
-    environment.filters["sink_in_base_2"] = sink_in_base_2
+    for each in (block, outline, finite, natural, sink_in_base_2):
+        environment.filters[each.__name__] = each
     return environment
 
 
@@ -113,6 +110,15 @@ def render_template(name: str, context: dict[str, object]) -> str:
         line = getattr(error, "lineno", None)
         place = f"{name}:{line}" if line else name
         raise RenderError(f"{place}: {error}", "a template and its context must agree") from error
+
+
+def render_tidy(name: str, context: dict[str, object]) -> str:
+    """As render_template, without spaces at the ends of lines and without needless empty lines."""
+    lines = render_template(name, context).split("\n")
+    text = "\n".join(line.rstrip() for line in lines).rstrip("\n") + "\n"
+    # What a macro left out leaves an empty line: none stands inside a function.
+    text = re.sub(r"\n+(\n {4})", r"\1", text)
+    return re.sub(r"\n{4,}", "\n\n\n", text)
 
 
 _MARKED = re.compile(r"^(\s*(?:for|while) .*:)  # body: (\w+)$")

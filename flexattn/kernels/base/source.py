@@ -12,13 +12,13 @@ from flexattn.device import Device
 from flexattn.kernels.base.amd import AmdHints, options_of
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.config import Config, Language, pieces
-from flexattn.kernels.base.environment import render_template, template_hash
+from flexattn.kernels.base.environment import render_template, render_tidy, template_hash
 from flexattn.kernels.base.features import fp32_products
 from flexattn.kernels.printers.spelling import TRITON, Dialect, triton_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.kernels.ptx.assembler import Ptxas, for_split_tiles
 from flexattn.kernels.ptx.stages import OWN_STAGES, Stages
-from flexattn.mods.expr import pretty
+from flexattn.mods.expr import in_a_line
 from flexattn.problem import Captures, Structure
 
 # Of batch-invariant kernels: whether a product and a sum become one instruction else depends on
@@ -94,7 +94,7 @@ def make_source(
         f"pass: {name} (flexattn/kernels/{name.replace('.', '/')}.py)" for name in stages.passes
     ]
     entry = entry_of(template)
-    text = render_template(
+    text = render_tidy(
         template,
         {
             **_SELDOM,
@@ -106,10 +106,6 @@ def make_source(
             "arguments": [argument.name for argument in found],
         },
     )
-    text = "\n".join(line.rstrip() for line in text.split("\n")).rstrip("\n") + "\n"
-    # What a macro left out leaves an empty line: none stands inside a function.
-    text = re.sub(r"\n+(\n {4})", r"\1", text)
-    text = re.sub(r"\n{4,}", "\n\n\n", text)
     source = Source(
         text, "", tuple(found), num_warps, num_stages, language, registers, stages, entry=entry
     )
@@ -257,4 +253,4 @@ def expressions(structure: Structure) -> list[str]:
 
 def expression_line(captures: Captures) -> str:
     """A mod's expression for a header."""
-    return pretty(captures.mod.expr).replace("\n", "; ")
+    return in_a_line(captures.mod.expr)

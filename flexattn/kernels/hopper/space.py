@@ -8,7 +8,7 @@ from itertools import islice, product
 from pathlib import Path
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import turned
+from flexattn.kernels.base.config import orders, turned
 from flexattn.kernels.base.estimate import best_first
 from flexattn.kernels.base.features import loads_by_key, loads_tiles
 from flexattn.kernels.hopper.config import (
@@ -16,9 +16,9 @@ from flexattn.kernels.hopper.config import (
     BOXED_REGISTERS,
     CONSUMER_REGISTERS,
     CONSUMER_ROWS,
+    HOPPER_ORDERS,
     TWO_BLOCKS_REGISTERS,
     WIDEST,
-    HopperOrder,
     HopperPrefillConfig,
     TileScheduler,
     fit_to_mask,
@@ -318,25 +318,12 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
         tile = completed(tile, structure, packed)
         if packed and not (tile.heads > 1 and shares_keys(problem, tile)):
             continue
-        for order, other in product(_orders(problem, tile, every), (False, True)[: 1 + every]):
+        worth = orders(HOPPER_ORDERS, problem, tile.BLOCK_M, every)
+        for order, other in product(worth, (False, True)[: 1 + every]):
             section = tile.l2_swizzle if order == "sections" else 8
             lazy = tile.lazy_rescale != other
             found = replace(tile, order=order, l2_swizzle=section, lazy_rescale=lazy)
             yield from turned(found, structure)
-
-
-def _orders(problem: Problem, tile: HopperPrefillConfig, every: bool) -> tuple[HopperOrder, ...]:
-    """The orders of tiles that differ in what they do to this problem."""
-    if problem.q_len <= tile.BLOCK_M or problem.Hq == 1:
-        return ("last",)
-    masked = problem.structure.sparsity is not None
-    worth: dict[HopperOrder, bool] = {
-        "last": True,
-        "group": problem.Hq > problem.Hkv,
-        "heads": every or masked,
-        "sections": masked,
-    }
-    return tuple(order for order, tried in worth.items() if tried)
 
 
 def sized(problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:

@@ -6,10 +6,9 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from flexattn.kernels.printers.gradient_printer import reads_by_diagonal
+from flexattn.kernels.printers.gradient_printer import learned_loads, reads_by_diagonal
 from flexattn.mods.analysis.affine import Comparison, same_in_tiles
 from flexattn.mods.analysis.mask_form import conjunction, mask_form
-from flexattn.mods.derivative import derivatives
 from flexattn.mods.expr import Expr, depending, reads, walk
 from flexattn.mods.ops import OPS, is_float
 from flexattn.problem import INDEX_RANGES, Structure
@@ -104,22 +103,18 @@ def reads_diagonals(structure: Structure) -> bool:
 
 def sums_gradients(structure: Structure) -> bool:
     """True if all that gets a gradient is read along diagonals of a tile, or by heads of packs."""
-    if structure.score is None or not structure.grads:
+    if structure.score is None:
         return not structure.grads
-    found = derivatives(structure.score.mod, structure.grads)
     return all(
-        reads_by_diagonal(each.load)
-        or (structure.ragged_kv and not reads(each.load, "score", "q_idx", "kv_idx"))
-        for each in found.loads
+        reads_by_diagonal(load)
+        or (structure.ragged_kv and not reads(load, "score", "q_idx", "kv_idx"))
+        for load in learned_loads(structure)
     )
 
 
 def sums_heads(structure: Structure) -> bool:
     """True if something that gets a gradient has one place for all scores of a head."""
-    if structure.score is None or not structure.grads:
-        return False
-    found = derivatives(structure.score.mod, structure.grads)
-    return not all(reads_by_diagonal(each.load) for each in found.loads)
+    return not all(map(reads_by_diagonal, learned_loads(structure)))
 
 
 def may_be_no_number(score: Expr) -> bool:

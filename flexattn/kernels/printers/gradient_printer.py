@@ -249,12 +249,16 @@ def grad_name(slot: int) -> str:
     return f"{buffer_names('score', slot, 0)[0]}_grad"
 
 
+def learned_loads(structure: Structure) -> list[Expr]:
+    """The loads of a score_mod that get a gradient."""
+    if structure.score is None or not structure.grads:
+        return []
+    return [each.load for each in derivatives(structure.score.mod, structure.grads).loads]
+
+
 def adds_along_diagonals(structure: Structure) -> bool:
     """True if a load that gets a gradient has one place for all of a diagonal of a tile."""
-    if structure.score is None or not structure.grads:
-        return False
-    found = derivatives(structure.score.mod, structure.grads)
-    return any(on_diagonals(each.load) for each in found.loads)
+    return any(map(on_diagonals, learned_loads(structure)))
 
 
 def print_gradient(

@@ -11,9 +11,10 @@ from flexattn.device import Device, is_rdna
 from flexattn.errors import ConfigError
 from flexattn.kernels.base import features
 from flexattn.kernels.base.amd import as_kind, each_hinted
-from flexattn.kernels.base.config import power_above, turned
+from flexattn.kernels.base.config import orders, power_above, turned
 from flexattn.kernels.base.features import fp32_products
 from flexattn.kernels.triton.config import (
+    ORDERS,
     AmdDecodeConfig,
     AmdPrefillConfig,
     DecodeConfig,
@@ -294,23 +295,6 @@ def decode_axes(
     return each_hinted(grid, AmdDecodeConfig, device, every)
 
 
-def orders(problem: Problem, config: PrefillConfig, every: bool) -> tuple[TritonOrder, ...]:
-    """The orders of tiles that differ in what they do to this problem.
-
-    Heads side by side pay where they share keys, or where a mask makes some tiles long.
-    """
-    if problem.q_len <= config.BLOCK_M or problem.Hq == 1:
-        return ("last",)
-    masked = problem.structure.sparsity is not None
-    worth: dict[TritonOrder, bool] = {
-        "last": True,
-        "first": every and masked,
-        "group": problem.Hq > problem.Hkv,
-        "heads": every or masked,
-    }
-    return tuple(order for order, tried in worth.items() if tried)
-
-
 def split_counts(problem: Problem, config: DecodeConfig, device: Device, every: bool) -> list[int]:
     """Numbers of splits that differ from each other and leave none without a tile of keys.
 
@@ -353,7 +337,7 @@ def _prefill_grid(problem: Problem, device: Device, every: bool) -> Iterator[Pre
         tiles += _published(structure)
     for (rows, width, warps, stages), use_tma in product(tiles, tma):
         tile = fit_to_mask(PrefillConfig(rows, width, warps, stages, use_tma), structure)
-        for order in orders(problem, tile, every):
+        for order in orders(ORDERS, problem, tile.BLOCK_M, every):
             yield from turned(replace(tile, order=order), structure)
 
 
