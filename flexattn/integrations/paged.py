@@ -132,7 +132,7 @@ def attend_paged(
         new = key[0].transpose(0, 1), value[0].transpose(0, 1)
         state.plans.append(kind, slots.dtype).run(*new, pages, slot_mapping=slots)
     out = _outputs(state, plan)
-    given = {"seq_lens": step.lens, "block_table": step.table}
+    given: dict[str, Any] = {"seq_lens": step.lens, "block_table": step.table}
     if single:
         q = q.unsqueeze(1)
     else:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
-from flexattn.catalogue.masks import causal, document
+from flexattn.catalogue.masks import causal, document, padding
 from flexattn.catalogue.scores import t5_bias
 from flexattn.mods.expr import MaskMod, ScoreMod
 
@@ -20,10 +20,7 @@ def ragged(B: int, kv_len: int) -> MaskMod:
     lengths int32 [B] is read at run time, so one kernel serves every step.
     """
     lengths = torch.linspace(kv_len / 4, kv_len, B, dtype=torch.float64).ceil().to(torch.int32)
-
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return kv_idx < lengths[b]
-
+    mask_mod = padding(lengths)
     mask_mod.__name__ = f"ragged_{B}x{kv_len}"
     return mask_mod
 

@@ -106,6 +106,17 @@ def walks_runs(structure: Structure, config: Config) -> bool:
     return sparsity is not None and sparsity.runs and sparsity.kv_block % config.BLOCK_N == 0
 
 
+def touched_runs(structure: Structure, config: Config, parts: int) -> int:
+    """The number of rows of a mask's blocks that a tile may touch; 0 where lists are walked.
+
+    A tile of several parts that no block's rows divide has a run for each of them.
+    """
+    sparsity = structure.sparsity
+    if sparsity is None or not walks_runs(structure, config):
+        return 0
+    return 1 if sparsity.q_block % config.BLOCK_M == 0 else parts
+
+
 def check_power(name: str, size: int) -> None:
     """Raise ConfigError for a tile of kernel_options that is no power of two of at least 16."""
     if size < 16 or size & (size - 1):

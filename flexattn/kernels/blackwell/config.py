@@ -10,7 +10,6 @@ from flexattn.kernels.base.config import (
     knob,
     power_above,
     tile_for,
-    walks_runs,
 )
 from flexattn.problem import Structure
 
@@ -75,14 +74,6 @@ def qk_widths(head_dim: int) -> tuple[int, ...]:
     """The columns of each tile of Q or K: 192 is three tiles of 64."""
     whole = power_above(head_dim)
     return (whole,) if whole == head_dim else (_CHUNK,) * (head_dim // _CHUNK)
-
-
-def touched_runs(structure: Structure, config: BlackwellPrefillConfig) -> int:
-    """The number of rows of a mask's blocks that a program may touch; 0 if lists are walked."""
-    sparsity = structure.sparsity
-    if sparsity is None or not walks_runs(structure, config):
-        return 0
-    return 1 if sparsity.q_block % config.BLOCK_M == 0 else config.q_tiles
 
 
 def fit_to_mask(config: BlackwellPrefillConfig, structure: Structure) -> BlackwellPrefillConfig:

@@ -8,7 +8,7 @@ from itertools import starmap
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument, attention_arguments, descriptor
-from flexattn.kernels.base.config import describe
+from flexattn.kernels.base.config import describe, touched_runs
 from flexattn.kernels.base.features import ALL_KEYS, skips_far
 from flexattn.kernels.base.mask_pieces import print_mask
 from flexattn.kernels.base.ragged import (
@@ -34,7 +34,6 @@ from flexattn.kernels.blackwell.config import (
     WARPGROUP,
     BlackwellPrefillConfig,
     qk_widths,
-    touched_runs,
 )
 from flexattn.kernels.printers.score_printer import print_score
 from flexattn.kernels.printers.spelling import gluon_dialect, signature_type
@@ -135,7 +134,9 @@ def render(
         mask = print_mask(structure.mask, traits, tile, "TOKENS", exchanges=False)
     used = [each for each in (score, mask) if each is not None]
     sparsity = structure.sparsity
-    runs = touched_runs(structure, config) if form is None else int(mask is not None)
+    runs = (
+        touched_runs(structure, config, config.q_tiles) if form is None else int(mask is not None)
+    )
     decay_skip = form is None and skips_far(structure, config)
     widths = qk_widths(structure.head_dim_qk)
     settings = {

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, get_args
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
-from flexattn.kernels.base.config import Geometry, Language, power_above, tile_for, walks_runs
+from flexattn.kernels.base.config import Geometry, Language, power_above, tile_for
 from flexattn.kernels.base.ragged import RaggedConfig
 from flexattn.kernels.ptx.assembler import Ptxas
 from flexattn.problem import Problem, Structure
@@ -254,17 +254,6 @@ def _powers(width: int) -> tuple[tuple[int, int], ...]:
     """A width as falling powers of two, each with where it starts: 48 is 32 and 16."""
     bits = [1 << bit for bit in reversed(range(width.bit_length())) if width >> bit & 1]
     return tuple((sum(bits[:i]), size) for i, size in enumerate(bits))
-
-
-def runs_of(structure: Structure, config: HopperPrefillConfig) -> int:
-    """The number of rows of a mask's blocks that one tile may touch; 0 where lists are walked.
-
-    A tile that no block's rows divide still works on runs: each consumer has those of its own.
-    """
-    sparsity = structure.sparsity
-    if sparsity is None or not walks_runs(structure, config):
-        return 0
-    return 1 if sparsity.q_block % config.BLOCK_M == 0 else config.consumers
 
 
 def padded_columns(head_dim: int) -> int:

@@ -6,8 +6,14 @@ import struct
 from dataclasses import dataclass, replace
 
 from flexattn.device import Device
-from flexattn.kernels.base.arguments import Argument, attention_arguments, descriptor
-from flexattn.kernels.base.config import describe, power_above
+from flexattn.kernels.base.arguments import (
+    Argument,
+    attention_arguments,
+    descriptor,
+    several,
+    stride_arguments,
+)
+from flexattn.kernels.base.config import describe, power_above, touched_runs
 from flexattn.kernels.base.family import PERMUTED_KEYS, TRANSPOSED_KEYS
 from flexattn.kernels.base.features import ALL_KEYS, keys_aligned, skips_far
 from flexattn.kernels.base.mask_pieces import print_mask
@@ -33,7 +39,6 @@ from flexattn.kernels.hopper.config import (
     WIDEST,
     HopperPrefillConfig,
     Tiles,
-    runs_of,
     tiles_of,
 )
 from flexattn.kernels.hopper.limits import case_of
@@ -203,7 +208,12 @@ def render(
     mods = mod_context([each.lines for each in used], device, HOPPER)
     sparsity = structure.sparsity
     # The producer computes a range of keys from the bounds of the mask.
-    runs = runs_of(structure, config) if form is None else int(mask is not None)
+    # Of a tile that no block's rows divide each consumer has runs of its own.
+    runs = (
+        touched_runs(structure, config, config.consumers)
+        if form is None
+        else int(mask is not None)
+    )
     persistent = config.persistent
     case = case_of(config, structure, device)
     separate_o_smem, q_stages = case.own_output, case.q_slots
@@ -392,8 +402,8 @@ def render(
 def render_wide_values(head_dim: int, device: Device) -> Source:
     """The kernel that makes V [B, heads, kv_len, head_dim] of e4m3 bfloat16: V_KEYS, dense."""
     found = [Argument("V", "*fp8e4nv", 16), Argument("V_KEYS", "*bf16", 16)]
-    found += [Argument(f"stride_v{axis}", "i64", 16) for axis in "bhn"]
-    found += [Argument(name, "i32") for name in ("heads", "kv_len", "num_tiles")]
+    found += stride_arguments("v", "bhn", 16)
+    found += several("i32", "heads", "kv_len", "num_tiles")
     return _values_source(
         "hopper/widen_v.py.jinja", f"wide V of {head_dim}", found, head_dim, device
     )
@@ -405,8 +415,7 @@ def render_transposed_values(head_dim: int, device: Device) -> Source:
     V_KEYS [B, heads, head_dim, width], dense, width kv_len's next multiple of PERMUTED_KEYS.
     """
     found = [Argument("V", "*u8", 16), Argument("V_KEYS", "*u8", 16)]
-    found += [Argument(f"stride_v{axis}", "i64", 16) for axis in "bhn"]
-    found += [Argument("heads", "i32"), Argument("kv_len", "i32")]
+    found += [*stride_arguments("v", "bhn", 16), *several("i32", "heads", "kv_len")]
     found += [Argument("width", "i64", PERMUTED_KEYS), Argument("num_tiles", "i32")]
     title = f"transposed V of {head_dim}"
     return _values_source("hopper/transpose_v.py.jinja", title, found, head_dim, device)

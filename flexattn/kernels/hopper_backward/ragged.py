@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from math import gcd
-
 from flexattn.device import Device
-from flexattn.kernels.base.arguments import Argument
+from flexattn.kernels.base.arguments import Argument, dense_stride_arguments, several
 from flexattn.kernels.base.source import Source, make_source
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.hopper_backward.masks import band_of
@@ -25,8 +23,7 @@ def row_arguments(structure: Structure) -> list[Argument]:
     element, found = f"*{signature_type(structure.dtype)}", []
     for name, width in zip(("DK", "DV"), structure.head_dims, strict=True):
         found.append(Argument(f"{name}_ROWS", element, 16))
-        steps = (f"stride_{name.lower()}{axis}" for axis in "hn")
-        found += [Argument(each, "i64", gcd(16, width)) for each in steps]
+        found += dense_stride_arguments(name.lower(), "hn", width)
     return found
 
 
@@ -44,9 +41,8 @@ def render_key_tiles(structure: Structure, config: HopperBackwardConfig, device:
         "constants": settings,
         "band": band,
     }
-    found = [Argument(name, "*i32", 4) for name in ("CU_SEQLENS", "CU_SEQLENS_K")]
-    sizes = ("q_len", "kv_len", "num_requests", "num_tiles", "num_queries")
-    found += [KEY_TILES, ROW_TILES, *(Argument(name, "i32") for name in sizes)]
+    found = [*several("*i32", "CU_SEQLENS", "CU_SEQLENS_K", divisible_by=4), KEY_TILES, ROW_TILES]
+    found += several("i32", "q_len", "kv_len", "num_requests", "num_tiles", "num_queries")
     template = "hopper_backward/key_tiles.py.jinja"
     return make_source(template, device, [title_of(structure)], context, found)
 

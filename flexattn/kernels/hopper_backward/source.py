@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import gcd
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import (
@@ -12,9 +11,12 @@ from flexattn.kernels.base.arguments import (
     Argument,
     captured_arguments,
     delta_arguments,
+    dense_stride_arguments,
     descriptor,
     dropout_arguments,
+    several,
     skips_vanished,
+    stride_arguments,
 )
 from flexattn.kernels.base.config import describe, walks_runs
 from flexattn.kernels.base.source import (
@@ -101,7 +103,7 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
     if config.dq_tma:
         sums_rows = rows * width // SUMS_OF_A_ROW // dq_boxes(structure, config).count
         sums = Argument("DQ_ACC", _described(sums_rows, SUMS_OF_A_ROW, 128))
-    found += [sums, *(Argument(name, "i32") for name in _sizes(structure))]
+    found += [sums, *several("i32", *_sizes(structure))]
     found.append(Argument("sm_scale", "fp32"))
     if config.dq_tma:
         found.append(Argument(flags_of(config), "*i32", 16))
@@ -122,7 +124,7 @@ def mod_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[A
     for captures in (structure.score, structure.mask):
         found += captured_arguments(captures)
     slots = () if structure.score is None else structure.grads
-    return (*found, *(Argument(grad_name(slot), "*fp32", 16) for slot in slots))
+    return (*found, *several("*fp32", *map(grad_name, slots), divisible_by=16))
 
 
 def list_arguments(structure: Structure, config: HopperBackwardConfig) -> list[Argument]:
@@ -141,7 +143,7 @@ def before_arguments(
     found = delta_arguments(structure, through_lse)
     cleared = Argument(flags_of(config), "*i32", 16) if config.dq_tma else _SUMS
     found += [Argument("STATS", "*fp32", 16), cleared]
-    found += [Argument(name, "i32") for name in ("Hq", "q_len", "num_queries")]
+    found += several("i32", "Hq", "q_len", "num_queries")
     found += [_COUNTER] * config.persistent + [ROW_TILES] * structure.ragged_kv
     return (*found, *dropout_arguments(structure)[2:])
 
@@ -149,18 +151,17 @@ def before_arguments(
 def trim_arguments(structure: Structure) -> tuple[Argument, ...]:
     """The arguments of the kernel that trims a mask's runs."""
     found = [M_RUNS, Argument("Q_RUNS", "*i32", 4)]
-    found += [Argument(f"stride_q_mask_{axis}", "i64") for axis in "bh"]
-    found += [Argument(name, "i32") for name in ("mask_heads", "num_tiles", "q_len", "kv_len")]
+    found += stride_arguments("q_mask_", "bh")
+    found += several("i32", "mask_heads", "num_tiles", "q_len", "kv_len")
     return (*found, *captured_arguments(structure.mask))
 
 
 def after_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
     """The arguments of the kernel that makes DQ of DQ_ACC."""
-    divisor = gcd(16, structure.head_dim_qk)
     found = [Argument(flags_of(config), "*i32", 16)] if config.dq_tma else []
     found += [_SUMS, Argument("DQ", f"*{signature_type(structure.dtype)}", 16)]
-    found += [Argument(f"stride_dq{axis}", "i64", divisor) for axis in "bhm"]
-    found += [Argument(name, "i32") for name in ("Hq", "q_len", "num_queries")]
+    found += dense_stride_arguments("dq", "bhm", structure.head_dim_qk)
+    found += several("i32", "Hq", "q_len", "num_queries")
     found += [ROW_TILES] * structure.ragged_kv
     return (*found, Argument("sm_scale", "fp32"))
 
@@ -175,8 +176,8 @@ def _sparse(structure: Structure, config: HopperBackwardConfig) -> list[Argument
     if structure.sparsity is None:
         return []
     if trims_runs(structure, config):
-        return [M_RUNS, *(Argument(f"stride_m_runs_{axis}", "i64") for axis in "bh")]
-    strides = [Argument(f"stride_q_mask_{axis}", "i64") for axis in "bh"]
+        return [M_RUNS, *stride_arguments("m_runs_", "bh")]
+    strides = stride_arguments("q_mask_", "bh")
     if config.deterministic:
         strides += [Argument("Q_ORDER", "*i32", 4), Argument("Q_ORDER_WIDTH", "i64")]
     if walks_runs(structure, config):

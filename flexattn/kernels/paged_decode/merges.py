@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexattn.device import Device
 from flexattn.kernels.base import source as rendering
-from flexattn.kernels.base.arguments import Argument
+from flexattn.kernels.base.arguments import Argument, several
 from flexattn.kernels.base.config import padded
 from flexattn.kernels.base.source import BASE_2, Source
 from flexattn.kernels.paged_decode.config import ServingConfig, workspace
@@ -26,16 +26,22 @@ def join_programs(form: ServingForm, config: ServingConfig, q_rows: int) -> int:
 
 def join_arguments(form: ServingForm) -> tuple[Argument, ...]:
     """Arguments of the kernel: what each run gives, then what its shapes decide."""
-    values = f"*{signature_type(form.out_dtype)}"
-    found = []
-    for out, lse in (("A", "LSE_A"), ("B", "LSE_B"), ("OUT", "LSE")):
-        found += [Argument(out, values, 16), Argument(lse, "*fp32", 4)]
+    found = _states(form.out_dtype, "A", "B", "OUT")
     found.append(Argument("SEQ_LENS", "*i32", 4))
     if form.scaled:
         found.append(Argument("V_SCALE", "*fp32", 4))
     found.append(Argument("WORKSPACE", "*fp32", 16))
     numbers = ["q_rows", "max_keys", *["stride_scale"] * form.scaled]
-    return (*found, *(Argument(name, "i32") for name in numbers))
+    return (*found, *several("i32", *numbers))
+
+
+def _states(dtype: str, *names: str) -> list[Argument]:
+    """Outputs of these names in a dtype, each with its log-sum-exps."""
+    found = []
+    for name in names:
+        lse = "LSE" if name == "OUT" else f"LSE_{name}"
+        found += [Argument(name, f"*{signature_type(dtype)}", 16), Argument(lse, "*fp32", 4)]
+    return found
 
 
 def render_join(form: ServingForm, config: ServingConfig, device: Device) -> Source:
@@ -78,10 +84,7 @@ def render_merge_states(dtype: str, head_dim: int, device: Device) -> Source:
         "constants": {"ROWS": merge_rows(head_dim), "HEAD_DIM_V": head_dim, **BASE_2},
         "element": triton_type(dtype),
     }
-    values = [Argument(name, f"*{signature_type(dtype)}", 16) for name in ("A", "B", "OUT")]
-    a, b, out = values
-    lses = [Argument(name, "*fp32", 4) for name in ("LSE_A", "LSE_B", "LSE")]
-    found = (a, lses[0], b, lses[1], out, lses[2], Argument("num_rows", "i64"))
+    found = [*_states(dtype, "A", "B", "OUT"), Argument("num_rows", "i64")]
     title = f"merge of two states {dtype} D={head_dim} for {device.arch}"
     return rendering.make_source(
         "paged_decode/merge_states.py.jinja", device, [title], context, found
@@ -109,9 +112,7 @@ def render_merge_tree(
         "element": triton_type(dtype),
         "levels": levels,
     }
-    found = []
-    for out, lse in (("SHARED", "LSE_SHARED"), ("OWN", "LSE_OWN"), ("OUT", "LSE")):
-        found += [Argument(out, f"*{signature_type(dtype)}", 16), Argument(lse, "*fp32", 4)]
+    found = _states(dtype, "SHARED", "OWN", "OUT")
     found += [Argument("SLOTS", "*i32", 4), Argument("num_rows", "i64")]
     title = f"merge of a tree's states {dtype} D={head_dim} for {device.arch}"
     return rendering.make_source(

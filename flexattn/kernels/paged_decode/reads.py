@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flexattn.device import Device
-from flexattn.kernels.base.arguments import Argument
+from flexattn.kernels.base.arguments import Argument, several
 from flexattn.kernels.paged_decode.config import LINE
 from flexattn.kernels.printers.mask_printer import MaskParts
 from flexattn.kernels.printers.spelling import buffer_names, itemsize, triton_type
@@ -57,7 +57,7 @@ def scale_arguments(form: ServingForm) -> list[Argument]:
     if not form.scales:
         return []
     axes = "p" + "n" * by_token(form) + "h" * by_head(form)
-    tensors = [Argument(name, "*fp32", 4) for name in ("K_SCALE", "V_SCALE")]
+    tensors = several("*fp32", "K_SCALE", "V_SCALE", divisible_by=4)
     return tensors + [Argument(f"stride_s{axis}", "u32") for axis in axes]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from flexattn.device import Device
 from flexattn.kernels.base import source as rendering
-from flexattn.kernels.base.arguments import Argument, captured_arguments
+from flexattn.kernels.base.arguments import Argument, captured_arguments, several
 from flexattn.kernels.base.config import pieces
 from flexattn.kernels.base.source import BASE_2, Source
 from flexattn.kernels.paged_decode import engines
@@ -80,7 +80,7 @@ def serving_arguments(
         found.append(Argument("TABLE", "*i32", 4))
     if form.unit:
         names = ("LISTED", "LISTED_NUM", *("INDICES",) * gathers)
-        found += [Argument(name, "*i32", 4) for name in names]
+        found += several("*i32", *names, divisible_by=4)
     if form.prefix:
         found.append(Argument("ROW_LENS", "*i32", 4))
     if form.scaled:
@@ -93,7 +93,7 @@ def serving_arguments(
         axes = stepped_axes(form, described)
         found += [Argument(f"stride_{tensor}{axis}", "u32", kv_step) for axis in axes]
     if form.page:
-        found += [Argument("stride_table", "i32"), Argument("num_pages", "i32")]
+        found += several("i32", "stride_table", "num_pages")
     if form.prefix:
         found.append(Argument("q_len_each", "i32"))
     found.append(Argument("softmax_scale", "fp32"))
@@ -249,7 +249,7 @@ def _described(form: ServingForm) -> list[Argument]:
     if form.phase:
         found.append(Argument("PREFILLS", "*i32", 4))
     numbers = ["num_requests", "total_q" if form.ragged else "q_rows", "max_keys"]
-    return found + [Argument(name, "i32") for name in numbers]
+    return found + several("i32", *numbers)
 
 
 def _shared(
