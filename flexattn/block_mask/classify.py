@@ -21,8 +21,7 @@ from flexattn.kernels.block_mask.source import STRIP, render_block_mask, table_v
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound
 from flexattn.mods.algebra import Bounds, Extremes, bounds_of, tables_of, verdicts
-from flexattn.mods.expr import walk
-from flexattn.problem import Captures
+from flexattn.problem import Captures, all_captures
 from flexattn.runtime.build import builder
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -109,7 +108,7 @@ class _Host:
 
     def kinds(self) -> Tensor:
         """int8 [B, H, q_blocks, kv_blocks]."""
-        names = {node.value for node in walk(self.bound.mod.expr) if node.op == "var"}
+        names = self.bound.mod.expr.variables
         B, H = (self.sizes[i] if name in names else 1 for i, name in enumerate("bh"))
         blocks = [-(-self.sizes[2 + i] // self.block[i]) for i in range(2)]
         bounds = bounds_of(self.bound.mod)
@@ -211,7 +210,7 @@ class BlockClassifier:
         # A number on the CPU may stand for a captured tensor without dimensions.
         bound = bound._replace(tensors=tuple(each.to(device) for each in bound.tensors))
         self._target, self._index = _place(device)
-        self._captures = Captures(bound.mod, tuple(t.stride()[-1:] == (1,) for t in bound.tensors))
+        self._captures = all_captures(bound)
         self._source = _mask_source(self._captures, block, self._target)
         _, heads, q_len, kv_len = sizes
         bounds = bounds_of(bound.mod)

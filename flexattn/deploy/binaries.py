@@ -22,7 +22,7 @@ from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.choose.registry import family_of, leading
 from flexattn.measure.task import Task
 from flexattn.mods.bind import record
-from flexattn.problem import Captures, Problem
+from flexattn.problem import Problem, all_captures
 from flexattn.records.store import Store
 from flexattn.runtime.build import Kernel, path_of, unloaded
 from flexattn.runtime.candidates import Choice
@@ -127,10 +127,8 @@ class _Writer:
         """The kernel that finds the blocks of a task's mask; how many are new."""
         sparsity, before = task.problem.structure.sparsity, len(self._written)
         if task.mask is not None and sparsity is not None:
-            contiguous = tuple(t.stride()[-1:] == (1,) for t in task.mask.tensors)
-            captures = Captures(task.mask.mod, contiguous)
             block = sparsity.q_block, sparsity.kv_block
-            self._write(render_block_mask(captures, *block, self._device))
+            self._write(render_block_mask(all_captures(task.mask), *block, self._device))
         return len(self._written) - before
 
     def _compiled(self, source: Source) -> Kernel:

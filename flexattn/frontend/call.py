@@ -29,7 +29,7 @@ from flexattn.errors import (
 from flexattn.kernels.choose import options
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound, Identity, bind, look
-from flexattn.mods.expr import ScoreMod, walk
+from flexattn.mods.expr import ScoreMod
 from flexattn.problem import DTYPES, FP8, checks, rounded
 from flexattn.problem.facts import FEW_ROWS, facts_of, setting_of
 from flexattn.problem.inputs import NO_DESCALES, Descales, Dropout
@@ -246,9 +246,8 @@ def _say_shared(block_mask: BlockMask, mask: Bound, q: Tensor) -> None:
     ]
     if not shared:
         return
-    read = {node.value for node in walk(mask.mod.expr) if node.op == "var"}
     for name, argument, size in shared:
-        if name in read:
+        if name in mask.mod.expr.variables:
             say_once(
                 f"block_mask: its mask_mod reads {name}, and its blocks were decided for {name}=0 "
                 f"alone, so {name}=1 and further ones may lack keys that they keep, or keep keys "

@@ -18,7 +18,7 @@ from flexattn.device import NEURON
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import ConfigError, InputError, UnsupportedError
 from flexattn.mods import Bound, bind
-from flexattn.mods.expr import MaskMod, ScoreMod, walk
+from flexattn.mods.expr import MaskMod, ScoreMod
 from flexattn.neuron.config import CHUNK, NkiConfig, NkiPrefillConfig, visits_of
 from flexattn.neuron.family import default_config, target_reasons
 from flexattn.neuron.instance import driver_target
@@ -69,7 +69,7 @@ def kernel(
         checks.check_block_mask(block_mask, q, k)
     mask = bind(mask_mod, "mask")
     if mask_mod is not None and mask is not None and block_mask is None:
-        read = {node.value for node in walk(mask.mod.expr) if node.op == "var"}
+        read = mask.mod.expr.variables
         B, H = (size if name in read else None for name, size in zip("bh", q.shape, strict=False))
         block_mask = create_block_mask(mask_mod, B, H, q.shape[2], k.shape[2], "cpu")
     return _prepared(

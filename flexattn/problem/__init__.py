@@ -20,6 +20,7 @@ from flexattn.problem.problem import (
     Sparsity,
     Structure,
     Tanh,
+    all_captures,
     captures_of,
     make_problem,
     out_dtype,

@@ -116,6 +116,11 @@ def captures_of(bound: Bound | None) -> Captures | None:
     """The part of a mod that a kernel's code depends on; None where the mod changes nothing."""
     if bound is None or _keeps_everything(bound):
         return None
+    return all_captures(bound)
+
+
+def all_captures(bound: Bound) -> Captures:
+    """As `captures_of`, whatever the mod changes."""
     return Captures(bound.mod, tuple(t.stride()[-1:] == (1,) for t in bound.tensors))
 
 

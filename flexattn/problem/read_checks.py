@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.errors import CaptureError
 from flexattn.mods import Bound
-from flexattn.mods.expr import Expr, walk
+from flexattn.mods.expr import Expr
 from flexattn.mods.outside import Evaluated, buffer_of, evaluated, unproven
 from flexattn.mods.refusal import capture_name, named_mod
 from flexattn.mods.simplify import plug
@@ -185,7 +185,7 @@ class _Check:
         if not loads or 0 in self.sizes:
             return
         roots = (expr,) if self.reader.kind == "mask" else loads
-        asked = {str(node.value) for node in walk(*roots) if node.op == "var"}
+        asked = {name for root in roots for name in root.variables}
         # An index that no position moves is looked at once; where it counts, only if it is wrong.
         scores = self.scores if "score" in asked else None
         few = _only(self.sizes, asked) if scores is None else self.sizes

@@ -20,7 +20,6 @@ from flexattn.kernels.base.config import values
 from flexattn.measure.task import Task
 from flexattn.mods import Bound, bind, look
 from flexattn.mods.bind import clear
-from flexattn.mods.expr import walk
 from flexattn.mods.path import load_path, role_of
 from flexattn.problem import DTYPES, FP8, Shape, Sparsity, checks, kind_for, make_problem
 from flexattn.problem.facts import products_for, torch_setting
@@ -160,7 +159,7 @@ def _block_mask(
     There its lists are made too, as those of a call are: torch loads each of its kernels at its
     first use, and warm() is to come before the calls.
     """
-    names = {node.value for node in walk(mask.mod.expr) if node.op == "var"}
+    names = mask.mod.expr.variables
     shape, lengths = row.shape, (row.shape.q_len, row.shape.kv_len)
     sizes = (shape.B if "b" in names else 1, shape.Hq if "h" in names else 1, *lengths)
     rows, columns = (-(-n // size) for n, size in zip(lengths, row.block_size, strict=True))

@@ -182,17 +182,16 @@ def lower_backward(
         found = _call(SEQUENCES_BACKWARD_OP, given)
         found, captured = found[: -len(wanted) or None], found[len(found) - len(wanted) :]
         found = found if packed is None else _side_by_side(packed, found[0], inputs)
-        by_place = dict(zip(wanted, captured, strict=True))
-        return (*found, tuple(map(by_place.get, range(len(score_captures)))))
-    by_key = [] if _unmade(inputs[_MASK]) else list(node.by_key)
-    given += [
-        list(node.lists), by_key, *node.tensors, *node.integers, text, fixed_scale(scale),
-    ]  # fmt: skip
-    if packed is None:
-        *found, captured = _call(BACKWARD_OP, given)
     else:
-        memory, captured = _call(PACKED_OP, [*given, packed.places])
-        found = _side_by_side(packed, memory, inputs)
+        by_key = [] if _unmade(inputs[_MASK]) else list(node.by_key)
+        given += [
+            list(node.lists), by_key, *node.tensors, *node.integers, text, fixed_scale(scale),
+        ]  # fmt: skip
+        if packed is None:
+            *found, captured = _call(BACKWARD_OP, given)
+        else:
+            memory, captured = _call(PACKED_OP, [*given, packed.places])
+            found = _side_by_side(packed, memory, inputs)
     by_place = dict(zip(wanted, captured, strict=True))
     return (*found, tuple(map(by_place.get, range(len(score_captures)))))
 

@@ -9,7 +9,7 @@ from flexattn.kernels.printers.spelling import in_base_2
 from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
 from flexattn.mods.analysis.affine import FREE, slope_of
 from flexattn.mods.analysis.intervals import reaches_end
-from flexattn.mods.expr import Expr, const, terms_of, walk
+from flexattn.mods.expr import Expr, const, reads, terms_of
 from flexattn.mods.ops import is_int
 from flexattn.mods.rules import FLOAT, ONE, SCORE, times
 from flexattn.mods.simplify import make
@@ -105,10 +105,9 @@ def print_score(
 def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
     """A score_mod as it is written, which no rule took apart; raises as `print_mod` does."""
     printed = print_mod(captures, traits)
-    scored = any(node.op == "var" and node.value == "score" for node in walk(captures.mod.expr))
     dialect, far = traits.dialect, reaches_end(captures.mod.expr)
     result = in_base_2(printed.result, far, dialect.module)
-    if not scored:
+    if not reads(captures.mod.expr, "score"):
         result = f"{dialect.zeros(dialect.tile, FLOAT)} + {result}"
     body = ("score = qk * sm_scale", *printed.body, f"qk = {result}")
     return PrintedScore(printed.hoisted, printed.early, body)

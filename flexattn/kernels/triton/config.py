@@ -15,21 +15,11 @@ ORDERS: tuple[TritonOrder, ...] = ("last", "first", "group", "heads")
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillConfig:
-    """A tile of BLOCK_M query rows loops over the keys, BLOCK_N at a time.
-
-    use_tma: Q, K and V are read through tensor descriptors, by the bulk copy engine.
-    order: which tiles start first. "last" and "first": a head's last or first rows, head after
-    head; "group": the heads that share keys side by side; "heads": all heads side by side. The
-    last two start with the last rows.
-    """
-
+class _Tiles:
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int
     num_stages: int
-    use_tma: bool = False
-    order: TritonOrder = "last"
 
     # Fields of earlier versions, with the value that every kernel has now.
     retired: ClassVar[dict[str, object]] = {"early_loads": True}
@@ -39,22 +29,27 @@ class PrefillConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeConfig:
+class PrefillConfig(_Tiles):
+    """A tile of BLOCK_M query rows loops over the keys, BLOCK_N at a time.
+
+    use_tma: Q, K and V are read through tensor descriptors, by the bulk copy engine.
+    order: which tiles start first. "last" and "first": a head's last or first rows, head after
+    head; "group": the heads that share keys side by side; "heads": all heads side by side. The
+    last two start with the last rows.
+    """
+
+    use_tma: bool = False
+    order: TritonOrder = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig(_Tiles):
     """BLOCK_M packed rows (query heads of a group x query positions) loop over a split of keys.
 
     num_splits: pieces of the keys, each for one CTA; 0 lets the sizes decide at launch.
     """
 
-    BLOCK_M: int
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
     num_splits: int = 0
-
-    retired: ClassVar[dict[str, object]] = {"early_loads": True}
-
-    heads: ClassVar[int] = 1
-    language: ClassVar[Language] = "triton"
 
 
 TritonConfigT = TypeVar("TritonConfigT", PrefillConfig, DecodeConfig)
