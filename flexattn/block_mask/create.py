@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.flex_attention import (
-    BlockMask,
-)
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.block_mask.classify import kinds_by_rows
 from flexattn.block_mask.lists import lazy_mask, lists_of
@@ -66,7 +64,6 @@ def create_block_mask(
         device: the accelerator by default, else the CPU.
         BLOCK_SIZE: one number, or (query rows, keys); it need not divide the lengths.
         _compile: changes nothing: no path here needs it.
-        separate_full_blocks: as torch's.
         separate_full_blocks: as torch's, and so is dq_kv_order.
         compute_dq_write_order: asks for metadata of a backward, and needs torch 2.13.
 
@@ -88,7 +85,8 @@ def create_block_mask(
     Q_LEN, KV_LEN = _size("Q_LEN", Q_LEN), _size("KV_LEN", KV_LEN)
     q_block, kv_block = _block(BLOCK_SIZE)
     where = _device(device)
-    for name, size in (("B", batch), ("H", heads), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+    sizes = (batch, heads, Q_LEN, KV_LEN)
+    for name, size in zip(("B", "H", "Q_LEN", "KV_LEN"), sizes, strict=True):
         least, most = int(name == "H"), MAX_HEADS if name == "H" else MAX_LENGTH
         if not least <= size <= most:
             raise InputError(f"{name}={size}", f"{name} is from {least} to {most}")
@@ -100,15 +98,15 @@ def create_block_mask(
             "it is a function mask_mod(b, h, q_idx, kv_idx) -> bool",
             "pass block_mask=None to flex_attention where nothing is masked, or noop_mask",
         )
-    sizes = (batch, heads, Q_LEN, KV_LEN)
     block, lengths = (q_block, kv_block), (Q_LEN, KV_LEN)
     shape = (batch, heads, -(-Q_LEN // q_block), -(-KV_LEN // kv_block))
     with without_modes():
         try:
             bound = bind(mask_mod, "mask", where)
         except NoKernelError as why:
-            given = B, H, Q_LEN, KV_LEN, where, block, separate_full_blocks
-            mask = _by_torch(mask_mod, why, *given)
+            mask = _by_torch(
+                mask_mod, why, B, H, Q_LEN, KV_LEN, where, block, separate_full_blocks
+            )
         else:
             assert bound is not None
             if current().check:

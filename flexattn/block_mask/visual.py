@@ -224,7 +224,8 @@ def visualize(
     if isinstance(mod, BlockMask):
         q_len, kv_len = (int(length) for length in mod.seq_lengths)
         block_size, mod = mod.BLOCK_SIZE, mod.mask_mod
-    if q_len is None or min(q_len, q_len if kv_len is None else kv_len, cells) < 1:
+    kv_len = q_len if kv_len is None else kv_len
+    if q_len is None or kv_len is None or min(q_len, kv_len, cells) < 1:
         raise InputError(
             f"q_len={q_len}, kv_len={kv_len}, cells={cells}",
             "a picture needs lengths and cells of at least 1",
@@ -232,7 +233,7 @@ def visualize(
         )
     if min(b, h) < 0:
         raise InputError(f"b={b}, h={h}", "they are the batch and the head shown, from 0 on")
-    lengths = q_len, q_len if kv_len is None else kv_len
+    lengths = q_len, kv_len
     block = (block_size, block_size) if isinstance(block_size, int) else block_size
     kind = _kind(mod)
     bound = bind(mod, kind)
@@ -289,8 +290,7 @@ class _View:
             "q_lo": rows[0][:, None], "q_hi": rows[1][:, None],
             "kv_lo": columns[0][None, :], "kv_hi": columns[1][None, :],
         }  # fmt: skip
-        corners |= {name: torch.tensor(at) for name, at in zip("bh", self._place, strict=True)}
-        corners = {name: each.to(self._device) for name, each in corners.items()}
+        corners = self._env(corners)
         bounds, (_, tensors, scalars) = bounds_of(self._bound.mod), self._bound
         tables = tables_of(bounds.tables, tensors, (1, 1))
         must, may = verdicts(bounds, corners, tensors, scalars, tables)
@@ -309,14 +309,14 @@ class _View:
             share[row, column] = torch.where(single, found, estimate)
         return share
 
+    def _env(self, env: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Variables with those of the head, on the device."""
+        env |= {name: torch.tensor(at) for name, at in zip("bh", self._place, strict=True)}
+        return {name: each.to(self._device) for name, each in env.items()}
+
     def _at(self, q_idx: Tensor, kv_idx: Tensor, score: float) -> Tensor:
-        env = {name: torch.tensor(at) for name, at in zip("bh", self._place, strict=True)}
-        env |= {
-            "q_idx": q_idx,
-            "kv_idx": kv_idx,
-            "score": torch.tensor(score, dtype=torch.float32),
-        }
-        env = {name: each.to(self._device) for name, each in env.items()}
+        given = torch.tensor(score, dtype=torch.float32)
+        env = self._env({"q_idx": q_idx, "kv_idx": kv_idx, "score": given})
         return evaluate(self._bound.mod, env, self._bound.tensors, self._bound.scalars)
 
 

@@ -164,7 +164,7 @@ def widths(read: Mapping[str, Tensor]) -> dict[str, int]:
 
 def rest_names(structure: Structure, read: Iterable[str]) -> tuple[str, ...]:
     """The names of those arguments; read: of the mask's lists."""
-    found = [each for c in (structure.score, structure.mask) for each in captured_arguments(c)]
+    found = captured_arguments(structure.score, structure.mask)
     return (*read, *(each.name for each in (*found, *dropout_arguments(structure))))
 
 

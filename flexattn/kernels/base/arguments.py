@@ -68,8 +68,7 @@ def attention_arguments(
     if skips_far(structure, config):
         found.append(Argument("DECAY_WINDOW", "*fp32", 4))
     found += _sparse(structure, config)
-    for captures in (structure.score, structure.mask):
-        found += captured_arguments(captures)
+    found += captured_arguments(structure.score, structure.mask)
     found += dropout_arguments(structure)
     return tuple(
         Argument(each.name, described[each.name]) if each.name in described else each
@@ -170,25 +169,24 @@ def _sparse(structure: Structure, config: Config) -> list[Argument]:
     return [*found, *strides, *(Argument(f"{name}_WIDTH", "i64") for name in lists)]
 
 
-def captured_arguments(captures: Captures | None) -> list[Argument]:
-    """The arguments of a kernel for a mod: its captured tensors, its numbers and its divisors."""
-    if captures is None:
-        return []
-    mod = captures.mod
+def captured_arguments(*mods: Captures | None) -> list[Argument]:
+    """The arguments of a kernel for mods: captured tensors, numbers and divisors of each."""
     found = []
-    for slot, buffer in enumerate(mod.buffers):
-        inner = captures.contiguous[slot]
-        base, sizes, strides = _captured_names(mod.kind, slot, buffer.rank, inner)
-        found.append(Argument(base, f"*{signature_type(buffer.dtype)}"))
-        found += several("i32", *sizes)
-        found += several("i64", *strides)
-    found += [
-        Argument(scalar_name(mod.kind, slot), signature_type(dtype))
-        for slot, dtype in enumerate(mod.scalars)
-    ]
-    for slot in divisors(mod.expr):
-        multiplier, shift = invariant_names(mod.kind, slot)
-        found += several("i32", multiplier, shift)
+    for captures in filter(None, mods):
+        mod = captures.mod
+        for slot, buffer in enumerate(mod.buffers):
+            inner = captures.contiguous[slot]
+            base, sizes, strides = _captured_names(mod.kind, slot, buffer.rank, inner)
+            found.append(Argument(base, f"*{signature_type(buffer.dtype)}"))
+            found += several("i32", *sizes)
+            found += several("i64", *strides)
+        found += [
+            Argument(scalar_name(mod.kind, slot), signature_type(dtype))
+            for slot, dtype in enumerate(mod.scalars)
+        ]
+        for slot in divisors(mod.expr):
+            multiplier, shift = invariant_names(mod.kind, slot)
+            found += several("i32", multiplier, shift)
     return found
 
 

@@ -150,7 +150,7 @@ def arguments(
     found += [Argument("COUNTER", "*i32", 4), *request_arguments(form)]
     found += pages(form)
     found += [Argument("sm_scale", "fp32"), *sinks(form)]
-    return (*found, *captured_arguments(form.score), *captured_arguments(form.mask))
+    return (*found, *captured_arguments(form.score, form.mask))
 
 
 def request_context(form: ServingForm, traits: Traits) -> dict[str, object]:

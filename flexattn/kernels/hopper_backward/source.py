@@ -121,8 +121,7 @@ def _sizes(structure: Structure) -> tuple[str, ...]:
 def mod_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
     """The arguments for the walked tiles, for what mods capture, and for its gradients."""
     found = list_arguments(structure, config)
-    for captures in (structure.score, structure.mask):
-        found += captured_arguments(captures)
+    found += captured_arguments(structure.score, structure.mask)
     slots = () if structure.score is None else structure.grads
     return (*found, *several("*fp32", *map(grad_name, slots), divisible_by=16))
 

@@ -99,8 +99,7 @@ def serving_arguments(
     found.append(Argument("softmax_scale", "fp32"))
     if form.split_keys:
         found.append(Argument("part_slots", "i32"))
-    found += captured_arguments(form.score)
-    return (*found, *captured_arguments(form.mask))
+    return (*found, *captured_arguments(form.score, form.mask))
 
 
 def _combine_arguments(form: ServingForm) -> tuple[Argument, ...]:

@@ -78,8 +78,7 @@ def backward_arguments(
     if skips_blocks(structure, config) is not None:
         found += [M_BLOCK_MAX, N_BLOCK_MIN]
     found += _sparse(structure, runs)
-    for captures in (structure.score, structure.mask):
-        found += captured_arguments(captures)
+    found += captured_arguments(structure.score, structure.mask)
     found += dropout_arguments(structure)
     found += several("*fp32", *map(grad_name, structure.grads), divisible_by=16)
     found += [Argument(*each) for each in _tiles(structure, config)]
