@@ -191,6 +191,15 @@ def mod_context(
     }
 
 
+def printed_context(
+    printed: Iterable[Any], device: Device, dialect: Dialect = TRITON
+) -> dict[str, Any]:
+    """mod_context for printed mods, None among them, with the lines before their loop."""
+    used = [each for each in printed if each is not None]
+    hoisted = [line for each in used for line in each.hoisted]
+    return {**mod_context([each.lines for each in used], device, dialect), "hoisted": hoisted}
+
+
 def named_pieces(
     prefix: str, head_dim: int, halved: bool = False, least: int = 16
 ) -> tuple[_Piece, ...]:

@@ -25,7 +25,7 @@ from flexattn.kernels.base.source import (
     expressions,
     hinted,
     make_source,
-    mod_context,
+    printed_context,
     traits_of,
 )
 from flexattn.kernels.blackwell.config import (
@@ -132,7 +132,6 @@ def render(
         # Rows of requests begin at any position, and several may be of one.
         tile = (LANES, config.BLOCK_N) if form is None else None
         mask = print_mask(structure.mask, traits, tile, "TOKENS", exchanges=False)
-    used = [each for each in (score, mask) if each is not None]
     sparsity = structure.sparsity
     runs = (
         touched_runs(structure, config, config.q_tiles) if form is None else int(mask is not None)
@@ -177,14 +176,14 @@ def render(
         "BARRIERS",
     )
     context = {
-        **mod_context([each.lines for each in used], device, BLACKWELL),
+        **printed_context((score, mask), device, BLACKWELL),
         "config": config,
         "structure": structure,
         "pair": config.num_ctas == 2,
         "lead": "lead_barriers" if config.num_ctas == 2 else "barriers",
         "score": score,
         "mask": mask,
-        "hoisted": [line for each in used for line in each.hoisted],
+
         "constants": settings | BASE_2,
         "qk_chunks": [_Chunk(sum(widths[:i]), width) for i, width in enumerate(widths)],
         "polynomial": POLYNOMIAL,

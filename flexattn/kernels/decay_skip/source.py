@@ -17,7 +17,7 @@ from flexattn.kernels.base.arguments import (
 )
 from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.features import ALL_KEYS
-from flexattn.kernels.base.source import BASE_2, Source, make_source, mod_context, traits_of
+from flexattn.kernels.base.source import BASE_2, Source, make_source, printed_context, traits_of
 from flexattn.kernels.printers.score_printer import LOG2E
 from flexattn.kernels.printers.triton_printer import Printed, View, print_mod
 from flexattn.mods.analysis.mask_form import mask_form
@@ -94,7 +94,7 @@ def render_window(structure: Structure, device: Device) -> Source:
     found += captured_arguments(captures)
     context = {
         "fp8": structure.fp8,
-        **mod_context([each.lines for each in printed], device),
+        **printed_context(printed, device),
         "constants": settings,
         "lines": [x for each in printed for x in (*each.hoisted, *each.early, *each.body)],
         "step": printed[0].result,
@@ -124,7 +124,7 @@ def render_blocks(structure: Structure, rows: int, keys: int, device: Device) ->
     if under is not None:
         found += captured_arguments(structure.mask)
     context = {
-        **mod_context([] if under is None else [under.lines], device),
+        **printed_context((under,), device),
         "constants": settings,
         "sparse": sparsity is not None,
         "under": under,

@@ -28,7 +28,7 @@ from flexattn.kernels.base.source import (
     Source,
     expressions,
     make_source,
-    mod_context,
+    printed_context,
     traits_of,
 )
 from flexattn.kernels.hopper import merge_consumers, ragged
@@ -204,8 +204,7 @@ def render(
         mask = print_mask(
             structure.mask, replace(traits, dialect=_dialect(structure)), tile, positions
         )
-    used = [each for each in (score, mask) if each is not None]
-    mods = mod_context([each.lines for each in used], device, HOPPER)
+    mods = printed_context((score, mask), device, HOPPER)
     sparsity = structure.sparsity
     # The producer computes a range of keys from the bounds of the mask.
     # Of a tile that no block's rows divide each consumer has runs of its own.
@@ -279,10 +278,10 @@ def render(
     # released: with one stage it would not come.
     pipelined = config.cross_tile_pipeline and q_stages > 1 and runs < 2 and config.num_stages > 1
     pipelined = pipelined and tiles.v_width <= 128 and not config.q_in_regs and form is None
-    hoisted = [line for each in used for line in each.hoisted]
+
     # What a mod reads for each row of a work tile costs 14 % where it is loaded during the one
     # before (8 documents, 8k, H200).
-    by_row = any("gl.load(" in line and "q_idx" in line for line in hoisted)
+    by_row = any("gl.load(" in line and "q_idx" in line for line in mods["hoisted"])
     per_thread = CONSUMER_ROWS * config.BLOCK_N // _THREADS
     strip = int(str(settings.get("STRIP", 0)))
     by_key = mask is not None and mask.exchanged != ()
@@ -301,7 +300,6 @@ def render(
         "structure": structure,
         "tiles": tiles,
         "case": case,
-        "hoisted": hoisted,
         # Knobs that this structure or another one may rule out.
         "lazy_rescale": lazy,
         # A value for each score would take registers before the scores are there.
@@ -309,7 +307,9 @@ def render(
         "cross_tile_pipeline": pipelined,
         "ping_pong_softmax": config.ping_pong_softmax and not pipelined,
         # Scores of fp8 depend on factors of the heads.
-        "hoists_early": pipelined and bool(used) and not by_row and not structure.fp8,
+        "hoists_early": pipelined
+        and (score is not None or mask is not None)
+        and not (by_row or structure.fp8),
         "score": score,
         "mask": mask,
         "constants": settings | BASE_2,

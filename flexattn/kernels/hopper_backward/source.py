@@ -24,8 +24,8 @@ from flexattn.kernels.base.source import (
     Source,
     expressions,
     make_source,
-    mod_context,
     named_pieces,
+    printed_context,
     traits_of,
 )
 from flexattn.kernels.hopper_backward.config import (
@@ -232,11 +232,10 @@ def render(
     score, mask = print_with_gradients(asked, traits, structure.grads, diagonals=True)
     if asked.mask is not None and asked_by_row(structure, config.BLOCK_N):
         mask = print_mod(asked.mask, traits, View(kv_idx="start_n", by_row=False))
-    used = [each for each in (score, mask) if each is not None]
     sparsity, stages = structure.sparsity, _stages(structure, config)
     found, narrow = arguments(structure, config), announcements(structure, config)
     context = {
-        **mod_context([each.lines for each in used], device, TRANSPOSED),
+        **printed_context((score, mask), device, TRANSPOSED),
         **_shapes(config, columns(structure)),
         "api": "flexattn.gluon_api",
         "constants": _settings(structure, config) | BASE_2,
@@ -253,8 +252,7 @@ def render(
         "conjunction": not spills and _selects_twice(band, rest),
         # Beside a score_mod or dropout, what a mask asks for besides a band leaves none for lse.
         "masked_lse": rest is None or not (structure.score or structure.dropout),
-        "hoisted": [line for each in used for line in each.hoisted],
-        "indexed": bool(used),
+        "indexed": score is not None or mask is not None,
         "ragged": structure.ragged_kv,
         "row_arguments": [each.name for each in row_arguments(structure)],
         "listed": sparsity is not None or structure.ragged_kv,
@@ -362,7 +360,7 @@ def render_trim(structure: Structure, config: HopperBackwardConfig, device: Devi
         "TILES_PER_Q": structure.sparsity.q_block // config.BLOCK_M,
     }
     context = {
-        **mod_context([mask.lines], device),
+        **printed_context((mask,), device),
         "constants": settings,
         "mask": mask,
     }

@@ -117,7 +117,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     # In PTX, or as the interpreter reads.
     if late and dialect is TRITON and device.backend != "hip":
         mask = _printed(form.mask, form, replace(traits, predicated_loads=True))
-    used = [each for each in (score, mask) if each is not None]
+
     qk, v = (
         rendering.named_pieces(name, dim, least=least_tile(form))
         for name, dim in (("qk", form.head_dim_qk), ("v", form.head_dim_v))
@@ -126,7 +126,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     product = triton_type(form.product_dtype)
     of_pages = form.page > 0 and config.BLOCK_N % form.page == 0 and not form.unit
     context = {
-        **_shared(form, config, device, used, dialect, config.num_warps),
+        **_shared(form, config, device, (score, mask), dialect, config.num_warps),
         "score": score,
         "mask": mask,
         "qk_pieces": qk,
@@ -189,7 +189,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
     shape = merge_shape(form, config, device)
     mask = _printed(form.mask, form, _traits(form, device, TRITON))
     context = {
-        **_shared(form, config, device, [mask] if mask is not None else [], TRITON, COMBINE_WARPS),
+        **_shared(form, config, device, (mask,), TRITON, COMBINE_WARPS),
         "v_pieces": rendering.named_pieces("v", form.head_dim_v // shape.column_parts),
         "by_work_tile": shape.work_tiles > 0,
         "turns": shape.turns,
@@ -255,7 +255,7 @@ def _shared(
     form: ServingForm,
     config: ServingConfig,
     device: Device,
-    used: Sequence[MaskParts | PrintedScore],
+    printed: Sequence[MaskParts | PrintedScore | None],
     dialect: Dialect,
     num_warps: int,
 ) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def _shared(
         return ", ".join((*values, *captured))
 
     return {
-        **rendering.mod_context([each.lines for each in used], device, dialect),
+        **rendering.printed_context(printed, device, dialect),
         "jit": "triton.jit",
         "config": config,
         "form": form,
@@ -308,7 +308,6 @@ def _shared(
         "by_lane": "",
         "prefetched_before": False,
         "by_request": "",
-        "hoisted": [line for each in used for line in each.hoisted],
         "constants": settings | BASE_2,
         "edges": found,
         # Of tall tiles ptxas spills the loop's addresses where this comparison is left out.

@@ -31,7 +31,7 @@ from flexattn.kernels.base.source import (
     Source,
     expressions,
     make_source,
-    mod_context,
+    printed_context,
     split_tiles_ptxas,
     structure_context,
     traits_of,
@@ -96,12 +96,11 @@ def render(
         }
         if mask is not None and mask.segments is not None:
             settings["EDGE"] = power_above(sparsity.kv_block)
-    printed = [each for each in (score, mask) if each is not None]
+
     context = {
         **structure_context(structure, device),
-        **mod_context([each.lines for each in printed], device),
+        **printed_context((score, mask), device),
         "config": config,
-        "hoisted": [line for each in printed for line in each.hoisted],
         "score": score,
         "mask": mask,
         "constants": settings | BASE_2,

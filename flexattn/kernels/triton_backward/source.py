@@ -26,7 +26,7 @@ from flexattn.kernels.base.source import (
     Source,
     expressions,
     make_source,
-    mod_context,
+    printed_context,
     split_tiles_ptxas,
     structure_context,
     traits_of,
@@ -143,7 +143,7 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
     printed = (over_keys, mask_over_keys, over_rows, mask_over_rows)
     context = {
         **structure_context(structure, device, reload and max(structure.head_dims) > 128),
-        **mod_context([each.lines for each in printed if each is not None], device),
+        **printed_context(printed, device),
         "config": config,
         "over_keys": over_keys,
         "over_rows": over_rows,
