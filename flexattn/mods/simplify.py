@@ -135,7 +135,7 @@ def _changes_nothing(node: Expr) -> bool:
 
 
 def _joined(node: Expr) -> Expr | None:
-    """Of a sum or a product of integers: constants at its end are one."""
+    """Joins the constants at the end of a sum or a product of integers."""
     (x, y), op = node.args, node.op
     if is_int(node.dtype) and y.op == "const" and x.op == op and x.args[1].op == "const":
         return make(op, node.dtype, (x.args[0], make(op, node.dtype, (x.args[1], y))))
