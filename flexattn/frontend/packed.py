@@ -81,9 +81,10 @@ def attend_packed(
     cu_q = _whole(cu_seqlens[0])
     cu_k = cu_q if cu_seqlens[1] is cu_seqlens[0] else _whole(cu_seqlens[1])
     in_order = in_order or torch.are_deterministic_algorithms_enabled()
-    known = _facts(q, k, v, cu_q.shape[0] - 1)
+    sequences = cu_q.shape[0] - 1
+    known = _facts(q, k, v, sequences)
     call = Pack(score, mask, scale, as_documents, in_order, slots, known)
-    if graded and not call.has_gradients(q, k, v, cu_q.shape[0] - 1):
+    if graded and not call.has_gradients(q, k, v, sequences):
         return None
     found = call.attended(q, k, v, cu_q, cu_k, sinks, lse or graded)
     if found is None or not graded:
@@ -163,15 +164,15 @@ class Pack(NamedTuple):
         results: out and lse [1, Hq, total_q]; grads: theirs, None where nothing depends on one.
         into: where the first three go, as one batch; None where they are allocated.
         """
-        q, k, v = inputs
+        (q, k, v), sequences = inputs, cu_q.shape[0] - 1
         out, lse = results
         # Saved tensors may come back with other strides.
-        call = self._replace(known=_facts(q, k, v, cu_q.shape[0] - 1))
+        call = self._replace(known=_facts(q, k, v, sequences))
         dout, dlse = grads
         dout = torch.zeros_like(out) if dout is None else dout
 
         def planned(*tensors: Tensor) -> BackwardPlan:
-            chosen = call._backward(q, k, v, cu_q.shape[0] - 1)
+            chosen = call._backward(q, k, v, sequences)
             if chosen is None:
                 raise WrongKernelError(
                     "no kernel of Hopper's backward is right for these packed sequences",
@@ -186,8 +187,7 @@ class Pack(NamedTuple):
 
         found = run_backward(
             planned, (_heads(q), _heads(k), _heads(v)), _heads(out), lse, (_heads(dout), dlse),
-            self.scale, self.learned(), partial(self._asked, q, k, v, cu_q.shape[0] - 1), into,
-            sinks,
+            self.scale, self.learned(), partial(self._asked, q, k, v, sequences), into, sinks,
         )  # fmt: skip
         return found._replace(dq=_rows(found.dq), dk=_rows(found.dk), dv=_rows(found.dv))
 

@@ -115,10 +115,9 @@ def _read(path: Path) -> Record:
 
 def _tried(path: Path) -> Record | None:
     try:
-        record = decode_record(path.read_bytes())
-    except (OSError, CacheError):
+        return _read(path)
+    except InputError:
         return None  # a manifest, or a file of something else
-    return None if record.provenance == "model" else record
 
 
 def write_page(

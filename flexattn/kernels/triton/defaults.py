@@ -63,16 +63,21 @@ def _prefill(structure: Structure, device: Device) -> Iterator[PrefillConfig]:
     products = features.fp32_products(structure)
     if products == "bf16x6":
         yield from of_parts(widest, device)
-        yield from (PrefillConfig(16, 16, 4, 1), PrefillConfig(16, 16, 8, 1))
-        return
-    if products:
+    elif products:
         # Without matrix instructions the tile lives in registers: small tiles.
         shapes = ((64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 8, 2), (32, 16, 4, 1))
         # What is converted lies there twice: loops of larger tiles spilled.
         small = 0 if not structure.kv_dtype else 2 if widest <= 64 else 3
         yield from (PrefillConfig(*shape) for shape in shapes[small:])
-        yield from (PrefillConfig(16, 16, 4, 1), PrefillConfig(16, 16, 8, 1))
-        return
+    else:
+        yield from _by_instructions(structure, device, widest)
+    yield from (PrefillConfig(16, 16, 4, 1), PrefillConfig(16, 16, 8, 1))
+
+
+def _by_instructions(
+    structure: Structure, device: Device, widest: int
+) -> Iterator[PrefillConfig]:
+    """The tiles of matrix instructions, best first."""
     if device.has_wgmma and (widest <= 128 or features.values_by_key(structure) > MANY_BY_KEY):
         yield from _gathering(structure, widest)
     if device.has_wgmma and widest <= 128 and structure.kv_dtype:
@@ -85,8 +90,7 @@ def _prefill(structure: Structure, device: Device) -> Iterator[PrefillConfig]:
         table = _PREFILL["rdna" if is_rdna(device) else "hip"]
     yield from next((found for limit, found in table.items() if widest <= limit), ())
     yield from (PrefillConfig(64, 32, 8, 1), PrefillConfig(32, 32, 8, 1))
-    yield from (PrefillConfig(32, 16, 4, 1), PrefillConfig(16, 16, 4, 1))
-    yield PrefillConfig(16, 16, 8, 1)
+    yield PrefillConfig(32, 16, 4, 1)
 
 
 def of_parts(widest: int, device: Device) -> tuple[PrefillConfig, ...]:
