@@ -117,7 +117,6 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     # In PTX, or as the interpreter reads.
     if late and dialect is TRITON and device.backend != "hip":
         mask = _printed(form.mask, form, replace(traits, predicated_loads=True))
-
     qk, v = (
         rendering.named_pieces(name, dim, least=least_tile(form))
         for name, dim in (("qk", form.head_dim_qk), ("v", form.head_dim_v))

@@ -74,9 +74,7 @@ def _prefill(structure: Structure, device: Device) -> Iterator[PrefillConfig]:
     yield from (PrefillConfig(16, 16, 4, 1), PrefillConfig(16, 16, 8, 1))
 
 
-def _by_instructions(
-    structure: Structure, device: Device, widest: int
-) -> Iterator[PrefillConfig]:
+def _by_instructions(structure: Structure, device: Device, widest: int) -> Iterator[PrefillConfig]:
     """The tiles of matrix instructions, best first."""
     if device.has_wgmma and (widest <= 128 or features.values_by_key(structure) > MANY_BY_KEY):
         yield from _gathering(structure, widest)
