@@ -15,7 +15,7 @@ from flexattn.cli.selection import device_of, say_assumed
 from flexattn.cli.terminal import indented, say, say_json, say_text
 from flexattn.device import Device
 from flexattn.errors import InputError
-from flexattn.frontend.explain import expression_of
+from flexattn.frontend.explain import mod_text
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.features import decays
 from flexattn.kernels.choose import options
@@ -132,8 +132,8 @@ def _rendered(
         choice.origin,
         str(build.path_of(choice.source)),
         None if choice.combine is None else str(build.path_of(choice.combine)),
-        expression_of(structure.score) if expr else None,
-        expression_of(structure.mask) if expr else None,
+        mod_text(structure.score) if expr else None,
+        mod_text(structure.mask) if expr else None,
         choice.source.text if "source" in wanted else None,
         ptx,
         taken,
@@ -186,8 +186,8 @@ def _rendered_nki(
         f"the first that fits; flexattn tune --device {device.name} ranks the others",
         str(kernel.path),
         None if kernel.combine is None else str(kernel.combine),
-        expression_of(structure.score) if expr else None,
-        expression_of(structure.mask) if expr else None,
+        mod_text(structure.score) if expr else None,
+        mod_text(structure.mask) if expr else None,
         kernel.text if "source" in wanted else None,
     )
 

@@ -224,8 +224,8 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
         grid=launch.geometry,
         source=path_of(choice.source),
         combine_source=path_of(choice.combine) if choice.combine is not None else None,
-        score_mod=expression_of(structure.score),
-        mask_mod=expression_of(structure.mask),
+        score_mod=mod_text(structure.score),
+        mask_mod=mod_text(structure.mask),
         candidates=choice.attempts,
         backward=_backward(call) if wants_grad(call) else None,
         verified=verification(LaunchedKernels.of(choice, launch.merges)),
@@ -279,6 +279,6 @@ def _why_this_language(choice: Choice, asked: Options) -> str | None:
     return "the record's; gluon can run"
 
 
-def expression_of(captures: Captures | None) -> str | None:
+def mod_text(captures: Captures | None) -> str | None:
     """A mod's expression; None without one."""
     return None if captures is None else pretty(captures.mod.expr)

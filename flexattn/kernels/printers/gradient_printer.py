@@ -222,17 +222,13 @@ class Scatter:
 
 
 @dataclass(frozen=True, slots=True)
-class PrintedGradient:
+class PrintedGradient(Printed):
     """Statements that turn `score`, the scaled product, into the modified score and derivatives.
 
-    hoisted, early, body: as of Printed. result: the modified score. factor: what the gradient of
-    it is multiplied by to be that of `score`; "" for 1, "0" where the score is not read.
+    result: the modified score. factor: what the gradient of it is multiplied by to be that of
+    `score`; "" for 1, "0" where the score is not read.
     """
 
-    hoisted: tuple[str, ...]
-    early: tuple[str, ...]
-    body: tuple[str, ...]
-    result: str
     factor: str
     scatters: tuple[Scatter, ...] = ()
 
