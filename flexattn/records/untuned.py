@@ -239,12 +239,12 @@ def _untuned(raw: bytes) -> Untuned:
     if line.kv_dtype and line.kv_dtype not in _NARROWER.get(line.dtype, ()):
         raise CacheError(f"kv_dtype {line.kv_dtype}", f"it is narrower than {line.dtype}")
     _check_sizes(line)
-    structure = Structure(
-        line.kind, line.dtype, line.head_dim_qk, line.head_dim_v, line.group,
-        _captures(score), _captures(mask), line.sparsity, line.layout,
-        line.lse, line.max_scores, line.positive_scale, line.sinks,
-        kv_dtype=line.kv_dtype, grads=line.grads, fp32_products=line.fp32_products,
-    )  # fmt: skip
+    told = {
+        each.name: getattr(line, each.name)
+        for each in fields(Structure)
+        if hasattr(line, each.name)
+    }
+    structure = Structure(score=_captures(score), mask=_captures(mask), **told)
     if not set(line.grads) <= set(() if score is None else loaded_floats(score.mod)):
         raise CacheError(f"gradients of {line.grads}", "they are of score's floating tensors")
     sizes = (line.B, line.Hq, line.Hkv, line.q_len, line.kv_len)
