@@ -494,8 +494,5 @@ def _asked(config: ServingConfig, form: ServingForm) -> list[Limits[ConfigCase]]
 
 
 SERVING_LIMITS = _OfTemplates(ConfigCase, (), ())
-
-
-def serving_reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
-    """The reasons why a config cannot run for a form on a device; empty where it can."""
-    return SERVING_LIMITS.reasons(config, form, device)
+# Why a config cannot run for a form on a device; empty where it can.
+serving_reasons = SERVING_LIMITS.reasons
