@@ -30,7 +30,16 @@ from flexattn.cli.selection import (
     say_assumed,
     users,
 )
-from flexattn.cli.terminal import INTERRUPTED, cell, say, say_json, say_text, tell, wide_console
+from flexattn.cli.terminal import (
+    INTERRUPTED,
+    cell,
+    say,
+    say_json,
+    say_text,
+    table_of,
+    tell,
+    wide_console,
+)
 from flexattn.cli.watch import Watch
 from flexattn.device import Device
 from flexattn.errors import DeviceError, FlexAttnError, InputError, UnsupportedError
@@ -187,9 +196,7 @@ def _list_presets(as_json: bool) -> None:
         ]
         say_json({"presets": rows})
         return
-    table = Table()
-    for name in ("preset", "what it is", "calls", "models"):
-        table.add_column(name, overflow="fold")
+    table = table_of("preset", "what it is", "calls", "models")
     for each in found:
         table.add_row(
             *map(cell, (each.name, each.title, str(len(each.rows)), ", ".join(each.models)))
@@ -265,11 +272,10 @@ def print_plan(plan: dict[str, Any]) -> None:
     for name in ("configs", "rejected"):
         table.add_column(name, justify="right", min_width=len(name))
     table.add_column("")
-    rejected: dict[str, int] = {}
+    rejected = Counter[str]()
     for each in plan["problems"]:
         key = each["key"]
-        for name, count in each["rejected"].items():
-            rejected[name] = rejected.get(name, 0) + count
+        rejected.update(each["rejected"])
         table.add_row(
             cell(each["title"]),
             f"B{key['B']} {key['q_len']}x{key['kv_len']}",
