@@ -251,7 +251,8 @@ def build(
     chooser, words, form = None, 0, problem.structure
     if form.unit:
         units = -(-problem.kv_len // form.unit)
-        words = -(-units // 32)
+        # Triton's kernel walks no more units than a request has, so it needs them in order.
+        words = -(-units // 32) if chosen.gathers(form) else 0
         words *= problem.B * problem.Hkv * words <= MOST_WORDS
         listed = ChosenForm(
             1, form.unit, power_above(form.chosen), "int32", False, False, False, True, words > 0

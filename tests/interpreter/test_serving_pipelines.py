@@ -13,6 +13,7 @@ from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.errors import InputError
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.engines import UNWRITTEN
+from flexattn.serving import kernels
 from tests import serving
 from tests.emulated_plan import Changing, Emulated, emulate
 from tests.odd_mods import checkerboard
@@ -151,6 +152,25 @@ def test_keys_that_data_chose(number, page, unit, k, eight, programs):
         latent(few), k, unit, exact=latent(wide), kv_dtype=dtype, scaled=True,
         given=lambda plan: {"k_scale": step, "v_scale": step}, **options,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("sorts", [False, True], ids=["by bits", "sorted"])
+def test_a_choice_in_any_order(sorts, programs, monkeypatch):
+    """Nothing of it stands twice; then its first one does. No bit stays behind."""
+    programs(3)
+    if sorts:  # as of a batch whose bits would take too much memory
+        monkeypatch.setattr(kernels, "MOST_WORDS", 0)
+    each = requests(MLA, [153, 1, 90], (8, 1))
+    plan = plan_of(MLA, each, page=16, selection=(9, 2))
+    units = torch.tensor([40, -1, 75, 3, 2**31 - 1, 64, 0, 32, -(2**31)], dtype=torch.int32)
+    kept = torch.zeros(80, dtype=torch.bool)
+    kept[[40, 75, 3, 64, 0, 32]] = True
+    for twice in (False, True, False):
+        given = units.clone()
+        given[1] = units[0 if twice else 1]
+        got = run(plan, each, selection=given.expand(3, 1, 9).contiguous())
+        assert_right(got, each, mask_mod=lambda b, h, q_idx, kv_idx: kept[kv_idx // 2])
+        assert not plan._listed["SEEN"].any() and plan._listed["SEEN"].numel() == (not sorts) * 12
 
 
 def test_mods_of_chosen_keys(programs):
