@@ -48,7 +48,8 @@ class Emulated(Recorded):
             if described:
                 block = tuple(map(int, described["shape"].split(",")))
                 itemsize = 1 if "8" in described["element"] else 2
-                yield argument.name, Descriptor(value.numpy(), block, itemsize)
+                array = value.view(self.boxes[argument.name].shape).numpy()
+                yield argument.name, Descriptor(array, block, itemsize)
             elif isinstance(value, torch.Tensor):
                 yield argument.name, Pointer(value.view(-1).numpy())
             else:

@@ -37,6 +37,7 @@ class Transposing:
 
     def launch(self, stream, values):
         v, made = (values[self.given.index(name)] for name in ("V", "V_KEYS"))
+        made = made.view(*v.shape[:2], v.shape[3], -1)
         made.copy_(in_order(v, made.shape[-1]))
 
 
