@@ -264,7 +264,7 @@ def window_of(q, k, slopes, scale, factors=None):
         values |= {"Q_DESCALE": factors.q, "K_DESCALE": factors.k}
     values |= captured_values(problem.structure.score, score)
     found = decay_window(problem, q, k, list(values), detect(q.device), -1, fixed)
-    memory = values["DECAY_WINDOW"] = found.scratch[0].empty(q.device)
+    memory = values["DECAY_WINDOW"] = found.scratch[0].empty(-1)
     for kernel in found.kernels:
         kernel.launch(-1, list(values.values()))
     return memory[: B * Hq].view(B, Hq)
