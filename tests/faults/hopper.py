@@ -24,17 +24,31 @@ IN_BANDS = "tests/unit/kernels/hopper_backward/test_bands.py"
 HOPPER = (
     Fault(
         "eight bits: a stage is widened over before consumers have multiplied it",
-        KEYS,
-        "        producer_acquire(empty)\n    for box in gl.static_range(boxes):\n        tiles",
-        "        pass\n    for box in gl.static_range(boxes):\n        tiles",
+        WIDEN,
+        "            producer_acquire(empty + stage)\n        for half",
+        "            pass\n        for half",
         IN_EIGHT_BITS + "::test_pages_of_eight_bits[256]",
     ),
     Fault(
-        "eight bits: keys are read in the pages of the tile of keys before",
+        "eight bits: the second half is not waited for",
+        WIDEN,
+        "mbarrier.wait(narrow_full.index(first + 1), phase)",
+        "pass",
+        IN_EIGHT_BITS + "::test_pages_of_eight_bits[256]",
+    ),
+    Fault(
+        "eight bits: a half is loaded before the one there has been read",
         KEYS,
-        "find_pages(table, gl.maximum(start_v - BLOCK_N, 0), last_key)",
-        "find_pages(table, gl.maximum(start_v, 0), last_key)",
-        IN_EIGHT_BITS + "::test_pages_of_eight_bits[16]",
+        "            narrow_acquire(NARROW_EMPTY + {{ first }} + half)",
+        "            narrow_acquire(NARROW_EMPTY + {{ first }})",
+        IN_EIGHT_BITS + "::test_pages_of_eight_bits[256]",
+    ),
+    Fault(
+        "eight bits: no word ends V's warp",
+        PRODUCER,
+        "store_scalar(narrow_more.index({{ first // 2 }}), 0)",
+        "store_scalar(narrow_more.index(0), 0)",
+        IN_EIGHT_BITS + "::test_pages_of_eight_bits[256]",
     ),
     Fault(
         "eight bits: Q keeps its sign where K's scale is negative",

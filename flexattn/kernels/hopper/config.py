@@ -27,10 +27,9 @@ _PRODUCER_REGISTERS = {1: 40, 2: 24, 3: 32}
 # The most registers of the one consumer of a block of which an SM holds two, each of 120 a thread.
 TWO_BLOCKS_REGISTERS, TWO_BLOCKS_THREAD = 200, 120
 # The same of two consumers where the producer copies V in boxes, or K in parts, and keeps a place
-# for each; where its four warps copy keys; and where they widen them. They may have the most that
-# the two leave of what three warpgroups start with.
-BOXED_REGISTERS, COPYING_REGISTERS, WIDENING_REGISTERS = 232, 224, 216
-_MOST_OF_PRODUCER, STARTED_WITH_TWO = 72, 3 * 168
+# for each; and where its four warps copy keys by cp.async. They may have the most that the two
+# leave of what three warpgroups start with.
+BOXED_REGISTERS, GATHERING_REGISTERS, _MOST_OF_PRODUCER, STARTED_WITH_TWO = 232, 224, 56, 3 * 168
 
 
 @dataclass(frozen=True, slots=True)
