@@ -47,8 +47,8 @@ def tied(form: ServingForm) -> bool:
     """True if the tile of V is the first tile of K, so that it is read once."""
     if not form.shared_kv:
         return False
-    v = pieces(form.head_dim_v)
-    return len(v) == 1 and v[0][1] == pieces(form.head_dim_qk)[0][1]
+    k, v = (pieces(dim, least_tile(form)) for dim in (form.head_dim_qk, form.head_dim_v))
+    return len(v) == 1 and v[0][1] == k[0][1]
 
 
 def stepped_axes(form: ServingForm, described: bool) -> str:
