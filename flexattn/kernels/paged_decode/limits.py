@@ -149,8 +149,11 @@ _ENOUGH: Rule[ConfigCase] = Rule(
 
 
 _ALL_KEYS: Rule[ConfigCase] = Rule(
-    "selection", "chosen keys are read by split_policy='even'", lambda c: not c.form.unit
+    "selection",
+    "chosen keys are read by split_policy='even'",
+    lambda c: not c.form.unit,
 )
+
 # All warps of a program share a tile: program.py.jinja.
 PROGRAMS_LIMITS: Limits[ConfigCase] = Limits(
     ConfigCase,
@@ -348,7 +351,7 @@ def _mla_tile(c: ConfigCase) -> bool:
     if config.num_warps != 4 or config.per_sm != 1 or config.least < 1:
         return False
     if config.BLOCK_M == TMA_ROWS:
-        most = 1 + config.gathers(c.form)
+        most = 2 if config.gathers(c.form) else 1
         return config.BLOCK_N == 2 * TMA_KEYS and 1 <= config.num_stages <= most
     most = MOST_STAGES.get(config.BLOCK_M, 0)
     return config.BLOCK_N == TMA_KEYS and 2 <= config.num_stages <= most
