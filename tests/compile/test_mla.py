@@ -52,7 +52,6 @@ def test_mla(name):
 CHOSEN = {
     "tokens": {"heads": (128, 1)},
     "of eight bits": {"heads": (16, 1), "kv": torch.float8_e4m3fn, "scaled": True},
-    "in two stages": {"kv": torch.float8_e5m2, "scaled": True},
     "units under a mask": {"q_len": 4, "selection": (64, 32), "mask": sliding_window(1024)},
     "without pages": {"page": 0, "score": softcap(30.0), "lse": True},
 }
@@ -64,13 +63,10 @@ def test_chosen_keys(name):
     about = {"D": (576, 512), "page": 64, "shared_kv": True, "selection": (2048, 1)}
     wanted = form(**{**about, "heads": (16, 1), **CHOSEN[name]})
     assert next(serving_candidates(wanted, DEVICE)) == DEFAULT
-    config = replace(DEFAULT, num_stages=2 if "stages" in name else 1)
-    assert not serving_reasons(config, wanted, DEVICE)
-    compiled = compile_source(render_serving(wanted, config, DEVICE, name), DEVICE)
+    compiled = compile_source(render_serving(wanted, DEFAULT, DEVICE, name), DEVICE)
     taken, ptx = resources(compiled, DEVICE), compiled.asm["ptx"]
     assert taken.matrix_instructions == 88 and not taken.serialised
-    assert taken.register_split[1::2] == ((208, 88), (200, 104))[config.num_stages - 1]
-    assert taken.registers == 168
+    assert taken.register_split[1::2] == (208, 88) and taken.registers == 168
     assert taken.shared <= DEVICE.shared_memory
     assert not spills_too_much(taken.loop_spills, taken.loop_instructions, taken.stack)
     # Of a tile 9 columns of 64 of two halves, 64 keys each.

@@ -140,8 +140,7 @@ def test_keys_that_data_chose(number, page, unit, k, eight, programs):
     """Four warps gather them; those that are none, and those of no request, are never read."""
     programs(number)
     each = requests(MLA, [211, 0, 1, 130], (80, 1))
-    config = MLA if number == 1 else replace(MLA, num_stages=2)
-    options = {"page": page, "config": config, "shared_kv": True}
+    options = {"page": page, "config": MLA, "shared_kv": True}
     if not eight:
         check_plan(each, k, unit, **options)
         return

@@ -301,8 +301,8 @@ LEAST_PAGE = 16
 _SLACK = 8
 # Of a thread of the second warpgroup, and of the loading warp: the first has what they leave.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
-# Of the second warpgroup, and of four warps that gather chosen keys in so many stages.
-_GATHERERS = {1: (208, 88), 2: (200, 104)}
+# Of four warps that gather chosen keys, and of the second warpgroup beside them.
+_BESIDE_GATHERERS, _GATHERERS_REGISTERS = 208, 88
 # Of the loading warp with more lengths, where there is no second warpgroup: with 40 it spills 50
 # words of 256 requests.
 _MANY_REQUESTS, _THEIR_REGISTERS = 64, 88
@@ -360,7 +360,7 @@ def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
     apart = config.warp_specialized
     consumers, loaders = _CONSUMER_REGISTERS, _PRODUCER_REGISTERS
     if config.gathers(form):
-        consumers, loaders = _GATHERERS[config.num_stages]
+        consumers, loaders = _BESIDE_GATHERERS, _GATHERERS_REGISTERS
     elif apart and form.head_dim_v <= 128:
         consumers = 184
     many = apart and config.num_warps == 4 and form.requests > _MANY_REQUESTS

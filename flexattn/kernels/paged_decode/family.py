@@ -228,15 +228,14 @@ def _combine(form: ServingForm, height: int, widest: int, device: Device) -> Com
 def mla_space(rows: int = TMA_ROWS) -> Iterator[ServingConfig]:
     """Every config for so many packed rows (0: unknown), the default first.
 
-    Shares of few tiles cost more to merge. Few rows are a side of wgmma that may be short. Chosen
-    keys alone have a second stage, in registers.
+    Shares of few tiles cost more to merge. Few rows are a side of wgmma that may be short.
     """
     for height in (16, 32):
         if 0 < rows <= height:
             for least, stages in product((1, 2), range(2, MOST_STAGES[height] + 1)):
                 yield ServingConfig(height, TMA_KEYS, 4, stages, 1, least, "launch", "whole")
-    for least, stages in product((1, 2, 4, 8), (1, 2)):
-        yield ServingConfig(TMA_ROWS, 2 * TMA_KEYS, 4, stages, 1, least, "launch", "whole")
+    for least in (1, 2, 4, 8):
+        yield ServingConfig(TMA_ROWS, 2 * TMA_KEYS, 4, 1, 1, least, "launch", "whole")
 
 
 def mla_defaults(form: ServingForm) -> Iterator[ServingConfig]:

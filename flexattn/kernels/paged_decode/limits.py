@@ -351,8 +351,7 @@ def _mla_tile(c: ConfigCase) -> bool:
     if config.num_warps != 4 or config.per_sm != 1 or config.least < 1:
         return False
     if config.BLOCK_M == TMA_ROWS:
-        most = 2 if config.gathers(c.form) else 1
-        return config.BLOCK_N == 2 * TMA_KEYS and 1 <= config.num_stages <= most
+        return config.BLOCK_N == 2 * TMA_KEYS and config.num_stages == 1
     most = MOST_STAGES.get(config.BLOCK_M, 0)
     return config.BLOCK_N == TMA_KEYS and 2 <= config.num_stages <= most
 
@@ -375,8 +374,8 @@ MLA_LIMITS: Limits[ConfigCase] = Limits(
         Rule(
             "tile",
             f"the MLA template has BLOCK_M={TMA_ROWS}, BLOCK_N={2 * TMA_KEYS}, num_warps=4, "
-            "num_stages=1 (of chosen keys 2, too) and per_sm=1, or with 2 or 3 stages BLOCK_M=16, "
-            f"with 2 BLOCK_M=32, and BLOCK_N={TMA_KEYS}",
+            "num_stages=1 and per_sm=1, or with 2 or 3 stages BLOCK_M=16, with 2 BLOCK_M=32, and "
+            f"BLOCK_N={TMA_KEYS}",
             _mla_tile,
         ),
         Rule(
