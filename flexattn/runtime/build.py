@@ -10,7 +10,8 @@ from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -345,8 +346,9 @@ class Scratch(NamedTuple):
     dtype: torch.dtype = torch.float32
 
     def empty(self, index: int) -> Tensor:
-        """The memory in one row, for one launch; index: as `blank` has it."""
-        found: Tensor = blank(index)((prod(self.shape),), (1,), self.dtype)
+        """The memory, for one launch; index: as `blank` has it."""
+        steps = accumulate(self.shape[:0:-1], mul, initial=1)
+        found: Tensor = blank(index)(self.shape, tuple(steps)[::-1], self.dtype)
         return found
 
 
