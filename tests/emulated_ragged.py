@@ -109,13 +109,13 @@ class Packed:
 def emulated(
     config, device, page, q_lens, kv_lens, heads=(4, 2), dims=(128, 128), score_mod=None,
     mask_mod=causal, sinks=None, seed=0, uniform=False, parts=1, workers=10**6, bad=(),
-    behind=False, kv_dtype=torch.bfloat16, scales=(), run=run,
+    behind=False, kv_dtype=torch.bfloat16, scales=(), lost=(), run=run,
 ):  # fmt: skip
     """(out, lse) of a kernel in bfloat16 that computes exactly, and of float64.
 
     run: what emulates the kernel of a config on a device. page: 0 of packed sequences; bad: whose
     keys and values are NaN; behind: cu_seqlens do not count the last one. scales: of K and of V,
-    each one number or one for each KV head.
+    each one number or one for each KV head. lost: (request, number): of its first page.
     """
     (Hq, Hkv), (D, Dv), total = heads, dims, sum(q_lens)
     score, mask = bind(score_mod, "score"), bind(mask_mod, "mask")
@@ -134,6 +134,8 @@ def emulated(
             page, kv_lens, Hkv, dims, seed, torch.float32 if kv_dtype.itemsize == 2 else kv_dtype
         )
         k, v = (x.transpose(0, 2, 1, 3) for x in (cache.k, cache.v))
+        for request, number in lost:
+            cache.table[request, 0] = number
         placed = {
             "SEQ_LENS": Pointer(np.array(kv_lens)), "max_keys": 1024,
             "TABLE": Pointer(cache.table.reshape(-1)), "stride_table": cache.table.shape[1],
@@ -164,7 +166,7 @@ def emulated(
             zip("phn", (np.array(array.strides) // array.itemsize).tolist(), strict=False)
         )
         flat = array.transpose(0, 2, 1, 3).reshape(-1)
-        return {name: Pointer(flat)} | {
+        return {name: Pointer(flat), "num_pages": len(array)} | {
             f"stride_{name.lower()}{axis}": step for axis, step in steps.items()
         }
 

@@ -182,11 +182,12 @@ def box_rows(form: ServingForm, config: HopperPrefillConfig) -> int:
     return min(form.page or rows, rows)
 
 
-def cache_strides(form: ServingForm) -> list[Argument]:
-    """The strides of a cache that is read by its address; plans refuse those of 2**31."""
-    axes = "pnh" if gathers(form) else ""
-    names = [f"stride_{x}{axis}" for x in "kv" for axis in axes]
-    return several("i32", *names, divisible_by=_COPY)
+def cache_sizes(form: ServingForm) -> list[Argument]:
+    """Pages and strides of a cache that is read by its address; plans refuse strides of 2**31."""
+    if not gathers(form):
+        return []
+    names = [f"stride_{x}{axis}" for x in "kv" for axis in "pnh"]
+    return [Argument("num_pages", "i32"), *several("i32", *names, divisible_by=_COPY)]
 
 
 def constants(form: ServingForm, config: HopperPrefillConfig, device: Device) -> dict[str, object]:
@@ -225,7 +226,7 @@ def ragged_context(
     """The variables of the templates that a call's kernel does not have."""
     context = base.request_context(form, traits)
     listed = [each.name for each in request_arguments(form)]
-    own = [*_PRODUCED, *(each.name for each in (*base.pages(form), *cache_strides(form)))]
+    own = [*_PRODUCED, *(each.name for each in (*base.pages(form), *cache_sizes(form)))]
     read = ("K", "V", *own, *listed)
     captured: Any = context["range_captures"]
     return context | {

@@ -82,7 +82,7 @@ def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argume
         )
         if gathers(form):
             described |= dict.fromkeys("KV", f"*{signature_type(form.dtype)}")
-        return (*ragged_arguments(form, config, described), *ragged.cache_strides(form))
+        return (*ragged_arguments(form, config, described), *ragged.cache_sizes(form))
     counts = config.tile_scheduler == "dynamic"
     sizes = (Argument("num_work_tiles", "i32"), *(Argument("COUNTER", "*i32", 4),) * counts)
     return attention_arguments(structure, config, described, sizes=sizes)

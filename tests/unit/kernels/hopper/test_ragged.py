@@ -53,6 +53,15 @@ def test_pages(page):
     check(page, *BATCHES[page], seed=page)
 
 
+@pytest.mark.parametrize("number", [-1, 10**6, 2**31 - 1])
+@pytest.mark.parametrize("page", [1, 8])
+def test_numbers_of_no_page_read_nothing_past_the_cache(page, number):
+    """TMA fills what is past the cache; threads that copied keys read there once."""
+    got, wanted = emulated(page, [70, 64], [90, 129], lost=[(0, number)], mask_mod=None)
+    for each, right in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(each[70:], right[70:], atol=2e-5, rtol=2e-5)
+
+
 ASKED = {
     "no mask": {"mask_mod": None},
     "window": {"mask_mod": sliding_window(90)},
