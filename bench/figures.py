@@ -40,6 +40,7 @@ NAMES = {
     "torch-flex-tuned": "torch, max-autotune",
     "torch-sdpa": "SDPA",
     "flashinfer": "FlashInfer",
+    "flashmla": "FlashMLA",
     "flashinfer-tc": "FlashInfer, tensor cores",
     "flexattn-triton": "flexattn, Triton",
     "flexattn-gluon": "flexattn, Gluon",

@@ -8,7 +8,7 @@ from tests.processes import ROOT
 
 # In KiB. What a part holds more of is a decision: its writers say once what repeats.
 LIMITS = {
-    "": 8600,
+    "": 8660,
     "configs/nvidia-h200": 560,
     "configs/studies": 160,
     "bench/results": 420,
