@@ -146,7 +146,8 @@ class Builder:
 def begin(work: Callable[[], object]) -> None:
     """Build kernels in a thread: half of a compile runs outside Python.
 
-    A process that ends waits for it. What fails does so again where it is asked for.
+    The process ends after the thread. An error is dropped: the caller that needs the kernel builds
+    it again, and gets the error.
     """
 
     def run() -> None:
@@ -353,10 +354,10 @@ class Scratch(NamedTuple):
 
 
 def blank(index: int) -> Any:
-    """What allocates uninitialised memory of a shape, strides and a dtype: of the CPU if index is
-    -1, else of the current GPU.
+    """torch's fastest allocator of uninitialised memory, a function of (shape, strides, dtype).
 
-    Graphs that Inductor compiled allocate by it, in a third of torch.empty's time.
+    index: -1 for the CPU, else the index of a GPU, which must be the current one. Inductor's
+    compiled graphs use the same function. It takes a third of torch.empty's time.
     """
     own: Any = torch._C._dynamo.guards
     return own._empty_strided_cpu if index < 0 else own._empty_strided_cuda

@@ -49,12 +49,12 @@ class TensorMap:
 
 @dataclass(frozen=True, kw_only=True)
 class _Launched:
-    """What a launch of a cubin must know.
+    """The data that a launch of a cubin needs.
 
     name: of the kernel in the cubin. shared: bytes of dynamic shared memory. parameters: how many
     the kernel takes. maps: one for each tensor descriptor among the arguments, in order. verified:
-    its first launch was held to plain torch where it was compiled. num_ctas: blocks of a cluster,
-    which a program is.
+    the machine that compiled it compared its first launch with plain torch. num_ctas: blocks of
+    the cluster that runs a program.
     """
 
     name: str

@@ -183,7 +183,6 @@ def render(
         "lead": "lead_barriers" if config.num_ctas == 2 else "barriers",
         "score": score,
         "mask": mask,
-
         "constants": settings | BASE_2,
         "qk_chunks": [_Chunk(sum(widths[:i]), width) for i, width in enumerate(widths)],
         "polynomial": POLYNOMIAL,

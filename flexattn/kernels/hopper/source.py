@@ -209,8 +209,8 @@ def render(
         )
     mods = printed_context((score, mask), device, HOPPER)
     sparsity = structure.sparsity
-    # The producer computes a range of keys from the bounds of the mask.
-    # Of a tile that no block's rows divide each consumer has runs of its own.
+    # In a tile that no block's rows divide, each consumer has runs of its own. For requests the
+    # producer computes a range of keys from the bounds of the mask.
     runs = (
         touched_runs(structure, config, config.consumers)
         if form is None
@@ -284,7 +284,6 @@ def render(
     # released: with one stage it would not come.
     pipelined = config.cross_tile_pipeline and q_stages > 1 and runs < 2 and config.num_stages > 1
     pipelined = pipelined and tiles.v_width <= 128 and not config.q_in_regs and form is None
-
     # What a mod reads for each row of a work tile costs 14 % where it is loaded during the one
     # before (8 documents, 8k, H200).
     by_row = any("gl.load(" in line and "q_idx" in line for line in mods["hoisted"])

@@ -206,8 +206,8 @@ def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str,
     num_queries: tiles of queries of a head, for which there is scratch memory: a mask's lists name
     all tiles of a block. kv_units: key heads of all batches. section_heads: those whose tiles
     start side by side, about as many as the device has SMs for, or a few times as many.
-    shared_heads: query heads, of all batches, that read the same keys. Of packed sequences, which
-    are num_requests, num_tiles and num_queries are the most that there may be.
+    shared_heads: query heads, of all batches, that read the same keys. num_requests: packed
+    sequences. With these, num_tiles and num_queries are upper bounds.
     """
     rows, sparsity = config.BLOCK_M, problem.structure.sparsity
     if sparsity is not None and not walks_runs(problem.structure, config):
