@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +32,8 @@ from flexattn.runtime.build import Launcher, blank, builder
 from flexattn.runtime.key_lists import turn_by
 from flexattn.runtime.launch import Lists, launches, raw_stream
 from flexattn.settings import current
+
+_Places = tuple[tuple[int], tuple[Any, ...]]
 
 
 class ChosenBlocks(NamedTuple):
@@ -68,7 +69,7 @@ class ChosenBlocks(NamedTuple):
             return mask
         index = self.indices.get_device()
         made = self._made(heads, lengths, index)
-        num, idx, full_num, full_idx = given = _empty(made.counts, made.width, index)
+        num, idx, full_num, full_idx = given = _empty(made.places, index)
         counts = () if self.counts is None else (self.counts,)
         _launch(made.launcher, made.gpu, (self.indices, *counts, *given))
         mask = BlockMask.__new__(BlockMask)
@@ -113,17 +114,18 @@ class ChosenBlocks(NamedTuple):
             few = {name: fixed[name] for name in ("rows", "k", "kv_blocks")}
             turn = _Turn(
                 kernels[1].prepare(B * heads * blocks, few, by_key), index,
-                (B, heads, rows, k), (B, heads, blocks),
+                (B, heads, rows, k), _places((B, heads, blocks), k),
             )  # fmt: skip
+            places = _places((B, heads, rows), k)
             # Its lists are not kept, only its other attributes.
             first = lazy_mask(
-                tuple(x.to("meta") for x in _empty((B, heads, rows), k, index)),
+                tuple(x.to("meta") for x in _empty(places, index)),
                 (self.rows, self.keys), noop_mask, lengths,
             )  # fmt: skip
             keep_class(first, _class_of(k, blocks))
             turn_by(first, turn)
             found = _Made(
-                kernels[0].prepare(B * heads * rows, fixed, by_query), index, (B, heads, rows), k,
+                kernels[0].prepare(B * heads * rows, fixed, by_query), index, places,
                 shared_form(first), first.__dict__,
             )  # fmt: skip
             launches.put(key, found)
@@ -218,18 +220,18 @@ def dense_choices(indices: Tensor, counts: Tensor | None, columns: int) -> Tenso
 
 @dataclass(frozen=True)
 class _Turn:
-    """Makes lists by key [*columns(, rows)] of lists by query with indices of `shape`."""
+    """Makes lists by key, at `places`, of lists by query with indices of `shape`."""
 
     launcher: Launcher
     gpu: int
     shape: tuple[int, ...]
-    columns: tuple[int, int, int]
+    places: _Places
 
     def __call__(self, by_query: Lists) -> Lists | None:
         """None if somebody has given the mask lists of another shape."""
         if by_query.kv_idx.shape != self.shape or by_query.full_idx is None:
             return None
-        found = _empty(self.columns, self.shape[2], by_query.kv_idx.get_device())
+        found = _empty(self.places, by_query.kv_idx.get_device())
         _launch(self.launcher, self.gpu, (*by_query[:4], *found))
         return Lists(*found)
 
@@ -239,13 +241,12 @@ class _Made(NamedTuple):
 
     These are the kernel of their lists, and all attributes except lists and mask_mod.
 
-    counts, width: the lists' sizes. form: as of `shared_form`. known: a mask's attributes.
+    places: of the lists in their memory. form: as of `shared_form`. known: a mask's attributes.
     """
 
     launcher: Launcher
     gpu: int
-    counts: tuple[int, int, int]
-    width: int
+    places: _Places
     form: tuple[Any, ...]
     known: dict[str, Any]
 
@@ -258,23 +259,25 @@ def _class_of(k: int, blocks: int) -> str:
     return f"d1/{2**density} i1 gaps" if density else "d1 i1 gaps"
 
 
-def _empty(shape: tuple[int, int, int], width: int, index: int) -> tuple[Tensor, ...]:
+def _empty(places: _Places, index: int) -> tuple[Tensor, ...]:
     """Uninitialised lists of partial and full blocks, in one piece of a device's memory.
 
     Each mask has new ones, and torch's own functions would take 14 us for them, not 3.
     """
     if index >= 0 and index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
-            return _empty(shape, width, index)
-    words, (num, full_num, idx, full_idx) = _places(shape, width)
+            return _empty(places, index)
+    words, (num, full_num, idx, full_idx) = places
     own: Any = torch._C._dynamo.guards
     held, part = blank(index)(words, (1,), torch.int32), own._reinterpret_tensor
     return part(held, *num), part(held, *idx), part(held, *full_num), part(held, *full_idx)
 
 
-@lru_cache(maxsize=256)
-def _places(shape: tuple[int, int, int], width: int) -> tuple[tuple[int], tuple[Any, ...]]:
-    """The words of such memory; of each list its shape, strides and first word, counts first."""
+def _places(shape: tuple[int, int, int], width: int) -> _Places:
+    """The words of such memory; of each list its shape, strides and first word, counts first.
+
+    shape: of the counts. width: of a row of indices.
+    """
     B, H, rows = shape
     lines = B * H * rows
     num, idx = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -114,14 +113,11 @@ def _ends(cu: Tensor, length: int) -> Tensor:
 
 def _alike(of: Tensor, left: int, right: int) -> list[MaskMod]:
     """The terms of a mask where queries and keys have the same lengths: positions cancel."""
-    # Dynamo warns about functions that keep their results.
-    made = sided.__wrapped__ if torch.compiler.is_dynamo_compiling() else sided
-    return [document(of), *made(left, right)]
+    return [document(of), *sided(left, right)]
 
 
-@cache
 def sided(left: int, right: int) -> tuple[MaskMod, ...]:
-    """The terms of a mask that are a window: the same functions for the same numbers."""
+    """The terms of a mask that are a window."""
     terms: list[MaskMod] = []
     if right == 0:
         terms.append(causal_mask)

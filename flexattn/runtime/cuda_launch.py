@@ -76,7 +76,7 @@ class CudaLaunch:
         self._fixed = [bound.fixed[i] for i in order.slots[self._given :]]
         self._elements = order.elements
         self._tensors, self._numbers, self._behind = order.tensors, order.numbers, order.behind
-        self._described, self._pack = order.described, order.pack
+        self._described, self._pack, self._pack_kept = order.described, order.pack, order.pack_kept
         self._driver = cuda_driver.launch_kernel()
         self._check(binary)
 
@@ -122,11 +122,10 @@ class CudaLaunch:
 
     def _frame(self) -> Frame:
         """The fixed arguments, and pointers in the order of the kernel's parameters."""
-        types, boxes, given = self._types, self._boxes, self._given
+        types, boxes = self._types, self._boxes
         frame = Frame(len(types) + 2 * RANK * len(boxes) + 2, len(boxes))
         extra = [number for box in boxes for number in (*box.shape, *box.strides)]
-        kept = [*(types[i] for i in self._order[given:]), *["i64"] * len(extra)]
-        _packer(tuple(kept)).pack_into(frame.slots, 8 * given, *self._fixed, *extra)
+        self._pack_kept(frame.slots, 8 * self._given, *self._fixed, *extra)
         base = ctypes.addressof(frame.slots)
         place = {argument: base + 8 * slot for slot, argument in enumerate(self._order)}
         after = base + 8 * len(types)
@@ -183,7 +182,8 @@ class _Order(NamedTuple):
 
     slots: the argument of each slot. tensors, numbers: places of what a call gives, the first
     with their slots. described: the slot of each tensor descriptor, numbered, and elements its
-    dtype. behind: bytes before the numbers, which pack writes.
+    dtype. behind: bytes before the numbers. pack writes the numbers, pack_kept all that is kept,
+    and the shapes and strides of tensor descriptors.
     """
 
     slots: tuple[int, ...]
@@ -193,6 +193,7 @@ class _Order(NamedTuple):
     elements: tuple[str, ...]
     behind: int
     pack: Callable[..., None]
+    pack_kept: Callable[..., None]
 
 
 @lru_cache(maxsize=1024)
@@ -204,22 +205,24 @@ def _order_of(types: tuple[str, ...], given: tuple[tuple[int, int], ...]) -> _Or
     tensors = [(i, place) for i, place in given if types[i][0] in "*t"]
     numbers = [(i, place) for i, place in given if types[i][0] not in "*t"]
     described = (slot for slot, (i, _) in enumerate(tensors) if types[i][0] == "t")
+    elements = tuple(kind.split("<")[1].split("[")[0] for kind in types if kind[0] == "t")
+    extra = ["i64"] * (2 * RANK * len(elements))
     return _Order(
         tuple(i for i, _ in tensors + numbers) + tuple(kept),
         tuple((slot, place) for slot, (_, place) in enumerate(tensors)),
         tuple(place for _, place in numbers),
         tuple(enumerate(described)),
-        tuple(kind.split("<")[1].split("[")[0] for kind in types if kind[0] == "t"),
+        elements,
         8 * len(tensors),
-        _packer(tuple(types[i] for i, _ in numbers)).pack_into,
+        _packer([types[i] for i, _ in numbers]),
+        _packer([*(types[i] for i in kept), *extra]),
     )
 
 
-@lru_cache(maxsize=1024)
-def _packer(types: tuple[str, ...]) -> struct.Struct:
+def _packer(types: Sequence[str]) -> Callable[..., None]:
     """Writes arguments of these types, as Triton's signature spells them."""
     kinds = ("Q" if kind[0] in "*t" else _FORMATS.get(kind, "q") for kind in types)
-    return struct.Struct("=" + "".join(kinds))
+    return struct.Struct("=" + "".join(kinds)).pack_into
 
 
 def loaded(binary: Binary, index: int) -> int:

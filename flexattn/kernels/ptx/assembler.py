@@ -139,7 +139,6 @@ def ptx_version(ptxas: Ptxas) -> int | None:
     return None if found is None else int(compiler.ptx_get_version(found.version))
 
 
-@lru_cache(maxsize=1)
 def _let_threads_choose() -> None:
     """Triton's knob for a ptxas is one of the process, and lies in its environment.
 
@@ -150,6 +149,8 @@ def _let_threads_choose() -> None:
     from triton.backends.nvidia import compiler
 
     own = compiler.get_ptxas
+    if own.__module__ == __name__:
+        return
 
     def get_ptxas(arch: int) -> Any:
         path = _path.get()
