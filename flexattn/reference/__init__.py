@@ -1,4 +1,10 @@
 """The float64 oracle, and the CPU path, in plain torch."""
 
-from flexattn.reference.oracle import Reference, SomeRows, at_points, attention
+from flexattn.reference.oracle import (
+    Reference,
+    SomeRows,
+    at_points,
+    attention,
+    float_of_indices,
+)
 from flexattn.reference.rounding import Precision

@@ -110,7 +110,7 @@ def attention(
     k, v = k.expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
     nb, nh, nm = _slice_sizes(B, Hq, _group(q, k), L, S, E + Ev)
     batches = []
-    with torch.autocast(q.device.type, enabled=False), _float_of_indices(precision):
+    with torch.autocast(q.device.type, enabled=False), float_of_indices(precision):
         for b in _spans(B, nb):
             heads = []
             for h in _spans(Hq, nh):
@@ -132,7 +132,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _float_of_indices(precision: Precision) -> Iterator[None]:
+def float_of_indices(precision: Precision) -> Iterator[None]:
     """An oracle in float64 also where a mod makes a float of an index, as in torch.log(q_idx).
 
     The default dtype is the whole process's, so oracles of several threads run one at a time: of

@@ -15,12 +15,13 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flexattn.device import Device, cuda_driver
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import Bound
-from flexattn.mods.expr import MaskMod
+from flexattn.mods.expr import MaskMod, ScoreMod
 from flexattn.problem import Problem
 from flexattn.problem.inputs import Dropout
 from flexattn.reference import Precision, attention
@@ -33,7 +34,6 @@ from flexattn.verify.first_use import Attended, Unjudged, judge_rows
 from flexattn.verify.gate import Verdict, badness, judge_named
 from flexattn.verify.oracle import (
     WHOLE_SCORES,
-    Place,
     block_mask_of,
     gradient_like,
     kept_lanes,
@@ -155,8 +155,8 @@ def make_saved(
         block_mask = block_mask_of(lists.by_query, sparsity, mask_mod, lengths)
         mask_mod = kept_lanes(lists.by_query, sparsity, mask_mod, problem.kv_len)
     elif mask_mod is not None:  # packed sequences have no lists
-        every = Place(0, 0, 0, problem.q_len)
-        block_mask = every.block_mask(mask_mod, problem.kv_len, where)
+        lengths = problem.q_len, problem.kv_len
+        block_mask = create_block_mask(mask_mod, None, None, *lengths, where)
     with torch.no_grad():
         forward = attention(
             q, k, v, score_mod=score_callable(score), block_mask=block_mask, scale=scale,
@@ -180,6 +180,32 @@ def judge_of(call: Differentiated) -> GradientJudge:
         return max(verdicts, key=badness)
 
     return judged
+
+
+@dataclass(frozen=True)
+class Place:
+    """Query rows first..last of one head; its mods are told where the slice stands."""
+
+    b: int
+    h: int
+    first: int
+    last: int
+
+    def of(self, x: Tensor) -> Tensor:
+        return x[self.b : self.b + 1, self.h : self.h + 1, self.first : self.last]
+
+    def score_mod(self, user: ScoreMod) -> ScoreMod:
+        def moved(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return user(score, b + self.b, h + self.h, q_idx + self.first, kv_idx)
+
+        return moved
+
+    def block_mask(self, user: MaskMod, kv_len: int, device: torch.device) -> BlockMask:
+        def moved(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return user(b + self.b, h + self.h, q_idx + self.first, kv_idx)
+
+        rows = self.last - self.first
+        return create_block_mask(moved, None, None, rows, kv_len, device)
 
 
 _Places: TypeAlias = dict[tuple[int, int], Mapping[str, Tensor]]

@@ -7,20 +7,18 @@ callables and its block lists. If a shape is too large for float64, some of its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import Bound
-from flexattn.mods.expr import MaskMod, ScoreMod
+from flexattn.mods.expr import MaskMod
 from flexattn.problem import DTYPES, FP8, Problem, Sparsity, out_dtype
-from flexattn.problem.inputs import NO_DESCALES, Descales
 from flexattn.problem.mask_lists import dense_blocks
-from flexattn.reference import Precision, Reference, attention
+from flexattn.reference import Precision, Reference, SomeRows, attention, float_of_indices
 from flexattn.runtime.launch import Lists
 from flexattn.verify.gate import NAMES, Triple, Verdict, badness, judge
 
@@ -44,25 +42,54 @@ def oracle(
 ) -> Judge:
     """The judge of attention of q [B, Hq, L, E], k [B, Hkv, S, E], v [B, Hkv, S, Ev], sinks [Hq].
 
-    All of them where the oracle is affordable, else slices. It is computed here, once for all.
+    All of them where the oracle is affordable; else the first, middle and last rows of three heads
+    stand for the others. It is computed here, once for all.
     """
     score_mod, mask_mod = score_callable(score), mask_callable(mask)
-    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-    if scores > WHOLE_SCORES or k.numel() + v.numel() > WHOLE_KV:
-        if lists is not None and sparsity is not None:
-            mask_mod = kept_lanes(lists, sparsity, mask_mod, k.shape[2])
-        return Slices.of(q, k, v, score_mod, mask_mod, scale, sinks).judge_all
-    block_mask = block_mask_of(lists, sparsity, mask_mod, (q.shape[2], k.shape[2]))
+    (B, Hq, L, _), S = q.shape, k.shape[2]
+    block_mask = block_mask_of(lists, sparsity, mask_mod, (L, S))
+    large = B * Hq * L * S > WHOLE_SCORES or k.numel() + v.numel() > WHOLE_KV
+    places = [*_some_rows(B, Hq, L, q.device)] if large else [None]
 
-    def run(precision: Precision) -> Reference:
-        return attention(
-            q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, sinks=sinks,
-            precision=precision,
-        )  # fmt: skip
+    def run(at: SomeRows | None, precision: Precision) -> Reference:
+        rows, logits = q, sinks
+        if at is not None:
+            rows, logits = at.of(q), None if sinks is None else sinks[at.h]
+        with float_of_indices(precision):
+            return attention(
+                rows, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, sinks=logits,
+                precision=precision, at=at,
+            )  # fmt: skip
 
     with torch.no_grad():
-        exact, rounded = run(Precision.ORACLE), run(Precision.ROUNDED)
-    return lambda got: judge(got, exact, rounded, out_dtype(q.dtype))
+        runs = [(at, run(at, Precision.ORACLE), run(at, Precision.ROUNDED)) for at in places]
+    shapes = (B, Hq, L, v.shape[3]), (B, Hq, L), (B, Hq, L)
+
+    def judged(got: Triple) -> Verdict:
+        for name, x, shape in zip(NAMES, got, shapes, strict=True):
+            if x is not None and x.shape != shape:
+                return Verdict((), (f"{name} has shape {tuple(x.shape)}, not {shape}",), ())
+        verdicts = []
+        for at, exact, rounded in runs:
+            out, lse, maxima = (x if at is None or x is None else at.of(x) for x in got)
+            verdicts.append(judge((out, lse, maxima), exact, rounded, out_dtype(q.dtype)))
+        # Each by itself: long rows, whose values are small, are not excused by the larger errors
+        # of short ones.
+        return max(verdicts, key=badness)
+
+    return judged
+
+
+_SLICE_ROWS = 64
+
+
+def _some_rows(batch: int, heads: int, rows: int, where: torch.device) -> Iterator[SomeRows]:
+    """The first, middle and last rows of three heads."""
+    for b, h in sorted({(0, 0), (batch // 2, heads // 2), (batch - 1, heads - 1)}):
+        last = max(rows - _SLICE_ROWS, 0)
+        for first in sorted({0, last // 2, last}):
+            some = torch.arange(first, min(first + _SLICE_ROWS, rows), device=where)
+            yield SomeRows(some.new_tensor([b]), some.new_tensor([h]), some, heads)
 
 
 def kept_lanes(lists: Lists, sparsity: Sparsity, mask_mod: MaskMod | None, kv_len: int) -> MaskMod:
@@ -167,120 +194,3 @@ def _normal(
     rows = torch.empty((*shape[:-1], width), dtype=drawn, device=draw.device)
     rows = rows.normal_(generator=draw).to(dtype)
     return rows[..., offset : offset + dim * step : step]
-
-
-SLICE_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Place:
-    """Query rows first..last of one head; its mods are told where the slice stands."""
-
-    b: int
-    h: int
-    first: int
-    last: int
-
-    def of(self, x: Tensor) -> Tensor:
-        return x[self.b : self.b + 1, self.h : self.h + 1, self.first : self.last]
-
-    def score_mod(self, user: ScoreMod) -> ScoreMod:
-        def moved(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return user(score, b + self.b, h + self.h, q_idx + self.first, kv_idx)
-
-        return moved
-
-    def block_mask(self, user: MaskMod, kv_len: int, device: torch.device) -> BlockMask:
-        def moved(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return user(b + self.b, h + self.h, q_idx + self.first, kv_idx)
-
-        rows = self.last - self.first
-        return create_block_mask(moved, None, None, rows, kv_len, device)
-
-
-@dataclass(frozen=True)
-class Slices:
-    """Some rows of the oracle and of the reference run, computed once to judge many runs.
-
-    The rows are the first, middle and last ones of three heads.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    runs: tuple[tuple[Place, Reference, Reference], ...]
-
-    @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        score_mod: ScoreMod | None,
-        mask_mod: MaskMod | None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-        descales: Descales = NO_DESCALES,
-    ) -> Slices:
-        """The slices of attention of q [B, Hq, L, E], k [B, Hkv, S, E], v [B, Hkv, S, Ev].
-
-        sinks: [Hq], or None. descales: of fp8's heads.
-        """
-        runs = []
-        group, kv_len = q.shape[1] // k.shape[1], k.shape[2]
-        for place in _places(*q.shape[:3]):
-            kv = slice(place.h // group, place.h // group + 1)
-            b = slice(place.b, place.b + 1)
-            score = None if score_mod is None else place.score_mod(score_mod)
-            mask = None if mask_mod is None else place.block_mask(mask_mod, kv_len, q.device)
-            with torch.no_grad():
-                oracle, rounded = (
-                    attention(
-                        place.of(q),
-                        k[b, kv],
-                        v[b, kv],
-                        score_mod=score,
-                        block_mask=mask,
-                        scale=scale,
-                        sinks=None if sinks is None else sinks[place.h : place.h + 1],
-                        descales=_factors(descales, place, kv),
-                        precision=precision,
-                    )
-                    for precision in (Precision.ORACLE, Precision.ROUNDED)
-                )
-            runs.append((place, oracle, rounded))
-        return cls((*q.shape[:3], v.shape[-1]), out_dtype(q.dtype), tuple(runs))
-
-    def judge(self, out: Tensor) -> Verdict:
-        """As judge_all, of `out` [B, Hq, L, Ev] alone."""
-        return self.judge_all((out, None, None))
-
-    def judge_all(self, got: Triple) -> Verdict:
-        """The worst slice's verdict on (out [B, Hq, L, Ev], lse [B, Hq, L], max_scores like it).
-
-        Each slice is judged by itself, so that long rows, whose values are small, are not excused
-        by the larger errors of short ones.
-        """
-        for name, x, shape in zip(NAMES, got, (self.shape, *[self.shape[:3]] * 2), strict=True):
-            if x is not None and x.shape != shape:
-                return Verdict((), (f"{name} has shape {tuple(x.shape)}, not {shape}",), ())
-        verdicts = []
-        for place, oracle, rounded in self.runs:
-            out, lse, maxima = [None if x is None else place.of(x) for x in got]
-            verdicts.append(judge((out, lse, maxima), oracle, rounded, self.dtype))
-        return max(verdicts, key=badness)
-
-
-def _factors(descales: Descales, place: Place, kv: slice) -> Descales:
-    """Those of one head."""
-    heads = (slice(place.h, place.h + 1), kv, kv)
-    b = slice(place.b, place.b + 1)
-    return Descales(
-        *(None if x is None else x[b, h] for x, h in zip(descales, heads, strict=True))
-    )
-
-
-def _places(batch: int, heads: int, rows: int) -> Iterator[Place]:
-    for b, h in sorted({(0, 0), (batch // 2, heads // 2), (batch - 1, heads - 1)}):
-        last = max(rows - SLICE_ROWS, 0)
-        for first in sorted({0, last // 2, last}):
-            yield Place(b, h, first, min(first + SLICE_ROWS, rows))
