@@ -12,13 +12,23 @@ from typer.testing import CliRunner
 import flexattn
 from flexattn.catalogue import causal, softcap
 from flexattn.cli.app import app
+from flexattn.device import detect
+from flexattn.errors import RenderError
 from flexattn.kernels.choose.defaults import candidates, space
+from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.choose.registry import family_of, short
 from flexattn.kernels.hopper import space as hopper
+from flexattn.kernels.triton.config import PrefillConfig
+from flexattn.mods import bind
 from flexattn.records.codec import decode, encode
 from flexattn.records.environment import rendering, unlisted
+from flexattn.records.record import key_of
+from flexattn.reference import Precision, attention
 from flexattn.report.numbers import limits_of
-from tests.problems import A100, problem
+from flexattn.runtime.candidates import Candidate, candidates_of
+from flexattn.runtime.dispatch import dispatcher
+from flexattn.runtime.launch import prepare_launch
+from tests.problems import A100, H200, problem
 
 
 def command(*arguments):
@@ -81,7 +91,74 @@ def family():
     }
 
 
+RING, PAST = 40, 80
+
+
+def in_ring(rows):
+    """A score_mod that keeps, of rows behind PAST keys, those that a ring of RING still has."""
+
+    def kept(score, b, h, q_idx, kv_idx):
+        behind = q_idx + PAST - kv_idx
+        return torch.where((behind >= 0) & (behind < RING - rows), score, -torch.inf)
+
+    return kept
+
+
+def error_in_ring(kind, rows):
+    """The problem of a call whose last keys lie in a ring, and the largest error of its kernel."""
+    mod, length = in_ring(rows), PAST + rows
+    asked = problem(
+        kind, 64, dtype="float16", score_mod=mod, group=2, q_len=rows, kv_len=length, lse=False
+    )
+    asked = replace(asked, structure=replace(asked.structure, keys_ring=RING))
+    q = torch.randn(2, asked.Hq, rows, 64, dtype=torch.float16)
+    whole = torch.randn(2, 2, asked.Hkv, length, 64, dtype=torch.float16)
+    there = torch.arange(length - RING, length)
+    k, v = rings = torch.full((2, 2, asked.Hkv, RING, 64), torch.nan, dtype=torch.float16)
+    rings[..., there % RING, :] = whole[..., there, :]
+    cpu, bound = torch.device("cpu"), bind(mod, "score")
+    launch = prepare_launch(asked, detect(cpu), cpu, dispatcher(), NONE, q, k, v, None)
+    out = launch.run(q, k, v, 0.125, launch.rest_of(None, bound, None)).out
+    exact = attention(q, *whole, score_mod=mod, scale=0.125, precision=Precision.ORACLE).out
+    return asked, (out.double() - exact).abs().max().item()
+
+
+def refused(candidate):
+    """Whether a config's template reads no ring."""
+    try:
+        candidate.sources()
+    except RenderError as error:
+        return "keys_ring" in error.got
+    return False
+
+
+def keys():
+    """Keys in a ring, by the launcher of dense ones; templates without the piece are refused."""
+    # What nobody writes holds NaN.
+    torch.use_deterministic_algorithms(True)
+    asked, prefill = error_in_ring("prefill", 21)
+    decode = error_in_ring("decode", 3)[1]
+    torch.use_deterministic_algorithms(False)
+    dense = replace(asked, structure=replace(asked.structure, keys_ring=0))
+    back = problem("backward", 64)
+    back = replace(back, structure=replace(back.structure, keys_ring=RING))
+    by_tma = Candidate(asked, H200, PrefillConfig(64, 64, 4, 2, True), "default", "")
+    return {
+        "prefill": prefill,
+        "decode": decode,
+        "refused": [
+            refused(next(candidates_of(asked, H200, NONE))),
+            refused(by_tma),
+            *(refused(next(candidates_of(back, each, NONE))) for each in (H200, A100)),
+        ],
+        "served": refused(next(candidates_of(asked, A100, NONE))),
+        "dense": refused(next(candidates_of(dense, H200, NONE))),
+        "a record of its own": key_of(asked) != key_of(dense),
+    }
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    answers = {"home": flexattn.__file__, "knob": knob(), "device": device(), "family": family()}
+    parts = (knob, device, family, keys)
+    answers = {"home": flexattn.__file__, **{each.__name__: each() for each in parts}}
     print(json.dumps(answers, default=str))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 from flexattn.device import Device
-from flexattn.errors import ConfigError
+from flexattn.errors import ConfigError, RenderError
 from flexattn.kernels.base.config import Config, Language, describe
+from flexattn.kernels.base.features import skips_far
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.choose.defaults import candidates, default, reasons
 from flexattn.kernels.choose.options import NONE, Options
@@ -234,7 +235,7 @@ class Candidate:
         title = f"{problem.describe()} for {device.arch}"
         source, *merges = self._read() or builder().sources(
             (structure, family.as_rendered(config), device),
-            lambda: family.sources(structure, config, device, title),
+            lambda: _rendered(structure, config, device, title),
         )
         combine = merges[0] if merges else None
         return Choice(problem, device, config, self.how, self.origin, source, combine)
@@ -242,6 +243,31 @@ class Candidate:
     def sources(self) -> tuple[Source, ...]:
         """The kernel, then those that are launched with it; rendered when they are asked for."""
         return self.choice().sources
+
+
+def _rendered(
+    structure: Structure, config: Config, device: Device, title: str
+) -> tuple[Source, ...]:
+    """A kernel's sources; raises RenderError for one that does not read keys where they lie.
+
+    A field of a structure whose name begins with keys_ says where keys lie, unless each has a row
+    of K and V. A kernel whose text is the same without it reads such rows.
+    """
+    family = family_of(config)
+    found = family.sources(structure, config, device, title)
+    for each in fields(structure):
+        if not each.name.startswith("keys_") or getattr(structure, each.name) == each.default:
+            continue
+        change: dict[str, Any] = {each.name: each.default}
+        dense = replace(structure, **change)
+        same = family.render(dense, config, device, title).hash == found[0].hash
+        if same or skips_far(structure, config):
+            raise RenderError(
+                f"{each.name} of {describe(config)}",
+                "its template reads keys as that field says, and no kernel looks for far keys",
+                "add the piece to the template, or switch the rule decay_skip off",
+            )
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,14 @@ IN_ORACLE = "tests/unit/verify/test_oracle.py"
 
 HOST = (
     Fault(
+        "a template that does not read where keys lie is taken",
+        "flexattn/runtime/candidates.py",
+        "if same or skips_far(structure, config):",
+        "if skips_far(structure, config):",
+        "tests/unit/runtime/test_dispatch.py"
+        "::test_a_template_that_does_not_read_where_keys_lie_is_refused",
+    ),
+    Fault(
         "an output in the order of BHSD, whatever q's is",
         LAUNCH,
         "order = sorted(range(3), key=lambda dim: (like[dim], -dim), reverse=True)",

@@ -46,7 +46,7 @@ def copy(tmp_path_factory):
     (root / "tests").mkdir()
     for name in ("__init__.py", "problems.py", "added.py"):
         shutil.copy(ROOT / "tests" / name, root / "tests" / name)
-    for section in ("a knob", "a device", "a family"):
+    for section in ("a knob", "a device", "a family", "a source of keys"):
         for path, hunks in diffs(section):
             file = root / path
             file.parent.mkdir(exist_ok=True)
@@ -103,10 +103,20 @@ def test_a_family_is_chosen_searched_explained_hashed_and_computes(found):
     assert family["error"] < 2e-3 and family["hashed"]
 
 
+def test_keys_of_a_ring_are_read_by_the_launchers_of_dense_ones(found):
+    keys = found["keys"]
+    assert keys["prefill"] < 2e-3 and keys["decode"] < 2e-3
+    assert keys["refused"] == [True] * 4, "a template without the piece would read other keys"
+    assert not keys["served"] and not keys["dense"] and keys["a record of its own"]
+
+
 @pytest.mark.parametrize(
     ("section", "folders", "files"),
-    [("an op", 0, 1), ("a knob", 0, 2), ("a device", 0, 1), ("a family", 2, 1)],
-)
+    [
+        ("an op", 0, 1), ("a knob", 0, 2), ("a device", 0, 1), ("a family", 2, 1),
+        ("a source of keys", 0, 2),
+    ],
+)  # fmt: skip
 def test_the_files_that_an_example_touches_are_those_of_the_table(section, folders, files):
     touched = [ROOT / path for path, _ in diffs(section)]
     new = {path.parent for path in touched if not path.exists()}

@@ -2,7 +2,7 @@
 
 import enum
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +11,12 @@ import torch
 from flexattn import create_block_mask
 from flexattn.catalogue import causal
 from flexattn.device import named
+from flexattn.errors import RenderError
 from flexattn.frontend import plan
 from flexattn.frontend.call import make_call
 from flexattn.kernels.choose.options import NONE, Options, parse
 from flexattn.kernels.triton.config import DecodeConfig
-from flexattn.problem import Layout
+from flexattn.problem import Layout, Structure
 from flexattn.records import layers as layers_module
 from flexattn.records.environment import environment
 from flexattn.records.layers import find
@@ -29,7 +30,7 @@ from flexattn.runtime.dispatch import Dispatcher
 from flexattn.runtime.launch import Lists
 from flexattn.settings import override
 from tests.places import own_place
-from tests.problems import H200, choices, problem, problems_asked
+from tests.problems import A100, H200, choices, problem, problems_asked
 from tests.records import decode_record
 
 DECODE = problem("decode")
@@ -236,3 +237,21 @@ def test_what_was_refused_is_judged_for_each_length():
 
 
 # what is said and listed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere(Structure):
+    """Keys of which a field says where they lie."""
+
+    keys_elsewhere: int = 0
+
+
+def test_a_template_that_does_not_read_where_keys_lie_is_refused():
+    """It would read a row of K and V for each key, of what has other rows."""
+    plain = problem("prefill", 64)
+    given = {each.name: getattr(plain.structure, each.name) for each in fields(plain.structure)}
+    dense, other = (replace(plain, structure=Elsewhere(**given, keys_elsewhere=n)) for n in (0, 7))
+    for device in (H200, A100):
+        assert next(candidates_of(dense, device, NONE)).sources()
+        with pytest.raises(RenderError, match="keys_elsewhere"):
+            next(candidates_of(other, device, NONE)).sources()
