@@ -6,6 +6,7 @@ before it is awaited: a tile of shared memory that was overwritten too early giv
 and one that was never written gives NaN. A thread that waits for ever ends the test.
 """
 
+import math
 import random
 import re
 import threading
@@ -20,6 +21,8 @@ from tests.emulated_diagonals import broadcast_diagonals, reduce_diagonals
 from tests.emulated_memory import Number, Shared, Staged, Tile, tile
 
 SECONDS = 20
+# Elements behind an allocation that views of its last pieces may have.
+_BEHIND = 128 * 64
 CONSUMERS, LOADER = 256, 32
 
 
@@ -233,7 +236,9 @@ def run(source, programs, arguments, seed=0):
             block = Block(number, random.Random(chance.random()), programs)
             names = _language(block)
             exec(code, names)
-            names.update(_assembly(block, "\nSUMS = " in source.text))
+            behind = re.search(r"eights of columns, behind (\d+) of a tile", source.text)
+            behind = 8 * int(behind[1]) if behind else 0
+            names.update(_assembly(block, "\nSUMS = " in source.text, behind))
             names.update(_announced(block, source.text))
             values = [arguments[each.name] for each in source.arguments]
             values = [Number(x) if type(x) is int else x for x in values]
@@ -242,13 +247,15 @@ def run(source, programs, arguments, seed=0):
 
 def _language(block):
     def allocate(dtype, shape, layout):
+        # A view of pieces may end behind them: see _reinterpret.
         if dtype == "int64":
             return Meeting(block)
         if dtype == "int32":
             return Shared(np.full(shape, -99, np.int64))
         if dtype == "uint32":
             return Shared(np.full(shape, 2**32 - 1, np.int64))
-        return Shared(np.full(shape, np.nan, np.float32))
+        size = math.prod(shape)
+        return Shared(np.full(size + _BEHIND, np.nan, np.float32)[:size].reshape(shape))
 
     def zeros(shape, dtype, layout):
         return tile(np.zeros(shape), np.float32 if dtype == "float32" else np.int64)
@@ -295,6 +302,9 @@ def _reinterpret(place, dtype, shape, layout):
     if dtype == "uint16":
         halves = np.stack([place.array & 0xFFFF, place.array >> 16 & 0xFFFF], -1)
         return Shared(halves.reshape(shape))
+    if math.prod(shape) > place.array.size:  # of pieces that lie one behind the other
+        steps = [place.array.itemsize * math.prod(shape[n + 1 :]) for n in range(len(shape))]
+        return Shared(np.lib.stride_tricks.as_strided(place.array, shape, steps))
     return place.reinterpret(shape)
 
 
@@ -351,8 +361,11 @@ def _announced(block, text):
     return {name: says([*map(int, found)]) for name, *found in re.findall(words, text)}
 
 
-def _assembly(block, narrow):
-    """In place of the functions that are inline assembly."""
+def _assembly(block, narrow, behind):
+    """In place of the functions that are inline assembly.
+
+    behind: the columns of a tile of dq before those that are added where a number says so.
+    """
 
     def add(place, values):
         # One tile's address is a whole number of them. Of two warpgroups each adds half of it.
@@ -363,12 +376,14 @@ def _assembly(block, narrow):
 
     def add_narrow(place, values, first=0):
         # Of columns behind the first ones those that a tile has.
-        tile = place.array[place.offset // place.array[0].size][:, first : first + values.shape[1]]
+        whole = place.array[place.offset // place.array[0].size]
+        first += place.offset % whole.size // len(whole)
+        tile = whole[:, first : first + values.shape[1]]
         tile += np.asarray(values)[:, : tile.shape[1]]
 
     def add_if(place, values, number):
         if number > 0 and narrow:
-            add_narrow(place, values, values.shape[1])
+            add_narrow(place, values, behind)
         elif number > 0:
             add(place, values)
 

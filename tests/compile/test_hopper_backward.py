@@ -21,6 +21,7 @@ from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.hopper_backward.family import defaults
 from flexattn.kernels.hopper_backward.source import TURN, render_before
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
+from flexattn.kernels.ptx.assembler import bounds_views
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import _disassembled, resources
 from flexattn.settings import override
@@ -113,6 +114,27 @@ def test_tiles_of_128_keys_above_128_columns(mask):
     # S and dP, and of dQ the first columns; dQ's rest; dV; dK.
     each = {64: 12 + 8 + 8, 32: 8, 128: 4, 192: 4}
     assert products == {n: count * len(spilled) for n, count in each.items()}
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("values", [192, 128])
+def test_tiles_of_96_keys(values, mask):
+    """Two chunks of dQ, one behind the other, took registers of both: products serialised."""
+    wanted = problem("backward", 192, values, kv_len=8192, group=1, **MODS[mask])
+    config = replace(CONFIG, BLOCK_N=96, by_product=True, mha=True)
+    limits = family_of(config).limits
+    if bounds_views():
+        assert limits.violated(config, wanted.structure, H200)[0].name == "views"
+        return
+    compiled = compile_source(render(wanted.structure, config, H200, "keys of two blocks"), H200)
+    taken = resources(compiled, H200)
+    used, _ = limits.resources(config, wanted.structure, H200)
+    assert not taken.serialised and abs(used - taken.shared) <= 512, taken
+    spilled = [words for _, words in product_loops(compiled.asm["cubin"])]
+    assert len(spilled) == 4 and not any(spilled), spilled
+    # In each loop s, dp, dk and dv by 96 keys; dQ by 64 columns, once more behind the loops.
+    products = Counter(map(int, re.findall(r"\bm64n(\d+)k16", compiled.asm["ptx"])))
+    assert products == {96: 2 * 4 * 2 * (3 + values // 64), 64: 2 * 3 * 6 + 6}
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])

@@ -100,10 +100,16 @@ def tiles_per_q(structure: Structure, config: Config) -> int:
     return -(-structure.sparsity.q_block * structure.packed_heads // config.BLOCK_M)
 
 
+# Keys of a tile that may lie in two blocks of a mask: it reads the runs of both.
+TWO_BLOCKS_KEYS = 96
+
+
 def walks_runs(structure: Structure, config: Config) -> bool:
     """True if the kernel walks a mask's runs: whole tiles from one end to the other, no lists."""
     sparsity = structure.sparsity
-    return sparsity is not None and sparsity.runs and sparsity.kv_block % config.BLOCK_N == 0
+    if sparsity is None or not sparsity.runs:
+        return False
+    return sparsity.kv_block % config.BLOCK_N == 0 or config.BLOCK_N == TWO_BLOCKS_KEYS
 
 
 def touched_runs(structure: Structure, config: Config, parts: int) -> int:

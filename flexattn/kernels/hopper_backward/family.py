@@ -47,6 +47,7 @@ from flexattn.problem import Kind, Problem, Structure
 _TALL = HopperBackwardConfig(128, 128, 2)
 _WIDE = HopperBackwardConfig(64, 128, 2)
 _SPLIT = HopperBackwardConfig(64, 64, 2)
+_ODD = HopperBackwardConfig(64, 96, 2, by_product=True)
 _LEAN = replace(_WIDE, ds_stages=2, ds_first=True, remat=True)
 # Rows of a mean sequence: of fewer V stays in shared memory, from more on tiles are tall.
 _SHORT, _LONG = 500, 800
@@ -222,6 +223,8 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperBackwardConfig]:
     Else it varies nine fields of the defaults at most: BLOCK_M, num_stages, and those of `_forms`.
     The others follow from the structure, as the docstrings of the defaults say.
     """
+    if columns(problem.structure) > 128:
+        yield at_sizes(_ODD, problem)
     if every:
         for rows, keys, stages, ds in product((64, 128), (64, 128), (1, 2, 3), (1, 2)):
             config = at_sizes(HopperBackwardConfig(rows, keys, stages, ds_stages=ds), problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from flexattn.kernels.base.config import TWO_BLOCKS_KEYS
 from flexattn.kernels.base.features import tma_layout
 from flexattn.kernels.base.limits import SHARED_MEMORY, Limits, Rule, StructureCase
 from flexattn.kernels.hopper_backward.config import (
@@ -11,17 +12,20 @@ from flexattn.kernels.hopper_backward.config import (
     EARLY,
     PIPELINED,
     HopperBackwardConfig,
+    chunks,
     columns,
     is_lean,
     multiplied_columns,
     value_columns,
 )
 from flexattn.kernels.hopper_backward.masks import (
+    band_and_rest,
     band_of,
     loads_pairs,
     sums_gradients,
     sums_heads,
 )
+from flexattn.kernels.ptx.assembler import bounds_views
 from flexattn.problem import Structure
 
 # Threads of the two consumers, which share a tile.
@@ -55,6 +59,11 @@ class ConfigCase(StructureCase[HopperBackwardConfig]):
         return is_lean(self.structure, self.config)
 
     @property
+    def chunks(self) -> tuple[int, int] | None:
+        """Chunks of columns in tiles of 96 keys."""
+        return chunks(self.structure, self.config)
+
+    @property
     def mask_blocks(self) -> tuple[int, int]:
         """Rows and keys of a mask's blocks; 0 without a mask."""
         sparsity = self.structure.sparsity
@@ -64,6 +73,10 @@ class ConfigCase(StructureCase[HopperBackwardConfig]):
     def shared_memory(self) -> int:
         """Bytes of shared memory."""
         c, itemsize = self.config, self.structure.itemsize
+        if self.chunks is not None:
+            tiles = sum(self.chunks) * 128 * (c.num_stages * c.BLOCK_M + c.BLOCK_N)
+            statistics = c.num_stages * c.BLOCK_M * 8
+            return tiles + statistics + 4 * c.BLOCK_M * c.BLOCK_N * itemsize + BARRIERS
         # Q, dO, lse and delta of each stage; K and V.
         width = self.columns + value_columns(self.structure, c)
         walked = c.num_stages * c.BLOCK_M * (width * itemsize + 8)
@@ -82,6 +95,10 @@ class ConfigCase(StructureCase[HopperBackwardConfig]):
     def registers(self) -> int:
         """Registers of a consumer's thread."""
         c = self.config
+        if self.chunks is not None:
+            # The larger of dK and dV, and scores.
+            held = (max(self.chunks) * 64 + c.BLOCK_M) * c.BLOCK_N
+            return held // (CONSUMER_THREADS // 2) + BESIDE_TILES
         # By products each warpgroup has one of them, and else both; of tiles' columns all.
         qk, v = map(multiplied_columns, self.structure.head_dims)
         width = 2 * self.columns if c.split else 2 * max(qk, v) if c.by_product else qk + v
@@ -95,6 +112,14 @@ class ConfigCase(StructureCase[HopperBackwardConfig]):
         return dk_and_dv + max(2 * scores, scores // 2 + dq_tile) + BESIDE_TILES
 
 
+def _is_banded(structure: Structure) -> bool:
+    """True of a mask in runs that is a band, or none, without what tiles of 96 keys lack."""
+    sparsity, mask = structure.sparsity, structure.mask
+    lists = sparsity is None or sparsity.runs
+    bare = not (structure.score or structure.dropout or structure.ragged_kv)
+    return lists and bare and (mask is None or band_and_rest(mask.mod.expr)[1] is None)
+
+
 def _packs(structure: Structure) -> bool:
     """True if the kernel has for packed sequences what a structure asks for."""
     banded = structure.mask is None or band_of(structure.mask.mod.expr) is not None
@@ -106,8 +131,15 @@ LIMITS: Limits[ConfigCase] = Limits(
     shape=(
         Rule(
             "tile",
-            "tiles of {c.config.BLOCK_M} rows and {c.config.BLOCK_N} keys: both are 64 or 128",
-            lambda c: c.config.BLOCK_M in (64, 128) and c.config.BLOCK_N in (64, 128),
+            "tiles of {c.config.BLOCK_M} rows and {c.config.BLOCK_N} keys: both are 64 or 128, "
+            "and of 64 rows keys may be 96",
+            lambda c: (
+                c.config.BLOCK_M in (64, 128)
+                and (
+                    c.config.BLOCK_N in (64, 128)
+                    or (c.config.BLOCK_N == TWO_BLOCKS_KEYS and c.config.by_product)
+                )
+            ),
         ),
         Rule(
             "stages",
@@ -138,12 +170,13 @@ LIMITS: Limits[ConfigCase] = Limits(
         ),
         Rule(
             "by_product",
-            "by_product takes tiles of 64x64, three stages at most, and nothing that orders the "
-            "products of warpgroups that share them",
+            "by_product takes tiles of 64x64 or 64x96, three stages at most, and nothing that "
+            "orders the products of warpgroups that share them",
             lambda c: (
                 not c.config.by_product
                 or (
-                    c.config.BLOCK_M == c.config.BLOCK_N == 64
+                    c.config.BLOCK_M == 64
+                    and c.config.BLOCK_N in (64, TWO_BLOCKS_KEYS)
                     and c.config.num_stages <= 3
                     and c.config.ds_stages == 1
                     and not (c.pipelined or c.config.ping_pong or c.config.dq_tma)
@@ -246,7 +279,10 @@ LIMITS: Limits[ConfigCase] = Limits(
             "{c.config.BLOCK_M}x{c.config.BLOCK_N}",
             lambda c: (
                 c.mask_blocks[0] % c.config.BLOCK_M == 0
-                and c.mask_blocks[1] % c.config.BLOCK_N == 0
+                and (
+                    c.mask_blocks[1] % c.config.BLOCK_N == 0
+                    or (c.chunks is not None and c.mask_blocks[1] >= c.config.BLOCK_N)
+                )
             ),
         ),
         Rule(
@@ -291,6 +327,26 @@ LIMITS: Limits[ConfigCase] = Limits(
                     and c.structure.head_dim_v <= 128
                     and not (c.structure.score or c.structure.dropout or c.structure.ragged_kv)
                     and not (c.config.dq_tma or c.pipelined or c.config.dp_rs)
+                )
+            ),
+        ),
+        Rule(
+            "views",
+            "tiles of 96 keys are views of shared memory that Triton refuses from 3.8 on",
+            lambda c: c.chunks is None or not bounds_views(),
+        ),
+        Rule(
+            "keys of two blocks",
+            "tiles of 96 keys take 177 to 192 columns of Q and K, up to 192 of V, two stages or "
+            "more, no mods but a mask that is a band, in runs of blocks, and neither dropout nor "
+            "packed sequences",
+            lambda c: (
+                c.chunks is None
+                or (
+                    multiplied_columns(c.structure.head_dim_qk) == LEAN_COLUMNS
+                    and c.structure.head_dim_v <= LEAN_COLUMNS
+                    and c.config.num_stages >= 2
+                    and _is_banded(c.structure)
                 )
             ),
         ),

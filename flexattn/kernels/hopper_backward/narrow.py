@@ -7,6 +7,7 @@ from math import gcd
 
 from flexattn.kernels.hopper_backward.config import (
     HopperBackwardConfig,
+    chunks,
     columns,
     is_lean,
     multiplied_columns,
@@ -56,6 +57,9 @@ def added_sums(structure: Structure, config: HopperBackwardConfig) -> dict[str, 
     tile, used = columns(structure), multiplied_columns(structure.head_dim_qk)
     if config.dq_tma or used == tile:
         return {}
+    if chunks(structure, config):
+        # Of all, since ptxas moves none that asks for something into the next product.
+        return {"add_tile_if": Sums(32, (8,), 0, guarded=True)}
     if is_lean(structure, config):
         return {
             "add_tile": Sums(32, _halves(min(used, 128), 64), 0),
@@ -116,6 +120,8 @@ def announcements(structure: Structure, config: HopperBackwardConfig) -> dict[st
     N is that of both: none of dk, dv and dq there is narrow, but by_product's first half of dq.
     """
     tile, rows, keys = columns(structure), config.BLOCK_M, config.BLOCK_N
+    if chunks(structure, config):  # each product of 64 columns whose result has a column a key
+        return {"s": announcement((rows // 16, rows // 16), (keys, 128))}
     qk, v = map(multiplied_columns, structure.head_dims)
     score_columns = rows // 2 if config.split else rows
     # Of half of V in registers the rest is a product of its own.

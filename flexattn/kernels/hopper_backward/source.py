@@ -18,7 +18,7 @@ from flexattn.kernels.base.arguments import (
     skips_vanished,
     stride_arguments,
 )
-from flexattn.kernels.base.config import describe, walks_runs
+from flexattn.kernels.base.config import TWO_BLOCKS_KEYS, describe, walks_runs
 from flexattn.kernels.base.source import (
     BASE_2,
     Source,
@@ -31,6 +31,7 @@ from flexattn.kernels.base.source import (
 from flexattn.kernels.hopper_backward.config import (
     BLOCK_WARPS,
     HopperBackwardConfig,
+    chunks,
     columns,
     is_lean,
     trims_runs,
@@ -96,6 +97,8 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
     rows, keys = config.BLOCK_M, config.BLOCK_N
     v_width = value_columns(structure, config)
     tiles = {"Q": (rows, width), "K": (keys, width), "V": (keys, v_width), "DO": (rows, v_width)}
+    if chunks(structure, config):
+        tiles = dict.fromkeys(tiles, (32, 64))
     found = [Argument(*descriptor(name, dtype, *size)) for name, size in tiles.items()]
     found.append(Argument("STATS", _described(1, 2 * rows, swizzled=0)))
     found += [Argument(*descriptor(f"D{name}", dtype, *tiles[name])) for name in "KV"]
@@ -234,6 +237,8 @@ def render(
         mask = print_mod(asked.mask, traits, View(kv_idx="start_n", by_row=False))
     sparsity, stages = structure.sparsity, _stages(structure, config)
     found, narrow = arguments(structure, config), announcements(structure, config)
+    pieces = chunks(structure, config)
+    joined = walks_runs(structure, config) or structure.ragged_kv or pieces is not None
     context = {
         **printed_context((score, mask), device, TRANSPOSED),
         **_shapes(config, columns(structure)),
@@ -255,9 +260,10 @@ def render(
         "indexed": score is not None or mask is not None,
         "ragged": structure.ragged_kv,
         "row_arguments": [each.name for each in row_arguments(structure)],
-        "listed": sparsity is not None or structure.ragged_kv,
-        "some_masked": sparsity is not None or band is not None,
-        "joined": walks_runs(structure, config) or structure.ragged_kv,
+        "chunks": pieces,
+        "listed": sparsity is not None or joined,
+        "some_masked": sparsity is not None or band is not None or pieces is not None,
+        "joined": joined,
         "runs": walks_runs(structure, config),
         "trimmed": trims_runs(structure, config),
         "decay_skip": skips_vanished(structure, config),
@@ -476,6 +482,8 @@ def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:
         **_places(config, head_dim),
         "per_thread": rows * head_dim // (32 * BLOCK_WARPS),
     }
+    if config.BLOCK_N == TWO_BLOCKS_KEYS:
+        shared |= {"s_columns": 128, "dkv_columns": 128, "dq_columns": 64}
     # By products a tile is one warpgroup's, and of dq half the columns are.
     return shared | {"s_warps": [4, 1], "dq_warps": [4, 1]} if config.by_product else shared
 

@@ -25,6 +25,7 @@ PTXAS: tuple[Ptxas, ...] = get_args(Ptxas)
 _KEYED, _TAKES_NEWER = (3, 7), (3, 9)
 # The first that lets warps meet behind each wait for products.
 _MEETS = (3, 9)
+_BOUNDED_VIEWS = (3, 8)
 # Releases below bring ptxas 12.8 for sm_90.
 _PAST_12_8 = (3, 8)
 
@@ -95,6 +96,11 @@ def own_ptxas() -> str:
 def waits_meet() -> bool:
     """True if Triton lets a partition's warps meet behind each wait for products, as 3.9 does."""
     return release() >= _MEETS
+
+
+def bounds_views() -> bool:
+    """True if Triton refuses views that end behind the shared memory they are of, as 3.8 does."""
+    return release() >= _BOUNDED_VIEWS
 
 
 def release() -> tuple[int, ...]:

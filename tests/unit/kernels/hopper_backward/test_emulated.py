@@ -35,8 +35,7 @@ from tests.emulated_memory import Descriptor, Pointer
 from tests.launches import Recorded
 from tests.problems import H200, problem
 
-SIZES = {"Q": "BLOCK_M", "DO": "BLOCK_M", "K": "BLOCK_N", "V": "BLOCK_N"}
-SIZES |= {"DK": "BLOCK_N", "DV": "BLOCK_N"}
+DESCRIBED = ("Q", "DO", "K", "V", "DK", "DV")
 
 
 class Emulated(Recorded):
@@ -128,9 +127,9 @@ class Emulated(Recorded):
         return sums.reshape(len(sums), self.config.BLOCK_M, self.width)
 
     def argument(self, name, value):
-        if name in SIZES:
-            width = self.widths[name in ("V", "DO", "DV")]
-            block = (1, 1, getattr(self.config, SIZES[name]), width)
+        if name in DESCRIBED:
+            (kind,) = (each.type for each in self.source.arguments if each.name == name)
+            block = tuple(map(int, re.search(r"\[([\d, ]+)\]", kind)[1].split(",")))
             return Descriptor(value.numpy(), block, 2)
         if name == "STATS":
             return Descriptor(self.seen["stats"], (1, 1, 1, 2 * self.config.BLOCK_M), 4)
@@ -402,7 +401,7 @@ def test_half_of_v_is_held(name, mask, monkeypatch):
     assert_gradients(config, *drawn((120, 104)), MASKS[mask], monkeypatch)
 
 
-TALL, WIDE, SPLIT = (128, 128, 2), (64, 128, 2), (64, 64, 2)
+TALL, WIDE, SPLIT, ODD = (128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 96, 2)
 NARROW = [
     ((48, 48), "persistent", "causal", TALL, MHA),
     ((40, 64), "ds first halves", "full", TALL, GQA),
@@ -419,6 +418,8 @@ NARROW = [
     ((192, 192), "by product", "causal", SPLIT, MHA),
     ((192, 192), "dk", "causal", SPLIT, GQA),
     ((224, 224), "by product", "window", SPLIT, MHA),
+    ((192, 192), "by product", "full", ODD, GQA),
+    *(((184, 120), "by product", mask, ODD, MHA) for mask in ("causal", "window")),
     ((192, 128), "by product", "full", SPLIT, MHA),
     ((192, 128), "by product", "holes", SPLIT, GQA),
     ((144, 176), "by product", "causal", SPLIT, MHA),
@@ -429,6 +430,7 @@ NARROW = [
 @pytest.mark.parametrize(("widths", "name", "mask", "tile", "heads"), NARROW, ids=str)
 def test_products_as_narrow_as_heads(widths, name, mask, tile, heads, monkeypatch):
     """Lengths that no tile divides; each product takes the steps and columns that it announces."""
+    monkeypatch.setattr("flexattn.kernels.hopper_backward.limits.bounds_views", lambda: False)
     config = HopperBackwardConfig(*tile, **PIPELINES[name])
     assert_gradients(config, *drawn(widths, heads), MASKS[mask], monkeypatch)
 

@@ -257,15 +257,22 @@ def test_heads_narrower_than_tiles(dims):
     assert all(f", {columns(wanted.structure)}]" in each for each in tiles)
 
 
-def test_a_search_above_128_columns_tries_tiles_of_128_keys_where_registers_hold_them():
-    """Of 192 columns of keys and 128 of values; more leave none for scores."""
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_search_above_128_columns_tries_tiles_of_96_and_128_keys(bounded, monkeypatch):
+    """Where registers hold them: 128 of 192 columns of keys and 128 of values, and 96 of 192."""
+    place = "flexattn.kernels.hopper_backward.limits.bounds_views"
+    monkeypatch.setattr(place, lambda: bounded)
 
     def keys_of(*dims, **more):
         found = space(problem("backward", *dims, group=1, **more), H200)
         return {c.BLOCK_N for c in found if isinstance(c, HopperBackwardConfig)}
 
-    for dims, keys in (((192, 128), {64, 128}), ((136, 64), {64, 128}), ((192, 136), {64})):
-        assert keys_of(*dims) == keys
+    odd = set() if bounded else {96}
+    assert keys_of(192, 128) == {64, 128} | odd and keys_of(192, 136) == {64} | odd
+    assert keys_of(136, 64) == {64, 128}
+    assert keys_of(184, 184, mask_mod=causal, runs=True) == {64} | odd
+    documents = document(PAIRS[0].int())
+    assert keys_of(192, mask_mod=causal) == keys_of(192, mask_mod=documents, runs=True) == {64}
     assert keys_of(200, 128) == keys_of(192, 128, score_mod=softcap(30.0)) == {64}
     wanted = problem("backward", 192, 128, group=1)
     lean = at_sizes(replace(CONFIG, ds_stages=2, ds_first=True, remat=True), wanted)
