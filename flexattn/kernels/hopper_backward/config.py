@@ -44,7 +44,7 @@ class HopperBackwardConfig:
     each score. Both follow from a problem's sizes.
     ds_stages: tiles of dS in shared memory, 1 or 2; default 1. With two in turn the warpgroups
     meet once a tile, behind the store, and not in front of it as well: 2 to 3 % faster at D 64 and
-    128 on an H100, nothing at 256.
+    128 on an H100, nothing at 256. Tiles of 96 keys have two in any case.
     pipelined: whose product goes on when the next tile begins; default "", nobody's. "dk": dK's,
     beside the next scores: 7 to 10 % faster at D 256 with a causal mask on an H200, slower at 64
     and 128. It takes two stages.

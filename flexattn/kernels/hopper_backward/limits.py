@@ -178,7 +178,7 @@ LIMITS: Limits[ConfigCase] = Limits(
                     c.config.BLOCK_M == 64
                     and c.config.BLOCK_N in (64, TWO_BLOCKS_KEYS)
                     and c.config.num_stages <= 3
-                    and c.config.ds_stages == 1
+                    and (c.config.ds_stages == 1 or c.chunks is not None)
                     and not (c.pipelined or c.config.ping_pong or c.config.dq_tma)
                 )
             ),

@@ -16,8 +16,9 @@ ANNOUNCED = "two_buffers 1"
 
 # What a barrier may stand in front of: behind it are barriers that the store needs.
 _STORE = re.compile(r"\b(?:stmatrix|st\.(?:volatile\.)?shared|fence\.proxy)")
+# The compiler's barriers count up from 0, one a partition.
 _BARRIER = re.compile(
-    r"^[ \t]*(?:bar|barrier)(?:\.cta)?\.sync(?:\.aligned)?[ \t]+0(?:, *\d+)?;[^\n]*\n",
+    r"^[ \t]*(?:bar|barrier)(?:\.cta)?\.sync(?:\.aligned)?[ \t]+[0-4](?:, *\d+)?;[^\n]*\n",
     re.MULTILINE,
 )
 

@@ -6,6 +6,7 @@ from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED, block_warps,
 
 STORE = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r2, %r3, %r4, %r5};\n"
 BARRIERS = ["bar.sync 0;", "\tbar.sync \t0, 256;", "\tbarrier.cta.sync.aligned 0, 256;"]
+BARRIERS += ["bar.sync \t2, 128;"]  # of the second partition
 
 
 @pytest.mark.parametrize("barrier", BARRIERS)
