@@ -295,7 +295,8 @@ class Plans:
             return
         self._begun.add(key)
         self._threads = self._threads or ThreadPoolExecutor(_THREADS)
-        for kind, total in _kinds(layer, rows):
+        # Those of chunks take longest.
+        for kind, total in reversed(_kinds(layer, rows)):
             found = (kind.score_mod(own[0]), kind.mask_mod(own[1]))
             bound = [bind(mod, name[:-4]) for mod, name in zip(found, _KINDS, strict=True)]
             about: dict[str, Any] = {name: value or False for name, value in maxima.items()}

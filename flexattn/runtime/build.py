@@ -39,11 +39,14 @@ from flexattn.runtime.cuda_launch import CudaLaunch, loaded
 from flexattn.runtime.kernel_store import Binary, KernelStore, binary_of
 from flexattn.runtime.outcomes import memory
 from flexattn.settings import current, log, say_once
-from flexattn.util.locks import Lru, Turns, renewed
+from flexattn.util.locks import Lru, Ranked, Turns, renewed
 
 # Triton's interpreter keeps the program that runs in its module, and changes triton.language while
 # one does: two threads would read each other's program numbers.
 _interpreter = renewed(threading.Lock())
+# Triton reads a text in Python, where one thread at a time runs: the longest text is first, as its
+# compile goes on longest outside of Python.
+_reading = Ranked()
 DESCRIPTOR = re.compile(r"tensordesc<(?P<element>\w+)\[(?P<shape>[\d, ]+)\]>")
 
 
@@ -209,7 +212,9 @@ def _compiled(source: Source, device: Device) -> Any:
         ):
             return with_triton_cache(
                 triton.compile,
-                _syntax(source)(_load(source), _signature(source), {}, attrs),
+                _read_in_turn(
+                    _syntax(source)(_load(source), _signature(source), {}, attrs), source
+                ),
                 target=target,
                 options={
                     "num_warps": source.num_warps,
@@ -254,6 +259,18 @@ def _signature(source: Source) -> dict[str, str]:
             layout = gl.NVMMASharedLayout.get_default_for(shape, element)
             types[name] = f"{described[:-1]},{layout!r}>"
     return types
+
+
+def _read_in_turn(asked: Any, source: Source) -> Any:
+    """What Triton's compiler is asked for, whose text it reads when no longer one waits."""
+    read = asked.make_ir
+
+    def make_ir(*given: Any, **named: Any) -> Any:
+        with _reading.of(len(source.text)):
+            return read(*given, **named)
+
+    asked.make_ir = make_ir
+    return asked
 
 
 def _syntax(source: Source) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -92,8 +93,12 @@ def ragged_kernels(
     target: Device,
     compiled: Callable[[Source], Kernel],
     family: KernelFamily[Any] = PREFILL,
+    beside: Callable[[], object] | None = None,
 ) -> RaggedKernels | None:
-    """The kernels of a problem, by a family's static defaults; None where none serves it."""
+    """The kernels of a problem, by a family's static defaults; None where none serves it.
+
+    beside: builds other kernels, in a thread that starts behind the one that takes longest.
+    """
     form = problem.structure
 
     def key(config: Any) -> tuple[Any, ...]:
@@ -108,7 +113,12 @@ def ragged_kernels(
 
     first = next(_configs(family, problem, target, False), None)
     if first is not None and not current().interpret and not builder().rendered.get(key(first)):
+        with suppress(Exception):  # whoever needs it gets the error
+            source, *_ = Candidate(problem, target, first, "default", "").sources()
+            begin(partial(compiled, source))
         begin(partial(others, first))
+        if beside is not None:
+            begin(beside)
     choice = _served(family, problem, target, compiled)
     if choice is None:
         return None

@@ -38,11 +38,11 @@ from flexattn.problem.serving import (
     ServingForm,
     ServingProblem,
 )
-from flexattn.runtime.build import Kernel, begin, builder
+from flexattn.runtime.build import Kernel, builder
 from flexattn.runtime.candidates import Candidate, Choice, open_candidates
 from flexattn.runtime.dispatch import first_served
 from flexattn.runtime.outcomes import memory
-from flexattn.runtime.ragged import RaggedKernels, can_serve, ragged_kernels
+from flexattn.runtime.ragged import RaggedKernels, ragged_kernels
 from flexattn.serving.cache import Scaled, asked_scales
 from flexattn.settings import current
 
@@ -235,10 +235,9 @@ def build(
 
     prefills = None
     if gluon or config is None:
-        both = index >= 0 and _mixed(problem) and _prefills_expected(problem, target)
-        if both and can_serve(in_phase(problem, "prefill"), target):
-            begin(partial(served, in_phase(problem, "decode")))
-        prefills = _prefill_kernels(problem, target, compiled, gluon)
+        beside = partial(served, in_phase(problem, "decode"))
+        both = index >= 0 and _mixed(problem)
+        prefills = _prefill_kernels(problem, target, compiled, gluon, beside if both else None)
     if prefills is not None and _mixed(problem):
         problem = in_phase(problem, "decode")
     if prefills is not None and not _mixed(problem):
@@ -285,16 +284,17 @@ def _prefill_kernels(
     problem: ServingProblem,
     target: Device,
     compiled: Callable[[Source], Kernel],
-    gluon: bool = False,
+    gluon: bool,
+    beside: Callable[[], object] | None,
 ) -> RaggedKernels | None:
     """The kernels of the prefills; None where the serving kernel is to serve them as well."""
     if not (gluon or _prefills_expected(problem, target)):
         return None
     asked = in_phase(problem, "prefill") if _mixed(problem) else problem
     if not gluon:
-        return ragged_kernels(asked, target, compiled)
+        return ragged_kernels(asked, target, compiled, beside=beside)
     family: Any = by_language("prefill", "gluon", target)
-    found = ragged_kernels(asked, target, compiled, family)
+    found = ragged_kernels(asked, target, compiled, family, beside)
     if found is None:
         raise ConfigError(
             f'{problem.describe()} with BACKEND="GLUON"',

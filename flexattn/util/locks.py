@@ -10,7 +10,8 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 # How long a fork waits for one of `awaited`.
@@ -108,6 +109,34 @@ class Lru(Generic[K, _V]):
         """Forget everything."""
         with self._lock:
             self._items.clear()
+
+
+class Ranked:
+    """A lock that goes to the waiting thread of the highest rank."""
+
+    def __init__(self) -> None:
+        self._at_fork_reinit()
+        renewed(self)
+
+    def _at_fork_reinit(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[int] = []
+        self._taken = False
+
+    @contextmanager
+    def of(self, rank: int) -> Iterator[None]:
+        """The lock, for a thread of this rank."""
+        with self._changed:
+            self._waiting.append(rank)
+            self._changed.wait_for(lambda: not self._taken and rank == max(self._waiting))
+            self._waiting.remove(rank)
+            self._taken = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken = False
+                self._changed.notify_all()
 
 
 class Turns:

@@ -12,7 +12,7 @@ import flexattn
 from flexattn.errors import MeasureError
 from flexattn.runtime.codecache import without_collections
 from flexattn.tuning.builds import Pool
-from flexattn.util.locks import Lru, Turns, awaited, renewed
+from flexattn.util.locks import Lru, Ranked, Turns, awaited, renewed
 from tests.build_doubles import number
 
 PACKAGE = Path(flexattn.__file__).parent
@@ -87,6 +87,37 @@ def test_turns_of_a_key():
     assert not len(turns._locks)
 
 
+def test_the_highest_rank_is_next():
+    """Kernels of a server were compiled in any order, and the longest one came last."""
+    lock, order = Ranked(), []
+
+    def take(rank):
+        with lock.of(rank):
+            order.append(rank)
+
+    threads = [threading.Thread(target=take, args=(rank,)) for rank in (3, 1, 4, 4, 2)]
+    with Held(lock.of(9)):
+        for each in threads:
+            each.start()
+        while len(lock._waiting) < len(threads):
+            pass
+    for each in threads:
+        each.join()
+    assert order == [4, 4, 3, 2, 1]
+
+
+def test_a_ranked_lock_is_free_in_a_child():
+    lock = Ranked()
+
+    def takes():
+        with lock.of(1):
+            return True
+
+    with Held(lock.of(2)):
+        assert in_child(takes)
+    assert takes()
+
+
 def test_a_fork_waits_for_what_changes_other_libraries(monkeypatch):
     lock = awaited(threading.RLock())
     held = Held(lock)
@@ -145,4 +176,4 @@ def test_every_lock_is_renewed():
             and ast.unparse(call.func).removeprefix("threading.") in PRIMITIVES
         ]
     # The owners of these renew themselves.
-    assert set(found) == {"runtime/codecache.py"}
+    assert set(found) == {"runtime/codecache.py", "util/locks.py"}

@@ -113,7 +113,8 @@ class Together(Builder):
 def test_kernels_of_prefills_and_of_decodes_are_compiled_at_once(planned):
     """One after the other they took a server's first start seconds more."""
     builder().clear()
-    found = planned(builder=Together(3))  # the forward, what lists its tiles, and the decodes'
+    # The forward, who awaits it, what lists its tiles, and the decodes'.
+    found = planned(builder=Together(4))
     assert found.prefills is not None and found.attend is not None
 
 
