@@ -72,8 +72,9 @@ class Benched:
 def run(args: options.Bench) -> None:
     """Run `flexattn bench`."""
     words = re.sub(
-        r" --(rounds|min-ms)[ =]\S+| --(no-)?torch| --json", "", shlex.join(sys.argv[1:])
-    )
+        r" --(rounds|min-ms|out)[ =]('[^']*'|\S+)| --(no-)?torch| --json",
+        "", shlex.join(sys.argv[1:]).replace("bench", "tune", 1),
+    )  # fmt: skip
     rival: RivalChoice = "tuned" if args.rivals else "none"
     if not (args.problems or args.named):
         if args.sized:
@@ -81,9 +82,7 @@ def run(args: options.Bench) -> None:
         else:
             rival = "compiled" if args.rivals else "none"
             words += " --preset ".join(["", *_PRESETS])
-            if args.only is None:
-                args, words = replace(args, only=_ONLY), f"{words} --only '{_ONLY}'"
-            args = replace(args, preset=_PRESETS)
+            args = replace(args, preset=_PRESETS, only=args.only or _ONLY)
     rows = asked_rows(args, plans=False, backward=False)
     if not torch.cuda.is_available():
         print_would_time([row.title for row in rows], args.as_json, args.rivals)
@@ -105,10 +104,22 @@ def run(args: options.Bench) -> None:
         for name in results.rivals:
             say(f"in the geometric mean {name}: {geometric_mean(results, name):.2f}")
         say(f"a page with a chart: {write_page((), args.out, [results]).page}")
-        if any(ratio is not None and ratio < 1 for each in done for ratio in each.ratio.values()):
-            say(f"some rows lost; tune them: flexattn {words.replace('bench', 'tune', 1)}")
+        if lost := _lost(done):
+            say(f"a rival is over 2 % faster in {len(lost)} of {len(done)} rows; tune these:")
+            say(f"  flexattn {_for_rows(words, lost) if len(done) > 1 else words}")
     if not all(each.passed for each in done):
         raise typer.Exit(1)
+
+
+def _lost(rows: list[Benched]) -> list[str]:
+    """The titles of rows that lost by more than the noise of two runs of one kernel."""
+    return [x.title for x in rows if any(r is not None and r < 0.98 for r in x.ratio.values())]
+
+
+def _for_rows(words: str, titles: list[str]) -> str:
+    """A command with --only these titles."""
+    plain = re.sub(r" --only[ =]('[^']*'|\S+)", "", words)
+    return f"{plain} --only {shlex.quote('|'.join(map(re.escape, titles)))}"
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """What bench prints and draws of its races, in a shell and in Python."""
 
+import re
+import shlex
 from dataclasses import replace
 
 import pytest
 import torch
 
 import flexattn
+from flexattn.cli import bench
 from flexattn.cli.bench import Benched, print_rows, results_of
 from flexattn.errors import InputError
 from flexattn.report.page import write_page
@@ -29,6 +32,17 @@ def test_bench_prints_a_line_for_each_library(capsys):
         ["SDPA", "-"],
     ]  # fmt: skip
     assert lines[7] == "  SDPA: out of memory"
+
+
+def test_what_lost_is_tuned_and_nothing_else():
+    """All four rows of a real run were "lost": one by 0.5 %, three by 0.1 % to the same kernel."""
+    close = replace(ROW, ratio={"default": 0.999, "torch": 1.8, "SDPA": 0.985})
+    lost = replace(ROW, title="decode B8 (GQA) 4096", ratio={"default": 1.0, "SDPA": 0.97})
+    assert bench._lost([ROW, close, lost]) == ["decode B8 (GQA) 4096"]
+    words = bench._for_rows("tune --preset a --only '8b (x|y)' --only=z", [lost.title, "C"])
+    *rest, only = shlex.split(words)
+    assert rest == ["tune", "--preset", "a", "--only"]
+    assert re.search(only, lost.title) and re.search(only, "C") and not re.search(only, ROW.title)
 
 
 def test_bench_s_page_has_a_chart(tmp_path):
