@@ -51,8 +51,11 @@ MODS = {
 CONFIG = HopperBackwardConfig(64, 128, 2)
 # Of the quick ones that are narrower than tiles: how many steps have so many columns. S and dP of
 # 96 are six each, dV and dK four of 96, and dQ eight of 64, which two warpgroups share. Of 192
-# there are two loops, and the last dQ of the warpgroup of the scores stands behind them.
-STEPS = {96: {64: 6 + 6 + 8, 96: 4 + 4}, 192: {64: 2 * (12 + 12 + 4) + 4, 192: 16, 128: 8}}
+# there are two loops, and the last dQ of the warpgroup of the scores stands behind them; of tiles
+# of 96 keys four, and all but dQ have 96.
+STEPS = {96: {64: 6 + 6 + 8, 96: 4 + 4}, 192: {64: 2 * 3 * 6 + 6, 96: 2 * 4 * 12}}
+if bounds_views():
+    STEPS[192] = {64: 2 * (12 + 12 + 4) + 4, 192: 16, 128: 8}
 EVEN, ODD = (8192, 1), (8191, 4)
 EVEN_CAUSAL = {"kv_len": 8192, "group": 1, **MODS["causal"]}
 QUICK = [("full", 128, EVEN), ("causal", 256, EVEN), ("full", 96, EVEN), ("causal", 192, EVEN)]

@@ -1,5 +1,7 @@
 """Hopper's backward on a GPU, held to float64's gradients, in each of its forms."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from flexattn.frontend.launch_cache import launch_cache
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, at_sizes
+from flexattn.kernels.ptx.assembler import bounds_views
 from flexattn.kernels.triton_backward.config import BackwardConfig
 from tests.gradients import assert_gradients, assert_memory
 from tests.support import block_mask, inputs
@@ -224,6 +227,20 @@ def test_forms_of_narrow_heads(dims, tile, name, forced):
         ((1, 4, 2, 520, 640), MASKS["holes"]),
     ):
         check(*on_gpu(*sizes, dims[0], Dv=dims[1]), mask_mod)
+
+
+@pytest.mark.skipif(bounds_views(), reason="Triton refuses views of pieces")
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("dims", [(192, 192), (184, 120)], ids=str)
+def test_tiles_of_96_keys(dims, stages, forced):
+    """Tiles lie in two blocks of a mask, and the last one ends with the keys."""
+    forced(HopperBackwardConfig(64, 96, 2, ds_stages=stages, by_product=True))
+    masks = (None, causal, *(MASKS[name] for name in ("window", "an offset", "far keys")))
+    for heads, mask_mod in product(((2, 2), (4, 2)), masks):
+        check(*on_gpu(2, *heads, 520, 640, dims[0], Dv=dims[1]), mask_mod)
+    for lengths in ((1, 777), (64, 63), (129, 1030), (1030, 333)):
+        check(*on_gpu(1, 4, 2, *lengths, dims[0], Dv=dims[1]), None)
+        check(*on_gpu(1, 2, 2, *lengths, dims[0], Dv=dims[1]), causal)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])

@@ -41,13 +41,13 @@ from flexattn.kernels.hopper_backward.source import (
     render_before,
     render_trim,
 )
-from flexattn.kernels.ptx.assembler import waits_meet
+from flexattn.kernels.ptx.assembler import bounds_views, waits_meet
 from flexattn.problem import Kind, Problem, Structure
 
 _TALL = HopperBackwardConfig(128, 128, 2)
 _WIDE = HopperBackwardConfig(64, 128, 2)
 _SPLIT = HopperBackwardConfig(64, 64, 2)
-_ODD = HopperBackwardConfig(64, 96, 2, by_product=True)
+_ODD = HopperBackwardConfig(64, 96, 2, by_product=True, waves=4)
 _LEAN = replace(_WIDE, ds_stages=2, ds_first=True, remat=True)
 # Rows of a mean sequence: of fewer V stays in shared memory, from more on tiles are tall.
 _SHORT, _LONG = 500, 800
@@ -67,8 +67,9 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     Above 128 columns by_product goes first, but with a score_mod, whose arithmetic would be one
     warpgroup's alone, and in float16 where a row has so many keys that its weights, which one
     warpgroup hands to the other in 16 bits, lose some of theirs. Up to 192 columns all of lse is
-    read early: 0.95 to 0.99 of the time (D 192, H200). Where values have up to 128, tiles of 128
-    keys write half as much of dQ, which by_product waits for: 0.87 to 0.98 of its time.
+    read early: 0.95 to 0.99 of the time (D 160, H200). Of 192 columns tiles of 96 keys write two
+    thirds of dQ, which by_product waits for: 0.81 to 0.84 of its time, and of values of up to 128
+    0.77 to 0.94 of that of tiles of 128 keys, which go first with Triton 3.8.
     """
     structure = problem.structure
     if structure.ragged_kv:
@@ -106,6 +107,8 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
             added = replace(config, dq_tma=True, ds_stages=stages, remat=remat)
             yield _by_copy_engine(added, structure)
         elif structure.score is None and not structure.dropout and _keeps_weights(problem):
+            if _fits_odd_keys(structure) and _is_bare(structure):
+                yield at_sizes(_ODD, problem)
             lean = at_sizes(_LEAN, problem)
             if lean.mha and lean.even_n and _fits_tall_keys(structure) and _is_bare(structure):
                 yield lean
@@ -280,6 +283,12 @@ def _by_product(config: HopperBackwardConfig) -> HopperBackwardConfig:
 def _fits_tall_keys(structure: Structure) -> bool:
     """True if dK and dV of 128 keys leave registers, of heads above 128 columns."""
     return 128 < structure.head_dim_qk <= LEAN_COLUMNS and structure.head_dim_v <= 128
+
+
+def _fits_odd_keys(structure: Structure) -> bool:
+    """True of heads of 192 columns at most whose dK and dV of 96 keys fill a warpgroup each."""
+    qk, v = map(multiplied_columns, structure.head_dims)
+    return qk == LEAN_COLUMNS >= v and not bounds_views()
 
 
 def _is_bare(structure: Structure) -> bool:

@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
 from flexattn.errors import ConfigError
@@ -24,8 +24,6 @@ from flexattn.kernels.hopper_backward.config import (
 )
 from flexattn.kernels.hopper_backward.family import BACKWARD, defaults
 from flexattn.kernels.hopper_backward.masks import (
-    Band,
-    band_and_rest,
     band_of,
     may_be_no_number,
 )
@@ -204,9 +202,11 @@ def test_the_form_follows_the_sizes():
             backward_grid(problem("backward", kv_len=8191), replace(CONFIG, **promised), H200)
 
 
-def first_of(monkeypatch, *dims, meets=False, **more):
-    """The first default under Triton 3.6, or where its loops have fewer registers."""
-    monkeypatch.setattr("flexattn.kernels.hopper_backward.family.waits_meet", lambda: meets)
+def first_of(monkeypatch, *dims, meets=False, bounded=False, **more):
+    """The first default under Triton 3.6, or where loops have fewer registers, or views an end."""
+    place = "flexattn.kernels.hopper_backward.family"
+    monkeypatch.setattr(f"{place}.waits_meet", lambda: meets)
+    monkeypatch.setattr(f"{place}.bounds_views", lambda: bounded)
     return next(defaults(problem("backward", *dims, **{"kv_len": 8192, "group": 1} | more)))
 
 
@@ -214,13 +214,27 @@ def test_values_of_up_to_128_columns_take_tiles_of_128_keys(monkeypatch):
     """By-product's 64 keys wait for dQ, of which these write half as much."""
     walked = {"mask_mod": causal, "runs": True}
     for more in ({}, walked):
-        found = first_of(monkeypatch, 192, 128, **more)
+        found = first_of(monkeypatch, 192, 128, bounded=True, **more)
         assert (found.BLOCK_N, found.ds_stages, found.ds_first) == (128, 2, True)
     window = {"mask_mod": sliding_window(1000), "runs": True}
     for more in ({"meets": True}, {"kv_len": 8191}, {"group": 4}, window, {"mask_mod": causal}):
-        assert first_of(monkeypatch, 192, 128, **more).by_product
-    early = [first_of(monkeypatch, D, **walked).early_lse for D in (160, 192, 224, 256)]
+        assert first_of(monkeypatch, 192, 128, bounded=True, **more).by_product
+    early = [
+        first_of(monkeypatch, D, bounded=True, **walked).early_lse for D in (160, 192, 224, 256)
+    ]
     assert early == ["all", "all", "", ""]
+
+
+def test_heads_of_192_columns_take_tiles_of_96_keys(monkeypatch):
+    """FlashAttention-4's size: dQ is written two thirds as often as of 64 keys."""
+    walked = {"mask_mod": causal, "runs": True}
+    for dims, more in product(((192,), (192, 128), (184, 184)), ({}, walked, {"kv_len": 8191})):
+        found = first_of(monkeypatch, *dims, **more)
+        assert (found.BLOCK_N, found.by_product, found.waves) == (96, True, 4)
+    window = {"mask_mod": sliding_window(1000), "runs": True}
+    for more in (window, {"score_mod": softcap(30.0)}, {"bounded": True}, {"meets": True}):
+        assert first_of(monkeypatch, 192, **more).BLOCK_N == 64
+    assert first_of(monkeypatch, 176).BLOCK_N == first_of(monkeypatch, 192, 200).BLOCK_N == 64
 
 
 def test_blocks_of_narrow_heads_are_persistent_with_a_causal_mask(monkeypatch):
@@ -254,7 +268,8 @@ def test_heads_narrower_than_tiles(dims):
     source = family_of(CONFIG).render(wanted.structure, config, H200, "")
     assert NARROW_PRODUCTS in source.stages.passes
     tiles = {each.type for each in source.arguments if each.name in ("Q", "V", "DK")}
-    assert all(f", {columns(wanted.structure)}]" in each for each in tiles)
+    width = 64 if config.BLOCK_N == 96 else columns(wanted.structure)
+    assert all(f", {width}]" in each for each in tiles)
 
 
 @pytest.mark.parametrize("bounded", [False, True])
@@ -376,40 +391,6 @@ def test_programs_cover_the_keys(kv_len):
     # Lists name whole blocks: what they name beyond the last row has scratch memory as well.
     listed = problem("backward", kv_len=kv_len, q_len=130, mask_mod=causal)
     assert sizes_of_launch(listed, CONFIG)["num_queries"] == 4
-
-
-def test_bands():
-    def found(mask):
-        return band_of(bind(mask, "mask").mod.expr)
-
-    assert found(causal) == Band(0, None)
-    assert found(lambda b, h, q, k: q > k + 3) == Band(4, None)
-    assert found(lambda b, h, q, k: (q - k < 100) & (k - 7 <= q)) == Band(-7, 99)
-    assert found(sliding_window(128)) is not None
-    # Past every distance, and still added to one in 32 bits.
-    assert found(lambda b, h, q, k: (q - k <= 2**40) & (k - q < 2**31 - 9)) == Band(
-        -(2**30), 2**30
-    )
-    assert found(document(torch.zeros(8).int())) is None
-    assert found(lambda b, h, q, k: q + k > 3) is None
-    assert found(lambda b, h, q, k: q - h > k) is None
-
-
-def test_what_a_mask_asks_for_beside_its_band():
-    ids = torch.arange(8).int()
-
-    def parts(*masks):
-        expr = bind(and_masks(*masks), "mask").mod.expr
-        band, rest = band_and_rest(expr)
-        return band, rest == bind(document(ids), "mask").mod.expr
-
-    assert parts(document(ids), causal) == (Band(0, None), True)
-    assert parts(document(ids), lambda b, h, q, k: q - k < 9) == (Band(None, 8), True)
-    assert parts(sliding_window(128), document(ids)) == (Band(0, 128), True)
-    nowhere = lambda b, h, q, k: (q < k) & (k < q)  # noqa: E731
-    assert parts(nowhere, document(ids)) == (None, False)
-    assert parts(document(ids)) == (None, True)
-    assert parts(causal)[0] == Band(0, None)
 
 
 @pytest.mark.parametrize("score", [None, softcap(30.0), alibi(32, "cpu")])
