@@ -17,7 +17,7 @@ from tests.emulated_memory import Descriptor, Pointer, Shared, Tile, tile
 # A word that nobody has written.
 WRONG = 10**6 + 7
 _KINDS = {"float32": np.float32, "int32": np.int64}
-NUMBERS = re.compile(r"\.to\(tl\.(u?int32|int64)\)")
+NUMBERS = re.compile(r"\.to\(tl\.(u?int32|int64|int8)\)")
 
 
 class Columns(Shared):
@@ -70,12 +70,17 @@ def run(source, programs, arguments, seed=0):
     with np.errstate(all="ignore"):
         for number in chance.sample(range(programs), programs):
             block = Decoding(number, random.Random(chance.random()))
-            names = _language(block)
+            names, seen = _language(block), set()
             exec(code, names)
             names.update(
                 no_offset=lambda: 0, launch_dependents=lambda: None,
                 prefetch=lambda address, wanted: None, widened=lambda x: x,
-                wait_for_choice=lambda: None,
+                wait_for_choice=lambda: None, seen_bits=lambda: seen,
+                clear_seen=lambda seen: seen.clear(), mark_seen=_mark,
+                load_words=lambda rows, there, column: _load(
+                    rows + (4 * column + np.arange(64))[None], there, 0.0
+                ),
+                store_widened=lambda place, x: place.store(x),
             )  # fmt: skip
             names[source.entry](*(arguments[each.name] for each in source.arguments))
 
@@ -94,6 +99,14 @@ def _load(place, mask=True, other=0):
     return found.view(Tile) if found.ndim and found.dtype == np.float32 else found[()]
 
 
+def _mark(seen, keys, wanted):
+    found = np.zeros(len(keys), bool)
+    for i in np.flatnonzero(wanted):
+        found[i] = keys[i] not in seen
+        seen.add(keys[i])
+    return found
+
+
 def _store(place, values, mask=True):
     at, values, kept = np.broadcast_arrays(place.offset, values, mask)
     place.array[at[kept]] = values[kept]
@@ -109,9 +122,12 @@ def _selected(condition, a, b):
 
 
 def _reinterpret(shared, dtype, shape, layout):
+    if dtype == "int32":
+        words = shared.array.dtype.kind == "i"
+        return Shared(shared.array.reshape(shape)) if words else shared
     if dtype == "float32":  # of two numbers of 16 bits the first
         return Shared(shared.array.reshape(shape[0], 2, *shape[1:])[:, 0])
-    if shape[-1] <= 64 or tuple(shape) == shared.array.shape:
+    if len(shape) == 1 or shape[-1] <= 64 or tuple(shape) == shared.array.shape:
         return Shared(shared.array.reshape(shape))
     return Wide(shared.array.reshape(shape[0], shape[2] // 64, shape[1], 64))
 
@@ -121,7 +137,7 @@ def _language(block):
     tl, allocate = names["tl"], names["tl"].allocate_shared_memory
 
     def allocated(dtype, shape, layout):
-        words = dtype == "int32"
+        words = dtype in ("int32", "int8")
         return Shared(np.full(shape, WRONG)) if words else allocate(dtype, shape, layout)
 
     class Constant(int):
@@ -135,6 +151,7 @@ def _language(block):
         exp2=np.exp2, log2=np.log2, where=_selected, minimum=np.minimum, maximum=np.maximum,
         max=np.max, min=np.min, sum=np.sum, reshape=np.reshape, load=_load, store=_store,
         associative_scan=lambda x, axis, plus: np.cumsum(x), allocate_shared_memory=allocated,
+        int8="int8",
     )  # fmt: skip
     names["mbarrier"].arrive = lambda barrier, count, pred=True: (
         barrier.expect(0) if pred else None

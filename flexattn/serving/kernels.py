@@ -248,7 +248,7 @@ def build(
     grid = PAGED_DECODE.grid(problem, chosen, target)
     merges = PAGED_DECODE.merges(problem, chosen, target)
     chooser, words, form = None, 0, problem.structure
-    if form.unit:
+    if form.unit and not chosen.sifts(form):
         units = -(-problem.kv_len // form.unit)
         # Triton's kernel walks no more units than a request has, so it needs them in order.
         words = -(-units // 32) if chosen.gathers(form) else 0

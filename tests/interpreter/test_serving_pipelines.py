@@ -12,6 +12,7 @@ import torch
 from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.errors import InputError
 from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.kernels.paged_decode import engines
 from flexattn.kernels.paged_decode.engines import UNWRITTEN
 from flexattn.serving import kernels
 from tests import serving
@@ -135,12 +136,13 @@ def test_rising_maxima_of_several_work_tiles(number, programs):
 @pytest.mark.parametrize(
     ("page", "unit", "k"), [(64, 1, 150), (3, 1, 33), (0, 7, 40), (16, 16, 5)]
 )
+@configs(("config", "heads"), [(MLA, 80), (TWO, 16), (WIDER, 33)])
 @pytest.mark.parametrize("number", [1, 5])
-def test_keys_that_data_chose(number, page, unit, k, eight, programs):
+def test_keys_that_data_chose(number, config, heads, page, unit, k, eight, programs):
     """Four warps gather them; those that are none, and those of no request, are never read."""
     programs(number)
-    each = requests(MLA, [211, 0, 1, 130], (80, 1))
-    options = {"page": page, "config": MLA, "shared_kv": True}
+    each = requests(config, [211, 0, 1, 130], (heads, 1))
+    options = {"page": page, "config": config, "shared_kv": True}
     if not eight:
         check_plan(each, k, unit, **options)
         return
@@ -151,6 +153,25 @@ def test_keys_that_data_chose(number, page, unit, k, eight, programs):
         latent(few), k, unit, exact=latent(wide), kv_dtype=dtype, scaled=True,
         given=lambda plan: {"k_scale": step, "v_scale": step}, **options,
     )  # fmt: skip
+
+
+@configs("config", [MLA, TWO])
+def test_single_keys_in_any_order(config, programs, monkeypatch):
+    """Of a key that stands twice one place counts, in whatever program; bits of few keys at a time."""
+    programs(3)
+    monkeypatch.setattr(engines, "SEEN_KEYS", 128)
+    each = requests(config, [700, 1, 300, 0])
+    plan = plan_of(config, each, page=16, selection=(600, 1))
+    given = torch.randint(-3, 720, (4, 1, 600), dtype=torch.int32)
+    given[0, 0, ::7] = 5
+    given[1] = 0
+    given[2] = torch.tensor([299, -1, 2**31 - 1, -(2**31), 7, 7, *[-1] * 594])
+    kept = torch.zeros(4, 720, dtype=torch.bool)
+    for b, kv_len in enumerate(each.kv_lens):
+        found = given[b, 0].long()
+        kept[b, found[(found >= 0) & (found < kv_len)]] = True
+    got = run(plan, each, selection=given)
+    assert_right(got, each, mask_mod=lambda b, h, q_idx, kv_idx: kept[b, kv_idx])
 
 
 @pytest.mark.parametrize("sorts", [False, True], ids=["by bits", "sorted"])

@@ -97,7 +97,11 @@ class ServingConfig:
 
     def gathers(self, form: ServingForm) -> bool:
         """True if chosen keys are gathered one by one: of requests of equally many rows."""
-        return self.for_mla and not self.swap_ab and form.unit > 0 and not form.ragged
+        return self.for_mla and form.unit > 0 and not form.ragged
+
+    def sifts(self, form: ServingForm) -> bool:
+        """True if who gathers chosen keys leaves out those that stand twice: single ones."""
+        return self.gathers(form) and form.unit == 1
 
     @property
     def swap_ab(self) -> bool:

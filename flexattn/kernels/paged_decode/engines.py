@@ -6,6 +6,7 @@ import math
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
+from flexattn.kernels.base.config import power_above
 from flexattn.kernels.paged_decode.config import COMBINE_WARPS, SHORT_ROWS, ServingConfig
 from flexattn.kernels.printers.spelling import (
     TRITON,
@@ -302,7 +303,9 @@ _SLACK = 8
 # Of a thread of the second warpgroup, and of the loading warp: the first has what they leave.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 # Of four warps that gather chosen keys, and of the second warpgroup beside them.
-_BESIDE_GATHERERS, _GATHERERS_REGISTERS = 208, 88
+_BESIDE_GATHERERS, _GATHERERS_REGISTERS = 200, (104, 152)
+# Keys whose bits are in shared memory at a time: 4 KiB.
+SEEN_KEYS = 1 << 15
 # Of the loading warp with more lengths, where there is no second warpgroup: with 40 it spills 50
 # words of 256 requests.
 _MANY_REQUESTS, _THEIR_REGISTERS = 64, 88
@@ -326,7 +329,8 @@ def first_registers(form: ServingForm, config: ServingConfig) -> int:
     A combine kernel begins beside few rows of MLA, and beside head dimensions of 128.
     """
     if not config.warp_specialized:
-        return {16: 128, 32: 168}[config.BLOCK_M] if config.swap_ab else 0
+        few = {16: 168, 32: 184} if config.gathers(form) else {16: 128, 32: 168}
+        return few[config.BLOCK_M] if config.swap_ab else 0
     if form.head_dim_v > 128:
         return 168
     return 136 if config.per_sm == 1 else 128
@@ -360,7 +364,7 @@ def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
     apart = config.warp_specialized
     consumers, loaders = _CONSUMER_REGISTERS, _PRODUCER_REGISTERS
     if config.gathers(form):
-        consumers, loaders = _BESIDE_GATHERERS, _GATHERERS_REGISTERS
+        consumers, loaders = _BESIDE_GATHERERS, _GATHERERS_REGISTERS[config.swap_ab]
     elif apart and form.head_dim_v <= 128:
         consumers = 184
     many = apart and config.num_warps == 4 and form.requests > _MANY_REQUESTS
@@ -372,6 +376,7 @@ def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
         "per_lane": max(1, form.requests // 32),
         "boxes": TMA_KEYS // _box(form),
         "box_keys": _box(form),
+        "seen_bytes": SEEN_KEYS // 8,
         "groups": config.num_warps // 4,
         "consumer_registers": consumers,
         "producer_registers": _THEIR_REGISTERS if many else loaders,
@@ -394,4 +399,6 @@ def sizes(form: ServingForm, config: ServingConfig, device: Device) -> dict[str,
     # Tiles that are held, or quarters of a tile, each of which arrives by itself.
     own = {"STAGES": config.num_stages} if config.swap_ab else {"FULL": 4, "SLACK": _SLACK}
     own |= {"WIDTH": -(-form.chosen * form.unit // config.BLOCK_N)} if form.unit else {}
+    if config.sifts(form):
+        own |= {"SIFTED": max(128, power_above(form.chosen)), "SEEN": SEEN_KEYS}
     return {"KEYS": TMA_KEYS, "HALF": LATENT // 2, "BOX": _box(form), **own, **slots}

@@ -353,6 +353,7 @@ def _mla_tile(c: ConfigCase) -> bool:
     if config.BLOCK_M == TMA_ROWS:
         return config.BLOCK_N == 2 * TMA_KEYS and config.num_stages == 1
     most = MOST_STAGES.get(config.BLOCK_M, 0)
+    most = 2 if config.gathers(c.form) else most
     return config.BLOCK_N == TMA_KEYS and 2 <= config.num_stages <= most
 
 

@@ -62,11 +62,11 @@ def stepped_axes(form: ServingForm, described: bool) -> str:
 
 
 def serving_arguments(
-    form: ServingForm, described: bool = False, gathers: bool = False
+    form: ServingForm, described: bool = False, gathers: bool = False, sifts: bool = False
 ) -> tuple[Argument, ...]:
     """Arguments of the serving kernel, in order; None of them depends on a length.
 
-    described: K and V are tensor descriptors. gathers: it reads a choice as it is given, too.
+    described: K and V are tensor descriptors. gathers: it reads a choice as it is given, too; sifts: alone.
     """
     q, kv = signature_type(form.dtype), signature_type(form.kv_dtype)
     wide = 16 if form.aligned else 1
@@ -79,7 +79,7 @@ def serving_arguments(
     if form.page:
         found.append(Argument("TABLE", "*i32", 4))
     if form.unit:
-        names = ("LISTED", "LISTED_NUM", *("INDICES",) * gathers)
+        names = (*("LISTED", "LISTED_NUM") * (not sifts), *("INDICES",) * gathers)
         found += several("*i32", *names, divisible_by=4)
     if form.prefix:
         found.append(Argument("ROW_LENS", "*i32", 4))
@@ -162,7 +162,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:
             header.append(f"{name}: {rendering.expression_line(captures)}")
-    found = serving_arguments(form, config.boxed(form), config.gathers(form))
+    found = serving_arguments(form, config.boxed(form), config.gathers(form), config.sifts(form))
     if config.by_tma:
         # Of the first warpgroup's warps, which start the others.
         most = engines.first_registers(form, config)
