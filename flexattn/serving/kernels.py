@@ -13,7 +13,7 @@ from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, InputError, InputTypeError, UnsupportedError
 from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.block_mask.chosen import MOST_LISTED, MOST_WORDS, ChosenForm, render_chosen
+from flexattn.kernels.block_mask.chosen import MOST_LISTED, ChosenForm, render_chosen
 from flexattn.kernels.choose.registry import by_language
 from flexattn.kernels.hopper.config import CONSUMER_ROWS
 from flexattn.kernels.paged_decode.config import SPLIT_KEYS, ServingConfig
@@ -174,8 +174,7 @@ class Kernels(NamedTuple):
     of the prefills' kernel. combine: None also for a shared prefix, whose parts
     the last kernel of its cascade merges. row_tiles: the most that one KV head has. gpu: its
     index, -1 where there is none. prefills: None where the serving kernel serves them too.
-    chooser: lists what a selection chose, before the serving kernel. words: that have a bit for
-    each unit of a request's keys, from which it starts; 0 where it sorts.
+    chooser: lists what a selection chose, before a serving kernel that does not sift it.
     """
 
     choice: Choice
@@ -188,16 +187,6 @@ class Kernels(NamedTuple):
     row_tiles: int
     prefills: RaggedKernels | None = None
     chooser: Kernel | None = None
-    words: int = 0
-
-    def of_choice(self, problem: ServingProblem, max_keys: int) -> dict[str, int]:
-        """The numbers that the chooser is given for requests of so many keys at most."""
-        form, heads = problem.structure, problem.Hkv
-        units = -(-max_keys // form.unit)
-        return {
-            "Hq": heads, "heads": heads, "rows": 1, "k": form.chosen, "kv_blocks": units,
-            "q_len": 1, "kv_len": max_keys, "words": self.words,
-        }  # fmt: skip
 
     @property
     def target(self) -> Device:
@@ -247,19 +236,15 @@ def build(
     chosen: Any = choice.config
     grid = PAGED_DECODE.grid(problem, chosen, target)
     merges = PAGED_DECODE.merges(problem, chosen, target)
-    chooser, words, form = None, 0, problem.structure
+    chooser, form = None, problem.structure
     if form.unit and not chosen.sifts(form):
-        units = -(-problem.kv_len // form.unit)
-        # Triton's kernel walks no more units than a request has, so it needs them in order.
-        words = -(-units // 32) if chosen.gathers(form) else 0
-        words *= problem.B * problem.Hkv * words <= MOST_WORDS
-        listed = ChosenForm(
-            1, form.unit, power_above(form.chosen), "int32", False, False, False, True, words > 0
-        )
+        # In order: Triton's kernel walks no more units than a request has.
+        width = power_above(form.chosen)
+        listed = ChosenForm(1, form.unit, width, "int32", False, False, False, True)
         chooser = compiled(render_chosen(listed, target))
     return Kernels(
         choice, chosen, index, choice.kernels[0], choice.merger, grid.programs, merges,
-        grid.num_tiles, prefills, chooser, words,
+        grid.num_tiles, prefills, chooser,
     )  # fmt: skip
 
 

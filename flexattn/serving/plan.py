@@ -231,11 +231,10 @@ class DecodePlan:
         # What never changes between runs is packed into the launches once.
         self._owned: dict[str, Any] = {"WORKSPACE": self._workspace, "COUNT": self._count}
         if kernels.chooser is not None:
-            sizes = {"LISTED": (self.form.chosen,), "LISTED_NUM": (), "SEEN": (kernels.words,)}
-            for name, each in sizes.items():
-                shape = (m.B, m.Hkv, *each)
-                self._listed[name] = torch.zeros(shape, dtype=torch.int32, device=where)
-            self._owned |= {name: self._listed[name] for name in ("LISTED", "LISTED_NUM")}
+            for name, sizes in (("LISTED", (self.form.chosen,)), ("LISTED_NUM", ())):
+                shape = (m.B, m.Hkv, *sizes)
+                self._listed[name] = torch.empty(shape, dtype=torch.int32, device=where)
+            self._owned |= self._listed
         for captures, bound in ((self.form.score, self._score), (self.form.mask, self._mask)):
             self._owned |= captured_values(captures, bound)
         self._owned = self._addresses(self._owned)
@@ -453,11 +452,13 @@ class DecodePlan:
             if form.ragged:
                 fixed |= self._addresses({"PREFILLS": self._listed["PREFILLS"]})
         if kernels.chooser is not None:
-            choice = self._addresses({"SEEN": self._listed["SEEN"]})
-            choice |= {"NUM": fixed["LISTED_NUM"], "IDX": fixed["LISTED"]}
-            choice |= kernels.of_choice(m, fixed["max_keys"])
-            programs, spare = max(1, requests) * m.Hkv, (*names, "SEEN", "words")
-            ready.append(kernels.chooser.prepare(programs, choice, names, spare=spare))
+            choice = {
+                "NUM": fixed["LISTED_NUM"], "IDX": fixed["LISTED"], "Hq": m.Hkv, "heads": m.Hkv,
+                "rows": 1, "k": form.chosen, "kv_blocks": -(-fixed["max_keys"] // form.unit),
+                "q_len": 1, "kv_len": fixed["max_keys"],
+            }  # fmt: skip
+            programs = max(1, requests) * m.Hkv
+            ready.append(kernels.chooser.prepare(programs, choice, names, spare=names))
         if kernels.attend is not None:
             ready.append(kernels.attend.prepare(kernels.programs, fixed, names, boxes, names))
         if kernels.combine is not None:

@@ -49,10 +49,9 @@ def test_masks(name, device):
      (1024, "int32", True, True, False, False), (2048, "int32", False, False, False, True)],
 )  # fmt: skip
 def test_chosen_blocks(device, width, dtype, counted, masked, causal, whole):
-    about, target = (128, 64, width, dtype, counted, masked, causal, whole), named(device)
-    forms = [ChosenForm(*about, mapped) for mapped in {False, whole}]
-    sources = [render_chosen(form, target) for form in forms]
-    for source in (*sources, render_by_key(width, target)):
+    form = ChosenForm(128, 64, width, dtype, counted, masked, causal, whole)
+    target = named(device)
+    for source in (render_chosen(form, target), render_by_key(width, target)):
         assert compile_source(source, target).metadata.shared < 49152
 
 

@@ -10,8 +10,6 @@ from flexattn.kernels.base.source import Source, make_source
 
 # The most blocks that one program sorts, of a call's mask and of a plan.
 MOST_CHOSEN, MOST_LISTED = 1024, 4096
-# The most words of the bits of a plan's blocks: 64 MiB.
-MOST_WORDS = 1 << 24
 # Units that a program of the third compares its choices with at a time.
 _UNITS = 32
 # Entries of lists that a program of the second kernel has at a time.
@@ -24,8 +22,7 @@ class ChosenForm(NamedTuple):
     rows, keys: of a block. width: the places that a program has for a choice, a power of two.
     dtype: of indices. counted: choices have counts. masked: a mask decides within each
     block, so that none is full; causal: this mask is q_idx >= kv_idx, whose full blocks are known.
-    whole: blocks are all listed alike, without lists of full ones. mapped: so are they, in the
-    order in which they are given, found by a bit for each block that there is.
+    whole: blocks are all listed alike, without lists of full ones.
     """
 
     rows: int
@@ -36,7 +33,6 @@ class ChosenForm(NamedTuple):
     masked: bool
     causal: bool
     whole: bool = False
-    mapped: bool = False
 
 
 def render_chosen(form: ChosenForm, device: Device) -> Source:
@@ -45,16 +41,13 @@ def render_chosen(form: ChosenForm, device: Device) -> Source:
     found += several("*i32", *("COUNTS",) * form.counted, divisible_by=4)
     full = ("FULL_NUM", "FULL_IDX") * (not form.whole)
     found += several("*i32", "NUM", "IDX", *full, divisible_by=4)
-    found += several("*i32", *("SEEN",) * form.mapped, divisible_by=4)
     found += several("i32", "Hq", "heads", "rows", "k", "kv_blocks", "q_len", "kv_len")
-    found += several("i32", *("words",) * form.mapped)
     context = {
         "constants": {"WIDTH": form.width, "ROWS": form.rows, "KEYS": form.keys},
         "counted": form.counted,
         "masked": form.masked and not form.causal,
         "causal": form.causal,
         "whole": form.whole,
-        "mapped": form.mapped,
         "launch_pdl": form.whole and device.backend == "cuda" and device.capability >= 90,
     }
     header = [f"lists of chosen blocks {form.rows}x{form.keys} for {device.arch}"]
