@@ -72,8 +72,8 @@ def test_chosen_keys(name):
     taken, ptx = resources(compiled, DEVICE), compiled.asm["ptx"]
     assert taken.matrix_instructions == (68 if few else 88) and not taken.serialised
     assert taken.register_split[1] == (160 if few else 200)
-    # A single key's bit is in memory that Triton knows nothing of. Behind it begins Triton's, whose
-    # tiles lie at multiples of 1,024 bytes.
+    # Bits of single keys are in memory that Triton knows nothing of. Behind it begins Triton's,
+    # whose tiles lie at multiples of 1,024 bytes.
     own = sum(map(int, re.findall(r"\.b8 seen\[(\d+)\]", ptx)))
     assert own == (SEEN_KEYS // 8 if wanted.unit == 1 else 0) and own % 1024 == 0
     assert taken.shared + own <= DEVICE.shared_memory

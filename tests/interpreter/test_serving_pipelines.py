@@ -11,8 +11,8 @@ import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.errors import InputError
-from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode import engines
+from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.engines import UNWRITTEN
 from tests import serving
 from tests.emulated_plan import Changing, Emulated, emulate
@@ -156,7 +156,7 @@ def test_keys_that_data_chose(number, config, heads, page, unit, k, eight, progr
 
 @configs("config", [MLA, TWO])
 def test_single_keys_in_any_order(config, programs, monkeypatch):
-    """Of a key that stands twice one place counts, in whatever program; bits of few keys at a time."""
+    """One place counts of a key that stands twice, in whatever program it is."""
     programs(3)
     monkeypatch.setattr(engines, "SEEN_KEYS", 128)
     each = requests(config, [700, 1, 300, 0])

@@ -66,7 +66,8 @@ def serving_arguments(
 ) -> tuple[Argument, ...]:
     """Arguments of the serving kernel, in order; None of them depends on a length.
 
-    described: K and V are tensor descriptors. gathers: it reads a choice as it is given, too; sifts: alone.
+    described: K and V are tensor descriptors. gathers: it reads a choice as it is given, too;
+    sifts: nothing else of it.
     """
     q, kv = signature_type(form.dtype), signature_type(form.kv_dtype)
     wide = 16 if form.aligned else 1
