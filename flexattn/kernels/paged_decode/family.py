@@ -177,7 +177,7 @@ def serving_defaults(problem: ServingProblem, device: Device) -> Iterator[Servin
     if form.ragged or form.rows >= 16:
         # Latent keys took 0.45 of the Triton kernel's time with 128 heads over 64 x 4k, with 16
         # over 64 x 4k 0.97, over 1 x 16k 0.47 (an H100).
-        yield from mla_defaults(form)
+        yield from mla_defaults(form, device)
     combine = _combine(form, height, widest, device)
     if form.dtype == "float32":
         # Without matrix instructions a tile lives in registers.
@@ -238,14 +238,19 @@ def mla_space(rows: int = TMA_ROWS) -> Iterator[ServingConfig]:
         yield ServingConfig(TMA_ROWS, 2 * TMA_KEYS, 4, 1, 1, least, "launch", "whole")
 
 
-def mla_defaults(form: ServingForm) -> Iterator[ServingConfig]:
+def mla_defaults(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
     """The first configs to try: at most 16 rows with operands swapped, then as many rows are.
 
+    Chosen keys of one request leave most SMs without a tile of 64 rows, so it has tiles of 32.
     Beside two tiles the combine kernel has room to begin. On an H200 they are 1.18 and 1.62 times
     as fast as 64 rows (64 requests of 4k keys, one of 16k), three tiles 1.16 and 1.50 times.
     """
     if 0 < form.rows <= 16:
         yield next(mla_space(form.rows))
+    elif form.unit and form.requests:
+        tiles = form.requests * form.kv_heads * -(-form.rows // TMA_ROWS)
+        if 4 * tiles * -(-form.chosen * form.unit // (2 * TMA_KEYS)) <= device.num_sms:
+            yield next(mla_space(32))
     yield next(mla_space())
 
 
