@@ -303,7 +303,7 @@ _SLACK = 8
 # Of a thread of the second warpgroup, and of the loading warp: the first has what they leave.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 # Of four warps that gather chosen keys, and of the second warpgroup beside them.
-_BESIDE_GATHERERS, _GATHERERS_REGISTERS = 200, (104, 112)
+_BESIDE_GATHERERS, _GATHERERS_REGISTERS = 200, (104, 152)
 # Keys whose bits are in shared memory at a time: 4 KiB.
 SEEN_KEYS = 1 << 15
 # Of the loading warp with more lengths, where there is no second warpgroup: with 40 it spills 50
@@ -329,7 +329,7 @@ def first_registers(form: ServingForm, config: ServingConfig) -> int:
     A combine kernel begins beside few rows of MLA, and beside head dimensions of 128.
     """
     if not config.warp_specialized:
-        few = {16: 128, 32: 144} if config.gathers(form) else {16: 128, 32: 168}
+        few = {16: 168, 32: 184} if config.gathers(form) else {16: 128, 32: 168}
         return few[config.BLOCK_M] if config.swap_ab else 0
     if form.head_dim_v > 128:
         return 168
@@ -377,7 +377,6 @@ def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
         "boxes": TMA_KEYS // _box(form),
         "box_keys": _box(form),
         "seen_bytes": SEEN_KEYS // 8,
-        "gatherers": 8 if config.swap_ab else 4,
         "groups": config.num_warps // 4,
         "consumer_registers": consumers,
         "producer_registers": _THEIR_REGISTERS if many else loaders,
@@ -401,5 +400,5 @@ def sizes(form: ServingForm, config: ServingConfig, device: Device) -> dict[str,
     own = {"STAGES": config.num_stages} if config.swap_ab else {"FULL": 4, "SLACK": _SLACK}
     own |= {"WIDTH": -(-form.chosen * form.unit // config.BLOCK_N)} if form.unit else {}
     if config.sifts(form):
-        own |= {"SIFTED": max(256, power_above(form.chosen)), "SEEN": SEEN_KEYS}
+        own |= {"SIFTED": max(128, power_above(form.chosen)), "SEEN": SEEN_KEYS}
     return {"KEYS": TMA_KEYS, "HALF": LATENT // 2, "BOX": _box(form), **own, **slots}
