@@ -153,7 +153,7 @@ class Block:
 
     def arrive_gathered(self, barrier, increment_count):
         assert not increment_count
-        mine = self.gathered.pop(threading.get_ident(), [])
+        mine = self.gathered.pop(threading.get_ident())
 
         def copy():
             for place, array, at, kept in mine:

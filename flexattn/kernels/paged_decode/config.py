@@ -23,6 +23,8 @@ SplitPolicy: TypeAlias = Literal["even", "whole", "heads", "round"]
 TILE_ROWS = 16
 # The short side of the matrix instruction.
 SHORT_ROWS = 8
+# Places of a choice that 128 threads hold beside their part of a tile: of 4,096 they spill.
+MOST_SIFTED = 2048
 # Bytes of a line of the L2 cache.
 LINE = 128
 
@@ -101,7 +103,7 @@ class ServingConfig:
 
     def sifts(self, form: ServingForm) -> bool:
         """True if who gathers chosen keys leaves out those that stand twice: single ones."""
-        return self.gathers(form) and form.unit == 1
+        return self.gathers(form) and form.unit == 1 and form.chosen <= MOST_SIFTED
 
     @property
     def swap_ab(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from flexattn.device import named
 from flexattn.kernels.paged_decode.config import ServingConfig, merge_shape
 from flexattn.kernels.paged_decode.limits import serving_reasons
-from tests.problems import H200, served, serving_space
+from tests.problems import H200, served, serving_candidates, serving_space
 from tests.serving import MLA
 
 # Operands swapped.
@@ -83,3 +83,21 @@ def test_all_sms_merge_the_parts_of_one_request():
     for about in ({"B": 256}, {"total_q": 512}):
         shape = merge_shape(form(**about), MLA, H200)
         assert (shape.work_tiles, shape.grid(132)) == (0, 132 * shape.row_parts)
+
+
+def test_chosen_keys():
+    """Few rows are gathered too, and single keys sifted; one request has tiles of 32 rows."""
+    two = replace(FEW, num_stages=2)
+    few, units = form(selection=(2048, 1)), form(selection=(64, 32))
+    assert not serving_reasons(two, few, H200) and serving_reasons(FEW, few, H200)
+    for about, many in ((few, True), (units, False), (form(selection=(2049, 1)), False)):
+        for config in (two, MLA):
+            assert config.gathers(about) and config.sifts(about) == many
+    for heads, B, config in (
+        (16, 8, two), (128, 1, replace(two, BLOCK_M=32)), (128, 2, MLA), (24, 8, MLA)
+    ):  # fmt: skip
+        problem = served(
+            B, 1, 0, 32768, heads, 1, 576, 512, torch.bfloat16, torch.float8_e4m3fn, 64, "NHD",
+            None, None, shared_kv=True, scaled=True, selection=(2048, 1),
+        )  # fmt: skip
+        assert next(serving_candidates(problem, H200)) == config
