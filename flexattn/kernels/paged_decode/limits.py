@@ -375,8 +375,8 @@ MLA_LIMITS: Limits[ConfigCase] = Limits(
         Rule(
             "tile",
             f"the MLA template has BLOCK_M={TMA_ROWS}, BLOCK_N={2 * TMA_KEYS}, num_warps=4, "
-            "num_stages=1 and per_sm=1, or with 2 or 3 stages (of chosen keys 2) BLOCK_M=16, with 2 "
-            f"BLOCK_M=32, and BLOCK_N={TMA_KEYS}",
+            "num_stages=1 and per_sm=1, or with 2 or 3 stages (of chosen keys 2) BLOCK_M=16, "
+            f"with 2 BLOCK_M=32, and BLOCK_N={TMA_KEYS}",
             _mla_tile,
         ),
         Rule(
