@@ -304,6 +304,12 @@ class Terms:
         return self.core is SCORE
 
     @property
+    def capped(self) -> bool:
+        """True if the loop does no more with scores than cap them by tanh."""
+        core = self.core
+        return core is not None and core.op == "tanh" and core.args == (SCORE,) and not self.added
+
+    @property
     def leaves_loop(self) -> bool:
         """True if rows get something back after the loop over keys."""
         return self.row is not None or self.row_slope is not None

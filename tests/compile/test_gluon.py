@@ -117,6 +117,16 @@ def test_weights_of_eight_bits(D, mods):
     assert not (fault := wrong(wanted, default(wanted, H200, "gluon"))), fault
 
 
+@pytest.mark.parametrize(("D", "tile"), [(64, (3, 128)), (256, (2, 128))])
+def test_a_soft_cap_has_the_tiles_of_a_plain_call(D, tile):
+    """By halves its exponents spilled: two consumers of three were left, or 64 keys of 128."""
+    weights = E4M3 if D == 256 else {"dtype": "float8_e4m3fn"}
+    wanted = problem("prefill", D, score_mod=softcap(30.0), **weights, **MODS["causal"])
+    config = default(wanted, H200, "gluon")
+    assert (config.consumers, config.BLOCK_N) == tile
+    assert not (fault := wrong(wanted, config)), fault
+
+
 @pytest.mark.parametrize("lazy_rescale", [True, False])
 def test_weights_of_eight_bits_are_an_operand_as_they_are(lazy_rescale):
     """Nothing is shuffled between threads, and the words of four weights are made as such."""

@@ -45,9 +45,10 @@ NAMED_BARRIERS = 14
 # Registers of a consumer's thread beside scores, accumulator and weights. Addresses, loop state
 # and row statistics:
 REGISTER_SLACK = 28
-# what a score_mod holds; what is read by key or diagonal, beside parts of Q or not, and beside
-# lists of blocks, which cost more than runs:
-SCORE_REGISTERS, WIDE_GATHER_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 8, 16, 40, 16
+# what a score_mod holds, or a soft cap; what is read by key or diagonal, beside parts of Q or not,
+# and beside lists of blocks, which cost more than runs:
+SCORE_REGISTERS, CAP_REGISTERS = 8, 4
+WIDE_GATHER_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 16, 40, 16
 # beside a value for each score:
 GATHER_SLACK = 8
 # parts of 64 columns; lazy_rescale beside those, or beside a Q that is held:
@@ -217,7 +218,8 @@ class ConfigCase:
         beside += LAZY_REGISTERS if c.lazy_rescale and (self.three or held) else 0
         lazy_loop = c.lazy_rescale and held and self.config.persistent
         beside += MAINLOOP_REGISTERS if lazy_loop else 0
-        beside += SCORE_REGISTERS if self.structure.score is not None else 0
+        if (terms := self.structure.terms) is not None:
+            beside += CAP_REGISTERS if terms.capped else SCORE_REGISTERS
         # P in 16 bits, or in 8.
         weights = scores / (4 if self.structure.e4m3_weights else 2)
         tiles = floor(scores + accumulator + weights)

@@ -164,6 +164,8 @@ MAX_RISE = 0.75
 # reweighted least squares; the relative error is below that of the hardware's instruction, 2^-11.
 COEFFICIENTS = (0.99960171, -0.31317268)
 LIMIT = 0.16
+# Registers that a soft cap by halves needs beside those that are counted.
+FEW_REGISTERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +300,11 @@ def render(
     early_exp2 = EARLY_EXP2 if score is None else EARLY_EXP2 // 2
     if not wide or fused == "softcap" or structure.e4m3_weights:
         early_exp2 = 0
+    # A soft cap's exponents all at once where registers are left for them beside the scores, by
+    # quarters where none are.
+    parts = 1 if wide and not config.splits and (mask is None or not mask.holds) else 2
+    if config.consumer_regs - case.registers < FEW_REGISTERS:
+        parts = 4
     chunks = _chunks(tiles, config)
     context = {
         **mods,
@@ -359,8 +366,7 @@ def render(
         # A mask comes after what is added to scores: NaN or inf there would outlive its -inf.
         "exponents_early": fused != "" or wide,
         "early_exp2": early_exp2,
-        # All at once where registers are left for scores and exponents side by side.
-        "parts": 1 if wide and not config.splits and (mask is None or not mask.holds) else 2,
+        "parts": parts,
         "out": per_thread * (2 if early_exp2 else 1),
         "coefficients": COEFFICIENTS,
         "limit": LIMIT,

@@ -11,7 +11,7 @@ from flexattn.mods.analysis.affine import FREE, slope_of
 from flexattn.mods.analysis.intervals import reaches_end
 from flexattn.mods.expr import Expr, const, reads, terms_of
 from flexattn.mods.ops import is_int
-from flexattn.mods.rules import FLOAT, ONE, SCORE, times
+from flexattn.mods.rules import FLOAT, ONE, times
 from flexattn.mods.simplify import make
 from flexattn.problem import Captures, Structure
 
@@ -175,8 +175,7 @@ class _Score:
             return "columns" if self._slope() is None else "ramp"
         if terms.linear and terms.diagonal is not None and terms.added == (terms.diagonal,):
             return "diagonals"
-        capped = terms.core.op == "tanh" and terms.core.args == (SCORE,) and not terms.added
-        capped = capped and terms.positive(terms.inner) and self.structure.positive_scale
+        capped = terms.capped and terms.positive(terms.inner) and self.structure.positive_scale
         return "softcap" if capped and self.traits.fast_tanh and terms.keep is None else ""
 
     def _fuse(self, fused: Fused, reference: str) -> None:

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import and_masks
 
-from flexattn.catalogue import causal, sliding_window
+from flexattn.catalogue import causal, document, sliding_window, softcap
 from flexattn.device import named
+from flexattn.kernels.choose.defaults import default
 from flexattn.reference import Precision, attention
 from flexattn.runtime import launch as launching
 from flexattn.verify.gate import E4M3_SHARE, judge
@@ -91,6 +93,7 @@ CASES = [
     (64, "full", "default"), (64, "causal", "at once"), (96, "window", "default"),
     (128, "causal", "default"), (128, "full", "across"), (256, "full", "default"),
     (160, "causal", "default"), (192, "full", "default"), (80, "full", "default"),
+    (64, "window", "default"), (256, "window", "default"),
 ]  # fmt: skip
 
 
@@ -171,3 +174,36 @@ def test_scores_that_rise_from_tile_to_tile(monkeypatch):
     q = q.float()
     q[..., 0] = 1
     assert_judged(emulated(monkeypatch, {}, q, k, v))
+
+
+MODS = {
+    "full": {},
+    "window": {"mask_mod": sliding_window(1024)},
+    "documents": {"mask_mod": and_masks(document(torch.zeros(8).int()), causal)},
+    "soft cap": {"mask_mod": causal, "score_mod": softcap(30.0)},
+}
+
+
+@pytest.mark.parametrize(
+    ("D", "weights", "mods", "tile", "turns"),
+    [
+        (64, "exact", "window", (3, 128, 2), (True, False)),
+        (64, "exact", "documents", (3, 64, 3), (True, False)),
+        (64, "exact", "soft cap", (3, 128, 2), (True, True)),
+        (128, "exact", "window", (3, 64, 3), (True, False)),
+        (128, "exact", "documents", (2, 128, 2), (False, False)),
+        (256, "e4m3", "full", (2, 128, 2), (True, False)),
+        (256, "e4m3", "window", (2, 128, 2), (False, False)),
+        (256, "e4m3", "soft cap", (2, 128, 2), (True, True)),
+    ],
+)
+def test_the_default_is_what_was_fastest(D, weights, mods, tile, turns):
+    """Of races on an H200."""
+    about = MODS[mods]
+    wanted = problem(
+        D=D, dtype="float8_e4m3fn", fp8_weights=weights, runs="mask_mod" in about, **about
+    )
+    found = default(wanted, H200, "gluon")
+    assert (found.consumers, found.BLOCK_N, found.num_stages) == tile
+    assert (found.ping_pong, found.ping_pong_softmax) == turns
+    assert found.tile_scheduler == "dynamic"
