@@ -20,6 +20,7 @@ from flexattn.device import usable
 from flexattn.errors import FlexAttnError, InputError, SettingsError
 from flexattn.mods import bind
 from flexattn.problem.serving import ServingProblem
+from flexattn.runtime.codecache import know_compiler
 from flexattn.serving import AppendPlan, DecodePlan
 from flexattn.serving.cache import Scaled
 from flexattn.serving.decode import live_identity
@@ -294,6 +295,7 @@ class Plans:
         if layer.device.type != "cuda" or key in self._begun:
             return
         self._begun.add(key)
+        know_compiler()
         self._threads = self._threads or ThreadPoolExecutor(_THREADS)
         # Those of chunks take longest.
         for kind, total in reversed(_kinds(layer, rows)):

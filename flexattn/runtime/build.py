@@ -28,6 +28,7 @@ from flexattn.kernels.ptx.negated_extremes import guarded, merged
 from flexattn.kernels.ptx.stages import OWN_STAGES, block_warps, compiled_by
 from flexattn.runtime.codecache import (
     anew,
+    know_compiler,
     module_of,
     source_lines,
     text_file,
@@ -152,6 +153,7 @@ def begin(work: Callable[[], object]) -> None:
     The process ends after the thread. An error is dropped: the caller that needs the kernel builds
     it again, and gets the error.
     """
+    know_compiler()
 
     def run() -> None:
         with suppress(Exception):

@@ -208,6 +208,17 @@ def with_triton_cache(compile: Callable[P, _T], *args: P.args, **kwargs: P.kwarg
     return compile(*args, **kwargs)
 
 
+def know_compiler() -> None:
+    """Have Triton hash itself for the keys of its cache, which it does once.
+
+    It reads 400 MB a megabyte at a time. A thread waits for Python's lock after each of them: one
+    of several that compiled took seconds, and each hashed all of it.
+    """
+    from triton.runtime.cache import triton_key
+
+    triton_key()
+
+
 class _Switch:
     """A switch of the whole process that several threads want off for a while.
 

@@ -122,8 +122,9 @@ def test_plans_are_verified_while_other_kernels_compile(monkeypatch):
     made, waited, ours = threading.Event(), [], plans.Plans()
     monkeypatch.setattr(plans, "_compile", lambda *given: waited.append(made.wait(60)))
     monkeypatch.setattr(plans, "usable", lambda device: device)
+    monkeypatch.setattr(plans, "know_compiler", lambda: waited.append("known"))
     monkeypatch.setattr(ours, "append", lambda *given: None)
     monkeypatch.setattr(ours, "plan", lambda *given, **maxima: made.set())
     on_gpu = replace(LAYER, device=torch.device("cuda", 0))
     ours.of(on_gpu, 40, batch=4, kv_len=128, batch_invariant=None)
-    assert waited == [True, True] and ours._threads is None
+    assert waited == ["known", True, True] and ours._threads is None

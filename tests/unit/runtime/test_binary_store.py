@@ -218,6 +218,16 @@ class TestBuilder:
         builder.begin(SOURCE, H200, 0)
         assert (builder.loaded, self.compiles) == (1, [])
 
+    def test_triton_is_hashed_before_threads_compile(self, root, monkeypatch):
+        """Each of them read all 400 MB of it, and lost its turn in Python after every megabyte."""
+        hashed = []
+        monkeypatch.setattr(
+            "triton.runtime.cache.triton_key", lambda: hashed.append(threading.current_thread())
+        )
+        with override(binaries=root):
+            Builder().begin(SOURCE, H200, 0)
+        assert hashed == [threading.current_thread()]
+
     def test_what_failed_when_it_was_begun_fails_where_it_is_asked_for(self, monkeypatch):
         def fails(*args):
             raise BuildError("no", "it compiles", "report it")
