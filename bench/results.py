@@ -20,7 +20,7 @@ class Gate:
     """The verdict of the accuracy gate on one of our variants."""
 
     passed: bool
-    message: str
+    message: str = "passed"
 
     @classmethod
     def of(cls, wrong: str) -> Gate:
@@ -41,9 +41,9 @@ class RowResult:
     group: str
     flops: float
     kv_bytes: int
-    gates: dict[str, Gate]
-    samples: dict[str, Samples]
-    refused: dict[str, str]
+    gates: dict[str, Gate] = dataclasses.field(default_factory=dict)
+    samples: dict[str, Samples] = dataclasses.field(default_factory=dict)
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
     environment: int = 0
     clocks: dict[str, str] = dataclasses.field(default_factory=dict)
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -60,7 +60,7 @@ class Report:
 
 
 def save(report: Report, path: Path) -> None:
-    """Write the report as JSON, atomically; a value of None is left out.
+    """Write the report as JSON, atomically; what is None, {} or "passed" is left out.
 
     Samples have nine significant digits: nanoseconds up to a second.
     """
@@ -69,7 +69,7 @@ def save(report: Report, path: Path) -> None:
 
 
 def _there(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = {name: value for name, value in items if value is not None}
+    found = {name: value for name, value in items if value not in (None, {}, "passed")}
     if "us" in found:
         found["us"] = [float(f"{us:.9g}") for us in found["us"]]
     return found
@@ -100,7 +100,7 @@ def load(path: Path) -> Report:
             "run the bench again",
         )
     rows = tuple(_row(row) for row in data["rows"])
-    return Report(data["bench"], data["method"], tuple(data["environments"]), rows)
+    return Report(data["bench"], data.get("method", {}), tuple(data["environments"]), rows)
 
 
 def merge(reports: list[Report]) -> Report:
@@ -133,8 +133,8 @@ def _kind(method: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row(data: dict[str, Any]) -> RowResult:
-    gates = {name: Gate(**gate) for name, gate in data["gates"].items()}
-    samples = {name: _samples(value) for name, value in data["samples"].items()}
+    gates = {name: Gate(**gate) for name, gate in data.get("gates", {}).items()}
+    samples = {name: _samples(value) for name, value in data.get("samples", {}).items()}
     return RowResult(**(data | {"gates": gates, "samples": samples}))
 
 
