@@ -182,6 +182,7 @@ def _begins(found: re.Match[str]) -> bool:
     return not found.string[found.string.rfind("\n", 0, start) + 1 : start].strip()
 
 
+@lru_cache(maxsize=4096)
 def module_path(module: str) -> Path | None:
     """The file of a module of this package, by its dotted name; None where there is none."""
     place = _PACKAGE.joinpath(*module.split(".")[1:])

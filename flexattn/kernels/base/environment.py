@@ -64,6 +64,9 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         # What is constant in a template is little: looking for it costs more than it saves.
         optimized=False,
+        # A macro asks for a template often, and its file's time of change is asked of the disk: a
+        # thread that does so beside others waits for its next turn in Python.
+        auto_reload=False,
         extensions=[_Clauses],
     )
     for each in (block, outline, finite, natural, sink_in_base_2):
