@@ -1,7 +1,5 @@
 """Hopper's backward on a GPU, held to float64's gradients, in each of its forms."""
 
-from itertools import product
-
 import pytest
 import torch
 
@@ -235,9 +233,9 @@ def test_forms_of_narrow_heads(dims, tile, name, forced):
 def test_tiles_of_96_keys(dims, stages, forced):
     """Tiles lie in two blocks of a mask, and the last one ends with the keys."""
     forced(HopperBackwardConfig(64, 96, 2, ds_stages=stages, by_product=True))
-    masks = (None, causal, *(MASKS[name] for name in ("window", "an offset", "far keys")))
-    for heads, mask_mod in product(((2, 2), (4, 2)), masks):
-        check(*on_gpu(2, *heads, 520, 640, dims[0], Dv=dims[1]), mask_mod)
+    check(*on_gpu(2, 2, 2, 520, 672, dims[0], Dv=dims[1]))
+    for mask_mod in (causal, *(MASKS[name] for name in ("window", "an offset", "far keys"))):
+        check(*on_gpu(2, 4, 2, 520, 640, dims[0], Dv=dims[1]), mask_mod)
     for lengths in ((1, 777), (64, 63), (129, 1030), (1030, 333)):
         check(*on_gpu(1, 4, 2, *lengths, dims[0], Dv=dims[1]), None)
         check(*on_gpu(1, 2, 2, *lengths, dims[0], Dv=dims[1]), causal)
