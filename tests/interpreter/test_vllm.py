@@ -316,5 +316,6 @@ def test_kernels_that_compile_while_weights_are_read_are_those_of_the_plans(monk
         ours.begin(elsewhere, 40, **maxima)
     single, chunks, spans, _ = ours.of(layer, 40, **maxima)
     assert spans is chunks
-    assert [problem for problem, _ in begun] == [single.problem, chunks.problem]
+    # The longest first.
+    assert [problem for problem, _ in begun] == [chunks.problem, single.problem]
     assert {where for _, where in begun} == {elsewhere.device} and ours._threads is None
