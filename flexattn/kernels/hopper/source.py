@@ -165,7 +165,7 @@ MAX_RISE = 0.75
 COEFFICIENTS = (0.99960171, -0.31317268)
 LIMIT = 0.16
 # Registers that a soft cap by halves needs beside those that are counted.
-FEW_REGISTERS = 8
+LEAST_SPARE_REGISTERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +303,7 @@ def render(
     # A soft cap's exponents all at once where registers are left for them beside the scores, by
     # quarters where none are.
     parts = 1 if wide and not config.splits and (mask is None or not mask.holds) else 2
-    if config.consumer_regs - case.registers < FEW_REGISTERS:
+    if config.consumer_regs - case.registers < LEAST_SPARE_REGISTERS:
         parts = 4
     chunks = _chunks(tiles, config)
     context = {
