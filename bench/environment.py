@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-SMI_FIELDS = ("clocks.sm", "power.draw", "temperature.gpu")
+SMI_FIELDS = ("clocks.sm", "power.draw")
 
 
 def describe() -> dict[str, str]:
