@@ -41,8 +41,6 @@ _IN_A_MASK = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_l
 # A mask's window, where it is known to have no other condition but that of packed sequences.
 _WINDOW = "_flexattn_window"
 
-_capped = lru_cache(maxsize=64)(catalogue.softcap)
-
 
 def register(name: str = _NAME) -> None:
     """Let models be made with attn_implementation=name; a second call changes nothing.
@@ -397,9 +395,7 @@ def _causal(q_len: int, kv_len: int, window: int | None, device: torch.device) -
 def _score_mod(cap: float | None, biases: list[Tensor]) -> Callable[..., Tensor] | None:
     """Soft-capping, then what is added: None where there is neither."""
     if not biases:
-        # Dynamo sees through a cache, and warns of it.
-        make = catalogue.softcap if torch.compiler.is_dynamo_compiling() else _capped
-        return None if cap is None else make(cap)
+        return None if cap is None else catalogue.softcap(cap)
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if cap is not None:
