@@ -114,7 +114,7 @@ class ChosenBlocks(NamedTuple):
             few = {name: fixed[name] for name in ("rows", "k", "kv_blocks")}
             turn = _Turn(
                 kernels[1].prepare(B * heads * blocks, few, by_key), index,
-                (B, heads, rows, k), _places((B, heads, blocks), k),
+                (B, heads, rows, k), _places((B, heads, blocks), rows),
             )  # fmt: skip
             places = _places((B, heads, rows), k)
             # Its lists are not kept, only its other attributes.

@@ -47,7 +47,7 @@ class OnTensorCore(Recorded):
 def made(monkeypatch):
     found = []
 
-    def kernels(problem, target, compiled, family):
+    def kernels(problem, target, compiled, family, beside):
         config = next(PREFILL.able(problem, B200))
         choice = Candidate(problem, B200, config, "default", "here").choice()
         row_tiles = builder().kernel(

@@ -57,7 +57,7 @@ def made(monkeypatch):
     """The kernels of prefills, which are launched and do nothing."""
     found = []
 
-    def kernels(problem, target, compiled, gluon):
+    def kernels(problem, target, compiled, gluon, beside):
         if found:  # they were found wrong
             return None
         asked = in_phase(problem, "prefill")
