@@ -227,7 +227,7 @@ def test_every_default_keeps_its_registers(name, D, sizes):
 # Beside a default, what a race compares with it: changes of its fields, above 128 columns others.
 EARLY = {"early_lse": "all"}
 STAYS = {**EARLY, "dq_halves": False, "persistent": True}
-SHARED = {"by_product": False, **EARLY}
+SHARED = {"by_product": False, "BLOCK_N": 64, "remat": True, **EARLY}
 
 
 @pytest.mark.full_matrix
