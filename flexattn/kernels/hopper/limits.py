@@ -7,7 +7,7 @@ from functools import cached_property
 from math import floor
 
 from flexattn.device import Device
-from flexattn.kernels.base import features
+from flexattn.kernels.base.features import loads_by_key, loads_diagonals, loads_tiles, tma_layout
 from flexattn.kernels.base.limits import KEYS_OF_BLOCK, NUM_STAGES, SHARED_MEMORY, Limits, Rule
 from flexattn.kernels.base.ragged import form_of
 from flexattn.kernels.hopper import ragged
@@ -45,14 +45,16 @@ NAMED_BARRIERS = 14
 # Registers of a consumer's thread beside scores, accumulator and weights. Addresses, loop state
 # and row statistics:
 REGISTER_SLACK = 28
-# what a score_mod holds, or a soft cap; numbers of documents, of keys of few tiles:
-SCORE_REGISTERS, CAP_REGISTERS, NUMBER_REGISTERS = 8, 4, 4
-# what else is read by key or diagonal, beside parts of Q or not, and beside lists of blocks; and
+# what a score_mod holds, or a soft cap; what is read by key or diagonal, beside parts of Q or not,
+# and beside lists of blocks, which cost more than runs:
+SCORE_REGISTERS, CAP_REGISTERS = 8, 4
+WIDE_GATHER_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 16, 40, 16
 # beside a value for each score:
-WIDE_GATHER_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS, GATHER_SLACK = 16, 40, 16, 8
-# parts of 64 columns; lazy_rescale beside those, or beside a Q that is held; and the main loop
-# beside both where a block stays.
-PARTS_REGISTERS, LAZY_REGISTERS, MAINLOOP_REGISTERS = 16, 8, 8
+GATHER_SLACK = 8
+# parts of 64 columns; lazy_rescale beside those, or beside a Q that is held:
+PARTS_REGISTERS, LAZY_REGISTERS = 16, 8
+# and the main loop beside lazy_rescale and a Q that is held by a block that stays.
+MAINLOOP_REGISTERS = 8
 # Of 16 columns of Q in registers: four hold them, one of which gives way to the slack.
 HELD_OF_16_COLUMNS = 3
 
@@ -202,8 +204,6 @@ class ConfigCase:
             return 0
         if self.wide:
             return WIDE_GATHER_REGISTERS
-        if features.compares_numbers(self.structure) and not self.config.q_in_regs:
-            return NUMBER_REGISTERS
         lists = LISTS_REGISTERS if sparsity is not None and not sparsity.runs else 0
         return GATHER_REGISTERS + max(0, self.qk_padded - self.v_padded) // 4 + lists
 
@@ -229,8 +229,8 @@ class ConfigCase:
 def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -> ConfigCase:
     """A config for a structure on a device."""
     unit = CONSUMER_ROWS, config.BLOCK_N
-    by_key = features.loads_by_key(structure, unit) or features.loads_diagonals(structure)
-    return ConfigCase(config, structure, device, by_key, features.loads_tiles(structure, unit))
+    by_key = loads_by_key(structure, unit) or loads_diagonals(structure)
+    return ConfigCase(config, structure, device, by_key, loads_tiles(structure, unit))
 
 
 def _known_dim(c: ConfigCase, dim: int, among: tuple[int, ...]) -> bool:
@@ -456,7 +456,7 @@ LIMITS: Limits[ConfigCase] = Limits(
         Rule(
             "tma",
             "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
-            lambda c: features.tma_layout(c.structure),
+            lambda c: tma_layout(c.structure),
         ),
         Rule(
             "q_in_regs",
