@@ -59,21 +59,9 @@ class Pointer:
     def __add__(self, more):
         return Pointer(self.array, self.offset + more)
 
-    def to(self, dtype, bitcast=False):
-        """Its address, of which a kernel asks alone whether it is 0, or its words."""
-        return Words(self.array, self.offset // 4) if bitcast else 1
-
-
-class Words(Pointer):
-    """An address of words, each of which is four numbers of eight bits."""
-
-    def __add__(self, more):
-        return Words(self.array, self.offset + more)
-
-    def read(self, mask):
-        at = (np.asarray(self.offset)[..., None] * 4 + np.arange(4)).reshape(len(self.offset), -1)
-        kept = np.repeat(np.broadcast_to(mask, self.offset.shape), 4, -1)
-        return np.where(kept, self.array[np.where(kept, at, 0)], 0.0).view(Tile)
+    def to(self, dtype):
+        """Its address, of which a kernel asks alone whether it is 0."""
+        return 1
 
 
 class Descriptor:

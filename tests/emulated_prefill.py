@@ -20,7 +20,7 @@ from flexattn.mods import bind
 from flexattn.problem.mask_lists import mask_class
 from flexattn.runtime.launch import Lists, prepare_launch
 from tests.emulated_gluon import CONSUMERS, LOADER, _language, _maximum, _minimum
-from tests.emulated_memory import Descriptor, Number, Pointer, Shared, Tile, Words, tile
+from tests.emulated_memory import Descriptor, Number, Pointer, Shared, Tile, tile
 from tests.emulated_mla import Decoding, _store
 from tests.emulated_softmax import assembled, at_once
 from tests.launches import Recorded
@@ -145,7 +145,7 @@ def _prefill(block, programs):
         fma=lambda a, b, c: a * b + c, split=lambda x: (x[..., 0], x[..., 1]),
         full=lambda shape, x, dtype, layout: tile(np.full(shape, x)),
         minimum=lambda a, b: _number(_minimum(a, b)), maximum=lambda a, b: _number(_maximum(a, b)),
-        cast=lambda x, dtype: x, pointer_type=lambda kind: kind,
+        cast=lambda x, dtype: x,
     )  # fmt: skip
     names["reinterpret"] = _reinterpret
     names["mbarrier"].arrive = lambda barrier, count: barrier.expect(0)
@@ -177,8 +177,6 @@ _CONSTANTS = {kind: type("Constant", (kind,), _VALUE) for kind in (int, str)}
 def _load(place, mask=True, other=0):
     if mask is False:  # of an address that may be 0
         return Number(other)
-    if isinstance(place, Words):
-        return place.read(mask)
     at, kept = np.asarray(place.offset), np.asarray(mask)
     found = np.where(kept, place.array[np.where(kept, at, 0)], other)
     if found.ndim:
@@ -249,11 +247,11 @@ def _assembly(block, body, consumers):
         "multiply_columns_of_v": lambda: None,
         "no_offset": lambda: 0,
         "keep_branch": lambda x: x,
-        "store_words": lambda tiles, place, words: (
-            tiles.index(place).reshape(words.shape).store(words)
-        ),
         "wait_for_row_tiles": lambda: None,
         "launch_dependents": lambda: None,
+        "narrow_release": lambda at: block.barrier(at).arrive(LOADER, 2 * LOADER),
+        "narrow_acquire": lambda at: block.barrier(at).sync(LOADER, 2 * LOADER),
+        "load_word": lambda place: int(place.array[0]),
         "load_scalar": _scalar,
         "exchange_values": lambda words, value: value,
         "take_number": lambda counter: _count(counter, 1),

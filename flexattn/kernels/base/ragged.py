@@ -17,7 +17,7 @@ from flexattn.kernels.printers.mask_printer import print_key_bounds
 from flexattn.kernels.printers.spelling import signature_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.problem import Structure
-from flexattn.problem.serving import SERVING_ITEMSIZE, ServingForm
+from flexattn.problem.serving import ServingForm
 
 # Keys of a page that boxes of the copy engine are made for.
 PAGES = (16, 32, 64, 128, 256)
@@ -49,8 +49,8 @@ def form_of(structure: Structure) -> ServingForm | None:
 
 
 def gathers(form: ServingForm) -> bool:
-    """True if threads copy keys: of pages that the copy engine has no boxes for, or of 8 bits."""
-    return form.page not in (0, *PAGES) or (form.page > 0 and SERVING_ITEMSIZE[form.kv_dtype] == 1)
+    """True if the copy engine has no boxes for a cache's pages."""
+    return form.page not in (0, *PAGES)
 
 
 def packs(form: ServingForm) -> bool:
@@ -76,7 +76,7 @@ def lacks(form: ServingForm, config: RaggedConfig) -> dict[str, bool]:
     """What no forward in Gluon has of plans, in words, and whether a plan asks for it."""
     return {
         "a contiguous cache": not form.page and not form.ragged_kv,
-        f"pages of {form.page}": form.page not in (0, *PAGES),
+        f"pages of {form.page}": gathers(form),
         "scales of pages or tokens": form.scales != "",
         "keys that hold the values": form.shared_kv,
         "chosen keys": form.unit > 0,

@@ -27,14 +27,9 @@ _PRODUCER_REGISTERS = {1: 40, 2: 24, 3: 32}
 # The most registers of the one consumer of a block of which an SM holds two, each of 120 a thread.
 TWO_BLOCKS_REGISTERS, TWO_BLOCKS_THREAD = 200, 120
 # The same of two consumers where the producer copies V in boxes, or K in parts, and keeps a place
-# for each; where its four warps copy keys; and where they hold tiles that they widen, of up to 128
-# columns and of more. They may have the most that the two leave of what three groups start with.
-BOXED_REGISTERS, COPYING_REGISTERS = 232, 224
-WIDENING_REGISTERS, WIDE_WIDENING_REGISTERS = 208, 216
-_MOST_OF_PRODUCER, STARTED_WITH_TWO = 104, 3 * 168
-# From so many on, a thread of the producer holds its share of a tile of K and of one of V, or that
-# of one of them, and of the other one while it puts the first.
-HOLDING_REGISTERS, HALF_HOLDING_REGISTERS = 80, 72
+# for each; and where its four warps copy keys by cp.async. They may have the most that the two
+# leave of what three warpgroups start with.
+BOXED_REGISTERS, GATHERING_REGISTERS, _MOST_OF_PRODUCER, STARTED_WITH_TWO = 232, 224, 56, 3 * 168
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,8 @@ class ConfigCase:
         itemsize = ITEMSIZE[self.structure.value_dtype]
         values = c.num_stages * c.BLOCK_N * self.v_padded * itemsize
         exchanged = 8 * c.consumers * max(c.BLOCK_N, CONSUMER_ROWS) if self.loads_keys else 0
-        return self.q_tile + keys + values + exchanged + SHARED_SLACK
+        narrow = ragged.narrow_bytes(self.structure, c)
+        return self.q_tile + keys + values + narrow + exchanged + SHARED_SLACK
 
     @property
     def halved(self) -> bool:
@@ -328,6 +329,7 @@ LIMITS: Limits[ConfigCase] = Limits(
             lambda c: (
                 c.config.num_stages * (1 + c.config.k_parts)
                 + 2
+                + ragged.NARROW_HALVES * ragged.widens(c.structure)
                 + c.config.consumers * (2 if c.config.ping_pong else 1)
                 <= NAMED_BARRIERS
             ),

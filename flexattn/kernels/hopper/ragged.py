@@ -36,10 +36,8 @@ from flexattn.kernels.hopper.config import (
     BOXED_REGISTERS,
     CONSUMER_REGISTERS,
     CONSUMER_ROWS,
-    COPYING_REGISTERS,
+    GATHERING_REGISTERS,
     PARTS_OF_SHARE,
-    WIDE_WIDENING_REGISTERS,
-    WIDENING_REGISTERS,
     HopperPrefillConfig,
     RaggedPrefillConfig,
     grid,
@@ -85,23 +83,31 @@ CUT_WORDS = 4
 REQUEST_WORDS = ("kv_len", "out_row", "rows_left", "slot")
 # What the producer alone reads, beside the tensors of K and V.
 _PRODUCED = ("group", "COUNTER")
+# Rows of a tile of eight bits that a warp widens at a time, and halves of K's tile and V's.
+_WIDENED_ROWS, NARROW_HALVES = 32, 4
 # Keys of tiles that are no pages' boxes that are cleared at a time behind the last one.
 _CLEARED_ROWS = 16
-# Bytes that a thread copies at a time.
-_COPY = 16
+# Elements of 16 bits in one copy by cp.async.
+_COPY = 8
 
 
 def widens(structure: Structure) -> bool:
-    """True if K and V have eight bits, which the producer widens to float16."""
+    """True if K and V have eight bits, which warps of their own widen to float16."""
     form = form_of(structure)
     return form is not None and SERVING_ITEMSIZE[form.kv_dtype] == 1
+
+
+def narrow_bytes(structure: Structure, config: HopperPrefillConfig) -> int:
+    """Bytes of shared memory that tiles of eight bits take beside those of sixteen."""
+    boxes = -(-structure.head_dim_qk // BOX) + -(-structure.head_dim_v // BOX)
+    return config.BLOCK_N * BOX * boxes if widens(structure) else 0
 
 
 def unserved(form: ServingForm, config: HopperPrefillConfig) -> str:
     """The part of a plan that the kernel does not have, in words; "" if it has everything."""
     asked = base.lacks(form, config) | {
         # Four warps that copy them meet at a hardware barrier that would be a third consumer's.
-        f"pages of {form.page}": gathers(form) and config.consumers > 2,
+        f"pages of {form.page}": gathers(form) and (widens(form) or config.consumers > 2),
         "scales of 16 bits": form.scaled and not widens(form),
         "packed sequences of eight bits": form.ragged_kv and widens(form),
         "queries of eight bits": SERVING_ITEMSIZE[form.dtype] == 1,
@@ -111,7 +117,7 @@ def unserved(form: ServingForm, config: HopperPrefillConfig) -> str:
         "a tile_scheduler other than dynamic": config.tile_scheduler != "dynamic",
         "a cross_tile_pipeline": config.cross_tile_pipeline,
         "packed_heads beside pack_gqa": config.packed_heads > 1 and config.pack_gqa,
-        "tiles of less than 32 keys of eight bits": config.BLOCK_N < 32 and widens(form),
+        "tiles of less than 64 keys of eight bits": config.BLOCK_N < 64 and widens(form),
     }
     return next((what for what, holds in asked.items() if holds), "")
 
@@ -146,7 +152,6 @@ def _shared_out(
 ) -> RaggedPrefillConfig:
     """The config with what follows from heads and mods, and whether keys are cut."""
     form = problem.structure
-    widest = max(form.head_dim_qk, form.head_dim_v)
     if packs(form):
         heads = packed_heads(problem.rows // problem.B, form.group, config.all_rows)
         config = replace(config, packed_heads=heads)
@@ -156,15 +161,12 @@ def _shared_out(
     if config.BLOCK_N == 128 and terms is not None:
         # On an H200 2 to 3 % faster, but not with what diagonals share; a soft cap spills less.
         config = replace(config, ping_pong_softmax=terms.diagonal is None)
-        # Threads that copy keys need 40 of the producer's.
+        # The warps that widen eight bits need 40 of the producer's.
         reads = not terms.linear or loads_diagonals(form)
         if reads and not widens(form) and form.head_dim_v > 64:
             config = replace(config, consumer_regs=CONSUMER_REGISTERS[2])
     if gathers(form) and not loads_diagonals(form):
-        taken = COPYING_REGISTERS
-        if widens(form):
-            taken = WIDENING_REGISTERS if widest <= 128 else WIDE_WIDENING_REGISTERS
-        config = replace(config, consumer_regs=taken)
+        config = replace(config, consumer_regs=GATHERING_REGISTERS)
     units = grid(problem, config, device).num_work_tiles
     cut = problem.kv_len >= 2 * _LEAST_PART * config.BLOCK_N
     several_requests = problem.B > 1 and not form.ragged_kv
@@ -174,8 +176,10 @@ def _shared_out(
 
 
 def box_rows(form: ServingForm, config: HopperPrefillConfig) -> int:
-    """Keys of one box of K or V: a tile, or a page, or a part of one as long as a tile."""
-    return min(form.page or config.BLOCK_N, config.BLOCK_N)
+    """Keys of one box of K or V: a tile, or half of one of eight bits, or a page, or a part of one
+    as long as that."""
+    rows = config.BLOCK_N // (2 if widens(form) else 1)
+    return min(form.page or rows, rows)
 
 
 def cache_sizes(form: ServingForm) -> list[Argument]:
@@ -183,15 +187,17 @@ def cache_sizes(form: ServingForm) -> list[Argument]:
     if not gathers(form):
         return []
     names = [f"stride_{x}{axis}" for x in "kv" for axis in "pnh"]
-    step = _COPY // SERVING_ITEMSIZE[form.kv_dtype]
-    return [Argument("num_pages", "i32"), *several("i32", *names, divisible_by=step)]
+    return [Argument("num_pages", "i32"), *several("i32", *names, divisible_by=_COPY)]
 
 
 def constants(form: ServingForm, config: HopperPrefillConfig, device: Device) -> dict[str, object]:
     """Sizes of pages and of rows. WEIGHTS: where the log-sum-exps of parts begin."""
-    rows = _CLEARED_ROWS if gathers(form) or not form.page else box_rows(form, config)
+    rows = box_rows(form, config) if form.page in base.PAGES else _CLEARED_ROWS
     words = part_words(form, config, device)
-    return base.row_constants(form, config, CONSUMER_ROWS, rows) | {
+    settings: dict[str, object] = {}
+    if widens(form):
+        settings = {"WIDENED": _WIDENED_ROWS, "HALF_PAGES": config.BLOCK_N // 2 // rows}
+    return settings | base.row_constants(form, config, CONSUMER_ROWS, rows) | {
         "WEIGHTS": words // (form.head_dim_v + 1) * form.head_dim_v,
         "OUT_COLUMNS": form.head_dim_v,
     }  # fmt: skip

@@ -35,8 +35,6 @@ from flexattn.kernels.hopper import merge_consumers, ragged
 from flexattn.kernels.hopper.config import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
-    HALF_HOLDING_REGISTERS,
-    HOLDING_REGISTERS,
     TWO_BLOCKS_THREAD,
     WIDEST,
     HopperPrefillConfig,
@@ -83,7 +81,7 @@ def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argume
             described_rows("OUT", out, CONSUMER_ROWS, tiles.out_width, config),
         )
         if gathers(form):
-            described |= dict.fromkeys("KV", f"*{signature_type(form.kv_dtype)}")
+            described |= dict.fromkeys("KV", f"*{signature_type(form.dtype)}")
         return (*ragged_arguments(form, config, described), *ragged.cache_sizes(form))
     counts = config.tile_scheduler == "dynamic"
     sizes = (Argument("num_work_tiles", "i32"), *(Argument("COUNTER", "*i32", 4),) * counts)
@@ -143,6 +141,9 @@ def print_consumer_score(structure: Structure, traits: Traits, lazy_rescale: boo
 
 
 _TEMPLATE = "hopper/prefill.py.jinja"
+# What the producer fills, and tells that it is full.
+_TILES = "k_tiles, v_tiles, q_full, k_full, v_full"
+_WIDENED_TILES = "narrow_k, narrow_v, q_full, narrow_full, narrow_more"
 # By its module: see kernels/ptx/stages.py.
 PASS = "hopper.merge_consumers"
 # One for each stage of K, of V and of Q, and for each consumer's turn on the tensor cores.
@@ -225,7 +226,7 @@ def render(
     work_tile_in_smem = persistent or sparsity is not None or decay_skip
     widened = ragged.widens(structure)
     gathered = form is not None and gathers(form)
-    # One asks the copy engine for tiles; copies of 16 bytes each occupy four.
+    # One asks the copy engine for tiles; copies of 16 bytes fill four.
     producer_warps = CONSUMER_WARPS if gathered else 1
     product = structure.out_dtype if form is None else form.product_dtype
     # Consumers with a head each read their own.
@@ -277,6 +278,9 @@ def render(
     k_empty = v_empty - config.num_stages * config.k_parts
     q_empty = k_empty - q_stages
     settings |= {"V_EMPTY": v_empty, "K_EMPTY": k_empty, "Q_EMPTY": q_empty}
+    if widened:
+        turns = config.consumers * config.ping_pong
+        settings["NARROW_EMPTY"] = q_empty - turns - ragged.NARROW_HALVES
     # Consumers with runs of their own end a work tile at different KV tiles, and q_in_regs holds
     # the Q of one work tile. Across work tiles the first V is waited for before the first K is
     # released: with one stage it would not come.
@@ -343,15 +347,13 @@ def render(
         "ragged": form is not None,
         "paged": form is not None and form.page > 0,
         # Else stages hold whole boxes of a tile.
-        "page_boxes": form is not None and form.page > 0 and not gathered,
+        "page_boxes": form is not None and form.page > 0 and not (widened or gathered),
         "gathered": gathered,
         "producer_warps": producer_warps,
         "widened": widened,
-        "holds_two": widened and config.producer_regs >= HOLDING_REGISTERS,
-        "holds_half": widened and config.producer_regs >= HALF_HOLDING_REGISTERS,
-        "narrow": "" if form is None else form.kv_dtype.removeprefix("float8_")[:4],
         "scaled": form is not None and form.scaled,
         "out_type": HOPPER.type(structure.out_dtype) if widened else "V_TYPE",
+        "producer_tiles": _WIDENED_TILES if widened else _TILES,
         # With one place for Q the producer waits anyway.
         "early_number": form is not None and form.ragged_kv and q_stages > 1,
         "splits": config.splits,

@@ -51,7 +51,7 @@ def planned(monkeypatch):
     [
         {}, {"mask": MASK}, {"page": 256}, {"layout": "HND"}, {"D": 64}, {"D": 256}, {"D": 96},
         {"sinks": True, "lse": True}, {"dtype": torch.float16, "kv": torch.float16},
-        {"page": 1}, {"page": 24, "layout": "HND"}, {"page": 1, "kv": torch.float8_e4m3fn},
+        {"page": 1}, {"page": 24, "layout": "HND"},
     ],
     ids=str,
 )  # fmt: skip
@@ -70,7 +70,7 @@ def test_hopper_serves_prefills(planned, asked):
     "asked",
     [
         {"arch": "nvidia-b200"}, {"arch": "nvidia-a100"}, {"page": 0},
-        {"total_q": 128}, {"batch_invariant": True},
+        {"page": 1, "kv": torch.float8_e4m3fn}, {"total_q": 128}, {"batch_invariant": True},
         {"scales": "token"}, {"dtype": torch.float32, "kv": torch.float32},
         {"config": ServingConfig(64, 64, 4, 3, 2, combine="launch")},
         {"problem": served(8, 16, 0, 8192, 32, 8, 128, 128, BF16, BF16, 16)},
