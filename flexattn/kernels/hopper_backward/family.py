@@ -14,7 +14,6 @@ from flexattn.kernels.base.arguments import skips_vanished
 from flexattn.kernels.base.config import Geometry, Language, turned, words
 from flexattn.kernels.base.family import Around, Effort, KernelFamily
 from flexattn.kernels.hopper_backward.config import (
-    BLOCKS_AT_ONCE,
     EARLY,
     PIPELINED,
     HopperBackwardConfig,
@@ -148,8 +147,6 @@ def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
             yield _by_product(config)
         yield config
         return
-    if structure.score is None and _has_few_tiles(problem):
-        yield _by_product(at_sizes(replace(_SPLIT, remat=True), problem))
     # With two bounds of a window, V in registers spills.
     held = structure.score is None and _walks_far(structure) and not waits_meet()
     # Beside sums of heads, and what is read along diagonals, 128 columns leave none for lse.
@@ -168,12 +165,6 @@ def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
             yield replace(config, BLOCK_M=_TALL.BLOCK_M, dp_rs=False)
         config = replace(config, dp_rs=rows >= _SHORT)
     yield config
-
-
-def _has_few_tiles(problem: Problem) -> bool:
-    """True of packs whose tiles of 128 keys are few, and walk many query heads each."""
-    tiles = problem.kv_len // 128 * problem.Hkv
-    return problem.Hq >= 8 * problem.Hkv and tiles <= 2 * BLOCKS_AT_ONCE
 
 
 def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> HopperBackwardConfig:
