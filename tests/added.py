@@ -124,7 +124,7 @@ def error_in_ring(kind, rows):
 
 
 def refused(candidate):
-    """Whether a config's template reads no ring."""
+    """True if a config's template does not read rings."""
     try:
         candidate.sources()
     except RenderError as error:

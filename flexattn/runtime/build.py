@@ -264,7 +264,7 @@ def _signature(source: Source) -> dict[str, str]:
 
 
 def _read_in_turn(asked: Any, source: Source) -> Any:
-    """What Triton's compiler is asked for, whose text it reads when no longer one waits."""
+    """Triton's source of a kernel, whose text is read after all longer ones that wait."""
     read = asked.make_ir
 
     def make_ir(*given: Any, **named: Any) -> Any:

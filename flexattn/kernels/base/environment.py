@@ -64,8 +64,8 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         # What is constant in a template is little: looking for it costs more than it saves.
         optimized=False,
-        # A macro asks for a template often, and its file's time of change is asked of the disk: a
-        # thread that does so beside others waits for its next turn in Python.
+        # Else Jinja reads the time of a template's file from disk at every import. After each
+        # read, a thread that compiles beside others waits for Python's lock.
         auto_reload=False,
         extensions=[_Clauses],
     )
