@@ -94,7 +94,6 @@ def sign(x: Range) -> Range:
 
 # Of (gradient of the result, *operands): values that have torch's operators and methods.
 Gradient = Callable[..., Any]
-EVERYWHERE = float("-inf")
 # Where a mod keeps something from autograd: these compute nothing.
 DETACH, OWN_GRADIENT = "detach", "own_gradient"
 
@@ -116,7 +115,6 @@ class Op:
     commutes: swapping the operands changes no bit. mirrored: what gives the same on swapped ones.
     slow: it takes a kernel many instructions; of "float" nothing need be said.
     interval: which integers it can be; where there is one, the host computes it as a kernel does.
-    rises: among floats it never falls in any operand where the first is above this number.
     symbol: Python's infix operator.
     """
 
@@ -133,7 +131,6 @@ class Op:
     mirrored: str = ""
     slow: bool = False
     interval: Interval | None = None
-    rises: float | None = None
     symbol: str = ""
     integers: str = ""
     gluon: str = ""
@@ -267,7 +264,6 @@ ARITHMETIC = (
         _shared(lambda x, y: x <= y),
         on_bool="and",
         interval=lambda x, y: (min(x[0], y[0]), min(x[1], y[1])),
-        rises=EVERYWHERE,
         integers=_LEAST + ")",
     ),
     Op(
@@ -276,7 +272,6 @@ ARITHMETIC = (
         _shared(lambda x, y: x >= y),
         on_bool="or",
         interval=lambda x, y: (max(x[0], y[0]), max(x[1], y[1])),
-        rises=EVERYWHERE,
         integers=_MOST + ")",
     ),
     # Of floats alone, and maximum and minimum but for their gradients: all of it to x at the end.
@@ -287,7 +282,6 @@ ARITHMETIC = (
             lambda g, x, low: g.where(x >= low, 0.0),
             lambda g, x, low: g.where(x < low, 0.0),
         ),
-        rises=EVERYWHERE,
     ),
     Op(
         "clamp_max",
@@ -296,13 +290,11 @@ ARITHMETIC = (
             lambda g, x, high: g.where(x <= high, 0.0),
             lambda g, x, high: g.where(x > high, 0.0),
         ),
-        rises=EVERYWHERE,
     ),
     Op(
         "relu",
         "{tl}.maximum({0}, 0.0" + _NAN,
         (lambda g, x: g.where(x > 0.0, 0.0),),  # 0 at 0
-        rises=EVERYWHERE,
     ),
     Op(
         "pow",
@@ -375,14 +367,14 @@ _LN2, _LN10 = math.log(2.0), math.log(10.0)
 _ERF = 2.0 / math.sqrt(math.pi)
 
 FUNCTIONS = (
-    _float("exp", lambda g, x: g * x.exp(), "{tl}.exp({0})", rises=EVERYWHERE),
-    _float("exp2", lambda g, x: g * x.exp2() * _LN2, "{tl}.exp2({0})", rises=EVERYWHERE),
+    _float("exp", lambda g, x: g * x.exp(), "{tl}.exp({0})"),
+    _float("exp2", lambda g, x: g * x.exp2() * _LN2, "{tl}.exp2({0})"),
     _float("expm1", lambda g, x: g * (x.expm1() + 1.0)),
-    _float("log", lambda g, x: g / x, "{tl}.log({0})", rises=0.0),
-    _float("log2", lambda g, x: g / (x * _LN2), "{tl}.log2({0})", rises=0.0),
+    _float("log", lambda g, x: g / x, "{tl}.log({0})"),
+    _float("log2", lambda g, x: g / (x * _LN2), "{tl}.log2({0})"),
     _float("log10", lambda g, x: g / (x * _LN10)),
     _float("log1p", lambda g, x: g / (x + 1.0)),
-    _float("sqrt", lambda g, x: g / (x.sqrt() * 2.0), "{tl}.sqrt({0})", rises=0.0),
+    _float("sqrt", lambda g, x: g / (x.sqrt() * 2.0), "{tl}.sqrt({0})"),
     _float("rsqrt", lambda g, x: g * -0.5 * x.rsqrt() * x.rsqrt() * x.rsqrt(), "{tl}.rsqrt({0})"),
     _float("sin", lambda g, x: g * x.cos(), "{tl}.sin({0})"),
     _float("cos", lambda g, x: -g * x.sin(), "{tl}.cos({0})"),
@@ -430,17 +422,16 @@ FUNCTIONS = (
     _float("erfc", lambda g, x: -g * _ERF * (-x * x).exp()),
     _float("erfinv", lambda g, x: g / _ERF * (x.erfinv() * x.erfinv()).exp()),
     _float("lgamma", "it is digamma, which Triton lacks"),
-    Op("floor", "{tl}.floor({0})", (lambda g, x: 0.0,), result="rounded", rises=EVERYWHERE),
-    Op("ceil", "{tl}.ceil({0})", (lambda g, x: 0.0,), result="rounded", rises=EVERYWHERE),
+    Op("floor", "{tl}.floor({0})", (lambda g, x: 0.0,), result="rounded"),
+    Op("ceil", "{tl}.ceil({0})", (lambda g, x: 0.0,), result="rounded"),
     Op("round", "libdevice.rint({0})", (lambda g, x: 0.0,), result="rounded"),
     Op("trunc", "libdevice.trunc({0})", (lambda g, x: 0.0,), result="rounded"),
-    Op("detach", "({0})", ("it is detached",), rises=EVERYWHERE),
+    Op("detach", "({0})", ("it is detached",)),
     Op(
         "own_gradient",
         "({0})",
         ("an autograd Function or a hook decides it",),
         called="clone",
-        rises=EVERYWHERE,
     ),
 )
 

@@ -33,9 +33,6 @@ PROTOCOLS = (
     Protocol(
         "kernels/*/*.py", "announcement merged block_warps", "passes over PTX: ptx/stages.py"
     ),
-    Protocol(
-        "mods/algebra/*.py", "apply choose compare of_flag", "values of a kind: algebra/bounds.py"
-    ),
     Protocol("**/*.py", "main", "what a program starts with"),
     Protocol("integrations/*.py", "FlexattnBackend", "servers name a backend's class so"),
 )

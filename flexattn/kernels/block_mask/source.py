@@ -23,7 +23,7 @@ from flexattn.mods.algebra import Bounds, Extremes, TableUse, bounds_of
 from flexattn.mods.algebra.bounds import CORNERS
 from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, walk
-from flexattn.mods.ops import OPS, Range, is_float
+from flexattn.mods.ops import OPS, Range
 from flexattn.problem import Captures
 
 
@@ -94,9 +94,8 @@ def _text(
     if node.op == "const":
         return f"tl.full([1], {literal(node.value, node.dtype)}, {triton_type(node.dtype)})"
     if node.op == "scalar":
-        kind = "float64" if is_float(node.dtype) else "int64"
-        number = f"tl.cast({scalar_name(mod.kind, int(node.value or 0))}, tl.{kind})"
-        number = f"(zero.to(tl.{kind}) + {number})"
+        number = f"tl.cast({scalar_name(mod.kind, int(node.value or 0))}, tl.int64)"
+        number = f"(zero.to(tl.int64) + {number})"
         return f"({number} != 0)" if node.dtype == "bool" else number
     if node.op == "size":
         slot, dim = map(int, str(node.value).split("."))
@@ -106,7 +105,7 @@ def _text(
         table = int(node.value or 0)
         text = _read(table, bounds.tables[table], args, node.op.removeprefix("table_"))
         single = bounds.tables[table].dim < 0
-        return f"{text}.to({triton_type(node.dtype)})" if single else text
+        return f"{text}.to(tl.int64)" if single else text
     if node.op == "cast":
         whole = f"{args[0]}.to(tl.int32)" if node.args[0].dtype == "bool" else args[0]
         return f"{whole}.to({triton_type(node.dtype)})"

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.mods.algebra import real, whole
-from flexattn.mods.algebra.real import Real
+from flexattn.mods.algebra import whole
 from flexattn.mods.algebra.whole import (
     TRUE,
     Flag,
@@ -35,7 +34,7 @@ from flexattn.mods.algebra.whole import (
 )
 from flexattn.mods.analysis.intervals import dtype_range
 from flexattn.mods.expr import Expr, Mod, computed, const, integer, once, walk
-from flexattn.mods.ops import dtype_of, is_float, is_int
+from flexattn.mods.ops import dtype_of, is_int
 from flexattn.mods.simplify import applied, clamped, make
 
 # The variables of a tile's corners, each with the largest number that it has.
@@ -79,7 +78,7 @@ def bounds_of(mod: Mod) -> Bounds:
 
 
 class _Lowering:
-    """known: of each node a Flag, a Whole or a Real, by its dtype, or None."""
+    """known: of each node a Flag or a Whole, by its dtype, or None, as of every float."""
 
     def __init__(self) -> None:
         self.known: dict[Expr, Any] = {}
@@ -92,8 +91,6 @@ class _Lowering:
                 self.known[node] = self._flag(node, args)
             elif is_int(node.dtype) and node.dtype != "uint64":
                 self.known[node] = self._whole(node, args)
-            elif is_float(node.dtype):
-                self.known[node] = self._real(node, args)
         flag = self.known[mod.expr]
         return Bounds(flag.must, flag.may, tuple(self.tables))
 
@@ -107,8 +104,6 @@ class _Lowering:
         source = node.args[0].dtype
         if source == "bool":
             return whole.combine(node.op, args)
-        if is_float(source):
-            return real.compare(node.op, args)
         return whole.nonzero(*args) if node.op == "cast" else whole.compare(node.op, args)
 
     def _whole(self, node: Expr, args: list[Any]) -> Whole | None:
@@ -126,43 +121,16 @@ class _Lowering:
             found = whole.choose(*args)
         elif node.op == "cast" and source == "bool":
             found = whole.of_flag(*args)
-        elif node.op == "cast" and is_float(source):
-            found = real.to_whole(*args)
         else:
             found = whole.apply(node.op, args)
         return None if found is None else settled(found, node.dtype)
 
-    def _real(self, node: Expr, args: list[Any]) -> Real | None:
-        if node.op in ("const", "scalar"):
-            value = make("cast", "float64", (node,))
-            return real.exact(value, value, node.dtype)
-        if node.op == "load":
-            return self._float_load(node, args)
-        source = node.args[0].dtype
-        if node.op == "where":
-            return real.choose(*args)
-        if node.op == "cast" and source == "bool":
-            return real.of_flag(*args)
-        if node.op == "cast" and not is_float(source):
-            return real.of_whole(args[0], node.dtype)
-        return real.apply(node.op, args, node.dtype)
-
     def _load(self, node: Expr, indices: list[Whole | None]) -> Whole | None:
         """The entries of a captured tensor of integers between the ends of an index."""
-        found = None if node.dtype in _UNORDERED else self._extremes(node, indices, "int64")
+        found = None if node.dtype in _UNORDERED else self._extremes(node, indices)
         return None if found is None else _limited(*found[:2], node.dtype, found[2])
 
-    def _float_load(self, node: Expr, indices: list[Whole | None]) -> Real | None:
-        """One entry of a captured tensor of floats: of a range of them nothing is known."""
-        found = self._extremes(node, indices, "float64")
-        value = None if found is None else real.exact(*found[:2], node.dtype)
-        if found is None or value is None or found[0] is not found[1]:
-            return None
-        return Real(value.low, value.high, both(value.sure, found[2]))
-
-    def _extremes(
-        self, node: Expr, indices: list[Whole | None], dtype: str
-    ) -> tuple[Expr, Expr, Expr] | None:
+    def _extremes(self, node: Expr, indices: list[Whole | None]) -> tuple[Expr, Expr, Expr] | None:
         """The least and the greatest entry between the ends of an index, and whether it is sure.
 
         A range of one index is searched; more than one decide something where they are points.
@@ -172,9 +140,8 @@ class _Lowering:
             return None
         sizes = [Expr("size", "int64", (), f"{node.value}.{dim}") for dim in range(len(known))]
         ends = [_ends(index, size) for index, size in zip(known, sizes, strict=True)]
-        # NaN is neither the least nor the greatest: floats are never searched.
         wide = [dim for dim, (low, high) in enumerate(ends) if low is not high]
-        searched = wide[0] if len(wide) == 1 and dtype == "int64" else -1
+        searched = wide[0] if len(wide) == 1 else -1
         sure = [index.sure for index in known]
         places: list[Expr] = []
         for dim, ((low, high), size) in enumerate(zip(ends, sizes, strict=True)):
@@ -188,8 +155,8 @@ class _Lowering:
             places.append(_inside(ends[searched][1], sizes[searched]))
         use = TableUse(int(node.value or 0), searched)
         number = self.tables.setdefault(use, len(self.tables))
-        least = Expr("table_min", dtype, tuple(places), number)
-        most = least if searched < 0 else Expr("table_max", dtype, tuple(places), number)
+        least = Expr("table_min", "int64", tuple(places), number)
+        most = least if searched < 0 else Expr("table_max", "int64", tuple(places), number)
         return least, most, both(*sure)
 
 
@@ -351,7 +318,7 @@ def verdicts(
             number = int(node.value or 0)
             searched = bounds.tables[number].dim
             read = _read(tables[number], args, searched, node.op == "table_max")
-            found[node] = read.to(dtype_of(node.dtype))
+            found[node] = read.to(torch.int64)
         else:
             found[node] = computed(node, args, device)
     return found[bounds.must], found[bounds.may]

@@ -1,5 +1,8 @@
 """Integers and conditions over a tile: what each operation does to a linear form or its two ends.
 
+An operation without a rule leaves its result unknown, and so is every float: the elements of
+blocks that rest on such a result are evaluated.
+
 A form is a sum of independent unknowns, each with its range over a tile. Two terms of one unknown
 cancel before a range is taken, so q - kv, or (q + 3) - q, is as exact over a tile as q alone: the
 difference of two ranges is not.
@@ -7,10 +10,9 @@ difference of two ranges is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any
 
 from flexattn.mods.analysis.affine import Sum
 from flexattn.mods.analysis.intervals import dtype_range
@@ -147,70 +149,41 @@ def settled(x: Whole, dtype: str) -> Whole | None:
     return Whole(x.form, sure)
 
 
-def by_rule(rules: Mapping[str, Callable[..., Any]], op: str, operands: Sequence[Any]) -> Any:
-    """The result of an operation's rule on integers or floats; None: nothing is known."""
-    if op not in rules or not operands or None in operands:
-        return None
-    found = rules[op](*operands)
-    if found is None:
-        return None
-    return replace(found, sure=both(found.sure, *(x.sure for x in operands)))
-
-
 def apply(op: str, operands: Sequence[Whole | None]) -> Whole | None:
     """The result of an operation before its dtype limits it; None: nothing is known."""
-    found: Whole | None = by_rule(_RULES, op, operands)
-    return found
+    rule, known = _RULES.get(op), [x for x in operands if x is not None]
+    if rule is None or not known or len(known) < len(operands):
+        return None
+    found = rule(*known)
+    return (
+        None if found is None else replace(found, sure=both(found.sure, *(x.sure for x in known)))
+    )
 
 
-def flag_ends(flag: Flag, dtype: str) -> _Ends:
-    """The ends of 0 or 1."""
-    low, high = (make("cast", dtype, (end,)) for end in (flag.must, flag.may))
-    return low, high
-
-
-def chosen_ends(condition: Flag, x: Any, y: Any) -> _Ends:
-    """The ends of where(condition, x, y): of both where the condition does not decide."""
-
-    def end(op: str, x: Expr, y: Expr) -> Expr:
-        first = applied("where", condition.must, x, applied(op, x, y))
-        return applied("where", condition.may, first, y)
-
-    return end("minimum", x.low, y.low), end("maximum", x.high, y.high)
-
-
-def hull(op: str, x: Any, y: Any) -> _Ends:
+def _hull(op: str, x: Whole, y: Whole) -> _Ends:
     """The ends of an operation that is monotone in each operand: they lie at corners."""
     corners = [applied(op, i, j) for i in (x.low, x.high) for j in (y.low, y.high)]
     low, high = (reduce(partial(applied, end), corners) for end in ("minimum", "maximum"))
     return low, high
 
 
-def rising(op: str, *operands: Any) -> _Ends:
-    """The ends of an operation that never falls in any operand."""
-    return applied(op, *(x.low for x in operands)), applied(op, *(x.high for x in operands))
-
-
-def magnitude(x: Any) -> _Ends:
-    """The ends of abs(x)."""
-    zero = make("cast", x.low.dtype, (integer(0),))
-    sizes = [applied("abs", end) for end in (x.low, x.high)]
-    around = both(applied("le", x.low, zero), applied("le", zero, x.high))
-    low = applied("where", around, zero, applied("minimum", *sizes))
-    return low, applied("maximum", *sizes)
-
-
 def of_flag(flag: Flag) -> Whole:
     """0 or 1."""
-    return Whole(single(*flag_ends(flag, "int64"), 0, 1))
+    low, high = (make("cast", "int64", (end,)) for end in (flag.must, flag.may))
+    return Whole(single(low, high, 0, 1))
 
 
 def choose(condition: Flag, x: Whole | None, y: Whole | None) -> Whole | None:
     """where(condition, x, y): both where the condition does not decide."""
     if x is None or y is None:
         return None
-    form = single(*chosen_ends(condition, x, y), *_range("where", x, y))
-    return Whole(form, both(x.sure, y.sure))
+
+    def end(op: str, x: Expr, y: Expr) -> Expr:
+        first = applied("where", condition.must, x, applied(op, x, y))
+        return applied("where", condition.may, first, y)
+
+    ends = end("minimum", x.low, y.low), end("maximum", x.high, y.high)
+    return Whole(single(*ends, *_range("where", x, y)), both(x.sure, y.sure))
 
 
 _Rule = Callable[..., Whole | None]
@@ -228,56 +201,52 @@ def _mul(x: Whole, y: Whole) -> Whole:
     for one, other in ((x, y), (y, x)):
         if other.number is not None:
             return Whole(one.form.times(other.number))
-    return Whole(single(*hull("mul", x, y), *_range("mul", x, y)))
+    return Whole(single(*_hull("mul", x, y), *_range("mul", x, y)))
 
 
 def _abs(x: Whole) -> Whole:
     least, most = x.form.range
-    return x if least >= 0 else Whole(single(*magnitude(x), 0, max(abs(least), abs(most))))
+    if least >= 0:
+        return x
+    sizes = [applied("abs", end) for end in (x.low, x.high)]
+    around = both(applied("le", x.low, integer(0)), applied("le", integer(0), x.high))
+    low = applied("where", around, integer(0), applied("minimum", *sizes))
+    return Whole(single(low, applied("maximum", *sizes), 0, max(abs(least), abs(most))))
 
 
 def _rising(op: str) -> Callable[[Whole, Whole], Whole]:
-    return lambda x, y: Whole(single(*rising(op, x, y), *_range(op, x, y)))
+    """The rule of an operation that never falls in any operand."""
+
+    def rule(*operands: Whole) -> Whole:
+        low, high = (
+            applied(op, *(x.low for x in operands)),
+            applied(op, *(x.high for x in operands)),
+        )
+        return Whole(single(low, high, *_range(op, *operands)))
+
+    return rule
 
 
 def _floor_div(x: Whole, y: Whole) -> Whole | None:
     if y.number == 1:
         return x
-    if y.number is not None and y.number > 0:
-        return _rising("floor_div")(x, y)
-    # A divisor that is not above zero is made 1, and the result is not sure.
-    least, most = y.form.range
-    sure = TRUE if least > 0 else applied("lt", integer(0), y.low)
-    low, high = (applied("maximum", end, integer(1)) for end in (y.low, y.high))
-    divisor = Whole(single(low, high, max(least, 1), max(most, 1)))
-    size = max(map(abs, x.form.range))
-    return Whole(single(*hull("floor_div", x, divisor), -size, size), sure)
+    return _rising("floor_div")(x, y) if y.number is not None and y.number > 0 else None
 
 
 def _floor_mod(x: Whole, y: Whole) -> Whole | None:
     """Exact within a period, else the whole period."""
     least, most = x.form.range
-    if y.number is not None and 0 <= least and most < y.number:
-        return x
-    if y.low is not y.high or y.form.range[1] < 1:
+    if y.number is None or y.number < 1:
         return None
-    sure = TRUE if y.form.range[0] > 0 else applied("lt", integer(0), y.low)
-    size = applied("maximum", y.low, integer(1))
+    if 0 <= least and most < y.number:
+        return x
+    size = integer(y.number)
     same = applied("eq", *(applied("floor_div", end, size) for end in (x.low, x.high)))
     low, high = (
-        applied("where", same, applied("floor_mod", end, size), otherwise)
-        for end, otherwise in ((x.low, integer(0)), (x.high, applied("add", size, integer(-1))))
+        applied("where", same, applied("floor_mod", end, size), integer(otherwise))
+        for end, otherwise in ((x.low, 0), (x.high, y.number - 1))
     )
-    return Whole(single(low, high, 0, y.form.range[1] - 1), sure)
-
-
-def _truncated(floored: _Rule) -> _Rule:
-    """A division that truncates: where the dividend is not negative, as one that floors."""
-    return lambda x, y: floored(x, y) if x.form.range[0] >= 0 else None
-
-
-def _shl(x: Whole, y: Whole) -> Whole | None:
-    return _mul(x, Whole.of(2**y.number)) if y.number is not None and 0 <= y.number < 32 else None
+    return Whole(single(low, high, 0, y.number - 1))
 
 
 def _shr(x: Whole, y: Whole) -> Whole | None:
@@ -287,14 +256,11 @@ def _shr(x: Whole, y: Whole) -> Whole | None:
 
 
 def _and(x: Whole, y: Whole) -> Whole | None:
-    """The low bits are a remainder; else no more than either of two that are not negative."""
+    """The low bits are a remainder."""
     for one, other in ((x, y), (y, x)):
         if other.number is not None and other.number >= 0 and not other.number & other.number + 1:
             return _floor_mod(one, Whole.of(other.number + 1))
-    if min(x.form.range[0], y.form.range[0]) < 0:
-        return None
-    top = applied("minimum", x.high, y.high)
-    return Whole(single(integer(0), top, *_range("and", x, y)))
+    return None
 
 
 _RULES: dict[str, _Rule] = {
@@ -302,15 +268,11 @@ _RULES: dict[str, _Rule] = {
     "sub": lambda x, y: Whole(x.form.plus(y.form, -1)),
     "mul": _mul,
     "neg": lambda x: Whole(x.form.times(-1)),
-    "not": lambda x: Whole(x.form.times(-1).plus(constant(1), -1)),
     "abs": _abs,
     "minimum": _rising("minimum"),
     "maximum": _rising("maximum"),
     "floor_div": _floor_div,
-    "trunc_div": _truncated(_floor_div),
     "floor_mod": _floor_mod,
-    "trunc_mod": _truncated(_floor_mod),
-    "shl": _shl,
     "shr": _shr,
     "and": _and,
     "cast": lambda x: x,
@@ -347,21 +309,17 @@ def compare(op: str, operands: Sequence[Whole | None]) -> Flag:
     least, most = difference.range
     if least < -LARGEST or most > LARGEST:
         return OPEN
-    return verdict(op, Whole(difference, both(x.sure, y.sure)), Whole.of(0), exact=True)
-
-
-def verdict(op: str, x: Any, y: Any, *, exact: bool) -> Flag:
-    """lt, le, eq or ne of two numbers by their ends; exact: equal ends are equal numbers."""
+    sure = both(x.sure, y.sure)
+    low, high, zero = difference.low, difference.high, integer(0)
     if op in ("lt", "le"):
-        must, may = applied(op, x.high, y.low), applied(op, x.low, y.high)
+        must, may = applied(op, high, zero), applied(op, low, zero)
     elif op in ("eq", "ne"):
-        may = both(applied("le", x.low, y.high), applied("le", y.low, x.high))
-        must = both(applied("eq", x.low, y.low), applied("eq", x.high, y.high)) if exact else FALSE
+        may = both(applied("le", low, zero), applied("le", zero, high))
+        must = both(applied("eq", low, zero), applied("eq", high, zero))
         if op == "ne":
             must, may = applied("not", may), applied("not", must)
     else:
         return OPEN
-    sure = both(x.sure, y.sure)
     return Flag(both(must, sure), applied("or", may, applied("not", sure)))
 
 

@@ -36,7 +36,7 @@ def integers(draw, depth):
         return draw(leaves())
     op = draw(st.sampled_from([
         "add", "sub", "mul", "neg", "abs", "minimum", "maximum", "floor_div", "floor_mod",
-        "trunc_div", "trunc_mod", "where", "cast", "and", "not", "shl", "shr", "affine", "rounded",
+        "trunc_div", "trunc_mod", "where", "cast", "and", "not", "shl", "shr", "affine",
     ]))  # fmt: skip
     x = draw(integers(depth=depth - 1))
     if op == "affine":
@@ -46,12 +46,6 @@ def integers(draw, depth):
         return make(op, x.dtype, (x,))
     if op == "cast":
         return make("cast", draw(st.sampled_from(DTYPES)), (x,))
-    if op == "rounded":  # what a float past an integer's range becomes is the machine's affair
-        real = draw(floats(depth=depth - 1))
-        kept = [make("cast", real.dtype, (const(float(n), "float64"),)) for n in (-900, 900)]
-        real = make("minimum", real.dtype, (make("maximum", real.dtype, (real, kept[0])), kept[1]))
-        real = make("where", real.dtype, (make("isnan", "bool", (real,)), kept[0], real))
-        return make("cast", draw(st.sampled_from(["int64", "int32"])), (real,))
     if op in ("shl", "shr"):
         return make(op, x.dtype, (x, number(draw(st.integers(0, 5)), x.dtype)))
     if op in ("floor_div", "floor_mod", "trunc_div", "trunc_mod", "and"):
@@ -68,36 +62,6 @@ def integers(draw, depth):
     if op == "where":
         return make("where", x.dtype, (draw(flags(depth=depth - 1)), x, y))
     return make(op, x.dtype, (x, y))
-
-
-FLOATS = ("float32", "float64", "bfloat16", "float16")
-
-
-@st.composite
-def floats(draw, depth):
-    """A float expression, of a dtype that rounds coarsely or is soon infinite."""
-    dtype = draw(st.sampled_from(FLOATS))
-    kind = draw(st.sampled_from(["whole"] * 2 + ["flag", "const", "load"])) if depth else "whole"
-    if depth == 0 or draw(st.integers(0, 3)) == 0:
-        if kind == "const":
-            return make("cast", dtype, (const(draw(st.floats(-40, 40, width=16)), "float64"),))
-        if kind == "load":
-            read = make("load", "float32", (var("h"),), 6)
-            return make("cast", dtype, (read,))
-        inner = flags(depth=0) if kind == "flag" else integers(depth=max(depth - 1, 0))
-        return make("cast", dtype, (draw(inner),))
-    op = draw(st.sampled_from([
-        "add", "sub", "mul", "div", "neg", "abs", "minimum", "maximum", "floor", "ceil", "sqrt",
-        "exp", "exp2", "log", "log2", "where", "cast", "sin",
-    ]))  # fmt: skip
-    x = draw(floats(depth=depth - 1))
-    if op == "cast":
-        return make("cast", dtype, (x,))
-    if op in ("add", "sub", "mul", "div", "minimum", "maximum", "where"):
-        y = make("cast", x.dtype, (draw(floats(depth=depth - 1)),))
-        args = (draw(flags(depth=0)), x, y) if op == "where" else (x, y)
-        return make(op, x.dtype, args)
-    return make(op, x.dtype, (x,))
 
 
 @st.composite
@@ -123,11 +87,12 @@ def flags(draw, depth):
     """A condition."""
     op = draw(st.sampled_from(["compare"] * 4 + ["and", "or", "xor", "not", "where", "cast"]))
     if depth == 0 or op in ("compare", "cast"):
-        real = draw(st.integers(0, 3)) == 0
-        x = draw((floats if real else integers)(depth=max(depth - 1, 0)))
+        x = draw(integers(depth=max(depth - 1, 0)))
+        if op == "compare" and draw(st.integers(0, 9)) == 0:  # of floats nothing is known
+            x = make("cast", "float32", (x,))
         if op == "cast":
             return make("cast", "bool", (x,))
-        y = draw((floats if real else integers)(depth=max(depth - 1, 0)))
+        y = draw(integers(depth=max(depth - 1, 0)))
         y = make("cast", x.dtype, (y,))
         compared = draw(st.sampled_from(["lt", "le", "gt", "ge", "eq", "ne"]))
         return make(compared, "bool", (x, y))
@@ -138,7 +103,7 @@ def flags(draw, depth):
 
 BUFFERS = (
     Buffer("int32", 1), Buffer("int64", 1), Buffer("int8", 1), Buffer("uint8", 1),
-    Buffer("int64", 1), Buffer("int32", 2), Buffer("float32", 1),
+    Buffer("int64", 1), Buffer("int32", 2),
 )  # fmt: skip
 
 
@@ -152,7 +117,6 @@ def memory():
         torch.randint(-128, 128, (LENGTH,), generator=g).to(torch.int8),
         torch.randint(0, 256, (LENGTH // 2,), generator=g).to(torch.uint8), wild,
         torch.randint(0, LENGTH, (2, LENGTH), generator=g).int(),
-        torch.tensor([17.5, torch.nan, -torch.inf]),
     )  # fmt: skip
 
 
@@ -263,32 +227,3 @@ def test_tables_answer_any_range(values):
                 start, end = first[i] // piece * piece, (last[i] // piece + 1) * piece
                 line = (values[1] if row else values)[start:end].long()
                 assert got[i] == (line.max() if greatest else line.min())
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_a_float_that_rounds_onto_a_limit_is_not_decided(dtype):
-    """Each limit is what the mask itself computes at one key: exact arithmetic would be wrong."""
-    kind = getattr(torch, dtype)
-    draw = torch.Generator().manual_seed(3)
-    wrong = 0
-    for _ in range(60):
-        a, b, c = (torch.rand(3, generator=draw) + 0.1).tolist()
-        at = int(torch.randint(1, 60, (), generator=draw))
-        scale, shift = (const(torch.tensor(x, dtype=kind).item(), dtype) for x in (a, b))
-        value = make("mul", dtype, (make("cast", dtype, (var("kv_idx"),)), scale))
-        value = make("div", dtype, (make("add", dtype, (value, shift)), make(
-            "cast", dtype, (const(c, "float64"),))))  # fmt: skip
-        key = torch.tensor([at])
-        reached = ((key.to(kind) * scale.value + shift.value) / torch.tensor(c, dtype=kind)).item()
-        exactly = (at * scale.value + shift.value) / torch.tensor(c, dtype=kind).item()
-        wrong += exactly != reached
-        for op in ("lt", "le"):
-            bound = bound_of(make(op, "bool", (value, const(reached, dtype))))
-            corners = dict.fromkeys(("b", "h", "q_lo", "q_hi"), key * 0)
-            corners |= {"kv_lo": key, "kv_hi": key}
-            must, may = verdicts(bounds_of(bound.mod), corners, (), (), ())
-            kept = evaluate(bound.mod, {"kv_idx": key}, (), ())
-            assert kept.item() is (op == "le")
-            assert not must or kept, (a, b, c, at)
-            assert may or not kept, (a, b, c, at)
-    assert wrong > 20 or dtype == "float64"  # in which the bounds compute too
