@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from bench.command import chosen_rows
+from bench.studies import Study, save
 from bench.tasks import STUDIED, task
 from flexattn.device import detect
 from flexattn.errors import FlexAttnError
 from flexattn.records.record import SCHEMA, Record, slug
 from flexattn.tuning.builds import compilers
 from flexattn.tuning.evaluator import SILENT, Method
-from flexattn.tuning.replay import Study, save
 from flexattn.tuning.tuner import GpuTuner, build_ahead
 
 

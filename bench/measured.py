@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bench.studies import load_study, stored
 from bench.tasks import STUDIED, task
 from flexattn.device import Device, named
 from flexattn.presets import files
@@ -19,7 +20,6 @@ from flexattn.records.codec import decode_record
 from flexattn.records.layers import TOOLCHAIN_FIELDS
 from flexattn.records.record import Key, Trial, common_rounds, key_of, timed_for
 from flexattn.records.store import Store
-from flexattn.tuning.replay import load_study, stored
 from flexattn.tuning.tasks import plan_task, task_of
 from flexattn.tuning.workload import Row, read
 

@@ -8,12 +8,13 @@ import os
 import sys
 import time
 
+from bench.studies import load_study
 from flexattn.tuning.evaluator import SILENT, Evaluator, Method
 from flexattn.tuning.fleet import HELD, Heartbeat, SharedTuning
-from flexattn.tuning.replay import ReplayMeasurer, load_study
+from tests.replayed import ReplayMeasurer
 
 HEARTBEAT = Heartbeat(beat_s=1, grace_s=8)
-METHOD = Method(provenance="replay", rounds=3)
+METHOD = Method(rounds=3)
 DELAY = 0.03
 
 

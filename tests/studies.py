@@ -3,9 +3,9 @@
 import random
 from itertools import product
 
+from bench.studies import Study
 from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig
 from flexattn.records.record import SCHEMA, Environment, Failed, Gated, Key, Policy, Trial
-from flexattn.tuning.replay import Study
 
 ROUNDS = 12
 POLICY = Policy(graph=True, cold_l2=True, rounds=20, min_ms=1.0)

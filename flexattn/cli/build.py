@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import typer
 
 from flexattn.cli import options
 from flexattn.cli.offline import problem_called
 from flexattn.cli.selection import device_of, effort_of, say_assumed
-from flexattn.cli.terminal import INTERRUPTED, cell, say_json, table_of, tell, wide_console
+from flexattn.cli.terminal import INTERRUPTED, cell, table_of, tell, wide_console
 from flexattn.cli.watch import Watch
 from flexattn.device import Device
 from flexattn.errors import InputError
@@ -83,10 +82,7 @@ def run(args: options.Build) -> None:
                 "those, and the same command goes on from there"
             )
             raise typer.Exit(INTERRUPTED) from None
-    if args.as_json:
-        say_json(_data(found))
-    else:
-        print_report(found)
+    print_report(found)
     raise typer.Exit(0 if found.sound else 1)
 
 
@@ -152,10 +148,3 @@ def _note(report: BuildReport, built: BuiltConfig, twin: int | None) -> str:
         text = built.failed.message if built.failed.stage == "resources" else built.failed.error
         return f"{built.failed.stage}: {text}"
     return "" if twin is None else f"same code as {short(report.built[twin].config)}"
-
-
-def _data(report: BuildReport) -> dict[str, Any]:
-    data = asdict(report) | {"rejected": dict(report.rejected), "timed": report.timed}
-    for entry, built in zip(data["built"], report.built, strict=True):
-        entry["template"] = type(built.config).__name__.removesuffix("Config").lower()
-    return data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import typer
 
 from flexattn.cli import options
 from flexattn.cli.selection import chosen_rows, device_of, places
-from flexattn.cli.terminal import say, say_json
+from flexattn.cli.terminal import say
 from flexattn.cli.watch import Watch
 from flexattn.deploy import binaries
 from flexattn.device import Device
@@ -62,12 +62,7 @@ def run(args: options.Export) -> None:
             served = [task for task in chosen if task.kind != "backward"]
             into = args.out, Store(args.out)
             built = binaries.export(served, target, *into, mods, progress=watch.lane())
-    if args.as_json:
-        facts = {"directory": str(args.out), **asdict(done)}
-        facts["binaries"] = None if built is None else asdict(built)
-        say_json(facts)
-    else:
-        _print(args.out, target, done, built)
+    _print(args.out, target, done, built)
     if done.missing:
         raise typer.Exit(1)
 
@@ -80,21 +75,17 @@ def _write_kernels(args: options.Export, plugin: Plugin, device: Device) -> None
             "it has kernels that are compiled where they run, and no records",
             "name a workload: --preset sd21, or --workload FILE",
         )
-    written, refused = [], []
+    written = refused = 0
     for task in tasks(chosen_rows(args, plans=False, backward=False), device):
         folder = args.out / re.sub(r"[^\w.]+", "-", task.title)
         try:
             plugin.write_kernel(task, folder)
         except FlexAttnError as error:
-            refused.append((task.title, error.got))
+            say(f"refused: {task.title}: {error.got}", err=True)
+            refused += 1
         else:
-            written.append(str(folder))
-    if args.as_json:
-        say_json({"directory": str(args.out), "kernels": written, "refused": refused})
-    else:
-        for title, why in refused:
-            say(f"refused: {title}: {why}", err=True)
-        say(f"{len(written)} kernels written to {args.out}")
+            written += 1
+    say(f"{written} kernels written to {args.out}")
     if refused:
         raise typer.Exit(1)
 

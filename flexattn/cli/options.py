@@ -279,7 +279,6 @@ class Build(CallOptions):
     deadline: Annotated[
         float, typer.Option(help="Seconds after which one config's compiler is killed.")
     ] = 120.0
-    as_json: AsJson = False
 
 
 @dataclass(frozen=True)
@@ -319,7 +318,6 @@ class Merge:
     out: Annotated[
         Path | None, typer.Option(help="Folder of the merged records; the user's own by default.")
     ] = None
-    as_json: AsJson = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,7 +338,6 @@ class Export(Chosen):
     with_binaries: Annotated[
         bool, typer.Option("--with-binaries", help="Compiled kernels too, of a workload.")
     ] = False
-    as_json: AsJson = False
 
 
 @dataclass(frozen=True)
@@ -351,33 +348,23 @@ class Report:
     """
 
     records: Annotated[
-        list[Path] | None, typer.Argument(help="Record files, or folders of them.")
+        list[Path] | None,
+        typer.Argument(help="Record files, or directories of records; by default every layer."),
     ] = None
     out: Annotated[Path, typer.Option(help="Folder for the page.")] = Path("report")
-    cache: Annotated[
-        list[Path] | None,
-        typer.Option(help="A directory of records, all of them shown; repeatable."),
-    ] = None
     bench: Annotated[
         list[Path] | None, typer.Option(help="JSON of a bench: ours beside torch; repeatable.")
     ] = None
     png: Annotated[
         bool, typer.Option("--png", help="The pictures as PNG files beside the page, too.")
     ] = False
-    as_json: AsJson = False
 
 
 @dataclass(frozen=True)
 class ReplayStudy:
-    """Recompute decisions from their samples; the status is 1 if one comes out differently.
+    """Recompute decisions from their samples; the status is 1 if one comes out differently."""
 
-    A study is tuned again, with times drawn from it.
-    """
-
-    paths: Annotated[
-        list[Path], typer.Argument(help="Record files, studies, or directories of records.")
-    ]
-    as_json: AsJson = False
+    paths: Annotated[list[Path], typer.Argument(help="Record files, or directories of records.")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,11 @@ from flexattn.cli import options
 from flexattn.cli.selection import places, recorded_kind, users
 from flexattn.cli.terminal import cell, say, say_json, wide_console
 from flexattn.errors import CacheError, InputError
-from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.registry import short
 from flexattn.records.codec import decode_record
-from flexattn.records.record import Answer, Decision, Record
-from flexattn.records.store import Conflict, merge
+from flexattn.records.record import Answer, Record
+from flexattn.records.store import Store, merge
 from flexattn.tuning.race import replay_study
-from flexattn.tuning.replay import ReplayMeasurer, load_study
-from flexattn.tuning.tuner import tune_subject
 
 # Columns of a screen that has room for all of a record.
 WIDE = 120
@@ -127,16 +124,6 @@ def merge_records(asked: options.Merge) -> None:
     roots = [layer.store.root for layer in places(asked.sources)]
     target = asked.out or users()
     done = merge(roots, target)
-    if asked.as_json:
-        told = {
-            "directory": str(target),
-            "written": done.written,
-            "kept": done.kept,
-            "conflicts": [_told(each) for each in done.conflicts],
-            "refused": [{"path": str(path), "why": why} for path, why in done.refused],
-        }
-        say_json(told)
-        return
     for conflict in done.conflicts:
         say(f"conflict: {conflict}")
     for path, why in done.refused:
@@ -147,88 +134,47 @@ def merge_records(asked: options.Merge) -> None:
     )
 
 
-def _told(conflict: Conflict) -> dict[str, Any]:
-    return {
-        "title": conflict.kept.title,
-        "sizes": str(conflict.kept.key.sizes),
-        "kept": describe(conflict.kept.config),
-        "kept_from": str(conflict.kept_from),
-        "dropped": describe(conflict.dropped.config),
-        "dropped_from": str(conflict.dropped_from),
-    }
+def records_of(paths: Sequence[Path]) -> Iterator[tuple[Path, Record | CacheError]]:
+    """The records of files and directories; of a file in a directory also what is wrong with it.
 
-
-@dataclass(frozen=True)
-class Replayed:
-    """One decision beside the one that was stored; stored: None for a study, which has none."""
-
-    path: str
-    title: str
-    same: bool
-    stored: Decision | None
-    replayed: Decision
-    winner: str
+    Raises InputError for a named file that is no record, and for a path that is not there.
+    """
+    for path in paths:
+        if path.is_dir():
+            yield from Store(path).entries()
+            continue
+        try:
+            yield path, decode_record(path.read_bytes())
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror}", "a record is a file") from error
+        except CacheError as error:
+            raise InputError(
+                f"{path} is no record: {error.got}", error.rule, "name a file that the tuner wrote"
+            ) from error
 
 
 def replay_records(asked: options.ReplayStudy) -> None:
     """As `flexattn replay-study` is asked."""
-    found = [each for path in asked.paths for each in _replayed(path)]
-    if not found:
+    count = same = 0
+    for path, record in records_of(asked.paths):
+        if isinstance(record, CacheError):
+            raise record
+        if record.provenance == "model":  # it has no samples
+            continue
+        again, stored = replay_study(record), record.decision
+        agrees = (
+            (again.winner, again.default) == (stored.winner, stored.default)
+            and math.isclose(again.speedup, stored.speedup, rel_tol=1e-9)
+            and math.isclose(again.p_value, stored.p_value, rel_tol=1e-6, abs_tol=1e-12)
+        )
+        count, same = count + 1, same + agrees
+        winner = short(record.trials[again.winner].config)
+        say(f"{'same' if agrees else 'DIFFERENT'}: {record.title}: {winner}, {again.why}")
+        if not agrees:
+            say(f"  stored: {stored.why} ({path})")
+    if not count:
         listed = ", ".join(map(str, asked.paths))
-        raise InputError("no record and no study", f"there is one in {listed}")
-    if asked.as_json:
-        say_json({"decisions": [asdict(each) for each in found]})
-    else:
-        for each in found:
-            word = "made" if each.stored is None else "same" if each.same else "DIFFERENT"
-            say(f"{word}: {each.title}: {each.winner}, {each.replayed.why}")
-            if not each.same and each.stored is not None:
-                say(f"  stored: {each.stored.why} ({each.path})")
-        say(f"{sum(each.same for each in found)} of {len(found)} decisions are the same")
-    if not all(each.same for each in found):
+        raise InputError(f"no measured record in {listed}", "a decision is made from samples")
+    say(f"{same} of {count} decisions are the same")
+    if same < count:
         raise typer.Exit(1)
-
-
-def _replayed(path: Path) -> Iterator[Replayed]:
-    if path.is_dir():
-        for layer in places([path]):
-            for file, entry in layer.store.entries():
-                if isinstance(entry, CacheError):
-                    raise entry
-                if entry.provenance != "model":  # it has no samples
-                    yield _record(file, entry)
-        return
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}", "it is a readable file") from error
-    try:
-        record = decode_record(raw)
-    except CacheError as no_record:
-        try:
-            yield _study(path)
-        except CacheError as no_study:
-            raise InputError(
-                f"{path} is no record and no study",
-                f"a record: {no_record.line}; a study: {no_study.line}",
-            ) from no_study
-        return
-    if record.provenance == "model":
-        raise InputError(f"{path} was ranked by a model", "a decision is made from samples")
-    yield _record(path, record)
-
-
-def _record(path: Path, record: Record) -> Replayed:
-    again, stored = replay_study(record), record.decision
-    same = (again.winner, again.default) == (stored.winner, stored.default)
-    same = same and math.isclose(again.speedup, stored.speedup, rel_tol=1e-9)
-    same = same and math.isclose(again.p_value, stored.p_value, rel_tol=1e-6, abs_tol=1e-12)
-    winner = short(record.trials[again.winner].config)
-    return Replayed(str(path), record.title, same, stored, again, winner)
-
-
-def _study(path: Path) -> Replayed:
-    study = load_study(path)
-    measurer = ReplayMeasurer(study)
-    record = tune_subject(study.subject, measurer, measurer.build)
-    return Replayed(str(path), study.title, True, None, record.decision, short(record.config))

@@ -201,7 +201,7 @@ def infeasible(stored: Stored, structure: Structure, device: Device) -> list[str
 def ranked(key: Key, here: Environment, places: tuple[RecordLayer, ...]) -> Iterator[Stored]:
     """Records that may serve a key, the best first: hits, hints, then neighbours by distance.
 
-    Replays, which only a root marked for them holds, never do.
+    What a model ranked never does.
     """
     for layer in places:
         yield from _stored(layer, here, key, key, here)

@@ -33,8 +33,6 @@ from flexattn.util.files import aside, listing, locked, publish, read_regular
 
 _T = TypeVar("_T", Answer, Record)
 
-# A root with this file takes replays alone; the others take what was timed on a device.
-REPLAY_MARK = "REPLAY"
 # What dispatch takes.
 REAL = ("measured", "untuned")
 _NAME = re.compile(r"b(\d{1,15})-q(\d{1,15})-k(\d{1,15})\.json")
@@ -42,14 +40,17 @@ _written = count()
 _generation = [0]
 
 
-def _is_real(found: Answer | Record) -> bool:
-    """True if a record belongs beside measured ones.
+def _check_real(found: Answer | Record) -> None:
+    """Raise CacheError for a record that does not belong beside measured ones.
 
     A model's ranking for a Neuron core does: nobody measures there, and dispatch, which looks for
     its own device and for REAL alone, never takes it.
     """
-    modelled = found.provenance == "model" and is_neuron(found.environment.arch)
-    return modelled or found.provenance in REAL
+    if found.provenance not in REAL and not is_neuron(found.environment.arch):
+        raise CacheError(
+            f"a {found.provenance} record for {found.environment.device}",
+            "a cache has what was measured on a device, and what a model says of Neuron's",
+        )
 
 
 def generation() -> int:
@@ -70,8 +71,8 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._base = root / f"v{SCHEMA}"
-        # Texts, because pathlib would take a fifth of a lookup.
-        self._texts = str(self._base), str(root / REPLAY_MARK)
+        # A text, because pathlib would take a fifth of a lookup.
+        self._text = str(self._base)
 
     def path(self, environment: Environment | str, key: Key) -> Path:
         """The file of a key in an environment (or in the folder of one)."""
@@ -94,7 +95,7 @@ class Store:
         self, environment: Environment | str, key: Key, decode: Callable[[bytes], _T]
     ) -> _T | None:
         names = self._names(environment, key)
-        path = os.path.join(self._texts[0], *names)
+        path = os.path.join(self._text, *names)
         try:
             return self._load(path, names[0], decode, key)
         except CacheError as error:
@@ -114,18 +115,10 @@ class Store:
                 raise CacheError("it is the record of another environment")
             if found.key != (key or found.key):
                 raise CacheError("it is the record of another key")
-            if self.is_replay == _is_real(found):
-                raise CacheError(
-                    f"a {found.provenance} record", "replays have a cache of their own"
-                )
+            _check_real(found)
             return found
         except CacheError as error:
             raise CacheError(f"{path}: {error.got}", error.rule) from None
-
-    @property
-    def is_replay(self) -> bool:
-        """True if the root is marked as one of replays, which dispatch never reads."""
-        return os.path.exists(self._texts[1])
 
     def folders(self, device: str = "") -> list[str]:
         """Names of the environments there are, of all devices or of one, in order."""
@@ -183,16 +176,10 @@ class Store:
         """Publish a record at once; says whether it was written.
 
         One that is there stays, unless `replace` is True or says so of (new, old). A file that
-        is no record is moved aside first. Raises CacheError for a provenance that the root does
-        not take, and OSError where the disk refuses.
+        is no record is moved aside first. Raises CacheError for what a model says of a GPU, and
+        OSError where the disk refuses.
         """
-        if self.is_replay == _is_real(record):
-            raise CacheError(
-                f"a {record.provenance} record for {self.root}",
-                "a cache takes what was measured on a device, and what a model says of one of "
-                f"Neuron's; a root with a file named {REPLAY_MARK} takes replays alone",
-                "write it to another directory",
-            )
+        _check_real(record)
         path, text = self.path(record.environment, record.key), encode_record(record)
         decode_record(text.encode())  # what readers would refuse is refused here
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -245,8 +232,8 @@ class Store:
 
 
 # What was timed with the user's own mods says more than with rebuilt ones, and those more than
-# what a model or a replay says.
-_RANK = {"measured": 3, "untuned": 2, "replay": 1, "model": 0}
+# what a model says.
+_RANK = {"measured": 2, "untuned": 1, "model": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +289,8 @@ def better(new: Record, old: Record) -> bool:
 def merge(sources: Iterable[Path], target: Path) -> Merged:
     """Bring the records of several roots into one; the sources stay as they are.
 
-    The result does not depend on the sources' order. Files that are no records, and replays, are
-    refused and listed. Raises OSError where the target cannot be written.
+    The result does not depend on the sources' order. Files that are no records, and rankings of
+    a model, are refused and listed. Raises OSError where the target cannot be written.
     """
     into = Store(target)
     origins: dict[Path, Path] = {}

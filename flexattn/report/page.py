@@ -15,11 +15,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from flexattn.errors import CacheError, InputError
+from flexattn.errors import InputError
 from flexattn.kernels.base.environment import templates_folder
-from flexattn.records.codec import decode_record
 from flexattn.records.record import Record, slug
-from flexattn.records.store import Store
 from flexattn.report.drawing import Drawing, png, svg, three_figures
 from flexattn.report.figures import bar, pictures, rivals_beside
 from flexattn.report.rivals import BenchResults, geometric_mean
@@ -27,7 +25,6 @@ from flexattn.report.summary import Summary, summarize
 from flexattn.util.text import printable
 
 PAGE = "index.html"
-UNTIMED = "ranked by a model, nothing was timed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,60 +61,11 @@ class Written:
     summaries: tuple[Summary, ...]
 
 
-def from_files(paths: Iterable[Path]) -> tuple[Record, ...]:
-    """The records of files; a folder stands for every .json file below it that is a record.
-
-    Raises InputError for a named file that is no record.
-    """
-    found = []
-    for path in paths:
-        if path.is_dir():
-            found += [record for each in sorted(path.rglob("*.json")) if (record := _tried(each))]
-        else:
-            found.append(_read(path))
-    return in_order(found)
-
-
-def from_stores(stores: Iterable[Store]) -> tuple[tuple[Record, ...], tuple[str, ...]]:
-    """All valid records of caches, and a line about each file that is none."""
-    records, faults = [], []
-    for store in stores:
-        for _, entry in store.entries():
-            if isinstance(entry, CacheError):
-                faults.append(entry.line)
-            elif entry.provenance == "model":
-                faults.append(f"{entry.title} for {entry.environment.device}: {UNTIMED}")
-            else:
-                records.append(entry)
-    return in_order(records), tuple(faults)
-
-
 def in_order(records: Iterable[Record]) -> tuple[Record, ...]:
     """By device, kind and title, then by size: a page of equal records is equal."""
     return tuple(
         sorted(records, key=lambda r: (r.environment.device, r.key.kind, r.title, r.sizes))
     )
-
-
-def _read(path: Path) -> Record:
-    try:
-        record = decode_record(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}", "a record is a file") from error
-    except CacheError as error:
-        raise InputError(
-            f"{path} is no record: {error.got}", error.rule, "name a file that the tuner wrote"
-        ) from error
-    if record.provenance == "model":
-        raise InputError(f"{path}: {UNTIMED}", "a page shows times")
-    return record
-
-
-def _tried(path: Path) -> Record | None:
-    try:
-        return _read(path)
-    except InputError:
-        return None  # a manifest, or a file of something else
 
 
 def write_page(
@@ -137,7 +85,7 @@ def write_page(
         raise InputError(
             "no record to report",
             "a report shows what was tuned",
-            "run `flexattn tune`, or name record files or a --cache that has some",
+            "run `flexattn tune`, or name record files, or directories that have some",
         )
     entries = []
     for place, record in enumerate(records, 1):

@@ -1,6 +1,5 @@
 """`flexattn build`: a space compiled for a device that is not here, its table and its status."""
 
-import json
 import os
 import re
 import signal
@@ -124,18 +123,6 @@ def test_ctrl_c_ends_a_build_in_words(tmp_path):
     assert "goes on from there" in last and "Traceback" not in stderr
 
 
-def test_json_has_every_number(flexattn, built):
-    built += [GOOD, TWIN]
-    arguments = ("noop", "--kind", "decode", "--B", "4", "--kv-len", "777", "--effort", "quick")
-    found = json.loads(flexattn(*arguments, "--json").stdout)
-    assert found["problem"].startswith("decode bfloat16 B=4 Hq=32 Hkv=8 q_len=1 kv_len=777")
-    assert (found["effort"], found["timed"], found["twins"]) == ("quick", 1, [None, 0])
-    first = found["built"][0]
-    assert first["config"]["order"] == "group" and first["template"] == "prefill"
-    assert first["failed"] is None and first["registers"] == 155
-    assert found["rejected"]["left out by quick"] > 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -152,11 +139,11 @@ def test_errors_say_what_was_got(flexattn, arguments, words):
 @pytest.mark.slow
 def test_a_tiny_space_for_a_device_that_is_not_here(flexattn):
     """The A100 has one tile for a head dimension of 256, in as many orders as make sense."""
-    arguments = ("noop", "--head-dim", "256", "--device", "nvidia-a100", "--Hq", "8", "--json")
-    found = json.loads(flexattn(*arguments, "--jobs", "1").stdout)
-    assert 1 <= len(found["built"]) <= 2 and found["timed"] == len(found["built"])
-    for each in found["built"]:
-        assert each["registers"] > 0 and each["matrix_instructions"] > 0 and each["seconds"] > 0
+    arguments = ("noop", "--head-dim", "256", "--device", "nvidia-a100", "--heads", "8")
+    told = flexattn(*arguments, "--jobs", "1")
+    count, timed = re.search(r"(\d+) configs, (\d+) worth timing", told.stdout).groups()
+    assert count == timed in ("1", "2")
+    assert len(re.findall(r": [1-9]\d* registers, \d+ spills", told.stderr)) == int(count)
 
 
 def test_a_report_takes_any_problem(built):

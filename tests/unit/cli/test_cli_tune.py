@@ -321,9 +321,8 @@ def test_a_real_tuning_in_the_interpreter(tiny, flexattn, tmp_path):
     arguments = ("why", "--workload", tiny, "--device", "interpreter", "--json")
     (problem,) = json.loads(flexattn(*arguments).stdout)["problems"]
     assert problem["how"] == "hit" and problem["config"] == record["winner"]
-    arguments = ("replay-study", tmp_path / "cache" / "records", "--json")
-    (decision,) = json.loads(flexattn(*arguments).stdout)["decisions"]
-    assert decision["same"] and decision["replayed"]["winner"] == tuned["decision"]["winner"]
+    arguments = ("replay-study", tmp_path / "cache" / "records")
+    assert "1 of 1 decisions are the same" in flexattn(*arguments).stdout
 
 
 def test_untuned_problems_become_tasks(flexattn, tmp_path):

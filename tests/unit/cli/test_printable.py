@@ -55,7 +55,7 @@ def test_a_title_is_shown_and_not_obeyed(flexattn, hostile, verb, monkeypatch):
 def test_a_lone_surrogate_ends_no_report(flexattn, hostile, tmp_path):
     """UTF-8 cannot write one: the page was cut short, with a traceback."""
     pytest.importorskip("matplotlib")
-    told = flexattn("report", "--cache", hostile.root, "--out", tmp_path / "page")
+    told = flexattn("report", hostile.root, "--out", tmp_path / "page")
     assert SHOWN in told.stdout
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     assert SHOWN.replace(r"\n", "\n") in page and "\x1b" not in page

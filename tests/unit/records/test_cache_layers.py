@@ -16,7 +16,7 @@ from flexattn.records import layers as module
 from flexattn.records.environment import environment
 from flexattn.records.layers import MAX_DISTANCE, distance, find, layers, ranked, transferred
 from flexattn.records.record import Policy, Sizes, key_of, sizes_of
-from flexattn.records.store import REPLAY_MARK, Store
+from flexattn.records.store import Store
 from flexattn.records.why import why
 from flexattn.settings import override
 from tests.families import geometry
@@ -218,14 +218,6 @@ def test_what_a_model_ranks_is_never_served(places, provenance, served):
     places["user"].write(replace(record, provenance=provenance))
     found = list(ranked(record.key, record.environment, layers(H200)))
     assert bool(found) == served
-
-
-def test_replays_are_never_served(places):
-    store = places["FLEXATTN_CACHE"]
-    store.root.mkdir()
-    (store.root / REPLAY_MARK).touch()
-    store.write(replace(recorded(PREFILL, ONE), provenance="replay"))
-    assert find(PREFILL, H200) is None
 
 
 # splits

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from flexattn.records.store import REPLAY_MARK, Store, better, merge
+from flexattn.neuron.config import NkiPrefillConfig
+from flexattn.records.record import Trial
+from flexattn.records.store import Store, better, merge
 from tests.records import HERE, decode_record, prefill_record
 
 RECORD = prefill_record(provenance="measured")
@@ -53,10 +55,14 @@ def test_what_better_means(winner, loser):
     assert better(new, old) and not better(old, new) and not better(new, new)
 
 
-def test_replays_are_not_merged(tmp_path):
-    replays = Store(tmp_path / "replays")
-    replays.root.mkdir()
-    (replays.root / REPLAY_MARK).touch()
-    replays.write(replace(RECORD, provenance="replay"))
-    done = merge([replays.root], tmp_path / "into")
+def test_what_a_model_ranked_is_not_merged(tmp_path):
+    ranked = Store(tmp_path / "ranked")
+    trials = (Trial(NkiPrefillConfig(128, 512), screening=(1.0,)),)
+    ranked.write(
+        replace(
+            RECORD, environment=replace(HERE, device="trn2", arch="trn2"), trials=trials,
+            decision=replace(RECORD.decision, winner=0, default=0), provenance="model",
+        )
+    )  # fmt: skip
+    done = merge([ranked.root], tmp_path / "into")
     assert done.written == 0 and len(done.refused) == 1

@@ -14,7 +14,7 @@ from flexattn.errors import CacheError
 from flexattn.neuron.config import NkiPrefillConfig
 from flexattn.records.codec import MAX_BYTES, encode_record
 from flexattn.records.record import Trial
-from flexattn.records.store import REPLAY_MARK, Store, generation
+from flexattn.records.store import Store, generation
 from flexattn.util.files import open_lock, try_lock
 from tests.processes import started
 from tests.records import HERE, key, prefill_record
@@ -68,22 +68,16 @@ def test_one_that_is_there_stays_unless_told(store):
     assert store.read(HERE, RECORD.key) == RECORD
 
 
-def test_replays_and_measurements_never_share_a_root(store, tmp_path, said):
-    with pytest.raises(CacheError, match="a replay record"):
-        store.write(replace(RECORD, provenance="replay"))
-    with pytest.raises(CacheError, match="a model record"):
+def test_what_a_model_says_of_a_gpu_is_no_record(store, said):
+    with pytest.raises(CacheError, match="a model record for nvidia-h200"):
         store.write(replace(RECORD, provenance="model"))
-    replays = Store(tmp_path / "replays")
-    replays.root.mkdir()
-    (replays.root / REPLAY_MARK).touch()
-    assert replays.write(replace(RECORD, provenance="replay"))
-    with pytest.raises(CacheError):
-        replays.write(RECORD)
-    # Copied by hand, it is no record either.
+    # Copied by hand, it is no record either; nor is a provenance that nothing writes.
     target = path_of(store)
     target.parent.mkdir(parents=True)
-    target.write_bytes(path_of(replays).read_bytes())
-    assert store.read(HERE, RECORD.key) is None and len(said()) == 1
+    for provenance in ("model", "replay"):
+        target.write_text(encode_record(replace(RECORD, provenance=provenance)))
+        assert store.read(HERE, RECORD.key) is None
+    assert len(said()) == 2
 
 
 def test_a_models_ranking_for_neuron_stands_beside_measurements(store):

@@ -1,6 +1,5 @@
 """The report's page: what it says, that nothing can break out of it, and how a browser sees it."""
 
-import json
 import re
 import statistics
 import struct
@@ -8,7 +7,6 @@ import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import product
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -21,7 +19,7 @@ from flexattn.records.codec import encode_record
 from flexattn.records.record import Decision, Failed
 from flexattn.records.store import Store
 from flexattn.report.numbers import config_axes
-from flexattn.report.page import PAGE, from_stores, html, write_page
+from flexattn.report.page import PAGE, html, write_page
 from flexattn.report.rivals import read_bench
 from tests.browser import asked, needs_chromium, opened
 from tests.processes import ROOT
@@ -155,31 +153,21 @@ def flexattn(tmp_path, monkeypatch):
     return call
 
 
-def test_the_verb_reads_files_and_prints_json(flexattn, tmp_path):
-    path = tmp_path / "record.json"
+def test_the_verb_reads_files_and_directories(flexattn, tmp_path):
+    path, out = tmp_path / "record.json", tmp_path / "r"
     path.write_text(encode_record(prefill_record(HOSTILE)))
-    found = json.loads(
-        flexattn("report", path, "--out", tmp_path / "r", "--bench", BENCH, "--json").stdout
-    )
-    (problem,) = found["problems"]
-    assert problem["title"] == HOSTILE and problem["speedup"] > 1
-    assert problem["winner"]["blocks"] >= 1 and problem["default"]["reach"]["bound"] == "compute"
-    assert Path(found["page"]).exists() and all(Path(p).exists() for p in found["pictures"])
-
-
-def test_the_verb_reads_a_folder_of_a_cache(flexattn, tmp_path):
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "a.json").write_text(encode_record(decode_record()))
-    (tmp_path / "cache" / "manifest.json").write_text("{}")
-    shown = flexattn("report", tmp_path / "cache").stdout
-    assert "llama-3 decode" in shown and (tmp_path / "report" / "index.html").exists()
+    store = Store(tmp_path / "cache")
+    store.write(decode_record())
+    shown = flexattn("report", path, store.root, "--out", out, "--bench", BENCH, "--png").stdout
+    assert HOSTILE in shown and "llama-3 decode" in shown and "9 pictures beside it" in shown
+    assert len(list(out.glob("*.png"))) == 9 and (out / PAGE).exists()
 
 
 def test_a_file_that_is_no_record_is_refused(flexattn, tmp_path):
     (tmp_path / "x.json").write_text("{}")
     assert "is no record" in flexattn("report", "x.json", status=2).stderr
     assert "No such file" in flexattn("report", "y.json", status=2).stderr
-    assert "no record to report" in flexattn("report", "--cache", tmp_path, status=2).stderr
+    assert "no record to report" in flexattn("report", tmp_path, status=2).stderr
 
 
 # A page with all problems opened: how much is too wide, and which speedups are off the screen.
@@ -310,9 +298,9 @@ def test_no_axis_says_which_template_alone(tmp_path):
 
 def test_plans_are_reported_too(tmp_path):
     """Their configs have no template's language, which ended the report in a traceback."""
-    shipped, faults = from_stores([Store(ROOT / "configs" / "nvidia-h200")])
+    shipped = [each for _, each in Store(ROOT / "configs" / "nvidia-h200").entries()]
     found = [record for record in shipped if record.key.kind == "serving"][:2]
-    assert len(found) == 2 and not faults
+    assert len(found) == 2
     page = Tags(write_page(found, tmp_path).page.read_text())
     assert len([a for tag, a in page.tags if tag == "svg" and float(a["width"]) > 300]) >= 4
 
@@ -330,7 +318,7 @@ def test_problems_stand_by_model_with_the_speedup_first(written):
 def test_all_shipped_records_take_seconds_and_few_megabytes(flexattn, tmp_path):
     """It took four minutes without a word, for 34 MB and 481 files."""
     begin = time.process_time()
-    told = flexattn("report", "--cache", ROOT / "configs" / "nvidia-h200", "--out", tmp_path / "r")
+    told = flexattn("report", ROOT / "configs" / "nvidia-h200", "--out", tmp_path / "r")
     spent = time.process_time() - begin
     page = tmp_path / "r" / "index.html"
     count = len(list(Store(ROOT / "configs" / "nvidia-h200").paths()))

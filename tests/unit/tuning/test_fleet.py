@@ -9,15 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from bench.studies import save
 from flexattn.errors import InputError
 from flexattn.tuning.evaluator import Method
 from flexattn.tuning.fleet import Heartbeat, SharedStudy, connect, study_name
 from flexattn.tuning.race import replay_study
-from flexattn.tuning.replay import ReplayMeasurer, save
 from flexattn.tuning.search import Axes
 from tests import postgres
 from tests.fleet_worker import HEARTBEAT, METHOD, tune_shared_subject
 from tests.processes import started
+from tests.replayed import ReplayMeasurer
 from tests.studies import decode_configs, study
 
 pytestmark = pytest.mark.slow
@@ -102,7 +103,7 @@ def test_a_late_worker_takes_the_record_and_measures_nothing(url, tmp_path):
 
 def test_a_guided_search_is_shared(url, tmp_path):
     stored = titled(f"guided {tmp_path}")
-    method = Method(provenance="replay", rounds=3, all_up_to=0, limit=12)
+    method = Method(rounds=3, all_up_to=0, limit=12)
     measurer = ReplayMeasurer(stored, 1)
     record = tune_shared_subject(
         stored.subject, measurer, url, method, seeds=[stored.trials[7].config]

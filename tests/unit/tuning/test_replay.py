@@ -6,12 +6,13 @@ import statistics
 import pytest
 
 from bench.exhaustive import study_of
+from bench.studies import load_study, loads, save
 from flexattn.errors import CacheError
 from flexattn.records.codec import whole_trials
 from flexattn.tuning.evaluator import NOT_TRIED, Method
 from flexattn.tuning.race import cost
-from flexattn.tuning.replay import ReplayMeasurer, load_study, loads, save
 from flexattn.tuning.tuner import tune_subject
+from tests.replayed import ReplayMeasurer
 from tests.studies import decode_configs, study
 
 SMALL = study(5, decode_configs()[:24], batch=7)

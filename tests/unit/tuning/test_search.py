@@ -7,11 +7,12 @@ from pathlib import Path
 import optuna
 import pytest
 
+from bench.studies import load_study, stored
 from flexattn.tuning.evaluator import Method
 from flexattn.tuning.race import cost, replay_study
-from flexattn.tuning.replay import ReplayMeasurer, load_study, stored
 from flexattn.tuning.search import Axes, Everything, Guided
 from flexattn.tuning.tuner import tune_subject
+from tests.replayed import ReplayMeasurer
 from tests.studies import decode_configs, prefill_configs, study
 
 FOLDER = Path(__file__).parents[3] / "configs" / "studies"
@@ -91,7 +92,7 @@ def regrets(exhaustive, seeds):
     found = []
     for seed in seeds:
         measurer = ReplayMeasurer(exhaustive, seed)
-        method = Method(all_up_to=0, seed=seed, provenance="replay")
+        method = Method(all_up_to=0, seed=seed)
         record = tune_subject(exhaustive.subject, measurer, measurer.build, method)
         assert len(set(measurer.gated)) <= max(1, len(costs) // 5)
         assert replay_study(record) == record.decision

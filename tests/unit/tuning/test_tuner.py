@@ -12,11 +12,11 @@ from flexattn.records.codec import decode, decode_record, encode_record
 from flexattn.records.record import Failed, Gated
 from flexattn.tuning.evaluator import NOT_TRIED, Entry, Journal, Method, method_for
 from flexattn.tuning.race import HOPELESS, TrialTable, looks, replay_study
-from flexattn.tuning.replay import ReplayMeasurer
 from flexattn.tuning.tuner import tune_subject
+from tests.replayed import ReplayMeasurer
 from tests.studies import FINE, decode_configs, study
 
-REPLAY = Method(provenance="replay", rounds=3)
+REPLAY = Method(rounds=3)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def by_config(record):
 
 def test_a_record_says_all_and_can_be_judged_again(stored):
     record, spy = tuned(stored)
-    assert record.provenance == "replay" and record.key == stored.key
+    assert record.provenance == "measured" and record.key == stored.key
     assert len(record.trials) == len(stored.trials)
     assert replay_study(record) == record.decision
     again = decode_record(encode_record(record).encode())
