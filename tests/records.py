@@ -97,7 +97,7 @@ def _decided(where, made, default, title, noise, sizes, rounds, **changes):
     record = Record(
         where, HERE, POLICY, "measured", sizes, tuple(made),
         Decision(winner, first, gain, 1e-6, 1.02, 0.95, why),
-        rejected=(("shared memory", 31), ("registers", 12)), transfer=(("b4-q1-k8192", 0.013),),
+        rejected=(("shared memory", 31), ("registers", 12)),
         seconds=41.5, made="2026-11-21T12:00:00+00:00", tool="flexattn", title=title,
     )  # fmt: skip
     return replace(record, **changes)

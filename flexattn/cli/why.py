@@ -105,7 +105,7 @@ def _print(answers: Sequence[tuple[Task, ConfigExplanation, Sequence[Attempt]]])
             say(f"            {estimate}")
         if found.found is not None:
             stored = found.found.stored
-            say(f"            {origin(stored, found.key.sizes, repr(stored.answer.title))}")
+            say(f"            {origin(stored, repr(stored.answer.title))}")
         for attempt in tried:
             say(f"  candidate {attempt}")
         looked = (f"{layer} ({path.parents[3]})" for layer, path in found.expected)

@@ -208,7 +208,7 @@ def _data(known: Key | Environment | Answer) -> dict[str, Any]:
 
 def _answer(data: Any, *known: Key | Environment | None) -> Answer:
     found = dict(_object(data, "record"))
-    schema = found.pop("schema", None)
+    schema, _ = found.pop("schema", None), found.pop("transfer", None)
     if schema != SCHEMA or type(schema) is not int:
         raise CacheError(f"schema {str(schema)[:20]}", f"this version reads schema {SCHEMA}")
     for name, each in zip(("key", "environment"), known, strict=False):

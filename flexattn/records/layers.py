@@ -140,7 +140,7 @@ def find(
     if stored is None:
         return None
     config = transferred(stored.answer.config, stored.sizes, problem, device)
-    return Found(config, stored.how, origin(stored, key.sizes), stored)
+    return Found(config, stored.how, origin(stored), stored)
 
 
 def _first(
@@ -271,8 +271,8 @@ def transferred(config: Config, sizes: Sizes, problem: Problem, device: Device) 
     return found
 
 
-def origin(stored: Stored, wanted: Sizes, named: str = "") -> str:
-    """The origin of a record, and its promise at the sizes asked for, in words.
+def origin(stored: Stored, named: str = "") -> str:
+    """The origin of a record, and what it promises, in words.
 
     named: what the record is called; its file without one.
     """
@@ -287,10 +287,8 @@ def origin(stored: Stored, wanted: Sizes, named: str = "") -> str:
         return f"tuned: {gain}; {kept}"
     if stored.how == "hint":
         return f"hint, tuned with {elsewhere}: {gain} there; {kept}"
-    regret = answer.regret(wanted)
-    measured = "regret not measured" if regret is None else f"measured regret {100 * regret:.1f} %"
-    text = f"nearest, tuned for {Sizes(*answer.sizes)}"
-    return f"{text}{' with ' * bool(elsewhere)}{elsewhere}: {measured}; {kept}"
+    text = f"nearest, tuned for {stored.sizes}"
+    return f"{text}{' with ' * bool(elsewhere)}{elsewhere}: {gain} there; {kept}"
 
 
 # Fields that say how a config is compiled, as a config is that is told nothing: which assembler a

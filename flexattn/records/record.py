@@ -294,13 +294,8 @@ class Answer:
     sizes: tuple[int, int, int]
     config: Config
     decision: Decision
-    transfer: tuple[tuple[str, float], ...] = ()
     made: str = ""
     title: str = ""
-
-    def regret(self, sizes: Sizes) -> float | None:
-        """The measured regret of this config at other sizes of its family, if it was measured."""
-        return dict(self.transfer).get(str(sizes.rounded()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +303,7 @@ class Record:
     """The tuned answer for one key: trials[decision.winner].config is what dispatch runs.
 
     sizes: B, q_len, kv_len as they were measured, before rounding. rejected: configs that were
-    never built, counted by reason. transfer: measured regret of this winner at other sizes of its
-    family, by their name ("b8-q1-k4096"): 0.03 is 3 % slower than the best there.
+    never built, counted by reason.
     """
 
     key: Key
@@ -320,7 +314,6 @@ class Record:
     trials: tuple[Trial, ...]
     decision: Decision
     rejected: tuple[tuple[str, int], ...] = ()
-    transfer: tuple[tuple[str, float], ...] = ()
     seconds: float = 0.0
     made: str = ""
     tool: str = ""

@@ -27,15 +27,12 @@ from flexattn.report.drawing import (
 )
 from flexattn.report.numbers import Importance, limits_of, products_of, reach, work
 from flexattn.report.rivals import BenchResults
-from flexattn.report.summary import Summary
 
 _WIDTH = 340.0
 # Panels of a row in the picture of axes, the height of one, and what labels take below it.
 _COLUMNS, PANEL, GAP = 3, 78.0, 52.0
 # Letters of a line of the width, about.
 _LETTERS = 54
-# The bar of a speedup in a table: its width and height.
-BAR = (70.0, 12.0)
 # The picture of rivals: its width, letters of a line, the height of a row, and a color each.
 _WIDE, _WIDE_LETTERS, ROW = 360.0, 58, 30.0
 _RIVALS: tuple[Role, ...] = ("r0", "r1", "r2", "r3", "oth")
@@ -261,26 +258,6 @@ def _marks(record: Record) -> list[Mark]:
         Mark(decision.default, "def", "diamond", "default"),
         Mark(decision.winner, "win", "star", "winner"),
     ]
-
-
-def bar(summary: Summary, most: float) -> Drawing | None:
-    """A winner's speedup with its 95 % interval, from 1 to `most`; None for the default's."""
-    if not summary.changed or summary.speedup is None:
-        return None
-    assert summary.low is not None and summary.high is not None
-    width, height = BAR
-    scale = Scale(min(1.0, summary.low), max(most, summary.high), 3, width - 3)
-    middle = height / 2
-    low, one, value, high = (
-        scale.at(each) for each in (summary.low, 1.0, summary.speedup, summary.high)
-    )
-    shapes = (
-        Line(((one, 0), (one, height)), "oth"),
-        Line(((one, middle), (value, middle)), "win", 5),
-        Line(((low, middle), (high, middle)), "ink"),
-    )
-    alt = f"{summary.speedup:.3f}, between {summary.low:.3f} and {summary.high:.3f}"
-    return Drawing("speedup", width, height, shapes, alt, "")
 
 
 def rivals_beside(bench: BenchResults, name: str) -> Drawing | None:

@@ -19,7 +19,7 @@ from flexattn.errors import InputError
 from flexattn.kernels.base.environment import templates_folder
 from flexattn.records.record import Record, slug
 from flexattn.report.drawing import Drawing, png, svg, three_figures
-from flexattn.report.figures import bar, pictures, rivals_beside
+from flexattn.report.figures import pictures, rivals_beside
 from flexattn.report.rivals import BenchResults, geometric_mean
 from flexattn.report.summary import Summary, summarize
 from flexattn.util.text import printable
@@ -113,12 +113,9 @@ def html(
     script = environment.get_template("report/script.js.jinja").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     speedups = [e.summary.speedup for e in entries if e.summary.speedup]
-    most = max(speedups, default=1.0)
-    bars = {e.anchor: bar(e.summary, most) for e in entries}
     return environment.get_template("report/page.html.jinja").render(
         models=models(entries),
         summaries=[entry.summary for entry in entries],
-        bars={anchor: Markup(svg(each)) for anchor, each in bars.items() if each},
         rivals=rivals,
         script=script,
         script_hash=f"sha256-{digest}",

@@ -19,9 +19,7 @@ from flexattn.report.numbers import (
     importance,
     landscape,
     limits_of,
-    occupancy,
     reach,
-    recorded_device,
     timed,
     untimed_reasons,
     work,
@@ -31,10 +29,7 @@ from flexattn.report.rivals import BenchResults
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The default or the winner: config, microseconds, resources; None where it is not known.
-
-    blocks: of an SM at once; limit: what is lacking for one more.
-    """
+    """The default or the winner: config, microseconds, resources; None where it is not known."""
 
     config: str
     us: float | None
@@ -44,8 +39,6 @@ class Side:
     registers: int | None
     spills: int | None
     shared_memory: int | None
-    blocks: int | None
-    limit: str
     error: float | None
     budget: float | None
     reach: Reach | None
@@ -56,8 +49,8 @@ class Summary:
     """One problem's result. speedup, low, high: the default's time over the winner's, paired.
 
     speedup is None where the default has no time. torch: the best rival of the bench whose name
-    starts with torch, and its time over ours. transfer: measured regret at other keys. missing:
-    sentences about what could not be computed. model: the first word of its title.
+    starts with torch, and its time over ours. missing: sentences
+    about what could not be computed. model: the first word of its title.
     """
 
     title: str
@@ -85,7 +78,6 @@ class Summary:
     importance: Importance
     costs: tuple[tuple[str, float], ...]
     reasons: tuple[Reason, ...]
-    transfer: tuple[tuple[str, float], ...]
     torch: tuple[str, float] | None
     note: str
     triton: str
@@ -128,7 +120,6 @@ def summarize(record: Record, benches: tuple[BenchResults, ...] = ()) -> Summary
         importance=mattered,
         costs=tuple((effect.axis, effect.cost) for effect in effects(record)),
         reasons=untimed,
-        transfer=record.transfer,
         torch=_best_torch(record, benches),
         note=record.note,
         triton=record.environment.triton,
@@ -184,8 +175,6 @@ def _side(record: Record, index: int) -> Side:
     trial = record.trials[index]
     found = next((each for each in timed(record) if each.trial == index), None)
     built = bool(trial.registers)
-    device = recorded_device(record.environment.device, record.environment.arch)
-    held = None if device is None else occupancy(trial, device)
     return Side(
         config=short(trial.config),
         us=found.us if found else None,
@@ -195,8 +184,6 @@ def _side(record: Record, index: int) -> Side:
         registers=trial.registers if built else None,
         spills=trial.spills if built else None,
         shared_memory=trial.shared_memory if built else None,
-        blocks=held.blocks if held else None,
-        limit=held.limit if held else "",
         error=trial.gate.error if trial.gate else None,
         budget=trial.gate.budget if trial.gate else None,
         reach=reach(record, found.us) if found else None,

@@ -118,15 +118,14 @@ def test_another_policys_record_is_a_hint(places):
     assert find(PREFILL, H200).differing == ("graph", "cold_l2")
 
 
-def test_the_nearest_sizes_serve_with_their_regret(places):
+def test_the_nearest_sizes_serve(places):
     far, near = replace(PREFILL, kv_len=65536), replace(PREFILL, kv_len=16384)
     places["user"].write(recorded(far, ONE))
     assert find(PREFILL, H200).config == ONE
-    name = str(key_of(PREFILL).sizes)
-    places["user"].write(recorded(near, TWO, transfer=((name, 0.034),)))
+    places["user"].write(recorded(near, TWO))
     found = find(PREFILL, H200)
     assert (found.how, found.config, found.stored.distance) == ("nearest", TWO, 1.0)
-    assert "3.4 %" in found.origin and str(sizes_of(near)) in found.origin
+    assert "x the static default there" in found.origin and str(sizes_of(near)) in found.origin
 
 
 @pytest.mark.parametrize("torch", ["2.0.0", "2.0.1", "2.0.2", "2.0.3"])

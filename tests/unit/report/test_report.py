@@ -15,9 +15,7 @@ from flexattn.report.numbers import (
     FEWEST,
     importance,
     limits_of,
-    occupancy,
     reach,
-    recorded_device,
     work,
 )
 from flexattn.report.summary import summarize
@@ -226,30 +224,6 @@ def test_limits_tell_cards_of_one_name_apart():
 )
 def test_limits_are_found_by_the_name_that_a_driver_gives(driver, known):
     assert limits_of(driver) == PEAKS[known]
-
-
-@pytest.mark.parametrize(
-    ("registers", "shared", "warps", "blocks", "limit"),
-    [
-        (255, 1024, 8, 1, "registers"),
-        (64, 1024, 4, 8, "registers"),
-        (32, 100 * 1024, 4, 2, "shared memory"),
-        (32, 0, 16, 4, "registers"),
-        (16, 0, 1, 32, "blocks"),
-    ],
-)
-def test_blocks_that_an_sm_holds(registers, shared, warps, blocks, limit):
-    trial = Trial(PrefillConfig(64, 64, warps, 2), registers=registers, shared_memory=shared)
-    found = occupancy(trial, KNOWN["nvidia-h200"])
-    assert (found.blocks, found.limit) == (blocks, limit)
-
-
-def test_occupancy_is_not_guessed():
-    built = Trial(A, registers=64)
-    assert occupancy(Trial(A), KNOWN["nvidia-h200"]) is None
-    assert occupancy(built, KNOWN["amd-mi300x"]) is None
-    assert recorded_device("somebody-s-h100", "sm_90").arch == "sm_90"
-    assert recorded_device("x", "sm_1") is None
 
 
 @pytest.mark.parametrize("name", ["h200-decode", "h200-prefill-torch"])

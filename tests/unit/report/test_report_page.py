@@ -121,11 +121,9 @@ def test_the_page_says_why_and_beside_what(written):
         "4 problems of 3 models on nvidia-h200, all of them below.",
         prefill_record().decision.why,
         "registers a thread",
-        "blocks per SM",
         "Beside other libraries: decode",
         bench_mean(),
         "out max 3.1e-2 > 2.2e-3",
-        "b4-q1-k8192: 1.3 % slower",
         "No config has a time, so there is nothing to draw.",
     ):
         assert words in text, words
