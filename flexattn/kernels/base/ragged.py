@@ -17,7 +17,7 @@ from flexattn.kernels.printers.mask_printer import print_key_bounds
 from flexattn.kernels.printers.spelling import signature_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.problem import Structure
-from flexattn.problem.serving import ServingForm
+from flexattn.problem.serving import ServingForm, ServingProblem
 
 # Keys of a page that boxes of the copy engine are made for.
 PAGES = (16, 32, 64, 128, 256)
@@ -27,6 +27,8 @@ PAGE_COLUMNS = 64
 _PACKED = (1, 2, 4, 8, 16, 32, 64)
 # Numbers of a tile of rows.
 TILE_WORDS = 5
+# Requests of a server's batch that are prefills at a time; the others decode.
+_PREFILLS = 8
 
 
 class RaggedConfig(Config, Protocol):
@@ -59,6 +61,13 @@ def packs(form: ServingForm) -> bool:
         mod is not None and "h" in mod.mod.expr.variables for mod in (form.score, form.mask)
     )
     return not named and (form.terms is None or form.terms.diagonal is None)
+
+
+def prefill_rows(problem: ServingProblem) -> int:
+    """Query positions that a prefill of a plan brings, by its maxima."""
+    form = problem.structure
+    served = form.ragged and not form.ragged_kv
+    return problem.rows // (min(problem.B, _PREFILLS) if served else problem.B)
 
 
 def packed_heads(rows: int, group: int, tile: int) -> int:

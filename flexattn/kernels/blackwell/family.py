@@ -20,7 +20,7 @@ from flexattn.kernels.base.limits import (
     Rule,
     StructureCase,
 )
-from flexattn.kernels.base.ragged import form_of, lacks, packed_heads, packs
+from flexattn.kernels.base.ragged import form_of, lacks, packed_heads, packs, prefill_rows
 from flexattn.kernels.blackwell.config import (
     LANES,
     OUT_COLUMNS,
@@ -195,7 +195,7 @@ class _Prefill(KernelFamily[BlackwellPrefillConfig]):
         for q_tiles in (2, 1):
             heads = 1
             if isinstance(problem, ServingProblem) and packs(problem.structure):
-                rows = problem.rows // problem.B
+                rows = prefill_rows(problem)
                 heads = packed_heads(rows, problem.structure.group, LANES * q_tiles)
             for stages in (4, 3, 2):
                 config = BlackwellPrefillConfig(keys, stages, q_tiles, 4, heads)

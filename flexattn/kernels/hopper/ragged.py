@@ -21,6 +21,7 @@ from flexattn.kernels.base.ragged import (
     gathers,
     packed_heads,
     packs,
+    prefill_rows,
     request_arguments,
 )
 from flexattn.kernels.base.source import (
@@ -153,7 +154,7 @@ def _shared_out(
     """The config with what follows from heads and mods, and whether keys are cut."""
     form = problem.structure
     if packs(form):
-        heads = packed_heads(problem.rows // problem.B, form.group, config.all_rows)
+        heads = packed_heads(prefill_rows(problem), form.group, config.all_rows)
         config = replace(config, packed_heads=heads)
     elif form.group % 2 == 0:
         config = replace(config, pack_gqa=True)

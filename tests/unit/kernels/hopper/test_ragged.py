@@ -219,6 +219,16 @@ def test_heads_of_a_tile(rows):
     assert packed_heads(*rows, 128) == TILED[rows]
 
 
+@pytest.mark.parametrize("batch, total_q, heads", [(64, 4096, 1), (2, 128, 2), (64, 256, 8)])
+def test_heads_of_a_tile_of_a_servers_plan(batch, total_q, heads):
+    """Five heads of a group by two are a fifth more tiles; a server's plan is for many requests,
+    few of which bring a prompt at a time, and had two heads a tile for rows of its mean."""
+    found = served(
+        batch, 1, total_q, 32768, 40, 8, 128, 128, torch.bfloat16, torch.bfloat16, 1
+    )  # fmt: skip
+    assert next(ragged_defaults(found, H200)).packed_heads == heads
+
+
 def test_mods_that_read_the_head_keep_one_head_a_consumer():
     for mod, tiled in (
         (softcap(4.0), (False, 4)),
