@@ -1,8 +1,8 @@
 """`python -m bench.short_prompts`: prompts of 64 to 1,024 tokens, by configs of both templates.
 
 Microseconds of a CUDA graph whose L2 is cold: the first configs of both templates, and what sizes
-may change of them. `bench.fit_costs` fits the models of both templates to them, with
-records. Needs a GPU with wgmma.
+may change of them. The rules by sizes of both families were read from them. Needs a GPU with
+wgmma.
 """
 
 from __future__ import annotations

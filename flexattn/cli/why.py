@@ -13,7 +13,6 @@ from flexattn.cli.terminal import indented, say, say_json, say_text
 from flexattn.device import Device
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.options import NONE
-from flexattn.kernels.choose.registry import family_of
 from flexattn.measure.task import Task
 from flexattn.mods import bind
 from flexattn.mods.bind import clear
@@ -53,12 +52,6 @@ def _tried(task: Task, device: Device) -> list[Attempt]:
     return told(candidates_of(task.problem, device, NONE), device, memory())
 
 
-def _estimate(task: Task, found: ConfigExplanation) -> str | None:
-    """The estimate of a config by its family's model; None without a model."""
-    known = family_of(found.config).expected(task.problem, found.config, task.device)
-    return None if known is None else str(known)
-
-
 def _told(task: Task, found: ConfigExplanation, tried: Sequence[Attempt]) -> dict[str, Any]:
     return {
         "title": task.title,
@@ -68,7 +61,6 @@ def _told(task: Task, found: ConfigExplanation, tried: Sequence[Attempt]) -> dic
         "environment": asdict(found.environment),
         "how": found.how,
         "config": asdict(found.config),
-        "estimate": _estimate(task, found),
         "origin": None if found.found is None else found.found.origin,
         "expected": [{"layer": layer, "path": str(path)} for layer, path in found.expected],
         "passed": [{"path": str(path), "reasons": [why]} for path, why in found.passed],
@@ -101,8 +93,6 @@ def _print(answers: Sequence[tuple[Task, ConfigExplanation, Sequence[Attempt]]])
             if captures is not None:
                 say_text(indented(f"  {name}_mod".ljust(12), pretty(captures.mod.expr)))
         say(f"  config    {describe(found.config)}")
-        if (estimate := _estimate(task, found)) is not None:
-            say(f"            {estimate}")
         if found.found is not None:
             stored = found.found.stored
             say(f"            {origin(stored, repr(stored.answer.title))}")

@@ -19,7 +19,6 @@ from flexattn.frontend.gradients import check_gradients, choice_of, repeats_bits
 from flexattn.frontend.plan import plan
 from flexattn.frontend.selection import Selection
 from flexattn.kernels.base.config import Config, Geometry, Language, describe
-from flexattn.kernels.base.estimate import Estimate
 from flexattn.kernels.base.limits import Room, rooms
 from flexattn.kernels.choose import options
 from flexattn.kernels.choose.defaults import refused
@@ -74,7 +73,6 @@ class Explanation:
     route: "kernel", "interpreter", "reference" (plain torch on the CPU), "torch" (mods that no
     kernel computes, gradients that an autograd Function of the score_mod decides, and devices that
     torch alone serves), "plugin" (devices that a plug-in serves) or "empty" (no query, no key).
-    expected: what the family's model says of the config at these sizes; None where it has none.
     room: how far its stages and its tile of keys may go alone, by the family's limits.
     language: "triton" or "gluon", of the template. language_why: why not the other; both are None
     where there is no other. breaks: why the call breaks a graph of torch.compile, "" where it is a
@@ -92,7 +90,6 @@ class Explanation:
     language_why: str | None = None
     config: Config | None = None
     config_origin: str | None = None
-    expected: Estimate | None = None
     room: tuple[Room, ...] = ()
     grid: Geometry | None = None
     source: Path | None = None
@@ -112,7 +109,6 @@ class Explanation:
             ("language", self.language and f"{self.language}: {self.language_why}"),
             ("config", self.config and f"{describe(self.config)}\n{self.config_origin}"),
             ("tried", "\n".join(map(str, self.candidates)) if len(self.candidates) > 1 else None),
-            ("expected", self.expected),
             ("room", "\n".join(map(str, self.room))),
             ("grid", self.grid and _grid(self.grid)),
             ("verified", self.verified),
@@ -219,7 +215,6 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
         language_why=language_why,
         config=choice.config,
         config_origin=choice.origin,
-        expected=family.expected(problem, choice.config, choice.device),
         room=rooms(family.limits, choice.config, structure, choice.device),
         grid=launch.geometry,
         source=path_of(choice.source),

@@ -9,7 +9,6 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Config, Geometry, Language, at_rest, check_power, words
-from flexattn.kernels.base.estimate import Estimate
 from flexattn.kernels.base.limits import Limits
 from flexattn.kernels.base.source import Source
 from flexattn.problem import Kind, Problem, Structure
@@ -85,9 +84,9 @@ class KernelFamily(ABC, Generic[_C]):
         """
         return iter(())
 
-    def expected(self, problem: Problem, config: _C, device: Device) -> Estimate | None:
-        """The estimate of a launch; None where no model was fitted to measured launches."""
-        return None
+    def goes_first(self, problem: Problem, device: Device) -> bool:
+        """True if its first config is faster at these sizes than families before it are."""
+        return False
 
     def variants(self, config: _C) -> Iterator[_C]:
         """A config, then its tiles compiled otherwise."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
 from math import log2
-from typing import Any
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Config, Language
-from flexattn.kernels.base.estimate import Estimate, best_first
-from flexattn.kernels.base.family import Effort, KernelFamily
+from flexattn.kernels.base.family import Effort
 from flexattn.kernels.base.limits import able
 from flexattn.kernels.choose.registry import by_language, families, family_of, leading
 from flexattn.problem import Problem, Structure
@@ -29,9 +27,9 @@ def candidates(
     """The static default, then what to fall back to where it does not build or fit, or spills.
 
     Of Hopper's template all tiles come first, each in its variants; then Triton's, the smallest
-    last. Before them is Triton's first one where models expect it to be faster, as it is for short
-    prompts. Sizes decide little: a new length needs no new kernel, or one of a few of prefill's,
-    or the other one of decode's two tile heights by q_len. language: its configs alone.
+    last. Before them is Triton's first one where it is faster, as it is for short prompts. Sizes
+    decide little: a new length needs no new kernel, or one of a few of prefill's, or the other one
+    of decode's two tile heights by q_len. language: its configs alone.
     Raises ConfigError with the reasons when nothing can run.
     """
     template, do = problem.unserved()
@@ -51,31 +49,12 @@ def _wanted(problem: Problem, device: Device, language: Language | None) -> Iter
     else:
         only = by_language(problem.structure.kind, language, device)
         found = () if only is None else (only,)
-    every: dict[KernelFamily[Any], Iterable[Any]]
-    every, faster = {family: family.defaults(problem, device) for family in found}, None
-    if len(found) > 1:
-        every = {family: tuple(configs) for family, configs in every.items()}
-        faster = _expected_faster(every, problem, device)
-        yield from () if faster is None else (faster,)
-    for family, configs in every.items():
-        for config in configs:
-            yield from (each for each in family.variants(config) if each != faster)
-
-
-def _expected_faster(
-    every: Mapping[KernelFamily[Any], Iterable[Any]], problem: Problem, device: Device
-) -> Config | None:
-    """The first config of a family that models expect to gain over that of the first family."""
-    firsts = []
-    for family, configs in every.items():
-        firsts.append((family, next(filter(family.can_run(problem, device), configs), None)))
-
-    def expected(first: tuple[KernelFamily[Any], Any]) -> Estimate | None:
-        family, config = first
-        return None if config is None else family.expected(problem, config, device)
-
-    best = next(best_first(firsts[:1], firsts[1:], expected))
-    return None if best is firsts[0] else best[1]
+    short = (family for family in found[1:] if family.goes_first(problem, device))
+    first = next((next(family.able(problem, device), None) for family in short), None)
+    yield from () if first is None else (first,)
+    for family in found:
+        for config in family.defaults(problem, device):
+            yield from (each for each in family.variants(config) if each != first)
 
 
 def default(problem: Problem, device: Device, language: Language | None = None) -> Config:

@@ -12,7 +12,7 @@ from flexattn.kernels.base.config import Geometry, Language, at_rest, words
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.features import FEW_BY_KEY, values_by_key
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.hopper import cost, ragged, space
+from flexattn.kernels.hopper import ragged, space
 from flexattn.kernels.hopper.config import (
     CONSUMER_REGISTERS,
     CONSUMER_ROWS,
@@ -76,7 +76,6 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         yield from rules[:1]
         yield from alternatives(replace(problem, q_len=1), rules)
 
-    expected = staticmethod(cost.expected)
     variants = staticmethod(space.forms)
 
     def axes(

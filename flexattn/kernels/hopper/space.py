@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, product
+from math import ceil
 from pathlib import Path
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import orders, turned
-from flexattn.kernels.base.estimate import best_first
 from flexattn.kernels.base.features import loads_by_key, loads_tiles
+from flexattn.kernels.base.sizes import key_steps, waves
 from flexattn.kernels.hopper.config import (
     BOX,
     BOXED_REGISTERS,
@@ -26,7 +27,6 @@ from flexattn.kernels.hopper.config import (
     shares_keys,
     whole_boxes,
 )
-from flexattn.kernels.hopper.cost import expected
 from flexattn.kernels.hopper.limits import LIMITS, QK_DIMS, V_DIMS
 from flexattn.kernels.ptx.assembler import assemblers, preferred, triton_package
 from flexattn.mods.analysis.mask_form import mask_form
@@ -339,50 +339,95 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
             yield from turned(found, structure)
 
 
+# Tiles of 128 keys up to which softmaxes are rescaled at once: of 64 columns or without a mask, of
+# three consumers without one, and of more columns with one.
+_FEW_STEPS, _OF_THREE, _FEWER_STEPS = 5, 4, 3.5
+# Two consumers end sooner if their waves of tiles have so many rows less than those of three.
+_LESS = 0.85
+
+
 def sized(problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
-    """The preferences of a structure, and before them what the sizes are expected to want more."""
-
-    def can_run(config: HopperPrefillConfig) -> bool:
-        return not LIMITS.violated(config, problem.structure, device)
-
+    """The preferences of a structure, and before them what the sizes want more."""
     rules = list(preferences(problem.structure))
-    return best_first(
-        rules,
-        alternatives(problem, list(filter(can_run, rules))),
-        lambda config: expected(problem, config, device),
-        can_run,
-    )
+    able = [each for each in rules if not LIMITS.violated(each, problem.structure, device)]
+    best = _by_sizes(problem, able, device) if able else None
+    if best is not None and not LIMITS.violated(best, problem.structure, device):
+        yield best
+    yield from (each for each in rules if each != best)
+
+
+def _by_sizes(
+    problem: Problem, rules: Sequence[HopperPrefillConfig], device: Device
+) -> HopperPrefillConfig:
+    """The first preference, or that of `alternatives` which was faster at such sizes (H200)."""
+    first, structure = rules[0], problem.structure
+    if structure.fp8 or structure.head_dim_qk > WIDEST:
+        return first
+    dense, steps = structure.sparsity is None, key_steps(problem)
+    shared = _sharing(problem, first)
+    if shared is not None and waves(problem, device) > 1:
+        return shared
+    config = first
+    for shorter in _shorter(rules):
+        rows = [
+            ceil(waves(problem, device, each.all_rows)) * each.all_rows
+            for each in (shorter, first)
+        ]
+        if rows[0] < _LESS * rows[1] if dense or first.v_box else steps <= _FEW_STEPS:
+            config = shorter
+    few = _FEW_STEPS if dense or max(structure.head_dims) <= 64 else _FEWER_STEPS
+    if config.consumers > 2:
+        few = _OF_THREE * dense
+    if config.lazy_rescale and steps <= few:
+        return _at_once(config, dense)
+    two = not dense and config.consumers == 2
+    return _side_by_side(config) if two and steps <= _FEW_STEPS else config
 
 
 def alternatives(
     problem: Problem, rules: Sequence[HopperPrefillConfig]
 ) -> Iterator[HopperPrefillConfig]:
-    """The first preference with the changes that sizes ask for: six kernels at most.
+    """The first preference with the changes that sizes ask for: five kernels at most.
 
     Fewer rows of a tile, or heads of a group that share one; each softmax rescaled at once, where
-    keys are few; heads side by side where a mask makes their tiles uneven, else tiles that end
-    before the next one begins, which goes well with few keys too.
+    keys are few; heads side by side where a mask makes their tiles uneven.
     """
     if not rules:
         return
-    first = rules[0]
-    shorter = list(islice((each for each in rules if each.consumers < first.consumers), 1))
+    first, dense = rules[0], problem.structure.sparsity is None
+    shorter = list(_shorter(rules))
     yield from shorter
-    if problem.Hq > problem.Hkv and problem.q_len <= first.BLOCK_M // 2:
-        packed = preferences(problem.structure, pack_gqa=True)
-        sharing = (each for each in packed if each.heads > 1 and shares_keys(problem, each))
-        yield from islice(sharing, 1)
-    dense = problem.structure.sparsity is None
+    shared = _sharing(problem, first)
+    if shared is not None:
+        yield shared
     for each in (first, *shorter):
         if each.lazy_rescale:
-            at_once = replace(each, lazy_rescale=False)
-            yield _drained(at_once) if dense else at_once
-    if not dense:
-        yield replace(first, order="heads", l2_swizzle=8)
-    elif _drained(first) != first:
-        yield _drained(first)
+            yield _at_once(each, dense)
+        if not dense:
+            yield _side_by_side(each)
 
 
-def _drained(config: HopperPrefillConfig) -> HopperPrefillConfig:
-    """The config with tiles that end before the next one begins, if its blocks stay."""
-    return replace(config, cross_tile_pipeline=False) if config.persistent else config
+def _shorter(rules: Sequence[HopperPrefillConfig]) -> Iterator[HopperPrefillConfig]:
+    """The first preference of fewer rows."""
+    return islice((each for each in rules if each.consumers < rules[0].consumers), 1)
+
+
+def _sharing(problem: Problem, first: HopperPrefillConfig) -> HopperPrefillConfig | None:
+    """The first preference whose heads share a tile that the rows of one would half fill."""
+    if problem.Hq == problem.Hkv or problem.q_len > first.BLOCK_M // 2:
+        return None
+    packed = preferences(problem.structure, pack_gqa=True)
+    able = (each for each in packed if each.heads > 1 and shares_keys(problem, each))
+    return next(able, None)
+
+
+def _side_by_side(config: HopperPrefillConfig) -> HopperPrefillConfig:
+    return replace(config, order="heads", l2_swizzle=8)
+
+
+def _at_once(config: HopperPrefillConfig, dense: bool) -> HopperPrefillConfig:
+    """The config rescaled at once; without a mask also with tiles that end before the next one
+    begins, if its blocks stay.
+    """
+    crosses = config.cross_tile_pipeline and not (dense and config.persistent)
+    return replace(config, lazy_rescale=False, cross_tile_pipeline=crosses)

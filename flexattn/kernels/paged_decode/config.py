@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from flexattn.device import Device
 from flexattn.errors import InputTypeError
 from flexattn.kernels.base.config import Language, padded
-from flexattn.kernels.base.estimate import L2_BYTES
+from flexattn.kernels.base.sizes import L2_BYTES
 from flexattn.problem.serving import SERVING_ITEMSIZE, ServingForm, ServingProblem
 
 # Values that a warp holds of a merge at a time: 64 registers of each thread.

@@ -10,11 +10,16 @@ from typing import Any
 from flexattn.device import Device
 from flexattn.kernels.base.amd import hint_words
 from flexattn.kernels.base.config import Geometry, Language, at_rest, words
-from flexattn.kernels.base.estimate import ESTIMATE_MARGIN, Estimate, best_first
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.limits import Limits
 from flexattn.kernels.base.source import UNFUSED, Source, hinted, with_hints
-from flexattn.kernels.triton import cost
+from flexattn.kernels.triton.by_sizes import (
+    beats_hopper,
+    best_splits,
+    of_short_prompt,
+    other_tiles,
+    was_raced,
+)
 from flexattn.kernels.triton.config import (
     DecodeConfig,
     PrefillConfig,
@@ -43,27 +48,20 @@ class _Family(KernelFamily[TritonConfigT]):
     language: Language = "triton"
     limits: Limits[ConfigCase] = LIMITS
 
-    def _modelled(
+    def _put_first(
         self,
         rules: Iterable[TritonConfigT],
-        others: Callable[[TritonConfigT], Iterable[TritonConfigT]],
+        by_sizes: Callable[[TritonConfigT], TritonConfigT | None],
         problem: Problem,
         device: Device,
-        margin: float = ESTIMATE_MARGIN,
     ) -> Iterator[TritonConfigT]:
-        """The rules' configs; on Hopper, before them, another that is expected to be faster.
-
-        others: of the rules' first that can run. margin: what another must be expected to gain.
-        """
+        """The rules' configs; on Hopper, before them, what sizes make of the first able one."""
         kept, can_run = list(rules), self.can_run(problem, device)
         first = next(filter(can_run, kept), None) if device.has_wgmma else None
-        return best_first(
-            kept,
-            () if first is None else others(first),
-            lambda config: self.expected(problem, config, device),
-            can_run,
-            margin,
-        )
+        best = None if first is None else by_sizes(first)
+        if best is not None and best != first and can_run(best):
+            yield best
+        yield from (each for each in kept if each != best or best == first)
 
     fit_to_mask = staticmethod(fit_to_mask)
 
@@ -82,19 +80,21 @@ class _Prefill(_Family[PrefillConfig]):
     kind: Kind = "prefill"
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[PrefillConfig]:
-        rules, margin = prefill_rules(problem, device), cost.margin(problem)
-        return self._modelled(rules, cost.other_tiles, problem, device, margin)
+        def by_sizes(first: PrefillConfig) -> PrefillConfig | None:
+            return of_short_prompt(problem, first, device)
+
+        return self._put_first(prefill_rules(problem, device), by_sizes, problem, device)
+
+    def goes_first(self, problem: Problem, device: Device) -> bool:
+        return beats_hopper(problem, device)
 
     def at_other_sizes(self, problem: Problem, device: Device) -> Iterator[PrefillConfig]:
         """The configs that may come before Hopper's template, or first where that is not there."""
-        if device.has_wgmma and cost.is_modelled(problem.structure):
+        if device.has_wgmma and was_raced(problem.structure):
             able = filter(self.can_run(problem, device), prefill_rules(problem, device))
             for first in islice(able, 1):
                 yield first
-                yield from cost.other_tiles(first)
-
-    def expected(self, problem: Problem, config: PrefillConfig, device: Device) -> Estimate | None:
-        return cost.expected_prefill(problem, config, device) if device.has_wgmma else None
+                yield from other_tiles(first)
 
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[PrefillConfig]:
         return prefill_axes(problem, device, effort == "exhaustive")
@@ -134,15 +134,11 @@ class _Decode(_Family[DecodeConfig]):
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[DecodeConfig]:
         """Before the rules' configs another number of splits: kernels do not depend on it."""
-        return self._modelled(
-            decode_rules(problem, device),
-            lambda first: cost.other_splits(problem, first, device),
-            problem,
-            device,
-        )
 
-    def expected(self, problem: Problem, config: DecodeConfig, device: Device) -> Estimate | None:
-        return cost.expected_decode(problem, config, device) if device.has_wgmma else None
+        def by_sizes(first: DecodeConfig) -> DecodeConfig:
+            return replace(first, num_splits=best_splits(problem, first, device))
+
+        return self._put_first(decode_rules(problem, device), by_sizes, problem, device)
 
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[DecodeConfig]:
         return decode_axes(

@@ -11,7 +11,6 @@ from hypothesis import given, strategies as st
 from flexattn.catalogue import sliding_window
 from flexattn.kernels.choose.defaults import candidates, default
 from flexattn.kernels.triton.config import decode_grid
-from flexattn.kernels.triton.cost import expected_decode as expected, other_splits
 from flexattn.kernels.triton.family import DECODE
 from tests.problems import A100, H200, problem
 
@@ -43,7 +42,7 @@ def test_a_batch_that_leaves_half_of_the_sms_idle_is_split():
 
 @pytest.mark.parametrize(
     ("B", "group", "rows", "keys", "D", "splits"),
-    [(8, 8, 17, 57547, 64, 2), (1, 8, 17, 32768, 64, 11), (4, 8, 17, 32768, 128, 4)],
+    [(8, 8, 17, 57547, 64, 2), (1, 8, 17, 32768, 64, 16), (4, 8, 17, 32768, 128, 5)],
 )
 def test_tall_tiles_fill_what_an_sm_holds(B, group, rows, keys, D, splits):
     """192 tiles of 64 rows on 132 SMs, which hold three of them each: measured, 718 us unsplit and
@@ -56,7 +55,7 @@ def test_tall_tiles_fill_what_an_sm_holds(B, group, rows, keys, D, splits):
 
 
 def test_chunks_have_the_number_of_splits_that_was_fastest():
-    """What the numbers were fitted to, over the fastest number of splits that was timed."""
+    """What the rule was read from, over the fastest number of splits that was timed."""
     found = []
     for B, Hq, Hkv, q_len, kv_len, D, us in json.loads(CHUNKS.read_text())["chunks"]:
         wanted = problem("decode", D, group=Hq // Hkv, q_len=q_len, kv_len=kv_len)
@@ -100,5 +99,3 @@ def test_each_split_has_a_tile_of_keys(D, B, group, keys, name):
     config = default(wanted, H200)
     grid = decode_grid(wanted, config, H200)
     assert 1 <= grid.num_splits <= max(1, -(-keys // config.BLOCK_N))
-    for each in (config, *other_splits(wanted, config, H200)):
-        assert expected(wanted, each, H200).us > 0

@@ -1,4 +1,4 @@
-"""Short prompts on Hopper: Triton's template comes first where models expect it to be faster."""
+"""Short prompts on Hopper: Triton's template comes first where it was faster."""
 
 import statistics
 from dataclasses import replace
@@ -7,16 +7,14 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from bench.measured import measured
 from bench.short_prompts import short_prompts
 from flexattn.catalogue import causal, document
 from flexattn.catalogue.scores import softcap
 from flexattn.deploy.warm import at_other_sizes
 from flexattn.kernels.choose.defaults import candidates, default
 from flexattn.kernels.hopper.config import HopperPrefillConfig
+from flexattn.kernels.triton.by_sizes import beats_hopper
 from flexattn.kernels.triton.config import PrefillConfig
-from flexattn.kernels.triton.cost import expected_prefill as expected
-from flexattn.kernels.triton.family import PREFILL
 from tests.problems import A100, H200, problem
 
 CAUSAL = "d1/2 i2 runs"
@@ -32,7 +30,7 @@ def prompt(rows, heads, B=1, D=64, mask_class=CAUSAL, **about):
 def test_short_prompts_are_served_by_what_was_measured_to_be_fastest():
     """Of 88 prompts, 64 to 1,024 tokens: the best of a row's times over the default's.
 
-    Before the models were fitted to them the mean was 0.87, the least 0.64.
+    Without rules by sizes the mean was 0.87, the least 0.64.
     """
     found = {}
     for each in short_prompts():
@@ -40,7 +38,7 @@ def test_short_prompts_are_served_by_what_was_measured_to_be_fastest():
         assert time is not None, each.title
         found[each.title] = min(each.times.values()) / time
     assert len(found) > 80 and min(found.values()) > 0.89, found
-    assert statistics.geometric_mean(found.values()) > 0.98
+    assert statistics.geometric_mean(found.values()) > 0.99
     assert sum(ratio < 0.92 for ratio in found.values()) <= 3
 
 
@@ -90,9 +88,9 @@ def test_a_backend_that_is_asked_for_is_kept():
     assert isinstance(default(prompt(4096, 71), H200, "triton"), PrefillConfig)
 
 
-def test_elsewhere_nothing_is_expected():
+def test_elsewhere_sizes_change_nothing():
     short = prompt(448, 71)
-    assert PREFILL.expected(short, default(short, A100), A100) is None
+    assert default(short, A100) == default(prompt(4096, 71), A100)
 
 
 @given(
@@ -127,30 +125,8 @@ def test_long_prompts_keep_the_first_tile_of_triton():
     st.sampled_from([40, 48, 64, 80, 128]), st.integers(1, 64), st.integers(1, 64),
     st.integers(1, 20000), st.sampled_from(["", "unknown", CAUSAL, "d1/64 i1 runs"]),
 )  # fmt: skip
-def test_every_size_has_a_default_and_more_keys_take_no_less(D, B, heads, rows, name):
+def test_every_size_has_a_default_and_more_keys_do_not_bring_triton_back(D, B, heads, rows, name):
     wanted = prompt(rows, heads, B, D, name)
     assert default(wanted, H200) == default(wanted, H200)
-    config = default(wanted, H200, "triton")
-    found = expected(wanted, config, H200)
-    assert found.us > 0 and found.waves > 0
-    assert expected(replace(wanted, kv_len=2 * rows), config, H200).us >= found.us
-
-
-def test_times_of_records_are_met():
-    """Up to 128 columns, from 9 us of 256 tokens to 46 ms of 32 thousand.
-
-    Windows over a class of masks that is coarse, and eight heads in a batch of four, are furthest.
-    """
-    off = {}
-    for each in measured():
-        if each.kind != "prefill" or "studies" in each.path.parts:
-            continue
-        config = next(PREFILL.at_other_sizes(each.problem, each.device), None)
-        us = config and each.time(config)
-        told = us and expected(each.problem, config, each.device)
-        if told:
-            off[each.title, each.triton] = told.us / us
-    assert len(off) > 30
-    assert statistics.median(abs(ratio - 1) for ratio in off.values()) < 0.08, off
-    far = {title for (title, _), ratio in off.items() if not 0.85 < ratio < 1.2}
-    assert len(far) <= 3, {title: off[title] for title in off if title[0] in far}
+    longer = replace(wanted, kv_len=2 * rows)
+    assert beats_hopper(wanted, H200) >= beats_hopper(longer, H200)
