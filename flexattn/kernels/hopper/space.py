@@ -343,7 +343,7 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
 # three consumers without one, and of more columns with one.
 _FEW_STEPS, _OF_THREE, _FEWER_STEPS = 5, 4, 3.5
 # Two consumers end sooner if their waves of tiles have so many rows less than those of three.
-_LESS = 0.85
+_LESS = 0.75
 
 
 def sized(problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
