@@ -138,7 +138,7 @@ class Call(NamedTuple):
     def check_reads(self) -> None:
         """That its mods read inside their tensors; raises CaptureError."""
         check_reads(
-            self.q, self.k, self.scale, self.descales, self.score_mod, self.score,
+            (*self.q.shape[:3], self.k.shape[2]), self.q.device, self.score_mod, self.score,
             self.block_mask, self.mask,
         )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Checked mode (FLEXATTN_CHECK=1): what mods read of captured tensors, held to their sizes.
 
 Kernels read 0 outside of a tensor, as if nothing were wrong. Here the indices themselves are
-computed, by torch and for all positions, where their bounds do not prove them right.
+computed, by torch and for all positions, where their bounds do not prove them right. Indices that
+follow from a score are not: plain torch, which computes calls on the CPU, finds those too.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.errors import CaptureError
 from flexattn.mods import Bound
-from flexattn.mods.expr import Expr
-from flexattn.mods.outside import Evaluated, buffer_of, evaluated, unproven
+from flexattn.mods.expr import Expr, reads
+from flexattn.mods.outside import buffer_of, evaluated, unproven
 from flexattn.mods.refusal import capture_name, named_mod
 from flexattn.mods.simplify import plug
-from flexattn.problem.inputs import Descales, descaled
 from flexattn.problem.mask_lists import dense_blocks, spread
 
 _Mod = Callable[..., Any]
@@ -37,16 +37,14 @@ _CHUNK = 2**22
 def check_mask_reads(fn: _Mod, bound: Bound, sizes: _Sizes, device: torch.device) -> None:
     """Raises CaptureError if a mask_mod reads outside its tensors, in sizes B, H, q_len, kv_len.
 
-    It may read outside where it is False whatever stands there. Raises CaptureError.
+    It may read outside where it is False whatever stands there.
     """
-    _Check(_Reader.of(fn, bound), sizes, device).run()
+    _check(fn, bound, sizes, device)
 
 
 def check_reads(
-    q: Tensor,
-    k: Tensor,
-    scale: float,
-    descales: Descales,
+    sizes: _Sizes,
+    device: torch.device,
     score_mod: _Mod | None,
     score: Bound | None,
     block_mask: BlockMask | None,
@@ -54,198 +52,128 @@ def check_reads(
 ) -> None:
     """Raises CaptureError if mods read outside their tensors where the mask keeps the score.
 
-    q [B, Hq, L, E], k [Bkv, Hkv, S, E]; score and mask: what the mods are bound to. A mask_mod is
-    asked in its listed blocks but the full ones. Raises CaptureError. It waits for the device, so
-    a stream that is being captured is not checked.
+    sizes: B, Hq, L, S. score and mask: what the mods are bound to. A mask_mod is asked in its
+    listed blocks but the full ones. It waits for the device, so a stream that is being captured is
+    not checked.
     """
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
-    B, H, L, _ = q.shape
-    sizes, kept = (B, H, L, k.shape[2]), None
+    kept = None
     if block_mask is not None and mask is not None:
-        reader = _Reader.of(block_mask.mask_mod, mask)
-        kept = _KeptLanes(block_mask, reader, k.shape[2])
-        _Check(reader, sizes, q.device, kept.partial_lanes).run()
+        blocks = _Blocks(block_mask, mask, sizes[3])
+        _check(block_mask.mask_mod, mask, sizes, device, blocks.asked)
+        kept = blocks.kept
     if score_mod is not None and score is not None:
-        lanes = None if kept is None else kept.lanes
-        scores = _Scores(q, k, scale, descales)
-        _Check(_Reader.of(score_mod, score), sizes, q.device, lanes, scores).run()
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """A mod with what it captures, its numbers being constants of the expression."""
-
-    fn: _Mod
-    kind: str
-    expr: Expr
-    tensors: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, fn: _Mod, bound: Bound) -> _Reader:
-        expr = plug(bound.mod.expr, dict(enumerate(bound.scalars)))
-        return cls(fn, bound.mod.kind, expr, bound.tensors)
+        _check(score_mod, score, sizes, device, kept)
 
 
 @dataclass(frozen=True)
-class _KeptLanes:
+class _Blocks:
     """The positions that a BlockMask and its mask_mod keep; its lists are read when asked for."""
 
     blocks: BlockMask
-    mask: _Reader
+    mask: Bound
     kv_len: int
 
     @cached_property
-    def partial(self) -> Tensor:
-        """The map of blocks in which mask_mod is asked."""
-        return self._map(self.blocks.kv_num_blocks, self.blocks.kv_indices)
-
-    @cached_property
-    def full(self) -> Tensor | None:
-        """The map of those in which it is not."""
-        counts, indices = self.blocks.full_kv_num_blocks, self.blocks.full_kv_indices
-        return None if counts is None or indices is None else self._map(counts, indices)
-
-    def _map(self, counts: Tensor, indices: Tensor) -> Tensor:
-        return dense_blocks(counts, indices, -(-self.kv_len // self.blocks.BLOCK_SIZE[1]))
-
-    def partial_lanes(self, lanes: Lanes) -> Tensor:
-        """True at each element on which mask_mod is called, [b, h, m, n]."""
-        return spread(self.partial, self.blocks.BLOCK_SIZE, lanes)
-
-    def lanes(self, lanes: Lanes) -> Tensor:
-        """True at each element where a score counts, [b, h, m, n]."""
-        expr = self.mask.expr
-        inside = evaluated((expr,), self.mask.tensors, _env(lanes))[expr].value
-        kept = self.partial_lanes(lanes) & inside
-        if self.full is None:
-            return kept
-        return kept | spread(self.full, self.blocks.BLOCK_SIZE, lanes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """The scores before a score_mod, for one that reads a table by them."""
-
-    q: Tensor
-    k: Tensor
-    scale: float
-    descales: Descales
-
-    def at(self, lanes: Lanes) -> Tensor:
-        """fp32 [b, h, m, n]."""
-        b, h, m, _ = lanes
-        group = self.q.shape[1] // self.k.shape[1]
-        q = descaled(self.q.float(), self.descales.q)[b][:, h][:, :, m]
-        k = descaled(self.k.float(), self.descales.k)[b % self.k.shape[0]][:, h // group]
-        return torch.matmul(q, k.mT) * self.scale
-
-
-@dataclass(slots=True)
-class _Seen:
-    """The least and largest index of one dimension of one load, and where it is first outside."""
-
-    low: int = 0
-    high: int = 0
-    first: tuple[int, ...] = ()
-    index: int = 0
-    any: bool = False
-
-    def add(self, index: Tensor, lanes: Tensor, size: int, corner: Sequence[int]) -> None:
-        """Adds the indices that positions of a chunk read; corner: of its first one."""
-        read = index.expand(lanes.shape)[lanes]
-        if not read.numel():
-            return
-        low, high = int(read.min()), int(read.max())
-        self.low = min(self.low, low) if self.any else low
-        self.high = max(self.high, high) if self.any else high
-        self.any = True
-        if not self.first and (low < -size or high >= size):
-            place = (lanes & ((index < -size) | (index >= size))).nonzero()[0]
-            self.index = int(index.expand(lanes.shape)[tuple(place)])
-            self.first = tuple(int(at) + start for at, start in zip(place, corner, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """One mod at all positions; kept: those where it counts, None for all."""
-
-    reader: _Reader
-    sizes: _Sizes
-    device: torch.device
-    kept: _Kept | None = None
-    scores: _Scores | None = None
-
-    @torch.no_grad()
-    def run(self) -> None:
-        """Raise CaptureError for the first dimension of a tensor that is read outside."""
-        ranges = {name: (0, size - 1) for name, size in zip(_NAMES, self.sizes, strict=True)}
-        expr, tensors = self.reader.expr, self.reader.tensors
-        loads = unproven(expr, tensors, ranges)
-        if not loads or 0 in self.sizes:
-            return
-        roots = (expr,) if self.reader.kind == "mask" else loads
-        asked = {name for root in roots for name in root.variables}
-        # An index that no position moves is looked at once; where it counts, only if it is wrong.
-        scores = self.scores if "score" in asked else None
-        few = _only(self.sizes, asked) if scores is None else self.sizes
-        seen = self._seen(few, None, scores, roots, loads)
-        if self.kept is not None and any(each.first for each in seen.values()):
-            seen = self._seen(self.sizes, self.kept, scores, roots, loads)
-        for (load, dim), each in seen.items():
-            if each.first:
-                raise self._error(load, dim, each)
-
-    def _seen(
-        self,
-        sizes: _Sizes,
-        kept: _Kept | None,
-        scores: _Scores | None,
-        roots: Sequence[Expr],
-        loads: Sequence[Expr],
-    ) -> dict[tuple[Expr, int], _Seen]:
-        """The indices that each dimension of each load reads, where the mod counts."""
-        seen = {(load, dim): _Seen() for load in loads for dim in range(len(load.args))}
-        for lanes in _chunks(sizes, self.device):
-            env = _env(lanes)
-            if scores is not None:
-                env["score"] = scores.at(lanes)
-            found = evaluated(roots, self.reader.tensors, env)
-            counts = self._counts(found, lanes, kept)
-            for (load, dim), each in seen.items():
-                size = buffer_of(load, self.reader.tensors).shape[dim]
-                each.add(found[load.args[dim]].value, counts, size, [int(x[0]) for x in lanes])
-        return seen
-
-    def _counts(self, found: dict[Expr, Evaluated], lanes: Lanes, kept: _Kept | None) -> Tensor:
-        """The positions, bool [b, h, m, n], at which a read outside would be seen."""
-        counts = torch.ones((), dtype=torch.bool, device=self.device)
-        if kept is not None:
-            counts = kept(lanes)
-        if self.reader.kind == "mask":
-            # A False that is sure removes the position, whatever was read on the way.
-            result = found[self.reader.expr]
-            counts = counts & (result.value | result.unsure)
-        return counts.expand([len(each) for each in lanes])
-
-    def _error(self, load: Expr, dim: int, seen: _Seen) -> CaptureError:
-        tensor = buffer_of(load, self.reader.tensors)
-        size = tensor.shape[dim]
-        about = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        name = f"{capture_name(self.reader.fn, tensor) or 'a captured tensor'}, {about},"
-        place = ", ".join(f"{x}={at}" for x, at in zip(_NAMES, seen.first, strict=True))
-        return CaptureError(
-            f"{named_mod(self.reader.fn, self.reader.kind)} reads {name} "
-            f"from {seen.low} to {seen.high} in dimension {dim}, which has {size} elements",
-            f"an index is from {-size} to {size - 1} wherever the mask keeps the score, or asks "
-            f"the tensor whether to; at {place} it is {seen.index}",
-            "make the tensor longer, clamp the index, or mask the position",
+    def maps(self) -> list[Tensor]:
+        """The blocks in which mask_mod is asked and, if there are such, those that are full."""
+        mask, columns = self.blocks, -(-self.kv_len // self.blocks.BLOCK_SIZE[1])
+        pairs = (
+            (mask.kv_num_blocks, mask.kv_indices),
+            (mask.full_kv_num_blocks, mask.full_kv_indices),
         )
+        return [dense_blocks(n, x, columns) for n, x in pairs if n is not None and x is not None]
+
+    def asked(self, lanes: Lanes) -> Tensor:
+        """True at each element on which mask_mod is called, [b, h, m, n]."""
+        return spread(self.maps[0], self.blocks.BLOCK_SIZE, lanes)
+
+    def kept(self, lanes: Lanes) -> Tensor:
+        """True at each element where a score counts, [b, h, m, n]."""
+        expr = _plain(self.mask)
+        kept = self.asked(lanes) & evaluated((expr,), self.mask.tensors, _env(lanes))[expr].value
+        for full in self.maps[1:]:
+            kept = kept | spread(full, self.blocks.BLOCK_SIZE, lanes)
+        return kept
 
 
-def _only(sizes: _Sizes, names: set[str]) -> _Sizes:
-    b, h, m, n = (size if name in names else 1 for name, size in zip(_NAMES, sizes, strict=True))
-    return b, h, m, n
+def _plain(bound: Bound) -> Expr:
+    """A mod's expression with its numbers as constants."""
+    return plug(bound.mod.expr, dict(enumerate(bound.scalars)))
+
+
+@torch.no_grad()
+def _check(
+    fn: _Mod, bound: Bound, sizes: _Sizes, device: torch.device, kept: _Kept | None = None
+) -> None:
+    """Raises CaptureError for the first read outside; kept: where reads count, None of all."""
+    expr, tensors = _plain(bound), bound.tensors
+    ranges = {name: (0, size - 1) for name, size in zip(_NAMES, sizes, strict=True)}
+    loads = [x for x in unproven(expr, tensors, ranges) if not reads(x, "score")]
+    if not loads or 0 in sizes:
+        return
+    mask = expr if bound.mod.kind == "mask" else None
+    # An index that no position moves is looked at once; where it counts, only if it is wrong.
+    b, h, m, n = (
+        size if any(reads(root, name) for root in ([mask] if mask else loads)) else 1
+        for name, size in zip(_NAMES, sizes, strict=True)
+    )
+    found = _first_outside(mask, loads, tensors, _chunks((b, h, m, n), device), None)
+    if found is not None and kept is not None:
+        found = _first_outside(mask, loads, tensors, _chunks(sizes, device), kept)
+    if found is not None:
+        raise _error(fn, bound, *found)
+
+
+def _first_outside(
+    mask: Expr | None,
+    loads: Sequence[Expr],
+    tensors: Sequence[Tensor],
+    chunks: Iterator[Lanes],
+    kept: _Kept | None,
+) -> tuple[Expr, int, int, list[int]] | None:
+    """The first read outside that counts: the load, its dimension, the index, and the position.
+
+    mask: the expression of a mask_mod. Its False that is sure removes the position, whatever was
+    read on the way.
+    """
+    for lanes in chunks:
+        found = evaluated([mask] if mask else loads, tensors, _env(lanes))
+        for load in loads:
+            for dim, size in enumerate(buffer_of(load, tensors).shape):
+                index = found[load.args[dim]].value
+                outside = (index < -size) | (index >= size)
+                if not outside.any():
+                    continue
+                if mask:
+                    outside = outside & (found[mask].value | found[mask].unsure)
+                if kept is not None:
+                    outside = outside & kept(lanes)
+                shape = [len(each) for each in lanes]
+                places = outside.expand(shape).nonzero()
+                if len(places):
+                    at = places[0].tolist()
+                    position = [int(x[i]) for x, i in zip(lanes, at, strict=True)]
+                    return load, dim, int(index.expand(shape)[tuple(at)]), position
+    return None
+
+
+def _error(
+    fn: _Mod, bound: Bound, load: Expr, dim: int, index: int, at: list[int]
+) -> CaptureError:
+    tensor = buffer_of(load, bound.tensors)
+    size = tensor.shape[dim]
+    about = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    place = ", ".join(f"{x}={i}" for x, i in zip(_NAMES, at, strict=True))
+    return CaptureError(
+        f"{named_mod(fn, bound.mod.kind)} reads "
+        f"{capture_name(fn, tensor) or 'a captured tensor'}, {about}, at {index} in dimension "
+        f"{dim}, which has {size} elements, at {place}",
+        f"an index is from {-size} to {size - 1} wherever the mask keeps the score, or asks the "
+        "tensor whether to",
+        "make the tensor longer, clamp the index, or mask the position",
+    )
 
 
 def _env(lanes: Lanes) -> dict[str, Tensor]:
@@ -256,19 +184,11 @@ def _env(lanes: Lanes) -> dict[str, Tensor]:
     }
 
 
-def _chunks(sizes: Sequence[int], device: torch.device) -> Iterator[Lanes]:
-    """All positions, some batches, heads and rows at a time, each with all keys."""
-    steps, room = [0, 0, 0], max(1, _CHUNK // sizes[3])
-    for dim in (2, 1, 0):
-        steps[dim] = max(1, min(sizes[dim], room))
-        room = max(1, room // steps[dim])
-    keys = torch.arange(sizes[3], device=device)
-
-    def spans(dim: int) -> Iterator[Tensor]:
-        for start in range(0, sizes[dim], steps[dim]):
-            yield torch.arange(start, min(start + steps[dim], sizes[dim]), device=device)
-
-    for b in spans(0):
-        for h in spans(1):
-            for rows in spans(2):
-                yield b, h, rows, keys
+def _chunks(sizes: _Sizes, device: torch.device) -> Iterator[Lanes]:
+    """All positions, some rows of one head at a time, each with all keys."""
+    rows = max(1, _CHUNK // sizes[3])
+    b, h, m, n = (torch.arange(size, device=device) for size in sizes)
+    for batch in b.split(1):
+        for head in h.split(1):
+            for some in m.split(rows):
+                yield batch, head, some, n
