@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
@@ -152,19 +151,6 @@ def _round(x: Operand, decimals: int = 0) -> Array:
     return pointwise(back, pointwise("round", pointwise(there, x, scale)), scale)
 
 
-def _signbit(x: Array) -> Array:
-    if is_float(x.dtype):  # -0.0 has one
-        x = pointwise("copysign", cast(1, x.dtype), x)
-    return pointwise("lt", cast(x, "int64") if x.dtype == "bool" else x, 0)
-
-
-def _angle(x: Array) -> Array:
-    if not is_float(x.dtype):
-        x = cast(x, name_of(torch.get_default_dtype()))
-    turned = _where(pointwise("lt", x, 0), cast(math.pi, x.dtype), cast(0, x.dtype))
-    return _where(pointwise("isnan", x), x, turned)
-
-
 def _number_of(op: str, x: Operand, y: Operand) -> Array:
     """fmax and fmin: NaN only where both are."""
     dtype = promoted([as_array(x), as_array(y)])
@@ -209,8 +195,6 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     "clamp_max": lambda x, high: _clamp(x, None, high),
     "relu": _relu,
     "round": _round,
-    "signbit": _signbit,
-    "angle": _angle,
     "fmax": partial(_number_of, "maximum"),
     "fmin": partial(_number_of, "minimum"),
     "copy": lambda x, y, *_: broadcast(cast(y, x.dtype), x.shape),

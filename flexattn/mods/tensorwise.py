@@ -5,7 +5,6 @@ What looks at many elements is unrolled.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -128,37 +127,6 @@ def _cat(arrays: Sequence[Array], dim: int = 0) -> Array:
     return Array(shape, dtype, at)
 
 
-def _flip(x: Array, dims: Sequence[int]) -> Array:
-    for dim in dims_of(x, dims):
-        x = index(x, [*[None] * dim, _arange(x.shape[dim] - 1, -1, -1)])
-    return x
-
-
-def _diagonal(x: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
-    """torch has the diagonal last."""
-    rank = len(x.shape)
-    one, other = dim1 % rank, dim2 % rank
-    rest = [dim for dim in range(rank) if dim not in (one, other)]
-    down, along = max(-offset, 0), max(offset, 0)
-    length = max(0, min(x.shape[one] - down, x.shape[other] - along))
-    places = [_arange(first, first + length) for first in (down, along)]
-    return index(_rearranged(x, [*rest, one, other]), [*[None] * len(rest), *places])
-
-
-def _diagonal_scatter(x: Array, y: Array, *which: int) -> Array:
-    """x with another diagonal."""
-    offset, dim1, dim2 = (*which, *(0, 0, 1)[len(which) :])
-    one, other = dim1 % len(x.shape), dim2 % len(x.shape)
-
-    def at(i: Index) -> Expr:
-        inside = applied("eq", applied("sub", i[other], i[one]), integer(offset))
-        rest = [each for dim, each in enumerate(i) if dim not in (one, other)]
-        last = applied("add", i[one], integer(min(offset, 0)))
-        return make("where", x.dtype, (inside, y.at((*rest, last)), x.at(i)))
-
-    return Array(x.shape, x.dtype, at)
-
-
 def _gather(x: Array, dim: int, position: Array, **_: Any) -> Array:
     def at(i: Index) -> Expr:
         here = Array.scalar(position.at(i))
@@ -211,13 +179,9 @@ TENSORWISE: dict[str, Callable[..., Any]] = {
     "slice": _slice,
     "broadcast_in_dim": _broadcast_in_dim,
     "cat": _cat,
-    "flip": _flip,
-    "diagonal": _diagonal,
-    "diagonal_scatter": _diagonal_scatter,
     "index": index,
     **dict.fromkeys(("index_put", "_unsafe_index_put"), index_put),
     "gather": _gather,
-    "take": lambda x, position: index(reshape(x, [-1]), [position]),
     "empty": partial(_filled, 0),
     "empty_like": lambda x, **options: _full_like(x, 0, **options),
     "full": _full,
@@ -297,21 +261,6 @@ def _total(
     return _reduced(op, x, dims, keepdim, dtype=result, inner=_accumulator(result))
 
 
-def _var(
-    x: Array,
-    dims: Any = None,
-    correction: float | None = 1,
-    keepdim: bool = False,
-) -> Array:
-    count = math.prod(x.shape[dim] for dim in dims_of(x, dims))
-    wide = cast(x, _accumulator(x.dtype))
-    mean = pointwise("div", _reduced("add", wide, dims, keepdim=True), float(count))
-    away = pointwise("sub", wide, mean)
-    total = _reduced("add", pointwise("mul", away, away), dims, keepdim)
-    left = max(count - (1 if correction is None else correction), 0)
-    return cast(pointwise("div", total, float(left)), x.dtype)
-
-
 def _truth(op: str, x: Array, dims: Any = None, keepdim: bool = False) -> Array:
     return _reduced(op, cast(x, "bool"), dims, keepdim)
 
@@ -340,7 +289,6 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
     "searchsorted": lambda bounds, x, **how: _bucketize(x, bounds, **how),
     "sum": partial(_total, "add"),
     "prod": partial(_total, "mul"),
-    "var": _var,
     "any": partial(_truth, "or"),
     "all": partial(_truth, "and"),
     "amax": partial(_reduced, "maximum"),

@@ -20,6 +20,13 @@ from flexattn.mods.bind import stats
 from tests.random_mods.mods import everywhere
 
 WIDE = torch.randn(2, 200, generator=torch.Generator().manual_seed(0))
+SQUARE = WIDE[0, :64].view(8, 8)
+
+
+def on_the_diagonal(s, b, h, q, k):
+    x = SQUARE.clone()
+    x.diagonal().fill_(3)
+    return s + x[q % 8, k % 8]
 
 
 def inputs():
@@ -32,6 +39,11 @@ SCORES = {
     "sort": lambda s, b, h, q, k: s + torch.sort(WIDE[h])[0][0],
     "a long sum": lambda s, b, h, q, k: s + WIDE[h].sum(),
     "bessel": lambda s, b, h, q, k: s + torch.special.bessel_j0(q - k),
+    "backwards": lambda s, b, h, q, k: s + WIDE[h].flip(0)[k],
+    "deviation": lambda s, b, h, q, k: s + SQUARE[q % 8].std(),
+    "a line of a table": lambda s, b, h, q, k: s + torch.diagonal(SQUARE, 1)[q % 7],
+    "a line that is written": on_the_diagonal,
+    "angle": lambda s, b, h, q, k: s + torch.angle(s) + torch.signbit(s),
 }
 
 

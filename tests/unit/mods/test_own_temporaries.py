@@ -61,8 +61,6 @@ def square(s, b, h, q, k):
     x[q % 8, k % 8] = s
     x[:, k % 8] += 1
     x[q % 8] = 2.0
-    x.diagonal().fill_(3)
-    x.diagonal(-2).add_(s)
     x.T[1] = s
     x[..., 2] = s
     x[None, q % 8, 1] = 5
@@ -115,24 +113,17 @@ def composed(s, b, h, q, k):
     return s + near + unit + cosine + F.pad(TABLE[q % 8], (1, 1))[0]
 
 
-def normalised(s, b, h, q, k):
-    rows = F.layer_norm(TABLE[k % 8], (8,), TABLE[0], TABLE[1])[k % 8]
-    return s + rows + TABLE[q % 8].std() + TABLE.var(1, correction=0)[k % 8]
-
-
 def beside(s, b, h, q, k):
     """No write: what was refused, or ended in torch's or our own words, in the same reports."""
     places = torch.bucketize(k, BOUNDS) * 2 - torch.bucketize(q, BOUNDS, right=True)
     places += torch.searchsorted(BOUNDS, k, side="right", out_int32=True)
     rounded = torch.round(s, decimals=1) + torch.round(s * 100, decimals=-1)
-    lines = torch.diagonal(TABLE, 1)[q % 7] + TABLE.diagonal(-2, 1, 0)[q % 6]
     nan = torch.bucketize(s * float("nan"), torch.tensor([-0.5, 0.0, 1.0]))
-    return s + places + rounded + lines + nan + torch.bucketize(s, TABLE[0, :1])
+    return s + places + rounded + nan + torch.bucketize(s, TABLE[0, :1])
 
 
 MODS = [
-    augmented, methods, out, elements, square, literal, views, parts, gathered, composed,
-    normalised, beside,
+    augmented, methods, out, elements, square, literal, views, parts, gathered, composed, beside,
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from flexattn.mods.outside import evaluated
 # What no kernel computes: plain torch does on the CPU, and on a GPU its compiled kernel.
 LEFT = {
     "_conj_physical", "digamma", "frexp", "gcd", "i0", "igamma", "igammac", "lcm", "nextafter",
-    "polygamma",
+    "polygamma", "angle", "signbit",
     "special_airy_ai", "special_bessel_j0", "special_bessel_j1", "special_bessel_y0",
     "special_bessel_y1", "special_erfcx", "special_hermite_polynomial_h",
     "special_hermite_polynomial_he", "special_i0e", "special_i1", "special_i1e",
@@ -133,8 +133,6 @@ NEW = (
     "erfinv",
     "hypot",
     "copysign",
-    "signbit",
-    "angle",
     "fmax",
     "fmin",
 )
