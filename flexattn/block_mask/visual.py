@@ -292,7 +292,7 @@ class _View:
         }  # fmt: skip
         corners = self._env(corners)
         bounds, (_, tensors, scalars) = bounds_of(self._bound.mod), self._bound
-        tables = tables_of(bounds.tables, tensors, (1, 1))
+        tables = tables_of(bounds.tables, tensors)
         must, may = verdicts(bounds, corners, tensors, scalars, tables)
         shape = len(rows[0]), len(columns[0])
         must, may = must.expand(shape).cpu(), may.expand(shape).cpu()

@@ -19,7 +19,7 @@ from flexattn.kernels.printers.spelling import (
 )
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
 from flexattn.mods import Mod
-from flexattn.mods.algebra import Bounds, Extremes, TableUse, bounds_of
+from flexattn.mods.algebra import Bounds, Table, TableUse, bounds_of
 from flexattn.mods.algebra.bounds import CORNERS
 from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, walk
@@ -62,30 +62,20 @@ def print_bounds(mod: Mod, bounds: Bounds) -> PrintedBounds:
 def table_names(number: int, use: TableUse, rank: int) -> tuple[tuple[str, str], ...]:
     """The kernel's arguments for one table: each name, and its type where it is a number.
 
-    The type of the two pointers is the captured tensor's.
+    The type of the pointer is the captured tensor's.
     """
     base = f"table{number}"
     strides = tuple((f"{base}_stride{dim}", "i64") for dim in range(max(rank - 1, 0)))
-    if use.dim < 0:
-        return ((f"{base}_min", ""), *strides)
-    found = [(f"{base}_min", ""), (f"{base}_max", ""), (f"{base}_level", "i64")]
-    return (*found, (f"{base}_levels", "i32"), (f"{base}_shift", "i32"), *strides)
+    return ((base, ""), *(((f"{base}_sorted", "i32"),) if use.dim >= 0 else ()), *strides)
 
 
-def table_values(number: int, use: TableUse, table: Extremes) -> dict[str, Any]:
+def table_values(number: int, use: TableUse, table: Table) -> dict[str, Any]:
     """The values that a launch passes for `table_names`, by name."""
     base = f"table{number}"
-    strides = table.least.stride()[1:-1]
+    strides = table.values.stride()[:-1]
     values: dict[str, Any] = {f"{base}_stride{dim}": stride for dim, stride in enumerate(strides)}
-    values[f"{base}_min"] = table.least
-    if use.dim >= 0:
-        values |= {
-            f"{base}_max": table.most,
-            f"{base}_level": table.least.stride(0),
-            f"{base}_levels": table.levels,
-            f"{base}_shift": table.shift,
-        }
-    return values
+    values[base] = table.values
+    return values | ({f"{base}_sorted": int(table.ordered)} if use.dim >= 0 else {})
 
 
 def _text(
@@ -101,11 +91,11 @@ def _text(
         slot, dim = map(int, str(node.value).split("."))
         sizes = buffer_names(mod.kind, slot, mod.buffers[slot].rank)[1]
         return f"zero + {sizes[dim]}"
+    if node.op == "table_sorted":
+        return f"(zero + table{node.value}_sorted != 0)"
     if node.op in ("table_min", "table_max"):
         table = int(node.value or 0)
-        text = _read(table, bounds.tables[table], args, node.op.removeprefix("table_"))
-        single = bounds.tables[table].dim < 0
-        return f"{text}.to(tl.int64)" if single else text
+        return _read(table, bounds.tables[table], args, node.op.removeprefix("table_"))
     if node.op == "cast":
         whole = f"{args[0]}.to(tl.int32)" if node.args[0].dtype == "bool" else args[0]
         return f"{whole}.to({triton_type(node.dtype)})"
@@ -120,18 +110,17 @@ def _text(
 
 def _read(number: int, use: TableUse, places: list[str], end: str) -> str:
     base = f"table{number}"
-    last = ""
-    if use.dim >= 0:
-        *places, last = places
-        places = [*places[: use.dim], *places[use.dim + 1 :], places[use.dim]]
-    strided = [f"{place} * {base}_stride{dim}" for dim, place in enumerate(places[:-1])]
     if use.dim < 0:
-        address = " + ".join([f"{base}_min", "zero", *strided, *places[-1:]])
-        return f"tl.load({address})"
-    address = " + ".join([f"{base}_{end}", *strided])
-    more = f"{base}_level, {base}_levels, {base}_shift"
-    function = "least_of" if end == "min" else "most_of"
-    return f"{function}({address}, {places[-1]}, {last}, {more})"
+        return _load(base, places)
+    *places, last = places
+    places = [*places[: use.dim], *places[use.dim + 1 :], places[use.dim]]
+    ends = ", ".join(_load(base, [*places[:-1], at]) for at in (places[-1], last))
+    return f"tl.{end}imum({ends})"
+
+
+def _load(base: str, places: list[str]) -> str:
+    strided = [f"{place} * {base}_stride{dim}" for dim, place in enumerate(places[:-1])]
+    return f"tl.load({' + '.join([base, 'zero', *strided, *places[-1:]])}).to(tl.int64)"
 
 
 # Blocks that a program classifies.
@@ -175,7 +164,6 @@ def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: D
         "hoisted": mask.hoisted,
         "mask": mask,
         "bounds": printed,
-        "tables": any(use.dim >= 0 for use in bounds.tables),
         "constants": settings,
     }
     title = f"block mask {q_block}x{kv_block} for {device.arch}"

@@ -2,7 +2,7 @@
 
 from flexattn.mods.algebra.bounds import (
     Bounds,
-    Extremes,
+    Table,
     TableUse,
     bounds_of,
     tables_of,

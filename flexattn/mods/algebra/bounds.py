@@ -7,15 +7,13 @@ arithmetic over linear forms (flexattn.mods.algebra.whole); sound, never exact b
 element is kept where the second is false, and none is removed where the first is true.
 verdicts() computes both for many tiles with torch, on any device.
 
-Extremes are read from tables. Level k of a table holds the extremes of every 2**k neighbours, so
-two entries answer any range. A sorted tensor needs no level but itself: its extremes are at the
-ends of a range. Tables are made anew in each call, on the tensor's device: what a tensor holds may
-change from call to call.
+The extremes of a sorted tensor are at the ends of a range; of another one nothing is known over a
+range. Tables are made anew in each call, on the tensor's device: what a tensor holds may change
+from call to call.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +48,7 @@ _UNORDERED = ("uint16", "uint32", "uint64")
 class TableUse:
     """A captured tensor whose extremes are asked for over a range of dimension `dim`.
 
-    dim -1: it is read at single places alone.
+    dim -1: it is read at single places alone, sorted or not.
     """
 
     slot: int
@@ -63,7 +61,8 @@ class Bounds:
 
     must: every element is kept. may: some element may be kept. `tables` are what the operations
     "table_min" and "table_max" read, by number: their operands are a position for each dimension,
-    and the end of the range for the dimension that is searched.
+    and the end of the range for the dimension that is searched. "table_sorted" says whether what
+    they read of that is right.
     """
 
     must: Expr
@@ -155,6 +154,8 @@ class _Lowering:
             places.append(_inside(ends[searched][1], sizes[searched]))
         use = TableUse(int(node.value or 0), searched)
         number = self.tables.setdefault(use, len(self.tables))
+        if searched >= 0:
+            sure.append(Expr("table_sorted", "bool", (), number))
         least = Expr("table_min", "int64", tuple(places), number)
         most = least if searched < 0 else Expr("table_max", "int64", tuple(places), number)
         return least, most, both(*sure)
@@ -196,32 +197,19 @@ def _inside(position: Expr, size: Expr) -> Expr:
     return applied("maximum", applied("minimum", position, last), integer(0))
 
 
-# A tensor that is not sorted is first cut into pieces, of which a tile holds whole ones, until
-# this many are left; a short one is not.
-_PIECES, _SHORT = 2**20, 2**12
-
-
 @dataclass(frozen=True, slots=True)
-class Extremes:
-    """Extremes of a captured tensor, contiguous, with the searched dimension last.
+class Table:
+    """A captured tensor, contiguous, with the searched dimension last.
 
-    least, most: [levels, ..., pieces], in the tensor's dtype. A piece is 2**shift neighbours.
+    ordered: it never falls along that dimension, or never rises.
     """
 
-    least: Tensor
-    most: Tensor
-    shift: int
-
-    @property
-    def levels(self) -> int:
-        """The number of levels."""
-        return int(self.least.shape[0])
+    values: Tensor
+    ordered: bool
 
 
-def tables_of(
-    uses: Sequence[TableUse], tensors: Sequence[Tensor], tile: tuple[int, int]
-) -> tuple[Extremes, ...]:
-    """The tables that a mod's bounds read, for tiles of (query rows, keys).
+def tables_of(uses: Sequence[TableUse], tensors: Sequence[Tensor]) -> tuple[Table, ...]:
+    """The tables that a mod's bounds read.
 
     Asks the device once whether the tensors that are searched are sorted, unless a CUDA graph is
     being captured: then none counts as sorted.
@@ -229,13 +217,7 @@ def tables_of(
     moved = [_arranged(tensors[use.slot], use.dim) for use in uses]
     searched = [i for i, use in enumerate(uses) if use.dim >= 0]
     ordered = dict(zip(searched, _sorted([moved[i] for i in searched]), strict=True))
-    shift = _trailing_zeros(math.gcd(*tile))
-    return tuple(
-        Extremes(values[None], values[None], 0)
-        if ordered.get(i, True)
-        else _levels(values, min(shift, 7))
-        for i, values in enumerate(moved)
-    )
+    return tuple(Table(values, ordered.get(i, True)) for i, values in enumerate(moved))
 
 
 def _arranged(tensor: Tensor, dim: int) -> Tensor:
@@ -262,40 +244,12 @@ def _sorted(tensors: list[Tensor]) -> list[bool]:
     return found
 
 
-def _levels(values: Tensor, shift: int) -> Extremes:
-    count = values.shape[-1]
-    if count <= _SHORT:
-        shift = 0
-    while values.numel() >> shift > _PIECES:
-        shift += 1
-    pieces = -(-count // 2**shift)
-    if shift:
-        rest = values[..., -1:].expand(*values.shape[:-1], pieces * 2**shift - count)
-        parts = torch.cat([values, rest], -1).unflatten(-1, (pieces, 2**shift))
-        least, most = [parts.amin(-1)], [parts.amax(-1)]
-    else:
-        least, most = [values], [values]
-    for level in range(pieces.bit_length() - 1):
-        for found, op in ((least, torch.minimum), (most, torch.maximum)):
-            last = found[-1]
-            # Past the end there is nothing more: such entries are never asked for.
-            step = 2**level
-            found.append(
-                torch.cat([op(last[..., :-step], last[..., step:]), last[..., -step:]], -1)
-            )
-    return Extremes(torch.stack(least), torch.stack(most), shift)
-
-
-def _trailing_zeros(value: int) -> int:
-    return (value & -value).bit_length() - 1
-
-
 def verdicts(
     bounds: Bounds,
     corners: Mapping[str, Tensor],
     tensors: Sequence[Tensor],
     scalars: Sequence[int | float | bool],
-    tables: Sequence[Extremes],
+    tables: Sequence[Table],
 ) -> tuple[Tensor, Tensor]:
     """Two bools for each tile: every element is kept, and some element may be.
 
@@ -314,6 +268,8 @@ def verdicts(
         elif node.op == "size":
             slot, dim = map(int, str(node.value).split("."))
             found[node] = torch.tensor(tensors[slot].shape[dim], device=device)
+        elif node.op == "table_sorted":
+            found[node] = torch.tensor(tables[int(node.value or 0)].ordered, device=device)
         elif node.op in ("table_min", "table_max"):
             number = int(node.value or 0)
             searched = bounds.tables[number].dim
@@ -324,18 +280,13 @@ def verdicts(
     return found[bounds.must], found[bounds.may]
 
 
-def _read(table: Extremes, places: list[Tensor], searched: int, greatest: bool) -> Tensor:
-    values = table.most if greatest else table.least
+def _read(table: Table, places: list[Tensor], searched: int, greatest: bool) -> Tensor:
+    """An entry, or of a sorted table the least or the greatest one over a range."""
     if searched < 0:
-        return _at(values[0], places)
+        return _at(table.values, places)
     *places, last = places
-    first = places.pop(searched) >> table.shift
-    last = last >> table.shift
-    # Two runs of 2**level pieces cover the range from both ends.
-    level = torch.frexp((last - first + 1).double()).exponent.long() - 1
-    level = level.clamp(0, table.levels - 1)
-    second = torch.maximum(last - (1 << level) + 1, first)
-    ends = [_at(values, [level, *places, at]).to(torch.int64) for at in (first, second)]
+    first = places.pop(searched)
+    ends = [_at(table.values, [*places, at]).to(torch.int64) for at in (first, last)]
     return torch.maximum(*ends) if greatest else torch.minimum(*ends)
 
 
