@@ -135,26 +135,14 @@ def clear() -> None:
 def record(fn: Callable[..., Any], kind: str, root: Path) -> bool:
     """Trace a callable as a fresh process would, and write what it learnt below a directory.
 
-    Its numbers are constants, as on the first call of a process; the file keeps what other values
-    of them gave. False where nothing can vouch for the callable in another process. Raises as
-    `bind` does.
+    Its numbers are constants, as on the first call of a process: other values have other files.
+    False where nothing can vouch for the callable in another process. Raises as `bind` does.
     """
     identity = identify(fn, kind)
     plain = _run(fn, kind, identity)
     if plain.volatile or identity.reason or set(plain.asked) - SIZE_ATTRIBUTES:
         return False
-    site = Site(tuple(identity.scalars))
-    site.layout(frozenset(), plain.asked, ()).add(identity, variant_of(kind, plain))
-    return recorded.write_site(root, kind, identity, site)
-
-
-def _recorded(kind: str, identity: Identity, key: tuple[Any, ...]) -> Site | None:
-    """The site that another process recorded of such callables, if a directory of it was named."""
-    root = current().binaries
-    site = None if root is None else recorded.read_site(root, kind, identity)
-    if site is not None:
-        _sites.put(key, site)
-    return site
+    return recorded.write_variant(root, identity, variant_of(kind, plain), bool(plain.asked))
 
 
 def _trace_once(
@@ -170,11 +158,17 @@ def _trace_once(
 def _trace_site(
     fn: Callable[..., Any], kind: str, identity: Identity, key: tuple[Any, ...]
 ) -> Bound:
-    site = _sites.get(key) or _recorded(kind, identity, key)
-    found = site.find(identity) if site else None
-    if found is not None:  # another thread was faster, or another process recorded it
+    site = _sites.get(key) or Site(tuple(identity.scalars))
+    found = site.find(identity)
+    if found is not None:  # another thread was faster
         return found
-    site = site or Site(tuple(identity.scalars))
+    root = current().binaries
+    known = None if root is None else recorded.read_variant(root, kind, identity)
+    if known is not None:
+        variant, sized = known
+        site.layout(frozenset(), ("shape",) if sized else (), ()).add(identity, variant)
+        _sites.put(key, site)
+        return variant.of(identity.tensors)
     values = (*identity.scalars, *((t.shape, t.dtype) for t in identity.tensors))
     if why := site.beyond.get(values):
         raise type(why)(why.got, why.rule, why.do)

@@ -1,6 +1,6 @@
 """Mods as data: a Mod as JSON and back, exactly, and files of mods that another process traced.
 
-    <root>/mods/<digest>.json     a Site: its mods as data, each with the numbers of its callable
+    <root>/mods/<digest>.json     the Mod of a callable with these numbers, as data
 
 They are read from an explicitly named directory alone. A file is data: it cannot run code, but it
 says what a callable means, so a directory deserves the trust that the program itself gets.
@@ -45,13 +45,12 @@ from flexattn.mods.identity import Identity
 from flexattn.mods.operators import taught
 from flexattn.mods.ops import OPS, is_float, is_int, name_of
 from flexattn.mods.reads import Reads, is_library
-from flexattn.mods.site import Site, SiteLayout, Variant, interned
+from flexattn.mods.site import Variant, interned
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
 
-_SCHEMA = 2
+_SCHEMA = 3
 _MAX_BYTES = 2**21
-MAX_VARIANTS = 64
 # Code that names one of these may give another expression on another kind of device.
 _OF_DEVICES = frozenset("device get_device is_cuda is_cpu is_meta is_xpu is_mps cpu".split())
 _PLAIN = (int, float, complex, bool, str, bytes, range, type(None), type(Ellipsis))
@@ -61,35 +60,30 @@ _VALUES = (int, float, complex, str, bytes)
 _OPERATORS = ("aten.", "prims.")
 
 
-def read_site(root: Path, kind: str, identity: Identity) -> Site | None:
-    """The site recorded for callables with this identity; a file that is no record is a miss."""
+def read_variant(root: Path, kind: str, identity: Identity) -> tuple[Variant, bool] | None:
+    """The trace recorded of such callables with these numbers, and whether sizes are a part of it.
+
+    A file that is no record is a miss.
+    """
     path = _path(root, identity)
     try:
         raw = None if path is None else read_regular(path, _MAX_BYTES, trusted=True)
-        return None if raw is None else _site(unsealed(raw), kind, identity)
+        return None if raw is None else _variant(unsealed(raw), kind, identity)
     except CacheError as error:
         say_once(f"{path}: not used, the mod is traced: {error.line}")
         return None
 
 
-def write_site(root: Path, kind: str, identity: Identity, site: Site) -> bool:
-    """Record a site beside the variants that are recorded already.
+def write_variant(root: Path, identity: Identity, variant: Variant, sized: bool) -> bool:
+    """Record a trace; sized: it holds for these sizes of the captured tensors alone.
 
     False where the identity means nothing in another process.
     """
     path = _path(root, identity)
-    if path is None:
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    old = read_site(root, kind, identity)
-    (layout,) = site.layouts
-    if old and old.asked == site.asked:
-        for key, variants in layout.variants.items():
-            old.layouts[0].variants.put(key, variants)
-        (layout,) = old.layouts
-        site = old
-    publish(path, sealed(_told(site, layout)))
-    return True
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        publish(path, sealed(_told(variant, identity, sized)))
+    return path is not None
 
 
 def _path(root: Path, identity: Identity) -> Path | None:
@@ -97,49 +91,29 @@ def _path(root: Path, identity: Identity) -> Path | None:
     return None if name is None else root / "mods" / f"{name}.json"
 
 
-def _told(site: Site, layout: SiteLayout) -> dict[str, Any]:
-    count = len(layout.constants)
-    variants = [
-        {
-            # Zeros are kept by their text, as in the key.
-            "constants": list(key[:count]),
-            "shapes": [list(shape) for shape in key[count:]],
-            "mod": to_data(variant.mod),
-            "tensors": list(variant.tensors),
-        }
-        for key, variants in layout.variants.items()
-        for variant in variants
-    ]
+def _told(variant: Variant, identity: Identity, sized: bool) -> dict[str, Any]:
     return {
         "schema": _SCHEMA,
-        "first": list(site.first),
-        "sized": bool(layout.asked),
-        "variants": variants,
+        "shapes": [list(each.shape) for each in identity.tensors] if sized else None,
+        "mod": to_data(variant.mod),
+        "tensors": list(variant.tensors),
     }
 
 
-def _site(data: Any, kind: str, identity: Identity) -> Site:
-    """The site of such data, if it fits what the callable captures here."""
+def _variant(data: Any, kind: str, identity: Identity) -> tuple[Variant, bool] | None:
+    """The trace of such data, if it fits what the callable captures; None for other sizes."""
     with _checked("a record of a callable"):
-        kinds = [*map(type, identity.scalars)]
-        _need([*map(type, data["first"])] == kinds, "first has the callable's scalars")
-        _need(len(data["variants"]) <= MAX_VARIANTS, f"it has at most {MAX_VARIANTS} variants")
-        site = Site(tuple(data["first"]), exported=len(data["variants"]))
-        layout = site.layout(frozenset(), ("shape",) if data["sized"] else (), ())
-        for each in data["variants"]:
-            mod = from_data(each["mod"])
-            tensors = [identity.tensors[i] for i in each["tensors"] if i >= 0]
-            buffers = tuple(Buffer(name_of(t.dtype), t.dim()) for t in tensors)
-            slots = (kind, buffers, ())
-            _need((mod.kind, mod.buffers, mod.scalars) == slots, "slots have its dtypes")
-            for value, i in zip(each["constants"], layout.constants, strict=True):
-                zero = value in ("0", "0.0", "-0.0")
-                _need(zero or type(value) is kinds[i], "constants are the scalars' kind")
-            key = (*each["constants"], *map(tuple, each["shapes"]))
-            mod = interned(mod.kind, mod.expr, mod.buffers, mod.scalars)
-            layout.variants.put(key, (Variant(mod, tuple(each["tensors"]), ()),))
-        _need_written(data, _told(site, layout))
-    return site
+        sized = data["shapes"] is not None
+        if sized and data["shapes"] != [list(each.shape) for each in identity.tensors]:
+            return None
+        mod, places = from_data(data["mod"]), tuple(data["tensors"])
+        _need(min(places, default=0) >= 0, "it reads captured tensors")
+        tensors = [identity.tensors[i] for i in places]
+        buffers = tuple(Buffer(name_of(t.dtype), t.dim()) for t in tensors)
+        _need((mod.kind, mod.buffers, mod.scalars) == (kind, buffers, ()), "slots have its dtypes")
+        variant = Variant(interned(kind, mod.expr, mod.buffers, ()), places, ())
+        _need_written(data, _told(variant, identity, sized))
+    return variant, sized
 
 
 class _Unknown(Exception):
@@ -149,12 +123,12 @@ class _Unknown(Exception):
 def digest(identity: Identity) -> str | None:
     """64 hexadecimal digits; None where nothing can vouch for the same trace elsewhere.
 
-    Covers all but the captured ints and floats, tensors' contents and sizes, and the device that
-    tensors are on, unless the code asks for it: a mod recorded on the CPU is known on a GPU.
+    Covers all but tensors' contents and sizes, and the device that tensors are on, unless the code
+    asks for it: a mod recorded on the CPU is known on a GPU.
     """
     if identity.reason:
         return None
-    parts = [_here()]
+    parts = [_here(), *(f"{type(each).__name__} {each!r}" for each in identity.scalars)]
     devices: list[str] = []
     names: set[str] = set()
     items = iter(identity.key)

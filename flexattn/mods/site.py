@@ -129,7 +129,7 @@ class Site:
     `first` are the scalars of the first call; one that is seen to differ becomes one of the
     `arguments`, or is `fixed` if it cannot: then each of its values is a variant. What a divisor
     is computed from stays a constant for a few values, which `divisors` keeps beside the first
-    one and what was exported; with others it is an argument.
+    one; with others it is an argument.
 
     layouts: from the oldest on, general ones last. The variants of each hold for the values that
     they were traced with, and the oldest is found first: a call that comes back gets the Mod it
@@ -145,7 +145,6 @@ class Site:
     arguments: set[int] = field(default_factory=set)
     fixed: set[int] = field(default_factory=set)
     divisors: set[tuple[int | float, ...]] = field(default_factory=set)
-    exported: int = 1
     beyond: Lru[tuple[Any, ...], NoKernelError] = field(default_factory=lambda: Lru(_VARIANTS))
 
     def layout(
@@ -169,8 +168,7 @@ class Site:
 
     def specialises(self, values: tuple[int | float, ...]) -> bool:
         """True if these values of its divisors may be constants: the first ones seen are."""
-        kernels = self.exported + len(self.divisors)
-        return values in self.divisors or kernels < MAX_CONSTANT_DIVISORS
+        return values in self.divisors or 1 + len(self.divisors) < MAX_CONSTANT_DIVISORS
 
     def find(self, identity: Identity) -> Bound | None:
         """This call's variant with what it captures now; the earliest, where several hold."""

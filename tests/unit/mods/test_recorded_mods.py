@@ -106,7 +106,7 @@ def test_values_recorded_one_by_one_are_all_constants(tmp_path):
 
     for n in (16, 0, 64):
         assert record(window(n), "mask", tmp_path)
-    assert len(list((tmp_path / "mods").iterdir())) == 1
+    assert len(list((tmp_path / "mods").iterdir())) == 3
     clear()
     with override(binaries=tmp_path):
         for n in (64, 16, 0):
@@ -259,14 +259,12 @@ DAMAGE = {
     "a link": lambda p: (p.rename(p.with_suffix(".real")), p.symlink_to(p.with_suffix(".real"))),
     "a folder": lambda p: (p.unlink(), p.mkdir()),
     "another schema": lambda p: resealed(p, lambda d: d.update(schema=1)),
-    "an index past the captures": lambda p: resealed(p, lambda d: d.update(arguments=[99])),
-    "other scalars": lambda p: resealed(p, lambda d: d["first"].append(1)),
-    "a slot of another kind": lambda p: resealed(
-        p, lambda d: d["variants"][0].update(scalars=[0])
-    ),
+    "an index past the captures": lambda p: resealed(p, lambda d: d.update(tensors=[99])),
+    "a tensor that nothing reads": lambda p: resealed(p, lambda d: d.update(tensors=[-1])),
+    "a slot of another kind": lambda p: resealed(p, lambda d: d["mod"].update(scalars=["int64"])),
     "a field too many": lambda p: resealed(p, lambda d: d.update(code="...")),
-    "a mask": lambda p: resealed(p, lambda d: d["variants"][0]["mod"].update(kind="mask")),
-    "a list": lambda p: resealed(p, lambda d: d.update(variants={})),
+    "a mask": lambda p: resealed(p, lambda d: d["mod"].update(kind="mask")),
+    "a list": lambda p: resealed(p, lambda d: d.update(mod=[])),
 }
 
 
