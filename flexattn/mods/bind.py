@@ -41,8 +41,6 @@ from flexattn.settings import current, say_once
 from flexattn.util.locks import Lru, Turns
 
 _SITES = 512
-# Guards of a site are computed at every call.
-_MOST_GUARDS = 16
 
 
 @dataclass(slots=True)
@@ -166,7 +164,7 @@ def _trace_site(
     known = None if root is None else recorded.read_variant(root, kind, identity)
     if known is not None:
         variant, sized = known
-        site.layout(frozenset(), ("shape",) if sized else (), ()).add(identity, variant)
+        site.layout(frozenset(), ("shape",) if sized else ()).add(identity, variant)
         _sites.put(key, site)
         return variant.of(identity.tensors)
     values = (*identity.scalars, *((t.shape, t.dtype) for t in identity.tensors))
@@ -204,7 +202,7 @@ def _chosen(
         result, arguments = replace(result, expr=plug(result.expr, now)), arguments - divisors
     site.arguments |= arguments
     general = not divisors.isdisjoint(arguments)
-    return site.layout(arguments, result.asked, result.guards, general), result
+    return site.layout(arguments, result.asked, general), result
 
 
 def _lifted(
@@ -213,16 +211,14 @@ def _lifted(
     """The trace with as many scalars as arguments as can be, of those that were seen to differ."""
 
     def attempt(chosen: frozenset[int]) -> tuple[Trace, frozenset[int]] | None:
-        found = lift(fn, kind, identity, plain, chosen) if chosen else plain
+        if not chosen:
+            return plain, chosen
+        found = lift(fn, kind, identity, plain, chosen)
         if found is None:
             return None
-        # What Python asks for as it is, or in many ways, is better a constant.
-        asked = [each for each in found.guards if scalar_of(each) is not None]
-        if len({*site.guards, *found.guards}) > _MOST_GUARDS:
-            asked = [*found.guards]
-        pinned = frozenset[int]().union(*map(scalars_of, asked))
-        site.fixed |= pinned
-        return attempt(chosen - pinned) if pinned else (found, chosen)
+        result, asked = found
+        site.fixed |= asked
+        return attempt(chosen - asked) if asked & chosen else (result, chosen)
 
     known = frozenset(site.arguments - site.fixed)
     new = frozenset(

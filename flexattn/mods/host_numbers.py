@@ -3,7 +3,7 @@
 While a mod is traced, a captured number that may become an argument is a HostNumber: Python
 computes with it by its own rules, and what follows from such numbers alone is a HostNumber too,
 with the text of its computation. Where one meets a tensor, its text becomes an argument. Where
-Python asks for its value (a branch, a length, a C function), the value becomes a guard.
+Python asks for its value (a branch, a length, a C function), the captured number is a constant.
 """
 
 from __future__ import annotations
@@ -122,26 +122,17 @@ def host_values(
     return found
 
 
-def guard_value(guard: HostProgram, scalars: Sequence[int | float]) -> Any:
-    """The value of a guard now, as a part of a key; a guard of another branch may be undefined."""
-    try:
-        (found,) = guard(scalars)
-    except _UNDEFINED:
-        return None
-    # By its text a NaN is itself, and 0.0 is not -0.0.
-    return type(found), repr(found) if type(found) is float else found
-
-
 class Recording:
     """The uses that a trace makes of the host numbers that were given to it.
 
-    arguments: the texts that met a tensor, with their present values. guards: whose values Python
-    asked for. failed: a number was kept by its hash, as a cache of results does.
+    arguments: the texts that met a tensor, with their present values. asked: the captured scalars
+    whose values Python asked for. failed: a number was kept by its hash, as a cache of results
+    does.
     """
 
     def __init__(self) -> None:
         self.arguments: dict[str, int | float] = {}
-        self.guards: set[str] = set()
+        self.asked: set[int] = set()
         self.failed = False
         self.device = torch.device("cpu")
         self._read: list[tuple[str, torch.Tensor]] = []
@@ -178,13 +169,12 @@ class HostNumber:
         self.recording, self.text, self.value = recording, text, value
 
     def asked(self) -> int | float:
-        """Its value, which Python now knows: a guard of the trace."""
-        self.recording.guards.add(self.text)
+        """Its value, which Python now knows."""
+        self.recording.asked |= scalars_of(self.text)
         return self.value
 
     def __bool__(self) -> bool:
-        self.recording.guards.add(f"bool({self.text})")
-        return bool(self.value)
+        return bool(self.asked())
 
     def __hash__(self) -> int:
         self.recording.failed = True
@@ -229,14 +219,10 @@ def _computed(pattern: str, compute: Callable[..., Any], *operands: Any) -> Any:
     if all(type(each) in _PLAIN for each in values):
         shown = [x.text if type(x) is HostNumber else f"({_shown(x)})" for x in operands]
         text = pattern.format(*shown)
-    recording = numbers[0].recording
-    if text and len(text) <= _LONGEST and type(value) in _PLAIN:
-        if type(value) is not bool:
-            return HostNumber(recording, text, value)
-        recording.guards.add(text)
-    else:
-        for number in numbers:
-            number.asked()
+    if text and len(text) <= _LONGEST and type(value) in (int, float):
+        return HostNumber(numbers[0].recording, text, value)
+    for number in numbers:
+        number.asked()
     return value
 
 
@@ -322,9 +308,7 @@ def _indices(x: torch.Tensor, position: Any) -> Any:
         )
         if type(item) is HostNumber and isinstance(item.value, int) and plain and dim < x.dim():
             size = x.shape[dim]
-            inside = f"({-size} <= {item.text} < {size})"
             if -size <= item.value < size:
-                item.recording.guards.add(inside)
                 item = item.recording.tensor(item, torch.int64)
         found.append(tree_map(_asked, item))
     return tuple(found) if isinstance(position, tuple) else found[0]

@@ -14,7 +14,7 @@ import torch
 
 from flexattn.errors import NoKernelError
 from flexattn.mods.expr import Buffer, Expr, Mod, fingerprint
-from flexattn.mods.host_numbers import HostProgram, guard_value, host_values, program
+from flexattn.mods.host_numbers import HostProgram, host_values, program
 from flexattn.mods.identity import MISSING, Identity
 from flexattn.mods.numbers import Number
 from flexattn.util.locks import Lru, renewed
@@ -84,33 +84,25 @@ class SiteLayout:
     """The constants among a site's scalars, and the variants by their values.
 
     asked: attributes of the captured tensors that belong to the key, too, for a trace read them.
-    guards: what Python asked of the other scalars, which are arguments; their values now belong
-    to the key. general: a divisor is an argument. Variants of one key differ by the range of their
+    general: a divisor is an argument. Variants of one key differ by the range of their
     numbers; the first that holds them serves.
     """
 
     constants: tuple[int, ...]
     asked: tuple[str, ...]
-    guards: tuple[str, ...]
     general: bool = False
     variants: Lru[tuple[Any, ...], tuple[Variant, ...]] = field(
         default_factory=lambda: Lru(_VARIANTS), compare=False
     )
-    programs: tuple[HostProgram, ...] = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "programs", tuple(program((each,)) for each in self.guards))
 
     def key(self, identity: Identity) -> tuple[Any, ...]:
         """The part of a variant's key that tells this call from others of the layout."""
-        if not self.constants and not self.asked and not self.guards:
+        if not self.constants and not self.asked:
             return ()
         scalars = identity.scalars
         # Zero by its text, which tells 0.0 from -0.0.
         values = tuple([scalars[i] or repr(scalars[i]) for i in self.constants])
         tensors = identity.tensors
-        if self.guards:
-            values += tuple([guard_value(guard, scalars) for guard in self.programs])
         return (*values, *(getattr(t, name) for name in self.asked for t in tensors))
 
     def alike(self, identity: Identity) -> tuple[Variant, ...]:
@@ -133,15 +125,14 @@ class Site:
 
     layouts: from the oldest on, general ones last. The variants of each hold for the values that
     they were traced with, and the oldest is found first: a call that comes back gets the Mod it
-    had, whose kernels are compiled. asked, guards: what its traces asked of tensors and of the
-    arguments. beyond: by numbers and sizes, why no kernel computes it. Plain torch does so each
-    time, and no call is traced again.
+    had, whose kernels are compiled. asked: what its traces asked of tensors. beyond: by numbers
+    and sizes, why no kernel computes it. Plain torch does so each time, and no call is traced
+    again.
     """
 
     first: tuple[int | float, ...]
     layouts: list[SiteLayout] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
-    guards: set[str] = field(default_factory=set)
     arguments: set[int] = field(default_factory=set)
     fixed: set[int] = field(default_factory=set)
     divisors: set[tuple[int | float, ...]] = field(default_factory=set)
@@ -151,15 +142,12 @@ class Site:
         self,
         arguments: frozenset[int],
         asked: Iterable[str],
-        guards: Iterable[str],
         general: bool = False,
     ) -> SiteLayout:
         """The layout in which these scalars are arguments; it asks what earlier ones do, too."""
         self.asked.update(asked)
-        self.guards.update(guards)
         constants = tuple(i for i in range(len(self.first)) if i not in arguments)
-        kept = tuple(sorted(self.asked)), tuple(sorted(self.guards))
-        found = SiteLayout(constants, *kept, general)
+        found = SiteLayout(constants, tuple(sorted(self.asked)), general)
         if found in self.layouts:
             return self.layouts[self.layouts.index(found)]
         # In one step: other threads read them.

@@ -66,8 +66,7 @@ class Trace:
     trace found. `asked`: attributes of tensors for whose present values alone it holds, in
     order. `volatile`: why it holds for this call alone; empty where it holds for others. `texts`:
     what the host computes for each slot of its scalars, which are the callable's own where there
-    are none. `guards`: what the host computes the same of where it holds. `graph`: what
-    it was read from, with numbers at the precision that Python gave them.
+    are none. `graph`: what it was read from, with numbers at the precision that Python gave them.
     """
 
     expr: Expr
@@ -75,7 +74,6 @@ class Trace:
     asked: tuple[str, ...]
     volatile: str
     texts: tuple[str, ...] = ()
-    guards: tuple[str, ...] = ()
     graph: GraphModule | None = None
 
 
@@ -275,9 +273,10 @@ class CannotReplace(Exception):
 
 def lift(
     fn: Callable[..., Any], kind: str, identity: Identity, plain: Trace, chosen: Iterable[int]
-) -> Trace | None:
+) -> tuple[Trace, set[int]] | None:
     """A trace in which what Python computes of the chosen scalars is arguments, or None.
 
+    Then which scalars Python asked for: the trace holds for their present values alone.
     It is a trace of a copy, and must become `plain` with the present values. That would hold of
     a copy that reads a number where it was not replaced, too: a look at one says where it is.
     """
@@ -302,8 +301,7 @@ def lift(
     if recording.failed or lifted.volatile or plug(lifted.expr, now) is not plain.expr:
         return None
     constant = {slot: now[slot] for slot, text in enumerate(texts) if not scalars_of(text)}
-    guards = tuple(sorted(recording.guards))
-    return replace(lifted, expr=plug(lifted.expr, constant), texts=texts, guards=guards)
+    return replace(lifted, expr=plug(lifted.expr, constant), texts=texts), recording.asked
 
 
 def _other(number: int | float) -> int | float:
