@@ -20,7 +20,7 @@ from flexattn.kernels.base.source import Source
 from flexattn.kernels.block_mask.source import STRIP, render_block_mask, table_values
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound
-from flexattn.mods.algebra import Bounds, Table, bounds_of, tables_of, verdicts
+from flexattn.mods.algebra import Bounds, SearchTable, bounds_of, tables_of, verdicts
 from flexattn.problem import Captures, all_captures
 from flexattn.runtime.build import builder
 
@@ -134,7 +134,7 @@ class _Host:
         return min(self.block[0], self.sizes[2]), min(self.block[1], self.sizes[3])
 
     def _bounded(
-        self, tiles: list[Tensor], step: int, bounds: Bounds, tables: tuple[Table, ...]
+        self, tiles: list[Tensor], step: int, bounds: Bounds, tables: tuple[SearchTable, ...]
     ) -> Tensor:
         """The kinds of squares of step x step blocks, _OPEN where the bounds do not say."""
         b, h, *places = tiles
@@ -214,7 +214,7 @@ class BlockClassifier:
         self._source = _mask_source(self._captures, block, self._target)
         _, heads, q_len, kv_len = sizes
         bounds = bounds_of(bound.mod)
-        self._tables: tuple[Table, ...] = tables_of(bounds.tables, bound.tensors)
+        self._tables: tuple[SearchTable, ...] = tables_of(bounds.tables, bound.tensors)
         self._given: dict[str, Any] = {
             "H": heads,
             "q_len": q_len,

@@ -19,7 +19,7 @@ from flexattn.kernels.printers.spelling import (
 )
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
 from flexattn.mods import Mod
-from flexattn.mods.algebra import Bounds, Table, TableUse, bounds_of
+from flexattn.mods.algebra import Bounds, SearchTable, TableUse, bounds_of
 from flexattn.mods.algebra.bounds import CORNERS
 from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, walk
@@ -69,7 +69,7 @@ def table_names(number: int, use: TableUse, rank: int) -> tuple[tuple[str, str],
     return ((base, ""), *(((f"{base}_sorted", "i32"),) if use.dim >= 0 else ()), *strides)
 
 
-def table_values(number: int, use: TableUse, table: Table) -> dict[str, Any]:
+def table_values(number: int, use: TableUse, table: SearchTable) -> dict[str, Any]:
     """The values that a launch passes for `table_names`, by name."""
     base = f"table{number}"
     strides = table.values.stride()[:-1]

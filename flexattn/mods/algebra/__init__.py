@@ -2,7 +2,7 @@
 
 from flexattn.mods.algebra.bounds import (
     Bounds,
-    Table,
+    SearchTable,
     TableUse,
     bounds_of,
     tables_of,

@@ -198,7 +198,7 @@ def _inside(position: Expr, size: Expr) -> Expr:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class SearchTable:
     """A captured tensor, contiguous, with the searched dimension last.
 
     ordered: it never falls along that dimension, or never rises.
@@ -208,7 +208,7 @@ class Table:
     ordered: bool
 
 
-def tables_of(uses: Sequence[TableUse], tensors: Sequence[Tensor]) -> tuple[Table, ...]:
+def tables_of(uses: Sequence[TableUse], tensors: Sequence[Tensor]) -> tuple[SearchTable, ...]:
     """The tables that a mod's bounds read.
 
     Asks the device once whether the tensors that are searched are sorted, unless a CUDA graph is
@@ -217,7 +217,7 @@ def tables_of(uses: Sequence[TableUse], tensors: Sequence[Tensor]) -> tuple[Tabl
     moved = [_arranged(tensors[use.slot], use.dim) for use in uses]
     searched = [i for i, use in enumerate(uses) if use.dim >= 0]
     ordered = dict(zip(searched, _sorted([moved[i] for i in searched]), strict=True))
-    return tuple(Table(values, ordered.get(i, True)) for i, values in enumerate(moved))
+    return tuple(SearchTable(values, ordered.get(i, True)) for i, values in enumerate(moved))
 
 
 def _arranged(tensor: Tensor, dim: int) -> Tensor:
@@ -249,7 +249,7 @@ def verdicts(
     corners: Mapping[str, Tensor],
     tensors: Sequence[Tensor],
     scalars: Sequence[int | float | bool],
-    tables: Sequence[Table],
+    tables: Sequence[SearchTable],
 ) -> tuple[Tensor, Tensor]:
     """Two bools for each tile: every element is kept, and some element may be.
 
@@ -280,7 +280,7 @@ def verdicts(
     return found[bounds.must], found[bounds.may]
 
 
-def _read(table: Table, places: list[Tensor], searched: int, greatest: bool) -> Tensor:
+def _read(table: SearchTable, places: list[Tensor], searched: int, greatest: bool) -> Tensor:
     """An entry, or of a sorted table the least or the greatest one over a range."""
     if searched < 0:
         return _at(table.values, places)
