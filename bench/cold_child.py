@@ -127,7 +127,7 @@ def export(kind: str, out: Path) -> dict[str, Any]:
     )  # fmt: skip
     store = Store(out.parent / "records")
     method = method_for("quick", SECONDS)
-    with compilers() as pool, GpuTuner(method, pool, None, SILENT) as tuner:
+    with compilers() as pool, GpuTuner(method, pool, SILENT) as tuner:
         store.write(tuner.tune(task), replace=True)
     found = write([task], device, out, store, mods=[(cap, "score"), (causal, "mask")])
     return {"kernels": found.kernels, "block_masks": found.block_masks, "mods": found.mods}

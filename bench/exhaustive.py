@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     method = Method("exhaustive", args.seconds, rounds=12, batch=24, all_up_to=2**31)
     failed = 0
-    with compilers(args.jobs) as pool, GpuTuner(method, pool, None, SILENT) as tuner:
+    with compilers(args.jobs) as pool, GpuTuner(method, pool, SILENT) as tuner:
         build_ahead(jobs, method, pool)
         for job in jobs:
             try:

@@ -27,12 +27,11 @@ def tune_shared_subject(
     seeds=(),
     heartbeat=HEARTBEAT,
     held=HELD,
-    again_since=None,
 ):
     """As `tune` with a storage, for a subject whose task the measurer has open already."""
     bench = Evaluator(subject, measurer, measurer.build, method, SILENT)
     first = subject.index(seeds)
-    return SharedTuning(bench, url, heartbeat, first, again_since).run(held)
+    return SharedTuning(bench, url, heartbeat, first).run(held)
 
 
 class Slow(ReplayMeasurer):

@@ -17,7 +17,7 @@ def tuned(task, kind, device, folder):
     method = Method("quick", budget_s=5.0, rounds=2)
     with (
         override(cache=(), cache_dir=folder, mode="replay"), compilers() as pool,
-        GpuTuner(method, pool, None, SILENT) as tuner,
+        GpuTuner(method, pool, SILENT) as tuner,
     ):  # fmt: skip
         record = tuner.tune(task)
         winner = record.trials[record.decision.winner]

@@ -132,7 +132,7 @@ def _tune(
     with (
         Watch(len(todo), console) as watch,
         compilers() as pool,
-        GpuTuner(method, pool, None, watch.lane(), gpu=where.index or 0) as tuner,
+        GpuTuner(method, pool, watch.lane(), gpu=where.index or 0) as tuner,
     ):
         failed = 0
         for outcome in Campaign(todo, store, [tuner.tune]):

@@ -89,22 +89,14 @@ def row_called(
     """
     dtype, block = dtype_named(call.dtype), call.block_size
     v_dim = call.head_dim if call.head_dim_v is None else call.head_dim_v
-    heads = call.hq, call.hkv
-    if call.heads is not None:
-        if heads != (CallOptions.hq, CallOptions.hkv):
-            raise InputError(
-                f"--heads {call.heads} beside --Hq or --Hkv",
-                "--heads says both numbers",
-                "leave out --Hq and --Hkv, or --heads",
-            )
-        found = re.fullmatch(r"(\d+)(?::(\d+))?", call.heads)
-        if found is None:
-            raise InputError(
-                f"--heads {call.heads}",
-                "it is query heads:key heads, as 32:8",
-                "write two numbers with a colon, or one if they are equal",
-            )
-        heads = int(found[1]), int(found[2] or found[1])
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", call.heads)
+    if found is None:
+        raise InputError(
+            f"--heads {call.heads}",
+            "it is query heads:key heads, as 32:8",
+            "write two numbers with a colon, or one if they are equal",
+        )
+    heads = int(found[1]), int(found[2] or found[1])
     shape = Shape(call.batch, *heads, *lengths, call.head_dim, v_dim)
     check_sizes(dtype, shape, block)
     made = partial(resolve, mod or "noop", call.arg or (), call.role, shape, dtype)
@@ -158,14 +150,15 @@ def _called(function: Callable[..., Any]) -> bool:
 
 
 def _imported(name: str, arguments: Sequence[str], role: str | None) -> Mods:
-    value = load_path(name, [_literal(text) for text in arguments])
+    value = load_path(name, [word_value(text) for text in arguments])
     role = role or role_of(
         name, value, "call a factory with --arg, or say --as score or --as mask"
     )
     return (value, None) if role == "score" else (None, value)
 
 
-def _literal(text: str) -> object:
+def word_value(text: str) -> object:
+    """A Python literal that a word of a command stands for; else the word."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -24,8 +24,6 @@ RECORDED_CHOICES = (*KIND_CHOICES, "serving")
 EFFORTS = ("quick", "full", "exhaustive")
 DTYPE_CHOICES = ("float16", "bfloat16", "float32", "float8_e4m3fn")
 ROLES = ("score", "mask")
-TANHS = ("auto", "fast", "exact")
-BACKENDS = ("TRITON", "GLUON")
 PARTS = ("expr", "source", "ptx", "resources")
 PRESETS = (*files(), "all")
 GPUS = tuple(KNOWN)
@@ -102,10 +100,8 @@ Dtype = Annotated[
     str,
     option("--dtype", of=DTYPE_CHOICES, help="bf16, fp16, fp32 and fp8 are understood, too."),
 ]
-QueryHeads = Annotated[int, typer.Option("--Hq", help="Query heads.")]
-KeyHeads = Annotated[int, typer.Option("--Hkv", help="Key heads.")]
 HeadPair = Annotated[
-    str | None,
+    str,
     typer.Option(metavar="Hq:Hkv", help="Query and key heads: 32:8, or 32 if they are equal."),
 ]
 BlockSize = Annotated[int, typer.Option(help="Block size of a mask's BlockMask.")]
@@ -174,9 +170,7 @@ class CallSizes:
     arg: ModArguments = None
     role: RoleName = None
     batch: BatchSize = 1
-    hq: QueryHeads = 32
-    hkv: KeyHeads = 8
-    heads: HeadPair = None
+    heads: HeadPair = "32:8"
     head_dim: HeadDim = 128
     head_dim_v: HeadDimV = None
     dtype: Dtype = "bfloat16"
@@ -257,10 +251,7 @@ class Tune(AskedProblems):
     ] = False
     again: Annotated[
         bool,
-        typer.Option(
-            "--again",
-            help="Tune what has a record already too; in --storage, what was finished.",
-        ),
+        typer.Option("--again", help="Tune what has a record already, too."),
     ] = False
     as_json: AsJson = False
 
@@ -415,16 +406,12 @@ class Render(CallOptions):
         int | None,
         typer.Option(help=f"Key length; a prefill's query length, else {LENGTH}."),
     ] = None
-    block_m: Annotated[int | None, typer.Option(help="Force BLOCK_M.")] = None
-    block_n: Annotated[int | None, typer.Option(help="Force BLOCK_N.")] = None
-    num_warps: Annotated[int | None, typer.Option(help="Force num_warps.")] = None
-    num_stages: Annotated[int | None, typer.Option(help="Force num_stages.")] = None
-    split_kv: Annotated[int | None, typer.Option(help="Force SPLIT_KV.")] = None
-    use_tma: Annotated[bool | None, typer.Option(help="Force USE_TMA.")] = None
-    backend: Annotated[
-        str | None,
-        option("--backend", of=BACKENDS, help="Force a prefill's template; GLUON is "
-               "Hopper's."),
+    kernel_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option", metavar="NAME=VALUE",
+            help="One of `kernel_options`, as BLOCK_M=64 or TANH=fast; repeatable.",
+        ),
     ] = None  # fmt: skip
     show: Annotated[
         list[str] | None,
@@ -433,10 +420,6 @@ class Render(CallOptions):
     explain: Annotated[
         bool, typer.Option(help="Print the rules that rewrote the score_mod, and its terms.")
     ] = False
-    rules_off: Annotated[
-        str | None, typer.Option(help='Rules to leave out, separated by commas, or "all".')
-    ] = None
-    tanh: Annotated[str | None, option("--tanh", of=TANHS, help="The form of tanh.")] = None
     as_json: AsJson = False
 
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from flexattn.cli import options as asking
-from flexattn.cli.offline import compiled, problem_called
-from flexattn.cli.options import BACKENDS, LENGTH, PARTS, TANHS, choice
+from flexattn.cli.offline import compiled, problem_called, word_value
+from flexattn.cli.options import LENGTH, PARTS, choice
 from flexattn.cli.selection import device_of, say_assumed
 from flexattn.cli.terminal import indented, say, say_json, say_text
 from flexattn.device import Device
@@ -66,18 +66,11 @@ class Rendered:
 
 def run(args: asking.Render) -> None:
     """Run `flexattn render`."""
-    forced = {
-        "BLOCK_M": args.block_m,
-        "BLOCK_N": args.block_n,
-        "num_warps": args.num_warps,
-        "num_stages": args.num_stages,
-        "SPLIT_KV": args.split_kv,
-        "USE_TMA": args.use_tma,
-        "BACKEND": args.backend and choice("--backend", args.backend, BACKENDS),
-        "RULES_OFF": args.rules_off,
-        "TANH": args.tanh and choice("--tanh", args.tanh, TANHS),
-    }
-    chosen = options.parse({key: value for key, value in forced.items() if value is not None})
+    named = [each.partition("=") for each in args.kernel_option or ()]
+    for name, sign, _ in named:
+        if not sign:
+            raise InputError(f"--option {name}", "it is NAME=VALUE", f"write {name}=64, say")
+    chosen = options.parse({name: word_value(value) for name, _, value in named})
     found_q = None if args.kind == "decode" else args.q_len
     keys = next((n for n in (args.kv_len, found_q) if n is not None), LENGTH)
     problem = problem_called(args, keys)

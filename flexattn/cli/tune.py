@@ -64,7 +64,7 @@ from flexattn.tuning.campaign import (
     environment_of,
     pending,
 )
-from flexattn.tuning.evaluator import Method, method_for, settle
+from flexattn.tuning.evaluator import Method, method_for
 from flexattn.tuning.tasks import NOTE, distinct, task_of, untuned_tasks
 from flexattn.tuning.tuner import GpuTuner, Plugin, build_ahead, plugin_of
 from flexattn.tuning.workload import read
@@ -91,6 +91,12 @@ def run(asked: options.Tune) -> None:
             "--from-untuned with --preset, --workload, --only or sizes",
             "a list of untuned problems is tuned whole",
             "leave out --from-untuned, or the others",
+        )
+    if asked.again and asked.storage is not None:
+        raise InputError(
+            "--again with --storage",
+            "a study in a database is measured once, and each worker takes its record",
+            "name another database, or remove the study from this one",
         )
     rows = []
     if not asked.from_untuned:
@@ -133,8 +139,7 @@ def run(asked: options.Tune) -> None:
     if told["left"]:
         why = "interrupted" if ran.interrupted else "the time is over,"
         again_with = shlex.join(["flexattn", *sys.argv[1:]])
-        kept = "what was measured of them is kept; " if ran.interrupted else ""
-        say(f"{why} with {told['left']} left; {kept}go on with: {again_with}", err=True)
+        say(f"{why} with {told['left']} left; go on with: {again_with}", err=True)
     if ran.interrupted:
         raise typer.Exit(INTERRUPTED)
     if any(outcome.status == "failed" for outcome in ran.outcomes):
@@ -299,7 +304,7 @@ def print_plan(plan: dict[str, Any]) -> None:
     tell(console, f"{count} problems, {total} configs; rejected: {said or 'none'}")
 
 
-JOURNALS, LOCKS = "journals", "locks"
+LOCKS = "locks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,17 +337,10 @@ def run_tuning(
         return Ran(())
     device = chosen[0].device
     gpus = (gpus_like(device) or [0])[: max(1, len(todo))]
-    journals = store.root / JOURNALS
-    for task in chosen if again else ():
-        # A process died between writing a record and dropping its journal.
-        where, key = environment_of(task), key_of(task.problem)
-        if (old := store.read(where, key)) is not None:
-            settle(journals, old, store.path(where, key).stat().st_mtime)
     served = {each.store.root.resolve() for each in layers(device)}
 
     def landed(record: Record) -> None:
-        """Drop what is kept until a record is on the disk."""
-        settle(journals, record)
+        """Drop what a record on the disk makes needless."""
         if prune:
             store.drop_others(record.environment, record.key)
         # Elsewhere, or measured in another way, it is none that dispatch will take for its own.
@@ -356,10 +354,7 @@ def run_tuning(
         pool = stack.enter_context(compilers(jobs))
         on_gpus = [
             stack.enter_context(
-                GpuTuner(
-                    method, pool, journals, watch.lane(), gpu=gpu, storage=storage,
-                    again_since=time.time() if again else None,
-                )
+                GpuTuner(method, pool, watch.lane(), gpu=gpu, storage=storage)
             )
             for gpu in gpus
         ]  # fmt: skip

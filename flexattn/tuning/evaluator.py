@@ -1,32 +1,20 @@
-"""Evaluator: what is done to candidates one after the other: build, gate, screen, finals.
-
-A Journal keeps the finished screening batches of a tuning that was cut short, to go on from.
-Times of two runs compare only as ratios to the default of the same run: the journal keeps whole
-batches, each with the default's samples. It is append-only, and goes when the record is on the
-disk: not before, or a process that dies between loses both.
-"""
+"""Evaluator: what is done to candidates one after the other: build, gate, screen, finals."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any
 
 from flexattn import __version__
-from flexattn.errors import CacheError, MeasureError
+from flexattn.errors import MeasureError
 from flexattn.kernels.base.config import Config, describe
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose.defaults import reasons, survey
 from flexattn.measure.task import Measurer, Task
-from flexattn.records.codec import decode, encode
 from flexattn.records.record import (
     Decision,
     Environment,
@@ -153,56 +141,6 @@ class Entry:
     code: str
 
 
-class Journal:
-    """One file a study: a line for each batch, the default first.
-
-    provenance: of the record; a mask and captures that were made up are not the user's.
-    """
-
-    def __init__(
-        self, folder: Path, of: Subject | Record, provenance: Provenance = "measured"
-    ) -> None:
-        # All that must be equal for samples to be of one study; which configs there are may grow.
-        same = (of.key, tuple(of.sizes), of.environment, of.policy, provenance)
-        self.path = folder / f"{hashlib.sha256(repr(same).encode()).hexdigest()[:32]}.jsonl"
-
-    def append(self, entries: Sequence[Entry]) -> None:
-        """Keep one batch."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps([encode(entry) for entry in entries]) + "\n")
-
-    def batches(self) -> Iterator[tuple[Entry, ...]]:
-        """The batches that earlier runs finished; a line that a dying process left half is
-        skipped.
-        """
-        try:
-            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            return
-        for line in lines:
-            try:
-                data: Any = json.loads(line)
-                yield decode(tuple[Entry, ...], data, "journal")
-            except (ValueError, RecursionError, CacheError):
-                continue
-
-    def drop(self) -> None:
-        """The record is written: nothing is left to go on from."""
-        self.path.unlink(missing_ok=True)
-
-
-def settle(folder: Path, record: Record, until: float = math.inf) -> None:
-    """Drop the journal of a record that is on the disk.
-
-    until: seconds of the clock; a journal that was written to later is of a later tuning.
-    """
-    journal = Journal(folder, record, record.provenance)
-    with contextlib.suppress(FileNotFoundError):
-        if journal.path.stat().st_mtime <= until:
-            journal.drop()
-
-
 NOT_TRIED = "not tried"
 
 BuildConfigs = Callable[[Sequence[Config]], Iterable[BuiltConfig]]
@@ -275,7 +213,10 @@ class Evaluator:
             self.table.put(index, replace(self.table[index], same_code_as=first))
 
     def screen(self, batch: Sequence[int]) -> list[Entry]:
-        """Build, gate and time a batch beside the default; returns what a journal keeps of it."""
+        """Build, gate and time a batch beside the default; its trials, that of the default first.
+
+        The default's has the samples of this batch alone: others compare with them.
+        """
         table, default = self.table, self.subject.default
         self.build(dict.fromkeys([default, *batch]))
         ready = [i for i in dict.fromkeys([default, *batch]) if self._passes(i)]
@@ -324,18 +265,18 @@ class Evaluator:
         trial = replace(self.table[index], start=0, same_code_as=None)
         return Entry(trial, self._code_of.get(index, ""))
 
-    def restore(self, entries: Sequence[Entry]) -> list[int]:
-        """Take over a batch that was timed elsewhere; the indices it knew.
+    def restore(self, entries: Sequence[Entry]) -> None:
+        """Take over a batch that was timed elsewhere.
 
         Its times compare through the default's, or, where that one fails, with one another.
         """
         known = {config: index for index, config in enumerate(self.subject.configs)}
-        default, restored = self.subject.default, []
+        default = self.subject.default
         there, here = entries[0].trial, self.table[default]
         if there.config != here.config:
-            return []
+            return
         if (there.failed and here.screening) or (here.failed and there.screening):
-            return []
+            return
         start = len(here.screening)
         for entry in entries:
             index = known.get(entry.trial.config)
@@ -347,8 +288,6 @@ class Evaluator:
                 self._identify(index, entry.code)
             if samples:
                 self.table.screened([index], [samples], start)
-            restored.append(index)
-        return restored
 
     def record(self) -> Record:
         """Race the finalists; raises MeasureError where the winner has no time."""

@@ -283,8 +283,8 @@ _POLL_S = 0.3
 # Proposals that may be taken or cannot be, before any free point is taken instead.
 PROPOSALS = 4
 HEARTBEAT = Heartbeat()
-# Words that workers leave with a study: the budget is used up; when its record was made.
-ENDED, FINISHED = "ended", "finished"
+# What a worker leaves with a study when its budget is used up.
+ENDED = "ended"
 
 
 def study_name(subject: Subject, method: Method) -> str:
@@ -313,7 +313,6 @@ class SharedTuning:
         url: str,
         heartbeat: Heartbeat = HEARTBEAT,
         first: Sequence[int] = (),
-        again_since: float | None = None,
     ) -> None:
         self.subject = subject = evaluator.subject
         self.evaluator, self._first = evaluator, first
@@ -327,21 +326,10 @@ class SharedTuning:
         storage = connect(url, heartbeat)
         sampler = sampler_of(self._draw.randrange(2**31))
         name = study_name(subject, method)
-        known, number = set(quiet_optuna().get_all_study_names(storage)), 1
-        while f"{name} round {number + 1}" in known:
-            number += 1
-        newest = f"{name} round {number}" if number > 1 else name
-        self._finals = self._race_of(storage, newest)
-        finished = self._finals.results() and (self._finals.noted(FINISHED) or 0.0)
-        if again_since is not None and finished and finished < again_since:
-            newest = f"{name} round {number + 1}"
-            self._finals = self._race_of(storage, newest)
-        self._study = SharedStudy(storage, newest, Axes(subject.configs), sampler)
+        self._study = SharedStudy(storage, name, Axes(subject.configs), sampler)
+        # Of one point, which whoever races the finalists owns.
+        self._finals = SharedStudy(storage, f"{name} finals", Axes(subject.configs[:1]))
         self._seen: set[int] = set()
-
-    def _race_of(self, storage: Any, name: str) -> SharedStudy:
-        """The study of one point that whoever races the finalists owns."""
-        return SharedStudy(storage, f"{name} finals", Axes(self.subject.configs[:1]))
 
     def run(self, held: int = HELD) -> Record:
         """Measure what is left, with the others; then race the finalists, or wait for who does."""
@@ -438,7 +426,6 @@ class SharedTuning:
         try:
             self._learn()
             record = self.evaluator.record()
-            self._finals.note(FINISHED, time.time())
             kept = self._finals.tell(held, 0.0, encode_record(record))
         except BaseException:
             self._finals.give_back([held])

@@ -50,10 +50,6 @@ class Everything:
         measured.
         """
 
-    def known(self, index: int, cost: float) -> None:
-        """A result from before: it counts as asked for."""
-        self._left.pop(index, None)
-
 
 class Axes:
     """The feasible configs as points on categorical axes, one for each field that varies."""
@@ -167,13 +163,6 @@ class Guided:
         trial = self._running.pop(index, None)
         if trial is not None:
             tell_cost(self._study, trial, cost)
-
-    def known(self, index: int, cost: float) -> None:
-        """A result from before: it counts as asked for, and teaches the sampler."""
-        if index not in self._unseen:
-            return
-        self._start(index)
-        self.tell(index, cost)
 
     def _next(self) -> int:
         import optuna

@@ -35,7 +35,6 @@ from flexattn.tuning.evaluator import (
     USUAL,
     BuildConfigs,
     Evaluator,
-    Journal,
     Method,
     Progress,
     Subject,
@@ -84,22 +83,16 @@ def build_ahead(tasks: Sequence[Task], method: Method, pool: Pool) -> None:
 class GpuTuner(Closing):
     """Tunes tasks on one GPU, or in the interpreter; leaving it ends its worker.
 
-    compilers: processes that compile, for this tuner and maybe others. journals: a folder that
-    keeps finished batches, so that the same call goes on after an interrupt; whoever has written
-    the record drops them with `flexattn.tuning.evaluator.settle`. gpu: of this host. storage: a
-    database's URL. All workers that name it share each problem, by a study there instead of a
-    journal, and each gets the one record. again_since: a study that was finished before this
-    moment (seconds of the clock) is left as it is and a new round of it begins, which all who ask
-    so share.
+    compilers: processes that compile, for this tuner and maybe others. gpu: of this host.
+    storage: a database's URL. All workers that name it share each problem, by a study there, and
+    each gets the one record.
     """
 
     method: Method
     compilers: Pool
-    journals: Path | None
     progress: Progress
     gpu: int = 0
     storage: str | None = None
-    again_since: float | None = None
 
     def __post_init__(self) -> None:
         self._measurer = Worker(gpu=self.gpu, say=self.progress.note)
@@ -136,12 +129,8 @@ class GpuTuner(Closing):
         evaluator = Evaluator(subject, self._measurer, build, self.method, self.progress)
         self._measurer.open(task)
         if self.storage is not None:
-            given, since = subject.index(first), self.again_since
-            return SharedTuning(evaluator, self.storage, first=given, again_since=since).run()
-        journal = None
-        if self.journals is not None:
-            journal = Journal(self.journals, subject, self.method.provenance)
-        return _tuned(evaluator, first, journal)
+            return SharedTuning(evaluator, self.storage, first=subject.index(first)).run()
+        return _tuned(evaluator, first)
 
 
 def tune_subject(
@@ -151,19 +140,15 @@ def tune_subject(
     method: Method = USUAL,
     *,
     seeds: Sequence[Config] = (),
-    journal: Journal | None = None,
     progress: Progress = SILENT,
 ) -> Record:
     """Tune a subject whose task the measurer has open already. build: what its builds tell."""
-    return _tuned(Evaluator(subject, measurer, build, method, progress), seeds, journal)
+    return _tuned(Evaluator(subject, measurer, build, method, progress), seeds)
 
 
-def _tuned(evaluator: Evaluator, seeds: Sequence[Config], journal: Journal | None) -> Record:
+def _tuned(evaluator: Evaluator, seeds: Sequence[Config]) -> Record:
     subject, method, progress = evaluator.subject, evaluator.method, evaluator.progress
     search = _search(subject, method, seeds)
-    for entries in journal.batches() if journal else ():
-        for index in evaluator.restore(entries):
-            search.known(index, evaluator.table.cost(index))
     whole = isinstance(search, Everything)
     if whole:
         evaluator.build(range(len(subject.configs)))
@@ -172,10 +157,7 @@ def _tuned(evaluator: Evaluator, seeds: Sequence[Config], journal: Journal | Non
         batch = search.ask(min(method.batch, search.batch))
         if not batch:
             break
-        screened = evaluator.screen(batch)
-        # Where nothing ran, as on a GPU that somebody else had filled, the next call tries again.
-        if journal and any(entry.trial.screening for entry in screened):
-            journal.append(screened)
+        evaluator.screen(batch)
         for index in batch:
             search.tell(index, evaluator.table.cost(index))
     else:

@@ -49,21 +49,25 @@ def test_render_explains_the_rules_and_leaves_out_those_that_are_off(flexattn):
     assert "@triton.jit" not in shown
     found = json.loads(
         flexattn(
-            "render", "alibi", "--explain", "--rules-off", "row_slope,row,decay_skip", "--json"
+            "render",
+            "alibi",
+            "--explain",
+            "--option",
+            "RULES_OFF=row_slope,row,decay_skip",
+            "--json",
         ).stdout
     )
     assert {row["name"] for row in found["rewrites"]} == {"core", "rest"}
-    assert (
-        "the rules are mask, " in flexattn("render", "alibi", "--rules-off", "x", status=2).stderr
-    )
+    unknown = flexattn("render", "alibi", "--option", "RULES_OFF=x", status=2).stderr
+    assert "the rules are mask, " in unknown
 
 
 def test_render_prints_the_tanh_that_is_asked_for(flexattn):
-    exact = flexattn("render", "softcap_50", "--tanh", "exact").stdout
+    exact = flexattn("render", "softcap_50", "--option", "TANH=exact").stdout
     assert "libdevice.tanh(" in exact and "fast_tanh" not in exact
     half = ("render", "softcap_50", "--dtype", "float16")
     assert "short_tanh(" in flexattn(*half).stdout
-    assert "tanh.approx.f32" in flexattn(*half, "--tanh", "fast").stdout
+    assert "tanh.approx.f32" in flexattn(*half, "--option", "TANH=fast").stdout
 
 
 def test_render_of_a_factory_by_its_import_path(flexattn):
@@ -78,8 +82,8 @@ def test_render_takes_a_problem_and_kernel_options(flexattn):
     found = json.loads(
         flexattn(
             "render", "causal", "--kind", "decode", "--head-dim", "192", "--head-dim-v", "128",
-            "--dtype", "float16", "--device", "nvidia-rtx-4090", "--Hq", "12", "--Hkv", "4",
-            "--block-n", "32", "--num-stages", "2", "--json",
+            "--dtype", "float16", "--device", "nvidia-rtx-4090", "--heads", "12:4",
+            "--option", "BLOCK_N=32", "--option", "num_stages=2", "--json",
         ).stdout
     )  # fmt: skip
     assert found["problem"].startswith("decode float16 B=1 Hq=12 Hkv=4 q_len=1")
@@ -112,8 +116,8 @@ def test_render_compiles_for_a_device_that_is_not_here(flexattn):
         (["flexattn.catalogue:softcap", "--arg", "1", "--arg", "2"], ["softcap(1, 2)"]),
         (["flexattn:__version__"], ["is a str", "can be called"]),
         (["causal", "--device", "h20"], ["no device is called 'h20'", "did you mean h200?"]),
-        (["causal", "--Hq", "7", "--Hkv", "2"], ["7 query heads and 2 key heads"]),
-        (["causal", "--block-m", "24"], ["BLOCK_M is a power of two of at least 16"]),
+        (["causal", "--heads", "7:2"], ["7 query heads and 2 key heads"]),
+        (["causal", "--option", "BLOCK_M=24"], ["BLOCK_M is a power of two of at least 16"]),
     ],
     ids=lambda value: "-".join(value) if value[0][0] != "d" else None,
 )

@@ -149,7 +149,7 @@ def test_ctrl_c_keeps_what_is_ranked(flexattn, workload, tmp_path, monkeypatch):
         (["tune", "--preset", "sd21", "--storage", "sqlite://"], ["one instance tunes"]),
         (["why", "causal"], ["is a Neuron device", "flexattn tune and flexattn render"]),
         (["build", "causal"], ["is a Neuron device"]),
-        (["render", "causal", "--block-m", "64"], ["none of Triton's options"]),
+        (["render", "causal", "--option", "BLOCK_M=64"], ["none of Triton's options"]),
         (["render", "causal", "--show", "ptx"], ["no compiler of it is installed"]),
         (["render", "waves_of_test_cli_neuron:wave"], ["sin of float32", "trn2"]),
     ],

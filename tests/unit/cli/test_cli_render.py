@@ -44,7 +44,7 @@ def test_render_shows_what_a_call_gets(case, monkeypatch, tmp_path):
         wanted = next(choices(called(case, monkeypatch), H200, NONE))
         clear()
         numbers = {
-            "--B": B, "--Hq": HEADS[0], "--Hkv": HEADS[1], "--q-len": LENGTHS[0],
+            "--B": B, "--heads": "{}:{}".format(*HEADS), "--q-len": LENGTHS[0],
             "--kv-len": LENGTHS[1], "--head-dim": D,
         }  # fmt: skip
         flags = [str(each) for pair in numbers.items() for each in pair]
@@ -124,7 +124,7 @@ def test_what_a_mod_s_module_raises_is_no_traceback(
 
 @pytest.mark.parametrize(
     "sizes",
-    [["--Hkv", "0"], ["--Hq", "7", "--Hkv", "2"], ["--B", "0"], ["--head-dim", "-4"],
+    [["--heads", "0"], ["--heads", "7:2"], ["--B", "0"], ["--head-dim", "-4"],
      ["--block-size", "0"], ["--kv-len", "0"], ["--q-len", "99999999999"]],
     ids="-".join,
 )  # fmt: skip

@@ -108,9 +108,12 @@ def test_a_dry_run_for_another_device_and_effort(flexattn):
         (["--from-untuned", "--workload", "w.toml"], ["--workload, --only or sizes"]),
         (["--from-untuned", "--only", "x"], ["a list of untuned problems is tuned whole"]),
         (["--from-untuned", "--q-len", "64"], ["leave out --from-untuned"]),
-        (["--preset", "sd21", "--Hq", "16"], ["sizes beside a workload", "flexattn tune causal"]),
+        (
+            ["--preset", "sd21", "--heads", "16"],
+            ["sizes beside a workload"],
+        ),
         (["w.toml", "--kind", "decode"], ["sizes beside a workload", "a MOD's call"]),
-        (["causal", "--heads", "8", "--Hq", "8"], ["--heads 8 beside --Hq or --Hkv", "leave out"]),
+        (["--preset", "sd21", "--again", "--storage", "sqlite://"], ["name another database"]),
         (["causal", "--heads", "8x2"], ["as 32:8", "two numbers with a colon"]),
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else None,
@@ -237,7 +240,7 @@ def test_an_interrupt_before_anything_is_finished_says_how_to_go_on(tiny, tmp_pa
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and "nothing to tune" not in stdout
     assert "nothing finished, of 4; records in" in stdout
-    assert "interrupted with 4 left; what was measured of them is kept; go on with: fl" in stderr
+    assert "interrupted with 4 left; go on with: fl" in stderr
 
 
 def until(holds, process):

@@ -79,7 +79,7 @@ def test_each_folder_is_a_device_and_holds_records_alone():
     assert [folder.name for folder in FOLDERS] == sorted({device for device, _ in SHIPPED})
     assert {folder.name for folder in FOLDERS} <= {slug(name) for name in KNOWN}
     for folder in FOLDERS:
-        (version,) = (path for path in folder.iterdir() if path.name != "journals")
+        (version,) = (path for path in folder.iterdir())
         kept = {path for path in version.rglob("*") if path.is_file() and path.name != ".lock"}
         manifests = {path / "manifest.json" for path in version.iterdir()}
         assert version.name == f"v{SCHEMA}" and kept == manifests | set(Store(folder).paths())

@@ -11,7 +11,6 @@ from flexattn.errors import DeviceError, MeasureError
 from flexattn.records.record import key_of, sizes_of
 from flexattn.records.store import Store
 from flexattn.tuning.campaign import Campaign, TaskLocks, environment_of, pending
-from flexattn.tuning.evaluator import Entry, Journal, settle
 from flexattn.tuning.race import replay_study
 from flexattn.tuning.tasks import task_of
 from flexattn.tuning.workload import parse_workload
@@ -236,39 +235,17 @@ class Full(Store):
         return super().write(record, replace)
 
 
-def test_what_a_record_came_from_is_kept_until_the_record_is_on_the_disk(tasks, tmp_path):
+def test_what_a_record_makes_needless_goes_once_it_is_on_the_disk(tasks, tmp_path):
     store, task = Full(tmp_path / "records"), tasks[0]
-    record = record_of(task)
-    journal = Journal(tmp_path / "journals", record)
-    there = []
-
-    def tune(task):
-        there.append(journal.path.exists())
-        journal.append([Entry(trial, "") for trial in record.trials])
-        return record
+    record, told = record_of(task), []
 
     def landed(record):
         assert store.read(record.environment, record.key) == record, "it is on the disk"
-        settle(tmp_path / "journals", record)
+        told.append(record)
 
-    for status in ("failed", "tuned", "kept"):
-        (found,) = Campaign([task], store, [tune], landed=landed)
-        assert found.status == status and journal.path.exists() == (status == "failed")
-    assert there == [False, True], "the second call goes on from what the first one kept"
-
-
-def test_a_journal_that_is_older_than_its_record_is_of_no_use(tasks, tmp_path):
-    """A process died between writing the record and dropping the journal."""
-    record = record_of(tasks[0])
-    journal = Journal(tmp_path, record)
-    journal.append([Entry(record.trials[0], "")])
-    written = journal.path.stat().st_mtime
-    settle(tmp_path, record, written - 1)
-    assert journal.path.exists(), "a later tuning that was interrupted goes on from it"
-    settle(tmp_path, replace(record, provenance="untuned"), written)
-    assert journal.path.exists(), "another study's"
-    settle(tmp_path, record, written)
-    assert not journal.path.exists()
+    for status, count in (("failed", 0), ("tuned", 1), ("kept", 1)):
+        (found,) = Campaign([task], store, [lambda task: record], landed=landed)
+        assert found.status == status and told == [record] * count
 
 
 def test_when_the_time_is_over_nothing_begins_and_what_ran_is_kept(tasks, tmp_path):

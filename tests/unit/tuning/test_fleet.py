@@ -177,25 +177,6 @@ def test_of_many_that_want_a_point_one_gets_it(url, tmp_path):
     assert sorted(owned) == [0, 1, 2, 3, 4]
 
 
-def test_a_finished_study_is_measured_again_when_asked_to(url, tmp_path):
-    """--again once gave back what the study had: whoever asks shares one new round."""
-    stored = titled(f"again {tmp_path}")
-
-    def worker(seed, again_since=None):
-        measurer = ReplayMeasurer(stored, seed)
-        record = tune_shared_subject(stored.subject, measurer, url, again_since=again_since)
-        return record, len(measurer.measured)
-
-    first, count = worker(1)
-    asked = time.time()
-    assert count and worker(2) == (first, 0)
-    again, count = worker(3, asked)
-    assert count and again != first
-    assert worker(4, asked) == (again, 0), "another host that was asked at the same time"
-    assert worker(5) == (again, 0), "the newest round is the study"
-    assert worker(6, time.time())[1], "and it can be measured a third time"
-
-
 @pytest.mark.parametrize("wrong", ["nothing", "oracle9://x", "sqlite:////no/such/folder/x.db"])
 def test_a_url_that_is_no_database_is_an_input_error(wrong):
     with pytest.raises(InputError, match="storage"):

@@ -1,16 +1,15 @@
 """tune_subject on replayed studies: what is built, gated, timed, kept and resumed."""
 
 import dataclasses
-import json
 import math
 import statistics
 
 import pytest
 
 from flexattn.errors import MeasureError
-from flexattn.records.codec import decode, decode_record, encode_record
+from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.record import Failed, Gated
-from flexattn.tuning.evaluator import NOT_TRIED, Entry, Journal, Method, method_for
+from flexattn.tuning.evaluator import NOT_TRIED, Method, method_for
 from flexattn.tuning.race import HOPELESS, TrialTable, looks, replay_study
 from flexattn.tuning.tuner import tune_subject
 from tests.replayed import ReplayMeasurer
@@ -221,64 +220,6 @@ def test_the_budget_ends_the_search_and_counts_what_was_not_tried(stored, monkey
     untried = dict(record.rejected)[NOT_TRIED]
     assert untried + len(record.trials) == len(stored.trials) and untried > 10
     assert replay_study(record) == record.decision
-
-
-@pytest.mark.parametrize("guided", [False, True])
-def test_an_interrupt_resumes_without_measuring_again(stored, tmp_path, guided):
-    method = dataclasses.replace(REPLAY, batch=5, all_up_to=0 if guided else 999, limit=24)
-    journal = Journal(tmp_path, stored.subject)
-    first = Spy(stored, stop_after=3)
-    with pytest.raises(KeyboardInterrupt):
-        tuned(stored, first, method, journal=journal)
-    with journal.path.open("a") as file:
-        file.write('[{"trial": {"config"')  # a process that died while it wrote
-    seen = {c for configs, _ in first.calls for c in configs[1:]}
-    assert len(seen) > 8
-    record, second = tuned(stored, Spy(stored, seed=5), method, journal=journal)
-    screened = {c for configs, n in second.calls if n == REPLAY.rounds for c in configs[1:]}
-    assert not seen & screened and not seen & set(second.gated)
-    found = by_config(record)
-    assert all(found[config].screening for config in seen)
-    assert len(list(journal.batches())) >= 3
-    default = record.trials[record.decision.default]
-    timed = [t for t in record.trials if t.screening and t is not default]
-    assert all(t.start + len(t.screening) <= len(default.screening) for t in timed)
-    assert replay_study(record) == record.decision
-
-
-def test_a_journal_is_of_one_subject(stored, tmp_path):
-    mine = Journal(tmp_path, stored.subject)
-    policy = dataclasses.replace(stored.policy, graph=False)
-    other = Journal(tmp_path, dataclasses.replace(stored.subject, policy=policy))
-    assert mine.path != other.path and not list(mine.batches())
-    assert Journal(tmp_path, stored.subject, "untuned").path != mine.path
-    mine.drop()
-
-
-def test_a_journal_with_a_sample_of_0_is_measured_again(stored, tmp_path):
-    method = dataclasses.replace(REPLAY, batch=5)
-    journal = Journal(tmp_path, stored.subject, method.provenance)
-    with pytest.raises(KeyboardInterrupt):
-        tuned(stored, Spy(stored, stop_after=2), method, journal=journal)
-    lines = journal.path.read_text().splitlines()
-    text = json.loads(lines[0])
-    text[-1]["trial"].update(screening=[0.0, 1.0, 1.0], failed=None)
-    journal.path.write_text("\n".join([json.dumps(text), *lines[1:]]) + "\n")
-    record, spy = tuned(stored, Spy(stored), method, journal=journal)
-    timed = {config for configs, _ in spy.calls for config in configs}
-    assert timed >= {decode(Entry, each, "entry").trial.config for each in text[:1]}
-    assert all(min(t.screening, default=1) > 0 for t in record.trials)
-
-
-def test_a_call_after_nothing_ran_tries_again(stored, tmp_path):
-    """A GPU that somebody else had filled must not keep its problems from being tuned."""
-    journal = Journal(tmp_path, stored.subject)
-    full = dict.fromkeys(stored.subject.configs, Failed("memory", "OutOfMemoryError", "full"))
-    method = dataclasses.replace(REPLAY, batch=5)
-    with pytest.raises(MeasureError, match="OutOfMemory"):
-        tuned(stored, Spy(stored, verdicts=full), method, journal=journal)
-    record, _ = tuned(stored, Spy(stored), method, journal=journal)
-    assert record.trials[record.decision.winner].screening
 
 
 def test_seeds_come_first(stored):
