@@ -70,7 +70,7 @@ def run(args: options.Build) -> None:
             done += 1
             lane.step(short(built.config))
             if not watch.bars:
-                watch.say(f"{done}/{counted} {_line(built)}")
+                watch.say(f"{done}/{counted} {built_line(built)}")
 
         try:
             found = report_of(
@@ -106,8 +106,8 @@ def report_of(
     )
 
 
-def _line(built: BuiltConfig) -> str:
-    """One config in a line of its own, where nobody watches a table."""
+def built_line(built: BuiltConfig) -> str:
+    """One config in a line, where nobody watches a table."""
     if built.failed is not None:
         return f"{short(built.config)}: {built.failed.stage}: {built.failed.error}"
     return (

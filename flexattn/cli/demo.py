@@ -5,224 +5,184 @@ Without one, a child process interprets the kernels, and others compile them.
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from flexattn.block_mask.visual import visualize
+from flexattn.catalogue import sliding_window
 from flexattn.cli import options as asking
-from flexattn.cli.bench import (
-    TORCH,
-    Benched,
-    RivalChoice,
-    RowInputs,
-    print_rows,
-    race_call,
-    results_of,
-)
-from flexattn.cli.offline import nearest
+from flexattn.cli.bench import RivalChoice, RowInputs, print_rows, race_call, results_of
+from flexattn.cli.build import built_line
 from flexattn.cli.selection import writable
-from flexattn.cli.terminal import table_of, tell
-from flexattn.cli.watch import Watch
-from flexattn.cli.workloads import (
-    FULL_WORKLOADS,
-    PATIENCE,
-    SMALL_WORKLOADS,
-    DemoTrial,
-    DemoWorkload,
-    print_notes,
-    run_trial,
-    verdict_table,
-    window,
-)
+from flexattn.cli.terminal import tell
+from flexattn.cli.tune import run_tuning
 from flexattn.device import detect, named
-from flexattn.kernels.choose.defaults import default
-from flexattn.kernels.choose.registry import short
+from flexattn.frontend.attention import flex_attention
+from flexattn.kernels.choose.defaults import survey
+from flexattn.problem import Shape
 from flexattn.records.record import Failed
 from flexattn.records.store import Store
 from flexattn.report.page import write_page
 from flexattn.settings import child_environment, current, override
 from flexattn.tuning.builds import BuiltConfig, Pool, build_all, compilers
-from flexattn.tuning.campaign import Campaign
 from flexattn.tuning.evaluator import Method, method_for
 from flexattn.tuning.tasks import task_of, tasks
-from flexattn.tuning.tuner import GpuTuner
+from flexattn.tuning.workload import ModPath, Row
+
+
+def demo_row(
+    name: str,
+    heads: tuple[int, int],
+    head_dim: int,
+    sizes: tuple[int, int, int],
+    window: int = 0,
+    dtype: str = "bfloat16",
+) -> Row:
+    """A call, causal if it has many rows; sizes: batch, queries, keys.
+
+    window: keys before the query's own, with a softcap of 50 as Gemma-2 has it; 0 for neither.
+    """
+    (B, q_len, kv_len), catalogue = sizes, "flexattn.catalogue"
+    score = mask = None
+    if window:
+        score = ModPath(f"{catalogue}:softcap", (50.0,))
+        mask = ModPath(f"{catalogue}:sliding_window", (window,))
+    elif q_len > 1:
+        mask = ModPath(f"{catalogue}:causal")
+    shape = Shape(B, *heads, q_len, kv_len, head_dim, head_dim)
+    return Row(name, None, dtype, shape, score, mask, (128, 128), None, ())
+
+
+WINDOW = 4096
+FULL_ROWS = (
+    demo_row("llama-3 prefill", (32, 8), 128, (1, 8192, 8192)),
+    demo_row("gemma-2 prefill", (16, 8), 256, (1, 8192, 8192), WINDOW),
+    demo_row("llama-3 decode", (32, 8), 128, (8, 1, 8192)),
+)
+# Odd lengths: they end where no tile does.
+SMALL_ROWS = (
+    demo_row("llama-3 prefill", (4, 1), 128, (1, 301, 301), dtype="float16"),
+    demo_row("gemma-2 prefill", (4, 2), 256, (1, 333, 333), 160, "float16"),
+    demo_row("llama-3 decode", (32, 8), 128, (1, 1, 777), dtype="float16"),
+)
+DEMO_DEVICE = "nvidia-h200"
+METHOD = method_for("quick", 3.0)
+# Rounds and milliseconds of a race; configs that are compiled of a call; seconds for one call in
+# the interpreter.
+_ROUNDS, _MIN_MS, _CONFIGS, _DEADLINE = 10, 4.0, 2, 300.0
 
 
 def run(args: asking.Demo) -> None:
     """Run `flexattn demo`."""
     console, out = Console(), writable(args.out)
     on_gpu = torch.cuda.is_available() and not current().interpret
-    passed = show_gpu(console, out) if on_gpu else show_cpu(console, out)
+    passed = show_gpu(console, out) if on_gpu else show_cpu(console)
+    drawn = visualize(sliding_window(WINDOW), 2 * WINDOW, cells=64)
+    tell(console, f"{drawn}\nThe mask of gemma-2 prefill: {drawn.save(out / 'mask.png')}")
     if not passed:
         console.print("[red]The demo failed: see above.")
         raise typer.Exit(1)
-
-
-METHOD = method_for("quick", 3.0)
-_ROUNDS, MIN_MS = 10, 4.0
+    tell(console, "The demo passed: each result is as near to float64 as its dtype allows.")
 
 
 def show_gpu(
     console: Console,
     out: Path,
-    workloads: Sequence[DemoWorkload] = FULL_WORKLOADS,
+    rows: Sequence[Row] = FULL_ROWS,
     device: str = "cuda",
     rival: RivalChoice = "compiled",
     method: Method = METHOD,
 ) -> bool:
-    """Tune into `out`, run as dispatch then serves, print the table, draw the pictures.
+    """Tune into `out`, race what dispatch then serves, and write a page with a chart.
 
-    Whether every workload was tuned and every gate is green; a second run keeps the records.
+    True if every row was tuned and every gate is green; a second run keeps the records.
     """
     where = torch.empty(0, device=device).device  # "cuda" with its index
     store = Store(out / "records")
-    failed = _tune(store, workloads, where, method, console)
-    with override(cache=(store.root,), mode="replay"), console.status("racing") as status:
-        done = []
-        for workload in workloads:
-            status.update(f"{workload.name}: torch compiles its kernel, then the race")
-            done.append(race_call(RowInputs.of(workload.row(), where), _ROUNDS, MIN_MS, rival))
+    found = list(tasks(rows, detect(where), where))
+    ran = run_tuning(found, store, method, 0, False, None)
+    with override(cache=(store.root,), mode="replay"), console.status("racing"):
+        done = [race_call(RowInputs.of(row, where), _ROUNDS, _MIN_MS, rival) for row in rows]
     name = torch.cuda.get_device_name() if where.type == "cuda" else device
     print_rows(done)
-    drawn = window(workloads).save(out / "mask.png")
     page = write_page((), out, [results_of(done, name)]).page
-    tell(console, f"Records: {store.root}. Picture: {drawn}. Chart: {page}")
-    passed = not failed and all(row.passed for row in done)
-    if passed:
-        for sentence in gpu_sentences(done, name):
-            tell(console, sentence)
-    return passed
+    tell(console, f"Records: {store.root}. Chart: {page}")
+    tuned = len(ran.outcomes) == len(rows) and all(each.answer for each in ran.outcomes)
+    return tuned and all(row.passed for row in done)
 
 
-def gpu_sentences(done: Sequence[Benched], name: str) -> tuple[str, str, str]:
-    """The demo's results in three sentences: the speed, the error, and the config's source."""
-    ratios = [(row.title, ratio) for row in done if (ratio := row.ratio.get(TORCH)) is not None]
-    told = ", ".join(f"{ratio:.2f} times for {title}" for title, ratio in ratios)
-    beside = (
-        f"times of torch's compiled flex_attention over ours: {told}"
-        if told
-        else ("torch's kernel was not timed beside ours")
-    )
-    used = max(row.error / row.budget for row in done)
-    return (
-        f"1. On {name}, {beside}.",
-        "2. Every output is right: its error against float64 is at most "
-        f"{used:.0%} of what is allowed.",
-        "3. Masks and softcap are a few lines of Python each; the kernels were written from them "
-        "and tuned for this device.",
-    )
-
-
-def _tune(
-    store: Store,
-    workloads: Sequence[DemoWorkload],
-    where: torch.device,
-    method: Method,
-    console: Console,
-) -> int:
-    """Tune what the store lacks; how many workloads failed."""
-    todo = list(tasks((workload.row() for workload in workloads), detect(where), where))
-    with (
-        Watch(len(todo), console) as watch,
-        compilers() as pool,
-        GpuTuner(method, pool, watch.lane(), gpu=where.index or 0) as tuner,
-    ):
-        failed = 0
-        for outcome in Campaign(todo, store, [tuner.tune]):
-            if outcome.status == "failed":
-                failed += 1
-                watch.finished(f"{outcome.title}: {outcome.message}")
-            else:
-                watch.finished(f"{outcome.title}: {outcome.status} in {outcome.seconds:.0f} s")
-    return failed
-
-
-def show_cpu(console: Console, out: Path) -> bool:
-    """Run both parts, print their tables, a picture and what was shown; whether all went well."""
+def show_cpu(console: Console) -> bool:
+    """Interpret small calls, and compile the full ones for an H200; True if all went well."""
     doing = console.status("interpreting small shapes, compiling the full ones")
     with doing, ThreadPoolExecutor(1) as pool:
         interpreting = pool.submit(interpreted)
-        built = compile_workloads()
-        trials, failure = interpreting.result()
-    console.print(verdict_table(trials, "Run by Triton's interpreter: float16, small shapes"))
-    print_notes(console, trials)
-    console.print(_built(built))
-    for name, each in built:
-        if each.failed is not None:
-            tell(console, f"{name}, {short(each.config)}: {each.failed.message}")
-    if failure:
-        tell(console, failure, "red")
-    drawn = window(FULL_WORKLOADS)
-    tell(console, str(drawn))
-    tell(console, f"Picture: {drawn.save(out / 'mask.png')}")
-    complete = not failure and len(trials) == len(SMALL_WORKLOADS)
-    passed = complete and all(trial.passed for trial in trials)
-    if passed:
-        for sentence in cpu_sentences(trials, built):
-            tell(console, sentence)
-    return passed
+        built = compile_rows()
+        trials = interpreting.result()
+    tell(console, "Run by Triton's interpreter, in float16 at small sizes:")
+    for trial in trials:
+        gate = "green" if trial.passed else f"RED: {trial.note}"
+        error = f"error {trial.error:.1e} of {trial.budget:.1e}"
+        tell(console, f"  {trial.title}: {error}, gate {gate}")
+    tell(console, f"Compiled for {DEMO_DEVICE} without one, in bfloat16 at full sizes:")
+    for title, each in built:
+        tell(console, f"  {title}, {built_line(each)}")
+    tell(console, "Nothing was timed: torch sees no GPU here.")
+    return all(trial.passed for trial in trials)
 
 
-def cpu_sentences(
-    trials: Sequence[DemoTrial], built: Sequence[tuple[str, BuiltConfig]]
-) -> tuple[str, str, str]:
-    """The results without a GPU in three sentences: the error, the compiles, and no times."""
-    used = max(trial.error / trial.budget for trial in trials)
-    sound = [each for _, each in built if each.failed is None]
-    spills = sum(each.spills for each in sound)
-    return (
-        "1. The attention of Llama-3 and Gemma-2, whose masks and softcap are a few lines of "
-        f"Python, ran in Triton's interpreter and is right: its error against float64 is at most "
-        f"{used:.0%} of what is allowed.",
-        f"2. Its kernels for an NVIDIA H200 compiled here without one, {len(sound)} of them, with "
-        f"{spills or 'no'} register spills.",
-        "3. Torch sees no GPU here, so no kernel, ours or torch's, was timed; on a machine with "
-        "one the same command times both.",
-    )
-
-
-def _built(built: Sequence[tuple[str, BuiltConfig]]) -> Table:
-    title = f"Compiled for {DEMO_DEVICE}, without one: bfloat16, full shapes"
-    headings = ">registers", ">spills", ">shared KiB", ">mma"
-    table = table_of("workload", "config", *headings, title=title)
-    for name, each in built:
-        shared = f"{each.shared_memory / 1024:.0f}"
-        numbers = [str(each.registers), str(each.spills), shared, str(each.matrix_instructions)]
-        table.add_row(name, short(each.config), *(numbers if each.code else ["-"] * 4))
-    return table
-
-
-DEMO_DEVICE = "nvidia-h200"
-CONFIGS = 3
-_DEADLINE = 300.0
-
-
-def compile_workloads() -> list[tuple[str, BuiltConfig]]:
-    """A small space of each workload, by its name, compiled for a device that need not be here."""
+def compile_rows() -> list[tuple[str, BuiltConfig]]:
+    """A few configs of each full row by its title, for a device that need not be here."""
     device, found = named(DEMO_DEVICE), []
-    begin = time.perf_counter()
     with compilers() as pool:
-        for workload in FULL_WORKLOADS:
-            problem = task_of(workload.row(), device, torch.device("cpu")).problem
-            limit = 1 if time.perf_counter() - begin > PATIENCE else CONFIGS
-            configs = [*nearest(problem, device, default(problem, device), limit)]
-            built = build_all(problem, configs, device, pool=pool)
-            found += [(workload.name, each) for each in built]
+        for row in FULL_ROWS:
+            problem = task_of(row, device, torch.device("cpu")).problem
+            configs = survey(problem, device, "quick").configs[:_CONFIGS]
+            found += [(row.title, each) for each in build_all(problem, configs, device, pool=pool)]
     return found
 
 
-def interpreted() -> tuple[list[DemoTrial], str]:
-    """The trials of a process that interprets, and what became of the others, in words."""
-    environment = partial(child_environment, interpret=True)
-    with Pool(run_trial, 1, _DEADLINE, environment) as pool:
-        found = dict(pool.run(SMALL_WORKLOADS))
-    lost = [f"interpreting: {each}" for each in found.values() if isinstance(each, Failed)]
-    trials = [found[i] for i in sorted(found) if isinstance(found[i], DemoTrial)]
-    return trials, "\n".join(lost)
+@dataclass(frozen=True)
+class DemoTrial:
+    """The gate's verdict on a row that was interpreted; note: what is wrong, "" if nothing is."""
+
+    title: str
+    error: float = math.nan
+    budget: float = math.nan
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """True if its gate is green."""
+        return not self.note
+
+
+def run_trial(row: Row) -> DemoTrial:
+    """Run a row's rendered kernel on CPU tensors, and judge it."""
+    x = RowInputs.of(row, torch.device("cpu"))
+    with torch.no_grad():
+        out = flex_attention(
+            x.q, x.k, x.v, score_mod=x.score_mod, block_mask=x.block_mask, enable_gqa=True
+        )
+        verdict = x.judge()((out, None, None))
+    note = "" if verdict.passed else verdict.message()
+    if not verdict.rows:
+        return DemoTrial(row.title, note=note)
+    return DemoTrial(row.title, verdict.rows[0].error, verdict.rows[0].budget, note)
+
+
+def interpreted() -> list[DemoTrial]:
+    """The trials of a process that interprets."""
+    with Pool(run_trial, 1, _DEADLINE, partial(child_environment, interpret=True)) as pool:
+        found = dict(pool.run(SMALL_ROWS))
+    return [
+        DemoTrial(row.title, note=str(each)) if isinstance(each := found[i], Failed) else each
+        for i, row in enumerate(SMALL_ROWS)
+    ]

@@ -8,10 +8,9 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,10 +22,7 @@ from flexattn.cli.options import LENGTH, ROLES, AskedProblems, CallOptions, choi
 from flexattn.cli.selection import chosen_rows, dtype_named, kind_of
 from flexattn.device import Device, named
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.kernels.base.config import Config
-from flexattn.kernels.choose.defaults import space
-from flexattn.kernels.choose.options import Options, parse
-from flexattn.kernels.choose.registry import family_of
+from flexattn.kernels.choose.options import Options
 from flexattn.mods.path import load_path, role_of
 from flexattn.presets import files
 from flexattn.problem import DTYPES, ITEMSIZE, MAX_HEADS, MAX_LENGTH, Kind, Problem, Shape
@@ -195,18 +191,3 @@ def compiled(problem: Problem, device: Device, options: Options) -> tuple[Choice
         )
     choice = chosen(problem, device, options, partial(unloaded, device=device))
     return choice, choice.kernels[0].compiled
-
-
-def nearest(problem: Problem, device: Device, start: Config, limit: int) -> Iterator[Config]:
-    """A small space: `start`, then what kernel_options can force, the fewest changes first."""
-
-    def distance(config: Config) -> int:
-        names = type(start).__dataclass_fields__
-        return sum(getattr(config, name) != getattr(start, name) for name in names)
-
-    def forced(config: Config) -> bool:
-        options = family_of(config).options_of(config)
-        return config != start and parse(options).apply(start) == config
-
-    others = filter(forced, space(problem, device))
-    yield from islice((start, *sorted(others, key=distance)), limit)

@@ -6,13 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flexattn.cli import demo, workloads
+from flexattn.cli import demo
 from flexattn.cli.app import app
-from flexattn.cli.bench import Benched
-from flexattn.cli.workloads import FULL_WORKLOADS, SMALL_WORKLOADS, DemoTrial, DemoVariant
 from flexattn.device import KNOWN
 from flexattn.mods.bind import clear
-from flexattn.records.record import Failed
 from flexattn.settings import override
 from flexattn.tuning.builds import BuiltConfig
 from tests.processes import python
@@ -150,38 +147,27 @@ def test_no_cell_of_the_devices_is_cut(flexattn, monkeypatch, columns):
     assert "…" not in shown and "registers" in shown
 
 
-def test_a_trial_is_green_only_if_every_variant_is():
-    good, bad = DemoVariant("a", True), DemoVariant("b", False, "over budget")
-    assert DemoTrial("w", "s", (good,), 0.0, 1.0).passed
-    assert not DemoTrial("w", "s", (good, bad), 0.0, 1.0).passed
-    assert not DemoTrial("w", "s", (), 0.0, 1.0).passed
+def test_the_demo_runs_the_same_calls_small_and_full():
+    assert [row.title for row in demo.SMALL_ROWS] == [row.title for row in demo.FULL_ROWS]
+    gemma, decode = demo.FULL_ROWS[1:]
+    assert (gemma.score.args, gemma.mask.args, gemma.shape.D) == ((50.0,), (demo.WINDOW,), 256)
+    assert gemma.shape.Hq == 2 * gemma.shape.Hkv
+    assert (decode.shape.Hq, decode.shape.Hkv, decode.shape.D) == (32, 8, 128)
+    assert decode.shape.q_len == 1 and decode.mask is None
 
 
-def test_the_demo_runs_the_same_workloads_small_and_full():
-    assert [w.name for w in SMALL_WORKLOADS] == [w.name for w in FULL_WORKLOADS]
-    gemma, decode = FULL_WORKLOADS[1], FULL_WORKLOADS[2]
-    assert (gemma.softcap, gemma.window, gemma.D) == (50.0, 4096, 256)
-    assert gemma.Hq == 2 * gemma.Hkv
-    assert (decode.Hq, decode.Hkv, decode.D, decode.q_len) == (32, 8, 128, 1)
-
-
-def test_the_demo_ends_in_three_sentences():
-    trial = DemoTrial("w", "s", (DemoVariant("a", True),), 0.5, 2.0)
-    config = decode_record().config
-    failed = Failed("resources", "shared memory", "too large")
-    built = [("w", BuiltConfig(config, 168)), ("w", BuiltConfig(config, failed=failed))]
-    first, second, third = demo.cpu_sentences([trial], built)
-    assert "at most 25% of what is allowed" in first
-    assert "1 of them" in second and "with no register spills" in second
-    assert "no GPU" in third
-    row = Benched("prefill", "hit", "c", {}, {"torch": 2.5, "default": 1.1}, True, 1.0, 4.0)
-    first, second, third = demo.gpu_sentences([row], "NVIDIA H200")
-    assert first.startswith("1. On NVIDIA H200") and "2.50 times for prefill" in first
-    assert "at most 25% of what is allowed" in second and third.startswith("3. ")
-
-
-def test_the_demo_s_picture_is_characters_too():
-    assert "blocks of 128 x 128" in str(workloads.window(FULL_WORKLOADS))
+def test_a_demo_without_a_gpu_fails_by_a_wrong_result_and_by_a_process_that_died(
+    flexattn, monkeypatch
+):
+    right = demo.DemoTrial("right", 1e-4, 2e-4)
+    built = [("c", BuiltConfig(decode_record().config, 168))]
+    monkeypatch.setattr(demo, "compile_rows", lambda: built)
+    for other, status in (("", 0), ("over budget", 1), ("crash: SIGSEGV: ended", 1)):
+        trials = [right, demo.DemoTrial("other", note=other)]
+        monkeypatch.setattr(demo, "interpreted", lambda trials=trials: trials)
+        shown = flexattn("demo", status=status).stdout
+        assert "right: error 1.0e-04 of 2.0e-04, gate green" in shown and "168 registers" in shown
+        assert other in shown and ("The demo passed" in shown) == (not status)
 
 
 SMOKE = """
@@ -192,13 +178,12 @@ SMOKE = """
     from rich.console import Console
 
     from flexattn.cli import bench, demo
-    from flexattn.cli.workloads import DemoWorkload
     from tests.quick_interpreter import hurry
 
     hurry()
     tiny = [
-        DemoWorkload("window", 1, 2, 1, 71, 71, 16, window=20, softcap=50.0),
-        DemoWorkload("decode", 1, 4, 2, 1, 71, 16),
+        demo.demo_row("window", (2, 1), 16, (1, 71, 71), 20),
+        demo.demo_row("decode", (4, 2), 16, (1, 1, 71)),
     ]
     if sys.argv[1] == "wrong":
         right = bench.flex_attention
@@ -219,5 +204,4 @@ def test_demo_tunes_judges_races_and_draws(kernel, last, tmp_path):
     out, _ = python("-c", SMOKE, kernel, tmp_path, interpret=True)
     assert out.splitlines()[-1] == last
     assert list((tmp_path / "records").rglob("*.json"))
-    assert (tmp_path / "mask.png").stat().st_size > 1000
     assert "window" in (tmp_path / "index.html").read_text()
