@@ -395,7 +395,6 @@ class Doctor:
         bool,
         typer.Option("--clear-outcomes", help="Forget what was refused."),
     ] = False
-    as_json: AsJson = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,19 +14,15 @@ from flexattn.device import Device
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.options import NONE
 from flexattn.measure.task import Task
-from flexattn.mods import bind
-from flexattn.mods.bind import clear
 from flexattn.mods.expr import pretty
-from flexattn.presets import files
-from flexattn.problem import Captures, captures_of
+from flexattn.problem import Captures
 from flexattn.records.layers import origin
-from flexattn.records.record import Answer, Sizes, mod_name
+from flexattn.records.record import Answer, Sizes
 from flexattn.records.why import Closest, ConfigExplanation, Difference, why as explained
 from flexattn.runtime.candidates import Attempt, candidates_of
 from flexattn.runtime.dispatch import told
 from flexattn.runtime.outcomes import memory
-from flexattn.tuning.tasks import mods_of, tasks
-from flexattn.tuning.workload import Row, read
+from flexattn.tuning.tasks import tasks
 
 
 def run(args: options.Why) -> None:
@@ -83,7 +79,6 @@ def _compared(closest: Closest) -> dict[str, Any]:
 
 
 def _print(answers: Sequence[tuple[Task, ConfigExplanation, Sequence[Attempt]]]) -> None:
-    rows = {row.title: row for path in files().values() for row in read(path).rows}
     for task, found, tried in answers:
         structure = task.problem.structure
         mods = {"score": structure.score, "mask": structure.mask}
@@ -105,54 +100,28 @@ def _print(answers: Sequence[tuple[Task, ConfigExplanation, Sequence[Attempt]]])
         if not found.closest:
             say(f"  closest   none: no record of this kind was made on {found.environment.device}")
         for each in found.closest:
-            _print_closest(each, mods, rows)
+            _print_closest(each, mods)
         for path, error in found.broken:
             say(f"  no record {path}: {error}")
 
 
-def _print_closest(
-    each: Closest, mods: Mapping[str, Captures | None], rows: Mapping[str, Row]
-) -> None:
+def _print_closest(each: Closest, mods: Mapping[str, Captures | None]) -> None:
     answer = each.answer
     made = f" of {answer.made[:10]}" if answer.made else ""
     say(f"  closest   {each.layer} record {answer.title!r}{made}, {Sizes(*answer.sizes)}")
     say(f"            {f'not taken: {each.untaken}' if each.untaken else 'taken'}")
     for difference in (*each.key, *each.environment):
-        say_text(indented(" " * 12, _difference(difference, answer, mods, rows)))
+        say_text(indented(" " * 12, _difference(difference, answer, mods)))
 
 
-def _difference(
-    each: Difference,
-    answer: Answer,
-    mods: Mapping[str, Captures | None],
-    rows: Mapping[str, Row],
-) -> str:
-    """One field in which a record differs; mods as expressions, where they are known."""
+def _difference(each: Difference, answer: Answer, mods: Mapping[str, Captures | None]) -> str:
+    """One field in which a record differs; a mod as the expression that was asked for."""
     if each.field in mods:
         mine = mods[each.field]
         ours = "none" if mine is None else pretty(mine.mod.expr)
-        theirs = expression_of(answer, each.field, rows)
+        theirs = f"another, that of {answer.title!r}" if each.stored else "none"
         return f"{each.field}_mod is {ours}, the record's is {theirs}"
     if each.field == "template":
         return "the kernels' source is not what it was when the record was made"
     ours, theirs = (str(value) or "none" for value in (each.asked, each.stored))
     return f"{each.field} is {ours}, the record's {theirs}"
-
-
-def expression_of(answer: Answer, role: str, rows: Mapping[str, Row]) -> str:
-    """A record's "score" or "mask" as an expression, else where it is from; "none" without one.
-
-    rows: of all presets, by title.
-    """
-    fingerprint = getattr(answer.key, role)
-    if not fingerprint:
-        return "none"
-    row = rows.get(answer.title)
-    if row is not None:
-        # What was traced before decides whether a number is a constant.
-        clear()
-        score_mod, mask_mod = mods_of(row)
-        found = captures_of(bind(score_mod if role == "score" else mask_mod, role))
-        if found is not None and mod_name(found) == fingerprint:
-            return pretty(found.mod.expr)
-    return f"another, that of {answer.title!r}"

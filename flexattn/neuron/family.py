@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
 from typing import Any, Literal
 
@@ -183,14 +183,31 @@ class _Nki:
 NKI = _Nki()
 
 
-@lru_cache(maxsize=256)
-def _needs(problem: Problem, target: str, mask: MaskSelect, form: NkiForm = "s") -> Needs:
-    try:
-        mods = print_mods(problem, _plain(problem, mask, form), target)
-    except UnsupportedError as error:
-        return Needs(refused=str(error))
-    ranged = mods.mask is not None and mods.mask.reduces
-    return Needs(tuple(sorted(mods.tiles.items())), ranged)
+class _Cases:
+    """The cases of a problem's configs on a target; what its mods need is found once a form."""
+
+    def __init__(self, problem: Problem, target: str) -> None:
+        self._problem, self._target = problem, target
+        self._found: dict[tuple[MaskSelect, NkiForm], Needs] = {}
+
+    def of(self, config: NkiConfig) -> NkiCase:
+        """A config's."""
+        needs = self.needs(config.mask, config.form)
+        return NkiCase(config, self._problem, CORES[self._target], needs)
+
+    def needs(self, mask: MaskSelect, form: NkiForm = "s") -> Needs:
+        """What the mods need in a form."""
+        if (mask, form) not in self._found:
+            self._found[mask, form] = self._printed(_plain(self._problem, mask, form))
+        return self._found[mask, form]
+
+    def _printed(self, config: NkiConfig) -> Needs:
+        try:
+            mods = print_mods(self._problem, config, self._target)
+        except UnsupportedError as error:
+            return Needs(refused=str(error))
+        ranged = mods.mask is not None and mods.mask.reduces
+        return Needs(tuple(sorted(mods.tiles.items())), ranged)
 
 
 def _plain(problem: Problem, mask: MaskSelect, form: NkiForm = "s") -> NkiConfig:
@@ -198,33 +215,32 @@ def _plain(problem: Problem, mask: MaskSelect, form: NkiForm = "s") -> NkiConfig
     return of_kind(128, 128, mask=mask, form=form)
 
 
-def _case(config: NkiConfig, problem: Problem, target: str) -> NkiCase:
-    needs = _needs(problem, target, config.mask, config.form)
-    return NkiCase(config, problem, CORES[target], needs)
-
-
 def broken_rules(config: NkiConfig, problem: Problem, target: str) -> list[Rule[NkiCase]]:
     """The rules that a config breaks on a target such as "trn2".
 
     Where the config's own numbers mean nothing, the rules of what it takes are not asked.
     """
-    return NKI_LIMITS.broken(_case(config, problem, target))
+    return NKI_LIMITS.broken(_Cases(problem, target).of(config))
 
 
 def target_reasons(config: NkiConfig, problem: Problem, target: str) -> list[str]:
     """Why a config cannot run for a problem on a target; an empty list when it can."""
-    return NKI_LIMITS.said(_case(config, problem, target))
+    return NKI_LIMITS.said(_Cases(problem, target).of(config))
 
 
 def default_config(problem: Problem, target: str) -> NkiConfig:
     """The config to start from: the first of a few that fits; raises as `target_survey` does."""
-    if all(_needs(problem, target, form).refused for form in FORMS):
+    return _first(problem, target, _Cases(problem, target))
+
+
+def _first(problem: Problem, target: str, cases: _Cases) -> NkiConfig:
+    if all(cases.needs(form).refused for form in FORMS):
         # One error about a mod, instead of the same reason against every config.
         print_mods(problem, _plain(problem, FORMS[-1]), target)
     forms = _forms(problem)
     found = able(
         (replace(config, mask=form) for config in _preferences(problem) for form in forms),
-        lambda config: target_reasons(config, problem, target),
+        lambda config: NKI_LIMITS.said(cases.of(config)),
         f"no config of the NKI {problem.structure.kind} template fits {problem.describe()}",
         "use smaller head dimensions, or a shorter mod",
     )
@@ -237,12 +253,13 @@ def target_survey(problem: Problem, target: str, effort: NkiEffort = "full") -> 
     Raises UnsupportedError naming the operation and the target for mods that cannot be expressed,
     ConfigError with the reasons where no config fits.
     """
-    first = default_config(problem, target)
+    cases = _Cases(problem, target)
+    first = _first(problem, target, cases)
     offered, rejected = [first], Counter[str]()
     for config in dict.fromkeys(_grid(problem, effort)):
         if config == first:
             continue
-        broken = broken_rules(config, problem, target)
+        broken = NKI_LIMITS.broken(cases.of(config))
         if broken:
             rejected[broken[0].name] += 1
         else:

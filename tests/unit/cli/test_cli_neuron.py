@@ -1,6 +1,7 @@
 """Neuron from the command line: ranked and rendered with no device, and said for what it is."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -196,10 +197,8 @@ def test_doctor_says_which_rungs_are_here(flexattn, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "nki", raising=False)
     shown = flexattn("doctor").stdout
-    told = json.loads(flexattn("doctor", "--json").stdout)
     monkeypatch.delitem(sys.modules, "nki", raising=False)
-    assert [each["name"] for each in told["neuron"]] == [
-        "lint", "interpreter", "simulator", "device",
-    ]  # fmt: skip
+    names = re.findall(r"^neuron +(\w+): ", shown, re.MULTILINE)
+    assert names == ["lint", "interpreter", "simulator", "device"]
     assert "neuron      simulator: not here: nki is a placeholder" in shown
-    assert "pip.repos.neuron.amazonaws.com" in shown and told["faults"] == []
+    assert "pip.repos.neuron.amazonaws.com" in shown and "FAULT" not in shown

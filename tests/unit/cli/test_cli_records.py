@@ -11,21 +11,17 @@ import pytest
 import torch
 
 from flexattn.cli import doctor
-from flexattn.cli.why import expression_of
 from flexattn.kernels.choose.options import NONE
-from flexattn.presets import files
 from flexattn.problem import Shape, make_problem
 from flexattn.records import untuned
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.environment import environment
-from flexattn.records.record import Failed, key_of
+from flexattn.records.record import Failed
 from flexattn.records.store import Store
 from flexattn.runtime.candidates import candidates_of
 from flexattn.runtime.outcomes import Outcome, memory
 from flexattn.settings import override
 from flexattn.tuning.race import replay_study
-from flexattn.tuning.tasks import task_of
-from flexattn.tuning.workload import read
 from tests import records
 from tests.problems import H200, problem
 
@@ -120,18 +116,6 @@ def test_why_names_the_nearest_in_size_first(flexattn, user):
     assert [each["title"] for each in found["closest"][:2]] == ["of 65536", "llama3-8b decode"]
     assert found["closest"][0]["untaken"] == ""
     assert found["closest"][1]["untaken"] == "the one that serves is nearer in its sizes"
-
-
-def test_a_record_of_a_preset_tells_its_mask(user):
-    """The store has a fingerprint; the preset's row of its title has the code."""
-    rows = {row.title: row for row in read(files()["gpt-oss"]).rows}
-    row = rows["gpt-oss local decode B8 8192"]
-    key = key_of(task_of(row, H200, torch.device("cpu")).problem)
-    record = records.decode_record(row.title, key=key)
-    assert "+ -128)) <= kv_idx) & (kv_idx < " in expression_of(record.answer, "mask", rows)
-    assert expression_of(record.answer, "score", rows) == "none"
-    other = replace(record.answer, title="somebody's")
-    assert expression_of(other, "mask", rows) == 'another, that of "somebody\'s"'
 
 
 def test_show_keeps_the_speedup_on_80_columns(flexattn, user, monkeypatch):
@@ -259,10 +243,10 @@ def test_a_record_with_a_sample_of_0_is_refused_in_words(flexattn, user, tmp_pat
 def test_doctor_counts_records_and_fails_on_broken_ones(flexattn, user):
     shown = flexattn("doctor").stdout
     assert "user: " in shown and "2 records, 1 of this environment" in shown
-    told = json.loads(flexattn("doctor", "--json").stdout)
-    assert told["faults"] == [] and told["versions"]["triton"] and told["tools"]["nvdisasm"]
-    how = {sample["problem"].split()[0]: sample["how"] for sample in told["samples"]}
-    assert how["decode"] == "hit" and how["prefill"] in ("hint", "nearest", "default")
+    assert "FAULT" not in shown and re.search(r"^triton +\d", shown, re.MULTILINE)
+    assert re.search(r"^tool +nvdisasm ", shown, re.MULTILINE)
+    assert re.search(r"^would run +decode .*: hit: ", shown, re.MULTILINE)
+    assert re.search(r"^would run +prefill .*: (hint|nearest|default): ", shown, re.MULTILINE)
     path = broken(user)
     result = flexattn("doctor", status=1)
     assert f"FAULT       {path}" in result.stdout
@@ -273,7 +257,7 @@ def test_doctor_begins_with_a_verdict(flexattn, user, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     first = flexattn("doctor").stdout.splitlines()[0]
     assert first.startswith("verdict     the installation is sound, and torch sees no GPU: ")
-    monkeypatch.setattr(doctor, "_gpus", lambda: [{"name": "x", "sms": 132, "gib": 141.0}])
+    monkeypatch.setattr(doctor, "_gpus", lambda: ["x, 132 SMs, 141.0 GiB"])
     first = flexattn("doctor", "--device", "h200").stdout.splitlines()[0]
     assert first == (
         "verdict     sound: kernels run on nvidia-h200; 1 tuned records hold exactly here"
@@ -296,7 +280,7 @@ def test_why_and_doctor_say_what_was_refused_and_doctor_forgets_it(flexattn, use
     assert f"{wanted.describe()}: refused by a check: seven bits" in shown
     assert "compiler    Triton " in shown and ", ptxas " in shown
     assert "1 cleared" in flexattn("doctor", "--clear-outcomes").stdout
-    assert json.loads(flexattn("doctor", "--json").stdout)["outcomes"] == []
+    assert "seven bits" not in flexattn("doctor").stdout
     assert "seven bits" not in flexattn(*DECODE).stdout
 
 
@@ -307,9 +291,10 @@ def test_doctor_lists_what_calls_met_without_a_record(flexattn, tmp_path, monkey
     with override(cache_dir=tmp_path / "cache", mode="replay"):
         for kv_len in (700, 701, 5000):
             untuned.note(problem("decode", kv_len=kv_len), H200, "default", None, None)
-    found = json.loads(flexattn("doctor", "--json").stdout)["untuned"]
-    assert [each["problem"].split()[-2] for each in found] == ["kv_len=700", "kv_len=5000"]
-    assert {(each["device"], each["how"]) for each in found} == {("nvidia-h200", "default")}
+    shown = flexattn("doctor").stdout
+    assert re.findall(r" (kv_len=\d+) D=128 on nvidia-h200: default", shown) == [
+        "kv_len=700", "kv_len=5000",
+    ]  # fmt: skip
     monkeypatch.setattr(doctor, "_SHOWN", 1)
     shown = flexattn("doctor").stdout
     assert f"2 in {tmp_path / 'cache' / 'untuned.jsonl'}; `flexattn tune --from-untuned`" in shown
@@ -317,7 +302,7 @@ def test_doctor_lists_what_calls_met_without_a_record(flexattn, tmp_path, monkey
     path = tmp_path / "cache" / "untuned.jsonl"
     path.unlink()
     path.mkdir()
-    (fault,) = json.loads(flexattn("doctor", "--json", status=1).stdout)["faults"]
+    (fault,) = re.findall("^FAULT .*", flexattn("doctor", status=1).stdout, re.MULTILINE)
     assert "untuned.jsonl" in fault
 
 

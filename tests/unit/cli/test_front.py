@@ -180,7 +180,7 @@ def test_what_is_near_nothing_has_no_guess():
     [
         ["why", "noop"],
         ["render", "noop", "--json"],
-        ["doctor", "--json"],
+        ["doctor"],
         ["tune", "--preset", "sd21", "--only", "level 3", "--dry-run", "--json"],
     ],
     ids=lambda value: value[0],
