@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -29,13 +30,14 @@ class Frame:
     """One thread's arguments of a launch: 8-byte slots, tensor maps, and pointers to both."""
 
     def __init__(self, count: int, maps: int) -> None:
-        self.slots = (ctypes.c_uint64 * count)()
-        self._memory = ctypes.create_string_buffer(MAP_BYTES * (maps + 1))
-        start = ctypes.addressof(self._memory)
+        # ctypes would make a type for each length: 100 us of a launch's first time.
+        self.slots = array("Q", bytes(8 * count))
+        self._memory = array("Q", bytes(MAP_BYTES * (maps + 1)))
+        start = _address(self._memory)
         first = start + -start % MAP_BYTES
         self.maps = [first + MAP_BYTES * i for i in range(maps)]
         self.mapped: list[int] = [0] * maps
-        self.params: Any = None
+        self.params = array("Q")
         self.config = cuda_driver.LaunchConfig()
         self.start: tuple[Any, ...] = ()
         self.stream = -1
@@ -126,7 +128,7 @@ class CudaLaunch:
         frame = Frame(len(types) + 2 * RANK * len(boxes) + 2, len(boxes))
         extra = [number for box in boxes for number in (*box.shape, *box.strides)]
         self._pack_kept(frame.slots, 8 * self._given, *self._fixed, *extra)
-        base = ctypes.addressof(frame.slots)
+        base = _address(frame.slots)
         place = {argument: base + 8 * slot for slot, argument in enumerate(self._order)}
         after = base + 8 * len(types)
         pointers: list[int] = []
@@ -138,13 +140,13 @@ class CudaLaunch:
             pointers += [next(maps), *range(after, after + 16 * RANK, 8)]
             after += 16 * RANK
         pointers += [after, after + 8]
-        frame.params = (ctypes.c_void_p * len(pointers))(*pointers)
+        frame.params = array("Q", pointers)
         config = frame.config
         config.grid[:], config.block[:] = (self._blocks, 1, 1), (self._threads, 1, 1)
         config.shared = self._shared
         if self._attribute is not None:
             config.attributes, config.count = ctypes.addressof(self._attribute), 1
-        start = ctypes.addressof(config), self._function, ctypes.addressof(frame.params), None
+        start = ctypes.addressof(config), self._function, _address(frame.params), None
         frame.start = tuple(map(cuda_driver.address_argument, start))
         return frame
 
@@ -175,6 +177,10 @@ class CudaLaunch:
                 'pass kernel_options={"USE_TMA": False} and report this',
             )
         frame.mapped[which] = address
+
+
+def _address(memory: array[int]) -> int:
+    return memory.buffer_info()[0]
 
 
 class _Order(NamedTuple):

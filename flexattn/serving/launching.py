@@ -119,27 +119,39 @@ class Beside:
 
     follow: the current stream waits for what the stream of the last call holds. begin: the same,
     and that work waits for what the stream holds now. As a context, launches inside are its work;
-    at the end the stream waits for them. Captured, it is a branch of the graph.
+    at the end the stream waits for them. launch: the same of one launcher, without the
+    microseconds that a change of streams takes in Python. Captured, it is a branch of the graph.
     """
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)
             self._begun, self._ended = torch.cuda.Event(), torch.cuda.Event()
+            self._current = torch.cuda.current_stream(device)
         self._inside = torch.cuda.StreamContext(self._stream)
         self._device = device
         self._callers = Streams(device.index)
 
     def follow(self) -> torch.cuda.Stream:
-        current = torch.cuda.current_stream(self._device)
-        if current.cuda_stream != self._callers.last:
+        # A tenth of the time of asking for the stream itself.
+        if torch._C._cuda_getCurrentRawStream(self._device.index) != self._current.cuda_stream:
+            self._current = torch.cuda.current_stream(self._device)
+        if self._current.cuda_stream != self._callers.last:
             # The last launch of the run before reads what this one's passes write.
             with torch.cuda.device(self._device):
                 self._callers.follow()
-        return current
+        return self._current
 
     def begin(self) -> None:
         self._begun.record(self.follow())
+
+    def launch(self, launcher: Launcher, given: Sequence[Any]) -> None:
+        if self._device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self._device):
+                return self.launch(launcher, given)
+        self._stream.wait_event(self._begun)
+        launcher.launch(self._stream.cuda_stream, given)
+        self._end()
 
     def __enter__(self) -> None:
         self._stream.wait_event(self._begun)
@@ -147,10 +159,13 @@ class Beside:
 
     def __exit__(self, *error: object) -> None:
         try:
-            self._ended.record(self._stream)
+            self._end()
         finally:
             self._inside.__exit__(*error)
-        torch.cuda.current_stream(self._device).wait_event(self._ended)
+
+    def _end(self) -> None:
+        self._ended.record(self._stream)
+        self._current.wait_event(self._ended)
 
 
 class GivenUp:

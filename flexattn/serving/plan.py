@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -477,9 +476,9 @@ class DecodePlan:
             self._beside.begin()
         for each in prefills[1:]:
             launch_here(each, self._gpu, tensors)
-        if not decodes:
-            return
-        with self._beside or nullcontext():
+        if decodes and self._beside is not None:
+            self._beside.launch(ready, tensors)
+        elif decodes:
             launch_here(ready, self._gpu, tensors)
 
     def _prepare_prefills(
