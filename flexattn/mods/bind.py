@@ -226,20 +226,14 @@ def _lifted(
         for i, (now, then) in enumerate(zip(identity.scalars, site.first, strict=True))
         if now != then and i not in site.fixed | known and replaceable(identity, i)
     )
-    if not known | new:
-        return plain, known
-    together = attempt(known | new)
-    if together:
-        return together
-    best = attempt(known) if known and new else None
-    if best is None:
-        # What was an argument elsewhere is none beside these constants, so it never is again.
-        site.fixed |= known
-        best = plain, frozenset()
-    for i in sorted(new - site.fixed) if len(new) > 1 else ():
-        best = attempt(best[1] | {i}) or best
-    site.fixed |= new - best[1]
-    return best
+    wanted = known | new
+    found = attempt(wanted)
+    if found is None:
+        found = plain, frozenset()
+        for i in sorted(wanted):
+            found = attempt(found[1] | {i}) or found
+        site.fixed |= wanted - found[1]
+    return found
 
 
 def _run(fn: Callable[..., Any], kind: str, identity: Identity) -> Trace:

@@ -190,12 +190,6 @@ class HostNumber:
             return _computed("({} ** {})", pow, self, other)
         return _computed("pow({}, {}, {})", pow, self, other, modulo)
 
-    def __divmod__(self, other: Any) -> Any:
-        return self // other, self % other
-
-    def __rdivmod__(self, other: Any) -> Any:
-        return other // self, other % self
-
     def __round__(self, digits: int | None = None) -> Any:
         if digits is None:
             return _computed("round({})", round, self)

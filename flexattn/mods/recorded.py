@@ -8,8 +8,8 @@ says what a callable means, so a directory deserves the trust that the program i
 A digest is an Identity as a name that is equal in every process where a trace would be equal. Each
 object of this process is replaced by what it is made of: code by its instructions, constants and
 names, of nested code too; a value by its value; a thing of torch or of Python by its name, with
-their versions over all. What has no such form (an enum's member, a C function of another package,
-a class with a metaclass of its own) gives no digest.
+their versions over all. What has no such form (an object of a user's class, a C function of
+another package) gives no digest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import platform
 import struct
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,8 +54,6 @@ _MAX_BYTES = 2**21
 _OF_DEVICES = frozenset("device get_device is_cuda is_cpu is_meta is_xpu is_mps cpu".split())
 _PLAIN = (int, float, complex, bool, str, bytes, range, type(None), type(Ellipsis))
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.Size)
-# Classes whose instances are values of their own kind: a name and a repr do not say it all.
-_VALUES = (int, float, complex, str, bytes)
 _OPERATORS = ("aten.", "prims.")
 
 
@@ -193,19 +190,6 @@ def _text(item: Any) -> str:
     raise _Unknown
 
 
-def _class(reference: weakref.ref[type]) -> str:
-    """A class by the names of its ancestors; what a user's class holds follows it in the key."""
-    cls = reference()
-    if cls is None:
-        raise _Unknown
-    if is_library(cls.__module__):
-        return f"class {_library(cls)}"
-    ancestors = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
-    if issubclass(cls, _VALUES) or _root(type(cls).__module__) not in ("builtins", "abc"):
-        raise _Unknown
-    return f"class {ancestors}"
-
-
 def _library(thing: Any) -> str:
     """The name of something that torch or Python brings."""
     module, name = thing.__module__, thing.__qualname__
@@ -244,7 +228,6 @@ def _here() -> str:
 _HANDLERS: dict[type, Callable[[Any], str]] = {
     tuple: lambda item: f"tuple {[_text(each) for each in item]}",
     frozenset: lambda item: f"frozenset {sorted(_text(each) for each in item)}",
-    weakref.ref: _class,
     types.ModuleType: _module,
     types.BuiltinFunctionType: _builtin,
     **dict.fromkeys(

@@ -52,12 +52,9 @@ class Variant:
     numbers: tuple[Number, ...]
     texts: tuple[str, ...] = ()
     kinds: tuple[type, ...] = ()
-    # What is bound where there is no slot to fill, and the program of the texts.
-    empty: Bound = field(init=False)
     compute: HostProgram = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "empty", Bound(self.mod, (), ()))
         object.__setattr__(self, "compute", program(self.texts))
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Bound:
@@ -66,8 +63,6 @@ class Variant:
 
     def bound(self, tensors: Any, scalars: Any) -> Bound | None:
         """The Mod with the values of its slots; None where it was made for other numbers."""
-        if not self.tensors and not self.numbers:
-            return self.empty
         if self.texts:
             scalars = host_values(self.compute, self.kinds, scalars)
             if scalars is None:

@@ -268,7 +268,7 @@ _LEAF = object()
 
 
 class CannotReplace(Exception):
-    """A value lives where no copy can stand in: in a set, behind a property, in a class's code."""
+    """A value lives where no copy can stand in: in a set, a class, a module, behind a property."""
 
 
 def lift(
@@ -386,16 +386,8 @@ def _object(value: Any, branches: dict[str, Any]) -> Any:
     if isinstance(value, functools.partial):
         fn, args, keywords = _parts(value, changed, "func", "args", "keywords")
         return functools.partial(fn, *args, **keywords)
-    if isinstance(value, type):
-        if not hasattr(value, "__mro__") or any(
-            "__init_subclass__" in vars(c) for c in value.__mro__[:-1]
-        ):
-            raise CannotReplace
-        return type(value)(value.__name__, (value,), changed)
-    if isinstance(value, types.ModuleType):
-        stand_in = types.ModuleType(value.__name__)
-        stand_in.__dict__.update(vars(value) | changed)
-        return stand_in
+    if isinstance(value, (type, types.ModuleType)):
+        raise CannotReplace
     if isinstance(value, tuple) and hasattr(value, "_replace"):
         return value._replace(**changed)
     for name in changed:
