@@ -3,8 +3,7 @@
 Each block is a thread for each partition. The tensor core is one more: it computes the products in
 the order in which they were issued, and then signals their barriers. Tensor memory holds NaN until
 it is written, and P destroys the scores over which it lies. In each block one of the engines or
-partitions is much later than the others, so that nobody may count on it without a wait. Two CTAs
-that share products are one block of twice the rows; which barriers they share is looked at.
+partitions is much later than the others, so that nobody may count on it without a wait.
 """
 
 import queue
@@ -125,20 +124,6 @@ def _reinterpret(place, dtype, shape, layout):
     return Stages(place.array.reshape(shape[0], shape[-1] // width, shape[-2], width))
 
 
-class Barrier(Meeting):
-    """of: "lead" where both CTAs arrive for one, "each" where each has its own, "" of one CTA."""
-
-    def __init__(self, block, of=""):
-        super().__init__(block)
-        self.of = of
-
-    def index(self, i):
-        return self.parts.setdefault(int(i), Barrier(self.block, self.of))
-
-    def is_of(self, which):
-        assert self.of in ("", which), f"a barrier of {self.of}, where one of {which} is asked"
-
-
 class TensorCore(Block):
     """A block whose products one engine computes in order."""
 
@@ -163,14 +148,12 @@ class TensorCore(Block):
 
     def wait(self, barrier, parity):
         partition = self.partitions[threading.get_ident()]
-        barrier.is_of("lead" if partition == self.warps - 2 else "each")
         barrier.wait(parity)
         if partition in _PARTITIONS:
             self._await(_PARTITIONS[partition])
 
     def load(self, source, at, barrier, place):
         at = [int(x) for x in at]
-        barrier.is_of("lead")
 
         def copy():
             place.array[...] = source.read(at).reshape(place.array.shape)
@@ -182,11 +165,8 @@ class TensorCore(Block):
         self.copies.append(later)
         later.start()
 
-    def multiply(
-        self, a, b, acc, use_acc=True, mbarriers=(), mbarrier_preds=None, multicast=False
-    ):
+    def multiply(self, a, b, acc, use_acc=True, mbarriers=(), mbarrier_preds=None):
         assert isinstance(mbarriers, (list, tuple)), "a product without barriers waits for itself"
-        self._tells(mbarriers, multicast)
 
         def compute():
             product = np.asarray(a.array, np.float64) @ np.asarray(b.array, np.float64)
@@ -200,13 +180,7 @@ class TensorCore(Block):
 
         self.issued.put(compute)
 
-    def _tells(self, barriers, both):
-        for each in barriers:
-            each.is_of("each")
-            assert bool(each.of) is both, "one of two CTAs is told"
-
-    def commit(self, barrier, descs=()):
-        self._tells([barrier], bool(descs))
+    def commit(self, barrier):
         self.issued.put(lambda: barrier.expect(0))
 
     def specialise(self, partitions, warps, registers):
@@ -262,11 +236,10 @@ def _names(block, programs):
         minimum=lambda a, b, **named: _single(_number(_minimum(a, b))),
         maximum=lambda a, b, **named: _single(_number(_maximum(a, b))),
     )  # fmt: skip
-    allocate, layout = names["gl"].allocate_shared_memory, lambda: ""
-    layout.multicta = lambda ctas, two_cta=False: "lead" if two_cta else "each"
-    names["mbarrier"].MBarrierLayout = layout
+    allocate = names["gl"].allocate_shared_memory
+    names["mbarrier"].MBarrierLayout = lambda: ""
     names["gl"].allocate_shared_memory = lambda dtype, shape, of: (
-        Barrier(block, of) if dtype == "int64" else allocate(dtype, shape, of)
+        Meeting(block) if dtype == "int64" else allocate(dtype, shape, of)
     )
     names["mbarrier"].arrive = lambda barrier, count: barrier.expect(0)
     names["mbarrier"].wait = block.wait

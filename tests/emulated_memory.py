@@ -71,8 +71,7 @@ class Descriptor:
 
     def __init__(self, array, block, itemsize):
         self.array, self.block, self.dtype = array, block, None
-        # Two CTAs that copy halves of a tile are one here.
-        self.bytes = self.nbytes_per_cta = itemsize * math.prod(block)
+        self.bytes = itemsize * math.prod(block)
 
     def _inside(self, at):
         ends = [

@@ -18,7 +18,6 @@ from flexattn.errors import DriverError
 _ELEMENTS = {"fp8e4nv": 0, "fp8e5": 0, "fp16": 6, "fp32": 7, "bf16": 9}
 INVALID_CONTEXT = 201
 _L2_PROMOTION_128B = 2
-_CLUSTER_DIMENSION = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION, _EDGES_SINCE = 6, 12030
 _MAX_THREADS, _MAX_DYNAMIC_SHARED = 0, 8
 _PREFER_SHARED = 1
@@ -80,12 +79,6 @@ def pdl_attribute() -> LaunchAttribute | None:
     if version() < _EDGES_SINCE:
         return None
     return LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 1)
-
-
-def cluster_attribute(ctas: int) -> LaunchAttribute:
-    """Clusters of so many blocks, neighbours along the grid's first axis."""
-    # Three numbers of 32 bits: the blocks along each axis.
-    return LaunchAttribute(_CLUSTER_DIMENSION, ctas + (1 << 32), (ctypes.c_uint64 * 7)(1))
 
 
 def launch_kernel() -> Any:

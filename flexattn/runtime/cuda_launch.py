@@ -62,10 +62,8 @@ class CudaLaunch:
     ) -> None:
         self._function = function
         self._index = index
-        self._blocks = programs * binary.num_ctas
+        self._blocks = programs
         self._attribute = cuda_driver.pdl_attribute() if launch_pdl else None
-        if binary.num_ctas > 1:
-            self._attribute = cuda_driver.cluster_attribute(binary.num_ctas)
         self._threads = binary.num_warps * 32
         self._shared = binary.shared
         self._maps = binary.maps

@@ -53,8 +53,7 @@ class _Launched:
 
     name: of the kernel in the cubin. shared: bytes of dynamic shared memory. parameters: how many
     the kernel takes. maps: one for each tensor descriptor among the arguments, in order. verified:
-    the machine that compiled it compared its first launch with plain torch. num_ctas: blocks of
-    the cluster that runs a program.
+    the machine that compiled it compared its first launch with plain torch.
     """
 
     name: str
@@ -64,7 +63,6 @@ class _Launched:
     parameters: int
     maps: tuple[TensorMap, ...]
     verified: bool = False
-    num_ctas: int = 1
 
     @property
     def launched(self) -> dict[str, Any]:
@@ -106,7 +104,6 @@ def binary_of(compiled: Any, arch: str) -> Binary | None:
             TensorMap(tuple(each["block_size"]), each["swizzle"])
             for each in metadata.tensordesc_meta or ()
         ),
-        num_ctas=metadata.num_ctas,
     )
 
 
@@ -231,7 +228,6 @@ class KernelStore:
         _need(d.source == source.hash, "another source", "the name of the file is the source's")
         _need(d.arch == device.arch, f"for {d.arch}", f"it is for this device, {device.arch}")
         _need(1 <= d.num_warps <= 32, f"{d.num_warps} warps", "a block has 1 to 32")
-        _need(d.num_ctas in (1, 2), f"{d.num_ctas} blocks", "a cluster here has 1 or 2")
         _need(d.shared <= device.shared_memory, f"{d.shared} bytes shared", "they fit the device")
         _need(d.name.isidentifier(), "the kernel's name", "it is a name")
         _need(0 < d.parameters <= 4096, f"{d.parameters} parameters", "a kernel has 1 to 4096")

@@ -24,27 +24,27 @@ BLACKWELL = (
     _removed(
         "products do not wait for K",
         MULTIPLY,
-        "mbarrier.wait({{ lead }}.index(K_FULL + stage), phase)",
+        "mbarrier.wait(barriers.index(K_FULL + stage), phase)",
     ),
     _removed(
         "products do not wait for V",
         MULTIPLY,
-        "mbarrier.wait({{ lead }}.index(V_FULL + v_stage), v_phase)",
+        "mbarrier.wait(barriers.index(V_FULL + v_stage), v_phase)",
     ),
     _removed(
         "products do not wait for Q",
         MULTIPLY,
-        "mbarrier.wait({{ lead }}.index(Q_FULL + q_tile), 0)",
+        "mbarrier.wait(barriers.index(Q_FULL + q_tile), 0)",
     ),
     _removed(
         "P V does not wait for P",
         MULTIPLY,
-        "mbarrier.wait({{ lead }}.index(P_FULL + q_tile), i & 1)",
+        "mbarrier.wait(barriers.index(P_FULL + q_tile), i & 1)",
     ),
     _removed(
         "P V does not wait for the correction",
         MULTIPLY,
-        "mbarrier.wait({{ lead }}.index(O_EMPTY + q_tile), i & 1)",
+        "mbarrier.wait(barriers.index(O_EMPTY + q_tile), i & 1)",
     ),
     _removed(
         "K is never released",
@@ -165,20 +165,6 @@ BLACKWELL = (
         "if gl.min(alpha, 0) < 1.0:",
         "if gl.min(alpha, 0) < 0.0001:",
         FULL,
-    ),
-    Fault(
-        "Blackwell: each of two CTAs looks at its own barrier for K",
-        MULTIPLY,
-        "mbarrier.wait({{ lead }}.index(K_FULL), 0)",
-        "mbarrier.wait(barriers.index(K_FULL), 0)",
-        NUMBERS + "[pair-full-dims14]",
-    ),
-    Fault(
-        "Blackwell: one of two CTAs is told of products",
-        MULTIPLY,
-        '", multicast=True" if pair',
-        '"" if pair',
-        NUMBERS + "[pair-full-dims14]",
     ),
     _removed(
         "V behind a request's last key is not cleared",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flexattn
-from flexattn.catalogue import causal, sliding_window, softcap
+from flexattn.catalogue import causal, sliding_window
 from tests.cases import CASES
 from tests.serving import assert_right, batch, plan_for, poisoned_pages
 from tests.support import DTYPES, assert_accurate, block_mask, inputs
@@ -41,14 +41,6 @@ def test_lengths_and_head_dimensions(dims, lengths):
     for mask_mod in (None, causal, sliding_window(100)):
         mask = block_mask(mask_mod, q, k)
         assert_accurate(q, k, v, block_mask=mask, kernel_options=GLUON)
-
-
-@pytest.mark.parametrize("lengths", [(1, 1), (17, 4099), (4099, 17), (1000, 1000)])
-def test_products_of_two_ctas(lengths):
-    q, k, v = tensors(2, 6, 3, *lengths, 128)
-    for score_mod in (None, softcap(20.0)):
-        options = {**GLUON, "NUM_CTAS": 2}
-        assert_accurate(q, k, v, score_mod=score_mod, kernel_options=options)
 
 
 @pytest.mark.parametrize("page", [16, 64, 256])

@@ -7,10 +7,7 @@ import torch
 
 import flexattn
 from flexattn.catalogue import alibi, causal, sliding_window
-from flexattn.device import detect
 from flexattn.errors import InputError, ModError
-from flexattn.kernels.base.arguments import Argument
-from flexattn.kernels.base.source import Source, hinted
 from flexattn.runtime.build import builder
 from flexattn.settings import override
 from tests.support import (
@@ -64,29 +61,6 @@ def test_two_threads_and_two_streams_call_one_function(kind):
     assert builder().compiled - before <= (1 if kind == "prefill" else 2)
     for i in range(2):
         assert_judged(got[i], *sets[i], score_mod=score_mod)
-
-
-CLUSTER = """import triton
-import triton.language as tl
-
-
-@triton.jit
-def kernel(OUT):
-    at = tl.program_id(0) * 512 + tl.arange(0, 512)
-    tl.store(OUT + at, at)
-"""
-
-
-def test_a_program_may_be_a_cluster_of_two_blocks():
-    """Each writes its half of what the program writes: with fewer blocks there would be none."""
-    source = hinted(
-        Source(CLUSTER, "c" * 64, (Argument("OUT", "*i32", 16),), 4, 1), (("num_ctas", 2),)
-    )
-    out = torch.full((4 * 512,), -1, dtype=torch.int32, device="cuda")
-    made = builder().kernel(source, detect(out.device), 0)
-    assert made.binary.num_ctas == 2
-    made.prepare(3, {}, ["OUT"]).launch(torch.cuda.current_stream().cuda_stream, [out])
-    assert out[: 3 * 512].tolist() == list(range(3 * 512)) and (out[3 * 512 :] == -1).all()
 
 
 def test_interleaved_streams_of_one_thread():

@@ -134,6 +134,9 @@ def outline(text: str) -> str:
 
     text: whole functions, each loop's head on one line. What a body needs becomes the arguments,
     in the order of first use; what it assigns and others need, the results.
+
+    Hopper's forward needs it: with bodies in their loops Triton carries other values around them,
+    and dense calls of 128 columns met an illegal instruction on an H200 (Triton 3.6).
     """
     lines = text.split("\n")
     while True:

@@ -36,7 +36,6 @@ class BlackwellPrefillConfig:
     polynomial: of so many exponentials one is a polynomial on the multipliers; default 0, none.
     packed_heads: heads of a group in the rows of a plan's tile, a power of two up to 64; default
     1.
-    num_ctas: CTAs of a cluster that share each product, of 128 rows each, 1 or 2; default 1.
     """
 
     BLOCK_N: int
@@ -44,7 +43,6 @@ class BlackwellPrefillConfig:
     q_tiles: int = 2
     polynomial: int = knob(0, 4, 8, word="polynomial")
     packed_heads: int = 1
-    num_ctas: int = 1
 
     language: ClassVar[Language] = "gluon"
     splits: ClassVar[bool] = False
@@ -53,7 +51,7 @@ class BlackwellPrefillConfig:
     @property
     def BLOCK_M(self) -> int:
         """Query rows of a program, of each of its heads."""
-        return LANES * self.num_ctas * self.q_tiles // self.packed_heads
+        return LANES * self.q_tiles // self.packed_heads
 
     @property
     def heads(self) -> int:

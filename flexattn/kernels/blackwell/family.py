@@ -52,10 +52,10 @@ class ConfigCase(StructureCase[BlackwellPrefillConfig]):
 
     @cached_property
     def shared_memory(self) -> int:
-        """Bytes of a CTA: Q, stages of K and V, a part of each output, row values."""
+        """Bytes: Q, stages of K and V, a part of each output, row values."""
         s, c = self.structure, self.config
         q = c.q_tiles * LANES * s.head_dim_qk
-        keys = c.num_stages * c.BLOCK_N * (s.head_dim_qk + s.head_dim_v) // c.num_ctas
+        keys = c.num_stages * c.BLOCK_N * (s.head_dim_qk + s.head_dim_v)
         out = c.q_tiles * LANES * OUT_COLUMNS
         row_values = 4 * 4 * c.q_tiles * LANES
         return (q + keys + out) * s.itemsize + row_values + SHARED_SLACK
@@ -68,12 +68,6 @@ class ConfigCase(StructureCase[BlackwellPrefillConfig]):
         if form is not None:
             asked |= {"scales": form.scaled, "packed sequences": form.ragged_kv}
         return next((what for what, holds in asked.items() if holds), "")
-
-    @property
-    def dense_128(self) -> bool:
-        """True of a call without a mask whose heads have 128 columns."""
-        s = self.structure
-        return s.kind == "prefill" and s.mask is None and {*s.head_dims} == {128}
 
     @cached_property
     def registers(self) -> int:
@@ -100,11 +94,6 @@ LIMITS: Limits[ConfigCase] = Limits(
             "polynomial={c.config.polynomial} is not 0, or a power of two from 2 to 16",
             lambda c: c.config.polynomial in (0, 2, 4, 8, 16),
         ),
-        Rule(
-            "CTAs",
-            "num_ctas={c.config.num_ctas} is not 1 or 2",
-            lambda c: c.config.num_ctas in (1, 2),
-        ),
     ),
     fit=(
         Rule(
@@ -121,11 +110,6 @@ LIMITS: Limits[ConfigCase] = Limits(
             "serving",
             "the Gluon template for Blackwell does not have {c.lacking}",
             lambda c: c.lacking == "",
-        ),
-        Rule(
-            "two CTAs",
-            "two CTAs share the products of dense prefills alone, of head dimension 128",
-            lambda c: c.config.num_ctas == 1 or c.dense_128,
         ),
         Rule(
             "dtype",
@@ -210,33 +194,25 @@ class _Prefill(KernelFamily[BlackwellPrefillConfig]):
     render = staticmethod(render)
 
     def check_rows(self, rows: int) -> None:
-        if rows not in (LANES, 2 * LANES, 4 * LANES):
+        if rows not in (LANES, 2 * LANES):
             raise ConfigError(
                 f"kernel_options['BLOCK_M']={rows} with the Gluon template for Blackwell",
-                f"its tiles have {LANES} rows, or {2 * LANES} of two CTAs; a program has 1 or 2",
-                f"use {LANES} or {2 * LANES}, with NUM_CTAS=2 {2 * LANES} or {4 * LANES}",
+                f"its tiles have {LANES} rows, and a program has 1 or 2",
+                f"use {LANES} or {2 * LANES}",
             )
 
     def forced(
         self, config: BlackwellPrefillConfig, numbers: Mapping[str, Any]
     ) -> BlackwellPrefillConfig:
-        """Rows are a number of tiles; its warps and its loads are no choice.
-
-        A CTA of two has half of each tile of keys, and so twice the stages.
-        """
-        ctas = numbers.get("num_ctas", config.num_ctas)
-        stages = config.num_stages * ctas // config.num_ctas
-        config = replace(
-            config, BLOCK_N=numbers.get("BLOCK_N", config.BLOCK_N),
-            num_stages=numbers.get("num_stages", stages), num_ctas=ctas,
-        )  # fmt: skip
-        return replace(config, q_tiles=numbers.get("BLOCK_M", config.BLOCK_M) // (LANES * ctas))
+        """Rows are a number of tiles; its warps and its loads are no choice."""
+        names = ("BLOCK_N", "num_stages")
+        config = replace(config, **{name: numbers[name] for name in names if name in numbers})
+        return replace(config, q_tiles=numbers.get("BLOCK_M", config.BLOCK_M) // LANES)
 
     def options_of(self, config: BlackwellPrefillConfig) -> dict[str, int | bool | str]:
-        numbers = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
-        if config.num_ctas > 1:
-            numbers["NUM_CTAS"] = config.num_ctas
-        return {"BACKEND": "GLUON", **numbers, "num_stages": config.num_stages}
+        rows, keys = config.BLOCK_M, config.BLOCK_N
+        stages = config.num_stages
+        return {"BACKEND": "GLUON", "BLOCK_M": rows, "BLOCK_N": keys, "num_stages": stages}
 
     def grid(self, problem: Problem, config: BlackwellPrefillConfig, device: Device) -> Geometry:
         # A program for each work tile: q_tiles tiles of rows of one head, or of several.

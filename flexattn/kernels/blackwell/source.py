@@ -23,7 +23,6 @@ from flexattn.kernels.base.source import (
     BASE_2,
     Source,
     expressions,
-    hinted,
     make_source,
     printed_context,
     traits_of,
@@ -36,7 +35,7 @@ from flexattn.kernels.blackwell.config import (
     qk_widths,
 )
 from flexattn.kernels.printers.score_printer import print_score
-from flexattn.kernels.printers.spelling import gluon_dialect, signature_type
+from flexattn.kernels.printers.spelling import gluon_dialect
 from flexattn.problem import Structure
 
 BLACKWELL = gluon_dialect("S_LAYOUT")
@@ -77,16 +76,6 @@ def _places(counts: Mapping[str, int], total: str) -> dict[str, object]:
     return {**found, total: place}
 
 
-def _halved(name: str, dtype: str, rows: int, width: int, axis: int) -> tuple[str, str]:
-    """A tensor's name, and the type of a descriptor of tiles that two CTAs cut along an axis."""
-    of_pair = [int(i == axis) for i in range(4)]
-    layout = (
-        f"NVMMASharedLayout(swizzle_byte_width={min(128, 2 * width)}, element_bitwidth=16, "
-        f"rank=4, cga_layout=[{of_pair}])"
-    )
-    return name, f"tensordesc<{signature_type(dtype)}{[1, 1, rows, width]},{layout}>"
-
-
 def arguments(structure: Structure, config: BlackwellPrefillConfig) -> tuple[Argument, ...]:
     """Arguments of the kernel, in order."""
     widths = qk_widths(structure.head_dim_qk)
@@ -106,13 +95,7 @@ def arguments(structure: Structure, config: BlackwellPrefillConfig) -> tuple[Arg
         ("V", dtype, keys, structure.head_dim_v),
         ("OUT", structure.out_dtype, LANES, OUT_COLUMNS),
     )
-    if config.num_ctas == 1:
-        return attention_arguments(structure, config, dict(starmap(descriptor, tiles)))
-    halved = (
-        _halved(name, kind, rows if name in "KV" else 2 * rows, width, 3 if name == "V" else 2)
-        for name, kind, rows, width in tiles
-    )
-    return attention_arguments(structure, config, dict(halved))
+    return attention_arguments(structure, config, dict(starmap(descriptor, tiles)))
 
 
 def render(
@@ -141,8 +124,8 @@ def render(
     settings = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
-        "ROWS": LANES * config.num_ctas,
-        "TOKENS": LANES * config.num_ctas // config.packed_heads,
+        "ROWS": LANES,
+        "TOKENS": LANES // config.packed_heads,
         "Q_TILES": config.q_tiles,
         "STAGES": config.num_stages,
         "HEAD_DIM_QK": structure.head_dim_qk,
@@ -179,8 +162,6 @@ def render(
         **printed_context((score, mask), device, BLACKWELL),
         "config": config,
         "structure": structure,
-        "pair": config.num_ctas == 2,
-        "lead": "lead_barriers" if config.num_ctas == 2 else "barriers",
         "score": score,
         "mask": mask,
         "constants": settings | BASE_2,
@@ -202,7 +183,6 @@ def render(
         **({} if form is None else request_context(form, traits)),
     }  # fmt: skip
     header = [title, f"config: {describe(config)}", *expressions(structure)]
-    source = make_source(
+    return make_source(
         _TEMPLATE, device, header, context, found, WARPGROUP, config.num_stages, "gluon"
     )
-    return hinted(source, (("num_ctas", 2),) if config.num_ctas == 2 else ())

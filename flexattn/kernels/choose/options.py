@@ -26,7 +26,7 @@ LEGACY = "FORCE_USE_FLEX_ATTENTION"
 # Keys that torch does not have: they are taken out before a call is handed to it.
 OURS_ALONE = (
     "SPLIT_KV", "RULES_OFF", "TANH", "MERGE_CONSUMERS", "PTXAS", "DETERMINISTIC",
-    "BATCH_INVARIANT", "FP8_WEIGHTS", "NUM_CTAS",
+    "BATCH_INVARIANT", "FP8_WEIGHTS",
 )  # fmt: skip
 HONOURED = (
     "BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "USE_TMA", "FLOAT32_PRECISION", "BACKEND",
@@ -120,7 +120,6 @@ class Options:
     """The caller's decisions: a template, and numbers that override the config's.
 
     kind, language: of the template. merge_consumers, ptxas: how one of Hopper's is compiled.
-    num_ctas: CTAs that share the products of Blackwell's.
     exact: the whole config, where a tuner decides; the numbers are then not looked at.
     fp32: how it is multiplied; torch's own setting where None. rules_off, tanh: as a
     Structure has them. deterministic: a backward gives the same bits in every run, or is refused.
@@ -136,7 +135,6 @@ class Options:
     num_stages: int | None = None
     num_splits: int | None = None
     use_tma: bool | None = None
-    num_ctas: int | None = None
     merge_consumers: bool | None = None
     ptxas: Ptxas | None = None
     exact: Config | None = None
@@ -176,7 +174,7 @@ class Options:
         return forced
 
 
-_NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "num_splits", "use_tma", "num_ctas")
+_NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "num_splits", "use_tma")
 _COMPILED = ("merge_consumers", "ptxas")
 NONE = Options()
 
@@ -211,7 +209,6 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
         num_stages=_integer(chosen, "num_stages"),
         num_splits=_integer(chosen, "SPLIT_KV"),
         use_tma=_boolean(chosen, "USE_TMA"),
-        num_ctas=_integer(chosen, "NUM_CTAS"),
         merge_consumers=_boolean(chosen, "MERGE_CONSUMERS"),
         ptxas=_ptxas(chosen.get("PTXAS")),
         rules_off=_rules(chosen.get("RULES_OFF", "")),

@@ -29,7 +29,6 @@ BINARY = Binary(
     num_warps=4,
     parameters=12,
     maps=(BOX,),
-    num_ctas=2,
 )
 ARGUMENTS = (Argument("Q", "tensordesc<bf16[1, 1, 128, 64]>"), Argument("sm_scale", "fp32"))
 SOURCE = Source("import triton\n", hashlib.sha256(b"text").hexdigest(), ARGUMENTS, 4, 2)
@@ -130,7 +129,6 @@ DAMAGE = {
     "too much shared memory": change(shared=2**30),
     "no parameters": change(parameters=0),
     "a name that is none": change(name="kernel; rm"),
-    "a cluster of 16 blocks": change(num_ctas=16),
     "no descriptors": change(maps=[]),
     "a box too large": change(maps=[{"block": [1, 1, 512, 64], "swizzle": 3}]),
     "a box of three": change(maps=[{"block": [1, 128, 64], "swizzle": 3}]),
@@ -148,7 +146,7 @@ def test_what_is_not_sound_is_a_miss_and_said(root, damage, caplog):
 
 def compiled(**changes):
     metadata = SimpleNamespace(
-        name="kernel", shared=1024, num_warps=4, num_ctas=1, global_scratch_size=0,
+        name="kernel", shared=1024, num_warps=4, global_scratch_size=0,
         profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=False,
         tensordesc_meta=[{"block_size": [1, 1, 128, 64], "swizzle": 3, "elem_size": 2}],
     )  # fmt: skip
@@ -170,7 +168,6 @@ def test_a_binary_of_what_triton_compiled():
         CODE,
     ]
     assert binary_of(compiled(tensordesc_meta=None), "sm_90").maps == ()
-    assert binary_of(compiled(num_ctas=2), "sm_90").num_ctas == 2
 
 
 @pytest.mark.parametrize(

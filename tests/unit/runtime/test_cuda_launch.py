@@ -66,7 +66,7 @@ class Driver:
 
 @pytest.fixture
 def drive(monkeypatch):
-    def make(types, fixed, boxes=(), maps=(), parameters=None, order=1, num_ctas=1, **more):
+    def make(types, fixed, boxes=(), maps=(), parameters=None, order=1, **more):
         driver = Driver(types)
         # As the driver's function: of C, and without argtypes.
         driver.entry = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(driver.launch)
@@ -76,7 +76,6 @@ def drive(monkeypatch):
         count = len(types) + 8 * len(boxes) + 2 if parameters is None else parameters
         binary = Binary(
             b"", name="kernel", arch="sm_90", shared=100, num_warps=4, parameters=count, maps=maps,
-            num_ctas=num_ctas,
         )  # fmt: skip
         arguments = [Argument(f"a{i}", kind) for i, kind in enumerate(types)]
         names = [argument.name for argument in arguments]
@@ -122,15 +121,6 @@ def test_a_kernel_that_waits_itself_may_begin_early(drive, monkeypatch):
     launch, driver = drive(["i32"], [5])
     launch.launch(0, [])
     assert not driver.seen[0].early
-
-
-def test_a_program_may_be_a_cluster_of_blocks(drive):
-    launch, driver = drive(["i32"], [5], num_ctas=2)
-    launch.launch(0, [])
-    assert driver.seen[0].grid == (12, 1, 1)
-    asked = driver.seen[0].early
-    axes = (ctypes.c_uint * 3).from_buffer(asked, cuda_driver.LaunchAttribute.value.offset)
-    assert (asked.id, *axes) == (4, 2, 1, 1)
 
 
 def test_a_launch_may_pass_its_values_in_any_order(drive):

@@ -13,7 +13,6 @@ from flexattn.catalogue.cases import CASES as CATALOGUE, Setup
 from flexattn.device import named
 from flexattn.errors import ConfigError
 from flexattn.kernels.blackwell.config import BlackwellPrefillConfig
-from flexattn.kernels.blackwell.family import PREFILL
 from flexattn.kernels.choose.defaults import candidates, default, space
 from flexattn.kernels.choose.options import NONE, Options, parse
 from flexattn.mods import bind
@@ -89,10 +88,7 @@ def assert_right(got, exact, error):
         torch.testing.assert_close(mine.double(), theirs, rtol=error, atol=error)
 
 
-FORMS = {
-    "two": TWO, "one": ONE, "polynomial": replace(TWO, polynomial=4),
-    "pair": replace(TWO, num_ctas=2),
-}  # fmt: skip
+FORMS = {"two": TWO, "one": ONE, "polynomial": replace(TWO, polynomial=4)}
 MODS = {
     "full": {},
     "causal": {"mask_mod": causal},
@@ -109,8 +105,6 @@ CASES = [
     ("two", "causal", (128, 128)),
     ("192", "causal", (192, 128)),
     ("256", "full", (256, 256)),
-    ("pair", "full", (128, 128)),
-    ("pair", "softcap", (128, 128)),
 ]  # fmt: skip
 OF_DIMS = {"192": BlackwellPrefillConfig(64, 2), "256": BlackwellPrefillConfig(64, 2, q_tiles=1)}
 
@@ -172,9 +166,6 @@ REFUSED = [
     ({"D": 128, "Dv": 192}, {}, "head dimension"),
     ({"dtype": "float32"}, {}, "dtype"),
     ({"kind": "decode"}, {}, "prefill"),
-    ({"D": 128, "mask_mod": causal, "runs": True}, {"num_ctas": 2}, "two CTAs"),
-    ({"D": 64}, {"num_ctas": 2}, "two CTAs"),
-    ({}, {"num_ctas": 3}, "CTAs"),
     ({"mask_mod": causal, "block": (64, 128), "runs": True}, {}, "mask block"),
     ({"mask_mod": causal}, {}, "mask block"),
     ({"mask_mod": causal, "block": (256, 96)}, {}, "mask block"),
@@ -214,19 +205,6 @@ def test_numbers_of_kernel_options():
     assert (found.BLOCK_M, found.BLOCK_N, found.num_stages) == (128, 64, 3)
     with pytest.raises(ConfigError, match="64"):
         parse({"BACKEND": "GLUON", "BLOCK_M": 96})
-
-
-def test_two_ctas_are_asked_for():
-    asked = {"BACKEND": "GLUON", "NUM_CTAS": 2}
-    wanted = problem(D=128)
-    found = next(choices(wanted, B200, parse(asked)))
-    assert (found.config.BLOCK_M, found.config.num_stages) == (512, 4)
-    assert found.source.hints == (("num_ctas", 2),)
-    said = PREFILL.options_of(found.config)
-    assert said == {**asked, "BLOCK_M": 512, "BLOCK_N": 128, "num_stages": 4}
-    assert next(choices(wanted, B200, parse(said))).config == found.config
-    with pytest.raises(ConfigError, match="two CTAs share"):
-        next(choices(problem(D=128, mask_mod=causal, runs=True), B200, parse(asked)))
 
 
 def test_a_search_does_not_measure_what_nobody_has_run():

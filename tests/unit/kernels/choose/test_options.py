@@ -63,7 +63,6 @@ def test_every_key_of_torch_is_accepted():
         ({"RULES_OFF": "all"}, Options(rules_off=tuple(sorted(REWRITES)))),
         ({"TANH": "exact"}, Options(tanh="exact")),
         ({"MERGE_CONSUMERS": False}, Options(merge_consumers=False)),
-        ({"NUM_CTAS": 2}, Options(num_ctas=2)),
         ({"PTXAS": "ptxas", "BACKEND": "TRITON"}, Options("prefill", "triton", ptxas="ptxas")),
         ({"TANH": "auto", "RULES_OFF": ""}, NONE),
         ({"BACKEND": "AUTO"}, NONE),
