@@ -49,12 +49,12 @@ BLACKWELL = (
     _removed(
         "K is never released",
         MULTIPLY,
-        'tcgen05_commit(barriers.index(K_EMPTY + stage){{ told("k_tiles.index(stage)") }})',
+        "tcgen05_commit(barriers.index(K_EMPTY + stage))",
     ),
     _removed(
         "V is never released",
         MULTIPLY,
-        'tcgen05_commit(barriers.index(V_EMPTY + v_stage){{ told("v_tiles.index(v_stage)") }})',
+        "tcgen05_commit(barriers.index(V_EMPTY + v_stage))",
     ),
     Fault(
         "Blackwell: V is released before its products",

@@ -164,7 +164,6 @@ def test_a_binary_of_what_triton_compiled():
         2,
         (BOX,),
         False,
-        1,
         CODE,
     ]
     assert binary_of(compiled(tensordesc_meta=None), "sm_90").maps == ()
