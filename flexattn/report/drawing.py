@@ -12,10 +12,10 @@ from flexattn.util.text import one_line
 
 # The role of a shape decides its color: of the page's style, or of COLORS in a file. Okabe and
 # Ito's palette, told apart by people who see fewer colors; shapes differ too.
-Role = Literal["ink", "soft", "faint", "card", "win", "def", "oth", "heat", "r0", "r1", "r2", "r3"]
+Role = Literal["ink", "soft", "faint", "card", "win", "def", "oth", "r0", "r1", "r2", "r3"]
 COLORS: dict[Role, str] = {
     "ink": "#22262b", "soft": "#5b636d", "faint": "#d9dce0", "card": "#ffffff",
-    "win": "#0072b2", "def": "#d55e00", "oth": "#8a8f98", "heat": "#2a8a4a",
+    "win": "#0072b2", "def": "#d55e00", "oth": "#8a8f98",
     "r0": "#d55e00", "r1": "#cc79a7", "r2": "#009e73", "r3": "#e69f00",
 }  # fmt: skip
 # A scale is logarithmic once the largest value is this many times the least.
@@ -61,14 +61,13 @@ class Dots:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle: filled with so much of its color, or framed."""
+    """A rectangle: filled, or framed."""
 
     x: float
     y: float
     width: float
     height: float
     role: Role
-    opacity: float = 1.0
     framed: bool = False
 
 
@@ -193,9 +192,8 @@ def _svg(shape: DrawnShape) -> str:
             half, corners = size / 2, _CORNERS[mark]
             marks = ([(x + half * dx, y + half * dy) for dx, dy in corners] for x, y in points)
             return f'<path class="f {role}" d="{"".join(f"{_path(each)}Z" for each in marks)}"/>'
-        case Box(x, y, width, height, role, opacity, framed):
+        case Box(x, y, width, height, role, framed):
             more = ' stroke-width="2.5"' * framed
-            more += f' opacity="{_short(opacity, 2)}"' * (opacity != 1)
             return (
                 f'<rect class="{"l" if framed else "f"} {role}" x="{_short(x)}" y="{_short(y)}" '
                 f'width="{_short(width)}" height="{_short(height)}"{more}/>'
@@ -252,8 +250,8 @@ def _draw(axes: Any, shape: DrawnShape, order: int) -> None:
         case Dots(points, _, size, mark):
             xy = zip(*points, strict=True)
             axes.plot(*xy, _MARKERS[mark], ms=size * _POINT, mew=0, **common)
-        case Box(x, y, width, height, _, opacity, framed):
-            common |= {"fill": not framed, "alpha": opacity, "lw": 2 * framed}
+        case Box(x, y, width, height, _, framed):
+            common |= {"fill": not framed, "lw": 2 * framed}
             axes.add_patch(Rectangle((x, y), width, height, **common))
         case Label(x, y, text, _, anchor, turned):
             common |= {"rotation": 60} if turned else {}

@@ -59,9 +59,6 @@ def pictures(record: Record, mattered: Importance, name: str) -> tuple[Drawing, 
     if not numbers.timed(record):
         return ()
     made = []
-    seen = numbers.landscape(record)
-    if seen is not None:
-        made.append(map_of(record, seen, f"{name}-landscape"))
     if limits_of(record.environment.device) is not None:
         made.append(roofline(record, f"{name}-roofline"))
     made.append(ranking(record, f"{name}-configs"))
@@ -70,67 +67,11 @@ def pictures(record: Record, mattered: Importance, name: str) -> tuple[Drawing, 
     return tuple(made)
 
 
-def map_of(record: Record, seen: numbers.Landscape, name: str) -> Drawing:
-    """Heat map of the best median over two axes, the default's and the winner's cells framed."""
-    known = [us for row in seen.best for us in row if us is not None]
-    best, worst = min(known), max(known) / min(known)
-    rows, columns = ([numbers.label(v) for v in axis] for axis in (seen.rows, seen.columns))
-    left, top = 8 + LETTER * max(map(len, rows)), 20.0
-    width, height = (_WIDTH - left) / len(columns), 34.0
-    bottom = top + height * len(rows)
-    shapes: list[DrawnShape] = [Label(0, 12, f"{seen.row_axis} by {seen.column_axis}")]
-    for i, row in enumerate(seen.best):
-        y = top + i * height
-        shapes.append(Label(left - 5, y + height / 2 + 4, rows[i], anchor="end"))
-        for j, us in enumerate(row):
-            shapes += _cell(left + j * width, y, (width, height), us, best, worst)
-    for mark in reversed(_marks(record)):
-        config = record.trials[mark.trial].config
-        if type(config) is not type(record.config):
-            continue  # another template: it is not on this map
-        y_of, x_of = (getattr(config, axis) for axis in (seen.row_axis, seen.column_axis))
-        if y_of in seen.rows and x_of in seen.columns:
-            x, y = left + seen.columns.index(x_of) * width, top + seen.rows.index(y_of) * height
-            inset = 3.5 if mark.role == "def" else 1.5
-            sizes = width - 2 * inset, height - 2 * inset
-            shapes.append(Box(x + inset, y + inset, *sizes, mark.role, framed=True))
-    letters = max(map(len, columns))
-    turned = letters * LETTER > width
-    places = [left + (j + 0.5) * width for j in range(len(columns))]
-    shapes += _named(places, columns, bottom + 14, turned)
-    caption = (
-        f"The best median over all other numbers, in µs and as a multiple of the best "
-        f"({three_figures(best)} µs). Blue frame: the winner's cell; orange: the static default's."
-    )
-    alt = (
-        f"Heat map over {seen.row_axis} ({', '.join(rows)}) and {seen.column_axis} "
-        f"({', '.join(columns)}): the best cell takes {three_figures(best)} microseconds, "
-        f"the worst {worst:.2f} times that."
-    )
-    deep = 20 + turned * LETTER * letters
-    return Drawing(name, _WIDTH, bottom + deep, tuple(shapes), alt, caption)
-
-
 def _named(places: list[float], texts: list[str], y: float, turned: bool) -> list[DrawnShape]:
     """The names of an axis' values below their places, upwards where they would touch."""
     anchor: Literal["end", "middle"] = "end" if turned else "middle"
     found = zip(places, texts, strict=True)
     return [Label(x, y, text, "soft", anchor, turned) for x, text in found]
-
-
-def _cell(
-    x: float, y: float, size: tuple[float, float], us: float | None, best: float, worst: float
-) -> list[DrawnShape]:
-    width, height = size
-    middle = x + width / 2
-    if us is None:
-        return [Label(middle, y + height / 2 + 4, "–", "oth", "middle")]
-    heat = 1 - 0.9 * (us / best - 1) / max(worst - 1, 0.05)
-    ink: Role = "card" if heat > 0.55 else "ink"
-    lines = [three_figures(us), f"×{us / best:.2f}"] if width >= 34 else [three_figures(us)]
-    first = y + height / 2 + (-2 if len(lines) == 2 else 4)
-    box = Box(x + 1, y + 1, width - 2, height - 2, "heat", heat)
-    return [box, *(Label(middle, first + 13 * n, t, ink, "middle") for n, t in enumerate(lines))]
 
 
 def ranking(record: Record, name: str) -> Drawing:

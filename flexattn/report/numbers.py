@@ -23,8 +23,6 @@ _Value = int | str  # of one field of a config; switches are False and True
 # PED-ANOVA sets the best quarter beside all. A smaller group would be a handful of configs, which
 # agree in much by chance; with fewer configs than this, so would the quarter.
 _BEST, FEWEST = 0.25, 16
-# The plane of the landscape: the first pair of axes that both vary, else the first two that do.
-PLANES = (("BLOCK_M", "BLOCK_N"), ("BLOCK_N", "num_splits"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +38,6 @@ class Timed:
     low: float
     high: float
     rounds: int
-
-
-@dataclass(frozen=True, slots=True)
-class Landscape:
-    """The best median, in microseconds, for each pair of values of two axes; None: no time there.
-
-    best[i][j] belongs to rows[i] and columns[j].
-    """
-
-    row_axis: str
-    column_axis: str
-    rows: tuple[_Value, ...]
-    columns: tuple[_Value, ...]
-    best: tuple[tuple[float | None, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,25 +94,6 @@ def config_axes(record: Record) -> tuple[str, ...]:
     configs = [each.config for each in comparable(record)]
     names = [field.name for field in fields(record.config)]
     return tuple(n for n in names if len({getattr(c, n) for c in configs}) > 1)
-
-
-def landscape(record: Record) -> Landscape | None:
-    """The space seen from above along its two main axes; None where fewer than two vary."""
-    varying = config_axes(record)
-    if len(varying) < 2:
-        return None
-    plane = next((p for p in PLANES if set(p) <= set(varying)), varying[:2])
-    best: dict[tuple[_Value, _Value], float] = {}
-    for each in reversed(comparable(record)):  # the fastest comes last and stays
-        best[getattr(each.config, plane[0]), getattr(each.config, plane[1])] = each.us
-    rows, columns = _ordered(row for row, _ in best), _ordered(column for _, column in best)
-    return Landscape(
-        plane[0],
-        plane[1],
-        rows,
-        columns,
-        tuple(tuple(best.get((row, column)) for column in columns) for row in rows),
-    )
 
 
 def effects(record: Record) -> tuple[Effect, ...]:

@@ -9,20 +9,16 @@ from dataclasses import dataclass
 from flexattn.kernels.choose.registry import short
 from flexattn.records.record import Record
 from flexattn.report.numbers import (
-    Density,
     Importance,
     Reach,
     Reason,
     comparable,
-    effects,
     gain,
     importance,
-    landscape,
     limits_of,
     reach,
     timed,
     untimed_reasons,
-    work,
 )
 from flexattn.report.rivals import BenchResults
 
@@ -35,7 +31,6 @@ class Side:
     us: float | None
     low: float | None
     high: float | None
-    rounds: int
     registers: int | None
     spills: int | None
     shared_memory: int | None
@@ -70,13 +65,9 @@ class Summary:
     margin: float
     confidence: float
     why: str
-    kept: float
-    density: Density
-    intensity: float
     timed: int
     untimed: int
     importance: Importance
-    costs: tuple[tuple[str, float], ...]
     reasons: tuple[Reason, ...]
     torch: tuple[str, float] | None
     note: str
@@ -91,7 +82,7 @@ class Summary:
 
 def summarize(record: Record, benches: tuple[BenchResults, ...] = ()) -> Summary:
     """Everything the page says about a record, without the pictures."""
-    decision, done = record.decision, work(record)
+    decision = record.decision
     ratio, untimed, mattered = gain(record), untimed_reasons(record), importance(record)
     known = not math.isnan(ratio.value)
     return Summary(
@@ -112,13 +103,9 @@ def summarize(record: Record, benches: tuple[BenchResults, ...] = ()) -> Summary
         margin=decision.margin,
         confidence=decision.confidence,
         why=decision.why,
-        kept=done.kept,
-        density=done.density,
-        intensity=done.intensity,
         timed=len(timed(record)),
         untimed=sum(reason.count for reason in untimed),
         importance=mattered,
-        costs=tuple((effect.axis, effect.cost) for effect in effects(record)),
         reasons=untimed,
         torch=_best_torch(record, benches),
         note=record.note,
@@ -137,8 +124,6 @@ def _missing(record: Record, known: bool, unranked: str) -> Iterator[str]:
         yield "The default and the winner share no round, so there is no speedup."
     if len(times) == 1:
         yield "One config was timed, so there is nothing to compare it with."
-    elif landscape(record) is None:
-        yield "Fewer than two numbers vary among the timed configs, so there is no map."
     if others := len(times) - len(same):
         which = f"{others} configs are" if others > 1 else "One config is"
         yield (
@@ -180,7 +165,6 @@ def _side(record: Record, index: int) -> Side:
         us=found.us if found else None,
         low=found.low if found else None,
         high=found.high if found else None,
-        rounds=found.rounds if found else 0,
         registers=trial.registers if built else None,
         spills=trial.spills if built else None,
         shared_memory=trial.shared_memory if built else None,

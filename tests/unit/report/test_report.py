@@ -68,24 +68,6 @@ def test_a_failure_is_never_a_time():
     assert [r.count for r in numbers.untimed_reasons(found) if r.stage == "crash"] == [2]
 
 
-def test_the_landscape_keeps_the_best_of_each_cell():
-    trials = [
-        Trial(PrefillConfig(m, n, warps, 2), screening=(us,))
-        for (m, n), warps, us in (
-            ((64, 32), 4, 5.0), ((64, 32), 8, 4.0), ((64, 64), 4, 7.0), ((128, 32), 4, 6.0)
-        )
-    ]  # fmt: skip
-    seen = numbers.landscape(record(*trials))
-    assert (seen.row_axis, seen.column_axis) == ("BLOCK_M", "BLOCK_N")
-    assert seen.best == ((4.0, 7.0), (6.0, None))
-
-
-def test_the_landscape_of_decode_has_its_splits():
-    seen = numbers.landscape(decode_record())
-    assert (seen.row_axis, seen.column_axis) == ("BLOCK_N", "num_splits")
-    assert numbers.landscape(record(Trial(A, screening=(1.0,)))) is None
-
-
 def test_an_effect_is_the_cost_of_an_axis_worst_value():
     trials = [
         Trial(PrefillConfig(64, n, warps, 2), screening=(us,))
@@ -105,8 +87,9 @@ def test_switches_and_words_are_axes_too():
     ]
     found = record(*trials)
     assert numbers.config_axes(found) == ("use_tma", "order")
-    assert numbers.landscape(found).columns == ("group", "last")
-    assert [numbers.label(v) for v in numbers.landscape(found).rows] == ["off", "on"]
+    values = {each.axis: [value for value, *_ in each.values] for each in numbers.effects(found)}
+    assert values["order"] == ["group", "last"]
+    assert [numbers.label(value) for value in values["use_tma"]] == ["off", "on"]
 
 
 def test_the_gain_is_paired_round_by_round():

@@ -95,13 +95,13 @@ def test_every_picture_is_drawn_in_the_page_with_words(written):
     page = Tags(written.page.read_text())
     assert not [tag for tag, _ in page.tags if tag == "img"]
     drawn = [a for tag, a in page.tags if tag == "svg" and float(a["width"]) > 300]
-    assert len(drawn) == 13 and all(len(each["aria-label"]) > 30 for each in drawn)
+    assert len(drawn) == 10 and all(len(each["aria-label"]) > 30 for each in drawn)
     assert written.pictures == () and [p.name for p in written.page.parent.iterdir()] == [PAGE]
 
 
 def test_pictures_are_files_where_that_is_asked_for(tmp_path):
     written = write_page([prefill_record(HOSTILE)], tmp_path, [read_bench(BENCH)], as_png=True)
-    assert len(written.pictures) == 5 and written.pictures[0].name == "decode.png"
+    assert len(written.pictures) == 4 and written.pictures[0].name == "decode.png"
     for path in written.pictures:
         assert re.fullmatch(r"[a-z0-9-]+\.png", path.name)
         data = path.read_bytes()
@@ -157,8 +157,8 @@ def test_the_verb_reads_files_and_directories(flexattn, tmp_path):
     store = Store(tmp_path / "cache")
     store.write(decode_record())
     shown = flexattn("report", path, store.root, "--out", out, "--bench", BENCH, "--png").stdout
-    assert HOSTILE in shown and "llama-3 decode" in shown and "9 pictures beside it" in shown
-    assert len(list(out.glob("*.png"))) == 9 and (out / PAGE).exists()
+    assert HOSTILE in shown and "llama-3 decode" in shown and "7 pictures beside it" in shown
+    assert len(list(out.glob("*.png"))) == 7 and (out / PAGE).exists()
 
 
 def test_a_file_that_is_no_record_is_refused(flexattn, tmp_path):
@@ -196,7 +196,7 @@ def test_a_browser_shows_all_of_it(written, tmp_path, width, dark):
     seen = asked(written.page, tmp_path, SEEN, scheme, width=width)
     ground = seen.pop("ground")
     assert seen == {
-        "width": width, "overflow": 0, "pictures": 13, "cut": 0, "hidden": 0, "small": 0,
+        "width": width, "overflow": 0, "pictures": 10, "cut": 0, "hidden": 0, "small": 0,
         "filter": True, "models": 0,
     }  # fmt: skip
     assert (ground == "rgb(18, 20, 23)") == dark
