@@ -73,7 +73,7 @@ from flexattn.tuning.workload import read
 def run(asked: options.Tune) -> None:
     """As `flexattn tune` is asked."""
     if asked.list_presets:
-        _list_presets(asked.as_json)
+        _list_presets()
         return
     which = effort_of(asked.effort)
     target = device_of(asked.device, neuron=True)
@@ -186,23 +186,9 @@ def _told(outcome: TuningOutcome, store: Store) -> dict[str, Any]:
     return told
 
 
-def _list_presets(as_json: bool) -> None:
-    found = [read(path) for path in files().values()]
-    if as_json:
-        rows = [
-            {
-                "name": each.name,
-                "title": each.title,
-                "models": each.models,
-                "note": each.note,
-                "rows": [row.title for row in each.rows],
-            }
-            for each in found
-        ]
-        say_json({"presets": rows})
-        return
+def _list_presets() -> None:
     table = table_of("preset", "what it is", "calls", "models")
-    for each in found:
+    for each in map(read, files().values()):
         table.add_row(
             *map(cell, (each.name, each.title, str(len(each.rows)), ", ".join(each.models)))
         )

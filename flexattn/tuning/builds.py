@@ -365,20 +365,6 @@ def unfit(taken: Resources, matrix: bool, device: Device) -> Failed | None:
     return None
 
 
-def twins(found: Sequence[BuiltConfig]) -> list[int | None]:
-    """For each config, the earlier one that a device cannot tell from it; None for the first.
-
-    The same machine code, launched in the same way. Configs that failed have no twin.
-    """
-    first: dict[str, int] = {}
-    same: list[int | None] = []
-    for index, built in enumerate(found):
-        code = "" if built.failed is not None else built.code
-        earlier = first.setdefault(code, index) if code else index
-        same.append(None if earlier == index else earlier)
-    return same
-
-
 def _built(config: Config, result: Any, matrix: bool, device: Device) -> BuiltConfig:
     if isinstance(result, Failed):
         return BuiltConfig(config, failed=result)
