@@ -54,7 +54,6 @@ _MAX_BYTES = 2**21
 _OF_DEVICES = frozenset("device get_device is_cuda is_cpu is_meta is_xpu is_mps cpu".split())
 _PLAIN = (int, float, complex, bool, str, bytes, range, type(None), type(Ellipsis))
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.Size)
-_OPERATORS = ("aten.", "prims.")
 
 
 def read_variant(root: Path, kind: str, identity: Identity) -> tuple[Variant, bool] | None:
@@ -185,8 +184,6 @@ def _text(item: Any) -> str:
         return "missing"
     if isinstance(item, type):
         return f"type {_library(item)}"
-    if kind.__module__.startswith("torch._ops") and str(item).startswith(_OPERATORS):
-        return f"operator {item}"
     raise _Unknown
 
 
@@ -230,10 +227,6 @@ _HANDLERS: dict[type, Callable[[Any], str]] = {
     frozenset: lambda item: f"frozenset {sorted(_text(each) for each in item)}",
     types.ModuleType: _module,
     types.BuiltinFunctionType: _builtin,
-    **dict.fromkeys(
-        (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType),
-        lambda item: f"descriptor {_library(item.__objclass__)} {item.__name__}",
-    ),
 }
 
 
