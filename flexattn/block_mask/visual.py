@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound, bind
 from flexattn.mods.algebra import bounds_of, tables_of, verdicts
 from flexattn.mods.expr import pretty
+from flexattn.mods.path import role_of
 from flexattn.util.ambient import without_modes
 
 _SHADES = " ░▒▓█"
@@ -214,7 +214,8 @@ def visualize(
         A `Picture`.
 
     Raises:
-        InputError: for lengths that are missing or below 1 and for a batch or head below 0.
+        InputError: for lengths that are missing or below 1, for a batch or head below 0, and for
+            a mod that takes neither four nor five arguments.
         ModError: for a mod that cannot be read.
 
     Example::
@@ -235,12 +236,12 @@ def visualize(
         raise InputError(f"b={b}, h={h}", "they are the batch and the head shown, from 0 on")
     lengths = q_len, kv_len
     block = (block_size, block_size) if isinstance(block_size, int) else block_size
-    kind = _kind(mod)
+    name = str(getattr(mod, "__name__", "") or type(mod).__name__)
+    kind = role_of(name, mod)
     bound = bind(mod, kind)
     assert bound is not None
     view = _View(bound, lengths, (b, h))
     rows, columns = (_parts(length, cells) for length in lengths)
-    name = str(getattr(mod, "__name__", "") or type(mod).__name__)
     facts: dict[str, Any] = {
         "name": name, "lengths": lengths, "block": block, "text": pretty(bound.mod.expr),
     }  # fmt: skip
@@ -336,13 +337,3 @@ def _steps(length: int, size: int) -> Ends:
 def _looked(low: Tensor, high: Tensor) -> Tensor:
     """Places from the first to the last of each cell: [cells, _LOOKS]."""
     return low[:, None] + (high - low)[:, None] * torch.arange(_LOOKS) // (_LOOKS - 1)
-
-
-def _kind(mod: Callable[..., Any]) -> str:
-    """A score_mod takes five positional arguments, a mask_mod four: bind() says what is wrong."""
-    try:
-        parameters = inspect.signature(mod).parameters.values()
-    except (TypeError, ValueError):
-        return "mask"
-    needed = [p for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
-    return "score" if len(needed) == 5 else "mask"
