@@ -63,6 +63,8 @@ class Variant:
 
     def bound(self, tensors: Any, scalars: Any) -> Bound | None:
         """The Mod with the values of its slots; None where it was made for other numbers."""
+        if not self.numbers:
+            return self.of(tensors)
         if self.texts:
             scalars = host_values(self.compute, self.kinds, scalars)
             if scalars is None:
