@@ -54,12 +54,11 @@ def run(args: options.Doctor) -> None:
     """Run `flexattn doctor`."""
     target = device_of(args.device)
     say_assumed(args.device, target)
-    if args.clear_outcomes:
-        say(f"{'outcomes':<12}{memory().clear()} cleared")
+    cleared = [("outcomes", f"{memory().clear()} cleared")] if args.clear_outcomes else []
     faults: list[str] = []
     here, layers = _layers(target, faults)
     found = [
-        *_versions(), *_machine(target), *_files(faults), *layers, *_outcomes(target),
+        *_versions(), *_machine(target), *_files(faults), *layers, *cleared, *_outcomes(target),
         *_untuned(faults), *_samples(target, faults), *_neuron_rungs(),
     ]  # fmt: skip
     say(f"{'verdict':<12}{_verdict(target, here, len(faults))}")
@@ -150,7 +149,7 @@ def _files(faults: list[str]) -> _Lines:
         )
     cache = Path(knobs.cache.dir)
     entries = sum(1 for _ in cache.iterdir()) if cache.is_dir() else 0
-    yield "triton's", f"cache {cache}: {entries} entries"
+    yield "cache", f"of Triton: {cache}: {entries} entries"
 
 
 def _unwritable(folder: Path) -> str:

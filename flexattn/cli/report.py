@@ -18,7 +18,9 @@ from flexattn.report.rivals import BenchResults, read_bench
 def run(args: options.Report) -> None:
     """Run `flexattn report`."""
     benches = [read_bench(path) for path in args.bench or ()]
-    paths = args.records or [] if benches or args.records else [x.store.root for x in places()]
+    paths = args.records or []
+    if not (paths or benches):
+        paths = [root for each in places() if (root := each.store.root).is_dir()]
     found: list[Record] = []
     for _, each in records_of(paths):
         if isinstance(each, CacheError):

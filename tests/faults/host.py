@@ -132,7 +132,7 @@ HOST = (
         IN_CACHE_LAYERS + "::test_too_far_away_is_no_neighbour",
     ),
     Fault(
-        "a replay is served",
+        "what a model ranked is served",
         LAYERS,
         "if answer is None or answer.provenance not in REAL:",
         "if answer is None:",

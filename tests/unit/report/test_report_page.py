@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from bench.results import load
 from bench.table import ratios
+from flexattn.cli import selection
 from flexattn.cli.app import app
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.records.codec import encode_record
@@ -21,6 +22,7 @@ from flexattn.records.store import Store
 from flexattn.report.numbers import config_axes
 from flexattn.report.page import PAGE, html, write_page
 from flexattn.report.rivals import read_bench
+from flexattn.settings import override
 from tests.browser import asked, needs_chromium, opened
 from tests.processes import ROOT
 from tests.records import decode_record, prefill_record
@@ -159,6 +161,15 @@ def test_the_verb_reads_files_and_directories(flexattn, tmp_path):
     shown = flexattn("report", path, store.root, "--out", out, "--bench", BENCH, "--png").stdout
     assert HOSTILE in shown and "llama-3 decode" in shown and "7 pictures beside it" in shown
     assert len(list(out.glob("*.png"))) == 7 and (out / PAGE).exists()
+
+
+def test_the_verb_alone_reads_the_layers_that_are_there(flexattn, tmp_path, monkeypatch):
+    """Who had no folder of records was told that it is no file."""
+    monkeypatch.setattr(selection, "configs_folder", lambda: None)
+    store = Store(tmp_path / "shared")
+    store.write(decode_record())
+    with override(cache=(store.root,), cache_dir=tmp_path / "nowhere"):
+        assert "index.html: 1 problems" in flexattn("report").stdout
 
 
 def test_a_file_that_is_no_record_is_refused(flexattn, tmp_path):
