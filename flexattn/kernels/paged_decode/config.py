@@ -105,6 +105,10 @@ class ServingConfig:
         """True if who gathers chosen keys leaves out those that stand twice: single ones."""
         return self.gathers(form) and form.unit == 1 and form.chosen <= MOST_SIFTED
 
+    def short_parts(self, form: ServingForm) -> bool:
+        """True if outputs of parts are float16: of tiles of 64 rows, means of keys of 8 bits."""
+        return self.gathers(form) and SERVING_ITEMSIZE[form.kv_dtype] == 1 and not self.swap_ab
+
     @property
     def swap_ab(self) -> bool:
         """True if keys are the rows of both MLA products, and few packed rows their columns."""
@@ -331,6 +335,8 @@ def merge_shape(form: ServingForm, config: ServingConfig, device: Device) -> Mer
             break
     if config.swap_ab and columns > least:
         held //= 2  # weights take registers where threads have whole rows
+    elif config.short_parts(form):
+        held *= 2
     parts = min(128 if config.swap_ab else 64, held // (rows * columns))
     row_parts, column_parts, turns = -(-filled // rows), width // columns, 1
     most = _PROGRAMS_AN_SM * device.num_sms

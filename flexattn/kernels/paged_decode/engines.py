@@ -303,7 +303,7 @@ _SLACK = 8
 # Of a thread of the second warpgroup, and of the loading warp: the first has what they leave.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 # Of four warps that gather chosen keys, and of the second warpgroup beside them.
-_BESIDE_GATHERERS, _GATHERERS_REGISTERS = 200, (104, 152)
+_BESIDE_GATHERERS, _GATHERERS_REGISTERS = 192, (120, 152)
 # Keys whose bits are in shared memory at a time: 4 KiB.
 SEEN_KEYS = 1 << 15
 # Of the loading warp with more lengths, where there is no second warpgroup: with 40 it spills 50

@@ -322,6 +322,7 @@ def _shared(
         "span_arguments": ["b", "q_first", "q_last", "first_key", "kv_len", *captured],
         "span_values": span_values,
         "out_element": triton_type(form.out_dtype),
+        "part_element": triton_type("float16") if config.short_parts(form) else "",
         **scale_context(form),
     }
 
