@@ -59,9 +59,12 @@ class Pointer:
     def __add__(self, more):
         return Pointer(self.array, self.offset + more)
 
-    def to(self, dtype):
-        """Its address, of which a kernel asks alone whether it is 0."""
-        return 1
+    def to(self, dtype, bitcast=False):
+        """Its address, of which a kernel asks only whether it is 0; bitcast: of such elements."""
+        if not bitcast:
+            return 1
+        array = self.array.view(dtype)
+        return Pointer(array, self.offset * (len(array) // len(self.array)))
 
 
 class Descriptor:

@@ -76,7 +76,7 @@ def run(source, programs, arguments, seed=0):
                 no_offset=lambda: 0, launch_dependents=lambda: None,
                 prefetch=lambda address, wanted: None, widened=lambda x: x,
                 wait_for_choice=lambda: None, seen_bits=lambda: seen,
-                clear_seen=lambda seen: seen.clear(), mark_seen=_mark,
+                clear_seen=lambda seen: seen.clear(), mark_seen=_mark, own_code=lambda: np.int64(0),
                 load_words=lambda rows, there, column: _load(
                     rows + (4 * column + np.arange(64))[None], there, 0.0
                 ),
@@ -151,7 +151,7 @@ def _language(block):
         exp2=np.exp2, log2=np.log2, where=_selected, minimum=np.minimum, maximum=np.maximum,
         max=np.max, min=np.min, sum=np.sum, reshape=np.reshape, load=_load, store=_store,
         associative_scan=lambda x, axis, plus: np.cumsum(x), allocate_shared_memory=allocated,
-        int8="int8",
+        int8="int8", float16="float16", pointer_type=lambda element: element,
     )  # fmt: skip
     names["mbarrier"].arrive = lambda barrier, count, pred=True: (
         barrier.expect(0) if pred else None
