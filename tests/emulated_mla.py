@@ -76,7 +76,7 @@ def run(source, programs, arguments, seed=0):
                 no_offset=lambda: 0, launch_dependents=lambda: None,
                 prefetch=lambda address, wanted: None, widened=lambda x: x,
                 wait_for_choice=lambda: None, seen_bits=lambda: seen,
-                clear_seen=lambda seen: seen.clear(), mark_seen=_mark, own_code=lambda: np.int64(0),
+                clear_seen=lambda seen: seen.clear(), mark_seen=_mark,
                 load_words=lambda rows, there, column: _load(
                     rows + (4 * column + np.arange(64))[None], there, 0.0
                 ),

@@ -83,6 +83,8 @@ def test_chosen_keys(name):
         assert len(re.findall(r"cp\.async\.cg\.shared\.global", ptx)) == (36 if few else 72)
     else:
         assert len(re.findall(r"ld\.global\.v4", ptx)) >= (36 if few else 44)
+    merge = compile_source(render_serving_combine(wanted, config, DEVICE), DEVICE)
+    assert resources(merge, DEVICE).spills == 0
 
 
 FEW = {

@@ -101,3 +101,8 @@ def test_chosen_keys():
             None, None, shared_kv=True, scaled=True, selection=(2048, 1),
         )  # fmt: skip
         assert next(serving_candidates(problem, H200)) == config
+        # Parts of 64 rows of eight bits are float16, so that a merge holds twice as many.
+        short = config == MLA
+        assert config.short_parts(problem.structure) == short and not config.short_parts(few)
+        shape = merge_shape(problem.structure, config, H200)
+        assert shape.rows * shape.columns * shape.parts == (16384 if short else 4096)
