@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn.device import detect
 from flexattn.errors import InputError
 from flexattn.frontend.call import PLAIN
-from flexattn.kernels.cache_append.quantize import render_quantize
+from flexattn.kernels.cache_append.quantize import render_quantize, rows_at_once
 from flexattn.mods.expr import ScoreMod
 from flexattn.problem import DTYPES
 from flexattn.runtime.build import builder
@@ -149,7 +149,8 @@ def _launched(
 ) -> tuple[Tensor, Tensor]:
     """The same by the kernel."""
     B, heads, length, head_dim = x.shape
-    rows, index, target = block or BLOCKS[0], x.get_device(), detect(x.device)
+    rows = block or rows_at_once(head_dim, BLOCKS[0])
+    index, target = x.get_device(), detect(x.device)
     tiles = -(-length // rows)
     places = (x.data_ptr(), *(step * x.itemsize for step in x.stride()[:3]))
     aligned = all(each % 16 == 0 for each in places)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Literal
 
-from flexattn.mods.analysis.affine import FREE, along_diagonals, slope_of
+from flexattn.mods.analysis.affine import FREE, along_diagonals, same_in_tiles, slope_of
 from flexattn.mods.expr import VARS, Expr, Mod, const, in_a_line, once, walk
 from flexattn.mods.ops import OPS
 from flexattn.mods.simplify import make, rebuilt
@@ -344,6 +344,26 @@ class Terms:
         if found is None or (found.step.op == "const" and not self.positive(found.step)):
             return None
         return found
+
+    def of_blocks(self, rows: int, keys: int) -> tuple[Terms, Expr]:
+        """Terms without the score's factor that is one number in each tile of rows x keys, and it.
+
+        The factor is ONE where there is none that reads a key.
+        """
+        factor, node = ONE, SCORE
+        while self.core is not None and self.keep is None:
+            users = [each for each in walk(self.core) if node in each.args]
+            if [(each.op, each.dtype) for each in users] != [("mul", FLOAT)]:
+                break
+            x, y = users[0].args
+            other = y if x is node else x
+            if "score" in other.variables or not same_in_tiles(other, rows, keys):
+                break
+            factor, node = times(factor, other), users[0]
+        if self.core is None or "kv_idx" not in factor.variables:
+            return self, ONE
+        core = rebuilt(self.core, lambda each, _: SCORE if each is node else None)
+        return replace(self, core=core), factor
 
     def positive(self, number: Expr) -> bool:
         """True if a factor is known to keep the order of scores."""

@@ -11,6 +11,7 @@ from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_w
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.call import make_call
 from flexattn.frontend.plan import plan
+from flexattn.frontend.quantize import Quantized
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.hopper import space as gluon
 from flexattn.problem.inputs import Descales
@@ -259,6 +260,53 @@ def test_quantized_numbers_are_those_of_torch(block, smooth, monkeypatch):
     for one, other in zip(got[:6], wanted[:6], strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one.float(), other.float())
+
+
+BLOCK_MODS = {
+    "noop": (None, None),
+    "causal": (None, causal),
+    "window_softcap": (softcap(5.0), sliding_window(100)),
+    "softcap": (softcap(5.0), None),
+    "alibi_causal": (alibi(6, "cuda"), causal),
+    "turned": (lambda score, b, h, q_idx, kv_idx: -score, causal),
+}
+BLOCK_CASES = [(128, block, mod) for block in (64, 128) for mod in BLOCK_MODS]
+BLOCK_CASES += [(D, block, "causal") for D in (64, 96, 256) for block in (64, 128)]
+BLOCK_CASES += [(64, 64, "noop"), (256, 64, "noop"), (256, 128, "window_softcap")]
+
+
+@pytest.mark.parametrize(("D", "block", "mod"), BLOCK_CASES)
+def test_factors_of_blocks(D, block, mod):
+    """A kernel reads them once a tile of keys; a factor of 0 or below is a number like others."""
+    q, k, v = tensors(2, 6, 2, 301, 419, D)
+    draw = torch.Generator().manual_seed(3)
+    blocks = [
+        (torch.rand(*x.shape[:2], -(-x.shape[2] // block), generator=draw) + 0.5).to("cuda")
+        for x in (q, k)
+    ]
+    blocks[1][0, 0, :2] = torch.tensor([-1.0, 0.0])
+    made = Quantized(q, k, v, *blocks, None, block)
+    inner, mask_mod = BLOCK_MODS[mod]
+    mask, descale = block_mask(mask_mod, q, k), factors(q, k)["v_descale"]
+    call = {"score_mod": made.score_mod(inner), "block_mask": mask, "v_descale": descale}
+    assert_accurate(q, k, v, **call)
+    with torch.no_grad():
+        got = run(q, k, v, max_scores=True, **call)
+        assert_judged(got, *(x.bfloat16() for x in (q, k, v)), **call)
+
+
+def test_rounded_weights_with_factors_of_blocks():
+    q, k, v = inputs(2, 6, 2, 301, 419, 256, dtype=torch.bfloat16, device="cuda")
+    made = flexattn.quantize(q, k, v, block=64)
+    call = {"score_mod": made.score_mod(), "block_mask": block_mask(causal, q, k)}
+    with torch.no_grad():
+        got = run(*made.tensors, kernel_options={"FP8_WEIGHTS": "e4m3"}, **call, **made.descales)
+    oracle, rounded = (
+        attention(*made.tensors, descales=Descales(v=made.v_descale), precision=each, **call)
+        for each in (Precision.ORACLE, Precision.ROUNDED)
+    )
+    verdict = judge(got, oracle, rounded, torch.bfloat16, E4M3_SHARE)
+    assert verdict.passed, verdict.message()
 
 
 def test_what_cannot_run_says_so():

@@ -11,7 +11,7 @@ LAID = {"dense": lambda x: x, "heads inside": heads_inside, "spaced": spaced}
 
 
 @pairwise(
-    dtype=list(DTYPES), block=[None, 64, 128], smooth=[False, True], D=[16, 40, 64, 128],
+    dtype=list(DTYPES), block=[None, 64, 128], smooth=[False, True], D=[16, 40, 128, 256],
     lengths=[(1, 1), (65, 129), (200, 333)], laid=list(LAID),
 )  # fmt: skip
 def test_numbers_are_those_of_torch(dtype, block, smooth, D, lengths, laid, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from math import gcd
 from typing import TypeAlias
@@ -11,6 +12,7 @@ from flexattn.kernels.base.config import Config, walks_runs
 from flexattn.mods.analysis.affine import same_in_tiles
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.mods.expr import Expr, depending, walk
+from flexattn.mods.rules import ONE
 from flexattn.problem import INDEX_RANGES, MAX_LENGTH, Structure
 
 # A number of keys that is past all of them.
@@ -144,9 +146,21 @@ def asked_once(mask: Expr, unit: Unit | None) -> bool:
     return unit is not None and same_in_tiles(mask, *unit)
 
 
+def without_blocks(structure: Structure, unit: Unit) -> Structure:
+    """The structure that costs as much: a number or two that scale a tile's scores are free."""
+    terms = structure.terms
+    if terms is None or structure.max_scores:
+        return structure
+    rest, factor = terms.of_blocks(unit[0], unit[1] // 2)
+    free = factor is not ONE and rest.linear and not rest.added and rest.positive(rest.outer)
+    return replace(structure, score=None) if free and not rest.leaves_loop else structure
+
+
 def _tiles(structure: Structure, unit: Unit | None) -> list[Expr]:
     """The expressions that are computed for every score of a tile."""
     terms = structure.terms
+    if terms is not None and unit is not None:
+        terms = terms.of_blocks(unit[0], unit[1] // 2)[0]
     found = [] if terms is None else [terms.core, terms.rest, terms.keep]
     mask = None if structure.mask is None else structure.mask.mod.expr
     if mask is not None and not asked_once(mask, unit):

@@ -9,6 +9,14 @@ from flexattn.kernels.base.source import Source, make_source
 from flexattn.kernels.cache_append.source import ROUNDED, rounding, rounding_instruction
 from flexattn.kernels.printers.spelling import itemsize, signature_type
 
+# Numbers that a program has at a time, and a warp: 32 a thread. With 128 a thread they spill.
+_MOST, _OF_WARP = 8192, 1024
+
+
+def rows_at_once(head_dim: int, rows: int) -> int:
+    """Rows of a head, at most `rows`, that a program has at a time."""
+    return min(rows, _MOST // power_above(head_dim))
+
 
 def render_quantize(
     dtype: str,
@@ -21,17 +29,21 @@ def render_quantize(
 ) -> Source:
     """The kernel of tensors of a dtype, a program for each block of rows of a head.
 
-    aligned: addresses and strides are multiples of 16 bytes. by_block: blocks have factors, which
-    it computes. smooth: a mean is taken off first.
+    rows: of a block; where heads have factors, as many as a program has at a time. aligned:
+    addresses and strides are multiples of 16 bytes. by_block: blocks have factors, which it
+    computes. smooth: a mean is taken off first.
     """
     wide = 16 if aligned else 1
     found = [Argument("X", f"*{signature_type(dtype)}", wide), Argument("OUT", "*u8", 16)]
     found += several("*fp32", *("MEAN",) * smooth, "FACTOR", divisible_by=4)
     found += stride_arguments("x", "bhn", 16 // itemsize(dtype) if aligned else 1)
     found += several("i32", "heads", "length", "num_tiles")
-    settings = {"BLOCK_N": rows, "HEAD_DIM": head_dim, "TILE_D": power_above(head_dim)}
-    large = rows * settings["TILE_D"] >= ROUNDED
+    width, at_once = power_above(head_dim), rows_at_once(head_dim, rows)
+    elements = at_once * width
+    settings = {"BLOCK_N": rows, "ROWS": at_once, "HEAD_DIM": head_dim, "TILE_D": width}
+    large = elements >= ROUNDED
     context = {
+        "parts": rows // at_once,
         "constants": settings | rounding("float8_e4m3fn"),
         "by_block": by_block,
         "smooth": smooth,
@@ -39,4 +51,5 @@ def render_quantize(
     }
     header = [f"{dtype} of {head_dim} columns in e4m3 for {device.arch}"]
     name = "cache_append/quantize.py.jinja"
-    return make_source(name, device, header, context, found)
+    warps = max(4, elements // _OF_WARP)
+    return make_source(name, device, header, context, found, warps)

@@ -7,7 +7,7 @@ from functools import cached_property
 from math import floor
 
 from flexattn.device import Device
-from flexattn.kernels.base.features import loads_by_key, loads_diagonals, loads_tiles, tma_layout
+from flexattn.kernels.base import features
 from flexattn.kernels.base.limits import KEYS_OF_BLOCK, NUM_STAGES, SHARED_MEMORY, Limits, Rule
 from flexattn.kernels.base.ragged import form_of
 from flexattn.kernels.hopper import ragged
@@ -49,8 +49,7 @@ REGISTER_SLACK = 28
 # and beside lists of blocks, which cost more than runs:
 SCORE_REGISTERS, CAP_REGISTERS = 8, 4
 WIDE_GATHER_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 16, 40, 16
-# beside a value for each score:
-GATHER_SLACK = 8
+GATHER_SLACK = 8  # beside a value for each score
 # parts of 64 columns; lazy_rescale beside those, or beside a Q that is held:
 PARTS_REGISTERS, LAZY_REGISTERS = 16, 8
 # and the main loop beside lazy_rescale and a Q that is held by a block that stays.
@@ -229,8 +228,9 @@ class ConfigCase:
 def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -> ConfigCase:
     """A config for a structure on a device."""
     unit = CONSUMER_ROWS, config.BLOCK_N
-    by_key = loads_by_key(structure, unit) or loads_diagonals(structure)
-    return ConfigCase(config, structure, device, by_key, loads_tiles(structure, unit))
+    structure = features.without_blocks(structure, unit)
+    by_key = features.loads_by_key(structure, unit) or features.loads_diagonals(structure)
+    return ConfigCase(config, structure, device, by_key, features.loads_tiles(structure, unit))
 
 
 def _known_dim(c: ConfigCase, dim: int, among: tuple[int, ...]) -> bool:
@@ -456,7 +456,7 @@ LIMITS: Limits[ConfigCase] = Limits(
         Rule(
             "tma",
             "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
-            lambda c: tma_layout(c.structure),
+            lambda c: features.tma_layout(c.structure),
         ),
         Rule(
             "q_in_regs",

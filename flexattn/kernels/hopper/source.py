@@ -130,13 +130,21 @@ def _dialect(structure: Structure) -> Dialect:
     return HOPPER if form_of(structure) is None else _OF_REQUESTS
 
 
-def print_consumer_score(structure: Structure, traits: Traits, lazy_rescale: bool) -> PrintedScore:
+def print_consumer_score(
+    structure: Structure,
+    traits: Traits,
+    lazy_rescale: bool,
+    tile: tuple[int, int] | None = None,
+) -> PrintedScore:
     """The score_mod of a structure that has one, each consumer's rows for themselves.
 
-    lazy_rescale: the softmax is the one that does what it can of it by itself.
+    lazy_rescale: the softmax is the one that does what it can of it by itself. tile: a consumer's
+    rows and keys, where they begin at multiples of both.
     """
     traits = replace(traits, dialect=_dialect(structure))
-    found = triton_score(structure, traits, even_columns=True, fuses=lazy_rescale, exchanges=True)
+    found = triton_score(
+        structure, traits, even_columns=True, fuses=lazy_rescale, exchanges=True, tile=tile
+    )
     return replace(found, limits=None)
 
 
@@ -199,10 +207,12 @@ def render(
     traits = traits_of(device, structure)
     # A maximum that is returned is exact.
     lazy = config.lazy_rescale and not structure.max_scores
-    score = None if structure.score is None else print_consumer_score(structure, traits, lazy)
     form = form_of(structure)
     # Rows of requests begin at any position, and several may be of one.
     tile = (CONSUMER_ROWS, config.BLOCK_N) if form is None else None
+    score = None
+    if structure.score is not None:
+        score = print_consumer_score(structure, traits, lazy, tile)
     mask = None
     if structure.mask is not None:
         positions = "ROWS" if form is None else "TOKENS"
@@ -297,7 +307,7 @@ def render(
     fused = "" if score is None else score.fused
     # Beside 128 columns two consumers have registers left for exponents during P V.
     wide = lazy and config.consumers == 2 and tiles.qk_padded == tiles.v_width == per_thread * 2
-    early_exp2 = EARLY_EXP2 if score is None else EARLY_EXP2 // 2
+    early_exp2 = EARLY_EXP2 if score is None or fused == "blocks" else EARLY_EXP2 // 2
     if not wide or fused == "softcap" or structure.e4m3_weights:
         early_exp2 = 0
     # A soft cap's exponents all at once where registers are left for them beside the scores, by
@@ -363,6 +373,7 @@ def render(
         "decay_skip": decay_skip,
         "keys_aligned": keys_aligned(structure, config.BLOCK_N),
         "fused": fused,
+        "scale_halves": score is not None and score.folded and score.halves,
         # A mask comes after what is added to scores: NaN or inf there would outlive its -inf.
         "exponents_early": fused != "" or wide,
         "early_exp2": early_exp2,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import orders, turned
-from flexattn.kernels.base.features import loads_by_key, loads_tiles
+from flexattn.kernels.base.features import loads_by_key, loads_tiles, without_blocks
 from flexattn.kernels.base.sizes import key_steps, waves
 from flexattn.kernels.hopper.config import (
     BOX,
@@ -113,6 +113,7 @@ def completed(
     A search tries other tiles, orders, pack_gqa, lazy_rescale, and other ways to compile. The rest
     won little in the records of an H200: docs/tuning.md has a table.
     """
+    structure = without_blocks(structure, (CONSUMER_ROWS, tile.BLOCK_N))
     widest = _widest(structure)
     terms = structure.terms
     diagonal = terms is not None and terms.diagonal is not None

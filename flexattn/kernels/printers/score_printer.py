@@ -7,7 +7,7 @@ from typing import Literal
 
 from flexattn.kernels.printers.spelling import in_base_2
 from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
-from flexattn.mods.analysis.affine import FREE, slope_of
+from flexattn.mods.analysis.affine import FREE, same_in_tiles, slope_of
 from flexattn.mods.analysis.intervals import reaches_end
 from flexattn.mods.expr import Expr, const, reads, terms_of
 from flexattn.mods.ops import is_int
@@ -15,7 +15,7 @@ from flexattn.mods.rules import FLOAT, ONE, times
 from flexattn.mods.simplify import make
 from flexattn.problem import Captures, Structure
 
-Fused = Literal["", "ramp", "columns", "diagonals", "softcap"]
+Fused = Literal["", "blocks", "ramp", "columns", "diagonals", "softcap"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,9 @@ class PrintedScore:
     may be among that. limits: of the keys. ramp: what the product with the keys adds, and their
     softmax, instead of body; only with `folded`. fused: what the softmax does by itself: "ramp",
     with the numbers `slope` and `column`, the first key's; "columns" and "diagonals", with one
-    `column` a key or a score; "softcap", with `score_scale` inside of tanh; "" nothing. Only with
-    `folded`.
+    `column` a key or a score; "softcap", with `score_scale` inside of tanh; "blocks", with a
+    `qk_scale` of any sign that is computed for each tile; "" nothing. Only with `folded`.
+    halves: whether that scale has a column for each key, of two numbers.
     """
 
     hoisted: tuple[str, ...]
@@ -66,6 +67,7 @@ class PrintedScore:
     limits: KeyLimits | None = None
     ramp: Ramp | None = None
     fused: Fused = ""
+    halves: bool = False
 
     @property
     def reads_keys(self) -> bool:
@@ -91,15 +93,17 @@ def print_score(
     ramps: bool = False,
     fuses: bool = False,
     exchanges: bool = False,
+    tile: tuple[int, int] | None = None,
 ) -> PrintedScore:
     """The score_mod of a structure that has one; raises as `print_mod` does.
 
     even_columns: what is added grows evenly from key to key where it can, which a layout like that
     of Hopper's scores makes cheap. ramps: the template adds what grows evenly by a product.
     fuses: its softmax adds columns, or caps scores, by itself. exchanges: its threads
-    exchange the values of diagonals by a function of the template's own.
+    exchange the values of diagonals by a function of the template's own. tile: rows and keys,
+    where tiles begin at multiples of both: factors of their blocks are computed once a tile.
     """
-    return _Score(structure, traits, even_columns, ramps, fuses, exchanges).run()
+    return _Score(structure, traits, even_columns, ramps, fuses, exchanges, tile).run()
 
 
 def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
@@ -121,6 +125,7 @@ class _Score:
     ramps: bool
     fuses: bool
     exchanges: bool
+    tile: tuple[int, int] | None
     hoisted: list[str] = field(default_factory=list)
     early: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
@@ -128,11 +133,14 @@ class _Score:
     def __post_init__(self) -> None:
         score, terms = self.structure.score, self.structure.terms
         assert score is not None and terms is not None
-        self.captures, self.terms = score, terms
+        self.captures, self.terms, self.blocks, self.halves = score, terms, ONE, False
+        if self.tile is not None and "scale" not in self.structure.rules_off:
+            self.terms, self.blocks = terms.of_blocks(self.tile[0], self.tile[1] // 2)
+            self.halves = not same_in_tiles(self.blocks, *self.tile)
         self.dialect, self.tl = self.traits.dialect, self.traits.dialect.module
 
     def run(self) -> PrintedScore:
-        structure, terms = self.structure, self.terms
+        structure, terms, blocks = self.structure, self.terms, self.blocks is not ONE
         decode = structure.kind == "decode"
         reference = "row_start // PACKED" if decode else "row_start"
         folded = "scale" not in structure.rules_off
@@ -140,7 +148,7 @@ class _Score:
         folded = folded and (structure.positive_scale or not terms.linear)
         ramp = self._ramp(reference) if self.ramps else None
         fused = self._fused(folded) if self.fuses else ""
-        folded = folded and (ramp is not None or fused != "" or not terms.added)
+        folded = folded and (ramp is not None or fused != "" or not (terms.added or blocks))
         far = terms.core is not None and reaches_end(make("mul", FLOAT, (terms.outer, terms.core)))
         folded = folded and not far
         if fused:
@@ -164,6 +172,7 @@ class _Score:
             limits=limits,
             ramp=ramp,
             fused=fused,
+            halves=self.halves,
         )
 
     def _fused(self, folded: bool) -> Fused:
@@ -171,12 +180,15 @@ class _Score:
         terms = self.terms
         if not folded or terms.core is None:
             return ""
+        if terms.linear and not terms.added and self.blocks is not ONE:
+            return "blocks"
         if terms.linear and terms.column is not None and terms.added == (terms.column,):
             return "columns" if self._slope() is None else "ramp"
         if terms.linear and terms.diagonal is not None and terms.added == (terms.diagonal,):
             return "diagonals"
         capped = terms.capped and terms.positive(terms.inner) and self.structure.positive_scale
-        return "softcap" if capped and self.traits.fast_tanh and terms.keep is None else ""
+        capped = capped and self.traits.fast_tanh and terms.keep is None and not self.halves
+        return "softcap" if capped else ""
 
     def _fuse(self, fused: Fused, reference: str) -> None:
         terms = self.terms
@@ -185,6 +197,8 @@ class _Score:
             self._factor("qk", "LOG2E", terms.outer, True)
             return
         self._factor("qk", "sm_scale * LOG2E", terms.outer, True)
+        if fused == "blocks":
+            return
         if terms.diagonal is not None:
             self.body.append(f"column = {self._strip(terms.diagonal)}")
             return
@@ -232,10 +246,31 @@ class _Score:
     def _factor(self, name: str, first: str, factor: Expr, folded: bool) -> str:
         """`first` times a factor: before the loop where it takes more than an instruction."""
         text = first if factor is ONE else f"{first} * {self._place(factor, View(name))}"
-        if factor.op == "const" and not folded:
+        if self.blocks is not ONE and name == ("qk" if self.terms.linear else "score"):
+            rows, keys = _parted(self.blocks)
+            if rows is not ONE:
+                text += f" * {self._place(rows, View('rows', 'row_start', by_row=False))}"
+            self.hoisted.append(f"whole_scale = {text}")
+            self.body.append(f"{name}_scale = whole_scale * {self._of_tile(keys)}")
+        elif factor.op == "const" and not folded:
             return f"({text})"
-        self.hoisted.append(f"{name}_scale = {text}")
+        else:
+            self.hoisted.append(f"{name}_scale = {text}")
         return f"{name}_scale"
+
+    def _of_tile(self, blocks: Expr) -> str:
+        """The factor of a tile's keys: a number, or a column where each half has one."""
+        starts = ("start_n", "(start_n + BLOCK_N // 2)")[: 1 + self.halves]
+        first, *more = (
+            self._place(blocks, View(f"half{i}", "row_start", key, by_row=False, uniform=True))
+            for i, key in enumerate(starts)
+        )
+        if not more:
+            return first
+        keys = self.dialect.arange("BLOCK_N", self.dialect.over_keys)
+        # A thread's keys differ from another's in the bits of 6: the halves are known.
+        half = f"({self.tl}.expand_dims({keys}, 0) & ~6) < BLOCK_N // 2"
+        return f"{self.tl}.where({half}, {first}, {more[0]})"
 
     def _scored(self, folded: bool, far: bool, added: list[str]) -> None:
         terms = self.terms
@@ -248,7 +283,7 @@ class _Score:
             core = "qk"
         else:
             inner = "sm_scale"
-            if terms.inner is not ONE:
+            if terms.inner is not ONE or self.blocks is not ONE:
                 inner = self._factor("score", "sm_scale", terms.inner, False)
             self.body.append(f"score = qk * {inner}")
             core = self._place(terms.core, View("core"))
@@ -433,6 +468,16 @@ class _Score:
         if last != "kv_len":
             last = f"{self.tl}.maximum({last}, 0).to({self.tl}.int32)"
         return KeyLimits(tuple(lines), first, last)
+
+
+def _parted(factor: Expr) -> tuple[Expr, Expr]:
+    """A product as what reads no key, and what does."""
+    if "kv_idx" not in factor.variables:
+        return factor, ONE
+    if factor.op != "mul":
+        return ONE, factor
+    parts = [_parted(arg) for arg in factor.args]
+    return times(parts[0][0], parts[1][0]), times(parts[0][1], parts[1][1])
 
 
 def _sum(texts: list[str]) -> str:

@@ -109,8 +109,8 @@ class View:
 
     prefix: of the names given to statements; "" is the mod's kind. q_idx, kv_idx, h: texts; a name
     of its own is the ordinary one. by_row, by_key: whether those texts differ by row and by key.
-    diagonals: whether its keys are diagonals. early: suffix of what is computed early, where body
-    reads it. dtype: that of the result, "" its own.
+    diagonals: whether its keys are diagonals. uniform: whether a tile has one value. early: suffix
+    of what is computed early, where body reads it. dtype: that of the result, "" its own.
     """
 
     prefix: str = ""
@@ -120,6 +120,7 @@ class View:
     by_row: bool = True
     by_key: bool = True
     diagonals: bool = False
+    uniform: bool = False
     early: str = ""
     dtype: str = ""
 
@@ -389,7 +390,7 @@ class MultiPrinter:
             text = self._read(buffer.dtype, address, " & ".join(rest), key)
             return self._of_two(whole, replace(loaded, text=text), loaded)
         # A mask_mod stands behind a condition already, and a value for every score comes alone.
-        guarded = key and not row and self.mod.kind == "score"
+        guarded = key and not (row or self.view.uniform) and self.mod.kind == "score"
         return self._guarded(loaded) if guarded else self._name(loaded)
 
     def _read(self, dtype: str, address: str, inside: str, key: bool) -> str:
