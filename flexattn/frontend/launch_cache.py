@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.frontend.call import PLAIN, Call, bind_on, is_traced
 from flexattn.kernels.choose.options import Options
-from flexattn.mods import Guards, watch
+from flexattn.mods import Bound, Guards, watch
 from flexattn.problem import checks
 from flexattn.problem.facts import TensorFacts, facts_of
 from flexattn.problem.inputs import NO_DESCALES
@@ -178,13 +178,11 @@ def remember(
 
     call: as it was admitted. lists: of its mask. rest: the launch's. grads: of one with gradients.
     """
-    settings = current()
-    # Of dropout every call has a seed of its own; reads are checked where a call is admitted.
+    # Of dropout every call has a seed of its own.
     if (
         key is None
         or call.dropout is not None
-        or settings.verify == "always"
-        or settings.check
+        or current().verify == "always"
         or not PLAIN.issuperset(map(type, call.tensors))
     ):
         return
@@ -199,7 +197,7 @@ def remember(
         mask = _guard_of_mask(given.block_mask, call, lists, key)
         if mask is None:
             return
-    structure = launch.problem.structure
+    structure, settings = launch.problem.structure, current()
     # So few rows decode whatever the number of keys is. Runs are another mask's at each length.
     listed = (given.block_mask is None) == (structure.sparsity is None) and not launch.runs
     descaled = call.descales is not NO_DESCALES
@@ -207,7 +205,8 @@ def remember(
     decodes = decodes and not isinstance(mask, ModGuard)
     entry = CachedCall(
         {key[1]: launch}, (key[1], launch), launch, decodes and grads is None and not descaled,
-        rest, call.scale, settings, generation(), score, mask, descaled, grads, call.options,
+        rest, call.scale, settings, generation(), score, mask, descaled,
+        (call.score, call.mask) if settings.check else None, grads, call.options,
     )  # fmt: skip
     launch_cache.keep(key, entry, given.score_mod)
 
@@ -258,7 +257,8 @@ class CachedCall:
     launches: by the second part of keys; last: the last of them, with that part, which is compared
     in less time than it is looked up; latest: the one that was prepared last. grows: it
     decodes, and its launch goes on with other numbers of keys. rest: the launch's arguments after
-    the scale. descaled: whether it has descales. grads: of a call with gradients.
+    the scale. descaled: whether it has descales. checked: in checked mode, what its mods are
+    bound to. grads: of a call with gradients.
     """
 
     launches: dict[tuple[Any, ...], ForwardLaunch]
@@ -272,6 +272,7 @@ class CachedCall:
     score: ModGuard | None
     mask: MaskGuard | ModGuard | None
     descaled: bool
+    checked: tuple[Bound | None, Bound | None] | None
     grads: GradCall | None
     options: Options
 
@@ -327,6 +328,9 @@ class CachedCall:
 
     def run(self, launch: ForwardLaunch, given: Call) -> Outputs:
         """The outputs of a call by one of the launches."""
+        if self.checked is not None:
+            score, mask = self.checked
+            given._replace(score=score, mask=mask).check_reads()
         if self.grads is not None:
             return self.grads.attend(given.block_mask, given.q, given.k, given.v, given.sinks)
         descales = given.descales if self.descaled else NO_DESCALES
