@@ -22,7 +22,7 @@ from flexattn.cli import options as asking
 from flexattn.cli.bench import RivalChoice, RowInputs, print_rows, race_call, results_of
 from flexattn.cli.build import built_line
 from flexattn.cli.selection import writable
-from flexattn.cli.terminal import tell
+from flexattn.cli.terminal import INTERRUPTED, tell
 from flexattn.cli.tune import run_tuning
 from flexattn.device import detect, named
 from flexattn.frontend.attention import flex_attention
@@ -109,6 +109,8 @@ def show_gpu(
     store = Store(out / "records")
     found = list(tasks(rows, detect(where), where))
     ran = run_tuning(found, store, method, 0, False, None)
+    if ran.interrupted:
+        raise typer.Exit(INTERRUPTED)
     with override(cache=(store.root,), mode="replay"), console.status("racing"):
         done = [race_call(RowInputs.of(row, where), _ROUNDS, _MIN_MS, rival) for row in rows]
     name = torch.cuda.get_device_name() if where.type == "cuda" else device

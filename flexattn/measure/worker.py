@@ -94,38 +94,30 @@ class Worker(Closing):
     ) -> list[tuple[float, ...] | Failed]:
         """As Measurer.sample.
 
-        A child that dies takes only the round it was in with it: the next one goes on with the
-        configs that are left, so that values of one index are still of one round.
+        A child that dies ends its race: the others run it again in the next child, so that values
+        of one index are of one round.
         """
         found: dict[int, tuple[float, ...] | Failed] = {}
         for i, config in enumerate(configs):
-            known = self._known(config)
-            if known is not None:
+            if (known := self._known(config)) is not None:
                 found[i] = known
-        running = [i for i in range(len(configs)) if i not in found]
-        taken: dict[int, tuple[float, ...]] = dict.fromkeys(running, ())
-        done = unexplained = 0
-        while running and done < rounds:
-            limit = math.inf if done else limit_us
-            asked = tuple(configs[i] for i in running), rounds - done, min_ms, limit
+        unexplained = 0
+        while running := [i for i in range(len(configs)) if i not in found]:
+            asked = tuple(configs[i] for i in running), rounds, min_ms, limit_us
             leg = _Leg(len(running))
             trouble = self._race(Request("race", asked), leg)
-            if trouble is not None and trouble.index is not None:
-                culprit = configs[running[trouble.index]]
-                leg.out[trouble.index] = self._noted(culprit, trouble.failed)
-            elif trouble is not None:
+            found |= {running[place]: each for place, each in leg.out.items() if each is not None}
+            if trouble is None:
+                for place, i in enumerate(running):
+                    found.setdefault(i, tuple(leg.took[place]))
+            elif trouble.index is not None:
+                culprit = running[trouble.index]
+                found[culprit] = self._noted(configs[culprit], trouble.failed)
+            else:
                 unexplained += 1
                 if trouble.error is not None or unexplained > _UNEXPLAINED:
                     raise trouble.error or self._blamed(trouble.failed)
-            complete = leg.complete()
-            for place, i in enumerate(running):
-                if place in leg.out:
-                    found[i] = leg.out[place] or tuple(leg.took[place])
-                else:
-                    taken[i] += tuple(leg.took[place][:complete])
-            running = [i for i in running if i not in found]
-            done += complete
-        return [found[i] if i in found else taken[i] for i in range(len(configs))]
+        return [found[i] for i in range(len(configs))]
 
     def close(self) -> None:
         """As Measurer.close: ends the child."""
@@ -251,10 +243,6 @@ class _Leg:
             self.took[event.index].append(event.us)
         else:
             self.out[event.index] = event.failure
-
-    def complete(self) -> int:
-        """Rounds that everyone who is left has finished."""
-        return min((len(took) for i, took in enumerate(self.took) if i not in self.out), default=0)
 
 
 @contextmanager
