@@ -178,13 +178,14 @@ def run_backward(
     k, v = map(_of_each_batch, shared)
     inputs = q, k, v
     out, dout = (x if fits(x) else _dense(x) for x in (out, dout))
-    lse, dlse = _packed(lse), None if dlse is None else _packed(dlse.resolve_neg())
+    dlse = None if dlse is None else _packed(dlse.resolve_neg())
     while True:
         try:
             launch, rest = planned(*inputs, out, dout)
         except WrongKernelError as error:
             say_once(f"{error}\n  plain torch computes these gradients")
             return _plain(asked_of(), inputs, out, (dout, dlse), summed, into, sinks)
+        lse = lse if launch.problem.structure.ragged_kv else _packed(lse)
         found = launch.run(inputs, out, lse, (dout, dlse), scale, rest, summed, into)
         given = partial(_as_given, asked_of, launch, inputs, (out, lse), (dout, dlse))
         if right_gradients(launch, found, given):

@@ -250,7 +250,7 @@ class _Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * (8 + len(call.slots))
         q, k, v, out, lse, sinks, cu_q, cu_k = ctx.saved_tensors[:8]
-        sums = lse.T[None].contiguous()
+        sums = lse.T[None]
         grads = dout, None if dlse is None else dlse.T[None]
         found = call.gradients((q, k, v), (out, sums), grads, cu_q, cu_k, sinks)
         dsinks = of_sinks(sinks, sums, found.delta) if wanted[3] else None

@@ -80,7 +80,8 @@ class BackwardLaunch(Launch):
         """Allocate the gradients and launch on the current stream.
 
         inputs: q, k and v, of packed sequences as one batch. rest: what `rest_of` gave, behind
-        cu_seqlens int32 of both. grads: of out, laid out as `fits` asks, and of lse. captured: the
+        cu_seqlens int32 of both. lse: contiguous, of packed sequences as `by_rows` lays it out.
+        grads: of out, laid out as `fits` asks, and of lse. captured: the
         tensors of the structure's slots. into: where those of q, k and v go, of the strides that
         the launch was prepared for.
         """
@@ -89,6 +90,7 @@ class BackwardLaunch(Launch):
                 return self.run(inputs, out, lse, grads, scale, rest, captured, into)
         stream = raw_stream(self.gpu) if self.gpu >= 0 else -1
         dout, dlse = grads
+        lse = by_rows(lse) if self.problem.structure.ragged_kv else lse
         delta = torch.empty(lse.shape, dtype=torch.float32, device=out.device)
         dq, dk, dv = map(like, inputs) if into is None else into
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=out.device) for x in captured]
@@ -107,6 +109,13 @@ def like(tensor: Tensor) -> Tensor:
     """Memory for a gradient, dense in the order of its tensor's dimensions."""
     strides = strides_like(tensor, tuple(tensor.shape))
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+
+def by_rows(lse: Tensor) -> Tensor:
+    """lse [1, Hq, length] in memory as rows of heads, as the forward of packed sequences gives it."""
+    if lse.mT.is_contiguous() and lse.data_ptr() % 16 == 0:
+        return lse
+    return lse.mT.clone(memory_format=torch.contiguous_format).mT
 
 
 def stride_step(width: int, itemsize: int) -> int:

@@ -37,12 +37,17 @@ def render_key_tiles(structure: Structure, config: HopperBackwardConfig, device:
         "TILES": _TILES,
         "REQUESTS": _REQUESTS,
     }
+    falls = band is not None and band.low is not None
     context = {
         "constants": settings,
         "band": band,
+        # Whether later keys have fewer rows, and how many more rows than keys a tile has at most.
+        "falls": falls,
+        "reach": band.high - band.low if falls and band.high is not None else None,
     }
     found = [*several("*i32", "CU_SEQLENS", "CU_SEQLENS_K", divisible_by=4), KEY_TILES, ROW_TILES]
     found += several("i32", "q_len", "kv_len", "num_requests", "num_tiles", "num_queries")
+    found += several("i32", "kv_units", "section_heads")
     template = "hopper_backward/key_tiles.py.jinja"
     return make_source(template, device, [title_of(structure)], context, found)
 

@@ -1,6 +1,7 @@
 """Which problems Hopper's backward serves, in which form, and what it refuses in words."""
 
 import math
+import re
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -343,6 +344,26 @@ def test_blocks_start_with_the_first_keys_of_a_section(units, tiles, section):
     found = [names["locate"](each, 2, tiles, units, section) for each in range(units * tiles)]
     assert sorted(found) == sorted((t, u % 2, u // 2) for t in range(tiles) for u in range(units))
     assert [each[0] for each in found[: min(section, units)]] == [0] * min(section, units)
+
+
+@pytest.mark.parametrize(
+    ("units", "tiles", "long", "section"), [(6, 9, 3, 4), (5, 4, 4, 2), (2, 7, 0, 8), (1, 1, 1, 1)]
+)
+def test_short_tiles_of_packs_start_behind_all_others(units, tiles, long, section):
+    q = torch.empty(300, 2, 64, dtype=torch.bfloat16)
+    wanted = packed_backward_problem(q, q, q, 3, None, bind(causal, "mask"), ())
+    text = family_of(CONFIG).render(wanted.structure, at_sizes(CONFIG, wanted), H200, "test").text
+    gl = SimpleNamespace(
+        minimum=min, where=lambda kept, a, b: a if kept else b,
+        load=lambda place: long if place == 1 else place // 16 - 1,
+    )  # fmt: skip
+    names = {"gl": gl, "WORDS": 16}
+    exec(re.search(r"def locate.*?\n\n", text, re.DOTALL)[0], names)
+    found = [names["locate"](i, units, tiles, units, section, 0) for i in range(units * tiles)]
+    assert sorted(found) == [(t, u, t) for t in range(tiles) for u in range(units)]
+    assert [tile < long for tile, _, _ in found] == [i < long * units for i in range(units * tiles)]
+    heads = [unit for _, unit, _ in found[: long * units]]
+    assert all(u < section for u in heads[: min(section, units) * long])
 
 
 def test_sections_fill_the_device():
