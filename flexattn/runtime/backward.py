@@ -112,7 +112,7 @@ def like(tensor: Tensor) -> Tensor:
 
 
 def by_rows(lse: Tensor) -> Tensor:
-    """lse [1, Hq, length] in memory as rows of heads, as the forward of packed sequences gives it."""
+    """lse [1, Hq, length] as the forward of packed sequences lays it out: rows of heads."""
     if lse.mT.is_contiguous() and lse.data_ptr() % 16 == 0:
         return lse
     return lse.mT.clone(memory_format=torch.contiguous_format).mT

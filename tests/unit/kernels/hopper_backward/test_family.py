@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
+from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
 from flexattn.errors import ConfigError
 from flexattn.frontend.explain import _why_this_language
 from flexattn.frontend.gradients import _options
@@ -361,9 +361,18 @@ def test_short_tiles_of_packs_start_behind_all_others(units, tiles, long, sectio
     exec(re.search(r"def locate.*?\n\n", text, re.DOTALL)[0], names)
     found = [names["locate"](i, units, tiles, units, section, 0) for i in range(units * tiles)]
     assert sorted(found) == [(t, u, t) for t in range(tiles) for u in range(units)]
-    assert [tile < long for tile, _, _ in found] == [i < long * units for i in range(units * tiles)]
+    assert all((tile < long) == (i < long * units) for i, (tile, _, _) in enumerate(found))
     heads = [unit for _, unit, _ in found[: long * units]]
     assert all(u < section for u in heads[: min(section, units) * long])
+
+
+def test_more_heads_of_packs_start_side_by_side_where_a_table_is_learned():
+    """Blocks of one head add to the same few places."""
+    q, table = torch.empty(300, 2, 64, dtype=torch.bfloat16), torch.zeros(2, 400)
+    mods = bind(relative_bias(table, 200), "score"), bind(causal, "mask")
+    for slots, waves in ((), 4), ((0,), 16):
+        wanted = packed_backward_problem(q, q, q, 3, *mods, slots)
+        assert {each.waves for each in defaults(wanted)} == {waves}
 
 
 def test_sections_fill_the_device():
