@@ -37,13 +37,13 @@ def render_key_tiles(structure: Structure, config: HopperBackwardConfig, device:
         "TILES": _TILES,
         "REQUESTS": _REQUESTS,
     }
-    falls = band is not None and band.low is not None
+    low, high = (None, None) if band is None else band
     context = {
         "constants": settings,
         "band": band,
         # Whether later keys have fewer rows, and how many more rows than keys a tile has at most.
-        "falls": falls,
-        "reach": band.high - band.low if falls and band.high is not None else None,
+        "falls": low is not None,
+        "reach": None if low is None or high is None else high - low,
     }
     found = [*several("*i32", "CU_SEQLENS", "CU_SEQLENS_K", divisible_by=4), KEY_TILES, ROW_TILES]
     found += several("i32", "q_len", "kv_len", "num_requests", "num_tiles", "num_queries")
