@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from typing import Any
 
@@ -64,8 +63,9 @@ def create_block_mask(
         device: the accelerator by default, else the CPU.
         BLOCK_SIZE: one number, or (query rows, keys); it need not divide the lengths.
         _compile: changes nothing: no path here needs it.
-        separate_full_blocks: as torch's, and so is dq_kv_order.
-        compute_dq_write_order: asks for metadata of a backward, and needs torch 2.13.
+        separate_full_blocks: as torch's.
+        compute_dq_write_order: False: it asks for metadata that torch's kernels alone read.
+        dq_kv_order: changes nothing.
 
     Returns:
         torch's BlockMask.
@@ -98,6 +98,12 @@ def create_block_mask(
             "it is a function mask_mod(b, h, q_idx, kv_idx) -> bool",
             "pass block_mask=None to flex_attention where nothing is masked, or noop_mask",
         )
+    if compute_dq_write_order:
+        raise UnsupportedError(
+            "compute_dq_write_order=True",
+            "that metadata is for torch's own kernels",
+            "torch's create_block_mask makes it; its masks work in flexattn, too",
+        )
     block, lengths = (q_block, kv_block), (Q_LEN, KV_LEN)
     shape = (batch, heads, -(-Q_LEN // q_block), -(-KV_LEN // kv_block))
     with without_modes():
@@ -114,8 +120,6 @@ def create_block_mask(
             parts = kinds_by_rows(bound, sizes, block, where)
             lists = lists_of(parts, shape, where, bool(separate_full_blocks))
             mask = lazy_mask(lists, block, mask_mod, lengths, decided=True)
-        if compute_dq_write_order:
-            _add_write_order(mask, dq_kv_order)
     return mask
 
 
@@ -178,16 +182,3 @@ def _device(device: torch.device | str | None) -> torch.device:
     if device is None and torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
     return usable("cpu" if device is None else device)
-
-
-def _add_write_order(mask: BlockMask, dq_kv_order: bool) -> None:
-    """Metadata for FlashAttention's deterministic backward, computed by torch where it can."""
-    if "dq_write_order" not in inspect.signature(BlockMask.from_kv_blocks).parameters:
-        raise UnsupportedError(
-            f"compute_dq_write_order with torch {torch.__version__}", "torch has it from 2.13 on"
-        )
-    partial, full = torch_flex._compute_dq_write_order_from_block_mask(
-        mask, dq_kv_order=dq_kv_order
-    )
-    mask.dq_write_order, mask.dq_write_order_full = partial, full
-    mask.dq_kv_order, mask.dq_kv_order_spt = None, dq_kv_order

@@ -198,7 +198,6 @@ def _bucketize(
     out_int32: bool = False,
     right: bool = False,
     side: str | None = None,
-    sorter: Array | None = None,
 ) -> Array:
     """The number of sorted bounds before x, by comparing with each; NaN is after all."""
     if len(bounds.shape) != 1:
@@ -208,9 +207,8 @@ def _bucketize(
             "index it down to one dimension before",
             raises=NoKernelError,
         )
-    ends = bounds if sorter is None else index(bounds, [sorter])
     last = unsqueeze(as_array(x), len(as_array(x).shape))
-    before = pointwise("not", pointwise("gt" if right or side == "right" else "ge", ends, last))
+    before = pointwise("not", pointwise("gt" if right or side == "right" else "ge", bounds, last))
     return _reduced("add", before, len(before.shape) - 1, dtype="int32" if out_int32 else "int64")
 
 

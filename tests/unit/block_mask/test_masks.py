@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import (
 import flexattn
 from flexattn.block_mask import classify as block_kinds
 from flexattn.catalogue import causal, sliding_window
-from flexattn.errors import InputError
+from flexattn.errors import InputError, UnsupportedError
 from flexattn.settings import say_once
 from tests.cases import CASES, case
 from tests.support import lists_of
@@ -108,6 +108,13 @@ def test_blocks_far_longer_than_the_lengths(block):
         some = bool(mask_mod(0, 0, torch.tensor(36), torch.tensor(0)))
         assert mask.kv_num_blocks.flatten().tolist() == [some * each for each in rows]
         assert not mask.full_kv_num_blocks.any()
+
+
+def test_metadata_for_torchs_kernels_is_refused():
+    with pytest.raises(
+        UnsupportedError, match=r"compute_dq_write_order=True(?s:.*)torch's create"
+    ):
+        flexattn.create_block_mask(causal, 1, 1, 64, 64, "cpu", compute_dq_write_order=True)
 
 
 def test_a_gpu_looks_at_no_more_of_a_block_than_it_can_count():
