@@ -234,6 +234,15 @@ def test_gradients(name, asked, lengths, heads):
     check(CONFIGS[name], *given, **MASKS[asked])
 
 
+@pytest.mark.parametrize("name", ["persistent", "by product"])
+def test_sections_of_heads(name, monkeypatch):
+    """Three heads of four start side by side; of the long sequence one tile is short."""
+    config = CONFIGS[name]
+    tiles = 327 // config.BLOCK_N + 3
+    monkeypatch.setattr("flexattn.kernels.hopper_backward.config.BLOCKS_AT_ONCE", 3 * tiles)
+    check(config, *made([257, 70], [257, 70], heads=(4, 4)), mask_mod=causal)
+
+
 def by_distance(table):
     """Of heads; positions count within a sequence."""
     return lambda s, b, h, q, k: s + table[h, q - k + 90]
