@@ -193,6 +193,14 @@ def test_nan_behind_the_last_sequence(asked, D, launches):
     check(made([130, 77, 300], dims=(D, D), more=90), launches, **asked)
 
 
+@pytest.mark.parametrize("D", [64, 192])
+@pytest.mark.parametrize("asked", [{}, {"causal": True}, {"window": (90, 0)}], ids=str)
+def test_sections_of_heads(asked, D, launches, monkeypatch):
+    """A few of sixteen heads start side by side, and short tiles behind those of all heads."""
+    monkeypatch.setattr("flexattn.kernels.hopper_backward.config.BLOCKS_AT_ONCE", 20)
+    check(made([1100, 130, 17, 0, 333, 5], heads=(16, 16), dims=(D, D)), launches, **asked)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_drawn_packs(seed, launches):
     draw = random.Random(seed)
