@@ -21,7 +21,7 @@ POISON = 10**6
 MASKS = {"full": None, "causal": causal, "window": sliding_window(300)}
 
 
-def listed(q_lens, k_lens, mask, sections):
+def listed(q_lens, k_lens, mask, sections, short_last=1):
     """How many tiles there are and how many not short, then the first five words of each."""
     q, k = (torch.empty(sum(lens), 2, 64).bfloat16() for lens in (q_lens, k_lens))
     asked = None, bind(MASKS[mask], "mask")
@@ -40,6 +40,7 @@ def listed(q_lens, k_lens, mask, sections):
     fixed = {
         "q_len": sum(q_lens), "kv_len": sum(k_lens), "num_requests": programs, "num_tiles": tiles,
         "num_queries": queries, "kv_units": 2, "section_heads": 1 if sections else 2,
+        "short_last": short_last,
     }  # fmt: skip
     kernel.prepare(programs, fixed, tuple(given), spare=tuple(fixed)).launch(
         -1, tuple(given.values())
@@ -89,3 +90,9 @@ def test_order(pack, mask, sections):
     first_q, first_k = ([*accumulate(lens, initial=0)] for lens in (q_lens, k_lens))
     tiles = [(b, start, k_lens[b], first_k[b], first_q[b]) for b, start in places]
     assert [tuple(each[:5]) for each in found] == tiles
+
+
+def test_short_tiles_stay_with_their_sequence_where_rows_of_two_sections_leave_l2():
+    q_lens, _ = PACKS["empty"]
+    counts, found = listed(q_lens, q_lens, "causal", True, short_last=0)
+    assert counts == [3, 3] and [tuple(each[:2]) for each in found] == [(1, 0), (1, 128), (3, 0)]

@@ -132,7 +132,7 @@ def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
     Blocks are persistent, since places of a list may be empty. They take the longest sequence
     first, of so few heads that its rows stay in L2: 0.75 to 0.91 of the time of tiles by their
     length (H200). Short tiles go last, and where all heads start side by side the longest first:
-    0.79 (16:2 heads of 128 columns) and 0.94 (short sequences of 256) to 1.02. Half of V in
+    0.79 (16:2 heads of 128 columns) and 0.94 (short sequences of 256) to 1.01. Half of V in
     registers takes 0.98 of it. At 64 columns, where each key head has one query head: tall tiles
     take 0.95 of the time of sequences of 4,000 rows and 0.99 of 1,000, and of 300 rows V in shared
     memory takes 0.97.

@@ -47,7 +47,7 @@ def render_key_tiles(structure: Structure, config: HopperBackwardConfig, device:
     }
     found = [*several("*i32", "CU_SEQLENS", "CU_SEQLENS_K", divisible_by=4), KEY_TILES, ROW_TILES]
     found += several("i32", "q_len", "kv_len", "num_requests", "num_tiles", "num_queries")
-    found += several("i32", "kv_units", "section_heads")
+    found += several("i32", "kv_units", "section_heads", "short_last")
     template = "hopper_backward/key_tiles.py.jinja"
     return make_source(template, device, [title_of(structure)], context, found)
 

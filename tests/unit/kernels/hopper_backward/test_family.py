@@ -376,6 +376,13 @@ def test_more_heads_of_packs_start_side_by_side_where_a_table_is_learned():
         assert {each.waves for each in defaults(wanted)} == {waves}
 
 
+def test_short_tiles_of_packs_go_last_where_sections_stay_in_l2():
+    for heads, D, tokens, last in (32, 96, 8192, 0), (32, 64, 8192, 1), (32, 96, 32768, 1):
+        q = torch.empty(tokens, heads, D, dtype=torch.bfloat16, device="meta")
+        wanted = packed_backward_problem(q, q, q, 20, None, bind(causal, "mask"), ())
+        assert sizes_of_launch(wanted, next(defaults(wanted)))["short_last"] == last
+
+
 def test_sections_fill_the_device():
     for kv_len, heads in ((4096, 4), (16384, 1), (128, 128), (100_000, 1)):
         wanted = problem("backward", kv_len=kv_len)
