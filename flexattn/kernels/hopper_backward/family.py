@@ -50,6 +50,8 @@ _SPLIT = HopperBackwardConfig(64, 64, 2)
 _ODD = HopperBackwardConfig(64, 96, 2, by_product=True, waves=4)
 # Rows of a mean sequence: of fewer V stays in shared memory, from more on tiles are tall.
 _SHORT, _LONG = 500, 800
+# Rows of a pack of windows up to which more heads start side by side.
+_FEW = 2**13
 # The most keys of a row whose weights, where all are alike, are no subnormal numbers of float16.
 _FP16_KEYS = 2**14
 
@@ -137,7 +139,8 @@ def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
     take 0.95 of the time of sequences of 4,000 rows and 0.99 of 1,000, and of 300 rows V in shared
     memory takes 0.97.
     Beside gradients of captured tensors more heads start side by side: else all blocks add to the
-    same few places (0.69 of the time at 64 columns, 0.82 at 128).
+    same few places (0.69 of the time at 64 columns, 0.82 at 128). So they do in windows of few
+    rows: 0.96 (64 columns) and 0.98 (96) for 8k rows, but 1.02 and 1.04 for 32k and 128k.
     """
     structure = problem.structure
     if columns(structure) > 128:
@@ -151,10 +154,11 @@ def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
     # Beside sums of heads, and what is read along diagonals, 128 columns leave none for lse.
     taken = reads_diagonals(structure) or sums_heads(structure)
     early = "" if taken and columns(structure) == 128 else "half"
+    few = not _walks_far(structure) and problem.q_len <= _FEW
     config = at_sizes(
         replace(
             _WIDE, ds_stages=2, dq_tma=True, ds_first=True, persistent=True, remat=True,
-            early_lse=early, dp_rs=held, waves=16 if structure.grads else 4,
+            early_lse=early, dp_rs=held, waves=16 if structure.grads or few else 4,
         ),
         problem,
     )  # fmt: skip

@@ -376,6 +376,13 @@ def test_more_heads_of_packs_start_side_by_side_where_a_table_is_learned():
         assert {each.waves for each in defaults(wanted)} == {waves}
 
 
+@pytest.mark.parametrize(("rows", "waves"), [(8192, 16), (8193, 4)])
+def test_more_heads_of_packs_start_side_by_side_in_windows_of_few_rows(rows, waves):
+    q = torch.empty(rows, 2, 64, dtype=torch.bfloat16, device="meta")
+    wanted = packed_backward_problem(q, q, q, 3, None, bind(sliding_window(128), "mask"), ())
+    assert {each.waves for each in defaults(wanted)} == {waves}
+
+
 def test_short_tiles_of_packs_go_last_where_sections_stay_in_l2():
     for heads, D, tokens, last in (32, 96, 8192, 0), (32, 64, 8192, 1), (32, 96, 32768, 1):
         q = torch.empty(tokens, heads, D, dtype=torch.bfloat16, device="meta")
