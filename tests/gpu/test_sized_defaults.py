@@ -19,7 +19,7 @@ CASES = {
     "fewer rows at once": (32, 16, 16, 255, 255, 64, causal,
                            {"consumers": 2, "lazy_rescale": False}),
     "apart at once": (5, 16, 16, 4999, 255, 128, None, {"lazy_rescale": False}),
-    "splits of tall tiles": (5, 64, 8, 17, 8193, 64, None, {"BLOCK_M": 64, "num_splits": 2}),
+    "splits of tall tiles": (5, 64, 8, 17, 8193, 64, None, {"BLOCK_M": 64, "num_splits": 3}),
     "tiles apart": (1, 12, 12, 4999, 511, 128, None, {"cross_tile_pipeline": False}),
     "heads side by side": (1, 32, 8, 1023, 1023, 128, causal, {"order": "heads"}),
     "shared tiles": (9, 16, 4, 61, 1025, 128, None, {"pack_gqa": True}),
@@ -44,5 +44,4 @@ def test_what_sizes_chose_is_right(name):
     with override(mode="off"):
         told = flexattn.explain(q, k, v, block_mask=mask, enable_gqa=True)
         assert {each: getattr(told.config, each) for each in chosen} == chosen, told
-        assert told.expected.us > 0 and "expected" in str(told)
         assert_accurate(q, k, v, block_mask=mask, max_scores=False)

@@ -65,7 +65,8 @@ def of_short_prompt(
 def beats_hopper(problem: Problem, device: Device) -> bool:
     """True if a prompt is so short that Hopper's blocks, which start later, end later."""
     structure, steps = problem.structure, key_steps(problem)
-    if not was_raced(structure) or steps > _MOST_STEPS:
+    longest = max(problem.q_len, problem.kv_len)
+    if not was_raced(structure) or longest > _LONGEST or steps > _MOST_STEPS:
         return False
     most = _FEW
     if structure.sparsity is not None and max(structure.head_dims) <= 64:
@@ -93,5 +94,6 @@ def best_splits(problem: Problem, config: DecodeConfig, device: Device) -> int:
         wanted = twice if widest > 64 and twice > 2.1 * wanted else wanted
     elif wanted == 1 and few and tiles >= _MANY_KEYS:
         wanted = 2 * sms // units
-    wanted = min(wanted, tiles)
+    # What a window leaves of two tiles is not worth a merge.
+    wanted = min(wanted, tiles if share == 1.0 else max(1, tiles // 2))
     return 0 if wanted == grid.num_splits else wanted
