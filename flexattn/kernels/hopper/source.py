@@ -172,12 +172,6 @@ MAX_RISE = 0.75
 # reweighted least squares; the relative error is below that of the hardware's instruction, 2^-11.
 COEFFICIENTS = (0.99960171, -0.31317268)
 LIMIT = 0.16
-# 2^r on [-1/2, 1/2] within 7.5e-5 of itself, by reweighted least squares: a weight is rounded to
-# 2^-9 of itself. What is added to a number makes it an integer.
-POWER, ROUNDER = (0.99992811, 0.69326099, 0.24261054, 0.05517132), 12582912.0
-# Of so many pairs of e4m3's exponents one takes that polynomial: products of up to 128 columns end
-# before the MUFU does.
-POLYNOMIAL_PAIRS = 4
 # Registers that a soft cap by halves needs beside those that are counted.
 LEAST_SPARE_REGISTERS = 8
 
@@ -322,7 +316,6 @@ def render(
     if config.consumer_regs - case.registers < LEAST_SPARE_REGISTERS:
         parts = 4
     chunks = _chunks(tiles, config)
-    exact = structure.fp8 and not structure.e4m3_weights
     context = {
         **mods,
         "config": config,
@@ -388,9 +381,6 @@ def render(
         "out": per_thread * (2 if early_exp2 else 1),
         "coefficients": COEFFICIENTS,
         "limit": LIMIT,
-        "polynomial": POLYNOMIAL_PAIRS if exact and tiles.v_width <= 128 else 0,
-        "power": POWER,
-        "rounder": ROUNDER,
         "float_bits": float_bits,
         "rescale_first": tiles.v_width > 128 and not lazy,
         "per_thread": per_thread,
