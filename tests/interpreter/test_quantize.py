@@ -24,8 +24,7 @@ def test_numbers_are_those_of_torch(dtype, block, smooth, D, lengths, laid, monk
     launched = module._launched
     monkeypatch.setattr(module, "_launched", lambda *a: kernels.append(a) or launched(*a))
     got = flexattn.quantize(*given, **asked)
-    # Factors of heads come from a kernel of their own; V has no others.
-    assert len(kernels) == (laid != "spaced") * (4 if block else 6)
+    assert len(kernels) == 3 * (laid != "spaced")
     monkeypatch.setattr(module, "_by_kernel", lambda x: False)
     wanted = flexattn.quantize(*given, **asked)
     for one, other in zip(got.tensors, wanted.tensors, strict=True):
