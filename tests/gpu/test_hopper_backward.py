@@ -227,18 +227,31 @@ def test_forms_of_narrow_heads(dims, tile, name, forced):
         check(*on_gpu(*sizes, dims[0], Dv=dims[1]), mask_mod)
 
 
-@pytest.mark.skipif(bounds_views(), reason="Triton refuses views of pieces")
+NO_VIEWS = pytest.mark.skipif(bounds_views(), reason="Triton refuses views of pieces")
+
+
+@NO_VIEWS
+@pytest.mark.parametrize("mask", [None, "causal", "window", "an offset", "far keys"])
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("dims", [(192, 192), (184, 120)], ids=str)
-def test_tiles_of_96_keys(dims, stages, forced):
+def test_tiles_of_96_keys(dims, stages, mask, forced):
     """Tiles lie in two blocks of a mask, and the last one ends with the keys."""
     forced(HopperBackwardConfig(64, 96, 2, ds_stages=stages, by_product=True))
-    check(*on_gpu(2, 2, 2, 520, 672, dims[0], Dv=dims[1]))
-    for mask_mod in (causal, *(MASKS[name] for name in ("window", "an offset", "far keys"))):
+    if mask is None:
+        check(*on_gpu(2, 2, 2, 520, 672, dims[0], Dv=dims[1]))
+    else:
+        mask_mod = causal if mask == "causal" else MASKS[mask]
         check(*on_gpu(2, 4, 2, 520, 640, dims[0], Dv=dims[1]), mask_mod)
+
+
+@NO_VIEWS
+@pytest.mark.parametrize("mask_mod", [None, causal])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("dims", [(192, 192), (184, 120)], ids=str)
+def test_lengths_of_tiles_of_96_keys(dims, stages, mask_mod, forced):
+    forced(HopperBackwardConfig(64, 96, 2, ds_stages=stages, by_product=True))
     for lengths in ((1, 777), (64, 63), (129, 1030), (1030, 333)):
-        check(*on_gpu(1, 4, 2, *lengths, dims[0], Dv=dims[1]), None)
-        check(*on_gpu(1, 2, 2, *lengths, dims[0], Dv=dims[1]), causal)
+        check(*on_gpu(1, 4 if mask_mod is None else 2, 2, *lengths, dims[0], Dv=dims[1]), mask_mod)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
