@@ -254,7 +254,10 @@ def _launched(key: CallKey | None, given: Call, call: Call) -> Outputs:
 
 def _without_kernels(call: Call, error: WrongKernelError) -> tuple[Route, str]:
     """The path of a call whose kernels are all known to be wrong here."""
-    if call.options.batch_invariant or (call.q.is_cuda and call.dropout is not None):
+    # Torch's kernel reads no scales, and drops nothing.
+    narrow = call.q.dtype in FP8 or checks.mixes(call.q, call.k)
+    lacks = call.q.is_cuda and (narrow or call.dropout is not None)
+    if call.options.batch_invariant or lacks:
         raise error
     say_once(str(error))
     return ("torch" if call.q.is_cuda else "reference"), "no kernel is right here"

@@ -9,8 +9,8 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 import flexattn
 from flexattn.catalogue import causal, softcap
-from flexattn.errors import ConfigError, InputError, UnsupportedError
-from flexattn.frontend import plan as plans
+from flexattn.errors import ConfigError, InputError, UnsupportedError, WrongKernelError
+from flexattn.frontend import attention as frontend, plan as plans
 from flexattn.frontend.call import make_call
 from flexattn.kernels.choose.defaults import default, reasons, space
 from flexattn.kernels.choose.options import NONE, Options
@@ -269,3 +269,19 @@ def test_weights_are_rounded_where_that_is_faster(D, rounds):
     options = {"FP8_WEIGHTS": "e4m3"}
     call = make_call(q, k, v, None, None, None, False, False, options, None, None)
     assert plans._problem(call, "", None, H200).structure.e4m3_weights is rounds
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "route"),
+    [((E4M3, E4M3), None), ((torch.bfloat16, E4M3), None), ((torch.bfloat16,) * 2, "torch")],
+)
+def test_torch_takes_no_call_of_eight_bits_whose_kernels_are_wrong(dtypes, route):
+    """Torch's kernel reads no scales: it was handed calls with them, and one did not compile."""
+    q, k = (SimpleNamespace(dtype=dtype, is_cuda=True) for dtype in dtypes)
+    call = SimpleNamespace(q=q, k=k, dropout=None, options=NONE)
+    error = WrongKernelError("no kernel is right")
+    if route is None:
+        with pytest.raises(WrongKernelError):
+            frontend._without_kernels(call, error)
+    else:
+        assert frontend._without_kernels(call, error)[0] == route
