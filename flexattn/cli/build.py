@@ -54,7 +54,7 @@ def run(args: options.Build) -> None:
 
 
 def built_line(built: BuiltConfig) -> str:
-    """What one config takes, or why it has no kernel worth timing."""
+    """One line: the resources of a config's kernel, or why it is not timed."""
     name, failed = short(built.config), built.failed
     if failed is not None:
         text = failed.message if failed.stage == "resources" else failed.error

@@ -160,7 +160,7 @@ def _unwritable(folder: Path) -> str:
 
 
 def _layers(device: Device, faults: list[str]) -> tuple[int, list[tuple[str, str]]]:
-    """How many records hold exactly in this environment, and a line for each layer."""
+    """The number of records that hold exactly in this environment, and a line for each layer."""
     folders = {environment(kind, device).folder for kind in _RECORDED}
     every, lines = 0, []
     for layer in places():

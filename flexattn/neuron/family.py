@@ -196,7 +196,7 @@ class _Cases:
         return NkiCase(config, self._problem, CORES[self._target], needs)
 
     def needs(self, mask: MaskSelect, form: NkiForm = "s") -> Needs:
-        """What the mods need in a form."""
+        """The tensors and ranges that the mods need in a form of the kernel."""
         if (mask, form) not in self._found:
             self._found[mask, form] = self._printed(_plain(self._problem, mask, form))
         return self._found[mask, form]

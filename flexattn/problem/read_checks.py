@@ -37,7 +37,7 @@ _CHUNK = 2**22
 def check_mask_reads(fn: _Mod, bound: Bound, sizes: _Sizes, device: torch.device) -> None:
     """Raises CaptureError if a mask_mod reads outside its tensors, in sizes B, H, q_len, kv_len.
 
-    It may read outside where it is False whatever stands there.
+    It may read outside if it is False for every value that it could read there.
     """
     _check(fn, bound, sizes, device)
 
@@ -52,9 +52,9 @@ def check_reads(
 ) -> None:
     """Raises CaptureError if mods read outside their tensors where the mask keeps the score.
 
-    sizes: B, Hq, L, S. score and mask: what the mods are bound to. A mask_mod is asked in its
-    listed blocks but the full ones. It waits for the device, so a stream that is being captured is
-    not checked.
+    sizes: B, Hq, L, S. score and mask: the mods with their captured tensors. A mask_mod is called
+    in its partial blocks alone. The check waits for the device, so a stream that is being captured
+    is not checked.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
@@ -77,7 +77,7 @@ class _Blocks:
 
     @cached_property
     def maps(self) -> list[Tensor]:
-        """The blocks in which mask_mod is asked and, if there are such, those that are full."""
+        """The partial blocks, in which mask_mod is called, and the full ones if there are any."""
         mask, columns = self.blocks, -(-self.kv_len // self.blocks.BLOCK_SIZE[1])
         pairs = (
             (mask.kv_num_blocks, mask.kv_indices),

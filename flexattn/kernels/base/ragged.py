@@ -27,7 +27,7 @@ PAGE_COLUMNS = 64
 _PACKED = (1, 2, 4, 8, 16, 32, 64)
 # Numbers of a tile of rows.
 TILE_WORDS = 5
-# Requests of a server's batch that are prefills at a time; the others decode.
+# Assumed: so many requests of a server's batch are prefills at a time, and the others decode.
 _PREFILLS = 8
 
 

@@ -77,9 +77,9 @@ def beats_hopper(problem: Problem, device: Device) -> bool:
 def best_splits(problem: Problem, config: DecodeConfig, device: Device) -> int:
     """The number of splits that is faster than those that fill the SMs once; 0 where these are.
 
-    A window leaves few tiles of keys to split. Of tall tiles an SM holds three of 64 columns, and
-    two of up to 128, which may have twice as many splits if these leave fewer SMs idle. Of short
-    tiles two share an SM where one on each would leave many idle.
+    With a window there are few tiles of keys to split. An SM holds three tall tiles of 64 columns,
+    or two of up to 128; the latter have twice as many splits if fewer SMs are idle then. Two short
+    tiles share an SM if many SMs would be idle otherwise.
     """
     structure, sms = problem.structure, device.num_sms
     widest, tall = max(structure.head_dims), config.BLOCK_M > _SHORT_ROWS
