@@ -106,7 +106,10 @@ class ServingConfig:
         return self.gathers(form) and form.unit == 1 and form.chosen <= MOST_SIFTED
 
     def short_parts(self, form: ServingForm) -> bool:
-        """True if outputs of parts are float16: of tiles of 64 rows, means of keys of 8 bits."""
+        """True if partial outputs are float16: in tiles of 64 rows, over caches of 8 bits.
+
+        These are means of unscaled values of 8 bits, of which the largest is 57344.
+        """
         return self.gathers(form) and SERVING_ITEMSIZE[form.kv_dtype] == 1 and not self.swap_ab
 
     @property
