@@ -161,7 +161,6 @@ def run_backward(
     scale: float,
     summed: Sequence[Tensor],
     asked_of: Callable[[], AskedGradients],
-    into: Sequence[Tensor] | None = None,
     sinks: Tensor | None = None,
 ) -> Gradients:
     """Launch a backward; planned(q, k, v, out, dout): its plan. inputs: q, k and v.
@@ -169,8 +168,7 @@ def run_backward(
     asked_of: what is kept of the call, with tensors, by which new kernels are verified.
 
     out and lse (natural log) as the forward gave them, in any strides; grads: theirs, None where
-    nothing depends on one. summed: the captured tensors that get a gradient. into: where the
-    gradients of inputs go, which is then a part of the plan.
+    nothing depends on one. summed: the captured tensors that get a gradient.
     """
     dout, dlse = grads
     dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
@@ -184,9 +182,9 @@ def run_backward(
             launch, rest = planned(*inputs, out, dout)
         except WrongKernelError as error:
             say_once(f"{error}\n  plain torch computes these gradients")
-            return _plain(asked_of(), inputs, out, (dout, dlse), summed, into, sinks)
+            return _plain(asked_of(), inputs, out, (dout, dlse), summed, sinks)
         lse = lse if launch.problem.structure.ragged_kv else _packed(lse)
-        found = launch.run(inputs, out, lse, (dout, dlse), scale, rest, summed, into)
+        found = launch.run(inputs, out, lse, (dout, dlse), scale, rest, summed)
         given = partial(_as_given, asked_of, launch, inputs, (out, lse), (dout, dlse))
         if right_gradients(launch, found, given):
             return found
@@ -198,7 +196,6 @@ def _plain(
     out: Tensor,
     grads: tuple[Tensor, Tensor | None],
     summed: Sequence[Tensor],
-    into: Sequence[Tensor] | None,
     sinks: Tensor | None,
 ) -> Gradients:
     """Gradients in plain torch, where no kernel is right."""
@@ -209,7 +206,7 @@ def _plain(
         tensors=tuple(own.get(id(x), x) for x in asked.score.tensors)
     )
     dq, dk, dv, captured = by_autograd(
-        *inputs, score_callable(score), asked.block_mask, asked.scale, learned, grads, into,
+        *inputs, score_callable(score), asked.block_mask, asked.scale, learned, grads,
         asked.dropout, sinks,
     )  # fmt: skip
     delta = (out.float() * grads[0].float()).sum(-1)
@@ -226,15 +223,13 @@ def by_autograd(
     scale: float,
     learned: Sequence[Tensor],
     grads: tuple[Tensor | None, Tensor | None],
-    into: Sequence[Tensor] | None = None,
     dropout: Dropout | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of q, k, v, and of the learned tensors, which score_mod captures and which
     require grad.
 
-    grads: of the output and of lse, None where nothing depends on one. into: where the first three
-    go; None where they are allocated.
+    grads: of the output and of lse, None where nothing depends on one.
     """
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -250,8 +245,7 @@ def by_autograd(
             [x for x, _ in pairs], leaves, [g.to(x.dtype) for x, g in pairs], allow_unused=True
         )
     whole = [zeros_of(x) if g is None else g for x, g in zip(leaves, given, strict=True)]
-    places = map(like, inputs) if into is None else into
-    dq, dk, dv = (place.copy_(g) for place, g in zip(places, whole, strict=False))
+    dq, dk, dv = (like(x).copy_(g) for x, g in zip(inputs, whole, strict=False))
     return dq, dk, dv, whole[3:]
 
 
@@ -305,8 +299,6 @@ def plan_backward(
     v: Tensor,
     out: Tensor,
     dout: Tensor,
-    *,
-    into: Sequence[Tensor] | None = None,
 ) -> BackwardPlan:
     """Find the launch of a backward in the launch cache, or prepare it."""
     lists, masked, sizes = None, "", None
@@ -320,7 +312,6 @@ def plan_backward(
         *map(facts_of, (q, k, v, out, dout)), identity(asked.score), identity(asked.mask),
         masked, sizes, asked.slots, asked.options, setting_of(q, asked.options.fp32),
         asked.dropout is None, torch.are_deterministic_algorithms_enabled(),
-        None if into is None else tuple(x.stride() for x in into),
     )  # fmt: skip
 
     def prepare() -> BackwardLaunch:
@@ -328,7 +319,7 @@ def plan_backward(
         problem = _problem(asked, q, k, v, lists, target)
         options = _options(asked.options, problem, target)
         launch = prepare_backward(
-            problem, target, q.device, dispatcher(), options, (q, k, v), out, dout, lists, into
+            problem, target, q.device, dispatcher(), options, (q, k, v), out, dout, lists
         )
         # A tuner would tune the ordinary kernel.
         if asked.options.tanh == "auto" and asked.dropout is None:

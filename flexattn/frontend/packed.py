@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -157,12 +157,10 @@ class Pack(NamedTuple):
         cu_q: Tensor,
         cu_k: Tensor,
         sinks: Tensor | None = None,
-        into: Sequence[Tensor] | None = None,
     ) -> Gradients:
         """Those of q, k and v in their shapes, of `learned`, and delta [1, Hq, total_q].
 
         results: out and lse [1, Hq, total_q]; grads: theirs, None where nothing depends on one.
-        into: where the first three go, as one batch; None where they are allocated.
         """
         (q, k, v), sequences = inputs, cu_q.shape[0] - 1
         out, lse = results
@@ -180,14 +178,13 @@ class Pack(NamedTuple):
                     "FLEXATTN_VERIFY=off checks nothing",
                 )
             facts = (*call.known, *map(facts_of, tensors[3:]))
-            places = None if into is None else tuple(x.stride() for x in into)
-            key = ("packed backward", chosen.choice.source.hash, places, *facts)
-            launch = launch_cache.prepared(key, lambda: chosen.prepare(*tensors, into=into))
+            key = ("packed backward", chosen.choice.source.hash, *facts)
+            launch = launch_cache.prepared(key, lambda: chosen.prepare(*tensors))
             return BackwardPlan(launch, (cu_q, cu_k, *launch.rest_of(None, self.score, self.mask)))
 
         found = run_backward(
             planned, (_heads(q), _heads(k), _heads(v)), _heads(out), lse, (_heads(dout), dlse),
-            self.scale, self.learned(), partial(self._asked, q, k, v, sequences), into, sinks,
+            self.scale, self.learned(), partial(self._asked, q, k, v, sequences), sinks,
         )  # fmt: skip
         return found._replace(dq=_rows(found.dq), dk=_rows(found.dk), dv=_rows(found.dv))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -75,24 +74,22 @@ class BackwardLaunch(Launch):
         scale: float,
         rest: Sequence[Any],
         captured: Sequence[Tensor],
-        into: Sequence[Tensor] | None = None,
     ) -> Gradients:
         """Allocate the gradients and launch on the current stream.
 
         inputs: q, k and v, of packed sequences as one batch. rest: what `rest_of` gave, behind
         cu_seqlens int32 of both. lse: contiguous, of packed sequences as `by_rows` lays it out.
-        grads: of out, laid out as `fits` asks, and of lse. captured: the
-        tensors of the structure's slots. into: where those of q, k and v go, of the strides that
-        the launch was prepared for.
+        grads: of out, laid out as `fits` asks, and of lse. captured: the tensors of the
+        structure's slots.
         """
         if self.gpu >= 0 and self.gpu != torch._C._cuda_getDevice():
             with torch.cuda.device(self.gpu):
-                return self.run(inputs, out, lse, grads, scale, rest, captured, into)
+                return self.run(inputs, out, lse, grads, scale, rest, captured)
         stream = raw_stream(self.gpu) if self.gpu >= 0 else -1
         dout, dlse = grads
         lse = by_rows(lse) if self.problem.structure.ragged_kv else lse
         delta = torch.empty(lse.shape, dtype=torch.float32, device=out.device)
-        dq, dk, dv = map(like, inputs) if into is None else into
+        dq, dk, dv = map(like, inputs)
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=out.device) for x in captured]
         q, k, v = inputs
         given = (
@@ -118,14 +115,6 @@ def by_rows(lse: Tensor) -> Tensor:
     return lse.mT.clone(memory_format=torch.contiguous_format).mT
 
 
-def stride_step(width: int, itemsize: int) -> int:
-    """The divisor of all strides of a gradient with rows of a width, in elements.
-
-    Those of a dense one are of its width, and a kernel may have been compiled for that.
-    """
-    return max(gcd(16, width), 16 // itemsize)
-
-
 def fits(tensor: Tensor) -> bool:
     """True if kernels can read an output or its gradient as it lies: dense, rows aligned."""
     if tensor.data_ptr() % 16 or tensor.stride(-1) != 1:
@@ -143,13 +132,10 @@ def prepare_backward(
     out: Tensor,
     dout: Tensor,
     lists: BothLists | None,
-    into: Sequence[Tensor] | None = None,
 ) -> BackwardLaunch:
     """Choose and build the kernels for a problem.
 
-    inputs: q, k and v. out and dout: laid out as `fits` asks. into: where gradients of the inputs
-    go: rows contiguous, all else in whole 16 bytes and whole `stride_step`s; None where they are
-    allocated.
+    inputs: q, k and v. out and dout: laid out as `fits` asks.
     """
     index = device.index if device.type == "cuda" else -1
     choice = dispatcher.choose(problem, target, index, options)
@@ -157,11 +143,7 @@ def prepare_backward(
     family = family_of(config)
     grid = family.grid(problem, config, target)
     q, k, v = inputs
-    dq, dk, dv = (
-        [strides_like(x, tuple(x.shape)) for x in inputs]
-        if into is None
-        else [x.stride() for x in into]
-    )
+    dq, dk, dv = (strides_like(x, tuple(x.shape)) for x in inputs)
     fixed = {
         **input_strides(problem, q, k, v),
         **strides("stride_o", "bhm", out),

@@ -340,11 +340,10 @@ class PackedBackward(NamedTuple):
         """As Dispatcher.choose."""
         return self.choice
 
-    def prepare(self, *tensors: Tensor, into: Sequence[Tensor] | None = None) -> BackwardLaunch:
+    def prepare(self, *tensors: Tensor) -> BackwardLaunch:
         """The launch for q, k, v, out and dout of one batch, [1, heads, length, D]."""
         chosen, fixed = self.choice, cast(Dispatcher, self)
         q, k, v, out, dout = tensors
         return prepare_backward(
-            chosen.problem, chosen.device, out.device, fixed, NONE, (q, k, v), out, dout, None,
-            into,
-        )  # fmt: skip
+            chosen.problem, chosen.device, out.device, fixed, NONE, (q, k, v), out, dout, None
+        )

@@ -1,7 +1,5 @@
 """Gradients by the real backward template, in the CPU interpreter, held to float64's."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -9,8 +7,6 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 import flexattn
 from flexattn.catalogue import causal
-from flexattn.frontend.gradients import AskedGradients, plan_backward, run_backward
-from flexattn.kernels.choose.options import NONE
 from tests.cases import CASES
 from tests.covering import each_choice
 from tests.gradients import assert_gradients
@@ -282,23 +278,3 @@ def test_a_mask_that_lists_no_full_blocks():
     )  # fmt: skip
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.oldest
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["mha", "gqa"])
-def test_gradients_written_side_by_side(heads):
-    """Into one tensor of all three, where a compiled graph puts them: the bits are the same."""
-    (h, hkv), n, D = heads, 37, 16
-    whole = torch.full((2, n, h + 2 * hkv, D), float("nan"))
-    q, k, v = torch.randn_like(whole).transpose(1, 2).split([h, hkv, hkv], 1)
-    into = whole.transpose(1, 2).split([h, hkv, hkv], 1)
-    out, lse = flexattn.flex_attention(q, k, v, enable_gqa=True, return_lse=True)
-    asked = AskedGradients(None, None, None, 0.25, NONE, ())
-    grads = (torch.randn(2, h, n, D), None)
-    wanted = run_backward(
-        partial(plan_backward, asked), (q, k, v), out, lse, grads, 0.25, (), None
-    )
-    planned = partial(plan_backward, asked, into=into)
-    found = run_backward(planned, (q, k, v), out, lse, grads, 0.25, (), None, into)
-    for got, mine, other in zip(found[:3], into, wanted[:3], strict=True):
-        assert got is mine and torch.equal(got, other)

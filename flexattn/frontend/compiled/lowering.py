@@ -27,10 +27,8 @@ from flexattn.frontend.compiled.op import (
     ATTEND_OP,
     BACKWARD_OP,
     BY_KEY_OP,
-    PACKED_OP,
     widened_sources,
 )
-from flexattn.frontend.compiled.packed import SideBySide, packed_gradients
 from flexattn.frontend.compiled.sequences import (
     SEQUENCES_BACKWARD_OP,
     SEQUENCES_OP,
@@ -176,22 +174,15 @@ def lower_backward(
         _check(asked, inputs)
     given = [*map(_as_traced, (query, key, value, out), inputs), _times(lse, _LN_2)]
     given += [grad_out, None if grad_lse is None else _times(grad_lse, 1 / _LN_2)]
-    packed = packed_gradients(V.graph.current_node)
     if pack is not None:
-        given += [*pack.given(), fixed_scale(scale), [] if packed is None else packed.places]
-        found = _call(SEQUENCES_BACKWARD_OP, given)
-        found, captured = found[: -len(wanted) or None], found[len(found) - len(wanted) :]
-        found = found if packed is None else _side_by_side(packed, found[0], inputs)
+        found = _call(SEQUENCES_BACKWARD_OP, [*given, *pack.given(), fixed_scale(scale)])
+        found, captured = found[:3], found[3:]
     else:
         by_key = [] if _unmade(inputs[_MASK]) else list(node.by_key)
         given += [
             list(node.lists), by_key, *node.tensors, *node.integers, text, fixed_scale(scale),
         ]  # fmt: skip
-        if packed is None:
-            *found, captured = _call(BACKWARD_OP, given)
-        else:
-            memory, captured = _call(PACKED_OP, [*given, packed.places])
-            found = _side_by_side(packed, memory, inputs)
+        *found, captured = _call(BACKWARD_OP, given)
     by_place = dict(zip(wanted, captured, strict=True))
     return (*found, tuple(map(by_place.get, range(len(score_captures)))))
 
@@ -239,23 +230,6 @@ def _torch_runs(query: Any, kernel_options: dict[str, Any], options: dict[str, A
 def _unmade(block_mask: Any) -> bool:
     """True if a node has its lists by query in the place of lists by key, as `node` makes it."""
     return all(map(is_, block_mask[LISTS], block_mask[BY_KEY]))
-
-
-def _side_by_side(packed: SideBySide, memory: Any, inputs: Any) -> list[Any]:
-    """Gradients of q, k and v in the tensor that the graph would copy them into.
-
-    What computes that tensor, and what leads to it, is found to be known when its turn comes: a
-    concatenation would be computed though nobody reads it.
-    """
-    V.graph.env.update(dict.fromkeys(packed.between, memory))
-    shape = packed.node.meta["val"].shape
-    V.graph.env[packed.node] = lowerings[torch.ops.aten.view.default](memory, shape)
-    found = []
-    for i, x in enumerate(inputs[:3]):
-        offset, *strides = packed.places[4 * i : 4 * i + 4]
-        place = x.meta["val"].shape, [*strides, 1], offset
-        found.append(lowerings[torch.ops.aten.as_strided.default](memory, *place))
-    return found
 
 
 def _call(op: Any, given: Sequence[Any]) -> Any:

@@ -310,7 +310,7 @@ _TAKES = (
 _Found = tuple[Tensor, Tensor, Tensor, list[Tensor]]
 
 
-def attend_backward(
+def _attend_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -326,20 +326,18 @@ def attend_backward(
     mask_integers: Sequence[int],
     spec: str,
     scale: float,
-    into: Sequence[Tensor] | None = None,
 ) -> _Found:
     """Gradients of q, k, v and of those tensors in score that the spec names.
 
     out, lse: of `attend` (lse in natural log). dout, dlse: their gradients, None where nothing
     depends on one. lists, by_key: of blocks, as a BlockMask has them by query and by key; no
-    by_key where they are to be made here. into: where the first three go; None where they are
-    allocated.
+    by_key where they are to be made here.
     """
     said = parsed(spec)
     scale = checks.check_scale(scale, q.shape[3])
     wanted = [score[i] for i in said.grads]
     if not out.numel() or not k.numel():
-        dq, dk, dv = (x.zero_() for x in (map(like, (q, k, v)) if into is None else into))
+        dq, dk, dv = (like(x).zero_() for x in (q, k, v))
         return dq, dk, dv, list(map(zeros_of, wanted))
     with torch.no_grad(), transforming():
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
@@ -352,55 +350,28 @@ def attend_backward(
         grads = [leaves[i] for i in said.grads]
         if route_of(call)[0] == "reference":
             given = call.q, call.k, call.v, score_mod, block_mask, scale
-            found = by_autograd(*given, grads, (dout, dlse), into)
+            found = by_autograd(*given, grads, (dout, dlse))
         else:
             if block_mask is not None:
                 remember_by_key(block_mask, lists, by_key)
-            found = _by_kernel(call, said, block_mask, grads, out, lse, dout, dlse, into)
+            found = _by_kernel(call, said, block_mask, grads, out, lse, dout, dlse)
     captured = [as_own(x, own) for x, own in zip(found[3], wanted, strict=True)]
     return (*found[:3], captured)
 
 
-def attend_backward_packed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Any]:
-    """`attend_backward` with the gradients of q, k and v side by side in one tensor [elements].
-
-    The last of rest, places: of each its offset, and its strides of batch, head and row, in
-    elements; they cover the tensor.
-    """
-    packed, into = side_by_side(q, k, v, rest[-1])
-    given = (q, k, v, *rest[:-1], into)
-    return packed, attend_backward(*given)[3]
-
-
-def side_by_side(
-    q: Tensor, k: Tensor, v: Tensor, places: Sequence[int]
-) -> tuple[Tensor, list[Tensor]]:
-    """Memory for gradients of q, k and v in one tensor, and each one's part of it."""
-    memory = memory_side_by_side(q, k, v)
-    return memory, [
-        memory.as_strided(x.shape, (*places[i + 1 : i + 4], 1), places[i])
-        for i, x in zip(range(0, 12, 4), (q, k, v), strict=True)
-    ]
-
-
-def memory_side_by_side(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Memory of as many elements as q, k and v have."""
-    return q.new_empty(q.numel() + k.numel() + v.numel())
-
-
 def _by_kernel(
     call: Call, said: Spec, block_mask: BlockMask | None, grads: Sequence[Tensor], out: Tensor,
-    lse: Tensor, dout: Tensor | None, dlse: Tensor | None, into: Sequence[Tensor] | None,
+    lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
 ) -> _Found:  # fmt: skip
     tensors = () if call.score is None else call.score.tensors
     # A number that changes may have left a tensor out of the expression.
     slots = slots_among(tensors, grads)
     asked = AskedGradients(call.score, call.mask, block_mask, call.scale, said.chosen, slots)
     learned = [tensors[slot] for slot in slots]
-    planned = partial(plan_backward, asked, into=into)
+    planned = partial(plan_backward, asked)
     inputs = call.q, call.k, call.v
     found = run_backward(
-        planned, inputs, out, lse, (dout, dlse), call.scale, learned, lambda: asked, into
+        planned, inputs, out, lse, (dout, dlse), call.scale, learned, lambda: asked
     )
     return found.dq, found.dk, found.dv, gradients_among(learned, found.captured, grads)
 
@@ -418,22 +389,18 @@ def as_own(found: Tensor, own: Tensor) -> Tensor:
     return found.to(own.device, own.dtype).contiguous()
 
 
-def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> _Found:
-    dq, dk, dv = (
-        x.new_empty_strided(x.shape, dense_strides(x.stride(), tuple(x.shape))) for x in (q, k, v)
-    )
-    return dq, dk, dv, _fake_captured(*rest)
+def _fake_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, dout: Any, dlse: Any, lists: Any,
+    by_key: Any, score: Sequence[Tensor], mask: Any, score_integers: Any, mask_integers: Any,
+    spec: str, scale: float,
+) -> _Found:  # fmt: skip
+    dq, dk, dv = map(empty_like, (q, k, v))
+    return dq, dk, dv, [score[i].new_empty(score[i].shape) for i in parsed(spec).grads]
 
 
-def _fake_packed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Any]:
-    return memory_side_by_side(q, k, v), _fake_captured(*rest)
-
-
-def _fake_captured(
-    out: Any, lse: Any, dout: Any, dlse: Any, lists: Any, by_key: Any, score: Sequence[Tensor],
-    mask: Any, score_integers: Any, mask_integers: Any, spec: str, *_: Any,
-) -> list[Tensor]:  # fmt: skip
-    return [score[i].new_empty(score[i].shape) for i in parsed(spec).grads]
+def empty_like(x: Tensor) -> Tensor:
+    """Memory for a gradient of a tensor without values, as `like` lays one out."""
+    return x.new_empty_strided(x.shape, dense_strides(x.stride(), tuple(x.shape)))
 
 
 def _fake_by_key(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -443,13 +410,8 @@ def _fake_by_key(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 BACKWARD_OP = define_op(
     f"attend_backward({_TAKES}) -> (Tensor, Tensor, Tensor, Tensor[])",
-    attend_backward,
+    _attend_backward,
     _fake_backward,
-)
-PACKED_OP = define_op(
-    f"attend_backward_packed({_TAKES}, int[] places) -> (Tensor, Tensor[])",
-    attend_backward_packed,
-    _fake_packed,
 )
 BY_KEY_OP = define_op(
     "lists_by_key(Tensor counts, Tensor indices) -> (Tensor, Tensor)", transposed, _fake_by_key

@@ -20,10 +20,9 @@ from flexattn.frontend.call import on_device
 from flexattn.frontend.compiled.op import (
     as_own,
     define_op,
+    empty_like,
     gradients_among,
-    memory_side_by_side,
     score_of,
-    side_by_side,
     transforming,
 )
 from flexattn.frontend.compiled.spec import parsed
@@ -144,27 +143,24 @@ def _attend_backward(
     lse: Tensor,
     dout: Tensor | None,
     dlse: Tensor | None,
-    *given: Any,
+    *rest: Any,
 ) -> list[Tensor]:
     """Gradients of q, k, v and what the spec names of score; dout and dlse: of out and lse.
 
-    out, lse: of `_attend`. given: as of `_attend`, then places. If there are places, one tensor
-    has the first three gradients there, as `attend_backward_packed` has.
+    out, lse: of `_attend`. rest: as of `_attend`.
     """
-    *rest, places = given
     wanted = parsed(rest[-2]).grads
     score = list(rest[2])
     for i in wanted:
         score[i] = score[i].detach().to(q.device).resolve_neg().requires_grad_()
     learned = [score[i] for i in wanted]
     cu_q, cu_k = (x.contiguous() for x in rest[:2])
-    memory, into = side_by_side(q, k, v, places) if places else (None, None)
     with torch.no_grad(), transforming():
         rows = _rows(q), _rows(k), _rows(v)
         pack = _pack(rows, cu_q, cu_k, score, *rest[3:])
         grads = None if dout is None else _rows(dout.resolve_neg()), dlse
         if is_readable(*rows, cu_q, cu_k, None) and pack.has_gradients(*rows, len(cu_q) - 1):
-            found = pack.gradients(rows, (_rows(out), lse), grads, cu_q, cu_k, into=into)
+            found = pack.gradients(rows, (_rows(out), lse), grads, cu_q, cu_k)
             first = [x.transpose(0, 1)[None] for x in found[:3]]
             slots = pack.learned()
         else:
@@ -177,25 +173,20 @@ def _attend_backward(
             )  # fmt: skip
             slots = [] if bound is None else [bound.tensors[slot] for slot in asked.slots]
             inputs, grads = (call.q, call.k, call.v), (dout, dlse)
-            planned = partial(plan_backward, asked, into=into)
+            planned = partial(plan_backward, asked)
             found = run_backward(
-                planned, inputs, out, lse, grads, call.scale, slots, lambda: asked, into
+                planned, inputs, out, lse, grads, call.scale, slots, lambda: asked
             )
             first = [*found[:3]]
     captured = gradients_among(slots, found.captured, learned)
     own = map(as_own, captured, (rest[2][i] for i in wanted))
-    return [*(first if memory is None else [memory]), *own]
+    return [*first, *own]
 
 
 def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     score = rest[6]  # behind out, lse, their gradients, and cu_seqlens of both
-    captured = [score[i].new_empty(score[i].shape) for i in parsed(rest[-3]).grads]
-    if rest[-1]:
-        return [memory_side_by_side(q, k, v), *captured]
-    like = [
-        x.new_empty_strided(x.shape, dense_strides(x.stride(), tuple(x.shape))) for x in (q, k, v)
-    ]
-    return [*like, *captured]
+    captured = [score[i].new_empty(score[i].shape) for i in parsed(rest[-2]).grads]
+    return [*map(empty_like, (q, k, v)), *captured]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -234,7 +225,7 @@ SEQUENCES_OP = define_op(
 )
 SEQUENCES_BACKWARD_OP = define_op(
     f"attend_sequences_backward({_QKV}, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, "
-    f"{_MODS}, int[] places) -> Tensor[]",
+    f"{_MODS}) -> Tensor[]",
     _attend_backward,
     _fake_backward,
 )
