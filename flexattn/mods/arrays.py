@@ -71,7 +71,9 @@ class Array:
 
     def elements(self, dims: Sequence[int]) -> list[Index]:
         """Every index into these dimensions, bounded by what may be unrolled."""
-        return _places([self.shape[dim] for dim in dims])
+        sizes = [self.shape[dim] for dim in dims]
+        check_unroll(math.prod(sizes))
+        return list(product(*([integer(i) for i in range(size)] for size in sizes)))
 
     @staticmethod
     def scalar(expr: Expr, *, weak: bool = False) -> Array:
@@ -88,12 +90,6 @@ def check_unroll(terms: int) -> None:
             "compute it outside of the mod, capture the result and index it",
             raises=NoKernelError,
         )
-
-
-def _places(sizes: Sequence[int]) -> list[Index]:
-    """Every index into these sizes, bounded by what may be unrolled."""
-    check_unroll(math.prod(sizes))
-    return list(product(*([integer(i) for i in range(size)] for size in sizes)))
 
 
 def buffer(slot: int, shape: Sequence[int], dtype: str) -> Array:
@@ -171,48 +167,6 @@ def index(array: Array, positions: Sequence[Array | None]) -> Array:
     )
 
 
-def index_put(
-    array: Array, positions: Sequence[Array | None], value: Array, accumulate: bool = False
-) -> Array:
-    """The array with other elements at these positions; of equal positions the last one counts."""
-    mask = positions[0]
-    if mask is not None and mask.dtype in ("bool", "uint8") and not accumulate:
-        return _where_put(array, mask, value, len(positions))
-    where = _Joint.of(array, positions)
-    joint = _places(where.shape)
-    new = broadcast(value, where.arranged(array.shape, where.shape))
-
-    def at(index: Index) -> Expr:
-        found = array.at(index)
-        for here in joint:
-            inside = const(True, "bool")
-            for dim, place in where.at(here, array, wraps=True).items():
-                same = applied("eq", index[dim], place)
-                inside = applied("and", inside, same)
-            given = new.at(where.arranged(index, here))
-            if accumulate:
-                given = make("add", array.dtype, (found, given))
-            found = make("where", array.dtype, (inside, given, found))
-        return found
-
-    return Array(array.shape, array.dtype, at)
-
-
-def _where_put(array: Array, mask: Array, value: Array, masks: int) -> Array:
-    if masks > 1 or value.shape:
-        raise Refusal(
-            "writes more than one value by a boolean mask",
-            "which of them goes where would depend on data",
-            "choose with torch.where",
-        )
-
-    def at(index: Index) -> Expr:
-        inside = make("cast", "bool", (mask.at(index[: len(mask.shape)]),))
-        return make("where", array.dtype, (inside, value.at(()), array.at(index)))
-
-    return Array(array.shape, array.dtype, at)
-
-
 @dataclass(frozen=True, slots=True)
 class _Joint:
     """Integer arrays that index together: parts by dimension, of one shape.
@@ -241,13 +195,12 @@ class _Joint:
         rest = [dim for dim in range(len(array.shape)) if dim not in parts]
         return cls(parts, tuple(joint), rest, min(parts) if adjacent else 0)
 
-    def at(self, here: Index, array: Array, wraps: bool = False) -> dict[int, Expr]:
-        """An element's place in the array; wraps: as an index that is not negative."""
+    def at(self, here: Index, array: Array) -> dict[int, Expr]:
+        """An element's place in the array."""
         found = {}
         for dim, part in self.parts.items():
             chosen = make("cast", "int64", (part.at(here),))
-            kept = array.wraps[dim] and not wraps
-            found[dim] = chosen if kept else _wrapped(chosen, array.shape[dim])
+            found[dim] = chosen if array.wraps[dim] else _wrapped(chosen, array.shape[dim])
         return found
 
     def arranged(self, of_array: Sequence[Any], of_joint: Sequence[Any]) -> tuple[Any, ...]:

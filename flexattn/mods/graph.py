@@ -23,7 +23,7 @@ from flexattn.mods.host_numbers import MATHS, TEXTS, HostProgram, host_values, p
 from flexattn.mods.operators import meaning_of
 from flexattn.mods.ops import dtype_of
 from flexattn.mods.pointwise import cast
-from flexattn.mods.reader import Reader, check_size, decompositions, functional, single_result
+from flexattn.mods.reader import Reader, check_size, decompositions, single_result
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import applied
 from flexattn.mods.site import Bound, Variant, interned
@@ -224,7 +224,6 @@ class _GraphReader(Reader):
 
         like = [torch.zeros(each.shape, dtype=dtype_of(each.dtype)) for each in arrays]
         graph = make_fx(called, decompositions(), tracing_mode="fake")(*like)
-        graph = functional(graph, like, decompositions())
         reader = _GraphReader(graph, ())
         found = reader.read(arrays, exact=False)
         self.sized |= reader.sized

@@ -39,6 +39,7 @@ from flexattn.mods.refusal import (
     Refusal,
     asked,
     line_of_frame,
+    part_written,
     read_in_python,
     too_long,
     unknown,
@@ -89,9 +90,10 @@ class FunctionMode(TorchFunctionMode):
             return _getitem(*args)
         if func is torch.Tensor.__setitem__:
             try:
-                return _setitem(*args)
+                args[0].zero_()  # which tells whose it is
             except Write as refusal:
                 raise Write("x[...] = ...", refusal.captured) from None
+            raise part_written("x[...] = ...")
         if func is torch.Tensor.register_hook:
             self.hooked = True
             return RemovableHandle(OrderedDict())
@@ -242,27 +244,6 @@ def _tells(args: tuple[Any, ...], result: Any) -> bool:
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     flat = (x for v in values for x in (v if isinstance(v, (list, tuple)) else (v,)))
     return [x for x in flat if isinstance(x, torch.Tensor)]
-
-
-def _setitem(x: torch.Tensor, position: Any, value: Any) -> None:
-    """x[position] = value, where torch would ask a 0-d index for its value."""
-    items = list(position) if isinstance(position, tuple) else [position]
-    if not any(map(_is_place, items)):
-        x[position] = value
-        return
-    # A view by all that is no tensor; then each tensor in its dimension of that.
-    basic: list[Any] = []
-    at: list[torch.Tensor | None] = []
-    for item, dims in zip(items, _dims(x, items), strict=True):
-        if isinstance(item, torch.Tensor):
-            basic += [slice(None)] * dims
-            at.append(item if item.dtype == torch.bool else _whole(item))
-        else:
-            basic.append(item)
-            at += [None] * (dims + (item is None)) if not isinstance(item, int) else []
-    view = x[tuple(basic)]
-    new = value if isinstance(value, torch.Tensor) else view.new_full((), value)
-    torch.ops.aten.index_put_(view, at, new.to(x.dtype))
 
 
 def _getitem(x: torch.Tensor, position: Any) -> torch.Tensor:

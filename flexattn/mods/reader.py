@@ -1,105 +1,26 @@
-"""A graph of aten operations, read over lazy arrays: what a traced mod computes.
-
-functional() first makes of what a mod wrote to its own temporaries a value.
-"""
+"""A graph of aten operations, read over lazy arrays: what a traced mod computes."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
-from torch.func import functionalize
-from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from flexattn.errors import SignatureError, UnsupportedError
-from flexattn.mods.arrays import Array, buffer, literal_array
+from flexattn.mods.arrays import Array, broadcast, buffer, literal_array
 from flexattn.mods.expr import MAX_NODES, Expr, walk
 from flexattn.mods.host_numbers import Recording
-from flexattn.mods.operators import is_lift, mark, nodes_of, op_name, writes
+from flexattn.mods.operators import is_lift, op_name, views, writes
 from flexattn.mods.ops import name_of
-from flexattn.mods.pointwise import POINTWISE, stopped
-from flexattn.mods.refusal import Refusal, SourceLine, too_long, unknown, unread
+from flexattn.mods.pointwise import POINTWISE, cast, stopped
+from flexattn.mods.refusal import Refusal, SourceLine, part_written, too_long, unknown, unread
 from flexattn.mods.tensorwise import REDUCTIONS, TENSORWISE, reads_sizes
-
-_PASSES = 3
-
-
-def functional(
-    graph: GraphModule, inputs: Sequence[Tensor], table: Mapping[Any, Callable[..., Any]]
-) -> GraphModule:
-    """The same graph by torch's functionalization, which keeps views; as it is without a write.
-
-    inputs: as make_fx was given. table: torch's decompositions. Nothing but tensors that the
-    graph makes is written to. Raises Refusal for a write that torch does not follow.
-    """
-    # What is written to may have a decomposition that writes itself.
-    for _ in range(_PASSES):
-        if any(writes(node.target) for node in graph.graph.nodes):
-            graph = _functional(graph, inputs, table)
-    return graph
-
-
-def _functional(
-    graph: GraphModule, inputs: Sequence[Tensor], table: Mapping[Any, Callable[..., Any]]
-) -> GraphModule:
-    # What is no functional tensor could not be the source of one that is written to.
-    names = [
-        str(node.target)
-        for node in graph.graph.nodes
-        if node.op == "get_attr" and not all(map(is_lift, node.users))
-    ]
-
-    def run(*given: Tensor) -> Any:
-        constants = dict(zip(names, given[len(inputs) :], strict=True))
-        return _Again(graph, constants).run(*given[: len(inputs)])
-
-    def called(*given: Tensor) -> Any:
-        constants = [getattr(graph, name) for name in names]
-        return functionalize(run, remove="mutations")(*given, *constants)
-
-    made = make_fx(called, dict(table), tracing_mode="fake", _allow_non_fake_inputs=True)
-    return made(*inputs)
-
-
-class _Again(Interpreter):
-    """Runs a graph; what is traced of a node gets the node's marks."""
-
-    def __init__(self, graph: GraphModule, constants: Mapping[str, Tensor]) -> None:
-        super().__init__(graph)
-        self.constants = constants
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A captured tensor as functionalize was given it."""
-        return self.constants.get(target, super().get_attr(target, args, kwargs))
-
-    def run_node(self, node: Node) -> Any:
-        """The node's result."""
-        before, line = len(nodes_of()), node.meta.get("user_line")
-        marks = {str(key): node.meta[key] for key in ("user_line", "stop") if key in node.meta}
-        try:
-            result = super().run_node(node)
-        except Refusal:
-            raise
-        except Exception as error:
-            refusal = unread(f"{node.target} where a mod writes to a tensor")
-            refusal.line = line
-            raise refusal from error
-        mark(before, marks)
-        return result
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A function's result; torch's functionalization knows no views and writes of prims."""
-        if getattr(target, "namespace", "") == "prims":
-            target = target.impl_aten
-        return super().call_function(target, args, kwargs)
-
 
 TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE, **REDUCTIONS}
 
@@ -147,6 +68,8 @@ class Reader:
             elif node.op == "output":
                 return value_of(node.args[0])
             else:
+                if writes(node.target):
+                    _check_whole(node)
                 values[node] = self._call(node.target, value_of(node.args), value_of(node.kwargs))
                 if "stop" in node.meta:
                     values[node] = stopped(values[node], node.meta["stop"])
@@ -172,6 +95,9 @@ class Reader:
         if target is operator.getitem:
             return args[0][args[1]]
         name = op_name(target)
+        written = writes(target)
+        if written:  # a whole temporary of the mod's, which later nodes read as this one's result
+            name = name.removesuffix("_")
         if name not in TABLE:
             raise unknown(target)
         captured = [a for a in _arrays((*args, *kwargs.values())) if a.captured]
@@ -182,6 +108,8 @@ class Reader:
             raise
         except Exception as error:  # torch computes it: an option or a form that no row has
             raise unread(f"{target} in a form that it has not elsewhere") from error
+        if written:
+            result = broadcast(cast(result, args[0].dtype), args[0].shape)
         with suppress(Refusal):  # which is raised where a value is asked for
             for array in _arrays(result):
                 if not array.shape:
@@ -190,6 +118,18 @@ class Reader:
             for array in _arrays(result):
                 array.captured = bool(array.shape)
         return result
+
+
+def _check_whole(write: Node) -> None:
+    """Refuse a write to a tensor that another one shares its memory with."""
+    into = write.args[0]
+    assert isinstance(into, Node)
+    if any(_is_view(each) for each in (into, *into.users)):
+        raise part_written(str(write.target))
+
+
+def _is_view(node: Node) -> bool:
+    return hasattr(node.target, "_schema") and views(node.target) and not writes(node.target)
 
 
 def _arrays(values: Any) -> list[Array]:

@@ -103,6 +103,16 @@ def unread(what: str) -> Refusal:
     )
 
 
+def part_written(how: str) -> Refusal:
+    """The refusal of a write to a part of a tensor that the mod made, which no kernel has."""
+    return Refusal(
+        f"writes to a part of a tensor, or to one that has views ({how})",
+        "a mod changes a tensor that it made as a whole, as by x += 1",
+        "choose with torch.where(position == k, new, old)",
+        raises=NoKernelError,
+    )
+
+
 def too_long(size: str) -> Refusal:
     """The refusal of a mod of so many operations."""
     return Refusal(

@@ -18,7 +18,6 @@ from flexattn.mods.arrays import (
     Index,
     broadcast,
     index,
-    index_put,
     literal_array,
     reshape,
 )
@@ -180,7 +179,6 @@ TENSORWISE: dict[str, Callable[..., Any]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "cat": _cat,
     "index": index,
-    **dict.fromkeys(("index_put", "_unsafe_index_put"), index_put),
     "gather": _gather,
     "empty": partial(_filled, 0),
     "empty_like": lambda x, **options: _full_like(x, 0, **options),

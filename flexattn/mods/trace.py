@@ -32,7 +32,6 @@ from flexattn.mods.reader import (
     Reader,
     check_size,
     decompositions,
-    functional,
     is_known,
     single_result,
 )
@@ -201,7 +200,7 @@ def _graph(run: Callable[..., Any], dtypes: Sequence[str], device: torch.device)
                 tracing_mode="fake",
                 _allow_non_fake_inputs=True,
             )
-            return functional(made(*inputs), inputs, decompositions())
+            return made(*inputs)
 
     try:
         return traced(mapped=False)
