@@ -96,8 +96,10 @@ class Reader:
             return args[0][args[1]]
         name = op_name(target)
         written = writes(target)
+        into: Any = None
         if written:  # a whole temporary of the mod's, which later nodes read as this one's result
-            name = name.removesuffix("_")
+            name, kwargs = name.removesuffix("_"), dict(kwargs)
+            into = kwargs.pop("out", args[0])
         if name not in TABLE:
             raise unknown(target)
         captured = [a for a in _arrays((*args, *kwargs.values())) if a.captured]
@@ -109,7 +111,7 @@ class Reader:
         except Exception as error:  # torch computes it: an option or a form that no row has
             raise unread(f"{target} in a form that it has not elsewhere") from error
         if written:
-            result = broadcast(cast(result, args[0].dtype), args[0].shape)
+            result = broadcast(cast(result, into.dtype), into.shape)
         with suppress(Refusal):  # which is raised where a value is asked for
             for array in _arrays(result):
                 if not array.shape:
@@ -122,8 +124,7 @@ class Reader:
 
 def _check_whole(write: Node) -> None:
     """Refuse a write to a tensor that another one shares its memory with."""
-    into = write.args[0]
-    assert isinstance(into, Node)
+    into: Any = write.kwargs.get("out", write.args[0])
     if any(_is_view(each) for each in (into, *into.users)):
         raise part_written(str(write.target))
 

@@ -31,7 +31,7 @@ OWN_SCORES = (
     "x -= (q_idx - kv_idx).abs().clamp(max=50) * 0.02",
     "x.mul_(0.5).add_(kv_idx * 0.01)",
     "x.sub_(0.5).neg_()",
-    "x[()] = x * 0.75",
+    "x *= 0.75",
     "y = torch.asinh(x) + x * 0.25; x = x * 1.0; x.copy_(y)",
     "x = torch.hypot(x, torch.ones_like(x) * 0.5)",
     "x = x + torch.copysign(x.abs() * 0.25 + 0.5, kv_idx - q_idx + 0.5)",
@@ -47,7 +47,7 @@ OWN_MASKS = (
     "x |= q_idx - kv_idx == 3",
     "x |= (q_idx - kv_idx).abs() < 5",
     "x.logical_or_(kv_idx < 2)",
-    "x[()] = x | (kv_idx % 7 == 2)",
+    "x |= kv_idx % 7 == 2",
     "x |= torch.bucketize(kv_idx, torch.tensor([3, 10], device=kv_idx.device)) == 1",
 )
 

@@ -1,4 +1,4 @@
-"""A mod may change tensors that it made as a whole: `causal &= …`, `x += 1`.
+"""A mod may change tensors that it made as a whole: `causal &= …`, `x += 1`, `out=`.
 
 It was refused as a change of "its inputs or captured tensors", in create_mac_block_mask of
 lucidrains, and so were operations that torch composes of writes, which the user never wrote.
@@ -134,8 +134,8 @@ def beside(s, b, h, q, k):
     return s + places + rounded + nan + torch.bucketize(s, TABLE[0, :1])
 
 
-MODS = [augmented, methods, composed, beside]
-LEFT_TO_TORCH = [out, elements, square, literal, views, viewed_before, parts, gathered, padded]
+MODS = [augmented, methods, out, composed, beside]
+LEFT_TO_TORCH = [elements, square, literal, views, viewed_before, parts, gathered, padded]
 
 
 def one_by_one(fn, scores, q, k):

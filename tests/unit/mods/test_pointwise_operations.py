@@ -30,6 +30,8 @@ SCORES = torch.tensor([-2.5, -1.0, -0.5, 0.0, 0.3, 0.5, 0.9, 1.0, 1.7, 3.0])
 PLACES = torch.arange(len(SCORES))
 # torch shifts a truth, and its own tracer refuses to.
 NOT_TRACED = ("__lshift__.Scalar", "__rshift__.Scalar")
+# Without `out=` it is composed of others.
+WRITTEN = ("ldexp.out",)
 
 
 def overloads():
@@ -100,6 +102,7 @@ def check(op):
             bound = bind(lambda s, b, h, q, k, kind=kind: applied(op, kind, s, q), "score")
         except NoKernelError as why:
             known = op.overloadpacket.__name__.rstrip("_") in LEFT
+            known = known or str(op)[5:] in WRITTEN
             assert known or (kind == "truths" and str(op)[5:] in NOT_TRACED), why
             assert why.rule and why.do
             left += 1
