@@ -64,12 +64,8 @@ class Positions(NamedTuple):
         return by_position
 
 
-def document_mask(packing: Packing, marked: bool = False) -> tuple[BlockMask, Positions]:
-    """The mask of a call whose rows and keys are above 0, and where its rows stand.
-
-    marked: its mask_mod captures first what tells the sequence of a row and where that begins, in
-    the order in which `flexattn.frontend.compiled.sequences` finds them.
-    """
+def document_mask(packing: Packing) -> tuple[BlockMask, Positions]:
+    """The mask of a call whose rows and keys are above 0, and where its rows stand."""
     cu_q = packing.cu_q.to(torch.int32)
     cu_k = cu_q if packing.alike else packing.cu_k.to(torch.int32)
     of = document_ids(cu_q, packing.rows)
@@ -89,15 +85,9 @@ def document_mask(packing: Packing, marked: bool = False) -> tuple[BlockMask, Po
     end = torch.maximum(end, k_start)
     # cu_seqlens that do not fit give wrong numbers, and no read outside of the keys.
     first, end = first.clamp(0, packing.keys), end.clamp(0, packing.keys)
-    alike = packing.alike
-    terms = _alike(of, packing.left, packing.right) if alike else [_between(first, end)]
-    if marked:
-        marks = [cu_q, positions.sequence, of, q_start]
-        if not alike:
-            of_keys = document_ids(cu_k, packing.keys)
-            terms = [document(of, of_keys)]
-            marks += [cu_k, k_start, of_keys]
-        terms = [_marks(marks), *terms]
+    terms: list[MaskMod] = [_between(first, end)]
+    if packing.alike:  # positions cancel
+        terms = [document(of), *sided(packing.left, packing.right)]
     whole = packing.mask_mod is None
     if packing.mask_mod is not None:
         terms.append(positions.mask_mod(packing.mask_mod))
@@ -109,11 +99,6 @@ def document_mask(packing: Packing, marked: bool = False) -> tuple[BlockMask, Po
 def _ends(cu: Tensor, length: int) -> Tensor:
     """The end of each sequence, and of what lies behind the last one."""
     return torch.nn.functional.pad(cu[1:], (0, 1), value=length)
-
-
-def _alike(of: Tensor, left: int, right: int) -> list[MaskMod]:
-    """The terms of a mask where queries and keys have the same lengths: positions cancel."""
-    return [document(of), *sided(left, right)]
 
 
 def sided(left: int, right: int) -> tuple[MaskMod, ...]:
@@ -133,19 +118,3 @@ def _between(first: Tensor, end: Tensor) -> MaskMod:
         return (first[q_idx] <= kv_idx) & (kv_idx < end[q_idx])
 
     return between
-
-
-def _marks(tensors: list[Tensor]) -> MaskMod:
-    """A term that is true, and captures tensors in their order.
-
-    Each is read where it has an element: of cu_seqlens the first one.
-    """
-
-    def marks(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        places = (b, q_idx, q_idx, q_idx, b, q_idx, kv_idx)
-        total = torch.zeros_like(q_idx)
-        for x, place in zip(tensors, places, strict=False):
-            total = total + x[place]
-        return total.eq(total)
-
-    return marks

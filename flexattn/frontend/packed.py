@@ -22,14 +22,12 @@ from flexattn.kernels.choose.options import NONE
 from flexattn.mods import Bound
 from flexattn.mods.derivative import without_stops
 from flexattn.mods.expr import MaskMod, ScoreMod
-from flexattn.problem import Problem
 from flexattn.problem.facts import facts_of
 from flexattn.runtime.backward import Gradients, slots_of
 from flexattn.runtime.launch import Outputs
 from flexattn.runtime.ragged import (
     PackedBackward,
     PackedLaunch,
-    can_serve,
     packed_backward_problem,
     packed_problem,
     prepare_packed,
@@ -39,8 +37,6 @@ from flexattn.verify.first_use import Attended, LaunchedKernels, Way, accepted, 
 from flexattn.verify.gate import Verdict
 from flexattn.verify.made_up import borders_of
 
-# Among a node's options: how many tensors its mask captures in front that say where sequences are.
-PACK_MARKS = "FLEXATTN_PACKED"
 PACKED_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -78,8 +74,8 @@ def attend_packed(
         slots = slots_of(score)
     graded = bool(slots) or any(x.requires_grad for x in every)
     graded = graded and torch.is_grad_enabled()
-    cu_q = _whole(cu_seqlens[0])
-    cu_k = cu_q if cu_seqlens[1] is cu_seqlens[0] else _whole(cu_seqlens[1])
+    cu_q = as_offsets(cu_seqlens[0])
+    cu_k = cu_q if cu_seqlens[1] is cu_seqlens[0] else as_offsets(cu_seqlens[1])
     in_order = in_order or torch.are_deterministic_algorithms_enabled()
     sequences = cu_q.shape[0] - 1
     known = _facts(q, k, v, sequences)
@@ -255,7 +251,7 @@ class _Attention(torch.autograd.Function):
         return (None, None, *given, None, None, *found.captured)
 
 
-def _whole(cu: Tensor) -> Tensor:
+def as_offsets(cu: Tensor) -> Tensor:
     """cu_seqlens as kernels read them, which most are."""
     return cu if cu.dtype is torch.int32 and cu.is_contiguous() else cu.int().contiguous()
 
@@ -355,34 +351,6 @@ def refuses_packs() -> bool:
     """True if settings ask for what no kernel of packs has."""
     settings = current()
     return settings.check or settings.batch_invariant
-
-
-def has_kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    device: torch.device,
-    sequences: int,
-    score: Bound | None,
-    mask: Bound | None,
-    positive_scale: bool,
-    backward: bool,
-    in_order: bool = False,
-    slots: tuple[int, ...] = (),
-) -> bool:
-    """True if a static default of a pack's forward or backward can run on a device.
-
-    Nothing is built, and no values are read: tensors may be of meta.
-    """
-    if q.dtype not in PACKED_DTYPES:
-        return False
-    given = q, k, v, sequences, score, mask
-    problem: Problem = (
-        packed_backward_problem(*given, slots)
-        if backward
-        else packed_problem(*given, lse=True, positive_scale=positive_scale, sinks=False)
-    )
-    return can_serve(problem, detect(device), in_order)
 
 
 def _are_sinks(sinks: Tensor, q: Tensor) -> bool:

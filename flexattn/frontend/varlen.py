@@ -7,7 +7,7 @@ decides what computes a call: on Hopper the forward and backward that read cu_se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -21,7 +21,7 @@ from flexattn.errors import InputError, InputTypeError, LayoutError, PlaceError,
 from flexattn.frontend.attention import Extras, flex_attention
 from flexattn.frontend.call import check_transforms
 from flexattn.frontend.documents import Packing, Positions, document_mask, sided
-from flexattn.frontend.packed import PACK_MARKS, PACKED_DTYPES, attend_packed, reads_packs
+from flexattn.frontend.packed import PACKED_DTYPES, attend_packed, reads_packs
 from flexattn.mods import Bound, bind
 from flexattn.mods.expr import MaskMod, ScoreMod
 from flexattn.problem.checks import check_scale
@@ -212,10 +212,12 @@ def _serve(
 ) -> Any:
     """The results of a call by the engine that serves it: Hopper's kernels, or a document mask."""
     plain = _is_plain(q, k, packing, rest)
-    marked = False
     done = None
     if torch.compiler.is_dynamo_compiling():
-        marked = plain and _is_read_in_graphs(q, k, v, packing, rest)
+        if plain and score_mod is None and _is_read_in_graphs(q, k, v, packing, rest):
+            from flexattn.frontend.compiled.sequences import attend_sequences
+
+            done = attend_sequences(q, k, v, packing, rest)
     elif plain:
         done = _attended(q, k, v, packing, score_mod, rest)
     if done is not None:
@@ -223,10 +225,7 @@ def _serve(
         if rest["return_aux"] is not None:
             return done.out, AuxOutput(sums, None)
         return (done.out, sums) if rest["return_lse"] else done.out
-    mask, score_mod = document_call(packing, score_mod, marked)
-    if marked:
-        given = rest["kernel_options"] or {}
-        rest = {**rest, "kernel_options": {**given, PACK_MARKS: 4 if packing.alike else 7}}
+    mask, score_mod = document_call(packing, score_mod)
     heads = heads_of(q, k, v)
     found = flex_attention(*heads, score_mod=score_mod, block_mask=mask, **rest)
     if rest["return_aux"] is not None:
@@ -264,14 +263,14 @@ def _is_plain(q: Tensor, k: Tensor, packing: Packing, rest: dict[str, Any]) -> b
 def _is_read_in_graphs(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, rest: dict[str, Any]
 ) -> bool:
-    """True of a plain call that is traced, if its node is to be marked as one of a pack."""
+    """True of a plain call without mods that is traced, if kernels that read cu_seqlens serve."""
     return (
         reads_packs(q.device)
+        and packing.mask_mod is None
         and q.dtype in PACKED_DTYPES
         and q.dtype == k.dtype == v.dtype
         and packing.rows > 0
         and packing.keys > 0
-        and (packing.alike or packing.cu_q is not packing.cu_k)
         and (rest["scale"] is None or isinstance(rest["scale"], (int, float)))
         and not (rest["return_lse"] and rest["return_aux"] is not None)
     )
@@ -287,26 +286,33 @@ def _attended(
 ) -> Outputs | None:
     """The results of the kernel that reads cu_seqlens; None of a call that it does not serve."""
     aux, sinks = rest["return_aux"], rest["sinks"]
-    mask_mod: MaskMod | Bound | None = _window(packing.left, packing.right)
+    mask_mod: MaskMod | Bound | None = window_mask(packing.left, packing.right)
     if packing.mask_mod is not None:
         terms = sided(packing.left, packing.right)
         mask_mod = and_masks(*terms, packing.mask_mod) if terms else packing.mask_mod
     scale = check_scale(rest["scale"], q.shape[2])
     lse = rest["return_lse"] or (aux is not None and aux.lse)
+    cu, documents = (packing.cu_q, packing.cu_k), documents_of(packing, score_mod, scale, sinks)
+    return attend_packed(
+        q, k, v, cu, score_mod, mask_mod, scale, sinks, lse, documents,
+        bool(rest["kernel_options"]),
+    )  # fmt: skip
+
+
+def documents_of(
+    packing: Packing, score_mod: ScoreMod | None, scale: float, sinks: Tensor | None
+) -> Callable[[Tensor, Tensor, Tensor], Attended]:
+    """What makes of q, k and v the same call with a document mask."""
 
     def as_documents(q: Tensor, k: Tensor, v: Tensor) -> Attended:
         mask, score = document_call(packing, score_mod)
         return Attended(*heads_of(q, k, v), scale, score, mask, sinks)
 
-    cu = packing.cu_q, packing.cu_k
-    return attend_packed(
-        q, k, v, cu, score_mod, mask_mod, scale, sinks, lse, as_documents,
-        bool(rest["kernel_options"]),
-    )  # fmt: skip
+    return as_documents
 
 
 @cache
-def _window(left: int, right: int) -> Bound | None:
+def window_mask(left: int, right: int) -> Bound | None:
     """The mask of a window, traced once; None where there is none."""
     terms = sided(left, right)
     return bind(and_masks(*terms) if len(terms) > 1 else terms[0], "mask") if terms else None
@@ -327,7 +333,7 @@ class _Kept(NamedTuple):
 
 
 def document_call(
-    packing: Packing, score_mod: ScoreMod | None, marked: bool = False
+    packing: Packing, score_mod: ScoreMod | None
 ) -> tuple[BlockMask | None, ScoreMod | None]:
     """A call's mask and its score_mod by position, kept while nobody writes to its cu_seqlens.
 
@@ -346,7 +352,7 @@ def document_call(
             known = score_mod, kept.positions.score_mod(score_mod)
             kept.scores.put(id(score_mod), known)
         return kept.mask, known[1]
-    mask, positions = document_mask(packing, marked)
+    mask, positions = document_mask(packing)
     return mask, None if score_mod is None else positions.score_mod(score_mod)
 
 

@@ -170,12 +170,6 @@ def _configs(
     return filter(family.can_run(problem, target), (each for each in made if each is not None))
 
 
-def can_serve(problem: Problem, target: Device, in_order: bool = False) -> bool:
-    """True if a static default for packed sequences can run; nothing is built."""
-    family: KernelFamily[Any] = BACKWARD if problem.structure.kind == "backward" else PREFILL
-    return any(True for _ in _configs(family, problem, target, in_order))
-
-
 def packed_problem(
     q: Tensor,
     k: Tensor,

@@ -19,7 +19,6 @@ from flexattn.frontend.compiled.node_data import (
     BY_KEY,
     LISTS,
     NodeData,
-    PackData,
     expected_sizes,
     fixed_scale,
 )
@@ -29,10 +28,6 @@ from flexattn.frontend.compiled.op import (
     BY_KEY_OP,
     widened_sources,
 )
-from flexattn.frontend.compiled.sequences import (
-    SEQUENCES_BACKWARD_OP,
-    SEQUENCES_OP,
-)
 from flexattn.frontend.compiled.spec import BARE, Spec, parsed, printed
 from flexattn.frontend.gradients import AskedGradients, check_backward, check_order
 from flexattn.frontend.on_cpu import CPU_DTYPES
@@ -41,7 +36,7 @@ from flexattn.mods import Bound
 from flexattn.mods.derivative import derivatives
 from flexattn.mods.refusal import Refusal
 from flexattn.runtime.backward import slots_among
-from flexattn.settings import current, log, say_once
+from flexattn.settings import current, say_once
 
 # Where a backward node has its mask, and its options.
 _MASK, _OPTIONS = 9, 11
@@ -84,10 +79,6 @@ def lower(
             options, _kept(node.lists),
         ))  # fmt: skip
         parsed(text)
-        pack = _pack(
-            kernel_options, node, (score_captures, mask_captures), inputs[7:9], inputs, scale,
-            options,
-        )  # fmt: skip
     # Whatever cannot be read here, torch can compile.
     except Exception as why:
         if parse(options).batch_invariant:
@@ -101,13 +92,10 @@ def lower(
             say_once(f"{said}: a mod {why}")
         return None
     given = [_as_traced(x, node) for x, node, _ in found]
-    if pack is not None:
-        out, lse, maxima = _call(SEQUENCES_OP, [*given, *pack.given(), fixed_scale(scale)])
-    else:
-        out, lse, maxima = _call(ATTEND_OP, [
-            *given, list(node.lists), *node.tensors, *node.integers, text, fixed_scale(scale),
-            *(factor for *_, factor in found),
-        ])  # fmt: skip
+    out, lse, maxima = _call(ATTEND_OP, [
+        *given, list(node.lists), *node.tensors, *node.integers, text, fixed_scale(scale),
+        *(factor for *_, factor in found),
+    ])  # fmt: skip
     return out, _times(lse, 1 / _LN_2), _times(maxima, 1 / _LN_2)
 
 
@@ -160,10 +148,6 @@ def lower_backward(
             True, tuple(places),
         ))  # fmt: skip
         parsed(text)
-        pack = _pack(
-            kernel_options, node, (score_captures, mask_captures), inputs[12:], inputs, scale,
-            options, places,
-        )  # fmt: skip
     except Exception as why:
         say_once(
             f"torch's own backward serves a call of flexattn under torch.compile: a mod {why}"
@@ -174,26 +158,11 @@ def lower_backward(
         _check(asked, inputs)
     given = [*map(_as_traced, (query, key, value, out), inputs), _times(lse, _LN_2)]
     given += [grad_out, None if grad_lse is None else _times(grad_lse, 1 / _LN_2)]
-    if pack is not None:
-        found = _call(SEQUENCES_BACKWARD_OP, [*given, *pack.given(), fixed_scale(scale)])
-        found, captured = found[:3], found[3:]
-    else:
-        by_key = [] if _unmade(inputs[_MASK]) else list(node.by_key)
-        given += [
-            list(node.lists), by_key, *node.tensors, *node.integers, text, fixed_scale(scale),
-        ]  # fmt: skip
-        *found, captured = _call(BACKWARD_OP, given)
+    by_key = [] if _unmade(inputs[_MASK]) else list(node.by_key)
+    given += [list(node.lists), by_key, *node.tensors, *node.integers, text, fixed_scale(scale)]
+    *found, captured = _call(BACKWARD_OP, given)
     by_place = dict(zip(wanted, captured, strict=True))
     return (*found, tuple(map(by_place.get, range(len(score_captures)))))
-
-
-def _pack(*given: Any) -> PackData | None:
-    """As PackData.read; None also for a node that it cannot read: a document mask is right too."""
-    try:
-        return PackData.read(*given)
-    except Exception as why:
-        log.info("a graph computes packed sequences with a document mask: a mod %s", why)
-        return None
 
 
 def with_lists_by_key(args: Sequence[Any]) -> Sequence[Any]:

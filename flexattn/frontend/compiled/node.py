@@ -31,7 +31,6 @@ from flexattn.frontend.compiled.spec import (
     split_options,
 )
 from flexattn.frontend.install import served, torch_own
-from flexattn.frontend.packed import PACK_MARKS
 from flexattn.kernels.choose import options
 from flexattn.mods.expr import ScoreMod
 from flexattn.problem import out_dtype
@@ -47,10 +46,6 @@ def traced(arguments: tuple[Any, ...]) -> Any:
     found = node_of(given)
     if found is not None:
         return found
-    asked = arguments[8]
-    if asked is not None and PACK_MARKS in asked:  # they are of a node alone
-        asked = {key: value for key, value in asked.items() if key != PACK_MARKS}
-        arguments = (*arguments[:8], asked or None, *arguments[9:])
     return outside(answer, arguments)
 
 
@@ -106,8 +101,7 @@ def _marked(call: Call, installed: bool) -> dict[str, Any]:
     if installed:
         found[INSTALLED] = True
     for name, value in (given or {}).items():
-        if name != PACK_MARKS:
-            found[own(name)] = value
+        found[own(name)] = value
     return found
 
 

@@ -56,15 +56,15 @@ _KEYS = reduce(
         )
     ),
 )  # fmt: skip
-_library = torch.library.Library("flexattn", "FRAGMENT")
+library = torch.library.Library("flexattn", "FRAGMENT")
 
 
 def define_op(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
     """An op of this library. run: its body. shapes: empty results, for tensors without values."""
     name = schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flexattn::{name}", shapes, lib=_library)
+    library.define(schema)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flexattn::{name}", shapes, lib=library)
     return getattr(torch.ops.flexattn, name).default
 
 
@@ -355,7 +355,9 @@ def _attend_backward(
             if block_mask is not None:
                 remember_by_key(block_mask, lists, by_key)
             found = _by_kernel(call, said, block_mask, grads, out, lse, dout, dlse)
-    captured = [as_own(x, own) for x, own in zip(found[3], wanted, strict=True)]
+    captured = [
+        x.to(own.device, own.dtype).contiguous() for x, own in zip(found[3], wanted, strict=True)
+    ]
     return (*found[:3], captured)
 
 
@@ -373,20 +375,9 @@ def _by_kernel(
     found = run_backward(
         planned, inputs, out, lse, (dout, dlse), call.scale, learned, lambda: asked
     )
-    return found.dq, found.dk, found.dv, gradients_among(learned, found.captured, grads)
-
-
-def gradients_among(
-    learned: Sequence[Tensor], grads: Sequence[Tensor], wanted: Sequence[Tensor]
-) -> list[Tensor]:
-    """The gradient of each wanted tensor, zeros of one that is not among the learned."""
-    found = dict(zip(map(id, learned), grads, strict=True))
-    return [found[id(x)] if id(x) in found else zeros_of(x) for x in wanted]
-
-
-def as_own(found: Tensor, own: Tensor) -> Tensor:
-    """A gradient where its tensor lives, contiguous."""
-    return found.to(own.device, own.dtype).contiguous()
+    by_tensor = dict(zip(map(id, learned), found.captured, strict=True))
+    captured = [by_tensor[id(x)] if id(x) in by_tensor else zeros_of(x) for x in grads]
+    return found.dq, found.dk, found.dv, captured
 
 
 def _fake_backward(

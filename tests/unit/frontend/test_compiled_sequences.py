@@ -1,96 +1,89 @@
-"""varlen_attn in a graph: its node's mods, read as kernels that read cu_seqlens have them."""
+"""varlen_attn in a graph: an op that reads cu_seqlens, or torch's node with a document mask."""
 
 import pytest
 import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch.nn.attention.flex_attention import and_masks
+from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
 
 import flexattn
-from flexattn.catalogue import causal, softcap
+from flexattn.catalogue import softcap
 from flexattn.frontend import varlen
-from flexattn.frontend.compiled.sequences import BEGINS, CU_SEQLENS, SEQUENCE_NUMBERS, in_sequences
-from flexattn.frontend.packed import PACK_MARKS
-from flexattn.mods import bind
-from flexattn.mods.graph import Captured, read_graph
 from tests.packs import KEYS, LENGTHS, offsets, pack
 
-TABLE, HALF = torch.linspace(-1, 1, 6), torch.tensor(0.5)
-LIMITS = torch.tensor([1, 50, 90, 3, 40, 30])
-
-
-def by_sequence(score, b, h, q_idx, kv_idx):
-    return score * TABLE[b] + (q_idx - kv_idx).clamp(0, 40) + HALF * q_idx
-
-
-def odd(b, h, q_idx, kv_idx):
-    return (kv_idx < LIMITS[b]) | (q_idx == kv_idx)
-
-
-def near(b, h, q_idx, kv_idx):
-    return q_idx - kv_idx <= 9
-
-
-# Arguments, the lengths of keys, and the mask_mod that an eager call hands to the kernels.
+# Arguments, and the lengths of keys where these are others.
 CASES = {
-    "causal": ({"causal": True, "score_mod": softcap(5.0)}, None, causal),
-    "window": (
-        {"window": (9, 0), "score_mod": by_sequence, "mask_mod": odd}, None,
-        and_masks(causal, near, odd),
-    ),
-    "other keys": ({"mask_mod": odd}, KEYS, odd),
-}  # fmt: skip
+    "causal": ({"causal": True}, None),
+    "window": ({"window": (9, 0), "scale": 0.5}, None),
+    "other keys": ({}, KEYS),
+    "sinks": ({"causal": True, "deterministic": True}, None),
+}
 
 
-def mods_of(node, kinds=("score", "mask")):
-    """The mods of a traced node, with the marks' values replaced, and what they capture."""
-    graphs = node.args[3], node.args[4][-1]
-    count = node.args[6][PACK_MARKS]
-    marks = node.args[8][:count]
-    assert [i for i in range(count) if len(marks[i].meta["val"]) == len(LENGTHS) + 1] == [
-        i for i in CU_SEQLENS if i < count
-    ]
-    for kind, graph, its in zip(kinds, graphs, node.args[7:], strict=True):
-        values = [x.meta["val"] for x in its]
-        captures = [Captured(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in values]
-        module = getattr(node.graph.owning_module, graph.target)
-        numbers, begins = (
-            [i for i, x in enumerate(its) if x in [marks[p] for p in places if p < count]]
-            for places in (SEQUENCE_NUMBERS, BEGINS)
-        )
-        mod, kept = in_sequences(read_graph(module, kind, captures), numbers, begins)
-        yield mod.mod, [its[i] for i in kept]
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Graphs are made as for Hopper; the op finds no kernel and attends by a document mask."""
+    monkeypatch.setattr(varlen, "reads_packs", lambda device: True)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_mods_of_a_node_are_those_of_an_eager_call(name, monkeypatch):
-    """And torch's own node computes the same."""
-    asked, keys, mask_mod = CASES[name]
-    monkeypatch.setattr(varlen, "reads_packs", lambda device: True)
+def test_the_op_is_an_eager_call(name, on_hopper):
+    """With gradients through both results; other lengths in the same tensor compile nothing."""
+    asked, keys = CASES[name]
     q, k, v, cu_q, cu_k = pack(keys=keys, dtype=torch.bfloat16, more=7)
-    nodes = []
+    given = [q, k, v]
+    if name == "sinks":
+        given.append(torch.linspace(-1, 1, q.shape[1]))
 
-    def seen(graph, example):
-        nodes.extend(x for x in graph.graph.nodes if "flex_attention" in str(x.target))
-        return make_boxed_func(graph.forward)
+    def attend(cu_q, cu_k, q, k, v, sinks=None):
+        cu_k = cu_k if keys else cu_q
+        out, lse = flexattn.varlen_attn(q, k, v, cu_q, cu_k, return_lse=True, sinks=sinks, **asked)
+        return out.float().square().sum() + lse.clamp(min=-9).sin().sum()
 
-    def attend(q, k, v, cu_q, cu_k):
-        return flexattn.varlen_attn(q, k, v, cu_q, cu_k, **asked)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for turn in range(2):
+        if turn:
+            cu_q.copy_(offsets(LENGTHS[::-1]))
+            cu_k.copy_(offsets((keys or LENGTHS)[::-1]))
+        leaves = [x.detach().requires_grad_() for x in given]
+        found, wanted = (
+            (loss := call(cu_q, cu_k, *leaves), *torch.autograd.grad(loss, leaves))
+            for call in (compiled, attend)
+        )
+        torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
+    assert counter.frame_count == 1
+    (graph,) = counter.graphs
+    assert ops_of(graph) == [torch.ops.flexattn.attend_sequences]
 
-    torch._dynamo.reset()
-    compiled = torch.compile(attend, fullgraph=True, backend=aot_autograd(fw_compiler=seen))
+
+def ops_of(graph):
+    """The attentions that a graph has."""
+    names = "flex_attention", "attend_sequences"
+    return [n.target for n in graph.graph.nodes if any(x in str(n.target) for x in names)]
+
+
+def test_a_call_with_mods_is_torchs_node(on_hopper):
+    q, k, v, cu, _ = pack(dtype=torch.bfloat16)
+
+    def attend(q, k, v, cu):
+        return flexattn.varlen_attn(q, k, v, cu, cu, causal=True, score_mod=softcap(5.0))
+
+    seen = EagerAndRecordGraphs()
+    compiled = torch.compile(attend, fullgraph=True, backend=seen)
     with torch.no_grad():
-        for turn in range(2):
-            if turn:
-                cu_q.copy_(offsets(LENGTHS[::-1]))
-                cu_k.copy_(offsets((keys or LENGTHS)[::-1]))
-            got, wanted = compiled(q, k, v, cu_q, cu_k), attend(q, k, v, cu_q, cu_k)
-            torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02)
-    (node,) = nodes
-    for mod, fn in zip(mods_of(node), (asked.get("score_mod"), mask_mod), strict=True):
-        (found, captured), wanted = mod, bind(fn, mod[0].kind)
-        if wanted is None:
-            assert found.expr.op in ("const", "var") and not captured
-            continue
-        assert found.expr == wanted.mod.expr
-        assert len(captured) == len(wanted.tensors)
+        found, wanted = compiled(q, k, v, cu), attend(q, k, v, cu)
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
+    assert ops_of(seen.graphs[0]) == [torch.ops.higher_order.flex_attention]
+
+
+def test_an_op_without_a_wanted_gradient(on_hopper):
+    """Of lse alone, and of nothing."""
+    q, k, v, cu, _ = pack(dtype=torch.bfloat16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = torch.ops.flexattn.attend_sequences(*leaves, None, cu, None, -1, 0, None, False)
+    (wanted,) = torch.autograd.grad(
+        flexattn.varlen_attn(*leaves, cu, cu, causal=True, return_lse=True)[1].sum(), q
+    )
+    (found,) = torch.autograd.grad(lse.sum(), q, retain_graph=True)
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
+    assert torch.autograd.grad((0 * lse).sum(), q, retain_graph=True)[0].abs().max() == 0
