@@ -80,7 +80,7 @@ def test_an_op_without_a_wanted_gradient(on_hopper):
     """Of lse alone, and of nothing."""
     q, k, v, cu, _ = pack(dtype=torch.bfloat16)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = torch.ops.flexattn.attend_sequences(*leaves, None, cu, None, -1, 0, None, False)
+    _, lse = torch.ops.flexattn.attend_sequences(*leaves, None, cu, None, -1, 0, None, False)
     (wanted,) = torch.autograd.grad(
         flexattn.varlen_attn(*leaves, cu, cu, causal=True, return_lse=True)[1].sum(), q
     )
