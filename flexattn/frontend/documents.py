@@ -102,14 +102,17 @@ def _ends(cu: Tensor, length: int) -> Tensor:
 
 
 def sided(left: int, right: int) -> tuple[MaskMod, ...]:
-    """The terms of a mask that are a window."""
+    """The terms of a mask that are a window.
+
+    `int` makes its sides constants of a kernel: one that reads them as arguments knows no band.
+    """
     terms: list[MaskMod] = []
     if right == 0:
         terms.append(causal_mask)
     elif right > 0:
-        terms.append(lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= right)
+        terms.append(lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= int(right))
     if left >= 0:
-        terms.append(lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= left)
+        terms.append(lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= int(left))
     return tuple(terms)
 
 
