@@ -46,8 +46,8 @@ class _Clauses(jinja2.ext.Extension):
 
 def _block_of(found: re.Match[str]) -> str:
     line, clauses = found[1], re.split(r" (?=for )", found[2])
-    # A macro's last line has its own end.
-    end = "" if line.endswith("-}}") else "{{ '\\n' }}"
+    # A macro's last line has its own end; an import is no line.
+    end = "" if line.endswith("-}}") or line.startswith("{% import ") else "{{ '\\n' }}"
     begins = "".join(f"{{% {each} %}}" for each in clauses)
     ends = "".join(f"{{% end{each.split()[0]} %}}" for each in reversed(clauses))
     return f"{begins}{line}{end}{ends}"
