@@ -102,6 +102,23 @@ def test_defaults_keep_their_registers_and_overlap(name, D, sizes):
     assert not any(re.search(barrier, each) for each in stores)
 
 
+@pytest.mark.parametrize("mask", ["causal", pytest.param("full", marks=pytest.mark.long)])
+def test_tiles_of_128_keys_above_128_columns(mask):
+    """A search tries them; loops of some 600 instructions read 16 spilled words or fewer."""
+    wanted = problem("backward", 192, 128, kv_len=8192, group=1, **MODS[mask])
+    ours = (c for c in space(wanted, H200) if isinstance(c, HopperBackwardConfig))
+    config = next(c for c in ours if c.BLOCK_N == 128)
+    compiled = compile_source(render(wanted.structure, config, H200, "lean"), H200)
+    taken = resources(compiled, H200)
+    assert not taken.serialised and taken.shared <= H200.shared_memory, taken
+    spilled = [words for _, words in product_loops(compiled.asm["cubin"])]
+    assert len(spilled) == 1 + (mask == "causal") and max(spilled) <= 16, spilled
+    products = Counter(map(int, re.findall(r"\bm64n(\d+)k16", compiled.asm["ptx"])))
+    # S and dP, and of dQ the first columns; dQ's rest; dV; dK.
+    each = {64: 12 + 8 + 8, 32: 8, 128: 4, 192: 4}
+    assert products == {n: count * len(spilled) for n, count in each.items()}
+
+
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("values", [192, 128])
 def test_tiles_of_96_keys(values, mask):

@@ -28,6 +28,8 @@ FORMS = {
     "by product whole": (BY_PRODUCT, 256, 256),
     "by product": (BY_PRODUCT, 160, 160),
     "by product, few": (BY_PRODUCT, 72, 144),
+    "lean": (PLAIN, 184, 120),
+    "lean, few": (PLAIN, 136, 128),
     "engine whole": (replace(PLAIN, **ENGINE), 128, 128),
     "engine": (replace(PLAIN, **ENGINE), 80, 80),
     "engine, few": (replace(PLAIN, **ENGINE), 64, 128),
@@ -54,8 +56,10 @@ def held(config, width, groups):
 def added_by_threads(text, config, structure):
     """Where the sum of a row and a column is in a tile, by the assembly of the kernel."""
     tile, places = columns(structure), {}
-    narrow = "ADD = gl.constexpr" not in text
-    parts = [("add_tile", 0, tile, 2)]
+    lean, narrow = "def add_rest" in text, "ADD = gl.constexpr" not in text
+    parts = [("add_tile", 0, 128 if lean else tile, 2)]
+    if lean:
+        parts.append(("add_rest", 128, 64, 2))
     if config.by_product:
         parts = [("add_tile", 0, tile // 2, 1), ("add_tile_if", tile // 2, tile // 2, 1)]
     for name, behind, width, groups in parts:

@@ -33,7 +33,8 @@ class HopperBackwardConfig:
     BLOCK_M: query rows of a tile, 64 or 128.
     BLOCK_N: keys of a tile; 128, of which each of the two consumer warpgroups has 64 rows of dK
     and dV in registers, or 64: each then has half the columns of both, or one of the two. Above
-    128 columns 96 keys fit up to 192 columns, by_product (chunks).
+    128 columns 128 keys fit if dK and dV have 320 columns together (is_lean), and 96 up to 192
+    columns, by_product (chunks).
     num_stages: tiles of Q, and of dO, in shared memory at once, 1 to 4; the loads run that far
     ahead.
     mha: whether each key head has one query head, of one batch; default False: a block walks the
@@ -146,12 +147,28 @@ def columns(structure: Structure) -> int:
     return max(64, power_above(max(structure.head_dim_qk, structure.head_dim_v)))
 
 
+def is_lean(structure: Structure, config: HopperBackwardConfig) -> bool:
+    """True of tiles of 128 keys whose heads have more than 128 columns.
+
+    Their registers have no place for a tile's scores beside gradients of weights: each product is
+    awaited, and weights stay in 16 bits.
+    """
+    return config.BLOCK_N == 128 and columns(structure) == 256
+
+
 def chunks(structure: Structure, config: HopperBackwardConfig) -> tuple[int, int] | None:
     """Chunks of 64 columns of q and k, and of v, in tiles of 96 keys; None of other tiles."""
     if config.BLOCK_N != TWO_BLOCKS_KEYS:
         return None
     qk, v = (-(-each // 64) for each in structure.head_dims)
     return qk, v
+
+
+def value_columns(structure: Structure, config: HopperBackwardConfig) -> int:
+    """Columns of tiles of V and dO."""
+    if not is_lean(structure, config):
+        return columns(structure)
+    return max(64, power_above(structure.head_dim_v))
 
 
 def multiplied_columns(head_dim: int) -> int:

@@ -24,7 +24,7 @@ from flexattn.kernels.hopper_backward.config import (
     sizes_of_launch,
     trims_runs,
 )
-from flexattn.kernels.hopper_backward.limits import LIMITS, ODD_COLUMNS
+from flexattn.kernels.hopper_backward.limits import LEAN_COLUMNS, LIMITS
 from flexattn.kernels.hopper_backward.masks import (
     asked_by_row,
     band_and_rest,
@@ -48,6 +48,7 @@ _TALL = HopperBackwardConfig(128, 128, 2)
 _WIDE = HopperBackwardConfig(64, 128, 2)
 _SPLIT = HopperBackwardConfig(64, 64, 2)
 _ODD = HopperBackwardConfig(64, 96, 2, by_product=True, waves=4)
+_LEAN = replace(_WIDE, ds_stages=2, ds_first=True, remat=True)
 # Rows of a mean sequence: of fewer V stays in shared memory, from more on tiles are tall.
 _SHORT, _LONG = 500, 800
 # Rows of a pack of windows up to which more heads start side by side.
@@ -69,7 +70,8 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     warpgroup's alone, and in float16 where a row has so many keys that its weights, which one
     warpgroup hands to the other in 16 bits, lose some of theirs. Up to 192 columns all of lse is
     read early: 0.95 to 0.99 of the time (D 160, H200). Of 192 columns tiles of 96 keys write two
-    thirds of dQ, which by_product waits for: 0.81 to 0.84 of its time.
+    thirds of dQ, which by_product waits for: 0.81 to 0.84 of its time, and of values of up to 128
+    0.77 to 0.94 of that of tiles of 128 keys, which go first with Triton 3.8.
     """
     structure = problem.structure
     if structure.ragged_kv:
@@ -109,7 +111,10 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
         elif structure.score is None and not structure.dropout and _keeps_weights(problem):
             if _fits_odd_keys(structure) and _is_bare(structure):
                 yield at_sizes(_ODD, problem)
-            fits = plain and max(structure.head_dims) <= ODD_COLUMNS
+            lean = at_sizes(_LEAN, problem)
+            if lean.mha and lean.even_n and _fits_tall_keys(structure) and _is_bare(structure):
+                yield lean
+            fits = plain and max(structure.head_dims) <= LEAN_COLUMNS
             yield replace(_by_product(config), early_lse="all" if fits else "")
         yield config
 
@@ -239,7 +244,8 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperBackwardConfig]:
         return
     starts = list(defaults(problem))
     yield from starts
-    if columns(problem.structure) > 128:
+    if _fits_tall_keys(problem.structure):
+        yield from (at_sizes(replace(_LEAN, ping_pong=turns), problem) for turns in (False, True))
         starts = [each for each in starts if each.BLOCK_N == 64]
     first = {each.BLOCK_M: each for each in reversed(starts)}
     tall = () if columns(problem.structure) > 64 else (_TALL.BLOCK_M,)
@@ -282,10 +288,15 @@ def _by_product(config: HopperBackwardConfig) -> HopperBackwardConfig:
     )
 
 
+def _fits_tall_keys(structure: Structure) -> bool:
+    """True if dK and dV of 128 keys leave registers, of heads above 128 columns."""
+    return 128 < structure.head_dim_qk <= LEAN_COLUMNS and structure.head_dim_v <= 128
+
+
 def _fits_odd_keys(structure: Structure) -> bool:
     """True of heads of 192 columns at most whose dK and dV of 96 keys fill a warpgroup each."""
     qk, v = map(multiplied_columns, structure.head_dims)
-    return qk == ODD_COLUMNS >= v and not bounds_views()
+    return qk == LEAN_COLUMNS >= v and not bounds_views()
 
 
 def _is_bare(structure: Structure) -> bool:

@@ -14,7 +14,9 @@ from flexattn.kernels.hopper_backward.config import (
     HopperBackwardConfig,
     chunks,
     columns,
+    is_lean,
     multiplied_columns,
+    value_columns,
 )
 from flexattn.kernels.hopper_backward.masks import (
     band_and_rest,
@@ -32,8 +34,8 @@ CONSUMER_THREADS = 256
 BARRIERS, BESIDE_TILES = 512, 32
 # The most registers of a thread that hold a tile of dQ.
 DQ_REGISTERS = 64
-# The columns of Q and K in tiles of 96 keys, and the most of V.
-ODD_COLUMNS = 192
+# The most columns of dQ in tiles of 128 keys of heads above 128 columns.
+LEAN_COLUMNS = 192
 # The most rows of a box of the copy engine, each of 32 numbers of a tile of dQ.
 BOX_ROWS, BOX_COLUMNS = 256, 32
 
@@ -50,6 +52,11 @@ class ConfigCase(StructureCase[HopperBackwardConfig]):
     def columns(self) -> int:
         """Columns of every tile."""
         return columns(self.structure)
+
+    @cached_property
+    def lean(self) -> bool:
+        """True of tiles of 128 keys whose heads have more than 128 columns."""
+        return is_lean(self.structure, self.config)
 
     @property
     def chunks(self) -> tuple[int, int] | None:
@@ -71,7 +78,7 @@ class ConfigCase(StructureCase[HopperBackwardConfig]):
             statistics = c.num_stages * c.BLOCK_M * 8
             return tiles + statistics + 4 * c.BLOCK_M * c.BLOCK_N * itemsize + BARRIERS
         # Q, dO, lse and delta of each stage; K and V.
-        width = 2 * self.columns
+        width = self.columns + value_columns(self.structure, c)
         walked = c.num_stages * c.BLOCK_M * (width * itemsize + 8)
         held = c.BLOCK_N * width * itemsize
         # dS, and a P a stage where the warpgroups share a tile's columns; two of each by products.
@@ -98,6 +105,9 @@ class ConfigCase(StructureCase[HopperBackwardConfig]):
         dk_and_dv = c.BLOCK_N * width // CONSUMER_THREADS
         # Of one tile; dP has as many.
         scores = c.BLOCK_M * c.BLOCK_N // CONSUMER_THREADS * (2 if c.by_product else 1)
+        if self.lean:
+            # Its scores, or their gradients, beside weights in 16 bits.
+            return dk_and_dv + scores + scores // 2 + BESIDE_TILES
         dq_tile = c.BLOCK_M * self.columns // CONSUMER_THREADS
         return dk_and_dv + max(2 * scores, scores // 2 + dq_tile) + BESIDE_TILES
 
@@ -305,9 +315,20 @@ LIMITS: Limits[ConfigCase] = Limits(
             lambda c: not c.structure.ragged_kv or _packs(c.structure),
         ),
         Rule(
-            "keys",
-            "tiles of 128 keys are of heads of up to 128 columns",
-            lambda c: c.config.BLOCK_N < 128 or c.columns <= 128,
+            "lean",
+            "tiles of 128 keys of heads of more than 128 columns have 64 rows and up to "
+            f"{LEAN_COLUMNS} columns of dQ, which threads add, and 128 of V, and no score_mod, "
+            "dropout, packed sequences or pipelined",
+            lambda c: (
+                not c.lean
+                or (
+                    c.config.BLOCK_M == 64
+                    and c.structure.head_dim_qk <= LEAN_COLUMNS
+                    and c.structure.head_dim_v <= 128
+                    and not (c.structure.score or c.structure.dropout or c.structure.ragged_kv)
+                    and not (c.config.dq_tma or c.pipelined or c.config.dp_rs)
+                )
+            ),
         ),
         Rule(
             "views",
@@ -322,8 +343,8 @@ LIMITS: Limits[ConfigCase] = Limits(
             lambda c: (
                 c.chunks is None
                 or (
-                    multiplied_columns(c.structure.head_dim_qk) == ODD_COLUMNS
-                    and c.structure.head_dim_v <= ODD_COLUMNS
+                    multiplied_columns(c.structure.head_dim_qk) == LEAN_COLUMNS
+                    and c.structure.head_dim_v <= LEAN_COLUMNS
                     and c.config.num_stages >= 2
                     and _is_banded(c.structure)
                 )
@@ -333,7 +354,7 @@ LIMITS: Limits[ConfigCase] = Limits(
         Rule(
             "dq",
             "a tile of dQ of {c.config.BLOCK_M}x{c.columns} has more than 64 registers a thread",
-            lambda c: c.config.BLOCK_M * c.columns <= DQ_REGISTERS * CONSUMER_THREADS,
+            lambda c: c.lean or c.config.BLOCK_M * c.columns <= DQ_REGISTERS * CONSUMER_THREADS,
         ),
         Rule(
             "registers",

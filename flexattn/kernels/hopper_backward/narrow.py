@@ -9,7 +9,9 @@ from flexattn.kernels.hopper_backward.config import (
     HopperBackwardConfig,
     chunks,
     columns,
+    is_lean,
     multiplied_columns,
+    value_columns,
 )
 from flexattn.kernels.ptx.narrow_products import announcement
 from flexattn.problem import Structure
@@ -58,6 +60,11 @@ def added_sums(structure: Structure, config: HopperBackwardConfig) -> dict[str, 
     if chunks(structure, config):
         # Of all, since ptxas moves none that asks for something into the next product.
         return {"add_tile_if": Sums(32, (8,), 0, guarded=True)}
+    if is_lean(structure, config):
+        return {
+            "add_tile": Sums(32, _halves(min(used, 128), 64), 0),
+            "add_rest": Sums(16, _halves(max(used - 128, 0), 32), 16),
+        }
     values, (one, two) = config.BLOCK_M * tile // 256, _halves(used, tile // 2)
     if config.by_product:
         rest = Sums(values, (two,), one, guarded=True)
@@ -119,12 +126,13 @@ def announcements(structure: Structure, config: HopperBackwardConfig) -> dict[st
     score_columns = rows // 2 if config.split else rows
     # Of half of V in registers the rest is a product of its own.
     held = 64 if holds_half(structure, config) else 0
-    sums = {"s": (qk, tile), "dp": (v - held, tile - held)}
+    v_tile = value_columns(structure, config)
+    sums = {"s": (qk, tile), "dp": (v - held, v_tile - held)}
     found = dict.fromkeys(("s", "dp", "dv", "dk", "dq"), "")
     for name, (used, of) in sums.items():
         if used < of:
             found[name] = announcement((used // 16, of // 16), (score_columns, score_columns))
-    results = {} if config.split else {"dv": (v, tile, rows), "dk": (qk, tile, rows)}
+    results = {} if config.split else {"dv": (v, v_tile, rows), "dk": (qk, tile, rows)}
     if config.by_product:
         results["dq"] = (max(qk - tile // 2, 8), tile // 2, keys)
     elif rows == 128:

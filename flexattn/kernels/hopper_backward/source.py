@@ -33,7 +33,9 @@ from flexattn.kernels.hopper_backward.config import (
     HopperBackwardConfig,
     chunks,
     columns,
+    is_lean,
     trims_runs,
+    value_columns,
 )
 from flexattn.kernels.hopper_backward.masks import (
     Band,
@@ -93,7 +95,8 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
     """The arguments of the kernel, in order."""
     dtype, width = structure.dtype, columns(structure)
     rows, keys = config.BLOCK_M, config.BLOCK_N
-    tiles = {"Q": (rows, width), "K": (keys, width), "V": (keys, width), "DO": (rows, width)}
+    v_width = value_columns(structure, config)
+    tiles = {"Q": (rows, width), "K": (keys, width), "V": (keys, v_width), "DO": (rows, v_width)}
     if chunks(structure, config):
         tiles = dict.fromkeys(tiles, (32, 64))
     found = [Argument(*descriptor(name, dtype, *size)) for name, size in tiles.items()]
@@ -269,6 +272,8 @@ def render(
         "dp_rs": config.dp_rs and config.BLOCK_N == 128,
         "v_half": holds_half(structure, config),
         "narrow": narrow,
+        "lean": is_lean(structure, config),
+        "v_dim": "V_DIM" if is_lean(structure, config) else "HEAD_DIM",
         "dq_boxes": dq_boxes(structure, config),
         "added": added_sums(structure, config),
         "dq_size": dq_size(structure),
@@ -406,6 +411,8 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
         "FREE_DO": free_do,
         "FREE_Q": free_q,
     }
+    if is_lean(structure, config):
+        settings["V_DIM"] = value_columns(structure, config)
     if summed(structure) and not config.dq_tma:
         settings["SUMS"] = summed(structure)
     if config.persistent:
@@ -484,7 +491,9 @@ def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:
 def _places(config: HopperBackwardConfig, width: int) -> dict[str, object]:
     """The layout of warps over a tile of dq, `width` columns wide, as the template's constants."""
     tall = config.BLOCK_M == 64 * BLOCK_WARPS // 4
+    # Of tiles of 128 keys above 128 columns that is the first of two products.
+    half = min(64, width // 2) if config.BLOCK_N == 128 else width // 2
     return {
         "dq_warps": [BLOCK_WARPS, 1] if tall else [BLOCK_WARPS // 2, 2],
-        "dq_columns": width if tall else width // 2,
+        "dq_columns": width if tall else half,
     }

@@ -19,6 +19,7 @@ from flexattn.kernels.hopper_backward.config import (
     at_sizes,
     columns,
     multiplied_columns,
+    value_columns,
 )
 from flexattn.kernels.hopper_backward.family import defaults
 from flexattn.kernels.hopper_backward.source import flags_of
@@ -44,7 +45,7 @@ class Emulated(Recorded):
         super().__init__(source)
         self.config, self.seen = config, seen
         self.width = multiplied_columns(structure.head_dim_qk)
-        self.widths = columns(structure), columns(structure)
+        self.widths = columns(structure), value_columns(structure, config)
 
     def launch(self, stream, given):
         super().launch(stream, given)
@@ -381,6 +382,16 @@ def test_blocks_that_rows_choose(place, monkeypatch):
     wide = replace(config, BLOCK_N=128, by_product=False)
     assert family_of(wide).limits.violated(wide, wanted.structure, H200)[0].name == "mods"
     assert_gradients(config, *drawn((40, 24), GQA, batches=(2, 1)), of_rows, monkeypatch)
+
+
+@pytest.mark.parametrize(("name", "mask"), [("ds first", "full"), ("plain", "causal")])
+def test_heads_above_128_columns_in_tiles_of_128_keys(name, mask, monkeypatch):
+    """dQ in two parts, where values have fewer columns than keys."""
+    form = replace(HopperBackwardConfig(64, 128, 2, **PIPELINES[name]), dq_tma=False)
+    torch.manual_seed(0)
+    q, dout = (torch.randn(1, 2, 210, d, dtype=torch.float64) for d in (184, 120))
+    k, v = (torch.randn(1, 2, 200, d, dtype=torch.float64) for d in (184, 120))
+    assert_gradients(form, (q, k, v), dout, MASKS[mask], monkeypatch)
 
 
 @pytest.mark.parametrize(("name", "mask"), [("held", "full"), ("persistent held", "causal")])

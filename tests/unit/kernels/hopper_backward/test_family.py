@@ -209,9 +209,15 @@ def first_of(monkeypatch, *dims, meets=False, bounded=False, **more):
     return next(defaults(problem("backward", *dims, **{"kv_len": 8192, "group": 1} | more)))
 
 
-def test_lse_is_read_early_up_to_192_columns(monkeypatch):
+def test_values_of_up_to_128_columns_take_tiles_of_128_keys(monkeypatch):
+    """By-product's 64 keys wait for dQ, of which these write half as much."""
     walked = {"mask_mod": causal, "runs": True}
-    assert first_of(monkeypatch, 192, 128, bounded=True, **walked).by_product
+    for more in ({}, walked):
+        found = first_of(monkeypatch, 192, 128, bounded=True, **more)
+        assert (found.BLOCK_N, found.ds_stages, found.ds_first) == (128, 2, True)
+    window = {"mask_mod": sliding_window(1000), "runs": True}
+    for more in ({"meets": True}, {"kv_len": 8191}, {"group": 4}, window, {"mask_mod": causal}):
+        assert first_of(monkeypatch, 192, 128, bounded=True, **more).by_product
     early = [
         first_of(monkeypatch, D, bounded=True, **walked).early_lse for D in (160, 192, 224, 256)
     ]
@@ -266,8 +272,8 @@ def test_heads_narrower_than_tiles(dims):
 
 
 @pytest.mark.parametrize("bounded", [False, True])
-def test_a_search_above_128_columns_tries_tiles_of_96_keys(bounded, monkeypatch):
-    """Of 192 columns of keys, where Triton takes views of pieces; none has 128 keys."""
+def test_a_search_above_128_columns_tries_tiles_of_96_and_128_keys(bounded, monkeypatch):
+    """Where registers hold them: 128 of 192 columns of keys and 128 of values, and 96 of 192."""
     place = "flexattn.kernels.hopper_backward.limits.bounds_views"
     monkeypatch.setattr(place, lambda: bounded)
 
@@ -276,19 +282,21 @@ def test_a_search_above_128_columns_tries_tiles_of_96_keys(bounded, monkeypatch)
         return {c.BLOCK_N for c in found if isinstance(c, HopperBackwardConfig)}
 
     odd = set() if bounded else {96}
-    assert keys_of(192, 128) == keys_of(192, 136) == {64} | odd
-    assert keys_of(136, 64) == {64}
+    assert keys_of(192, 128) == {64, 128} | odd and keys_of(192, 136) == {64} | odd
+    assert keys_of(136, 64) == {64, 128}
     assert keys_of(184, 184, mask_mod=causal, runs=True) == {64} | odd
     documents = document(PAIRS[0].int())
     assert keys_of(192, mask_mod=causal) == keys_of(192, mask_mod=documents, runs=True) == {64}
     assert keys_of(200, 128) == keys_of(192, 128, score_mod=softcap(30.0)) == {64}
-    tall = at_sizes(CONFIG, problem("backward", 192, 128, group=1))
-    assert (
-        "128 keys"
-        in family_of(tall).limits.reasons(
-            tall, problem("backward", 192, 128, group=1).structure, H200
-        )[0]
-    )
+    wanted = problem("backward", 192, 128, group=1)
+    lean = at_sizes(replace(CONFIG, ds_stages=2, ds_first=True, remat=True), wanted)
+    assert lean in space(wanted, H200)
+    refused = family_of(lean).limits.reasons
+    assert not refused(lean, wanted.structure, H200)
+    for field in ({"dq_tma": True}, {"BLOCK_M": 128}, {"pipelined": "dk"}, {"num_stages": 3}):
+        assert refused(replace(lean, **field), wanted.structure, H200)
+    packed = replace(wanted.structure, ragged_kv=True)
+    assert any("packed" in each for each in refused(lean, packed, H200))
 
 
 @pytest.mark.parametrize(("dims", "used"), [((40, 40), 48), ((64, 104), 64), ((192, 128), 192)])
