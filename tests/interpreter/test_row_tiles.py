@@ -263,3 +263,9 @@ def test_more_tiles_than_were_planned_for():
     assert len(found) == 3
     found, _, _ = listed([300, 300, 300], [900] * 3, capacity=4, cu=[0, 900, 0, 900], sms=1)
     assert len(found) == 4
+
+
+def test_an_end_far_below_zero_is_no_row():
+    """Its difference to a row wrapped: of 2**31 rows, tiles were stored before the list."""
+    found, _, _ = listed([300, 300], [300, 300], cu=[0, 300, -(2**31)], sms=1)
+    assert [each[:2] for each in found] == expected([300], [3], [True])
