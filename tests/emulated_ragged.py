@@ -32,16 +32,20 @@ def holes(b, h, q_idx, kv_idx):
     return (q_idx // 32 + kv_idx // 32) % 2 == 0
 
 
-def row_tiles(q_lens, kv_lens, rows, parts=1, workers=10**6):
+def row_tiles(q_lens, kv_lens, config, group, parts=1, workers=10**6):
     """How many tiles there are, and each one's request and first row, the most keys first.
 
-    parts: into which the keys of each tile are cut, if they are many. workers: programs that take
-    tiles.
+    Of slices the number of the first one stands for the row. parts: into which the keys of each
+    tile are cut, if they are many. workers: programs that take tiles.
     """
+    rows, step = config.BLOCK_M, config.BLOCK_M
+    if config.sliced(group):
+        step = config.heads
+        q_lens = [-(-q // rows) * group for q in q_lens]
     found = [
-        (min(max(k - q, 0) + first + rows, k), b, first)
+        (min(max(k - q, 0) + first + step, k), b, first)
         for b, (q, k) in enumerate(zip(q_lens, kv_lens, strict=True))
-        for first in range(0, q, rows)
+        for first in range(0, q, step)
     ]
     found.sort(key=lambda each: -each[0])
     listed, slots = [], 0
@@ -182,7 +186,7 @@ def emulated(
         "stride_oh": Dv, "stride_om": Hq * Dv, "Hq": Hq, "group": Hq // Hkv,
         "COUNTER": Pointer(np.zeros(1, np.int64)),
         "ROW_TILES": Pointer(
-            np.array(row_tiles(q_lens, kv_lens, config.BLOCK_M, parts, workers))
+            np.array(row_tiles(q_lens, kv_lens, config, Hq // Hkv, parts, workers))
         ),
         "WORKSPACE": Pointer(workspace),
         "CU_SEQLENS": Pointer(np.cumsum([0, *q_lens])[: len(q_lens) + 1 - behind]),
@@ -224,9 +228,13 @@ def merge_parts(out, lse, listed, workspace, config, about):
             base_2, values = logs[at] * np.log(2), outs[at]
             for row in range(rows):
                 heads = config.packed_heads
-                token = first + row // heads % config.BLOCK_M
-                head = row % heads + row // (config.BLOCK_M * heads)
-                head += tile % head_tiles * config.heads
+                token, head = row // heads % config.BLOCK_M, row // (config.BLOCK_M * heads)
+                if config.sliced(group):
+                    token += (first + head) // group * config.BLOCK_M
+                    head = (first + head) % group
+                else:
+                    token += first
+                    head += row % heads + tile % head_tiles * config.heads
                 if token >= q_lens[b] or head >= group:
                     continue
                 h, at_row = tile // head_tiles * group + head, starts[b] + token

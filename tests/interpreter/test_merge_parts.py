@@ -20,6 +20,7 @@ CASES = {
     "rows of no head": (14, 2, 64, {"packed_heads": 8}, {"sinks": True}),
     "two tiles of a group": (10, 2, 96, {"packed_heads": 4}, {"lse": True, "sinks": True}),
     "three consumers": (8, 2, 64, {"packed_heads": 4, "consumers": 3}, {"lse": True}),
+    "slices": (10, 2, 64, {"packed_heads": 1, "pack_gqa": True}, {"lse": True, "sinks": True}),
     "heads of consumers": (8, 2, 64, {"packed_heads": 1, "pack_gqa": True}, {"lse": True}),
 }
 
@@ -29,7 +30,8 @@ def test_merge(case):
     Hq, Hkv, D, fields, asked = CASES[case]
     problem = served(4, 1, 999, 9999, Hq, Hkv, D, D, torch.bfloat16, torch.bfloat16, 16, **asked)
     form = problem.structure
-    config = replace(next(ragged_defaults(problem, H200)), splits=True, **fields)
+    first = replace(next(ragged_defaults(problem, H200)), splits=True, pack_gqa=False)
+    config = replace(first, **fields)
     few = replace(detect(torch.device("cpu")), num_sms=8)
     group, rows, tiles = Hq // Hkv, config.all_rows, Hkv * config.head_tiles(Hq // Hkv)
     size = part_words(form, config, few) // (D + 1)
@@ -38,7 +40,12 @@ def test_merge(case):
     logs[tiles] = -torch.inf  # a part whose rows see no key
     outs[tiles] = 0
     # Of two tiles one ends within a request; the first has three parts.
-    cut = torch.tensor([2, 0, 7, 999, 3, 0, 300, 1, 2, 3], dtype=torch.int32)
+    # Of slices it has the head of the first one.
+    tiled = [[7, 999, 3, 0], [300, 1, 2, 3]]
+    sliced = config.sliced(group)
+    if sliced:
+        tiled = [[7, 999, 3, 0, 4], [300, 1, 2, 3, 1]]
+    cut = torch.tensor([2, 0, *(word for each in tiled for word in each)], dtype=torch.int32)
     sinks = torch.randn(Hq) if asked.get("sinks") else None
     out = torch.full((999, Hq, D), torch.nan, dtype=torch.bfloat16)
     lse = torch.full((999, Hq), torch.nan)
@@ -55,13 +62,16 @@ def test_merge(case):
     ready = kernel.prepare(merge_programs(form, config, few), {"stride_om": Hq * D}, tuple(given))
     ready.launch(-1, tuple(given.values()))
     wanted, total = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
-    for row, left, parts, slot in cut[2:].view(-1, 4).tolist():
+    for row, left, parts, slot, *heads in tiled:
         for tile in range(tiles):
             at = (slot + torch.arange(parts)) * tiles + tile
             for r in range(rows):
                 token = r // config.packed_heads % config.BLOCK_M
                 head = r % config.packed_heads + r // (config.BLOCK_M * config.packed_heads)
                 head += tile % config.head_tiles(group) * config.heads
+                if sliced:
+                    token += (head + heads[0]) // group * config.BLOCK_M
+                    head = (head + heads[0]) % group
                 if token >= left or head >= group:
                     continue
                 h = tile // config.head_tiles(group) * group + head

@@ -19,6 +19,8 @@ from flexattn.serving.kernels import in_phase
 from tests.problems import H200, served
 
 GROUP, HEADS, ROWS, KEYS = 4, 2, 32, 128
+# Rows of a slice.
+SLICE = 64
 # Parts that there is memory for.
 MOST = 2 * 132 // HEADS + 1
 POISON = 10**6
@@ -26,31 +28,35 @@ POISON = 10**6
 
 def listed(
     q_lens, kv_lens, phase="prefill", capacity=None, cu=None, sms=132, ragged=True, splits=False,
-    mask_mod=None, streaming=0, workers=0, packed=False, behind=0, heads=GROUP,
+    mask_mod=None, streaming=0, workers=0, packed=False, behind=0, heads=GROUP, group=GROUP,
 ):  # fmt: skip
     """(request, first row, part, parts, slot) of each tile in order; which requests are prefills;
-    and of each tile that is cut (row, rows left, parts, first slot)."""
+    and of each tile that is cut (row, rows left, parts, first slot). Of a group of odd size, in
+    slices, the number of the first one for the row, and its head behind the slot."""
     B, max_keys, total = len(q_lens), 2**20, sum(q_lens)
     # What lies behind the last sequence is one more.
     programs = B + packed
     sizes = (1, total) if ragged else (q_lens[0], 0)
     mask = bind(mask_mod, "mask")
     problem = served(
-        B, *sizes, max_keys, HEADS * GROUP, HEADS, 128, 128, torch.bfloat16, torch.bfloat16, 16,
+        B, *sizes, max_keys, HEADS * group, HEADS, 128, 128, torch.bfloat16, torch.bfloat16, 16,
         mask=mask,
     )  # fmt: skip
     problem = in_phase(problem, phase)
     problem = replace(problem, structure=replace(problem.structure, ragged_kv=packed))
     form, config = problem.structure, next(ragged_defaults(problem, H200))
-    config = replace(config, packed_heads=heads, splits=splits)
-    assert (config.BLOCK_M, config.BLOCK_N) == (ROWS * GROUP // heads, KEYS)
+    sliced, own = group % 2 == 1, 4 + group % 2
+    packed_heads = 1 if sliced else heads
+    config = replace(config, packed_heads=packed_heads, pack_gqa=sliced, splits=splits)
+    rows = SLICE if sliced else ROWS * GROUP // heads
+    assert (config.BLOCK_M, config.BLOCK_N) == (rows, KEYS)
     target = detect(torch.device("cpu"))
     source = render_row_tiles(form, config, replace(target, num_sms=132))
     kernel = builder().kernel(source, target, -1)
-    tiles = sum(-(-n // ROWS) for n in (*q_lens, behind))
+    tiles = sum(-(-n // ROWS) * (1 + sliced) for n in (*q_lens, behind))
     capacity = tiles + MOST if capacity is None else capacity
     found = torch.full((2 + 5 * capacity + 64,), POISON, dtype=torch.int32)
-    cut = torch.full((2 + 4 * MOST + 64,), POISON, dtype=torch.int32)
+    cut = torch.full((2 + own * MOST + 64,), POISON, dtype=torch.int32)
     counter = torch.full((1,), POISON, dtype=torch.int32)
     prefills = torch.full((B + 1,), POISON, dtype=torch.int32)
     keys = [*accumulate(kv_lens, initial=0)] if packed else kv_lens
@@ -77,9 +83,9 @@ def listed(
     assert found[1] == (workers or sms)
     count, cut_count = found[0].item(), cut[0].item()
     assert (found[2 + 5 * capacity :] == POISON).all()
-    assert (cut[2 + 4 * cut_count :] == POISON).all()
+    assert (cut[2 + own * cut_count :] == POISON).all()
     words = found[2 : 2 + 5 * count].view(-1, 5).tolist()
-    cut = [tuple(each) for each in cut[2 : 2 + 4 * cut_count].view(-1, 4).tolist()]
+    cut = [tuple(each) for each in cut[2 : 2 + own * cut_count].view(-1, own).tolist()]
     which = prefills[:B].bool().tolist() if phase else [True] * B
     return [tuple(each) for each in words], which, cut
 
@@ -246,6 +252,26 @@ def test_all_are_prefills_where_a_plan_says_so():
     batch = [130] * 3, [700, 0, 130]
     found, _, _ = listed(*batch, phase="", ragged=False)
     assert [each[:2] for each in found] == expected(batch[0], widths_of(batch[1]), [True] * 3)
+
+
+@pytest.mark.parametrize("group", [5, 7])
+def test_slices_of_heads_in_turn(group):
+    """Two a tile: the first one's head may be any, and its rows those of 64 before it."""
+    q_lens, kv_lens = [700, 1, 100, 0], [60000, 1, 150, 40]
+    found, prefills, cut = listed(q_lens, kv_lens, splits=True, group=group)
+    assert prefills == [True, True, True, False]  # one decode is served with the prefills
+    numbers = {b: range(0, -(-q // SLICE) * group, 2) for b, q in enumerate(q_lens)}
+    parts = {each[0]: each[3] for each in sorted(found)}
+    assert parts[0] > 1 and parts[1] == parts[2] == 1
+    assert sorted(each[:3] for each in found) == [
+        (b, first, part) for b in parts for first in numbers[b] for part in range(parts[b])
+    ]
+    assert [each[1] for each in found if each[0] == 0][:: parts[0]] == [*reversed(numbers[0])]
+    slots = {each[1]: each[4] for each in found if each[0] == 0 and each[2] == 0}
+    assert sorted(cut) == sorted(
+        (s // group * SLICE, 700 - s // group * SLICE, parts[0], slots[s], s % group)
+        for s in numbers[0]
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -58,6 +58,10 @@ class BlackwellPrefillConfig:
         """Query heads of one tile."""
         return self.packed_heads
 
+    def sliced(self, group: int) -> bool:
+        """False: a tile has the same query rows of its heads."""
+        return False
+
     def head_tiles(self, group: int) -> int:
         """Tiles that the heads of a group make for the same query rows."""
         return -(-group // self.packed_heads)

@@ -120,9 +120,16 @@ class HopperPrefillConfig:
         """True if keys of a tile may be cut into parts."""
         return False
 
+    def sliced(self, group: int) -> bool:
+        """True if a plan's consumers take slices in turn: 64 rows of each head, then the next 64.
+
+        A tile ends anywhere in a group, so heads that consumers do not divide fill tiles, too.
+        """
+        return self.pack_gqa and group % self.consumers > 0
+
     def head_tiles(self, group: int) -> int:
-        """Tiles that the heads of a group make for the same query rows."""
-        return -(-group // self.heads)
+        """Tiles that the heads of a group make for the same query rows; 1 of slices."""
+        return 1 if self.sliced(group) else -(-group // self.heads)
 
     @property
     def merges(self) -> bool:
@@ -169,7 +176,8 @@ class RaggedPrefillConfig(HopperPrefillConfig):
 
     packed_heads: heads of a group in the rows of a tile, a power of two up to 64; default 1. Row r
     is of head r % packed_heads; what is above a group's last head is no row. Mods that read the
-    head have pack_gqa instead, where each consumer has one. splits: whether the device may cut a
+    head have pack_gqa instead, where each consumer has one; so have groups of odd size, see
+    `sliced`. splits: whether the device may cut a
     tile's keys into parts for several SMs, which another kernel merges; default False.
     """
 
@@ -285,7 +293,8 @@ def multiplied(head_dim: int, v_box: int) -> int:
 
 def shares_keys(problem: Problem, config: HopperPrefillConfig) -> bool:
     """True if the heads of a tile are of one group."""
-    return not config.pack_gqa or problem.Hq // problem.Hkv % config.heads == 0
+    whole = problem.Hq // problem.Hkv % config.heads == 0
+    return not config.pack_gqa or whole or isinstance(problem, ServingProblem)
 
 
 def grid(problem: Problem, config: HopperPrefillConfig, device: Device) -> Geometry:
@@ -302,7 +311,10 @@ def grid(problem: Problem, config: HopperPrefillConfig, device: Device) -> Geome
     if isinstance(problem, ServingProblem):
         # Each request may end within a tile.
         form = problem.structure
-        rows = problem.rows // config.BLOCK_M + problem.B + split_slots(form, config, device)
+        rows = problem.rows // config.BLOCK_M + problem.B
+        if config.sliced(form.group):
+            rows = rows * form.group // config.consumers + problem.B
+        rows += split_slots(form, config, device)
         units = rows * problem.Hkv * config.head_tiles(form.group)
         return Geometry(min(units, device.num_sms), rows, units)
     tiles = -(-problem.q_len // config.BLOCK_M)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -79,8 +80,8 @@ _SECTION = 64
 _CUT_FROM, _CUT_COST, _LEAST_PART, _MOST_PARTS = 1.0, 8, 6, 64
 # Rows and parts that a program merges at a time.
 _MERGE_ROWS, _MERGE_PARTS = 8, 4
-# Numbers of a tile that is cut, and what the producer tells consumers of it.
-CUT_WORDS = 4
+# Numbers of a tile that is cut, at most, and what the producer tells consumers of it.
+CUT_WORDS = 5
 REQUEST_WORDS = ("kv_len", "out_row", "rows_left", "slot")
 # What the producer alone reads, beside the tensors of K and V.
 _PRODUCED = ("group", "COUNTER")
@@ -154,8 +155,13 @@ def _shared_out(
     """The config with what follows from heads and mods, and whether keys are cut."""
     form = problem.structure
     if packs(form):
-        heads = packed_heads(prefill_rows(problem), form.group, config.all_rows)
-        config = replace(config, packed_heads=heads)
+        rows = prefill_rows(problem)
+        heads = packed_heads(rows, form.group, config.all_rows)
+        shared = replace(config, packed_heads=heads)
+        slices = replace(config, pack_gqa=True)
+        able = form.group > 1 and not form.ragged_kv and slices.sliced(form.group)
+        tiles = tiles_of_rows(form, slices, rows) if able else math.inf
+        config = slices if tiles <= tiles_of_rows(form, shared, rows) else shared
     elif form.group % 2 == 0:
         config = replace(config, pack_gqa=True)
     terms = form.terms
@@ -174,6 +180,14 @@ def _shared_out(
     if several_requests:
         config = replace(config, l2_swizzle=_SECTION)
     return replace(config, splits=cut and (several_requests or units < 2 * device.num_sms))
+
+
+def tiles_of_rows(form: ServingForm, config: base.RaggedConfig, rows: int) -> int:
+    """Tiles of so many query positions of a request, of all heads."""
+    tiles, heads = -(-rows // config.BLOCK_M), form.kv_heads * config.head_tiles(form.group)
+    if config.sliced(form.group):
+        tiles = -(-tiles * form.group // config.heads)
+    return tiles * heads
 
 
 def box_rows(form: ServingForm, config: HopperPrefillConfig) -> int:
@@ -202,6 +216,11 @@ def constants(form: ServingForm, config: HopperPrefillConfig, device: Device) ->
         "WEIGHTS": words // (form.head_dim_v + 1) * form.head_dim_v,
         "OUT_COLUMNS": form.head_dim_v,
     }  # fmt: skip
+
+
+def cut_words(form: ServingForm, config: base.RaggedConfig) -> int:
+    """Numbers of a tile that is cut; of slices one more, the first one's head."""
+    return CUT_WORDS - (not config.sliced(form.group))
 
 
 def part_words(form: ServingForm, config: HopperPrefillConfig, device: Device) -> int:
@@ -251,7 +270,7 @@ def render_row_tiles(form: ServingForm, config: base.RaggedConfig, device: Devic
         "TILES": _TILES,
         "REQUESTS": _REQUESTS,
         "TILE_WORDS": TILE_WORDS,
-        "CUT_WORDS": CUT_WORDS,
+        "CUT_WORDS": cut_words(form, config),
         "CUT_FROM": _CUT_FROM,
         "CUT_COST": _CUT_COST,
         "PARTS_OF_SHARE": PARTS_OF_SHARE,
@@ -261,6 +280,9 @@ def render_row_tiles(form: ServingForm, config: base.RaggedConfig, device: Devic
     }
     counts = ("num_requests",) * (not form.ragged_kv) + ("num_sms",)
     found = [*request_arguments(form)[1:], *several("i32", *counts), *captured]
+    sliced = config.sliced(form.group)
+    if sliced:
+        settings |= {"GROUP": form.group, "CONSUMERS": config.heads}
     given, phased = [each.name for each in found], form.phase != ""
     found.append(Argument("capacity", "i32"))
     found += several("i32", *("streaming_sms",) * phased)
@@ -283,6 +305,7 @@ def render_row_tiles(form: ServingForm, config: base.RaggedConfig, device: Devic
         "edges": edges,
         "form": form,
         "launch_pdl": device.backend == "cuda",
+        "sliced": sliced,
         "request_arguments": ["b", *["light"] * phased, *given],
         "request_values": lambda b, light="light": ", ".join((b, *[light] * phased, *given)),
     }
@@ -292,11 +315,10 @@ def render_row_tiles(form: ServingForm, config: base.RaggedConfig, device: Devic
 
 def prefills_from(form: ServingForm, config: base.RaggedConfig, most: int) -> int:
     """Queries from which on each request of up to `most` is a prefill, as row tiles decide it."""
-    heads = form.kv_heads * config.head_tiles(form.group)
     for n in range(most, DECODE_QUERIES, -1):
         streamed = -(-n * form.group // _STREAMED_ROWS) * _STREAMED_TIME * form.kv_heads
         # A kernel compares float32.
-        if -(-n // config.BLOCK_M) * heads > 0.999 * streamed:
+        if tiles_of_rows(form, config, n) > 0.999 * streamed:
             return n + 1
     return DECODE_QUERIES + 1
 
@@ -309,7 +331,7 @@ def render_merge_parts(form: ServingForm, config: HopperPrefillConfig, device: D
         "TILE_HEADS": config.heads,
         "HEADS": form.kv_heads,
         "PACKED": form.group,
-        "CUT_WORDS": CUT_WORDS,
+        "CUT_WORDS": cut_words(form, config),
         "ALL_HEAD_TILES": form.kv_heads * config.head_tiles(form.group),
         "HEAD_DIM_V": form.head_dim_v,
         "MERGE_ROWS": _MERGE_ROWS,
@@ -326,6 +348,7 @@ def render_merge_parts(form: ServingForm, config: HopperPrefillConfig, device: D
         # Parts have V's scale already.
         "form": replace(form, scaled=False),
         "cut_tiles": True,
+        "sliced": config.sliced(form.group),
         "launch_pdl": device.backend == "cuda",
         "out_element": triton_type(form.out_dtype),
     }

@@ -11,7 +11,7 @@ from flexattn.device import named
 from flexattn.kernels.base.ragged import packed_heads
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper.config import RaggedPrefillConfig
-from flexattn.kernels.hopper.ragged import ragged_defaults
+from flexattn.kernels.hopper.ragged import ragged_defaults, tiles_of_rows
 from flexattn.mods import bind
 from tests.emulated_ragged import emulated as on_requests, holes, prefix, tilted
 from tests.families import violated
@@ -83,6 +83,21 @@ ASKED = {
         "config": replace(CONFIG, packed_heads=4),
         "score_mod": softcap(4.0),
     },
+    "five heads in slices": {
+        "heads": (10, 2),
+        "config": replace(CONFIG, pack_gqa=True, lazy_rescale=True, ping_pong=True),
+    },
+    "seven heads in slices": {
+        "heads": (14, 2),
+        "mask_mod": sliding_window(40),
+        "score_mod": alibi(14, "cpu"),
+        "sinks": [i / 4 for i in range(14)],
+        "config": replace(CONFIG, pack_gqa=True),
+    },
+    "two heads of three consumers": {
+        "mask_mod": holes,
+        "config": replace(CONFIG, pack_gqa=True, consumers=3, consumer_regs=160, BLOCK_N=64),
+    },
     "sixteen heads": {
         "heads": (16, 1),
         "config": replace(CONFIG, packed_heads=16),
@@ -103,7 +118,9 @@ def test_what_a_plan_asks(asked):
     check(16, [130, 70, 3], [130, 300, 40], **ASKED[asked])
     if asked in ("window", "packed"):
         check(64, [65, 130], [500, 140], **ASKED[asked], seed=3)
-    if asked in ("holes", "lazy", "96 columns", "256 columns", "192 and 128", "sixteen heads"):
+    if asked in ("holes", "lazy", "96 columns", "256 columns", "192 and 128", "sixteen heads") or (
+        "slices" in asked
+    ):
         check(1, [65, 130, 3], [300, 140, 40], **ASKED[asked], seed=4)
 
 
@@ -113,6 +130,12 @@ CUT = {
     "sinks": {"sinks": [0.5, -1.0, 3.0, 0.0], "mask_mod": sliding_window(64)},
     "heads in a tile": {"heads": (14, 2), "config": {"packed_heads": 8}},
     "heads of consumers": {"config": {"pack_gqa": True, "lazy_rescale": True}, "mask_mod": holes},
+    "heads in slices": {
+        "heads": (10, 2),
+        "config": {"pack_gqa": True},
+        "mask_mod": sliding_window(300),
+        "sinks": [i / 4 for i in range(10)],
+    },
     "alibi": {"score_mod": alibi(4, "cpu"), "mask_mod": prefix},
     "96 columns": {"dims": (96, 96), "config": {"packed_heads": 2}},
     "256 columns": {"dims": (256, 256), "config": {"BLOCK_N": 64}},
@@ -219,14 +242,32 @@ def test_heads_of_a_tile(rows):
     assert packed_heads(*rows, 128) == TILED[rows]
 
 
-@pytest.mark.parametrize("batch, total_q, heads", [(64, 4096, 1), (2, 128, 2), (64, 256, 8)])
-def test_heads_of_a_tile_of_a_servers_plan(batch, total_q, heads):
-    """Five heads of a group by two are a fifth more tiles; a server's plan is for many requests,
-    few of which bring a prompt at a time, and had two heads a tile for rows of its mean."""
+@pytest.mark.parametrize(
+    "batch, total_q, group, tiled",
+    [
+        (64, 4096, 5, (True, 1)), (2, 128, 7, (True, 1)), (64, 256, 5, (False, 8)),
+        (64, 4096, 4, (False, 4)), (64, 4096, 6, (False, 2)), (64, 4096, 1, (False, 1)),
+    ],
+)  # fmt: skip
+def test_heads_of_a_tile_of_a_servers_plan(batch, total_q, group, tiled):
+    """Five heads of a group by two are a fifth more tiles of prompts, and one head a tile two
+    thirds more tiles of 64 rows: consumers take slices of heads and rows in turn."""
     found = served(
-        batch, 1, total_q, 32768, 40, 8, 128, 128, torch.bfloat16, torch.bfloat16, 1
+        batch, 1, total_q, 32768, 8 * group, 8, 128, 128, torch.bfloat16, torch.bfloat16, 1
     )  # fmt: skip
-    assert next(ragged_defaults(found, H200)).packed_heads == heads
+    first = next(ragged_defaults(found, H200))
+    assert (first.pack_gqa, first.packed_heads) == tiled
+    assert first.sliced(group) == (tiled == (True, 1))
+    assert not violated(first, found.structure, H200)
+
+
+@pytest.mark.parametrize("rows, tiles", [(1, 24), (64, 24), (65, 40), (512, 160), (4096, 1280)])
+def test_slices_fill_tiles(rows, tiles):
+    """Of 8 groups of five heads, 64 rows of each: as many as rows and heads fill."""
+    form = served(
+        64, 1, 4096, 32768, 40, 8, 128, 128, torch.bfloat16, torch.bfloat16, 16
+    ).structure  # fmt: skip
+    assert tiles_of_rows(form, replace(CONFIG, pack_gqa=True), rows) == tiles
 
 
 def test_mods_that_read_the_head_keep_one_head_a_consumer():
