@@ -34,7 +34,7 @@ from flexattn.problem import Kind, Shape, make_problem
 from flexattn.records.environment import environment
 from flexattn.records.untuned import COMMAND, read_untuned, untuned_path
 from flexattn.records.why import why
-from flexattn.runtime.outcomes import FORMER, compiler_of, memory
+from flexattn.runtime.outcomes import compiler_of, memory
 from flexattn.settings import current
 from flexattn.tuning.tuner import plugin_of
 
@@ -180,8 +180,6 @@ def _layers(device: Device, faults: list[str]) -> tuple[int, list[tuple[str, str
 
 def _outcomes(device: Device) -> _Lines:
     """Which kernels the compiler refused, whose loops spill, and which are wrong."""
-    if (old := current().cache_dir / FORMER).is_dir():
-        yield "outcomes", f"{old} is of an earlier version; --clear-outcomes removes it"
     noted = memory().entries(device)
     verified = sum(each.outcome.verified for each in noted)
     yield "verified", f"{verified} kernels by their first launch; {current().verify}"

@@ -25,7 +25,7 @@ from flexattn.report.drawing import (
     clipped_label,
     three_figures,
 )
-from flexattn.report.numbers import Importance, limits_of, products_of, reach, work
+from flexattn.report.numbers import limits_of, products_of, reach, work
 from flexattn.report.rivals import BenchResults
 
 _WIDTH = 340.0
@@ -54,7 +54,7 @@ class Mark(NamedTuple):
     word: str
 
 
-def pictures(record: Record, mattered: Importance, name: str) -> tuple[Drawing, ...]:
+def pictures(record: Record, name: str) -> tuple[Drawing, ...]:
     """All that can be drawn of a record; `name` begins the pictures' names."""
     if not numbers.timed(record):
         return ()
@@ -63,7 +63,7 @@ def pictures(record: Record, mattered: Importance, name: str) -> tuple[Drawing, 
         made.append(roofline(record, f"{name}-roofline"))
     made.append(ranking(record, f"{name}-configs"))
     if numbers.effects(record):
-        made.append(what_mattered(record, mattered, f"{name}-axes"))
+        made.append(what_mattered(record, f"{name}-axes"))
     return tuple(made)
 
 
@@ -92,27 +92,16 @@ def ranking(record: Record, name: str) -> Drawing:
     return Drawing(name, _WIDTH, height, (*shapes, *marked), alt, caption)
 
 
-def what_mattered(record: Record, mattered: Importance, name: str) -> Drawing:
-    """Optuna's importances, where there are any, over the times at each value of each axis."""
+def what_mattered(record: Record, name: str) -> Drawing:
+    """A panel an axis: the times at each of its values."""
     found, times = numbers.effects(record), numbers.comparable(record)
     best = times[0].us
-    top = 0.0
     shapes: list[DrawnShape] = []
-    if mattered.shares:
-        shapes.append(Label(0, 12, "importance, %"))
-        for line, (axis, share) in enumerate(mattered.shares, 1):
-            base = 15.0 + 16 * line
-            shapes += [
-                Label(120, base, axis, anchor="end"),
-                Box(126, base - 9, max(170 * share, 1), 11, "win"),
-                Label(132 + 170 * share, base, f"{100 * share:.0f}"),
-            ]
-        top = 26.0 + 16 * len(mattered.shares)
     across = (_WIDTH - 34) / _COLUMNS
     span = max(times[-1].us / best, 1.02)
     for place, effect in enumerate(found):
         left = 34 + across * (place % _COLUMNS)
-        high = top + 14 + (PANEL + GAP) * (place // _COLUMNS)
+        high = 14 + (PANEL + GAP) * (place // _COLUMNS)
         y = Scale(1.0, span, high + PANEL, high + 6)
         if place % _COLUMNS == 0:
             shapes += axis_y(y, 30, _WIDTH, "")
@@ -131,10 +120,9 @@ def what_mattered(record: Record, mattered: Importance, name: str) -> Drawing:
     caption = (
         "Time over the best at each value. Grey: every timed config; blue: the best at each "
         f"value, other numbers free. What the worst value costs: {costs}."
-    ) + " Importance is Optuna's PED-ANOVA: what sets the best quarter apart." * bool(top)
-    shares = ", ".join(f"{axis} {share:.0%}" for axis, share in mattered.shares)
-    alt = f"Importance of the numbers: {shares or 'not computed'}. Cost of the worst: {costs}."
-    height = top + 14 + (PANEL + GAP) * -(-len(found) // _COLUMNS)
+    )
+    alt = f"Times at each value of each number. Cost of the worst: {costs}."
+    height = 14 + (PANEL + GAP) * -(-len(found) // _COLUMNS)
     return Drawing(name, _WIDTH, height, tuple(shapes), alt, caption)
 
 

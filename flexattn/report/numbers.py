@@ -20,10 +20,6 @@ from flexattn.serving.verified import batch_lengths
 
 _Value = int | str  # of one field of a config; switches are False and True
 
-# PED-ANOVA sets the best quarter beside all. A smaller group would be a handful of configs, which
-# agree in much by chance; with fewer configs than this, so would the quarter.
-_BEST, FEWEST = 0.25, 16
-
 
 @dataclass(frozen=True, slots=True)
 class Timed:
@@ -51,14 +47,6 @@ class Effect:
     axis: str
     values: tuple[tuple[_Value, float, int], ...]
     cost: float
-
-
-@dataclass(frozen=True, slots=True)
-class Importance:
-    """Share of each axis, all of them 1, the largest first; empty with the reason in `note`."""
-
-    shares: tuple[tuple[str, float], ...]
-    note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,57 +97,6 @@ def effects(record: Record) -> tuple[Effect, ...]:
         best = [us for _, us, _ in values]
         found.append(Effect(axis, values, max(best) / min(best) - 1))
     return tuple(sorted(found, key=lambda effect: -effect.cost))
-
-
-def importance(record: Record) -> Importance:
-    """Optuna's PED-ANOVA importances over the timed configs of one record.
-
-    It asks which axes set the best quarter of the configs apart from the rest, so it is about the
-    winners and not about how bad the worst are. Empty without Optuna or with too few configs.
-    """
-    times, names = comparable(record), config_axes(record)
-    if len(names) < 2 or len(times) < FEWEST:
-        return Importance(
-            (),
-            f"How much each number matters is ranked from {FEWEST} timed configs and two numbers "
-            f"that vary on; here are {len(times)} and {len(names)}, so what the worst value of "
-            "each costs stands alone.",
-        )
-    try:
-        shares = _shares(times, names)
-    except ModuleNotFoundError as error:
-        return Importance((), f"Importances need {error.name}: pip install 'flexattn[tune]'.")
-    total = sum(shares.values())
-    if not total > 0:
-        return Importance((), "No number sets the best quarter of configs apart from the rest.")
-    ranked = sorted(shares.items(), key=lambda item: -item[1])
-    return Importance(tuple((name, share / total) for name, share in ranked), "")
-
-
-def _shares(times: tuple[Timed, ...], names: tuple[str, ...]) -> dict[str, float]:
-    import optuna
-    from optuna.distributions import BaseDistribution, CategoricalDistribution
-
-    # Values as categories: True would be equal to 1.
-    rows = [{name: str(getattr(each.config, name)) for name in names} for each in times]
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        study = optuna.create_study(direction="minimize")
-        distributions: dict[str, BaseDistribution] = {
-            name: CategoricalDistribution(sorted({values[name] for values in rows}))
-            for name in names
-        }
-        study.add_trials([
-            optuna.trial.create_trial(
-                params=values, distributions=distributions, value=each.us
-            )
-            for each, values in zip(times, rows, strict=True)
-        ])  # fmt: skip
-        evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=_BEST)
-        return optuna.importance.get_param_importances(study, evaluator=evaluator)
-    finally:
-        optuna.logging.set_verbosity(before)
 
 
 def gain(record: Record) -> Ratio:

@@ -142,7 +142,7 @@ def models(entries: Sequence[PageEntry]) -> tuple[Model, ...]:
 def _entry(place: int, record: Record, benches: tuple[BenchResults, ...]) -> PageEntry:
     summary = summarize(record, benches)
     name = f"{place:02d}-{slug(summary.title)}"
-    return PageEntry(f"p{place}", summary, pictures(record, summary.importance, name))
+    return PageEntry(f"p{place}", summary, pictures(record, name))
 
 
 def _environment() -> jinja2.Environment:

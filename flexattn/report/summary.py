@@ -1,4 +1,4 @@
-"""Summary: one record as the report's tables and its JSON say it."""
+"""Summary: one record as the report's tables say it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flexattn.kernels.choose.registry import short
-from flexattn.records.record import Record
+from flexattn.measure.timing import Ratio
+from flexattn.records.record import Record, Trial
 from flexattn.report.numbers import (
-    Importance,
     Reach,
     Reason,
+    Timed,
     comparable,
     gain,
-    importance,
     limits_of,
     reach,
     timed,
@@ -25,102 +25,99 @@ from flexattn.report.rivals import BenchResults
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The default or the winner: config, microseconds, resources; None where it is not known."""
+    """The default or the winner: its trial, its time and its share of the device's limits.
 
-    config: str
-    us: float | None
-    low: float | None
-    high: float | None
-    registers: int | None
-    spills: int | None
-    shared_memory: int | None
-    error: float | None
-    budget: float | None
+    time, reach: None where it has no time.
+    """
+
+    trial: Trial
+    time: Timed | None
     reach: Reach | None
+
+    @property
+    def config(self) -> str:
+        """The config in short."""
+        return short(self.trial.config)
+
+    @property
+    def us(self) -> float | None:
+        """The median in microseconds."""
+        return self.time.us if self.time else None
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One problem's result. speedup, low, high: the default's time over the winner's, paired.
+    """A record with what the page says of it.
 
-    speedup is None where the default has no time. torch: the best rival of the bench whose name
-    starts with torch, and its time over ours. missing: sentences
-    about what could not be computed. model: the first word of its title.
+    gain: the default's time over the winner's, paired. torch: the best rival of the bench whose
+    name starts with torch, and its time over ours. missing: sentences about what could not be
+    computed.
     """
 
-    title: str
+    record: Record
     problem: str
-    device: str
-    provenance: str
-    made: str
-    seconds: float
     default: Side
     winner: Side
-    changed: bool
-    speedup: float | None
-    low: float | None
-    high: float | None
-    rounds: int
-    p_value: float
-    margin: float
-    confidence: float
-    why: str
+    gain: Ratio
     timed: int
-    untimed: int
-    importance: Importance
     reasons: tuple[Reason, ...]
     torch: tuple[str, float] | None
-    note: str
-    triton: str
     missing: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """The record's title, or the digest of its key."""
+        return self.record.title or self.record.key.digest()
+
+    @property
+    def device(self) -> str:
+        """The device's name."""
+        return self.record.environment.device
 
     @property
     def model(self) -> str:
         """The workload's name, with which its titles begin."""
         return (self.title.split() or [self.title])[0]
 
+    @property
+    def changed(self) -> bool:
+        """True if the winner is not the static default."""
+        return self.record.decision.winner != self.record.decision.default
+
+    @property
+    def speedup(self) -> float | None:
+        """The gain; None where the default has no time in the winner's rounds."""
+        return None if math.isnan(self.gain.value) else self.gain.value
+
+    @property
+    def untimed(self) -> int:
+        """The number of configs without a time."""
+        return sum(reason.count for reason in self.reasons)
+
 
 def summarize(record: Record, benches: tuple[BenchResults, ...] = ()) -> Summary:
     """Everything the page says about a record, without the pictures."""
-    decision = record.decision
-    ratio, untimed, mattered = gain(record), untimed_reasons(record), importance(record)
-    known = not math.isnan(ratio.value)
+    decision, ratio = record.decision, gain(record)
     return Summary(
-        title=record.title or record.key.digest(),
-        problem=_problem(record),
-        device=record.environment.device,
-        provenance=record.provenance,
-        made=record.made,
-        seconds=record.seconds,
-        default=_side(record, decision.default),
-        winner=_side(record, decision.winner),
-        changed=decision.winner != decision.default,
-        speedup=ratio.value if known else None,
-        low=ratio.low if known else None,
-        high=ratio.high if known else None,
-        rounds=ratio.rounds,
-        p_value=decision.p_value,
-        margin=decision.margin,
-        confidence=decision.confidence,
-        why=decision.why,
-        timed=len(timed(record)),
-        untimed=sum(reason.count for reason in untimed),
-        importance=mattered,
-        reasons=untimed,
-        torch=_best_torch(record, benches),
-        note=record.note,
-        triton=record.environment.triton,
-        missing=tuple(_missing(record, known, mattered.note)),
+        record,
+        _problem(record),
+        _side(record, decision.default),
+        _side(record, decision.winner),
+        ratio,
+        len(timed(record)),
+        untimed_reasons(record),
+        _best_torch(record, benches),
+        tuple(_missing(record, math.isnan(ratio.value))),
     )
 
 
-def _missing(record: Record, known: bool, unranked: str) -> Iterator[str]:
+def _missing(record: Record, unpaired: bool) -> Iterator[str]:
     """Sentences on what could not be computed, and why."""
     device, times, same = record.environment.device, timed(record), comparable(record)
     if not times:
         yield "No config has a time, so there is nothing to draw."
         return
-    if not known:
+    if unpaired:
         yield "The default and the winner share no round, so there is no speedup."
     if len(times) == 1:
         yield "One config was timed, so there is nothing to compare it with."
@@ -130,8 +127,6 @@ def _missing(record: Record, known: bool, unranked: str) -> Iterator[str]:
             f"{which} of another template than the winner's, which has other numbers: only the "
             "list of all configs and the roofline show them."
         )
-    if unranked:
-        yield unranked
     if limits_of(device) is None:
         yield f"The limits of {device} are not in the table of known devices, so no share of them."
     if not record.trials[record.decision.winner].registers:
@@ -157,21 +152,8 @@ def _problem(record: Record) -> str:
 
 
 def _side(record: Record, index: int) -> Side:
-    trial = record.trials[index]
     found = next((each for each in timed(record) if each.trial == index), None)
-    built = bool(trial.registers)
-    return Side(
-        config=short(trial.config),
-        us=found.us if found else None,
-        low=found.low if found else None,
-        high=found.high if found else None,
-        registers=trial.registers if built else None,
-        spills=trial.spills if built else None,
-        shared_memory=trial.shared_memory if built else None,
-        error=trial.gate.error if trial.gate else None,
-        budget=trial.gate.budget if trial.gate else None,
-        reach=reach(record, found.us) if found else None,
-    )
+    return Side(record.trials[index], found, reach(record, found.us) if found else None)
 
 
 def _best_torch(record: Record, benches: tuple[BenchResults, ...]) -> tuple[str, float] | None:

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import atexit
 import errno
-import fcntl
 import gc
 import linecache
 import os
 import re
 import shutil
-import stat
 import tempfile
 import threading
 import time
@@ -123,12 +121,6 @@ def module_of(path: Path, text: str) -> ModuleType:
     return module
 
 
-# As mkdtemp completes it; nobody names a directory of their own like this.
-_PREFIX, _NAME = "flexattn-process-", re.compile(r"flexattn-process-[a-z0-9_]{8}")
-# Seconds after which a folder without a lock has no process: making one takes no time.
-_ABANDONED_AGE = 60.0
-
-
 def private_folder() -> Path:
     """The folder, made on first use, for this user alone, and removed when the process ends.
 
@@ -140,12 +132,7 @@ def private_folder() -> Path:
 @lru_cache(maxsize=8)
 def _made(process: int) -> Path:
     """process: its number, because a fork has a folder of its own."""
-    _remove_abandoned()
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    # Held as long as the process lives: who finds it free knows that nobody uses the folder.
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    folder = Path(tempfile.mkdtemp(prefix="flexattn-process-"))
     atexit.register(_remove, folder, process)
     return folder
 
@@ -153,26 +140,6 @@ def _made(process: int) -> Path:
 def _remove(folder: Path, process: int) -> None:
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_abandoned() -> None:
-    """Remove this user's folders whose processes were killed."""
-    for each in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            state = each.lstat()
-            ours = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
-            if not (
-                ours
-                and _NAME.fullmatch(each.name)
-                and time.time() - state.st_mtime > _ABANDONED_AGE
-            ):
-                continue
-            handle = os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(each, ignore_errors=True)
-            finally:
-                os.close(handle)
 
 
 P = ParamSpec("P")

@@ -231,8 +231,6 @@ _SCHEMA = 3
 _MAX_FILE = 2**14
 # Files of one environment; the oldest go first.
 MAX_FILES = 2048
-# Where releases up to 0.2 kept them, by a hash of their own code: nothing there holds here.
-FORMER = "outcomes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,15 +341,13 @@ class Memory:
         """Forget all environments; returns how many files went."""
         self.forget()
         gone = 0
-        for folder in (*root().glob("*"), *(current().cache_dir / FORMER).glob("*")):
+        for folder in root().glob("*"):
             for path in folder.glob("*.json"):
                 with suppress(OSError):
                     path.unlink()
                     gone += 1
             with suppress(OSError):  # a file, or not empty
                 folder.rmdir()
-        with suppress(OSError):
-            (current().cache_dir / FORMER).rmdir()
         return gone
 
     def _folder(self, device: Device) -> Path | None:

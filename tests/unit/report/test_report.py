@@ -12,8 +12,6 @@ from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.records.record import Decision, Failed, Trial
 from flexattn.report import numbers, rivals
 from flexattn.report.numbers import (
-    FEWEST,
-    importance,
     limits_of,
     reach,
     work,
@@ -120,21 +118,6 @@ def test_reasons_are_counted_by_stage_with_an_example():
         r.example for r in numbers.untimed_reasons(prefill_record()) if r.stage == "gate"
     )
     assert example.endswith("out max 3.1e-2 > 2.2e-3")
-
-
-def test_importances_sum_to_one_and_name_the_axes():
-    pytest.importorskip("optuna")
-    found = importance(prefill_record())
-    assert math.isclose(sum(share for _, share in found.shares), 1) and not found.note
-    assert {axis for axis, _ in found.shares} == set(numbers.config_axes(prefill_record()))
-    # num_splits alone decides the model of decode.
-    assert importance(decode_record()).shares[0][0] == "num_splits"
-
-
-def test_too_few_trials_have_no_importances_and_say_so():
-    few = prefill_record().trials[-(FEWEST - 1) :]
-    found = importance(record(*few))
-    assert found.shares == () and f"here are {FEWEST - 1} and " in found.note
 
 
 def test_work_of_prefill_and_decode():

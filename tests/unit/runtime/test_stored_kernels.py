@@ -1,7 +1,6 @@
 """A kernel is compiled from the text that was rendered, whatever the cache directory says."""
 
 import errno
-import fcntl
 import os
 import tempfile
 import time
@@ -204,20 +203,6 @@ def test_the_private_folder_ends_with_its_process(caches):
     assert path.startswith(str(caches / "temporary")) and mode == "0o700"
     assert list((caches / "temporary").iterdir()) == []
     assert err.count("/dev/null/cache/kernels: Not a directory") == 1
-
-
-def test_private_folders_of_killed_processes_are_removed_by_the_next(caches):
-    """Compilers of a tuner end by SIGKILL; a user's own folders are nobody's to remove."""
-    temporary = caches / "temporary"
-    names = ["flexattn-process-abandon_", "flexattn-process-inuse__1", "flexattn-process-mine"]
-    for name in names:
-        (temporary / name / "kernels").mkdir(parents=True)
-        os.utime(temporary / name, (time.time() - 1e5,) * 2)
-    handle = os.open(temporary / names[1], os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    own = codecache.private_folder()
-    os.close(handle)
-    assert sorted(temporary.iterdir()) == sorted([own, *(temporary / name for name in names[1:])])
 
 
 @pytest.mark.parametrize("refusal", ["in the way", "full"])
