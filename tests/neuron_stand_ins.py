@@ -32,7 +32,7 @@ def jit(function):
         run = interpret(text, given, core, programs=lnc)
         ARTIFACTS.mkdir(parents=True)
         tensors = [n for n, a in zip(names, arguments) if isinstance(a, numpy.ndarray)]
-        neff = {"ms": run.nanoseconds / 1e6, "inputs": tensors}
+        neff = {"ms": len(text) / 1e6, "inputs": tensors}
         (ARTIFACTS / "kernel.neff").write_text(json.dumps(neff))
         if os.environ.get("STAND_IN_CRASHES", "nothing at all") in text:
             os.write(2, b"the device's last words")

@@ -2,13 +2,16 @@
 
 import torch
 
+from flexattn.device import NEURON
 from flexattn.device.neuroncore import CORES
+from flexattn.measure.task import Task
 from flexattn.mods import bind
 from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig, memory_of
 from flexattn.neuron.family import default_config
 from flexattn.neuron.interpreter.interpret import interpret
 from flexattn.neuron.run import prepare
 from flexattn.problem import DTYPES, Shape, Sparsity, make_problem
+from flexattn.records.record import Policy
 from flexattn.reference import Precision, attention
 from flexattn.runtime.launch import Lists
 from flexattn.verify.gate import judge
@@ -62,6 +65,13 @@ def problem_of(
     sparsity = None if mask is None else Sparsity(*block, True, False)
     problem = make_problem(kind, DTYPES[dtype], shape, score, mask, sparsity, **options)
     return problem, score, mask
+
+
+def task_of(kind, shape, target="trn2", **mods):
+    """A task of a problem without tensors, as `problem_of` makes it."""
+    problem, score, mask = problem_of(kind, shape, **mods)
+    policy = Policy(False, False, 1, 0.0)
+    return Task("t", problem, NEURON[target], policy, 0.125, score, mask)
 
 
 def assert_memory_counted(kind, configs, built, **statistics):

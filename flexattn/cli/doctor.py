@@ -235,22 +235,16 @@ def print_devices(args: options.Devices) -> None:
 
 
 def _neuron() -> Table:
-    """The limits of one core: memory of a partition, columns of a matmul's moving operand.
-
-    Clocks are those of the Tensor, Vector, Scalar and GpSimd engines.
-    """
+    """The limits of one core: memory of a partition, columns of a matmul's moving operand."""
     title = "AWS Neuron: one core of 128 partitions, cores of a chip"
-    numbers = ">cores", ">SBUF KiB", ">PSUM KiB", ">moving", ">T/V/S/G GHz", ">DMA GB/s"
+    numbers = ">cores", ">SBUF KiB", ">PSUM KiB", ">moving"
     table = table_of("device", *numbers, title=title, title_justify="left")
     for core in CORES.values():
-        clocks = (core.tensor_ghz, core.vector_ghz, core.scalar_ghz, core.gpsimd_ghz)
         table.add_row(
             core.name,
             str(core.cores),
             str(core.sbuf_bytes // 1024),
             f"{PSUM_BANKS} x {BANK_BYTES // 1024}",
             str(core.moving_max),
-            "/".join(map(str, clocks)),
-            f"{core.dma_engines * core.dma_engine:.0f}",
         )
     return table

@@ -21,7 +21,7 @@ from flexattn.kernels.choose.defaults import reasons
 from flexattn.measure.task import Task
 from flexattn.records.layers import RecordLayer
 from flexattn.records.record import Key, Record, key_of
-from flexattn.records.store import REAL, Store, better
+from flexattn.records.store import Store, better
 from flexattn.tuning.tasks import distinct, mods_of, tasks
 from flexattn.tuning.tuner import Plugin, plugin_of
 
@@ -101,8 +101,9 @@ def collect(
             if isinstance(entry, CacheError):
                 refused.append((str(path), entry.line))
                 continue
-            other = entry.environment.device != device.name or entry.provenance not in REAL
-            if other or (wanted is not None and entry.key not in wanted):
+            if entry.environment.device != device.name or (
+                wanted is not None and entry.key not in wanted
+            ):
                 continue
             task = wanted[entry.key] if wanted is not None else None
             found = _faults(entry, task, device)

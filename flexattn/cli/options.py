@@ -208,9 +208,8 @@ class CallOptions(CallSizes):
 class Tune(AskedProblems):
     """Tune problems; each record is kept as soon as its problem is done.
 
-    Ctrl-C keeps what is finished, and the same command goes on from there. For trn1, trn2 and trn3
-    a cost model ranks the configs, on any machine; on a Neuron instance its best ones are built
-    and measured.
+    Ctrl-C keeps what is finished, and the same command goes on from there. It measures on the
+    device: a GPU, or a Neuron instance for trn1, trn2 and trn3.
     """
 
     list_presets: Annotated[

@@ -105,10 +105,9 @@ def _print_groups(found: Sequence[dict[str, Any]], broken: Sequence[str]) -> Non
                 f"B{key['B']} {key['q_len']}x{key['kv_len']}",
                 f"{each['provenance']} {each['made']}",
             )
-            no_test = each["default"] or each["provenance"] == "model"
             table.add_row(
                 "default" if each["default"] else f"{each['speedup']:.3f}",
-                "" if no_test else f"{each['p_value']:.1g}",
+                "" if each["default"] else f"{each['p_value']:.1g}",
                 cell(each["title"]),
                 cell(each["short"]),
                 *(map(cell, more) if console.width >= WIDE else ()),
@@ -159,8 +158,6 @@ def replay_records(asked: options.ReplayStudy) -> None:
     for path, record in records_of(asked.paths):
         if isinstance(record, CacheError):
             raise record
-        if record.provenance == "model":  # it has no samples
-            continue
         again, stored = replay_study(record), record.decision
         agrees = (
             (again.winner, again.default) == (stored.winner, stored.default)

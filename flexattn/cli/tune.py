@@ -80,7 +80,7 @@ def run(asked: options.Tune) -> None:
     where: Where = environment_of
     plugin = plugin_of(target.backend)
     if plugin is not None:
-        plugin.check_tuning(target, which, asked.budget, asked.storage)
+        plugin.check_tuning(target, which, asked.storage)
         where = plugin.tuning_environment
     lists = [*map(Path, asked.problems or (untuned_path(),))] if asked.from_untuned else []
     for path in lists if asked.problems else ():
@@ -116,7 +116,7 @@ def run(asked: options.Tune) -> None:
     if asked.from_untuned:
         method = replace(method, provenance="untuned", note=NOTE)
     if plugin is not None:
-        ran = run_plugin(plugin, chosen, store, which, method, asked.again)
+        ran = run_plugin(plugin, target, chosen, store, which, method, asked.again)
     else:
         seconds = math.inf if asked.time is None else asked.time
         ran = run_tuning(
@@ -355,17 +355,18 @@ def run_tuning(
 
 def run_plugin(
     plugin: Plugin,
+    device: Device,
     chosen: Sequence[Task],
     store: Store,
     effort: Effort,
     method: Method,
     again: bool,
 ) -> Ran:
-    """As `run_tuning`, for a device of a plug-in's: by its cost model, or measured where it is."""
+    """As `run_tuning`, for a device of a plug-in's."""
     where = plugin.tuning_environment
     todo = len(pending(chosen, store, again, where))
     with Watch(todo, Console(stderr=True)) as watch:
-        tuner = plugin.tuner(watch.lane(), effort, method)
+        tuner = plugin.tuner(device, watch.lane(), effort, method)
         run = Campaign(chosen, store, [tuner], again, where)
         return _followed(run, ["the instance"], watch)
 
@@ -395,6 +396,5 @@ def outcome_line(outcome: TuningOutcome) -> str:
         return f"{outcome.title}: failed: {outcome.message}"
     decision, config = outcome.answer.decision, short(outcome.answer.config)
     gain = "the static default" if decision.winner == decision.default else config
-    by = " by the model" if outcome.answer.provenance == "model" else ""
     took = f" in {outcome.seconds:.0f} s" if outcome.status == "tuned" else ", kept"
-    return f"{outcome.title}: {gain}, {decision.speedup:.3f}x{by}{took}"
+    return f"{outcome.title}: {gain}, {decision.speedup:.3f}x{took}"

@@ -1,9 +1,8 @@
-"""NeuronCore: the limits and speeds of AWS's chips that NKI kernels are bound by, as documented.
+"""NeuronCore: the limits of AWS's chips that NKI kernels are bound by, as documented.
 
 Sources, all in the AWS Neuron documentation as of SDK 2.32:
 [arch2] nki/guides/architecture/trainium_inferentia2_arch, [arch3] …/trainium2_arch,
-[arch4] …/trainium3_arch, [dma] nki/deep-dives/nki-dma-bandwidth-guide,
-[isa] nki/api/nki.isa.
+[arch4] …/trainium3_arch, [isa] nki/api/nki.isa.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ STATIONARY_MAX = 128
 
 @dataclass(frozen=True, slots=True)
 class NeuronCore:
-    """One core: what fits, what it can do, and how fast its engines run.
+    """One core: what fits, and what it can do.
 
     generation: 2 for NeuronCore-v2. sbuf_bytes: of one partition. moving_max: columns of a
-    matmul's moving operand into an fp32 result. *_ghz: clocks of the engines. dma_engine: bytes
-    per nanosecond of one of the 16 DMA engines. cores: of one chip.
+    matmul's moving operand into an fp32 result. cores: of one chip.
     """
 
     name: str
@@ -32,12 +30,6 @@ class NeuronCore:
     cores: int
     sbuf_bytes: int
     moving_max: int
-    tensor_ghz: float
-    vector_ghz: float
-    scalar_ghz: float
-    gpsimd_ghz: float
-    dma_engine: float
-    dma_engines: int = 16
 
     @property
     def physical_cores(self) -> int:
@@ -60,11 +52,6 @@ class NeuronCore:
         return self.generation >= 3
 
     @property
-    def has_shared_ports(self) -> bool:
-        """Vector and GpSimd take turns at SBUF, Vector and Scalar at PSUM, on v2 alone [arch3]."""
-        return self.generation == 2
-
-    @property
     def has_bf16_psum(self) -> bool:
         """A matmul that writes bfloat16, and across PSUM banks, from v4 [isa, arch4]."""
         return self.generation >= 4
@@ -73,9 +60,9 @@ class NeuronCore:
 CORES: dict[str, NeuronCore] = {
     core.name: core
     for core in (
-        # Clocks and SBUF: [arch2], [arch3], [arch4]; DMA: [dma]; moving_max: [isa] nc_matmul.
-        NeuronCore("trn1", 2, 2, 192 * KIB, 512, 2.8, 1.12, 1.4, 1.4, 17.0),
-        NeuronCore("trn2", 3, 8, 224 * KIB, 512, 2.4, 0.96, 1.2, 1.2, 23.0),
-        NeuronCore("trn3", 4, 8, 256 * KIB, 4096, 2.4, 1.2, 1.2, 1.2, 33.0),
+        # SBUF: [arch2], [arch3], [arch4]; moving_max: [isa] nc_matmul.
+        NeuronCore("trn1", 2, 2, 192 * KIB, 512),
+        NeuronCore("trn2", 3, 8, 224 * KIB, 512),
+        NeuronCore("trn3", 4, 8, 256 * KIB, 4096),
     )
 }

@@ -6,6 +6,7 @@ a Neuron instance.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import subprocess
@@ -20,17 +21,27 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import FlexAttnError, MeasureError
+from flexattn.kernels.base.environment import template_hash
 from flexattn.measure.process import Closing, Died, clipped
 from flexattn.measure.runner import gated
 from flexattn.measure.task import Task, call_of
 from flexattn.neuron import nrt_bench
 from flexattn.neuron.call import cores_of
-from flexattn.neuron.family import NkiEffort
+from flexattn.neuron.family import NkiEffort, target_survey
 from flexattn.neuron.instance import Instance, Job
-from flexattn.neuron.model import rank, ranking_environment
 from flexattn.neuron.run import nki_path, prepare
 from flexattn.neuron.source import NkiSource
-from flexattn.records.record import Failed, Gated, Record, Stage, key_of
+from flexattn.records.environment import NO_TEXT, closure
+from flexattn.records.record import (
+    SCHEMA,
+    Environment,
+    Failed,
+    Gated,
+    Record,
+    Stage,
+    key_of,
+    sizes_of,
+)
 from flexattn.settings import neuron_environment, nrtpy_python
 from flexattn.tuning.builds import BuiltConfig
 from flexattn.tuning.evaluator import SILENT, Method, Progress, Subject
@@ -39,10 +50,9 @@ from flexattn.verify.oracle import Judge, make_inputs, oracle
 
 # Seconds that a kernel may be compiled and run once for, and that one race may take.
 BUILD_SECONDS, RACE_SECONDS = 1800.0, 1800.0
-# Of the model's ranking so many are built: a compiler takes minutes for what the model takes
-# milliseconds.
-_BEST: dict[NkiEffort, int] = {"quick": 8, "full": 24}
-_NOTE = "built by neuronx-cc, gated and timed on the device; the model chose which configs"
+# So many configs are built: a compiler takes minutes for each.
+_BUILT: dict[NkiEffort, int] = {"quick": 8, "full": 24}
+_NOTE = "built by neuronx-cc, gated and timed on the device"
 
 Program = tuple[Path, Path]  # kernel.neff, and its inputs by name
 
@@ -50,26 +60,48 @@ Program = tuple[Path, Path]  # kernel.neff, and its inputs by name
 def measured(
     task: Task, here: Instance, method: Method, effort: NkiEffort, progress: Progress = SILENT
 ) -> Record:
-    """The record of a task, measured on this instance: the model's best configs are raced.
+    """The record of a task, measured on this instance: a search among the configs that fit.
 
-    Raises MeasureError where no config runs, and whatever the model's ranking raises.
+    Raises MeasureError where no config runs, ConfigError where none fits, and UnsupportedError for
+    what the target cannot express.
     """
-    ranked = rank(task, effort, best=_BEST[effort], progress=progress)
+    found = target_survey(task.problem, task.device.name, effort)
     subject = Subject(
         key=key_of(task.problem),
-        sizes=ranked.sizes,
-        environment=replace(ranking_environment(task), triton=here.compiler),
+        sizes=sizes_of(task.problem),
+        environment=environment_of_target(task, here.compiler),
         policy=task.policy,
-        configs=tuple(trial.config for trial in ranked.trials),
-        default=ranked.decision.default,
-        rejected=ranked.rejected,
+        configs=found.configs,
+        default=0,
+        rejected=found.rejected,
         title=task.title,
     )
+    limit = _BUILT[effort]
     with tempfile.TemporaryDirectory() as folder, NeuronMeasurer(Path(folder)) as measurer:
         measurer.start()
         measurer.open(task)
-        chosen = replace(method, all_up_to=len(subject.configs), note=method.note or _NOTE)
+        chosen = replace(method, all_up_to=limit, limit=limit, note=method.note or _NOTE)
         return tune_subject(subject, measurer, measurer.build, chosen, progress=progress)
+
+
+def environment_of_target(task: Task, compiler: str) -> Environment:
+    """The environment in which a record holds: templates, what fills them, target, compiler."""
+    device, kind = task.device, task.problem.structure.kind
+    names = ["prefill"] if kind == "prefill" else ["decode", "combine"]
+    parts = [template_hash(f"nki/{name}.py.jinja") for name in names]
+    parts += closure(["flexattn.neuron.source"], {f"flexattn.{each}" for each in NO_TEXT}).values()
+    return Environment(
+        schema=SCHEMA,
+        template=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
+        triton=compiler,
+        torch=str(torch.__version__),
+        driver="",
+        device=device.name,
+        arch=device.arch,
+        num_sms=device.num_sms,
+        graph=False,
+        cold_l2=False,
+    )
 
 
 class NeuronMeasurer(Closing):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from flexattn.device import Device
-from flexattn.errors import InputError
+from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose.defaults import Survey
 from flexattn.measure.task import Task, call_of
 from flexattn.neuron.call import attend as attend, cores_of, first_config
 from flexattn.neuron.family import NkiEffort, default_config, target_survey
-from flexattn.neuron.instance import Instance, instance, rungs as rungs
-from flexattn.neuron.measure import measured
-from flexattn.neuron.model import rank, ranking_environment
+from flexattn.neuron.instance import instance, rungs as rungs
+from flexattn.neuron.measure import environment_of_target, measured
 from flexattn.neuron.run import lint, nki_path, prepare
 from flexattn.neuron.source import render_nki, render_nki_combine
 from flexattn.problem import Problem
@@ -24,18 +22,11 @@ from flexattn.tuning.evaluator import Method, Progress
 from flexattn.tuning.tuner import PluginKernel
 
 
-def check_tuning(
-    device: Device, effort: Effort, budget: float | None, storage: str | None
-) -> None:
-    """Raise InputError for what only a tuning that measures can take, where this one does not."""
+def check_tuning(device: Device, effort: Effort, storage: str | None) -> None:
+    """Raise InputError for what a tuning for this device cannot be asked."""
     _effort(effort)
     if storage is not None:
         raise InputError(f"--storage for {device.name}", "one instance tunes a problem by itself")
-    if budget is not None and _measures(device) is None:
-        raise InputError(
-            f"--budget for {device.name}",
-            "it is of a tuning that measures; this one asks a model",
-        )
 
 
 def survey_of(task: Task, effort: Effort) -> Survey:
@@ -43,27 +34,30 @@ def survey_of(task: Task, effort: Effort) -> Survey:
     return target_survey(call_of(task).problem, task.device.name, _effort(effort))
 
 
-def tuner(progress: Progress, effort: Effort, method: Method) -> TuneTask:
-    """A tuner that measures where this is an instance of the task's device, else ranks."""
-    chosen = _effort(effort)
+def tuner(device: Device, progress: Progress, effort: Effort, method: Method) -> TuneTask:
+    """A tuner that measures; raises UnsupportedError where this is no instance of the device."""
+    here, why = instance()
+    if here is None or here.target != device.name:
+        raise UnsupportedError(
+            f"tuning for {device.name}: {why or f'this instance has {here and here.target}'}",
+            "times come from the device itself",
+            "run it on an instance; here, --dry-run lists the configs that fit, and a call uses "
+            "the first of them",
+        )
+    found = here
 
     def tune(given: Task) -> Record:
         task = call_of(given)
         progress.problem(task.title)
-        here = _measures(task.device)
-        if here is not None:
-            return measured(task, here, method, chosen, progress)
-        return rank(task, chosen, progress=progress)
+        return measured(task, found, method, _effort(effort), progress)
 
     return tune
 
 
 def tuning_environment(given: Task) -> Environment:
     """As Plugin.tuning_environment."""
-    task = call_of(given)
-    here = _measures(task.device)
-    found = ranking_environment(task)
-    return found if here is None else replace(found, triton=here.compiler)
+    here, _ = instance()
+    return environment_of_target(call_of(given), here.compiler if here else "")
 
 
 def render_kernel(problem: Problem, device: Device) -> PluginKernel:
@@ -99,9 +93,3 @@ def _effort(effort: Effort) -> NkiEffort:
             "full leaves none out",
         )
     return effort
-
-
-def _measures(device: Device) -> Instance | None:
-    """This machine, where it is an instance of this device that can build and run kernels."""
-    here, _ = instance()
-    return here if here is not None and here.target == device.name else None

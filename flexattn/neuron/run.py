@@ -34,7 +34,7 @@ from flexattn.runtime.launch import Lists
 class NkiOutputs:
     """out [B, Hq, L, Dv]; lse and max_scores [B, Hq, L] where the structure asks for them.
 
-    runs: what the interpreter counted of each kernel; empty where something else ran them.
+    runs: what the interpreter found of each kernel; empty where something else ran them.
     """
 
     out: Tensor
@@ -165,7 +165,7 @@ class Prepared:
     ) -> NkiOutputs:
         """Attention, in the shapes of attention; kernel: runs a source on its arguments.
 
-        It gives no results where it counts alone.
+        It gives no results where it checks alone.
         """
         given, last = self.arguments(q, k, v), self.source
         results = kernel(last, given)

@@ -236,8 +236,7 @@ def _check_trials(trials: tuple[Trial, ...], answer: Answer) -> None:
     winner = trials[decision.winner]
     if winner.failed is not None:
         raise CacheError("a winner that failed", "the winner ran")
-    # A model runs nothing; what was timed passed the accuracy gate before.
-    if answer.provenance != "model" and (winner.gate is None or not winner.gate.passed):
+    if winner.gate is None or not winner.gate.passed:
         raise CacheError("a winner without a green gate", "the winner passed the accuracy gate")
 
 

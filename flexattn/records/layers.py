@@ -25,7 +25,7 @@ from flexattn.problem import Problem, Structure
 from flexattn.records.codec import encode
 from flexattn.records.environment import environment
 from flexattn.records.record import Answer, Environment, Key, Record, Sizes, key_of, sizes_of, slug
-from flexattn.records.store import REAL, Store, generation
+from flexattn.records.store import Store, generation
 from flexattn.settings import current, say_once
 from flexattn.util.files import is_closed
 from flexattn.util.locks import Lru
@@ -199,10 +199,7 @@ def infeasible(stored: Stored, structure: Structure, device: Device) -> list[str
 
 
 def ranked(key: Key, here: Environment, places: tuple[RecordLayer, ...]) -> Iterator[Stored]:
-    """Records that may serve a key, the best first: hits, hints, then neighbours by distance.
-
-    What a model ranked never does.
-    """
+    """Records that may serve a key, the best first: hits, hints, then neighbours by distance."""
     for layer in places:
         yield from _stored(layer, here, key, key, here)
     for layer in places:
@@ -240,7 +237,7 @@ def _stored(
     layer: RecordLayer, where: Environment | str, there: Key, key: Key, here: Environment
 ) -> Iterator[Stored]:
     answer = layer.store.answer(where, there)
-    if answer is None or answer.provenance not in REAL:
+    if answer is None:
         return
     environment = answer.environment
     differing = () if environment is here else environment.differing(here)

@@ -133,7 +133,7 @@ def mod_name(captures: Captures | None) -> str:
 
 SCHEMA = 1
 
-Provenance = Literal["measured", "model", "untuned"]
+Provenance = Literal["measured", "untuned"]
 Stage = Literal[
     "infeasible", "build", "resources", "gate", "prepare", "run", "hang", "crash", "memory"
 ]

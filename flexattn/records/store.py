@@ -23,7 +23,6 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-from flexattn.device import is_neuron
 from flexattn.errors import CacheError
 from flexattn.kernels.base.config import describe
 from flexattn.records.codec import MAX_BYTES, decode_answer, decode_record, encode, encode_record
@@ -33,24 +32,9 @@ from flexattn.util.files import aside, listing, locked, publish, read_regular
 
 _T = TypeVar("_T", Answer, Record)
 
-# What dispatch takes.
-REAL = ("measured", "untuned")
 _NAME = re.compile(r"b(\d{1,15})-q(\d{1,15})-k(\d{1,15})\.json")
 _written = count()
 _generation = [0]
-
-
-def _check_real(found: Answer | Record) -> None:
-    """Raise CacheError for a record that does not belong beside measured ones.
-
-    A model's ranking for a Neuron core does: nobody measures there, and dispatch, which looks for
-    its own device and for REAL alone, never takes it.
-    """
-    if found.provenance not in REAL and not is_neuron(found.environment.arch):
-        raise CacheError(
-            f"a {found.provenance} record for {found.environment.device}",
-            "a cache has what was measured on a device, and what a model says of Neuron's",
-        )
 
 
 def generation() -> int:
@@ -115,7 +99,6 @@ class Store:
                 raise CacheError("it is the record of another environment")
             if found.key != (key or found.key):
                 raise CacheError("it is the record of another key")
-            _check_real(found)
             return found
         except CacheError as error:
             raise CacheError(f"{path}: {error.got}", error.rule) from None
@@ -176,10 +159,8 @@ class Store:
         """Publish a record at once; says whether it was written.
 
         One that is there stays, unless `replace` is True or says so of (new, old). A file that
-        is no record is moved aside first. Raises CacheError for what a model says of a GPU, and
-        OSError where the disk refuses.
+        is no record is moved aside first. Raises OSError where the disk refuses.
         """
-        _check_real(record)
         path, text = self.path(record.environment, record.key), encode_record(record)
         decode_record(text.encode())  # what readers would refuse is refused here
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -231,11 +212,6 @@ class Store:
         return old is None or replace is True or (callable(replace) and replace(record, old))
 
 
-# What was timed with the user's own mods says more than with rebuilt ones, and those more than
-# what a model says.
-_RANK = {"measured": 2, "untuned": 1, "model": 0}
-
-
 @dataclass(frozen=True, slots=True)
 class Conflict:
     """Two records of one key in one environment whose winners differ; the better one is kept."""
@@ -273,7 +249,8 @@ def quality(record: Record) -> tuple[int, int, str, float, str]:
     samples = winner.finals or winner.screening
     median = statistics.median(samples) if samples else float("inf")
     return (
-        _RANK[record.provenance],
+        # What was timed with the user's own mods says more than with rebuilt ones.
+        record.provenance == "measured",
         len(winner.finals),
         record.made,
         -median,
@@ -289,8 +266,8 @@ def better(new: Record, old: Record) -> bool:
 def merge(sources: Iterable[Path], target: Path) -> Merged:
     """Bring the records of several roots into one; the sources stay as they are.
 
-    The result does not depend on the sources' order. Files that are no records, and rankings of
-    a model, are refused and listed. Raises OSError where the target cannot be written.
+    The result does not depend on the sources' order. Files that are no records are refused
+    and listed. Raises OSError where the target cannot be written.
     """
     into = Store(target)
     origins: dict[Path, Path] = {}
@@ -301,9 +278,6 @@ def merge(sources: Iterable[Path], target: Path) -> Merged:
         for path, record in Store(root).entries():
             if isinstance(record, CacheError):
                 refused.append((path, record.line))
-                continue
-            if record.provenance not in REAL:
-                refused.append((path, f"a {record.provenance} record stays where it is"))
                 continue
             place = into.path(record.environment, record.key)
             old = into.read(record.environment, record.key)

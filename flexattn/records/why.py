@@ -26,7 +26,6 @@ from flexattn.records.layers import (
     ranked,
 )
 from flexattn.records.record import SIZES, Answer, Environment, Key, key_of
-from flexattn.records.store import REAL
 from flexattn.settings import current
 
 # Records of other families that are compared; a fleet's cache may hold tens of thousands.
@@ -150,8 +149,6 @@ def _untaken(each: Closest, key: Key, served: Stored | None, refusal: str, off: 
         return ""
     if off:
         return "FLEXATTN_MODE=off takes none"
-    if each.answer.provenance not in REAL:
-        return f"it was made by {each.answer.provenance}, and measured records alone serve"
     other = [field.field for field in each.key if field.field not in SIZES]
     if other:
         return f"another problem: {', '.join(other)}; a winner is carried to other sizes alone"

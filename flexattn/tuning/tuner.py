@@ -187,16 +187,16 @@ class PluginKernel(NamedTuple):
 class Plugin(Protocol):
     """A module of these functions, flexattn.<backend>.plugin; they raise FlexAttnError."""
 
-    def check_tuning(
-        self, device: Device, effort: Effort, budget: float | None, storage: str | None
-    ) -> None:
+    def check_tuning(self, device: Device, effort: Effort, storage: str | None) -> None:
         """Refuse what a tuning for the device cannot be asked."""
 
     def survey_of(self, task: Task, effort: Effort) -> Survey:
         """The space of a task."""
 
-    def tuner(self, progress: Progress, effort: Effort, method: Method) -> TuneTask:
-        """A tuner for `campaign`."""
+    def tuner(
+        self, device: Device, progress: Progress, effort: Effort, method: Method
+    ) -> TuneTask:
+        """A tuner for `campaign`; raises UnsupportedError where nothing can be measured."""
 
     def tuning_environment(self, task: Task) -> Environment:
         """The environment in which a record of `tuner` holds."""

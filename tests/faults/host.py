@@ -131,13 +131,6 @@ HOST = (
         IN_CACHE_LAYERS + "::test_too_far_away_is_no_neighbour",
     ),
     Fault(
-        "what a model ranked is served",
-        LAYERS,
-        "if answer is None or answer.provenance not in REAL:",
-        "if answer is None:",
-        IN_CACHE_LAYERS + "::test_what_a_model_ranks_is_never_served[model-False]",
-    ),
-    Fault(
         "a hint of a former default is taken",
         LAYERS,
         "elif not former_default(stored, problem, device, first):",

@@ -1,4 +1,4 @@
-"""The instructions of nki.isa: each checks its operands, and gives its cost and its value."""
+"""The instructions of nki.isa: each checks its operands, and gives its value."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 from torch import Tensor as Array
 
 from flexattn.device.neuroncore import PARTITIONS, STATIONARY_MAX
-from flexattn.neuron.interpreter import costs
 from flexattn.neuron.interpreter.machine import NKI_DTYPES, Tensor, current_machine
 from flexattn.neuron.interpreter.rules import (
-    Issued,
     Operator,
+    Value,
     binary,
     check,
     column,
@@ -29,13 +28,13 @@ _FLOATS = ("float32", "bfloat16", "float16")
 Pattern = Sequence[Sequence[int]]
 
 
-@instruction("tensor")
+@instruction
 def nc_matmul(
     dst: Tensor,
     stationary: Tensor,
     moving: Tensor,
     accumulate: bool | None = None,
-) -> Issued:
+) -> Value:
     """dst (+)= stationary^T moving: [K, M] and [K, N] give [M, N], summed in float32.
 
     This subset wants accumulate spelled out, and accumulates only onto the very region that a
@@ -44,8 +43,7 @@ def nc_matmul(
     lies_in("sbuf", stationary, moving)
     lies_in("psum", dst)
     check(isinstance(accumulate, bool), f"accumulate={accumulate!r}", "it is True or False")
-    machine = current_machine()
-    core = machine.core
+    core = current_machine().core
     k, m, n = stationary.shape[0], stationary.free, moving.free
     check(k == moving.shape[0], f"{k} against {moving.shape[0]} rows", "both contract over K")
     check(m <= STATIONARY_MAX, f"{m} stationary columns", f"there are {STATIONARY_MAX}")
@@ -69,8 +67,6 @@ def nc_matmul(
             "accumulate=True where no matmul began",
             "the first matmul of a region has accumulate=False",
         )
-    cycles = costs.matmul(stationary, moving)
-    machine.counts["matmul cycles"] += int(cycles)
     if not accumulate:
         dst.storage.started = [each for each in dst.storage.started if each[0] != dst.offset]
         dst.storage.started.append(region)
@@ -79,11 +75,11 @@ def nc_matmul(
         product = stationary.rows().T @ moving.rows()
         return dst.rows() + product if accumulate else product
 
-    return cycles, value
+    return value
 
 
-@instruction("tensor")
-def nc_transpose(dst: Tensor, data: Tensor, engine: Any = None) -> Issued:
+@instruction
+def nc_transpose(dst: Tensor, data: Tensor, engine: Any = None) -> Value:
     """dst = data^T, its free axes flattened, to PSUM by the Tensor Engine."""
     engine_of(engine, "tensor")
     shape, most = (data.shape[0], data.free), PARTITIONS
@@ -104,7 +100,7 @@ def nc_transpose(dst: Tensor, data: Tensor, engine: Any = None) -> Issued:
         finite = turned.to(torch.float32).isfinite().all(1, keepdim=True)
         return torch.where(finite, turned, torch.nan)
 
-    return costs.transpose_cost(core, data), value
+    return value
 
 
 def _one_run(dst: Tensor) -> None:
@@ -114,7 +110,7 @@ def _one_run(dst: Tensor) -> None:
         run *= size
 
 
-@instruction("scalar")
+@instruction
 def activation(
     dst: Tensor,
     op: Any,
@@ -124,7 +120,7 @@ def activation(
     reduce_op: Any = None,
     reduce_res: Tensor | None = None,
     reduce_cmd: Any = None,
-) -> Issued:
+) -> Value:
     """dst = op(data * scale + bias), and the sum of each row in reduce_res."""
     same(dst, data)
     known = isinstance(op, Operator) and op.unary
@@ -146,24 +142,24 @@ def activation(
             reduce_res.put(values.sum(1, keepdim=True))
         return values
 
-    return costs.scalar(data, reduce_res is not None), value
+    return value
 
 
-@instruction("gpsimd")
+@instruction
 def iota(
     dst: Tensor,
     pattern: Pattern,
     offset: int = 0,
     channel_multiplier: int = 0,
-) -> Issued:
+) -> Value:
     """dst = offset + partition * channel_multiplier + the sum of step * index."""
     lies_in("sbuf", dst)
     _check_pattern(pattern, dst)
     places = channel_multiplier, dst.shape[0]
-    return costs.gpsimd(dst), lambda: _affine(pattern, offset, *places).to(torch.float64)
+    return lambda: _affine(pattern, offset, *places).to(torch.float64)
 
 
-@instruction("gpsimd")
+@instruction
 def affine_select(
     dst: Tensor,
     pattern: Pattern,
@@ -172,7 +168,7 @@ def affine_select(
     on_false_value: float,
     cmp_op: Any = None,
     offset: int = 0,
-) -> Issued:
+) -> Value:
     """Elements where an affine function of their place compares with 0, a number elsewhere."""
     lies_in("sbuf", dst, on_true_tile)
     same(dst, on_true_tile)
@@ -184,7 +180,7 @@ def affine_select(
         chosen = found(places, torch.zeros((), dtype=torch.int64)) != 0
         return torch.where(chosen, on_true_tile.rows(), column(on_false_value))
 
-    return costs.gpsimd(on_true_tile), value
+    return value
 
 
 def _check_pattern(pattern: Pattern, dst: Tensor) -> None:
@@ -201,16 +197,16 @@ def _affine(pattern: Pattern, offset: int, multiplier: int, partitions: int) -> 
     return value
 
 
-@instruction("dma")
-def dma_copy(dst: Tensor, src: Tensor) -> Issued:
+@instruction
+def dma_copy(dst: Tensor, src: Tensor) -> Value:
     """dst = src between HBM and SBUF, converted where dtypes differ."""
     _reachable(dst, src)
     check(dst.size == src.size, f"{src.shape} into {dst.shape}", "as many elements")
-    return costs.dma_bytes(dst, src), lambda: src.array() if src.dtype == dst.dtype else src.rows()
+    return lambda: src.array() if src.dtype == dst.dtype else src.rows()
 
 
-@instruction("dma")
-def dma_transpose(dst: Tensor, src: Tensor) -> Issued:
+@instruction
+def dma_transpose(dst: Tensor, src: Tensor) -> Value:
     """dst = src with its two axes swapped; 2-byte data, from NeuronCore-v3."""
     _reachable(dst, src)
     core = current_machine().core
@@ -220,27 +216,24 @@ def dma_transpose(dst: Tensor, src: Tensor) -> Issued:
     check(dst.dtype == src.dtype, f"{src.dtype} into {dst.dtype}", "the dtype stays")
     check(src.storage.itemsize == 2, f"{src.dtype}", "elements of 2 bytes")
     check(src.shape[-1] <= 128, f"{src.shape}", "the last axis has at most 128 elements")
-    share = costs.DMA_TRANSPOSE["sbuf" if src.buffer == "sbuf" else "hbm"]
-    return int(src.size * src.storage.itemsize / share), lambda: src.array().T
+    return lambda: src.array().T
 
 
-@instruction("vector")
-def tensor_copy(dst: Tensor, src: Tensor, engine: Any = None) -> Issued:
+@instruction
+def tensor_copy(dst: Tensor, src: Tensor, engine: Any = None) -> Value:
     """dst = src on chip, converted through float32 where dtypes differ."""
     same(dst, src)
     engine_of(engine, "vector")
-    cycles = costs.copied(current_machine().core, dst, src)
-    return cycles, lambda: src.array() if dst.dtype == src.dtype else src.rows()
+    return lambda: src.array() if dst.dtype == src.dtype else src.rows()
 
 
-@instruction("vector")
-def memset(dst: Tensor, value: float) -> Issued:
+@instruction
+def memset(dst: Tensor, value: float) -> Value:
     """Fill dst with a number; integer tiles take integers."""
     integer = "int" in dst.dtype
     got = f"{value!r} into {dst.dtype}"
     check(not integer or isinstance(value, int), got, "an integer tile takes an integer")
-    half = value == 0 and dst.dtype in costs.HALF
-    return costs.one_input(dst, 0.5 if half else 1), lambda: column(value).expand(dst.shape)
+    return lambda: column(value).expand(dst.shape)
 
 
 def _reachable(*tensors: Tensor) -> None:
@@ -249,20 +242,18 @@ def _reachable(*tensors: Tensor) -> None:
 
 
 FP32_MIN = float(torch.finfo(torch.float32).min)
-SIMPLE = ("add", "multiply", "subtract")
 
 
-@instruction("vector")
-def tensor_tensor(dst: Tensor, data1: Tensor, data2: Tensor, op: Any) -> Issued:
+@instruction
+def tensor_tensor(dst: Tensor, data1: Tensor, data2: Tensor, op: Any) -> Value:
     """dst = data1 op data2, element by element."""
     same(dst, data1, data2)
     found = binary(op)
     _not_both_psum(data1, data2)
-    cycles = costs.two_inputs(dst, data1, data2, found.name in SIMPLE)
-    return cycles, lambda: found(data1.rows(), data2.rows())
+    return lambda: found(data1.rows(), data2.rows())
 
 
-@instruction("vector")
+@instruction
 def tensor_scalar(
     dst: Tensor,
     data: Tensor,
@@ -271,7 +262,7 @@ def tensor_scalar(
     reverse0: bool = False,
     op1: Any = None,
     operand1: Any = None,
-) -> Issued:
+) -> Value:
     """dst = (data op0 operand0) op1 operand1; operands are numbers or columns."""
     same(dst, data)
     first = binary(op0)
@@ -286,10 +277,10 @@ def tensor_scalar(
         values = first(*pair[::-1]) if reverse0 else first(*pair)
         return values if second is None else second(values, column(operand1))
 
-    return costs.copied(current_machine().core, dst, data), value
+    return value
 
 
-@instruction("vector")
+@instruction
 def scalar_tensor_tensor(
     dst: Tensor,
     data: Tensor,
@@ -297,19 +288,17 @@ def scalar_tensor_tensor(
     operand0: Any,
     op1: Any,
     operand1: Tensor,
-) -> Issued:
+) -> Value:
     """dst = (data op0 operand0) op1 operand1, where operand1 is a tile."""
     same(dst, data, operand1)
     first, second = binary(op0), binary(op1)
     operand(operand0, data)
     _not_both_psum(data, operand1)
-    return costs.one_input(data, 2.0), lambda: second(
-        first(data.rows(), column(operand0)), operand1.rows()
-    )
+    return lambda: second(first(data.rows(), column(operand0)), operand1.rows())
 
 
-@instruction("vector")
-def tensor_reduce(dst: Tensor, op: Any, data: Tensor, axis: int) -> Issued:
+@instruction
+def tensor_reduce(dst: Tensor, op: Any, data: Tensor, axis: int) -> Value:
     """dst = the maximum over the last free axis of data."""
     check(axis == data.ndim - 1 > 0, f"axis {axis} of {data.shape}", "it is the last free one")
     found = binary(op)
@@ -317,31 +306,27 @@ def tensor_reduce(dst: Tensor, op: Any, data: Tensor, axis: int) -> Issued:
     kept = prod(data.shape[1:-1])
     fits = dst.shape[0] == data.shape[0] and dst.free == kept
     check(fits, f"{data.shape} into {dst.shape}", f"dst has {kept} elements a partition")
-    half = dst.dtype == data.dtype == "bfloat16"
-    cycles = costs.one_input(data, 0.5 if half else 1.0)
-    return cycles, lambda: data.rows().reshape(data.shape[0], kept, -1).amax(2)
+    return lambda: data.rows().reshape(data.shape[0], kept, -1).amax(2)
 
 
-@instruction("vector")
-def reciprocal(dst: Tensor, data: Tensor) -> Issued:
+@instruction
+def reciprocal(dst: Tensor, data: Tensor) -> Value:
     """dst = 1 / data."""
     same(dst, data)
-    return costs.one_input(data, 8.0), lambda: data.rows().reciprocal()
+    return lambda: data.rows().reciprocal()
 
 
-@instruction("vector")
+@instruction
 def tensor_copy_predicated(
     dst: Tensor, src: Any, predicate: Tensor, reverse_pred: bool = False
-) -> Issued:
+) -> Value:
     """Overwrite dst by src, a tile or a number, where the predicate is not 0 (is, if reversed)."""
     same(dst, predicate)
     check(predicate.dtype == "uint8", f"a {predicate.dtype} predicate", "uint8 in this subset")
-    factor = 2.0
     if isinstance(src, Tensor):
         same(dst, src)
         check(src.dtype == dst.dtype, f"{src.dtype} into {dst.dtype}", "the dtype stays")
         _not_both_psum(src, predicate)
-        factor = 1.0 if src.buffer != predicate.buffer else 2.0
 
     def value() -> Array:
         chosen = (predicate.array() != 0).reshape(dst.shape) != reverse_pred
@@ -349,10 +334,10 @@ def tensor_copy_predicated(
         new = src.array().reshape(dst.shape) if isinstance(src, Tensor) else column(src)
         return torch.where(chosen, new.to(kind), dst.array())
 
-    return costs.one_input(predicate, factor), value
+    return value
 
 
-@instruction("vector")
+@instruction
 def range_select(
     dst: Tensor,
     on_true_tile: Tensor,
@@ -365,7 +350,7 @@ def range_select(
     reduce_op: Any = None,
     range_start: int = 0,
     on_false_value: float = FP32_MIN,
-) -> Issued:
+) -> Value:
     """Elements whose index compares with both bounds of their row, FP32_MIN elsewhere.
 
     reduce_res: the maximum of each row.
@@ -397,7 +382,7 @@ def range_select(
             reduce_res.put(selected.amax(1, keepdim=True))
         return selected
 
-    return costs.one_input(on_true_tile), value
+    return value
 
 
 def _not_both_psum(one: Tensor, other: Tensor) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import builtins
 import enum
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -35,18 +34,9 @@ _NAMES = {dtype: name for name, dtype in NKI_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Interpreted:
-    """The results of a run as tensors, and its use of the machine.
-
-    counts: instructions by name, "<engine> instructions", "matmul cycles", "dma bytes", of all
-    cores. busy: each engine's nanoseconds. nanoseconds: the timeline's end, where every
-    instruction waited for what it reads; both of the core that takes longest. sbuf_bytes: of one
-    partition. psum_banks: of eight.
-    """
+    """The results of a run as tensors. sbuf_bytes: of one partition. psum_banks: of eight."""
 
     results: tuple[torch.Tensor, ...]
-    counts: Mapping[str, int]
-    busy: Mapping[str, float]
-    nanoseconds: float
     sbuf_bytes: int
     psum_banks: int
 
@@ -62,18 +52,14 @@ def interpret(
     """Run the function `kernel` of the source with these arguments; tensors become HBM tensors.
 
     programs: physical cores that run it, one after the other here, each with memory of its own
-    except the results. numerics: False counts and checks without computing; results are empty
+    except the results. numerics: False checks without computing; results are empty
     then. Raises KernelError for whatever breaks a rule.
     """
     kernel = _load(source)["kernel"]
     machines = [Machine(core, numerics, program, programs) for program in range(programs)]
     written = [_run(kernel, machine, arguments) for machine in machines]
-    slowest = max((machine.timeline for machine in machines), key=lambda each: each.end)
     return Interpreted(
         tuple(map(_merged, zip(*written, strict=True))),
-        dict(sum((machine.counts for machine in machines), Counter())),
-        {name: busy for name, busy in slowest.busy.items() if " " not in name},
-        slowest.end,
         max(machine.live["sbuf"] for machine in machines),
         max(machine.live["psum"] for machine in machines) // BANK_BYTES,
     )

@@ -1,14 +1,9 @@
-"""The machine that a kernel runs on: memory, views of it, and when each instruction could start.
-
-Every engine has a queue of its own and runs beside the others. An instruction starts when its
-engine is free and the memory it touches is: what it reads has been written, what it overwrites has
-been read and written. Memory is told apart by elements of a partition.
-"""
+"""The machine that a kernel runs on: its memory, and views of it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -41,8 +36,7 @@ def fault(got: str, rule: str) -> KernelError:
 class Storage:
     """One allocation. shape: partitions first where on chip. data: flat; None where not computed.
 
-    started: regions that a matmul began to accumulate in, as (offset, shape). times: of each
-    part of it that an instruction touched, when that was last written, and read.
+    started: regions that a matmul began to accumulate in, as (offset, shape).
     """
 
     shape: tuple[int, ...]
@@ -50,7 +44,6 @@ class Storage:
     buffer: str
     data: torch.Tensor | None
     started: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    times: dict[tuple[int, int], list[float]] = field(default_factory=dict)
 
     @property
     def on_chip(self) -> bool:
@@ -73,45 +66,8 @@ class Storage:
 
 
 @dataclass
-class Timeline:
-    """The clock of each engine, in nanoseconds from the start of the kernel.
-
-    busy: what each engine spent on its instructions. end: when the last one is done.
-    """
-
-    free: dict[str, float] = field(default_factory=dict)
-    busy: Counter[str] = field(default_factory=Counter)
-    end: float = 0.0
-
-    def issue(
-        self,
-        engines: Sequence[str],
-        cost: float,
-        latency: float,
-        reads: Iterable[Tensor],
-        writes: Iterable[Tensor],
-    ) -> None:
-        """An instruction that holds its engines for `cost` and is done `latency` after that."""
-        # A reader waits for who wrote last, a writer for who read last too.
-        waited = [self.free.get(engine, 0.0) for engine in engines]
-        waited += [written for each in reads for written, _ in each.touched()]
-        waited += [max(times) for each in writes for times in each.touched()]
-        start = max(waited)
-        for engine in engines:
-            self.free[engine] = start + cost
-        self.busy[engines[0]] += cost  # type: ignore[assignment]
-        done = start + cost + latency
-        self.end = max(self.end, done)
-        for each in reads:
-            times = each.times()
-            times[1] = max(times[1], start + cost)
-        for each in writes:
-            each.times()[0] = done
-
-
-@dataclass
 class Machine:
-    """One run of a kernel on a core. numerics: values are computed, not only counted.
+    """One run of a kernel on a core. numerics: values are computed, not only checked.
 
     program: the core's number among the `programs` that run the kernel.
     instruction: the one that runs, which errors name.
@@ -124,8 +80,6 @@ class Machine:
     programs: int = 1
     instruction: str = ""
     live: Counter[str] = field(default_factory=Counter)
-    counts: Counter[str] = field(default_factory=Counter)
-    timeline: Timeline = field(default_factory=Timeline)
 
     def allocate(self, shape: tuple[int, ...], dtype: str, buffer: str) -> Storage:
         """Poisoned memory; raises KernelError where it does not fit."""
@@ -235,16 +189,6 @@ class Tensor:
         first = self.offset % self.storage.per_partition
         pairs = zip(self.shape[1:], self.strides[1:], strict=True)
         return first, first + sum((size - 1) * stride for size, stride in pairs) + 1
-
-    def times(self) -> list[float]:
-        """When its part of the memory was last written, and read, as a whole."""
-        return self.storage.times.setdefault(self.part(), [0.0, 0.0])
-
-    def touched(self) -> list[list[float]]:
-        """The times of all parts of the memory that share an element with it."""
-        first, last = self.part()
-        every = self.storage.times.items()
-        return [times for (begin, end), times in every if begin < last and first < end]
 
     def banks(self) -> range:
         """The PSUM banks that it lies in, counted from the start of its allocation."""

@@ -1,4 +1,4 @@
-"""Rules that instructions share: operators, checks of operands and shapes, and issue.
+"""Rules that instructions share: operators, and checks of operands and shapes.
 
 [shared] is nki/api/nki.api.shared of the AWS Neuron documentation: its tables of math operators
 and of activation functions with their valid input ranges.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias, TypeVar
@@ -17,7 +17,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor as Array
 
-from flexattn.neuron.interpreter import costs
 from flexattn.neuron.interpreter.machine import Tensor, current_machine, fault
 
 
@@ -58,51 +57,41 @@ OPERATORS: dict[str, Operator] = {
 }
 
 
-Issued: TypeAlias = tuple[float, Callable[[], Array]]
-_Instruction = TypeVar("_Instruction", bound=Callable[..., Issued])
+Value: TypeAlias = Callable[[], Array]
+_Instruction = TypeVar("_Instruction", bound=Callable[..., Value])
 # nki.isa: which partitions a view may start at, by how many it has.
 _STARTS = ((32, (0, 32, 64, 96)), (64, (0, 64)), (128, (0,)))
-_CLOCK = {
-    "tensor": "tensor_ghz", "vector": "vector_ghz", "scalar": "scalar_ghz", "gpsimd": "gpsimd_ghz",
-}  # fmt: skip
 
 
-def instruction(engine: str) -> Callable[[_Instruction], _Instruction]:
-    """An instruction of an engine in nki.isa: called by keyword, with tensors where it wants them.
+def instruction(function: _Instruction) -> _Instruction:
+    """An instruction in nki.isa: called by keyword, with tensors where it wants them.
 
-    The function checks its operands and gives its cost (of "dma" bytes) and its value, which goes
-    to `dst` where values are computed. It writes `dst` and `reduce_res`, and reads all else.
+    The function checks its operands and gives its value, which goes to `dst` where values are
+    computed. It writes `dst` and `reduce_res`, and reads all else.
     """
+    name = function.__name__
+    parameters = inspect.signature(function).parameters.values()
+    needed = [each.name for each in parameters if each.annotation == "Tensor"]
 
-    def made(function: _Instruction) -> _Instruction:
-        name = function.__name__
-        parameters = inspect.signature(function).parameters.values()
-        needed = [each.name for each in parameters if each.annotation == "Tensor"]
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> None:
+        if args:
+            raise fault(f"nisa.{name} with positional arguments", "name them all")
+        for each in needed:
+            if each in kwargs and not isinstance(kwargs[each], Tensor):
+                raise fault(f"nisa.{name}: {each}={kwargs[each]!r}", "it is a tensor")
+        machine = current_machine()
+        machine.instruction = name
+        if not name.startswith("dma_"):
+            on_chip(*(each for each in kwargs.values() if isinstance(each, Tensor)))
+        value = function(**kwargs)
+        for written in (kwargs["dst"], kwargs.get("reduce_res")):
+            if written is not None and written.buffer == "psum" and name != "nc_matmul":
+                _forget(written)
+        if machine.numerics:
+            kwargs["dst"].put(value())
 
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> None:
-            if args:
-                raise fault(f"nisa.{name} with positional arguments", "name them all")
-            for each in needed:
-                if each in kwargs and not isinstance(kwargs[each], Tensor):
-                    raise fault(f"nisa.{name}: {each}={kwargs[each]!r}", "it is a tensor")
-            machine = current_machine()
-            machine.instruction = name
-            tensors = {key: each for key, each in kwargs.items() if isinstance(each, Tensor)}
-            if engine != "dma":
-                on_chip(*tensors.values())
-            cost, value = function(**kwargs)
-            writes = [tensors.pop(key) for key in ("dst", "reduce_res") if key in tensors]
-            if engine == "dma":
-                transfer(writes[0], tensors["src"], int(cost))
-            else:
-                issue(engine, cost, [*tensors.values()], writes)
-            if machine.numerics:
-                writes[0].put(value())
-
-        return call  # type: ignore[return-value]
-
-    return made
+    return call  # type: ignore[return-value]
 
 
 def check(holds: bool, got: str, rule: str) -> None:
@@ -171,54 +160,6 @@ def engine_of(engine: Any, only: str) -> None:
     """The engine that is named, if one is, is the one that this subset runs an instruction on."""
     chosen = getattr(engine, "name", "unknown")
     check(chosen in ("unknown", only), f"engine {chosen}", f"it runs on {only}")
-
-
-def issue(engine: str, cycles: float, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-    """Count an instruction of a compute engine and place it on the timeline."""
-    machine = current_machine()
-    core = machine.core
-    machine.counts[machine.instruction] += 1
-    machine.counts[f"{engine} instructions"] += 1
-    engines = [engine]
-    if core.has_shared_ports:
-        buffers = {each.buffer for each in (*reads, *writes)}
-        if engine in ("vector", "gpsimd") and "sbuf" in buffers:
-            engines.append("vector or gpsimd at sbuf")
-        if engine in ("vector", "scalar") and "psum" in buffers:
-            engines.append("vector or scalar at psum")
-    clock: float = getattr(core, _CLOCK[engine])
-    latency = (costs.MIN_II if engine == "tensor" else costs.DEPENDENCY) / clock
-    machine.timeline.issue(
-        engines,
-        cycles / clock,
-        0.0 if engine == "gpsimd" else latency,
-        reads,
-        writes,
-    )
-    for each in writes:
-        if each.buffer == "psum" and machine.instruction != "nc_matmul":
-            _forget(each)
-
-
-def transfer(dst: Tensor, src: Tensor, charged: int) -> None:
-    """Count a transfer; each DMA engine serves eight partitions."""
-    machine = current_machine()
-    core = machine.core
-    machine.counts[machine.instruction] += 1
-    machine.counts["dma instructions"] += 1
-    machine.counts["dma bytes"] += src.size * src.storage.itemsize
-    machine.counts["dma bytes charged"] += charged
-    chips = [each for each in (dst, src) if each.storage.on_chip]
-    partitions = min([each.shape[0] for each in chips], default=128)
-    engines = min(core.dma_engines, -(-partitions // 8))
-    cost = charged / (core.dma_engine * core.dma_engines)
-    machine.timeline.issue(
-        ["dma"],
-        cost,
-        costs.DMA_START + charged / (core.dma_engine * engines) - cost,
-        [each for each in (src,) if each.storage.on_chip],
-        [each for each in (dst,) if each.storage.on_chip],
-    )
 
 
 def _forget(written: Tensor) -> None:

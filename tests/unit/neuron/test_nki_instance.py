@@ -21,8 +21,8 @@ from flexattn.settings import override
 from flexattn.tuning.evaluator import method_for
 from flexattn.tuning.race import replay_study
 from tests import neuron_stand_ins as stand_ins
+from tests.nki import task_of
 from tests.processes import ROOT
-from tests.unit.neuron.test_nki_model import task_of
 
 HERE = Instance("trn2", "nki 0.7.0")
 SMALL = NkiPrefillConfig(128, 128, 128)
@@ -129,11 +129,12 @@ def test_without_nrtpy_the_error_names_the_variable(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_models_best_are_measured_and_the_record_says_so(packages, monkeypatch):
-    monkeypatch.setattr(measure, "_BEST", {"quick": 3, "full": 3})
+def test_some_configs_are_measured_and_the_record_says_so(packages, monkeypatch):
+    monkeypatch.setattr(measure, "_BUILT", {"quick": 3, "full": 3})
     record = measured(task(), HERE, method_for("quick", 300.0), "quick")
     assert record.provenance == "measured" and record.environment.triton == "nki 0.7.0"
     assert "on the device" in record.note and len(record.trials) == 3
+    assert dict(record.rejected)["not tried"] > 0
     assert all(trial.gate.passed and trial.screening for trial in record.trials)
     assert replay_study(record) == record.decision
     assert decode_record(encode_record(record).encode()) == record
@@ -141,19 +142,16 @@ def test_the_models_best_are_measured_and_the_record_says_so(packages, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_same_command_ranks_elsewhere_and_measures_there(
-    flexattn, packages, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(measure, "_BEST", {"quick": 2, "full": 2})
+def test_the_command_measures_on_an_instance_alone(flexattn, packages, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "_BUILT", {"quick": 2, "full": 2})
     workload = tmp_path / "w.toml"
     workload.write_text(
         'dtype = "float32"\n[[layers]]\nheads = [2, 1]\nhead_dim = 16\n'
         '[[layers.calls]]\nname = "plain"\nmixes = [[1, 128, 128]]\n'
     )
     command = ("tune", workload, "--device", "trn2", "--effort", "quick", "--json")
-    (ranked,) = json.loads(flexattn(*command).stdout)["problems"]
-    assert ranked["provenance"] == "model"
-    assert "of a tuning that measures" in flexattn(*command, "--budget", "60", status=2).stderr
+    said = flexattn(*command, status=2).stderr
+    assert "tuning for trn2: the Neuron driver lists no device" in said and "--dry-run" in said
     monkeypatch.setattr(plugin, "instance", lambda: (HERE, ""))
     (tuned,) = json.loads(flexattn(*command, "--budget", "60").stdout)["problems"]
     assert tuned["status"] == "tuned" and tuned["provenance"] == "measured"

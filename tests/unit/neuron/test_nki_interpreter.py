@@ -1,4 +1,4 @@
-"""The strict interpreter of NKI: its results, counts and timeline."""
+"""The strict interpreter of NKI: its results and its memory."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import KernelError
 from flexattn.neuron.interpreter.interpret import interpret
-from tests.nki import MATMUL, TILES, kernel_of, run_lines
+from tests.nki import kernel_of, run_lines
 
 
 def test_sbuf_grows_with_the_core():
@@ -145,30 +145,3 @@ def test_a_result_lies_in_shared_hbm():
 def test_a_kernel_imports_nki_alone(line):
     with pytest.raises(KernelError, match="import"):
         interpret(f"{line}\n{kernel_of('')}", (torch.zeros(1),), CORES["trn2"])
-
-
-def test_engines_overlap_unless_one_waits_for_the_other():
-    tiles = "".join(
-        f"{name} = nl.ndarray((128, 4096), dtype=nl.float32, buffer=nl.sbuf)\n" for name in "abc"
-    )
-    copy = "nisa.tensor_copy(dst=b, src=a, engine=nisa.engine.vector)\n"
-    apart = run_lines(tiles + copy + "nisa.activation(dst=c, op=nl.exp, data=a)", numerics=False)
-    after = run_lines(tiles + copy + "nisa.activation(dst=c, op=nl.exp, data=b)", numerics=False)
-    assert apart.busy == after.busy
-    assert apart.nanoseconds < 0.6 * after.nanoseconds
-    assert after.nanoseconds >= sum(after.busy.values())
-    # v2 alone: Vector and GpSimd take turns at SBUF.
-    both = tiles + copy + "nisa.iota(dst=c, pattern=[[1, 4096]])"
-    v2, v3 = (run_lines(both, target, numerics=False) for target in ("trn1", "trn2"))
-    assert v2.nanoseconds >= sum(v2.busy.values()) and v3.nanoseconds < sum(v3.busy.values())
-
-
-def test_counts():
-    product = MATMUL.format("p[:, 0:512]", "g[:, 0:128]", "g", False)
-    run = run_lines(TILES + product, numerics=False)
-    assert run.counts["matmul cycles"] == 4 * 512 and run.counts["tensor instructions"] == 1
-    half = run_lines(TILES + product.replace("=g", "=h"), numerics=False)
-    assert half.counts["matmul cycles"] == 512
-    tile = "t = nl.ndarray((4, 8), dtype=nl.float32, buffer=nl.sbuf)\n"
-    moved = run_lines(tile + "nisa.dma_copy(dst=t, src=x)")
-    assert moved.counts["dma bytes"] == 128 and moved.counts["dma bytes charged"] == 4 * 256

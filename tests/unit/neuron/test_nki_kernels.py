@@ -6,6 +6,7 @@ from itertools import cycle, product
 import pytest
 import torch
 
+from examples import stable_diffusion_neuron as example
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
 from tests.cases import CASES, case
@@ -158,3 +159,15 @@ def test_memory_is_what_the_interpreter_counts(kind, name):
     built = case(name).make(1, 4, 2, 131, 259, dtype=torch.bfloat16)
     configs = SMALL[kind], *(VARIANTS if kind == "prefill" else ())
     assert_memory_counted(kind, configs, built)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", [NkiPrefillConfig(128, 128), NkiPrefillConfig(128, 2048, 4096, 1, mixed=True)]
+)
+def test_the_tutorials_case_interprets_in_ten_seconds_and_passes_the_gate(config):
+    """128 x 128 issues the most instructions; seconds are of this process's one thread."""
+    task = example.task_of("trn2", "float32" if config.mixed else "bfloat16", False)
+    verdict, seconds = example.gated(task, config, "trn2")
+    assert verdict.passed, verdict.message()
+    assert seconds < 10

@@ -7,17 +7,14 @@ import torch
 
 from flexattn.catalogue import alibi, causal, softcap
 from flexattn.errors import ConfigError, KernelError
-from flexattn.measure.task import Task
-from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.neuron.config import NkiDecodeConfig
 from flexattn.neuron.family import target_reasons, target_survey
-from flexattn.neuron.model import nki_estimate
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape
 from tests.cases import case
 from tests.covering import each_choice, pairwise
 from tests.nki import TARGETS, TRANSPOSED, assert_memory_counted, check, problem_of
 from tests.support import inputs
-from tests.unit.neuron.test_nki_model import task_of
 
 SMALL = TRANSPOSED
 PREFILL, DECODE = SMALL["prefill"], SMALL["decode"]
@@ -126,23 +123,6 @@ def test_the_space_offers_both_forms(kind, target):
         turned = [config for config in found if config.form == "st"]
         assert all(each.mask != "range" and each.transpose == "tensor" for each in turned)
         assert {each.evict for each in turned} == {"vector", "scalar"}, "P is cast by one of them"
-
-
-@each_target
-def test_by_the_model_it_takes_work_from_the_vector_engine(target):
-    """Prefill: no P^T to move. Decode: few rows fill the free dimension, not the partitions."""
-    long: Task = task_of("prefill", Shape(1, 1, 1, 4096, 4096, 64, 64), target)
-    rows, keys = (
-        NkiPrefillConfig(128, 2048, 4096, 1),
-        NkiPrefillConfig(128, 2048, 4096, 1, form="st"),
-    )
-    assert nki_estimate(long, keys, target).bound < 0.97 * nki_estimate(long, rows, target).bound
-    short: Task = task_of("decode", Shape(1, 8, 2, 1, 8192, 128, 128), target)
-    rows, keys = (
-        NkiDecodeConfig(128, 2048, 1, 4096, 1),
-        NkiDecodeConfig(32, 2048, 1, 4096, 1, form="st"),
-    )
-    assert nki_estimate(short, keys, target).time < 0.9 * nki_estimate(short, rows, target).time
 
 
 def test_several_tiles_and_sections_with_a_bias_for_each_head():

@@ -11,10 +11,9 @@ from hypothesis import given, strategies as st
 
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
-from flexattn.neuron.config import NkiPrefillConfig
 from flexattn.records import layers as module
 from flexattn.records.environment import environment
-from flexattn.records.layers import MAX_DISTANCE, distance, find, layers, ranked, transferred
+from flexattn.records.layers import MAX_DISTANCE, distance, find, layers, transferred
 from flexattn.records.record import Policy, Sizes, key_of, sizes_of
 from flexattn.records.store import Store
 from flexattn.records.why import why
@@ -204,19 +203,6 @@ def test_a_broken_file_is_a_miss_in_one_layer_and_a_hit_in_the_next(places, capl
     places["shipped"].write(record)
     assert find(PREFILL, H200).config == ONE
     assert len(caplog.records) == 1 and str(path) in caplog.text
-
-
-@pytest.mark.parametrize(("provenance", "served"), [("model", False), ("measured", True)])
-def test_what_a_model_ranks_is_never_served(places, provenance, served):
-    """Not even to a device of the very name."""
-    there = {"device": "trn2", "arch": "trn2"}
-    record = recorded(PREFILL, NkiPrefillConfig(128, 512))
-    (trial,) = (each for each in record.trials if each.config == record.config)
-    decision = replace(record.decision, winner=0, default=0)
-    record = elsewhere(replace(record, trials=(trial,), decision=decision), **there)
-    places["user"].write(replace(record, provenance=provenance))
-    found = list(ranked(record.key, record.environment, layers(H200)))
-    assert bool(found) == served
 
 
 # splits

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from flexattn.neuron.config import NkiPrefillConfig
-from flexattn.records.record import Trial
 from flexattn.records.store import Store, better, merge
 from tests.records import HERE, decode_record, prefill_record
 
@@ -53,16 +51,3 @@ def test_merging_keeps_the_better_record_and_lists_conflicts(tmp_path):
 def test_what_better_means(winner, loser):
     new, old = replace(RECORD, **winner), replace(RECORD, **loser)
     assert better(new, old) and not better(old, new) and not better(new, new)
-
-
-def test_what_a_model_ranked_is_not_merged(tmp_path):
-    ranked = Store(tmp_path / "ranked")
-    trials = (Trial(NkiPrefillConfig(128, 512), screening=(1.0,)),)
-    ranked.write(
-        replace(
-            RECORD, environment=replace(HERE, device="trn2", arch="trn2"), trials=trials,
-            decision=replace(RECORD.decision, winner=0, default=0), provenance="model",
-        )
-    )  # fmt: skip
-    done = merge([ranked.root], tmp_path / "into")
-    assert done.written == 0 and len(done.refused) == 1

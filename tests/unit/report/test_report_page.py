@@ -290,7 +290,6 @@ def of_two_templates():
         (nothing_varies, "One config was timed, so there is nothing to compare it with."),
         (nothing_varies, "The limits of brand-new are not in the table of known devices"),
         (of_two_templates, "One config is of another template than the winner's"),
-        (of_two_templates, "ranked from 16 timed configs"),
     ],
 )
 def test_what_is_not_computed_is_said_in_a_sentence(make, sentence, tmp_path):
