@@ -6,7 +6,7 @@ from flexattn.device import NEURON
 from flexattn.device.neuroncore import CORES
 from flexattn.measure.task import Task
 from flexattn.mods import bind
-from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig, memory_of
+from flexattn.neuron.config import memory_of
 from flexattn.neuron.family import default_config
 from flexattn.neuron.interpreter.interpret import interpret
 from flexattn.neuron.run import prepare
@@ -18,11 +18,6 @@ from flexattn.verify.gate import judge
 from tests.support import block_mask, inputs
 
 TARGETS = tuple(CORES)
-# Configs with keys on the partitions.
-TRANSPOSED = {
-    "prefill": NkiPrefillConfig(128, 256, 256, mask="affine", form="st"),
-    "decode": NkiDecodeConfig(32, 256, 3, 48, mask="affine", form="st"),
-}
 # Lines that begin a kernel of one instruction: a tile of each dtype and memory.
 TILES = """
 f = nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.sbuf)

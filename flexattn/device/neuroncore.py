@@ -42,11 +42,6 @@ class NeuronCore:
         return self.generation >= 3
 
     @property
-    def has_dma_transpose(self) -> bool:
-        """DMA engines that transpose, from v3 [arch3]."""
-        return self.generation >= 3
-
-    @property
     def has_exact_transpose(self) -> bool:
         """A Tensor Engine transpose that NaN in one row leaves the others alone, from v3 [isa]."""
         return self.generation >= 3

@@ -9,9 +9,6 @@ from flexattn.device.neuroncore import BANK_BYTES, PARTITIONS
 from flexattn.problem import ITEMSIZE, Kind, Problem, Structure
 
 MaskSelect = Literal["range", "affine", "select"]
-Transpose = Literal["tensor", "dma"]
-Evict = Literal["vector", "scalar"]
-NkiForm = Literal["s", "st"]
 
 # Keys of a chunk: they lie on the partitions.
 CHUNK = PARTITIONS
@@ -25,10 +22,8 @@ class NkiPrefillConfig:
     """BLOCK_M query rows visit BLOCK_N keys at a time, of `section` keys that stay in SBUF.
 
     score_buffers, value_buffers: tiles in PSUM of QK^T, and of P^T and PV. buffers: working tiles
-    in SBUF. kv_buffers: sections in SBUF. transpose: the engines that turn P. evict: the engine
-    that moves it out of PSUM. mask: how masks are applied where they are simple. mixed: float32
-    tensors are multiplied as bfloat16. form: "s" has query rows on the partitions, S = Q K^T; "st"
-    has keys there, S^T = K Q^T, and P need not be turned.
+    in SBUF. kv_buffers: sections in SBUF. mask: how masks are applied where they are simple.
+    mixed: float32 tensors are multiplied as bfloat16.
     """
 
     BLOCK_M: int
@@ -38,11 +33,8 @@ class NkiPrefillConfig:
     value_buffers: int = 1
     buffers: int = 2
     kv_buffers: int = 1
-    transpose: Transpose = "tensor"
-    evict: Evict = "vector"
     mask: MaskSelect = "range"
     mixed: bool = False
-    form: NkiForm = "s"
 
     num_splits: ClassVar[int] = 1
     kind: ClassVar[Kind] = "prefill"
@@ -63,11 +55,8 @@ class NkiDecodeConfig:
     value_buffers: int = 1
     buffers: int = 2
     kv_buffers: int = 2
-    transpose: Transpose = "tensor"
-    evict: Evict = "vector"
     mask: MaskSelect = "range"
     mixed: bool = False
-    form: NkiForm = "s"
 
     kind: ClassVar[Kind] = "decode"
 
@@ -82,9 +71,7 @@ class NkiShape:
     section: keys of a section, whole blocks of a mask. chunks: of a section, at most. tile_parts:
     chunks of a tile, at most. pieces, value_pieces: (first, size) of the head dimensions. states:
     of query rows at a time. group: turned chunks of P that one PSUM bank holds. transpose_buffers:
-    tiles in PSUM by which heads are transposed. lanes: elements of a tile in one partition.
-    exact_sums: P is summed before it is rounded, for the sake of lse. reference: the dtype of what
-    is subtracted before exp, where keys lie on the partitions.
+    tiles in PSUM by which heads are transposed.
     """
 
     section: int
@@ -96,9 +83,6 @@ class NkiShape:
     group: int
     transpose_buffers: int
     itemsize: int
-    lanes: int
-    exact_sums: bool
-    reference: str
 
     @property
     def value_width(self) -> int:
@@ -123,10 +107,6 @@ def shape_of(problem: Problem, config: NkiConfig) -> NkiShape:
         if block < config.BLOCK_N
         else -(-config.BLOCK_N // CHUNK)
     )
-    if config.form == "st":
-        tile_parts = min(max(1, config.BLOCK_N // CHUNK), chunks)
-    # Rounded to bfloat16 a maximum serves as well, unless it is asked for or P could overflow.
-    rounded = structure.dtype != "float16" and not structure.max_scores
     return NkiShape(
         section=section,
         chunks=chunks,
@@ -137,9 +117,6 @@ def shape_of(problem: Problem, config: NkiConfig) -> NkiShape:
         group=max(1, BANK_BYTES // (config.BLOCK_M * itemsize)),
         transpose_buffers=min(TRANSPOSE_BUFFERS, BANK_BYTES // (128 * itemsize)),
         itemsize=itemsize,
-        lanes=tile_parts * config.BLOCK_M if config.form == "st" else config.BLOCK_N,
-        exact_sums=structure.lse and itemsize == 2,
-        reference="bfloat16" if rounded else "float32",
     )
 
 
@@ -185,35 +162,20 @@ def memory_of(
     turned = len(shape.pieces)
     sbuf = 2 * item * (2 * s.head_dim_qk + turned * config.BLOCK_M)
     sbuf += item * config.kv_buffers * (turned * shape.section + shape.chunks * s.head_dim_v)
-    sbuf += item * config.buffers * shape.lanes
-    if config.form == "st":
-        sbuf += _statistics(config, shape)
-    else:
-        sbuf += item * config.buffers * shape.tile_parts * config.BLOCK_M
+    sbuf += item * config.buffers * (config.BLOCK_N + shape.tile_parts * config.BLOCK_M)
     sbuf += shape.states * (12 + 4 * s.head_dim_v)
     sbuf += 16 * config.buffers + 2 * s.head_dim_v * out + 32
-    widths = {"s": config.buffers * shape.lanes * 4, "keep": shape.lanes}
+    widths = {"s": config.buffers * config.BLOCK_N * 4, "keep": config.BLOCK_N}
     sizes = {"tile_f32": 4, "tile_bf16": 2, "tile_f16": 2, "tile_i32": 4, "tile_u8": 1}
     for pool, count in tiles.items():
         if pool in widths:
             sbuf += widths[pool]
         else:
-            sbuf += count * sizes[pool] * shape.lanes if pool in sizes else 4 * count
+            sbuf += count * sizes[pool] * config.BLOCK_N if pool in sizes else 4 * count
     banks = 1 + config.value_buffers * len(shape.value_pieces)
-    if config.form == "st":
-        return sbuf, banks + 2 + -(-config.score_buffers * shape.lanes // 512)
     banks += config.score_buffers * -(-config.BLOCK_N // 512)
-    if config.transpose == "tensor":
-        banks += -(-config.value_buffers * shape.group * config.BLOCK_M * item // BANK_BYTES)
+    banks += -(-config.value_buffers * shape.group * config.BLOCK_M * item // BANK_BYTES)
     return sbuf, banks
-
-
-def _statistics(config: NkiConfig, shape: NkiShape) -> int:
-    """SBUF bytes of a partition that maxima and sums across partitions take."""
-    reference = ITEMSIZE[shape.reference]
-    sbuf = config.buffers * (4 * config.BLOCK_M + reference * (config.BLOCK_M + 2))
-    sbuf += reference * CHUNK + (4 if shape.exact_sums else shape.itemsize)
-    return sbuf + 4 * config.buffers * shape.lanes * shape.exact_sums
 
 
 def _pieces(size: int, most: int) -> tuple[tuple[int, int], ...]:

@@ -55,11 +55,9 @@ class NkiValue:
 class Pools:
     """Tiles and columns by dtype, each handed out again when its value is no longer needed.
 
-    used: how many of each pool the kernel must allocate. keys_first: tiles are [keys, chunks,
-    rows] and columns [keys, 1], instead of [rows, keys] and [rows, 1].
+    Tiles are [rows, keys], columns [rows, 1]. used: how many of each pool the kernel allocates.
     """
 
-    keys_first: bool = False
     free: dict[str, list[int]] = field(default_factory=dict)
     used: dict[str, int] = field(default_factory=dict)
 
@@ -73,19 +71,16 @@ class Pools:
             self.used[pool] = slot + 1
         if pool.startswith("column"):
             name = pool.replace("column", "columns")
-            lanes = "keys" if self.keys_first else "rows"
-            return NkiValue("column", f"{name}[:{lanes}, {slot}:{slot + 1}]", pool, slot)
+            return NkiValue("column", f"{name}[:rows, {slot}:{slot + 1}]", pool, slot)
         return NkiValue("tile", f"{pool}{self.tile(str(slot))}", pool, slot)
 
     def tile(self, slot: str = "") -> str:
         """The index of a tile, of a slot or, without one, of memory that holds one tile."""
         slot = f", {slot}" if slot else ""
-        return f"[:keys{slot}, :count, :rows]" if self.keys_first else f"[:rows{slot}, :cols]"
+        return f"[:rows{slot}, :cols]"
 
     def first(self, tile: NkiValue) -> str:
         """The first column of a tile."""
-        if self.keys_first:
-            return f"{tile.pool}[:keys, {tile.slot}, 0, 0:1]"
         return f"{tile.pool}[:rows, {tile.slot}, 0:1]"
 
     def give(self, value: NkiValue) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, Literal
 
 from flexattn.device.neuroncore import (
-    BANK_BYTES,
     CORES,
     PARTITIONS,
     PSUM_BANKS,
@@ -25,7 +24,6 @@ from flexattn.neuron.config import (
     MaskSelect,
     NkiConfig,
     NkiDecodeConfig,
-    NkiForm,
     NkiPrefillConfig,
     NkiShape,
     memory_of,
@@ -34,13 +32,10 @@ from flexattn.neuron.config import (
 from flexattn.neuron.source import print_mods
 from flexattn.problem import Problem
 
-# Numbers of fp32 of a PSUM bank.
-BANK_COLUMNS = BANK_BYTES // 4
-
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The needs of a problem's mods, with masks and scores in one form.
+    """The needs of a problem's mods, with masks applied in one way.
 
     tiles: of each pool. range_select: whether the mask uses it. refused: why they cannot be
     expressed, "" if they can.
@@ -69,16 +64,6 @@ class NkiCase:
     def memory(self) -> tuple[int, int]:
         """Bytes of a partition of SBUF, and banks of PSUM."""
         return memory_of(self.problem, self.config, dict(self.needs.tiles), self.shape)
-
-    @property
-    def turned(self) -> bool:
-        """True where keys lie on the partitions, so that nothing need transpose P."""
-        return self.config.form == "st"
-
-    @property
-    def dma(self) -> bool:
-        """True where DMA transposes P."""
-        return self.config.transpose == "dma" and not self.turned
 
 
 def _at_least_one(name: str) -> Rule[NkiCase]:
@@ -126,35 +111,9 @@ NKI_LIMITS: Limits[NkiCase] = Limits(
             lambda c: c.memory[1] <= PSUM_BANKS,
         ),
         Rule(
-            "dma transpose",
-            "transpose=dma: {c.core.name} has no DMA transpose",
-            lambda c: not c.dma or c.core.has_dma_transpose,
-        ),
-        Rule(
-            "dma transpose",
-            "transpose=dma: it moves elements of 2 bytes",
-            lambda c: not c.dma or c.shape.itemsize == 2,
-        ),
-        Rule(
-            "form",
-            "mask=range: range_select compares along the free dimension, and form=st has rows "
-            "there",
-            lambda c: not (c.turned and c.needs.range_select),
-        ),
-        Rule(
-            "form",
-            "form=st: tiles of BLOCK_M={c.config.BLOCK_M} rows cross the end of a PSUM bank",
-            lambda c: (
-                not c.turned
-                or c.core.has_bf16_psum
-                or c.config.score_buffers * c.shape.lanes <= BANK_COLUMNS
-                or BANK_COLUMNS % c.config.BLOCK_M == 0
-            ),
-        ),
-        Rule(
             "range_select",
             "mask=range: {c.core.name} has no range_select",
-            lambda c: not c.needs.range_select or c.turned or c.core.has_range_select,
+            lambda c: not c.needs.range_select or c.core.has_range_select,
         ),
     ),
 )
@@ -169,14 +128,10 @@ class _Nki:
     kind = "nki"
 
     def short(self, config: NkiConfig) -> str:
-        """128x512 k4096 dma is tiles of 512 keys, of 4096 that stay on the chip.
-
-        st: keys lie on the partitions.
-        """
+        """128x512 k4096 is tiles of 512 keys, of 4096 that stay on the chip."""
         parts = [f"{config.BLOCK_M}x{config.BLOCK_N} k{config.section}"]
         parts += [f"x{config.num_splits}"] * (config.num_splits > 1)
-        parts += ["dma"] * (config.transpose == "dma") + ["scalar"] * (config.evict == "scalar")
-        parts += [config.mask] * (config.mask != "range") + ["st"] * (config.form == "st")
+        parts += [config.mask] * (config.mask != "range")
         return " ".join(parts)
 
 
@@ -184,22 +139,21 @@ NKI = _Nki()
 
 
 class _Cases:
-    """The cases of a problem's configs on a target; what its mods need is found once a form."""
+    """The cases of a problem's configs on a target; what its mods need is found once a mask."""
 
     def __init__(self, problem: Problem, target: str) -> None:
         self._problem, self._target = problem, target
-        self._found: dict[tuple[MaskSelect, NkiForm], Needs] = {}
+        self._found: dict[MaskSelect, Needs] = {}
 
     def of(self, config: NkiConfig) -> NkiCase:
         """A config's."""
-        needs = self.needs(config.mask, config.form)
-        return NkiCase(config, self._problem, CORES[self._target], needs)
+        return NkiCase(config, self._problem, CORES[self._target], self.needs(config.mask))
 
-    def needs(self, mask: MaskSelect, form: NkiForm = "s") -> Needs:
-        """The tensors and ranges that the mods need in a form of the kernel."""
-        if (mask, form) not in self._found:
-            self._found[mask, form] = self._printed(_plain(self._problem, mask, form))
-        return self._found[mask, form]
+    def needs(self, mask: MaskSelect) -> Needs:
+        """The tensors and ranges that the mods need with masks applied in this way."""
+        if mask not in self._found:
+            self._found[mask] = self._printed(_plain(self._problem, mask))
+        return self._found[mask]
 
     def _printed(self, config: NkiConfig) -> Needs:
         try:
@@ -210,9 +164,9 @@ class _Cases:
         return Needs(tuple(sorted(mods.tiles.items())), ranged)
 
 
-def _plain(problem: Problem, mask: MaskSelect, form: NkiForm = "s") -> NkiConfig:
+def _plain(problem: Problem, mask: MaskSelect) -> NkiConfig:
     of_kind = NkiDecodeConfig if problem.structure.kind == "decode" else NkiPrefillConfig
-    return of_kind(128, 128, mask=mask, form=form)
+    return of_kind(128, 128, mask=mask)
 
 
 def broken_rules(config: NkiConfig, problem: Problem, target: str) -> list[Rule[NkiCase]]:
@@ -283,38 +237,26 @@ def _preferences(problem: Problem) -> Iterator[NkiConfig]:
 
 
 def _grid(problem: Problem, effort: NkiEffort) -> Iterator[NkiConfig]:
-    """Configs with query rows on the partitions, then those that compute S^T."""
-    structure, full = problem.structure, effort == "full"
-    prefill = structure.kind == "prefill"
+    full, prefill = effort == "full", problem.structure.kind == "prefill"
     # Beyond the keys that there are, a wider tile or section is the same one.
     most = 2 * max(problem.kv_len, CHUNK)
     widths = tuple(width for width in (128, 256, 512, 1024, 2048) if width < most)
     depths = (1024, 4096, 8192) if full else (4096,)
     sections = tuple(depth for depth in depths if depth < most) or depths[:1]
     heights, counts = (64, 128) if full else (128,), (1, 2) if full else (1,)
-    moves = (("tensor", "vector"), ("tensor", "scalar"), ("dma", "vector"))
-    # P of S^T need not be turned, and which engine evicts it matters where it is summed before.
-    evicted = moves[: 1 + (structure.lse and structure.itemsize == 2)]
-    masks = FORMS[1:] if structure.mask is not None else FORMS[:1]
-    forms: tuple[tuple[NkiForm, Sequence[int], Any, Sequence[MaskSelect]], ...] = (
-        ("s", heights, moves, _forms(problem)),
-        ("st", heights if prefill else (32, 128), evicted, masks),
-    )
-    for form, rows_axis, moves_axis, masks_axis in forms:
-        axes = (rows_axis, widths, sections, (1, 2), counts, moves_axis, masks_axis)
-        for rows, width, section, scores, value, (transpose, evict), mask in product(*axes):
-            chosen: dict[str, Any] = {
-                "section": section, "score_buffers": scores, "value_buffers": value,
-                "transpose": transpose, "evict": evict, "mask": mask, "form": form,
-            }  # fmt: skip
-            if prefill:
-                ahead = form == "s" and full and problem.kv_len > section
-                for buffers in (1, 2)[: 1 + ahead]:
-                    yield NkiPrefillConfig(rows, width, kv_buffers=buffers, **chosen)
-                continue
-            for splits in (1, 2, 4, 8) if full else (1, 2):
-                if splits * CHUNK <= max(problem.kv_len, CHUNK):
-                    yield NkiDecodeConfig(rows, width, splits, **chosen)
+    axes = (heights, widths, sections, (1, 2), counts, _forms(problem))
+    for rows, width, section, scores, value, mask in product(*axes):
+        chosen: dict[str, Any] = {
+            "section": section, "score_buffers": scores, "value_buffers": value, "mask": mask,
+        }  # fmt: skip
+        if prefill:
+            ahead = full and problem.kv_len > section
+            for buffers in (1, 2)[: 1 + ahead]:
+                yield NkiPrefillConfig(rows, width, kv_buffers=buffers, **chosen)
+            continue
+        for splits in (1, 2, 4, 8) if full else (1, 2):
+            if splits * CHUNK <= max(problem.kv_len, CHUNK):
+                yield NkiDecodeConfig(rows, width, splits, **chosen)
 
 
 def _forms(problem: Problem) -> tuple[MaskSelect, ...]:

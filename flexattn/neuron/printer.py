@@ -1,8 +1,7 @@
 """Print an Expr as NKI instructions: one a line, on tiles of the score's shape and on columns.
 
 A tile is [rows, cols]: query rows on the partitions, keys along the free dimension. What depends
-on rows alone is a column, [rows, 1], made once for all keys. In the transposed form a tile is
-[keys, chunks, rows], and only what depends on neither is a column. Engines compute in float32, so
+on rows alone is a column, [rows, 1], made once for all keys. Engines compute in float32, so
 integers are exact below 2^24; the printer refuses what could pass that.
 """
 
@@ -145,57 +144,27 @@ class NkiPrinter(NkiEmitter):
     def _loaded(self, table: NkiTable) -> NkiValue:
         """A table's values for the tile at hand, by DMA."""
         name, (b, h) = table.name, _place(table)
-        if table.kind == "uniform" or (table.kind == "row" and not self.pools.keys_first):
+        if table.kind in ("uniform", "row"):
             column = self.pools.take("column")
             source = f"{name}[{b}, {h}, q0:q0 + rows]"
             if table.kind == "uniform":
-                lanes = "keys" if self.pools.keys_first else "rows"
-                source = f"{name}.ap(pattern=[[0, {lanes}], [1, 1]], offset={_start(table)})"
+                source = f"{name}.ap(pattern=[[0, rows], [1, 1]], offset={_start(table)})"
             self.hoisted.append(f"nisa.dma_copy(dst={column.text}, src={source})")
             return column
         tile = self.pools.take("tile_f32")
-        if table.kind == "pair" and not self.pools.keys_first:
+        if table.kind == "pair":
             source = f"{name}[{b}, {h}, q0:q0 + rows, k0:k0 + cols]"
         else:
-            source = f"{name}.ap(pattern={self._pattern(table)}, offset={self._offset(table)})"
+            step, offset = "0", f"{_start(table)} + k0"
+            if table.kind == "relative":
+                # Row r of a table that repeats with its period starts r elements earlier.
+                step, offset = "relative_step", f"{offset} - q0 + relative_zero"
+            source = f"{name}.ap(pattern=[[{step}, rows], [1, cols]], offset={offset})"
         self.body.append(f"nisa.dma_copy(dst={tile.text}, src={source})")
         return tile
 
-    def _pattern(self, table: NkiTable) -> str:
-        """Steps from key to key, from chunk to chunk and from row to row of a table.
-
-        With rows on the partitions from row to row, then from key to key.
-        """
-        row = {
-            "row": "1", "key": "0", "relative": "relative_step", "pair": f"{table.name}.shape[3]",
-        }[table.kind]  # fmt: skip
-        if not self.pools.keys_first:
-            return f"[[{row}, rows], [1, cols]]"
-        if table.kind == "row":
-            return f"[[0, keys], [0, count], [{row}, rows]]"
-        return f"[[1, keys], [keys, count], [{row}, rows]]"
-
-    def _offset(self, table: NkiTable) -> str:
-        """The place of a tile's first element in a table."""
-        start = _start(table)
-        return {
-            "row": f"{start} + q0",
-            "key": f"{start} + k0",
-            # Row r of a table that repeats with its period starts r elements earlier.
-            "relative": f"{start} + k0 - q0 + relative_zero",
-            "pair": f"({start} + q0) * {table.name}.shape[3] + k0",
-        }[table.kind]
-
     def _iota(self, node: Expr) -> NkiValue:
         form = self.affine[node]
-        offset = offset_of(form, self.prefix)
-        if self.pools.keys_first:
-            tile = self.pools.take("tile_f32")
-            self.body.append(
-                f"nisa.iota(dst={tile.text}, pattern=[[{form.kv} * keys, count], "
-                f"[{form.q}, rows]], offset={offset}, channel_multiplier={form.kv})",
-            )
-            return tile
         if form.kv == 0:
             column = self.pools.take("column")
             self.hoisted.append(
@@ -207,7 +176,7 @@ class NkiPrinter(NkiEmitter):
         tile = self.pools.take("tile_f32")
         self.body.append(
             f"nisa.iota(dst={tile.text}, pattern=[[{form.kv}, cols]], "
-            f"offset={offset}, channel_multiplier={form.q})",
+            f"offset={offset_of(form, self.prefix)}, channel_multiplier={form.q})",
         )
         return tile
 

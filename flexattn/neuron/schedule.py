@@ -116,10 +116,7 @@ def _sections(
     for begin in range(0, len(rows), step):
         waiting = rows[begin : begin + step]
         cut = [_chunks(start, min(start + shape.section, keys[1]), block) for start in starts]
-        most = shape.tile_parts if config.form == "st" else 0
-        tiles = [
-            [_tiles(each.runs, chunks, config.BLOCK_N, most) for each in waiting] for chunks in cut
-        ]
+        tiles = [[_tiles(each.runs, chunks, config.BLOCK_N) for each in waiting] for chunks in cut]
         for place, start in enumerate(starts):
             visits, used = [], set[int]()
             for state, each in enumerate(waiting):
@@ -146,21 +143,15 @@ def _chunks(first: int, last: int, block: int) -> list[tuple[int, int]]:
     return found
 
 
-def _tiles(
-    runs: Sequence[Run], chunks: list[tuple[int, int]], width: int, most: int = 0
-) -> tuple[Tile, ...]:
-    """The runs inside a section's chunks as tiles of at most `width` keys.
-
-    most: chunks of a tile, all of one size, where keys lie on the partitions; 0 elsewhere.
-    """
+def _tiles(runs: Sequence[Run], chunks: list[tuple[int, int]], width: int) -> tuple[Tile, ...]:
+    """The runs inside a section's chunks as tiles of at most `width` keys."""
     tiles: list[Tile] = []
     for begin, end, masked in runs:
         batch: list[int] = []
         for index, (first, count) in enumerate(chunks):
             if not begin <= first < end:
                 continue
-            wide = batch and first + count - chunks[batch[0]][0] > width
-            if wide or (most and batch and (len(batch) == most or count != chunks[batch[0]][1])):
+            if batch and first + count - chunks[batch[0]][0] > width:
                 tiles.append(_tile(batch, chunks, masked))
                 batch = []
             batch.append(index)

@@ -22,7 +22,6 @@ from flexattn.mods.expr import Mod, in_a_line
 from flexattn.neuron.config import (
     MaskSelect,
     NkiConfig,
-    NkiShape,
     shape_of,
 )
 from flexattn.neuron.emit import BINARY, NkiValue, Pools
@@ -76,8 +75,7 @@ def print_nki_mask(
         printer.pools.give(kept)
     lines = tuple(printer.body[begin:])
     del printer.body[begin:]
-    keys_first = printer.pools.keys_first
-    selections = [_affine_select(each.op, each.form, keys_first) for each in affine]
+    selections = [_affine_select(each.op, each.form) for each in affine]
     columns = []
     for bound, value in zip(bounds, cut.parts[len(whole) :], strict=True):
         columns.append((bound.op, printer.as_column(printer.print(value, cut.tables)).text))
@@ -87,14 +85,10 @@ def print_nki_mask(
     return PrintedMask(lines, predicate, tuple(selections), reduces, needs_sbuf), cut.tables
 
 
-def _affine_select(op: str, form: Affine, keys_first: bool) -> str:
-    tile, pattern, partition = "[:rows, turn, :cols]", f"[[{form.kv}, cols]]", form.q
-    if keys_first:
-        tile, partition = "[:keys, turn, :count, :rows]", form.kv
-        pattern = f"[[{form.kv} * keys, count], [{form.q}, rows]]"
+def _affine_select(op: str, form: Affine) -> str:
     return (
-        f"nisa.affine_select(dst=s{tile}, pattern={pattern}, "
-        f"channel_multiplier={partition}, on_true_tile=x, on_false_value=FP32_MIN, "
+        f"nisa.affine_select(dst=s[:rows, turn, :cols], pattern=[[{form.kv}, cols]], "
+        f"channel_multiplier={form.q}, on_true_tile=x, on_false_value=FP32_MIN, "
         f"cmp_op=nl.{BINARY[op]}, offset={offset_of(form, 'mask')})"
     )
 
@@ -190,7 +184,7 @@ def print_mods(problem: Problem, config: NkiConfig, target: str) -> NkiMods:
         )
     packed = structure.kind == "decode"
     lengths = (problem.q_len, problem.kv_len)
-    pools = Pools(keys_first=config.form == "st")
+    pools = Pools()
     printer = NkiPrinter(target, lengths, packed, pools)
     tables: list[NkiTable] = []
     score = _print_score(structure.score, printer, tables)
@@ -261,13 +255,9 @@ def render_nki(problem: Problem, config: NkiConfig, target: str, title: str) -> 
         "out_element": "q.dtype",
         "head_dim_qk": structure.head_dim_qk,
         "head_dim_v": structure.head_dim_v,
-        "view": Pools(keys_first=config.form == "st").tile("turn"),
-        "reference": f"nl.{shape.reference}",
         "value_width": shape.value_width,
         "score_width": -(-config.BLOCK_N // 512) * 512,
-        "evict_engine": config.evict,
-        "pools": _allocations(mods.tiles, _extent(config, shape)),
-        "extent": _extent(config, shape),
+        "pools": _allocations(mods.tiles, config.BLOCK_N),
         "needs_s": "s" in mods.tiles,
         "score": mods.score,
         "mask": mods.mask,
@@ -288,7 +278,6 @@ def render_nki_combine(problem: Problem, target: str) -> NkiSource:
     results = ("out", *["lse"] * structure.lse, *["max_scores"] * structure.max_scores)
     lines = (f"combine for {problem.describe()}", f"template: {name} {template_hash(name)}")
     context = {
-        "form": "s",
         "header": "\n".join(f"# {line}, for {target}" for line in lines),
         "results": results,
     }
@@ -306,17 +295,10 @@ def _rendered(
     return NkiSource(text, digest, *rest)
 
 
-def _extent(config: NkiConfig, shape: NkiShape) -> str:
-    """The free dimensions of a tile."""
-    if config.form == "st":
-        return f"{shape.tile_parts}, {config.BLOCK_M}"
-    return str(config.BLOCK_N)
-
-
-def _allocations(tiles: dict[str, int], extent: str) -> list[tuple[str, str, int, str]]:
+def _allocations(tiles: dict[str, int], width: int) -> list[tuple[str, str, int, int]]:
     found = []
     for name, dtype, wide in _POOLS:
         if tiles.get(name):
             plural = {"column": "columns", "column_i32": "columns_i32"}.get(name, name)
-            found.append((plural, dtype, tiles[name], extent if wide else ""))
+            found.append((plural, dtype, tiles[name], width if wide else 0))
     return found

@@ -206,20 +206,6 @@ def dma_copy(dst: Tensor, src: Tensor) -> Value:
 
 
 @instruction
-def dma_transpose(dst: Tensor, src: Tensor) -> Value:
-    """dst = src with its two axes swapped; 2-byte data, from NeuronCore-v3."""
-    _reachable(dst, src)
-    core = current_machine().core
-    check(core.has_dma_transpose, core.name, "DMA engines transpose from NeuronCore-v3 on")
-    check(src.ndim == 2 and dst.ndim == 2, f"{src.shape}", "this subset transposes 2-D tiles")
-    check(dst.shape == src.shape[::-1], f"{src.shape} into {dst.shape}", "axes are swapped")
-    check(dst.dtype == src.dtype, f"{src.dtype} into {dst.dtype}", "the dtype stays")
-    check(src.storage.itemsize == 2, f"{src.dtype}", "elements of 2 bytes")
-    check(src.shape[-1] <= 128, f"{src.shape}", "the last axis has at most 128 elements")
-    return lambda: src.array().T
-
-
-@instruction
 def tensor_copy(dst: Tensor, src: Tensor, engine: Any = None) -> Value:
     """dst = src on chip, converted through float32 where dtypes differ."""
     same(dst, src)

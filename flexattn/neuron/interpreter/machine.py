@@ -218,23 +218,6 @@ class Tensor:
     def _drops_too_many(self, keys: list[Any], dim: int) -> bool:
         return dim == self.ndim - 1 and not any(isinstance(each, slice) for each in keys[1:])
 
-    def permute(self, dims: Sequence[int]) -> Tensor:
-        """The same elements with their dimensions in another order; partitions stay first."""
-        if sorted(dims) != list(range(self.ndim)) or (self.storage.on_chip and dims[0] != 0):
-            raise fault(f"permute({tuple(dims)}) of {self.shape}", "partitions stay first")
-        shape, strides = ([each[dim] for dim in dims] for each in (self.shape, self.strides))
-        return Tensor(self.storage, shape, strides, self.offset)
-
-    def broadcast(self, dim: int, size: int) -> Tensor:
-        """A dimension of size 1 as `size` times the same element."""
-        if not 0 < dim < self.ndim or self.shape[dim] != 1:
-            raise fault(
-                f"broadcast({dim}, {size}) of {self.shape}", "a free dimension of size 1 repeats"
-            )
-        shape, strides = list(self.shape), list(self.strides)
-        shape[dim], strides[dim] = size, 0
-        return Tensor(self.storage, shape, strides, self.offset)
-
     def ap(self, pattern: Sequence[Sequence[int]], offset: int | None = None) -> Tensor:
         """A view by [step, count] pairs over the allocation, whatever view it is called on."""
         start = self.offset if offset is None else offset

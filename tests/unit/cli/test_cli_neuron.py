@@ -48,7 +48,6 @@ def test_a_dry_run_counts_what_fits_and_names_what_cannot_be_expressed(flexattn,
     assert [each["status"] for each in full] == ["cannot", "to tune", "to tune"]
     assert "sin of float32" in full[0]["message"] and target in full[0]["message"]
     assert all(a["configs"] > b["configs"] > 0 for a, b in zip(full[1:], quick[1:], strict=True))
-    assert (dict(full[1]["rejected"]).get("dma transpose", 0) > 0) == (target == "trn1")
     shown = flexattn(*arguments).stdout
     assert f"{target}, effort full: nothing is built" in shown and "sin of float32" in shown
 

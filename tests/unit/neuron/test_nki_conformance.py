@@ -23,8 +23,8 @@ NAMES = {kind: set(names.split()) for kind, names in DOCUMENTED["names"].items()
 VALUES = NAMES["dtypes"] | NAMES["buffers"] | NAMES["operators"] | NAMES["activations"]
 RENDERED = (
     ("prefill", NkiPrefillConfig(128, 512)),
-    ("prefill", NkiPrefillConfig(128, 256, mask="affine", form="st")),
-    ("prefill", NkiPrefillConfig(64, 256, transpose="dma", evict="scalar", mask="select")),
+    ("prefill", NkiPrefillConfig(128, 256, mask="affine")),
+    ("prefill", NkiPrefillConfig(64, 256, mask="select")),
     ("decode", NkiDecodeConfig(128, 512, 4)),
 )
 

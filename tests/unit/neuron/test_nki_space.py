@@ -28,11 +28,6 @@ BROKEN = {
     "keys": (NkiPrefillConfig(128, 64, 256, 1), "trn2", {}),
     "sbuf": (NkiPrefillConfig(128, 512, 32768, 1, kv_buffers=2), "trn1", {"kv_len": 40000}),
     "psum": (NkiPrefillConfig(128, 2048, 4096, 2), "trn3", {}),
-    "dma transpose": (NkiPrefillConfig(128, 512, 4096, transpose="dma"), "trn1", {}),
-    "dma transpose of float32": (
-        NkiPrefillConfig(128, 512, 4096, transpose="dma", mask="select"), "trn3",
-        {"dtype": torch.float32},
-    ),
     "range_select": (NkiPrefillConfig(128, 512, 4096), "trn1", {"mask_mod": causal}),
     "at least one": (NkiPrefillConfig(128, 512, 4096, 0), "trn2", {}),
     "at least one of decode": (NkiDecodeConfig(128, 512, 1, buffers=0), "trn2", {}),
@@ -43,8 +38,7 @@ def broken(name):
     config, target, changes = BROKEN[name]
     kind = "decode" if isinstance(config, NkiDecodeConfig) else "prefill"
     shape = Shape(1, 1, 1, 200, changes.get("kv_len", 9000), 128, 128)
-    dtype = changes.get("dtype", torch.bfloat16)
-    problem, score, mask = problem_of(kind, shape, dtype, mask_mod=changes.get("mask_mod"))
+    problem, score, mask = problem_of(kind, shape, mask_mod=changes.get("mask_mod"))
     return config, target, problem, {"score": score, "mask": mask, "scale": 1.0}
 
 
@@ -58,8 +52,6 @@ def test_a_reason_is_confirmed_by_force(name):
         prepare(problem, config, target, **mods)
     p = problem
     tensors = inputs(p.B, p.Hq, p.Hkv, p.q_len, p.kv_len, 128, 128, dtype=torch.bfloat16)
-    if problem.structure.dtype == "float32":
-        tensors = [each.float() for each in tensors]
     with pytest.raises(KernelError):
         forced = prepare(problem, config, target, force=True, **mods)
         forced.interpret(*tensors, numerics=False)
@@ -71,7 +63,7 @@ def test_what_stands_beside_the_limit_runs(name):
     config, target, problem, mods = broken(name)
     mended = {
         "sbuf": {"section": 4096}, "psum": {"score_buffers": 1},
-        "dma transpose": {"transpose": "tensor"}, "range_select": {"mask": "affine"},
+        "range_select": {"mask": "affine"},
         "at least one": {"score_buffers": 1, "buffers": 1},
     }[name.split(" of ")[0]]  # fmt: skip
     known = {key: value for key, value in mended.items() if key in config.__slots__}
@@ -79,8 +71,6 @@ def test_what_stands_beside_the_limit_runs(name):
     assert target_reasons(config, problem, target) == []
     short = replace(problem, q_len=130, kv_len=300)
     tensors = inputs(1, 1, 1, 130, 300, 128, 128, dtype=torch.bfloat16)
-    if problem.structure.dtype == "float32":
-        tensors = [each.float() for each in tensors]
     prepare(short, config, target, **mods).interpret(*tensors, numerics=False)
 
 
