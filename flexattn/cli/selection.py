@@ -28,14 +28,11 @@ from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
 from flexattn.presets import files
 from flexattn.problem import Kind
-from flexattn.records.layers import RecordLayer, configs_folder
+from flexattn.records.layers import RecordLayer, layers
 from flexattn.records.store import Store
 from flexattn.settings import current
 from flexattn.tuning.workload import Row, Workload, read
 from flexattn.util.text import DTYPE_NAMES, did_you_mean
-
-# Beside the folders of devices: whole spaces as they were measured, which are no records.
-STUDIES = "studies"
 
 
 def writable(folder: Path) -> Path:
@@ -61,15 +58,7 @@ def places(folders: Sequence[Path] = ()) -> list[RecordLayer]:
             raise InputError(f"{folder}: no such directory", "records are kept in directories")
     if folders:
         return [RecordLayer(str(folder), Store(folder)) for folder in folders]
-    settings = current()
-    found = [RecordLayer("FLEXATTN_CACHE", Store(root)) for root in settings.cache]
-    found.append(RecordLayer("user", Store(users())))
-    shipped = configs_folder()
-    if shipped is not None:
-        there = (each for each in shipped.iterdir() if each.is_dir())
-        devices = sorted(each for each in there if each.name != STUDIES)
-        found += [RecordLayer("shipped", Store(each)) for each in devices]
-    return found
+    return list(layers())
 
 
 _ALL = "all"

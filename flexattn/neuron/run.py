@@ -201,17 +201,6 @@ class Prepared:
         partial = torch.empty(*shape, self.problem.structure.head_dim_v)
         return partial, torch.empty(shape), torch.empty(shape)
 
-    def simulate(
-        self, q: Tensor, k: Tensor, v: Tensor, simulate: Callable[..., Any]
-    ) -> NkiOutputs:
-        """Run it in AWS's simulator, `nki.simulate`, for the target its environment names."""
-
-        def kernel(source: NkiSource, given: tuple[Any, ...]) -> Sequence[Tensor]:
-            results = simulate(self._function_of(source)[self.cores])(*given)
-            return [torch.as_tensor(each) for each in _as_list(results)]
-
-        return self.run(q, k, v, kernel)
-
 
 def _function(source: NkiSource) -> Any:
     simulate, why = real_package()

@@ -27,7 +27,7 @@ from flexattn.records.environment import environment
 from flexattn.records.record import Answer, Environment, Key, Record, Sizes, key_of, sizes_of, slug
 from flexattn.records.store import Store, generation
 from flexattn.settings import current, say_once
-from flexattn.util.files import is_closed
+from flexattn.util.files import is_closed, listing
 from flexattn.util.locks import Lru
 
 _How = Literal["hit", "hint", "nearest"]
@@ -37,6 +37,8 @@ _HOWS: tuple[_How, ...] = get_args(_How)
 MAX_DISTANCE = 4.0
 # Neighbours that are opened before the search gives up on broken ones.
 MAX_TRIED = 8
+# Beside the folders of devices: whole spaces as they were measured, which are no records.
+STUDIES = "studies"
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -99,8 +101,8 @@ def configs_folder() -> Path | None:
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
-def layers(device: Device) -> tuple[RecordLayer, ...]:
-    """The places where records for a device are looked for, the first one first."""
+def layers(device: Device | None = None) -> tuple[RecordLayer, ...]:
+    """The places where records for a device, or for all, are looked for, the first one first."""
     settings = current()
     found = [RecordLayer("FLEXATTN_CACHE", Store(root)) for root in settings.cache]
     users = settings.cache_dir / "records"
@@ -110,7 +112,9 @@ def layers(device: Device) -> tuple[RecordLayer, ...]:
         found.append(RecordLayer("user", Store(users)))
     shipped = configs_folder()
     if shipped is not None:
-        found.append(RecordLayer("shipped", Store(shipped / slug(device.name))))
+        there = listing(shipped) if device is None else [slug(device.name)]
+        names = sorted(name for name in there if name != STUDIES and (shipped / name).is_dir())
+        found += [RecordLayer("shipped", Store(shipped / name)) for name in names]
     return tuple(found)
 
 

@@ -5,7 +5,6 @@ import logging
 import pytest
 from typer.testing import CliRunner
 
-from flexattn.cli import selection
 from flexattn.cli.app import app
 from flexattn.records import layers
 from flexattn.settings import override
@@ -15,8 +14,7 @@ from tests.forked import forking
 @pytest.fixture
 def nothing_shipped(monkeypatch):
     """Only the records that a test writes: those that ship change with every tuning."""
-    for module in (layers, selection):
-        monkeypatch.setattr(module, "configs_folder", lambda: None)
+    monkeypatch.setattr(layers, "configs_folder", lambda: None)
     layers._memory.clear()
     yield
     layers._memory.clear()

@@ -12,8 +12,8 @@ from torch import Tensor as Array
 from flexattn.device.neuroncore import PARTITIONS, STATIONARY_MAX
 from flexattn.neuron.interpreter.machine import NKI_DTYPES, Tensor, current_machine
 from flexattn.neuron.interpreter.rules import (
+    Computed,
     Operator,
-    Value,
     binary,
     check,
     column,
@@ -34,7 +34,7 @@ def nc_matmul(
     stationary: Tensor,
     moving: Tensor,
     accumulate: bool | None = None,
-) -> Value:
+) -> Computed:
     """dst (+)= stationary^T moving: [K, M] and [K, N] give [M, N], summed in float32.
 
     This subset wants accumulate spelled out, and accumulates only onto the very region that a
@@ -79,7 +79,7 @@ def nc_matmul(
 
 
 @instruction
-def nc_transpose(dst: Tensor, data: Tensor, engine: Any = None) -> Value:
+def nc_transpose(dst: Tensor, data: Tensor, engine: Any = None) -> Computed:
     """dst = data^T, its free axes flattened, to PSUM by the Tensor Engine."""
     engine_of(engine, "tensor")
     shape, most = (data.shape[0], data.free), PARTITIONS
@@ -93,7 +93,7 @@ def nc_transpose(dst: Tensor, data: Tensor, engine: Any = None) -> Value:
     core = current_machine().core
 
     def value() -> Array:
-        turned = data.array().reshape(data.shape[0], -1).T
+        turned = data.data.reshape(data.shape[0], -1).T
         if core.has_exact_transpose:
             return turned
         # v2 multiplies by an identity: NaN and infinities spread over the whole column.
@@ -105,7 +105,7 @@ def nc_transpose(dst: Tensor, data: Tensor, engine: Any = None) -> Value:
 
 def _one_run(dst: Tensor) -> None:
     run = 1
-    for size, stride in reversed(list(zip(dst.shape[1:], dst.strides[1:], strict=True))):
+    for size, stride in reversed(list(zip(dst.shape[1:], dst.data.stride()[1:], strict=True))):
         check(size == 1 or stride == run, "a dst with gaps", "results lie side by side")
         run *= size
 
@@ -120,7 +120,7 @@ def activation(
     reduce_op: Any = None,
     reduce_res: Tensor | None = None,
     reduce_cmd: Any = None,
-) -> Value:
+) -> Computed:
     """dst = op(data * scale + bias), and the sum of each row in reduce_res."""
     same(dst, data)
     known = isinstance(op, Operator) and op.unary
@@ -151,7 +151,7 @@ def iota(
     pattern: Pattern,
     offset: int = 0,
     channel_multiplier: int = 0,
-) -> Value:
+) -> Computed:
     """dst = offset + partition * channel_multiplier + the sum of step * index."""
     lies_in("sbuf", dst)
     _check_pattern(pattern, dst)
@@ -168,7 +168,7 @@ def affine_select(
     on_false_value: float,
     cmp_op: Any = None,
     offset: int = 0,
-) -> Value:
+) -> Computed:
     """Elements where an affine function of their place compares with 0, a number elsewhere."""
     lies_in("sbuf", dst, on_true_tile)
     same(dst, on_true_tile)
@@ -198,23 +198,23 @@ def _affine(pattern: Pattern, offset: int, multiplier: int, partitions: int) -> 
 
 
 @instruction
-def dma_copy(dst: Tensor, src: Tensor) -> Value:
+def dma_copy(dst: Tensor, src: Tensor) -> Computed:
     """dst = src between HBM and SBUF, converted where dtypes differ."""
     _reachable(dst, src)
     check(dst.size == src.size, f"{src.shape} into {dst.shape}", "as many elements")
-    return lambda: src.array() if src.dtype == dst.dtype else src.rows()
+    return lambda: src.data if src.dtype == dst.dtype else src.rows()
 
 
 @instruction
-def tensor_copy(dst: Tensor, src: Tensor, engine: Any = None) -> Value:
+def tensor_copy(dst: Tensor, src: Tensor, engine: Any = None) -> Computed:
     """dst = src on chip, converted through float32 where dtypes differ."""
     same(dst, src)
     engine_of(engine, "vector")
-    return lambda: src.array() if dst.dtype == src.dtype else src.rows()
+    return lambda: src.data if dst.dtype == src.dtype else src.rows()
 
 
 @instruction
-def memset(dst: Tensor, value: float) -> Value:
+def memset(dst: Tensor, value: float) -> Computed:
     """Fill dst with a number; integer tiles take integers."""
     integer = "int" in dst.dtype
     got = f"{value!r} into {dst.dtype}"
@@ -231,7 +231,7 @@ FP32_MIN = float(torch.finfo(torch.float32).min)
 
 
 @instruction
-def tensor_tensor(dst: Tensor, data1: Tensor, data2: Tensor, op: Any) -> Value:
+def tensor_tensor(dst: Tensor, data1: Tensor, data2: Tensor, op: Any) -> Computed:
     """dst = data1 op data2, element by element."""
     same(dst, data1, data2)
     found = binary(op)
@@ -248,7 +248,7 @@ def tensor_scalar(
     reverse0: bool = False,
     op1: Any = None,
     operand1: Any = None,
-) -> Value:
+) -> Computed:
     """dst = (data op0 operand0) op1 operand1; operands are numbers or columns."""
     same(dst, data)
     first = binary(op0)
@@ -274,7 +274,7 @@ def scalar_tensor_tensor(
     operand0: Any,
     op1: Any,
     operand1: Tensor,
-) -> Value:
+) -> Computed:
     """dst = (data op0 operand0) op1 operand1, where operand1 is a tile."""
     same(dst, data, operand1)
     first, second = binary(op0), binary(op1)
@@ -284,7 +284,7 @@ def scalar_tensor_tensor(
 
 
 @instruction
-def tensor_reduce(dst: Tensor, op: Any, data: Tensor, axis: int) -> Value:
+def tensor_reduce(dst: Tensor, op: Any, data: Tensor, axis: int) -> Computed:
     """dst = the maximum over the last free axis of data."""
     check(axis == data.ndim - 1 > 0, f"axis {axis} of {data.shape}", "it is the last free one")
     found = binary(op)
@@ -296,7 +296,7 @@ def tensor_reduce(dst: Tensor, op: Any, data: Tensor, axis: int) -> Value:
 
 
 @instruction
-def reciprocal(dst: Tensor, data: Tensor) -> Value:
+def reciprocal(dst: Tensor, data: Tensor) -> Computed:
     """dst = 1 / data."""
     same(dst, data)
     return lambda: data.rows().reciprocal()
@@ -305,7 +305,7 @@ def reciprocal(dst: Tensor, data: Tensor) -> Value:
 @instruction
 def tensor_copy_predicated(
     dst: Tensor, src: Any, predicate: Tensor, reverse_pred: bool = False
-) -> Value:
+) -> Computed:
     """Overwrite dst by src, a tile or a number, where the predicate is not 0 (is, if reversed)."""
     same(dst, predicate)
     check(predicate.dtype == "uint8", f"a {predicate.dtype} predicate", "uint8 in this subset")
@@ -315,10 +315,10 @@ def tensor_copy_predicated(
         _not_both_psum(src, predicate)
 
     def value() -> Array:
-        chosen = (predicate.array() != 0).reshape(dst.shape) != reverse_pred
+        chosen = (predicate.data != 0).reshape(dst.shape) != reverse_pred
         kind = NKI_DTYPES[dst.dtype]
-        new = src.array().reshape(dst.shape) if isinstance(src, Tensor) else column(src)
-        return torch.where(chosen, new.to(kind), dst.array())
+        new = src.data.reshape(dst.shape) if isinstance(src, Tensor) else column(src)
+        return torch.where(chosen, new.to(kind), dst.data)
 
     return value
 
@@ -336,7 +336,7 @@ def range_select(
     reduce_op: Any = None,
     range_start: int = 0,
     on_false_value: float = FP32_MIN,
-) -> Value:
+) -> Computed:
     """Elements whose index compares with both bounds of their row, FP32_MIN elsewhere.
 
     reduce_res: the maximum of each row.

@@ -80,7 +80,7 @@ def _run(
     for each in outputs:
         if not isinstance(each, Tensor) or each.buffer != "shared_hbm":
             raise fault(f"the result {each!r}", "results are tensors in nl.shared_hbm")
-    return tuple(each.array().clone() for each in outputs) if machine.numerics else ()
+    return tuple(each.data.clone() for each in outputs) if machine.numerics else ()
 
 
 def _merged(written: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -151,9 +151,7 @@ def _ndarray(
         raise fault(f"the buffer {buffer!r}", f"it is one of {BUFFERS}")
     if address is not None:
         raise fault(f"address={address}", "this subset leaves addresses to the allocator")
-    return Tensor.whole(
-        current_machine().allocate(tuple(int(size) for size in shape), dtype, buffer)
-    )
+    return Tensor(current_machine().allocate(tuple(int(size) for size in shape), dtype, buffer))
 
 
 def _hbm(value: Any, numerics: bool) -> Any:
@@ -165,6 +163,5 @@ def _hbm(value: Any, numerics: bool) -> Any:
         raise fault(f"a tensor of {value.dtype}", f"kernels take {', '.join(NKI_DTYPES)}")
     if value.numel() == 0:
         raise fault(f"a tensor of shape {tuple(value.shape)}", "kernels take no empty tensors")
-    shape = tuple(value.shape) or (1,)
-    stored = value.contiguous().reshape(-1) if numerics else None
-    return Tensor.whole(Storage(shape, _NAMES[value.dtype], "hbm", stored))
+    whole = value.contiguous().reshape(tuple(value.shape) or (1,))
+    return Tensor(Storage(whole if numerics else whole.to("meta"), _NAMES[value.dtype], "hbm"))

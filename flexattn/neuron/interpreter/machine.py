@@ -34,15 +34,15 @@ def fault(got: str, rule: str) -> KernelError:
 
 @dataclass(eq=False)
 class Storage:
-    """One allocation. shape: partitions first where on chip. data: flat; None where not computed.
+    """One allocation. whole: its elements, partitions first where on chip.
 
-    started: regions that a matmul began to accumulate in, as (offset, shape).
+    Where nothing is computed they are on torch's device `meta`. started: regions that a matmul
+    began to accumulate in, as (offset, shape).
     """
 
-    shape: tuple[int, ...]
+    whole: torch.Tensor
     dtype: str
     buffer: str
-    data: torch.Tensor | None
     started: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
     @property
@@ -50,18 +50,14 @@ class Storage:
         return self.buffer in _ON_CHIP
 
     @property
-    def itemsize(self) -> int:
-        return NKI_DTYPES[self.dtype].itemsize
-
-    @property
     def per_partition(self) -> int:
         """Elements of one partition on chip."""
-        return prod(self.shape[1:])
+        return prod(self.whole.shape[1:])
 
     @property
     def bytes(self) -> int:
         """For one partition; in PSUM whole banks."""
-        used = self.per_partition * self.itemsize
+        used = self.per_partition * self.whole.itemsize
         return -(-used // BANK_BYTES) * BANK_BYTES if self.buffer == "psum" else used
 
 
@@ -87,18 +83,15 @@ class Machine:
             raise fault(f"a tensor of {dtype!r}", f"this subset has {', '.join(NKI_DTYPES)}")
         if any(size < 1 for size in shape):
             raise fault(f"a tensor of shape {shape}", "every size is at least 1")
-        storage = Storage(shape, dtype, buffer, None)
+        kind, where = NKI_DTYPES[dtype], "cpu" if self.numerics else "meta"
+        poison = float("nan") if kind.is_floating_point else POISON_INT
+        storage = Storage(torch.full(shape, poison, dtype=kind, device=where), dtype, buffer)
         if storage.on_chip:
             self._fit(storage)
-        if self.numerics:
-            count = storage.per_partition * shape[0]
-            kind = NKI_DTYPES[dtype]
-            poison = float("nan") if kind.is_floating_point else POISON_INT
-            storage.data = torch.full((count,), poison, dtype=kind)
         return storage
 
     def _fit(self, storage: Storage) -> None:
-        shape, buffer = storage.shape, storage.buffer
+        shape, buffer = tuple(storage.whole.shape), storage.buffer
         if len(shape) < 2 or len(shape) > 5:
             raise fault(f"a tile of shape {shape}", "tiles on chip have 2 to 5 dimensions")
         if shape[0] > PARTITIONS:
@@ -140,24 +133,12 @@ _INT_RANGE = {
 
 
 class Tensor:
-    """A result of nl.ndarray, or a view of one: shape, strides and offset in elements."""
+    """A result of nl.ndarray, or a view of one; data: the same elements as torch sees them."""
 
-    __slots__ = ("offset", "shape", "storage", "strides")
+    __slots__ = ("data", "storage")
 
-    def __init__(
-        self,
-        storage: Storage,
-        shape: Sequence[int],
-        strides: Sequence[int],
-        offset: int = 0,
-    ) -> None:
-        self.storage, self.offset = storage, offset
-        self.shape, self.strides = tuple(shape), tuple(strides)
-
-    @classmethod
-    def whole(cls, storage: Storage) -> Tensor:
-        """The view of all of an allocation."""
-        return cls(storage, storage.shape, _dense(storage.shape))
+    def __init__(self, storage: Storage, data: torch.Tensor | None = None) -> None:
+        self.storage, self.data = storage, storage.whole if data is None else data
 
     @property
     def dtype(self) -> str:
@@ -168,12 +149,21 @@ class Tensor:
         return self.storage.buffer
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    @property
     def ndim(self) -> int:
-        return len(self.shape)
+        return self.data.ndim
 
     @property
     def size(self) -> int:
-        return prod(self.shape)
+        return self.data.numel()
+
+    @property
+    def offset(self) -> int:
+        """The place of the first element in the allocation."""
+        return int(self.data.storage_offset() - self.storage.whole.storage_offset())
 
     @property
     def free(self) -> int:
@@ -187,79 +177,56 @@ class Tensor:
     def part(self) -> tuple[int, int]:
         """The elements first..last-1 of a partition that hold all that it touches."""
         first = self.offset % self.storage.per_partition
-        pairs = zip(self.shape[1:], self.strides[1:], strict=True)
+        pairs = zip(self.shape[1:], self.data.stride()[1:], strict=True)
         return first, first + sum((size - 1) * stride for size, stride in pairs) + 1
 
     def banks(self) -> range:
         """The PSUM banks that it lies in, counted from the start of its allocation."""
-        first, last = (each * self.storage.itemsize for each in self.part())
+        first, last = (each * self.data.itemsize for each in self.part())
         return range(first // BANK_BYTES, (last - 1) // BANK_BYTES + 1)
 
     def __getitem__(self, key: Any) -> Tensor:
-        keys = list(key) if isinstance(key, tuple) else [key]
-        if len(keys) > self.ndim:
+        given = key if isinstance(key, tuple) else (key,)
+        if len(given) > self.ndim:
             raise fault(
-                f"{len(keys)} indices of a view of {self.shape}", "at most one a dimension"
+                f"{len(given)} indices of a view of {self.shape}", "at most one a dimension"
             )
-        keys += [slice(None)] * (self.ndim - len(keys))
-        offset, shape, strides = self.offset, [], []
-        dims = zip(keys, self.shape, self.strides, strict=True)
-        for dim, (one, size, stride) in enumerate(dims):
-            first, count, step, kept = _range(one, size, dim, self.shape)
-            offset += first * stride
-            # The partition dimension stays, and so does a last dimension on chip.
-            if kept or (self.storage.on_chip and (dim == 0 or self._drops_too_many(keys, dim))):
-                shape.append(count)
-                strides.append(stride * step)
-        if not shape:
-            shape, strides = [1], [1]
-        return Tensor(self.storage, shape, strides, offset)
-
-    def _drops_too_many(self, keys: list[Any], dim: int) -> bool:
-        return dim == self.ndim - 1 and not any(isinstance(each, slice) for each in keys[1:])
+        keys = [_inside(each, dim, self.shape) for dim, each in enumerate(given)]
+        if self.storage.on_chip:
+            # The partition dimension stays, and so does the last one where no other does.
+            alone = len(keys) == self.ndim and not any(isinstance(k, slice) for k in keys[1:])
+            for dim in {0, self.ndim - 1} if alone else {0}:
+                if isinstance(place := keys[dim], int):
+                    keys[dim] = slice(place, place + 1)
+        data = self.data[tuple(keys)]
+        return Tensor(self.storage, data if data.ndim else data[None])
 
     def ap(self, pattern: Sequence[Sequence[int]], offset: int | None = None) -> Tensor:
         """A view by [step, count] pairs over the allocation, whatever view it is called on."""
-        start = self.offset if offset is None else offset
+        start, whole = self.offset if offset is None else offset, self.storage.whole
         steps = [int(step) for step, _ in pattern]
         counts = [int(count) for _, count in pattern]
         if any(step < 0 for step in steps):
             raise fault(f"a pattern with steps {steps}", "this subset has no negative step")
-        whole = self.storage.per_partition * self.storage.shape[0]
-        last = start + sum(s * (c - 1) for s, c in zip(steps, counts, strict=True))
-        if start < 0 or last >= whole or any(count < 1 for count in counts):
-            raise fault(f"elements {start} to {last} of {whole}", "a pattern stays inside")
-        if self.storage.on_chip and counts[0] > 1 and steps[0] != self.storage.per_partition:
-            raise fault(
-                f"a partition step of {steps[0]}",
-                f"it is a partition's {self.storage.per_partition} elements",
-            )
-        if self.storage.on_chip:
-            per = self.storage.per_partition
-            reach = start % per + sum(
-                s * (c - 1) for s, c in zip(steps[1:], counts[1:], strict=True)
-            )
-            if reach >= per:
-                raise fault("a pattern past the end of a partition", "partitions are apart")
-        return Tensor(self.storage, counts, steps, start)
-
-    def array(self) -> torch.Tensor:
-        """The elements, sharing memory with the allocation."""
-        assert self.storage.data is not None
-        return torch.as_strided(self.storage.data, self.shape, self.strides, self.offset)
+        spans = [step * (count - 1) for step, count in zip(steps, counts, strict=True)]
+        last = start + sum(spans)
+        if start < 0 or last >= whole.numel() or any(count < 1 for count in counts):
+            raise fault(f"elements {start} to {last} of {whole.numel()}", "a pattern stays inside")
+        per = self.storage.per_partition
+        if self.storage.on_chip and counts[0] > 1 and steps[0] != per:
+            raise fault(f"a partition step of {steps[0]}", f"it is a partition's {per} elements")
+        if self.storage.on_chip and start % per + sum(spans[1:]) >= per:
+            raise fault("a pattern past the end of a partition", "partitions are apart")
+        first = start + int(whole.storage_offset())
+        return Tensor(self.storage, torch.as_strided(whole, counts, steps, first))
 
     def rows(self) -> torch.Tensor:
         """[partitions, elements of each] in float32, the precision that engines compute in."""
-        return self.array().reshape(self.shape[0], -1).to(torch.float32)
+        return self.data.reshape(self.shape[0], -1).to(torch.float32)
 
     def put(self, values: torch.Tensor) -> None:
         """Write float32 or equal-typed values, converted once."""
-        self.array().copy_(_cast(values, self.dtype).reshape(self.shape))
-
-
-def _dense(shape: Sequence[int]) -> list[int]:
-    """Strides of elements that lie side by side."""
-    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        self.data.copy_(_cast(values, self.dtype).reshape(self.shape))
 
 
 def _cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -274,15 +241,16 @@ def _cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
     return rounded.clamp(low, high).to(torch.int64).to(kind)
 
 
-def _range(key: Any, size: int, dim: int, shape: tuple[int, ...]) -> tuple[int, int, int, bool]:
-    """(first, count, step, whether the dimension stays) of one index of a dimension."""
+def _inside(key: Any, dim: int, shape: tuple[int, ...]) -> int | slice:
+    """An index of a dimension; raises KernelError where it is none, or not inside."""
+    size = shape[dim]
     if isinstance(key, bool) or not isinstance(key, int | slice):
         raise fault(f"the index {key!r}", "indices are integers and slices of integers")
     if isinstance(key, int):
         place = key + size if key < 0 else key
         if not 0 <= place < size:
             raise fault(f"index {key} in dimension {dim} of {shape}", "an index stays inside")
-        return place, 1, 1, False
+        return place
     first = 0 if key.start is None else key.start
     last = size if key.stop is None else key.stop
     step = 1 if key.step is None else key.step
@@ -290,4 +258,4 @@ def _range(key: Any, size: int, dim: int, shape: tuple[int, ...]) -> tuple[int, 
         raise fault(f"{first}:{last}:{step} in dimension {dim} of {shape}", "a slice stays inside")
     if dim == 0 and step != 1:
         raise fault(f"partitions {first}:{last}:{step}", "partitions are taken side by side")
-    return first, -(-(last - first) // step), step, True
+    return slice(first, last, step)

@@ -57,8 +57,8 @@ OPERATORS: dict[str, Operator] = {
 }
 
 
-Value: TypeAlias = Callable[[], Array]
-_Instruction = TypeVar("_Instruction", bound=Callable[..., Value])
+Computed: TypeAlias = Callable[[], Array]
+_Instruction = TypeVar("_Instruction", bound=Callable[..., Computed])
 # nki.isa: which partitions a view may start at, by how many it has.
 _STARTS = ((32, (0, 32, 64, 96)), (64, (0, 64)), (128, (0,)))
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from bench.results import load
 from bench.table import ratios
-from flexattn.cli import selection
 from flexattn.cli.app import app
 from flexattn.kernels.hopper.config import HopperPrefillConfig
+from flexattn.records import layers
 from flexattn.records.codec import encode_record
 from flexattn.records.record import Decision, Failed
 from flexattn.records.store import Store
@@ -165,7 +165,7 @@ def test_the_verb_reads_files_and_directories(flexattn, tmp_path):
 
 def test_the_verb_alone_reads_the_layers_that_are_there(flexattn, tmp_path, monkeypatch):
     """Who had no folder of records was told that it is no file."""
-    monkeypatch.setattr(selection, "configs_folder", lambda: None)
+    monkeypatch.setattr(layers, "configs_folder", lambda: None)
     store = Store(tmp_path / "shared")
     store.write(decode_record())
     with override(cache=(store.root,), cache_dir=tmp_path / "nowhere"):
