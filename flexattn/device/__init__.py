@@ -8,7 +8,6 @@ from flexattn.device.device import (
     Device,
     Peaks,
     detect,
-    is_neuron,
     is_rdna,
     named,
     usable,

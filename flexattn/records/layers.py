@@ -112,8 +112,11 @@ def layers(device: Device | None = None) -> tuple[RecordLayer, ...]:
         found.append(RecordLayer("user", Store(users)))
     shipped = configs_folder()
     if shipped is not None:
-        there = listing(shipped) if device is None else [slug(device.name)]
-        names = sorted(name for name in there if name != STUDIES and (shipped / name).is_dir())
+        if device is not None:
+            names = [slug(device.name)]
+        else:
+            there = (name for name in listing(shipped) if (shipped / name).is_dir())
+            names = sorted(name for name in there if name != STUDIES)
         found += [RecordLayer("shipped", Store(shipped / name)) for name in names]
     return tuple(found)
 

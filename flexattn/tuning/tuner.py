@@ -16,19 +16,17 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexattn.device import Device
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.base.config import Config, Fields, describe
-from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose import registry
-from flexattn.kernels.choose.defaults import Survey
 from flexattn.measure.process import Closing
 from flexattn.measure.task import Measurer, Task
 from flexattn.measure.worker import Worker
 from flexattn.mods import Bound
 from flexattn.problem import Problem
 from flexattn.records.layers import layers, ranked, transferred
-from flexattn.records.record import Environment, Record, Sizes, key_of
+from flexattn.records.record import Record, Sizes, key_of
 from flexattn.runtime.launch import Outputs
 from flexattn.tuning.builds import BuiltConfig, Pool, build_all, orders_for
-from flexattn.tuning.campaign import TuneTask, environment_of
+from flexattn.tuning.campaign import environment_of
 from flexattn.tuning.evaluator import (
     FOR_SCREENING,
     SILENT,
@@ -186,20 +184,6 @@ class PluginKernel(NamedTuple):
 
 class Plugin(Protocol):
     """A module of these functions, flexattn.<backend>.plugin; they raise FlexAttnError."""
-
-    def check_tuning(self, device: Device, effort: Effort, storage: str | None) -> None:
-        """Refuse what a tuning for the device cannot be asked."""
-
-    def survey_of(self, task: Task, effort: Effort) -> Survey:
-        """The space of a task."""
-
-    def tuner(
-        self, device: Device, progress: Progress, effort: Effort, method: Method
-    ) -> TuneTask:
-        """A tuner for `campaign`; raises UnsupportedError where nothing can be measured."""
-
-    def tuning_environment(self, task: Task) -> Environment:
-        """The environment in which a record of `tuner` holds."""
 
     def render_kernel(self, problem: Problem, device: Device) -> PluginKernel:
         """The kernel of the first config that fits."""
