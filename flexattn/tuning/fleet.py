@@ -1,8 +1,8 @@
 """SharedTuning: one problem tuned by any number of workers on any hosts, through a database.
 
-A SharedStudy is an Optuna study whose points the workers share. A worker takes a point by a trial,
-and beats for it until it has told the result. The first trial of a point that has not failed owns
-it. A trial without beats is failed by Optuna, and its point is free again.
+The workers share an Optuna study. One of them takes a point by a trial, and beats for it until it
+has told the result. The first trial of a point that has not failed owns it. Optuna fails a trial
+without beats, and its point is free again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Sequence, Set as AbstractSet
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,8 +31,8 @@ from flexattn.util.locks import renewed
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# What a worker leaves with a trial: its result, as text.
-RESULT = "result"
+# What a worker leaves with a trial, and who raced the finalists with the study, as text.
+RESULT, RECORD = "result", "record"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,6 @@ class Heartbeat:
 
     beat_s: int = 10
     grace_s: int = 60
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A point that this worker owns, with Optuna's trial for it."""
-
-    point: int
-    trial: Any
-    trial_id: int
 
 
 def _patient(method: _F, tries: int = 8) -> _F:
@@ -174,42 +165,28 @@ class SharedStudy:
                     log.warning("no heartbeat: %s", str(error).splitlines()[0])
 
     @_patient
-    def known(self) -> dict[int, str]:
-        """The state of each point that was taken: COMPLETE, RUNNING, or FAIL for a free one."""
+    def owners(self) -> dict[int, Any]:
+        """The trial that owns each point that was taken; of a free point one that failed."""
         import optuna
 
         optuna.storages.fail_stale_trials(self._study)
-        owners = self._owners()
-        for each in owners.values():
+        found: dict[int, Any] = {}
+        for trial in self._study.get_trials(deepcopy=False):
+            # One that the sampler is about to propose has some of its parameters.
+            if trial.params.keys() == self._distributions.keys():
+                point = self._axes.find(trial.params)[1]
+                if point is not None and (point not in found or found[point].state.name == "FAIL"):
+                    found[point] = trial
+        for each in found.values():
             # Optuna takes a trial that never beat for alive: its process may have died before.
             if each.state.name == "RUNNING" and each.number not in self._noticed:
                 self._noticed.add(each.number)
-                self._storage.record_heartbeat(
-                    self._storage.get_trial_id_from_study_id_trial_number(self._id, each.number)
-                )
-        return {point: each.state.name for point, each in owners.items()}
+                self._storage.record_heartbeat(each._trial_id)
+        return found
 
     @_patient
-    def results(self) -> dict[int, str]:
-        """The result of each point that is complete."""
-        done = {p: each for p, each in self._owners().items() if each.state.name == "COMPLETE"}
-        return {point: each.user_attrs[RESULT] for point, each in done.items()}
-
-    def _owners(self) -> dict[int, Any]:
-        """The trial that owns each point; of a point that nobody owns one that failed."""
-        owners: dict[int, Any] = {}
-        for trial in self._study.get_trials(deepcopy=False):
-            # One that the sampler is about to propose has some of its parameters.
-            if trial.params.keys() != self._distributions.keys():
-                continue
-            point = self._axes.find(trial.params)[1]
-            if point is not None and (point not in owners or owners[point].state.name == "FAIL"):
-                owners[point] = trial
-        return owners
-
-    @_patient
-    def take(self, point: int) -> Claim | None:
-        """Own this point; None if somebody else does."""
+    def take(self, point: int) -> Any:
+        """A trial that owns this point; None if somebody else does."""
         import optuna
 
         # Whole at once, so that the first trial of a point is the first for everybody. Optuna's
@@ -221,12 +198,12 @@ class SharedStudy:
         )
         trial_id = self._storage.create_new_trial(self._id, fresh)
         self._storage.record_heartbeat(trial_id)
-        held = Claim(point, optuna.trial.Trial(self._study, trial_id), trial_id)
-        if self._owners()[point].number != held.trial.number:
-            self._fail(held.trial)
+        trial = optuna.trial.Trial(self._study, trial_id)
+        if self.owners()[point].number != trial.number:
+            self.give_back([trial])
             return None
         self._held[trial_id] = None
-        return held
+        return trial
 
     @_patient
     def propose(self) -> int | None:
@@ -236,45 +213,40 @@ class SharedStudy:
         if point is None:
             tell_cost(self._study, trial, float("inf"), feasible=False)
         else:
-            self._fail(trial)  # who takes it has a trial of its own
+            self.give_back([trial])  # who takes it has a trial of its own
         return point
 
     @_patient
-    def tell(self, held: Claim, cost: float, result: str) -> bool:
+    def tell(self, trial: Any, cost: float, result: str) -> bool:
         """Leave a result; False where the point was taken over meanwhile, and this is void."""
         import optuna
 
-        self._held.pop(held.trial_id, None)
+        self._held.pop(trial._trial_id, None)
         try:
-            held.trial.set_user_attr(RESULT, result)
-            tell_cost(self._study, held.trial, cost)
+            trial.set_user_attr(RESULT, result)
+            tell_cost(self._study, trial, cost)
         except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
             return False
         return True
 
-    def give_back(self, held: Sequence[Claim]) -> None:
-        """Let others have points that were not measured, at once."""
-        for each in held:
-            self._held.pop(each.trial_id, None)
-            self._fail(each.trial)
-
     @_patient
-    def _fail(self, trial: Any) -> None:
+    def give_back(self, trials: Iterable[Any]) -> None:
+        """Let others have points that were not measured, at once."""
         import optuna
 
-        # It may have been taken for dead before.
-        with suppress(ValueError, optuna.exceptions.UpdateFinishedTrialError):
-            self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        for each in trials:
+            self._held.pop(each._trial_id, None)
+            # It may have been taken for dead before.
+            with suppress(ValueError, optuna.exceptions.UpdateFinishedTrialError):
+                self._study.tell(each, state=optuna.trial.TrialState.FAIL)
 
     @_patient
-    def note(self, name: str, value: Any) -> None:
-        """Leave a word for all workers of the study."""
-        self._study.set_user_attr(name, value)
-
-    @_patient
-    def noted(self, name: str) -> Any:
-        """A word that some worker left, or None."""
-        return self._study.user_attrs.get(name)
+    def kept(self, record: str | None = None) -> str | None:
+        """The record that a worker left; one that is given is left if there is none."""
+        if RECORD not in self._study.user_attrs and record is not None:
+            self._study.set_user_attr(RECORD, record)
+        found: str | None = self._study.user_attrs.get(RECORD)
+        return found
 
 
 # Points that one worker holds at once: as many as a race beside the default makes good use of.
@@ -283,8 +255,6 @@ _POLL_S = 0.3
 # Proposals that may be taken or cannot be, before any free point is taken instead.
 PROPOSALS = 4
 HEARTBEAT = Heartbeat()
-# What a worker leaves with a study when its budget is used up.
-ENDED = "ended"
 
 
 def study_name(subject: Subject, method: Method) -> str:
@@ -303,8 +273,9 @@ def study_name(subject: Subject, method: Method) -> str:
 class SharedTuning:
     """One worker's part: what the others found goes into its own table.
 
-    Workers measure different points, and one of them races the finalists on its GPU. A budget that
-    one worker has used up ends the search for all. first: points to measure first.
+    Workers measure different points. When none is left, each races the finalists on its GPU unless
+    one has left its record. A worker whose budget is used up takes no more points. first: points
+    to measure first.
     """
 
     def __init__(
@@ -316,51 +287,51 @@ class SharedTuning:
     ) -> None:
         self.subject = subject = evaluator.subject
         self.evaluator, self._first = evaluator, first
-        self._method = method = evaluator.method
-        self._every = len(subject.configs)
+        method, self._every = evaluator.method, len(subject.configs)
         self._whole = self._every <= method.all_up_to
         asked = method.limit or max(1, int(SHARE * self._every))
         self._limit = self._every if self._whole else min(self._every, asked)
         # Workers that draw alike would propose alike.
         self._draw = random.Random(uuid.uuid4().int)
-        storage = connect(url, heartbeat)
-        sampler = sampler_of(self._draw.randrange(2**31))
-        name = study_name(subject, method)
-        self._study = SharedStudy(storage, name, Axes(subject.configs), sampler)
-        # Of one point, which whoever races the finalists owns.
-        self._finals = SharedStudy(storage, f"{name} finals", Axes(subject.configs[:1]))
+        sampler, name = sampler_of(self._draw.randrange(2**31)), study_name(subject, method)
+        self._study = SharedStudy(connect(url, heartbeat), name, Axes(subject.configs), sampler)
         self._seen: set[int] = set()
 
     def run(self, held: int = HELD) -> Record:
-        """Measure what is left, with the others; then race the finalists, or wait for who does."""
+        """Measure what is left, with the others; then race the finalists."""
         self.evaluator.progress.stage("measure", self._limit)
-        with self._study, self._finals:
-            while True:
-                batch, busy = self._ask(held)
+        with self._study:
+            while (batch := self._ask(held)) is not None:
                 if batch:
                     self._measure(batch)
-                    continue
-                if not busy and (record := self._race()) is not None:
-                    return record
-                time.sleep(_POLL_S * (0.5 + self._draw.random()))
+                else:
+                    time.sleep(_POLL_S * (0.5 + self._draw.random()))
+            told = self._study.kept()
+            if told is None:
+                self._learn()
+                told = self._study.kept(encode_record(self.evaluator.record()))
+        assert told is not None
+        return decode_record(told.encode())
 
-    def _ask(self, count: int) -> tuple[list[Claim], bool]:
-        """Points to measure; without any, whether others still measure some."""
-        states = self._study.known()
+    def _ask(self, count: int) -> dict[int, Any] | None:
+        """Points to measure, each with its trial; none while others measure; None at the end."""
+        states = {point: each.state.name for point, each in self._study.owners().items()}
         free = [point for point, state in states.items() if state == "FAIL"]
-        if self.evaluator.left(FOR_SCREENING) <= 0 and self._study.noted(ENDED) is None:
-            self.evaluator.progress.note("the time budget ended the search")
-            self._study.note(ENDED, True)
-        ended = "COMPLETE" in states.values() and self._study.noted(ENDED) is not None
-        room = 0 if ended else max(0, self._limit - len(states))
-        batch: list[Claim] = []
+        room = max(0, self._limit - len(states))
+        if self.evaluator.left(FOR_SCREENING) <= 0 and "COMPLETE" in states.values():
+            if free or room:
+                self.evaluator.progress.note("the time budget ended the search")
+            free, room = [], 0
+        if not (free or room or "RUNNING" in states.values()):
+            return None
+        batch: dict[int, Any] = {}
         for _ in range(min(count, len(free) + room)):
-            point = free.pop() if free else self._new(states.keys() | {h.point for h in batch})
-            if point is not None and (held := self._study.take(point)):
-                batch.append(held)
-        return batch, bool(room or "RUNNING" in states.values() or "FAIL" in states.values())
+            point = free.pop() if free else self._new({*states, *batch})
+            if point is not None and (trial := self._study.take(point)):
+                batch[point] = trial
+        return batch
 
-    def _new(self, taken: AbstractSet[int]) -> int | None:
+    def _new(self, taken: Collection[int]) -> int | None:
         """A point that nobody took: a seed, or the sampler's proposal, or any."""
         free = [point for point in range(self._every) if point not in taken]
         if seeds := [point for point in self._first if point in free]:
@@ -371,25 +342,25 @@ class SharedTuning:
         # Workers that take the same point lose a trial each: they begin at places of their own.
         return self._draw.choice(free) if free else None
 
-    def _measure(self, batch: Sequence[Claim]) -> None:
+    def _measure(self, batch: dict[int, Any]) -> None:
         """Screen the points that this worker owns; tell each with the default's own times."""
         try:
             self._learn()
-            default, *entries = self.evaluator.screen([held.point for held in batch])
+            default, *entries = self.evaluator.screen(list(batch))
             by_config = {entry.trial.config: entry for entry in entries}
-            for held in batch:
-                self._tell(held, default, by_config.get(self.subject.configs[held.point]))
+            for point, trial in batch.items():
+                own = by_config.get(self.subject.configs[point])
+                self._tell(point, trial, [default] if own is None else [default, own])
         except BaseException:
             # Ctrl-C too: others need not wait for this heart to stop.
-            self._study.give_back(batch)
+            self._study.give_back(batch.values())
             raise
 
-    def _tell(self, held: Claim, default: Entry, own: Entry | None) -> None:
-        cost = self.evaluator.table.cost(held.point)
-        entries = [default] if own is None else [default, own]
+    def _tell(self, point: int, trial: Any, entries: Sequence[Entry]) -> None:
+        cost = self.evaluator.table.cost(point)
         text = json.dumps([encode(entry) for entry in entries])
-        if self._study.tell(held, cost if math.isfinite(cost) else math.inf, text):
-            self._seen.add(held.point)
+        if self._study.tell(trial, cost if math.isfinite(cost) else math.inf, text):
+            self._seen.add(point)
         else:
             self.evaluator.progress.note(
                 "a point was taken over by another worker; its time is void"
@@ -398,11 +369,12 @@ class SharedTuning:
     def _learn(self) -> None:
         """Take the others' results into this worker's table: what is known is not timed again."""
         fresh: list[tuple[Entry, ...]] = []
-        for point, text in self._study.results().items():
-            if point not in self._seen:
+        for point, trial in self._study.owners().items():
+            if point not in self._seen and trial.state.name == "COMPLETE":
                 self._seen.add(point)
                 try:
-                    fresh.append(decode(tuple[Entry, ...], json.loads(text), "result"))
+                    text = json.loads(trial.user_attrs[RESULT])
+                    fresh.append(decode(tuple[Entry, ...], text, "result"))
                 except (ValueError, CacheError) as error:
                     raise InputError(
                         f"a result in the shared study cannot be read: {error}",
@@ -412,22 +384,3 @@ class SharedTuning:
         # A twin has no times: it is understood once the one that was timed for it is known.
         for entries in sorted(fresh, key=lambda entries: not entries[-1].trial.screening):
             self.evaluator.restore(entries)
-
-    def _race(self) -> Record | None:
-        """The record: another's, or of a race on this GPU; None while another worker's runs."""
-        if told := self._finals.results().get(0):
-            return decode_record(told.encode())
-        states = self._finals.known()
-        if states.get(0) == "RUNNING":
-            return None
-        held = self._finals.take(0)
-        if held is None:
-            return None
-        try:
-            self._learn()
-            record = self.evaluator.record()
-            kept = self._finals.tell(held, 0.0, encode_record(record))
-        except BaseException:
-            self._finals.give_back([held])
-            raise
-        return record if kept else None

@@ -12,7 +12,7 @@ import pytest
 from bench.studies import save
 from flexattn.errors import InputError
 from flexattn.tuning.evaluator import Method
-from flexattn.tuning.fleet import Heartbeat, SharedStudy, connect, study_name
+from flexattn.tuning.fleet import RESULT, Heartbeat, SharedStudy, connect, study_name
 from flexattn.tuning.race import replay_study
 from flexattn.tuning.search import Axes
 from tests import postgres
@@ -89,7 +89,6 @@ def test_workers_share_a_study_and_one_is_killed(url, tmp_path):
     healthy = {repr(t.config) for t in stored.trials if t.failed is None}
     assert set(counts) | {default} == healthy
     assert len({name for name, _ in lines(tmp_path, "screen")}) == 3, "all of them worked"
-    assert len({name for name, _ in lines(tmp_path, "final")}) == 1, "finalists race on one GPU"
 
 
 def test_a_late_worker_takes_the_record_and_measures_nothing(url, tmp_path):
@@ -138,20 +137,30 @@ def study(url, name, heartbeat):
     return SharedStudy(connect(url, heartbeat), name, Axes(decode_configs()[:5]))
 
 
+def states(shared):
+    return {point: trial.state.name for point, trial in shared.owners().items()}
+
+
+def test_the_record_that_is_left_first_stays(url, tmp_path):
+    one, two = (study(url, f"kept {tmp_path}", HEARTBEAT) for _ in range(2))
+    assert one.kept() is None
+    assert one.kept("first") == two.kept("second") == two.kept() == "first"
+
+
 def test_a_point_has_one_owner_until_its_heart_stops(url, tmp_path):
     one, two = (study(url, f"owner {tmp_path}", Heartbeat(0.5, 2)) for _ in range(2))
     with one:
         held = one.take(3)
-        assert held.point == 3 and two.take(3) is None
+        assert held and two.take(3) is None
         time.sleep(3)
-        assert two.known() == {3: "RUNNING"} and two.take(3) is None, "it beats"
+        assert states(two) == {3: "RUNNING"} and two.take(3) is None, "it beats"
     time.sleep(3)
-    assert two.known() == {3: "FAIL"}
+    assert states(two) == {3: "FAIL"}
     taken = two.take(3)
-    assert taken.point == 3 and one.take(3) is None
+    assert taken and one.take(3) is None
     assert not one.tell(held, 1.0, "late"), "its result is void"
-    assert two.tell(taken, 1.0, "good") and one.results() == {3: "good"}
-    assert one.take(3) is None and one.known() == {3: "COMPLETE"}
+    assert two.tell(taken, 1.0, "good") and one.owners()[3].user_attrs[RESULT] == "good"
+    assert one.take(3) is None and states(one) == {3: "COMPLETE"}
 
 
 def test_a_worker_that_died_before_its_first_beat_is_found_dead(url, tmp_path, monkeypatch):
@@ -159,9 +168,9 @@ def test_a_worker_that_died_before_its_first_beat_is_found_dead(url, tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(one._storage, "record_heartbeat", lambda trial_id: None)
         assert one.take(1)
-    assert two.known() == {1: "RUNNING"}
+    assert states(two) == {1: "RUNNING"}
     time.sleep(3)
-    assert two.known() == {1: "FAIL"} and two.take(1)
+    assert states(two) == {1: "FAIL"} and two.take(1)
 
 
 def test_of_many_that_want_a_point_one_gets_it(url, tmp_path):
@@ -170,7 +179,7 @@ def test_of_many_that_want_a_point_one_gets_it(url, tmp_path):
 
     def all_five(_):
         mine = study(url, name, Heartbeat(30, 600))
-        return [held.point for point in range(5) if (held := mine.take(point))]
+        return [point for point in range(5) if mine.take(point)]
 
     with ThreadPoolExecutor(6) as pool:
         owned = [point for points in pool.map(all_five, range(6)) for point in points]
