@@ -78,7 +78,7 @@ def assert_memory_counted(kind, configs, built, **statistics):
     q, k, v = inputs(1, 4, 2, 131, 259, 192, 64, dtype=torch.bfloat16)
     for config in configs:
         prepared = prepare(problem, config, "trn2", scale=1.0, score=score, mask=mask)
-        run = prepared.interpret(q, k, v, numerics=False).runs[0]
+        run = prepared.interpret(q, k, v).runs[0]
         found = memory_of(problem, config, dict(prepared.source.tiles))
         assert found == (run.sbuf_bytes, run.psum_banks)
 

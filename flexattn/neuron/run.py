@@ -163,43 +163,30 @@ class Prepared:
         v: Tensor,
         kernel: Callable[[NkiSource, tuple[Any, ...]], Sequence[Tensor]],
     ) -> NkiOutputs:
-        """Attention, in the shapes of attention; kernel: runs a source on its arguments.
-
-        It gives no results where it checks alone.
-        """
+        """Attention, in the shapes of attention; kernel: runs a source on its arguments."""
         given, last = self.arguments(q, k, v), self.source
         results = kernel(last, given)
         if self.combine is not None:
             last = self.combine
-            results = kernel(last, (given[0], *(results or self._parts(given[0]))))
+            results = kernel(last, (given[0], *results))
         problem = self.problem
         rows = (problem.B, problem.Hq, problem.q_len)
         found = {
             name: value.reshape(*rows, *([-1] if name == "out" else []))
-            for name, value in zip(last.results, results, strict=False)
+            for name, value in zip(last.results, results, strict=True)
         }
-        out = found.get("out", torch.empty(0))
-        return NkiOutputs(out, found.get("lse"), found.get("max_scores"))
+        return NkiOutputs(found["out"], found.get("lse"), found.get("max_scores"))
 
-    def interpret(self, q: Tensor, k: Tensor, v: Tensor, *, numerics: bool = True) -> NkiOutputs:
+    def interpret(self, q: Tensor, k: Tensor, v: Tensor) -> NkiOutputs:
         """Run it in the strict interpreter; raises KernelError for a broken rule."""
         runs: list[Interpreted] = []
 
         def kernel(source: NkiSource, given: tuple[Any, ...]) -> Sequence[Tensor]:
             core = CORES[self.target]
-            runs.append(
-                interpret(source.text, given, core, programs=self.cores, numerics=numerics)
-            )
+            runs.append(interpret(source.text, given, core, programs=self.cores))
             return runs[-1].results
 
         return replace(self.run(q, k, v, kernel), runs=tuple(runs))
-
-    def _parts(self, q: Tensor) -> tuple[Tensor, ...]:
-        """The partial results that combine reads, of the right shapes."""
-        B, units, rows, _ = q.shape
-        shape = (B, units, self.config.num_splits, rows)
-        partial = torch.empty(*shape, self.problem.structure.head_dim_v)
-        return partial, torch.empty(shape), torch.empty(shape)
 
 
 def _function(source: NkiSource) -> Any:

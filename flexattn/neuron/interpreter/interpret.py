@@ -47,16 +47,14 @@ def interpret(
     core: NeuronCore,
     *,
     programs: int = 1,
-    numerics: bool = True,
 ) -> Interpreted:
     """Run the function `kernel` of the source with these arguments; tensors become HBM tensors.
 
     programs: physical cores that run it, one after the other here, each with memory of its own
-    except the results. numerics: False checks without computing; results are empty
-    then. Raises KernelError for whatever breaks a rule.
+    except the results. Raises KernelError for whatever breaks a rule.
     """
     kernel = _load(source)["kernel"]
-    machines = [Machine(core, numerics, program, programs) for program in range(programs)]
+    machines = [Machine(core, program, programs) for program in range(programs)]
     written = [_run(kernel, machine, arguments) for machine in machines]
     return Interpreted(
         tuple(map(_merged, zip(*written, strict=True))),
@@ -71,7 +69,7 @@ def _run(
     """The results as one core leaves them, poisoned where it wrote nothing."""
     with running(machine), _one_thread():
         try:
-            given = kernel(*(_hbm(each, machine.numerics) for each in arguments))
+            given = kernel(*(_hbm(each) for each in arguments))
         except (TypeError, AttributeError, NameError) as error:
             raise KernelError(
                 f"{type(error).__name__}: {error}", "this subset has no such thing"
@@ -80,7 +78,7 @@ def _run(
     for each in outputs:
         if not isinstance(each, Tensor) or each.buffer != "shared_hbm":
             raise fault(f"the result {each!r}", "results are tensors in nl.shared_hbm")
-    return tuple(each.data.clone() for each in outputs) if machine.numerics else ()
+    return tuple(each.data.clone() for each in outputs)
 
 
 def _merged(written: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -154,7 +152,7 @@ def _ndarray(
     return Tensor(current_machine().allocate(tuple(int(size) for size in shape), dtype, buffer))
 
 
-def _hbm(value: Any, numerics: bool) -> Any:
+def _hbm(value: Any) -> Any:
     if isinstance(value, list | dict | set):
         raise fault(f"a {type(value).__name__} as argument", "compile-time arguments are tuples")
     if not isinstance(value, torch.Tensor):
@@ -164,4 +162,4 @@ def _hbm(value: Any, numerics: bool) -> Any:
     if value.numel() == 0:
         raise fault(f"a tensor of shape {tuple(value.shape)}", "kernels take no empty tensors")
     whole = value.contiguous().reshape(tuple(value.shape) or (1,))
-    return Tensor(Storage(whole if numerics else whole.to("meta"), _NAMES[value.dtype], "hbm"))
+    return Tensor(Storage(whole, _NAMES[value.dtype], "hbm"))

@@ -36,8 +36,7 @@ def fault(got: str, rule: str) -> KernelError:
 class Storage:
     """One allocation. whole: its elements, partitions first where on chip.
 
-    Where nothing is computed they are on torch's device `meta`. started: regions that a matmul
-    began to accumulate in, as (offset, shape).
+    started: regions that a matmul began to accumulate in, as (offset, shape).
     """
 
     whole: torch.Tensor
@@ -63,7 +62,7 @@ class Storage:
 
 @dataclass
 class Machine:
-    """One run of a kernel on a core. numerics: values are computed, not only checked.
+    """One run of a kernel on a core.
 
     program: the core's number among the `programs` that run the kernel.
     instruction: the one that runs, which errors name.
@@ -71,7 +70,6 @@ class Machine:
     """
 
     core: NeuronCore
-    numerics: bool = True
     program: int = 0
     programs: int = 1
     instruction: str = ""
@@ -83,9 +81,9 @@ class Machine:
             raise fault(f"a tensor of {dtype!r}", f"this subset has {', '.join(NKI_DTYPES)}")
         if any(size < 1 for size in shape):
             raise fault(f"a tensor of shape {shape}", "every size is at least 1")
-        kind, where = NKI_DTYPES[dtype], "cpu" if self.numerics else "meta"
+        kind = NKI_DTYPES[dtype]
         poison = float("nan") if kind.is_floating_point else POISON_INT
-        storage = Storage(torch.full(shape, poison, dtype=kind, device=where), dtype, buffer)
+        storage = Storage(torch.full(shape, poison, dtype=kind), dtype, buffer)
         if storage.on_chip:
             self._fit(storage)
         return storage

@@ -66,8 +66,8 @@ _STARTS = ((32, (0, 32, 64, 96)), (64, (0, 64)), (128, (0,)))
 def instruction(function: _Instruction) -> _Instruction:
     """An instruction in nki.isa: called by keyword, with tensors where it wants them.
 
-    The function checks its operands and gives its value, which goes to `dst` where values are
-    computed. It writes `dst` and `reduce_res`, and reads all else.
+    The function checks its operands and gives its value, which goes to `dst`. It writes `dst` and
+    `reduce_res`, and reads all else.
     """
     name = function.__name__
     parameters = inspect.signature(function).parameters.values()
@@ -88,8 +88,7 @@ def instruction(function: _Instruction) -> _Instruction:
         for written in (kwargs["dst"], kwargs.get("reduce_res")):
             if written is not None and written.buffer == "psum" and name != "nc_matmul":
                 _forget(written)
-        if machine.numerics:
-            kwargs["dst"].put(value())
+        kwargs["dst"].put(value())
 
     return call  # type: ignore[return-value]
 

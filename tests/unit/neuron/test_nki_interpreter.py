@@ -14,14 +14,14 @@ from tests.nki import kernel_of, run_lines
 def test_sbuf_grows_with_the_core():
     lines = "t = nl.ndarray((128, {}), dtype=nl.float32, buffer=nl.sbuf)"
     for target, kib in (("trn1", 192), ("trn2", 224), ("trn3", 256)):
-        run = run_lines(lines.format(kib * 256), target, numerics=False)
+        run = run_lines(lines.format(kib * 256), target)
         assert run.sbuf_bytes == kib * 1024
         with pytest.raises(KernelError, match="sbuf"):
-            run_lines(lines.format(kib * 256 + 1), target, numerics=False)
+            run_lines(lines.format(kib * 256 + 1), target)
 
 
 def test_psum_is_taken_in_banks():
-    run = run_lines("t = nl.ndarray((128, 513), dtype=nl.float32, buffer=nl.psum)", numerics=False)
+    run = run_lines("t = nl.ndarray((128, 513), dtype=nl.float32, buffer=nl.psum)")
     assert run.psum_banks == 2
 
 

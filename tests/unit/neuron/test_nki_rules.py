@@ -133,7 +133,7 @@ q = nl.ndarray((128, 512), dtype=nl.bfloat16, buffer=nl.psum)
 def test_a_rule_refuses(name, target):
     lines, words = REFUSED[name][:2]
     with pytest.raises(KernelError, match="(?s)" + words.replace("[", r"\[").replace("^", r"\^")):
-        run_lines(TILES + EXTRA + lines, target, numerics=False)
+        run_lines(TILES + EXTRA + lines, target)
 
 
 @pytest.mark.parametrize(
@@ -143,4 +143,4 @@ def test_a_rule_refuses(name, target):
 )  # fmt: skip
 def test_what_a_later_core_allows(name, target):
     lines = REFUSED[name][0]
-    run_lines(TILES + EXTRA + lines, target, numerics=False)
+    run_lines(TILES + EXTRA + lines, target)

@@ -51,7 +51,7 @@ def test_a_reason_is_confirmed_by_force(name):
     tensors = inputs(p.B, p.Hq, p.Hkv, p.q_len, p.kv_len, 128, 128, dtype=torch.bfloat16)
     with pytest.raises(KernelError):
         forced = prepare(problem, config, target, force=True, **mods)
-        forced.interpret(*tensors, numerics=False)
+        forced.interpret(*tensors)
 
 
 @pytest.mark.parametrize("name", [n for n in BROKEN if n not in ("rows", "keys")])
@@ -68,7 +68,7 @@ def test_what_stands_beside_the_limit_runs(name):
     assert target_reasons(config, problem, target) == []
     short = replace(problem, q_len=130, kv_len=300)
     tensors = inputs(1, 1, 1, 130, 300, 128, 128, dtype=torch.bfloat16)
-    prepare(short, config, target, **mods).interpret(*tensors, numerics=False)
+    prepare(short, config, target, **mods).interpret(*tensors)
 
 
 def test_a_mod_that_cannot_be_expressed_is_a_reason():
@@ -119,4 +119,4 @@ def test_the_config_of_each_preset_passes_lint_and_capacity(target):
         source = render_nki(problem, default_config(problem, target), target, "preset")
         lint(source.text)
         extra = [torch.zeros(1, 1, 1)] * (len(source.arguments) - 5)
-        interpret(source.text, (*tensors, 1.0, (), *extra), CORES[target], numerics=False)
+        interpret(source.text, (*tensors, 1.0, (), *extra), CORES[target])
