@@ -55,7 +55,7 @@ def kernel(
     q_shape [B, Hq, L, E], k_shape [B or 1, Hkv, S, E], v_shape [B or 1, Hkv, S, Ev], k_shape where
     None. mask_mod: or a BlockMask of one. scale: 1/sqrt(E) where None. cores: physical cores of a
     logical one, which share the rows: 1 or 2; where None what NEURON_LOGICAL_NC_CONFIG says, else
-    the compiler's default. config: as `flexattn tune` ranks them; the first that fits where None.
+    the compiler's default. config: the first that fits where None.
 
     Raises InputError, ModError, ConfigError, and UnsupportedError for what the target cannot
     express.
