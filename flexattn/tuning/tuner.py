@@ -18,7 +18,7 @@ from flexattn.errors import FlexAttnError
 from flexattn.kernels.base.config import Config, Fields, describe
 from flexattn.kernels.choose import registry
 from flexattn.measure.process import Closing
-from flexattn.measure.task import Measurer, Task
+from flexattn.measure.task import Task
 from flexattn.measure.worker import Worker
 from flexattn.mods import Bound
 from flexattn.problem import Problem
@@ -29,9 +29,6 @@ from flexattn.tuning.builds import BuiltConfig, Pool, build_all, orders_for
 from flexattn.tuning.campaign import environment_of
 from flexattn.tuning.evaluator import (
     FOR_SCREENING,
-    SILENT,
-    USUAL,
-    BuildConfigs,
     Evaluator,
     Method,
     Progress,
@@ -128,23 +125,11 @@ class GpuTuner(Closing):
         self._measurer.open(task)
         if self.storage is not None:
             return SharedTuning(evaluator, self.storage, first=subject.index(first)).run()
-        return _tuned(evaluator, first)
+        return tuned(evaluator, first)
 
 
-def tune_subject(
-    subject: Subject,
-    measurer: Measurer,
-    build: BuildConfigs,
-    method: Method = USUAL,
-    *,
-    seeds: Sequence[Config] = (),
-    progress: Progress = SILENT,
-) -> Record:
-    """Tune a subject whose task the measurer has open already. build: what its builds tell."""
-    return _tuned(Evaluator(subject, measurer, build, method, progress), seeds)
-
-
-def _tuned(evaluator: Evaluator, seeds: Sequence[Config]) -> Record:
+def tuned(evaluator: Evaluator, seeds: Sequence[Config]) -> Record:
+    """The record of a subject whose task is open; seeds: configs that are measured first."""
     subject, method, progress = evaluator.subject, evaluator.method, evaluator.progress
     search = _search(subject, method, seeds)
     whole = isinstance(search, Everything)
