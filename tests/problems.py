@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import torch
+
 from flexattn.device import named
 from flexattn.frontend import plan
 from flexattn.frontend.launch_cache import launch_cache
@@ -13,6 +15,7 @@ from flexattn.runtime.candidates import candidates_of
 from flexattn.serving.kernels import plan_problem
 
 H200, A100 = named("nvidia-h200"), named("nvidia-a100")
+BF16 = torch.bfloat16
 DENSE = Layout(True, True, True, True)
 
 
@@ -78,16 +81,24 @@ def choices(*given, **more):
     return (each.choice() for each in candidates_of(*given, **more))
 
 
-def served(
-    B, q_len, total_q, kv_len, Hq, Hkv, D, Dv, dtype, kv_dtype, page, layout="NHD", score=None,
-    mask=None, **options,
-):  # fmt: skip
-    """A plan's problem; score, mask: bound mods."""
+def plan_of(
+    B=64, *, keys=8192, heads=(32, 8), D=128, kv=BF16, page=16, score=None, mask=None, **options
+):
+    """A plan's problem. D: of keys, or of keys and values; score, mask: mods, bound or not."""
     options["scaled"] = options.pop("scales", "") or options.pop("scaled", False)
     return plan_problem(
-        batch=B, q_len=q_len, total_q=total_q, kv_len=kv_len, heads=(Hq, Hkv), head_dim=(D, Dv),
-        dtype=dtype, kv_dtype=kv_dtype, page=page, layout=layout, score=score, mask=mask,
-        **options,
+        batch=B, kv_len=keys, heads=heads, head_dim=D if isinstance(D, tuple) else (D, D),
+        kv_dtype=kv, page=page, score=bind(score, "score"), mask=bind(mask, "mask"), **options,
+    )  # fmt: skip
+
+
+def served(
+    B, q_len, total_q, kv_len, Hq, Hkv, D, Dv, dtype, kv_dtype, page, layout="NHD", **options
+):
+    """The same by place."""
+    return plan_of(
+        B, q_len=q_len, total_q=total_q, keys=kv_len, heads=(Hq, Hkv), D=(D, Dv), dtype=dtype,
+        kv=kv_dtype, page=page, layout=layout, **options,
     )  # fmt: skip
 
 

@@ -11,11 +11,10 @@ from flexattn.catalogue.cases import CASES as CATALOGUE, Setup
 from flexattn.device import named
 from flexattn.kernels.blackwell.config import BlackwellPrefillConfig
 from flexattn.kernels.hopper.ragged import render_row_tiles
-from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import _BRANCH, _LABEL, _SPILL, _disassembled
 from tests.families import estimates, render, violated
-from tests.problems import problem, served
+from tests.problems import plan_of, problem
 
 pytestmark = pytest.mark.compile
 
@@ -100,12 +99,10 @@ def test_every_mod_of_the_catalogue(case):
 
 
 PAGES = {
-    "causal": ((128, 128), 16, (128, 2, 2), {"mask": bind(causal, "mask")}),
+    "causal": ((128, 128), 16, (128, 2, 2), {"mask": causal}),
     "all keys": ((64, 64), 128, (128, 4, 2), {"lse": True}),
-    "softcap, sinks": (
-        (192, 128), 64, (64, 2, 2), {"score": bind(softcap(30.0), "score"), "sinks": True},
-    ),
-    "256 columns": ((256, 256), 32, (64, 2, 1), {"mask": bind(causal, "mask")}),
+    "softcap, sinks": ((192, 128), 64, (64, 2, 2), {"score": softcap(30.0), "sinks": True}),
+    "256 columns": ((256, 256), 32, (64, 2, 1), {"mask": causal}),
 }  # fmt: skip
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in PAGES if name != "causal"]
 
@@ -114,9 +111,7 @@ LONG = [pytest.param(name, marks=pytest.mark.long) for name in PAGES if name != 
 def test_pages(case):
     """A plan's forward, and the kernel that lists its tiles, which it waits for."""
     dims, page, (keys, stages, q_tiles), asked = PAGES[case]
-    form = served(
-        4, 1, 2048, 8192, 32, 8, *dims, torch.bfloat16, torch.bfloat16, page, **asked
-    ).structure
+    form = plan_of(4, total_q=2048, D=dims, page=page, **asked).structure
     config = BlackwellPrefillConfig(keys, stages, q_tiles, polynomial=4, packed_heads=4)
     ptx = fits(form, config, B200)
     assert "griddepcontrol.wait" in ptx[: ptx.index("ld.global")]

@@ -12,22 +12,21 @@ from flexattn.kernels.hopper.ragged import (
     render_merge_parts,
     render_row_tiles,
 )
-from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from tests.compile.product_loops import product_loops
 from tests.families import estimates, render, violated
-from tests.problems import H200, served
+from tests.problems import H200, plan_of
 
 CONFIG = RaggedPrefillConfig(
     2, 128, 2, 232, ping_pong=True, tile_scheduler="dynamic", order="sections",
     lazy_rescale=True, cross_tile_pipeline=False, v_box=64,
 )  # fmt: skip
 GATHERING = replace(CONFIG, consumer_regs=224)
-WINDOW = {"score": bind(alibi(32, "cpu"), "score"), "mask": bind(sliding_window(1000), "mask")}
-CAPPED = {"score": bind(softcap(30.0), "score"), "mask": bind(sliding_window(1000), "mask")}
-E4M3 = {"kv_dtype": torch.float8_e4m3fn, "scaled": True}
-E5M2 = {"kv_dtype": torch.float8_e5m2}
+WINDOW = {"score": alibi(32, "cpu"), "mask": sliding_window(1000)}
+CAPPED = {"score": softcap(30.0), "mask": sliding_window(1000)}
+E4M3 = {"kv": torch.float8_e4m3fn, "scaled": True}
+E5M2 = {"kv": torch.float8_e5m2}
 CASES = {
     "pages of 16": (128, 16, CONFIG, {}),
     "pages of 128": (128, 128, CONFIG, {}),
@@ -73,10 +72,7 @@ CASES = {
 @pytest.mark.parametrize("requests", [1, 4])
 def test_a_capped_score_spills_in_no_loop_of_products(requests):
     """By static defaults, beside a causal mask; with splits, of several requests."""
-    asked = served(
-        requests, 1, 2048, 8192, 32, 8, 128, 128, torch.bfloat16, torch.bfloat16, 16,
-        score=CAPPED["score"], mask=bind(causal, "mask"),
-    )  # fmt: skip
+    asked = plan_of(requests, total_q=2048, score=CAPPED["score"], mask=causal)
     config = next(ragged_defaults(asked, H200))
     assert config.ping_pong_softmax and config.splits == (requests > 1)
     assert not violated(config, asked.structure, H200)
@@ -89,8 +85,7 @@ def test_a_capped_score_spills_in_no_loop_of_products(requests):
 @pytest.mark.parametrize("case", CASES)
 def test_no_loop_spills(case):
     D, page, config, asked = CASES[case]
-    asked = {"mask": bind(causal, "mask"), "kv_dtype": torch.bfloat16, **asked}
-    form = served(4, 1, 2048, 8192, 32, 8, D, D, torch.bfloat16, page=page, **asked).structure
+    form = plan_of(4, total_q=2048, D=D, page=page, **{"mask": causal, **asked}).structure
     form = replace(form, ragged_kv=not page)
     assert not violated(config, form, H200)
     compiled = compile_source(render(form, config, H200, "test"), H200)
@@ -100,7 +95,7 @@ def test_no_loop_spills(case):
     assert not taken.serialised
     assert taken.shared <= estimates(config, form, H200)[0]
     loops = product_loops(compiled.asm["cubin"])
-    if asked["kv_dtype"].itemsize == 1:
+    if "kv" in asked:
         widening = product_loops(compiled.asm["cubin"], "UNPACK_B")
         assert widening
         loops += widening
@@ -115,10 +110,7 @@ def test_no_loop_spills(case):
 def test_each_kernel_waits_for_the_one_before():
     """Launched early, they read nothing of each other's before that kernel has ended."""
     D, page, config, _ = CASES["64 columns"]
-    form = served(
-        4, 1, 2048, 8192, 32, 8, D, D, torch.bfloat16, torch.bfloat16, page,
-        mask=bind(causal, "mask"),
-    ).structure  # fmt: skip
+    form = plan_of(4, total_q=2048, D=D, page=page, mask=causal).structure
     sources = (
         render_row_tiles(form, config, H200),
         render(form, config, H200, "test"),

@@ -7,14 +7,13 @@ from flexattn.catalogue import alibi, sliding_window
 from flexattn.device import named
 from flexattn.kernels.paged_decode.merges import render_merge_tree
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
-from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.kernel_store import binary_of
 from flexattn.runtime.resources import loop_spills, resources, spills_too_much
 from flexattn.serving import KeptKeys
 from flexattn.serving.tree import Places, from_first, placed_mask, placed_score
 from tests.compile.shares import share
-from tests.problems import served, serving_candidates
+from tests.problems import plan_of, serving_candidates
 
 pytestmark = pytest.mark.oldest
 DEVICE = named("nvidia-h200")
@@ -25,9 +24,8 @@ def numbers(*shape):
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def form(score=None, mask=None, *, B=64, kv_len=2**20, kv=BF16, total_q=0, **options):
-    sizes = (B, 1, total_q, kv_len, 32, 8, 128, 128, BF16, kv, 16, "NHD")
-    return served(*sizes, bind(score, "score"), bind(mask, "mask"), lse=True, **options).structure
+def form(score=None, mask=None, *, keys=2**20, **options):
+    return plan_of(keys=keys, score=score, mask=mask, lse=True, **options).structure
 
 
 PLACES = Places(numbers(256), numbers(63), numbers(64), 1)
@@ -76,4 +74,4 @@ def test_the_kernel_that_ends_a_tree(D, levels):
 
 def test_a_kernel_is_of_no_length():
     """A million keys take what 8k take, but for a batch-invariant workspace."""
-    assert form(kv_len=2**20) == form(kv_len=8192)
+    assert form(keys=2**20) == form(keys=8192)

@@ -12,22 +12,19 @@ from flexattn.kernels.paged_decode.config import ServingConfig, workspace
 from flexattn.kernels.paged_decode.limits import serving_reasons
 from flexattn.kernels.paged_decode.merges import join_programs, render_join, render_merge_states
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
-from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.kernel_store import binary_of
 from flexattn.runtime.resources import _disassembled, resources
 from tests.compile.shares import LONG, share
-from tests.problems import served, serving_candidates, serving_space
+from tests.problems import plan_of, serving_candidates, serving_space
 
 pytestmark = pytest.mark.oldest
 DEVICE = named("nvidia-h200")
 BF16 = torch.bfloat16
 
 
-def form(*, B=64, page=16, D=(128, 128), kv=BF16, heads=(32, 8), q_len=1, total_q=0, **options):
-    sizes = (B, q_len, total_q, 131072, *heads, *D, BF16, kv, page, "NHD")
-    mods = [bind(options.pop(name, None), name) for name in ("score", "mask")]
-    return served(*sizes, *mods, **options).structure
+def form(**options):
+    return plan_of(keys=131072, **options).structure
 
 
 LATENT = {"D": (576, 512), "shared_kv": True, "page": 64, "selection": (2048, 1)}

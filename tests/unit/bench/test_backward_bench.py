@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from bench import backward, results
@@ -133,10 +132,3 @@ def test_a_config_names_options_or_fields_of_either_template(monkeypatch):
     )  # fmt: skip
     assert backward.variant("BACKEND=TRITON,num_stages=2")["num_stages"] == 2
     assert backward.variant("nothing=1") == {"nothing": 1}, "which the call refuses in words"
-
-
-@pytest.mark.parametrize("argv", [["--list", "--rows", "^grid"], ["--rows", "nothing"]])
-def test_the_command_lists_and_refuses(argv, capsys):
-    status = backward.run(argv)
-    text = capsys.readouterr()
-    assert (status, len(text.out.split())) == ((2, 0) if "nothing" in argv else (0, 12))

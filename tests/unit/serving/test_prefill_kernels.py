@@ -11,14 +11,11 @@ from flexattn.catalogue import causal
 from flexattn.device import named
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.mods import bind
 from flexattn.runtime.build import builder
 from flexattn.runtime.outcomes import memory
 from flexattn.settings import override
 from tests.failing_builds import LASTING, Builder, gluon
-from tests.problems import served
-
-BF16, MASK = torch.bfloat16, bind(causal, "mask")
+from tests.problems import plan_of
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +32,7 @@ def planned(monkeypatch):
     """The kernels of a plan for a device that is not here."""
 
     def build(arch="nvidia-h200", builder=None, config=None, problem=None, **asked):
-        sizes = {"total_q": 2048, "Hq": 32, "D": 128, "dtype": BF16, "kv": BF16, "page": 16}
-        sizes |= {name: asked.pop(name) for name in sizes.keys() & asked.keys()}
-        total, Hq, D, dtype, kv, page = sizes.values()
-        work = problem or served(8, 1, total, 8192, Hq, 8, D, D, dtype, kv, page, **asked)
+        work = problem or plan_of(8, **{"total_q": 2048, **asked})
         monkeypatch.setattr(serving, "detect", lambda device: named(arch))
         monkeypatch.setattr(serving, "builder", lambda: builder or Builder())
         return serving.build(work, torch.device("cuda", 0), config)
@@ -49,11 +43,11 @@ def planned(monkeypatch):
 @pytest.mark.parametrize(
     "asked",
     [
-        {}, {"mask": MASK}, {"page": 256}, {"layout": "HND"}, {"D": 64}, {"D": 256}, {"D": 96},
+        {}, {"mask": causal}, {"page": 256}, {"layout": "HND"}, {"D": 64}, {"D": 256}, {"D": 96},
         {"sinks": True, "lse": True}, {"dtype": torch.float16, "kv": torch.float16},
         {"page": 1}, {"page": 24, "layout": "HND"},
     ],
-    ids=str,
+    ids=range(11),
 )  # fmt: skip
 def test_hopper_serves_prefills(planned, asked):
     found = planned(**asked)
@@ -73,9 +67,9 @@ def test_hopper_serves_prefills(planned, asked):
         {"page": 1, "kv": torch.float8_e4m3fn}, {"total_q": 128}, {"batch_invariant": True},
         {"scales": "token"}, {"dtype": torch.float32, "kv": torch.float32},
         {"config": ServingConfig(64, 64, 4, 3, 2, combine="launch")},
-        {"problem": served(8, 16, 0, 8192, 32, 8, 128, 128, BF16, BF16, 16)},
+        {"problem": plan_of(8, q_len=16)},
     ],
-    ids=str,
+    ids=range(10),
 )  # fmt: skip
 def test_one_kernel_serves_all(planned, asked):
     found = planned(**asked)
@@ -83,7 +77,7 @@ def test_one_kernel_serves_all(planned, asked):
 
 
 def test_a_plan_of_prefills_alone_has_no_other_kernel(planned):
-    found = planned(problem=served(8, 512, 0, 8192, 32, 8, 128, 128, BF16, BF16, 16, mask=MASK))
+    found = planned(problem=plan_of(8, q_len=512, mask=causal))
     assert found.attend is None and found.combine is None
     assert found.choice is found.prefills.choice
     assert "PREFILLS" not in found.prefills.row_tiles.source.text

@@ -16,7 +16,7 @@ from flexattn.errors import (
 )
 from flexattn.serving import DecodePlan, checks, flex_decode, merge_states
 from flexattn.serving.cache import describe_cache
-from tests.problems import served
+from tests.problems import plan_of
 
 
 def test_a_plan_on_the_cpu_says_what_it_needs():
@@ -114,7 +114,7 @@ def test_states_that_do_not_match():
 
 def test_strides_are_counted_in_32_bits():
     """Cut to their low half they would lead into other pages."""
-    maxima = served(1, 1, 0, 16, 2, 1, 16, 16, torch.bfloat16, torch.bfloat16, 16)
+    maxima = plan_of(1, keys=16, heads=(2, 1), D=16)
     k = torch.empty(2, 16, 1, 16, dtype=torch.bfloat16)
     far = torch.empty_strided(
         (2, 16, 1, 16), (2**31, 16, 16, 1), dtype=torch.bfloat16, device="meta"
@@ -129,7 +129,7 @@ def test_strides_are_counted_in_32_bits():
 @pytest.mark.parametrize("shape", [(0, 16, 1, 16), (2, 0, 1, 16)], ids=str)
 def test_a_cache_holds_a_key(shape):
     """Kernels read some key of it, even for requests that have none."""
-    maxima = served(2, 1, 0, 16, 2, 1, 16, 16, torch.bfloat16, torch.bfloat16, 0)
+    maxima = plan_of(2, keys=16, heads=(2, 1), D=16, page=0)
     k = torch.empty(shape, dtype=torch.bfloat16)
     with pytest.raises(InputError, match="at least one"):
         describe_cache(k, k, maxima, 64)
@@ -138,7 +138,7 @@ def test_a_cache_holds_a_key(shape):
 def test_what_other_libraries_pass_is_told_the_way():
     """FlashInfer's and vLLM's queries are [tokens, heads, D], and torch's lengths are int64."""
     bf16 = torch.bfloat16
-    plan = served(2, 1, 0, 16, 2, 1, 16, 16, bf16, bf16, 0)
+    plan = plan_of(2, keys=16, heads=(2, 1), D=16, page=0)
     with pytest.raises(InputError, match=r"(?s)it is \[B, at most 1, 2, 16\].*query\[:, None\]"):
         checks.rows(plan, torch.zeros(2, 2, 16, dtype=bf16), 2)
     with pytest.raises(InputError, match=r"(?s)it is int32.*seq_lens\.int\(\)"):

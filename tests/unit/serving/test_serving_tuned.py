@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, strategies as st
 
 from flexattn.catalogue import sliding_window
@@ -26,7 +25,7 @@ from flexattn.settings import current, override
 from flexattn.tuning.builds import orders_for
 from flexattn.tuning.evaluator import subject_of
 from flexattn.tuning.tasks import serving_task
-from tests.problems import H200, served, serving_candidates
+from tests.problems import H200, plan_of, serving_candidates
 
 POLICY = Policy(True, True, 20, 5.0)
 ONE, TWO = ServingConfig(16, 64, 4, 3, 1, 2, "last"), ServingConfig(16, 32, 4, 2, 3, 1, "launch")
@@ -161,9 +160,8 @@ def test_the_class_that_is_asked_for_or_the_one_there_is(store):
     assert found(mixed) is None
     store.write(record(mixed, TWO))
     assert found(mixed, "mixed").config == TWO
-    bf16 = torch.bfloat16
     with pytest.raises(InputError, match="uniform, ragged"):
-        served(8, 1, 0, 8192, 32, 8, 128, 128, bf16, bf16, 16, lengths="mixed")
+        plan_of(8, lengths="mixed")
 
 
 def test_a_config_that_cannot_run_is_passed_over(store):

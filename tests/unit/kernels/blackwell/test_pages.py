@@ -12,11 +12,10 @@ from flexattn.device import named
 from flexattn.kernels.blackwell.config import BlackwellPrefillConfig
 from flexattn.kernels.blackwell.family import PREFILL
 from flexattn.kernels.choose.registry import by_language
-from flexattn.mods import bind
 from tests.emulated_blackwell import run
 from tests.emulated_ragged import emulated, holes, prefix, tilted
 from tests.families import violated
-from tests.problems import served
+from tests.problems import plan_of
 
 B200 = replace(named("nvidia-b200"), num_sms=3)
 TWO, ONE = BlackwellPrefillConfig(128, 2), BlackwellPrefillConfig(64, 3, q_tiles=1)
@@ -94,22 +93,19 @@ def test_no_keys_and_too_few():
     np.testing.assert_allclose(out[10:], wanted[0][10:], atol=3e-5)
 
 
-def asked_of(page=16, kv_dtype=torch.bfloat16, score_mod=None, **more):
-    return served(
-        2, 1, 900, 1024, 8, 2, 128, 128, torch.bfloat16, kv_dtype, page,
-        score=bind(score_mod, "score"), **more,
-    )  # fmt: skip
+def asked_of(**more):
+    return plan_of(2, total_q=900, keys=1024, heads=(8, 2), **more)
 
 
 def test_heads_share_tiles_unless_a_mod_reads_them():
     for mod, heads in ((softcap(4.0), 4), (tilted, 1)):
-        work = asked_of(score_mod=mod)
+        work = asked_of(score=mod)
         assert next(PREFILL.able(work, B200)).packed_heads == heads
     assert by_language("prefill", "gluon", B200) is PREFILL
 
 
 REFUSED = {
-    "mods of a head": {"score_mod": alibi(8, "cpu"), "config": replace(TWO, packed_heads=2)},
+    "mods of a head": {"score": alibi(8, "cpu"), "config": replace(TWO, packed_heads=2)},
     "pages of 8": {"page": 8},
     "a contiguous cache": {"page": 0},
     "batch-invariant rows": {"batch_invariant": True},
@@ -128,5 +124,5 @@ def test_what_the_template_has_not(lacking):
 
 
 def test_caches_of_eight_bits_are_refused():
-    form = asked_of(kv_dtype=torch.float8_e4m3fn).structure
+    form = asked_of(kv=torch.float8_e4m3fn).structure
     assert [rule.name for rule in violated(TWO, form, B200)] == ["dtype"]

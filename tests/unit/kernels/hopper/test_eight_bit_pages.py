@@ -8,9 +8,8 @@ import torch
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.kernels.base.ragged import PAGES
 from flexattn.kernels.hopper.family import PREFILL
-from flexattn.mods import bind
 from tests.families import violated
-from tests.problems import served
+from tests.problems import plan_of
 from tests.unit.kernels.hopper.test_ragged import BATCHES, CONFIG, H200, check, prefix
 
 EIGHT_BITS = {
@@ -48,22 +47,19 @@ def test_pages_of_eight_bits(page):
     check(page, *BATCHES[page], seed=page, kv_dtype=torch.float8_e4m3fn)
 
 
-def plan_of(D=128, page=16, kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, **asked):
-    return served(
-        4, 1, 2048, 8192, 32, 8, D, D, dtype, kv_dtype, page,
-        mask=bind(causal, "mask"), **asked,
-    )  # fmt: skip
+def plan(kv=torch.float8_e4m3fn, **asked):
+    return plan_of(4, total_q=2048, kv=kv, mask=causal, **asked)
 
 
 @pytest.mark.parametrize("D", [64, 80, 96, 128, 192, 256])
 def test_plans_choose_it(D):
     for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        assert next(PREFILL.able(plan_of(D, kv_dtype=kv_dtype, scaled=True), H200), None)
+        assert next(PREFILL.able(plan(kv_dtype, D=D, scaled=True), H200), None)
 
 
 def test_the_warps_that_widen_keep_their_registers():
     """Beside a soft cap, too, whose consumers of 16 bits take some of the producer's."""
-    capped = plan_of(score=bind(softcap(30.0), "score"), scaled=True)
+    capped = plan(score=softcap(30.0), scaled=True)
     assert next(PREFILL.able(capped, H200)).producer_regs == 40
 
 
@@ -80,5 +76,5 @@ LEFT_TO_TRITON = {
 def test_what_is_left_to_triton(lacking):
     asked = dict(LEFT_TO_TRITON[lacking])
     config = asked.pop("config", CONFIG)
-    (rule,) = violated(config, plan_of(**asked).structure, H200)
+    (rule,) = violated(config, plan(**asked).structure, H200)
     assert rule.name == "serving"

@@ -7,7 +7,7 @@ import torch
 
 from flexattn.kernels.paged_decode.config import ServingConfig, tile_columns
 from flexattn.kernels.paged_decode.source import render_serving
-from tests.problems import H200, served
+from tests.problems import H200, plan_of
 
 CONFIG = ServingConfig(64, 64, 4, 3, 2, 1, "launch", "even")
 
@@ -17,9 +17,7 @@ CONFIG = ServingConfig(64, 64, 4, 3, 2, 1, "launch", "even")
 def test_widened_tiles_have_64_columns(D, kv_dtype):
     """80 columns were tiles of 64 and 16: widened from 8 bits, an H200 read out of bounds."""
     eight = kv_dtype.itemsize == 1
-    form = served(
-        8, 1, 930, 4003, 32, 8, D, D, torch.bfloat16, kv_dtype, 16, scaled=eight
-    ).structure
+    form = plan_of(8, total_q=930, D=D, kv=kv_dtype, scaled=eight).structure
     text = render_serving(form, CONFIG, H200, "test").text
     for name in ("qk", "v"):
         tiles = re.findall(rf"offs_{name}\d = (\d+) \+ tl\.arange\(0, (\d+)\)", text)

@@ -11,23 +11,14 @@ from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.engines import serving_layouts
 from flexattn.kernels.paged_decode.limits import serving_reasons
 from flexattn.kernels.paged_decode.source import render_serving
-from flexattn.mods import bind
-from tests.problems import served, serving_candidates, serving_space
+from tests.problems import plan_of, serving_candidates, serving_space
 
 H200, BF16 = named("nvidia-h200"), torch.bfloat16
 WARPS = ServingConfig(8, 128, 4, 1, combine="await", split_policy="heads")
 
 
-def plan(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16, **options):
-    dtype = torch.float32 if kv == torch.float32 else BF16
-    keys = options.pop("keys", 8192)
-    sizes = (B, q_len, total_q, keys, *heads, *D, dtype, kv, page, "NHD")
-    mask = bind(options.pop("mask", None), "mask")
-    return served(*sizes, None, mask, **options)
-
-
 def form(*about, **options):
-    return plan(*about, **options).structure
+    return plan_of(*about, **options).structure
 
 
 @pytest.mark.parametrize(
@@ -44,7 +35,7 @@ def form(*about, **options):
         ({"q_len": 8, "page": 8}, False, "even", 32),
         ({"total_q": 512}, False, "even", 64),
         ({"kv": torch.float8_e4m3fn}, True, "heads", 8),
-        ({"kv": torch.float32}, False, "even", 16),
+        ({"kv": torch.float32, "dtype": torch.float32}, False, "even", 16),
         ({"D": (80, 80)}, False, "even", 16),
         ({"D": (256, 256), "heads": (8, 4)}, True, "heads", 4),
         ({"D": (256, 256), "heads": (8, 4), "q_len": 4}, True, "heads", 8),
@@ -114,11 +105,11 @@ def test_many_rows_take_short_tiles_while_l2_holds_their_keys(B, heads, D, keys,
     Of 128 columns that is so where pages are too small for copies of boxes.
     """
     page = 16 if D == 64 else 8
-    about = plan(B=B, heads=heads, D=(D, D), keys=keys, page=page)
+    about = plan_of(B, heads=heads, D=D, keys=keys, page=page)
     found = next(serving_candidates(about, H200))
     assert ((found.BLOCK_M, found.BLOCK_N), found.per_sm) == (tile, per_sm)
     assert found.warp_private is (tile[0] == 16)
-    masked = plan(B=B, heads=heads, D=(D, D), keys=keys, page=page, mask=causal)
+    masked = plan_of(B, heads=heads, D=D, keys=keys, page=page, mask=causal)
     assert not next(serving_candidates(masked, H200)).warp_private, "nobody timed it"
 
 

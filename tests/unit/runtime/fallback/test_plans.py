@@ -8,9 +8,9 @@ from flexattn.errors import BuildError
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.settings import override
 from tests.failing_builds import H200, LASTING, Builder, gluon, spills
-from tests.problems import served
+from tests.problems import plan_of
 
-PROBLEM = served(8, 1, 0, 8192, 32, 8, 128, 128, torch.bfloat16, torch.bfloat16, 16)
+PROBLEM = plan_of(8)
 
 
 @pytest.fixture
