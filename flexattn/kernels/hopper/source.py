@@ -273,7 +273,7 @@ def render(
     if config.q_in_regs:
         settings["Q_IN_REGS"] = config.q_in_regs
     if structure.e4m3_weights:
-        settings["MAX_OFFSET"] = MAX_OFFSET
+        settings |= {"MAX_OFFSET": MAX_OFFSET, "UNRAISED": 2.0**-MAX_OFFSET}
     if tiles.out_chunks > 1:
         settings["OUT_WIDTH"] = tiles.out_width
     if config.v_box:

@@ -112,6 +112,15 @@ def test_odd_lengths(lengths, monkeypatch):
     assert_judged(emulated(monkeypatch, {}, *inputs(2, 2, 1, *lengths, 64)))
 
 
+@pytest.mark.parametrize("weights", ["default", "at once"])
+def test_lse_of_rows_whose_scores_are_equal(weights, monkeypatch):
+    """The logarithm of raised weights has fewer bits: random mod 64 of seed 0 was 14 % over."""
+    for keys in range(360, 390, 6):
+        q, k, v = inputs(1, 1, 1, 4, keys, 64)
+        (_, lse), (_, exact), _ = emulated(monkeypatch, FORMS[weights], torch.zeros_like(q), k, v)
+        assert (lse.double() - exact).abs().max() < 5e-7
+
+
 class Windowing(Transposing):
     """In place of the kernels before attention: the last one of three lays V out."""
 
