@@ -193,7 +193,7 @@ class AttentionSlice:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, b: slice, h: slice, m: slice) -> Reference:
         q_work = descaled(self.rounding.load(q[b, h, m]), self._factor("q", b, h))
         keys = self._pieces("k", k, q, b, h)
-        products = [shared(torch.matmul, q_work, each.mT) for _, each in keys]
+        products = [shared(self.rounding.product, q_work, each.mT) for _, each in keys]
         product = products[0] if len(products) == 1 else torch.cat(products, -1)
         scores = self.rounding.scores(product * self.scale)
         values = self._pieces("v", v, q, b, h)

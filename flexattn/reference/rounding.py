@@ -20,6 +20,10 @@ from flexattn.problem.inputs import add_sinks
 
 # Weights of e4m3, whose largest number is 448, are held that much larger.
 RAISED = 256.0
+# So many products of e4m3 are added at a time by Hopper's tensor cores. They cut off what is below
+# 2^-13 of the largest of these and of the sum so far, whose exponents alone count.
+ADDED, KEPT = 32, 2.0**-13
+_EXPONENT = 0x7F800000  # of a float32
 
 
 class Precision(enum.Enum):
@@ -27,9 +31,10 @@ class Precision(enum.Enum):
 
     ORACLE computes and returns float64. ROUNDED is the reference run whose error sets the budget:
     QK^T and P are rounded to the inputs' dtype (tf32 where torch allows it), all else is fp32. For
-    e4m3 QK^T is rounded to bfloat16, the output's dtype, for no kernel keeps scores in eight bits,
-    and P, at most 1, takes e4m3's range. Its gradients are those of a kernel that saves the output
-    and lse: gradients of scores are rounded where the scores were.
+    e4m3 QK^T is summed as Hopper sums it and rounded to bfloat16, the output's dtype: no kernel
+    has scores in eight bits. P, at most 1, takes e4m3's range, unless V has 16 bits. Its
+    gradients are those of a kernel that saves the output and lse: gradients of scores are rounded
+    where the scores were.
     WORKING is the CPU path: fp32, or float64 for float64 inputs, with `out` in q's dtype, or
     bfloat16 for e4m3. STORED is what a kernel's forward leaves for a backward: as ROUNDED, but
     scores stay in fp32, as kernels keep them, so that weights made anew from lse add up to 1.
@@ -45,7 +50,8 @@ class Precision(enum.Enum):
 class Rounding:
     """The dtype to which each value is rounded on its way; `work` is the dtype of computation.
 
-    saves: a backward starts from the output and lse as they are stored, as a kernel's does.
+    saves: a backward starts from the output and lse as they are stored, as a kernel's does. eight:
+    Q and K are multiplied in e4m3.
     """
 
     work: torch.dtype
@@ -54,6 +60,7 @@ class Rounding:
     out: torch.dtype
     tf32: bool = False
     saves: bool = False
+    eight: bool = False
 
     @classmethod
     def of(cls, precision: Precision, q: Tensor, v: Tensor) -> Rounding:
@@ -70,15 +77,33 @@ class Rounding:
         )
         # What is narrower than q is multiplied in q's dtype.
         widened = v.dtype.itemsize < q.dtype.itemsize
-        weight = q.dtype if widened or q.dtype in FP8 else v.dtype
+        weight = q.dtype if widened else v.dtype
         if precision is Precision.STORED:  # kernels multiply tf32 three times, which is fp32
             score, tf32 = None, False
-        return cls(work, score, weight, out_dtype(q.dtype), tf32, True)
+        eight = q.dtype in FP8 and precision is Precision.ROUNDED
+        return cls(work, score, weight, out_dtype(q.dtype), tf32, True, eight)
 
     def load(self, x: Tensor) -> Tensor:
         if x.dtype in FP8:  # torch converts eight bits to fp32 everywhere
             x = x.float()
         return self._tf32(x.to(self.work))
+
+    def product(self, x: Tensor, y: Tensor) -> Tensor:
+        """Q [.., m, i] times K [.., i, n]."""
+        if not self.eight:
+            return x @ y
+        total = torch.zeros((), device=x.device)
+        for i in range(0, x.shape[-1], ADDED):
+            left, right = x[..., i : i + ADDED], y[..., i : i + ADDED, :]
+            whole = total + left @ right
+            # Their Euclidean norm stands for the largest product.
+            size = (left.square() @ right.square()).sqrt()
+            size = torch.stack([size, whole.abs(), total.abs().expand_as(size)]).amax(0)
+            unit = (size.clamp_min(2.0**-100).view(torch.int32) & _EXPONENT).view(
+                torch.float32
+            ) * KEPT
+            total = (whole / unit).trunc() * unit
+        return total
 
     def scores(self, x: Tensor) -> Tensor:
         # The error is relative: rounding after the scale is the same, and fp16 does not overflow.
