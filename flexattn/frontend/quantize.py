@@ -115,20 +115,16 @@ def quantize(
 
 def _scaled(x: Tensor, block: int | None, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x less a mean [B, H, 1, E] in e4m3, and the factors [B, H, blocks] that undo its scale."""
-    if block is None:
-        # No number of x is written anew for it.
-        low, high = torch.aminmax(x.detach(), dim=2, keepdim=True) if x.shape[2] else (x, x)
-        ends = (low.float(), high.float()) if mean is None else (low - mean, high - mean)
-        largest = torch.cat(ends, 2).abs().amax((2, 3)) if x.shape[2] else x.new_zeros(x.shape[:2])
-        factor = _factor(largest.float()[..., None]).contiguous()
     if _by_kernel(x):
-        return _launched(x.detach(), block, mean, None if block else factor)
+        factor = None
+        if block is None:
+            factor = _factor(_launched(x.detach(), None, mean)[1].amax(2, keepdim=True))
+        return _launched(x.detach(), block, mean, factor)
     wide = x.float() if mean is None else x.float() - mean
     length = x.shape[2]
-    size = max(length, 1) if block is None else block
-    parts = torch.nn.functional.pad(wide, (0, 0, 0, -length % size)).unflatten(2, (-1, size))
-    if block is not None:
-        factor = _factor(parts.abs().amax((3, 4)))
+    size, short = (max(length, 1), length == 0) if block is None else (block, -length % block)
+    parts = torch.nn.functional.pad(wide, (0, 0, 0, short)).unflatten(2, (-1, size))
+    factor = _factor(parts.abs().amax((3, 4)))
     return (parts / factor[..., None, None]).flatten(2, 3)[:, :, :length].to(E4M3), factor
 
 
@@ -145,16 +141,17 @@ def _by_kernel(x: Tensor) -> bool:
 
 
 def _launched(
-    x: Tensor, block: int | None, mean: Tensor | None, factor: Tensor | None
+    x: Tensor, block: int | None, mean: Tensor | None, factor: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same by the kernel."""
+    """The same by the kernel; without a block and factors x itself, and the largest magnitudes."""
     B, heads, length, head_dim = x.shape
     rows = block or rows_at_once(head_dim, BLOCKS[0])
     index, target = x.get_device(), detect(x.device)
     tiles = -(-length // rows)
     places = (x.data_ptr(), *(step * x.itemsize for step in x.stride()[:3]))
     aligned = all(each % 16 == 0 for each in places)
-    form = DTYPES[x.dtype], head_dim, rows, aligned, block is not None, mean is not None
+    stores = block is not None or factor is not None
+    form = DTYPES[x.dtype], head_dim, rows, aligned, block is not None, mean is not None, stores
     key = "quantize", form, x.shape, x.stride(), index
     launcher = launches.get(key)
     if launcher is None:
@@ -162,16 +159,14 @@ def _launched(
             **dict(zip(("stride_xb", "stride_xh", "stride_xn"), x.stride(), strict=False)),
             "heads": heads, "length": length, "num_tiles": tiles,
         }  # fmt: skip
-        names = ("X", "OUT", *("MEAN",) * (mean is not None), "FACTOR")
+        names = ("X", *("OUT",) * stores, *("MEAN",) * (mean is not None), "FACTOR")
         kernel = builder().kernel(render_quantize(*form, target), target, index)
         launcher = kernel.prepare(B * heads * tiles, fixed, names)
         launches.put(key, launcher)
-    out = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    out = torch.empty(x.shape, dtype=E4M3, device=x.device) if stores else x
     if factor is None:
         factor = torch.empty((B, heads, tiles), device=x.device)
-    means = () if mean is None else (mean,)
+    given = (x, *(out.view(torch.uint8),) * stores, *(() if mean is None else (mean,)), factor)
     with torch.cuda.device(index) if index >= 0 else nullcontext():
-        launcher.launch(
-            raw_stream(index) if index >= 0 else -1, (x, out.view(torch.uint8), *means, factor)
-        )
+        launcher.launch(raw_stream(index) if index >= 0 else -1, given)
     return out, factor

@@ -218,7 +218,7 @@ GOLDENS = {
         named("nvidia-a100"),
     ),
     "quantize_smooth_blocks": lambda: render_quantize(
-        "bfloat16", 96, 64, True, True, True, named("nvidia-a100")
+        "bfloat16", 96, 64, True, True, True, True, named("nvidia-a100")
     ),
     "block_mask_natten": lambda: block_mask(natten_2d(64, 48, 5), (128, 128)),
     "block_mask_document": lambda: block_mask(document(torch.zeros(8).int()), (48, 80)),

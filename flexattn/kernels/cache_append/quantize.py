@@ -25,16 +25,21 @@ def render_quantize(
     aligned: bool,
     by_block: bool,
     smooth: bool,
+    stores: bool,
     device: Device,
 ) -> Source:
     """The kernel of tensors of a dtype, a program for each block of rows of a head.
 
     rows: of a block; where heads have factors, as many as a program has at a time. aligned:
     addresses and strides are multiples of 16 bytes. by_block: blocks have factors, which it
-    computes. smooth: a mean is taken off first.
+    computes. smooth: a mean is taken off first. stores: whether it makes numbers, or only finds
+    the largest magnitudes.
     """
     wide = 16 if aligned else 1
-    found = [Argument("X", f"*{signature_type(dtype)}", wide), Argument("OUT", "*u8", 16)]
+    found = [
+        Argument("X", f"*{signature_type(dtype)}", wide),
+        *[Argument("OUT", "*u8", 16)] * stores,
+    ]
     found += several("*fp32", *("MEAN",) * smooth, "FACTOR", divisible_by=4)
     found += stride_arguments("x", "bhn", 16 // itemsize(dtype) if aligned else 1)
     found += several("i32", "heads", "length", "num_tiles")
@@ -47,6 +52,7 @@ def render_quantize(
         "constants": settings | rounding("float8_e4m3fn"),
         "by_block": by_block,
         "smooth": smooth,
+        "stores": stores,
         "cvt": rounding_instruction("float8_e4m3fn", device) if large else "",
     }
     header = [f"{dtype} of {head_dim} columns in e4m3 for {device.arch}"]
