@@ -14,7 +14,7 @@ from flexattn.runtime.build import DESCRIPTOR
 from tests.emulated_memory import Descriptor, Number, Pointer
 from tests.emulated_prefill import run
 from tests.families import geometry, render, violated
-from tests.problems import served
+from tests.problems import plan_of
 
 LENS = torch.tensor([100, 260, 31])
 
@@ -123,9 +123,9 @@ def emulated(
     """
     (Hq, Hkv), (D, Dv), total = heads, dims, sum(q_lens)
     score, mask = bind(score_mod, "score"), bind(mask_mod, "mask")
-    problem = served(
-        len(q_lens), q_lens[0], 0 if uniform else total, 1024, Hq, Hkv, D, Dv, torch.bfloat16,
-        kv_dtype, page, score=score, mask=mask, sinks=sinks is not None, lse=True,
+    problem = plan_of(
+        len(q_lens), q_len=q_lens[0], total_q=0 if uniform else total, keys=1024, heads=heads,
+        D=dims, kv=kv_dtype, page=page, score=score, mask=mask, sinks=sinks is not None, lse=True,
         scaled=bool(scales),
     )  # fmt: skip
     problem = replace(problem, structure=replace(problem.structure, ragged_kv=not page))

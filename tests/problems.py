@@ -92,16 +92,6 @@ def plan_of(
     )  # fmt: skip
 
 
-def served(
-    B, q_len, total_q, kv_len, Hq, Hkv, D, Dv, dtype, kv_dtype, page, layout="NHD", **options
-):
-    """The same by place."""
-    return plan_of(
-        B, q_len=q_len, total_q=total_q, keys=kv_len, heads=(Hq, Hkv), D=(D, Dv), dtype=dtype,
-        kv=kv_dtype, page=page, layout=layout, **options,
-    )  # fmt: skip
-
-
 def of_form(form):
     """A plan's problem of a form, with more keys than any cache holds."""
     rows = max(1, form.rows // form.group)

@@ -13,7 +13,7 @@ from flexattn.kernels.hopper.ragged import (
     render_merge_parts,
 )
 from flexattn.runtime.build import builder
-from tests.problems import H200, served
+from tests.problems import H200, plan_of
 
 CASES = {
     "a group": (8, 2, 128, {"packed_heads": 4}, {}),
@@ -28,7 +28,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_merge(case):
     Hq, Hkv, D, fields, asked = CASES[case]
-    problem = served(4, 1, 999, 9999, Hq, Hkv, D, D, torch.bfloat16, torch.bfloat16, 16, **asked)
+    problem = plan_of(4, total_q=999, keys=9999, heads=(Hq, Hkv), D=D, **asked)
     form = problem.structure
     first = replace(next(ragged_defaults(problem, H200)), splits=True, pack_gqa=False)
     config = replace(first, **fields)

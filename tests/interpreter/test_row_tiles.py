@@ -16,7 +16,7 @@ from flexattn.mods import bind
 from flexattn.problem.serving import DECODE_QUERIES
 from flexattn.runtime.build import builder
 from flexattn.serving.kernels import in_phase
-from tests.problems import H200, served
+from tests.problems import H200, plan_of
 
 GROUP, HEADS, ROWS, KEYS = 4, 2, 32, 128
 # Rows of a slice.
@@ -38,10 +38,9 @@ def listed(
     programs = B + packed
     sizes = (1, total) if ragged else (q_lens[0], 0)
     mask = bind(mask_mod, "mask")
-    problem = served(
-        B, *sizes, max_keys, HEADS * group, HEADS, 128, 128, torch.bfloat16, torch.bfloat16, 16,
-        mask=mask,
-    )  # fmt: skip
+    problem = plan_of(
+        B, q_len=sizes[0], total_q=sizes[1], keys=max_keys, heads=(HEADS * group, HEADS), mask=mask
+    )
     problem = in_phase(problem, phase)
     problem = replace(problem, structure=replace(problem.structure, ragged_kv=packed))
     form, config = problem.structure, next(ragged_defaults(problem, H200))

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.device import named
@@ -12,10 +11,9 @@ from flexattn.kernels.base.ragged import packed_heads
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper.config import RaggedPrefillConfig
 from flexattn.kernels.hopper.ragged import ragged_defaults, tiles_of_rows
-from flexattn.mods import bind
 from tests.emulated_ragged import emulated as on_requests, holes, prefix, tilted
 from tests.families import violated
-from tests.problems import served
+from tests.problems import plan_of
 
 H200 = replace(named("nvidia-h200"), num_sms=3)
 CONFIG = RaggedPrefillConfig(
@@ -252,9 +250,7 @@ def test_heads_of_a_tile(rows):
 def test_heads_of_a_tile_of_a_servers_plan(batch, total_q, group, tiled):
     """Five heads of a group by two are a fifth more tiles of prompts, and one head a tile two
     thirds more tiles of 64 rows: consumers take slices of heads and rows in turn."""
-    found = served(
-        batch, 1, total_q, 32768, 8 * group, 8, 128, 128, torch.bfloat16, torch.bfloat16, 1
-    )  # fmt: skip
+    found = plan_of(batch, total_q=total_q, keys=32768, heads=(8 * group, 8), page=1)
     first = next(ragged_defaults(found, H200))
     assert (first.pack_gqa, first.packed_heads) == tiled
     assert first.sliced(group) == (tiled == (True, 1))
@@ -264,9 +260,7 @@ def test_heads_of_a_tile_of_a_servers_plan(batch, total_q, group, tiled):
 @pytest.mark.parametrize("rows, tiles", [(1, 24), (64, 24), (65, 40), (512, 160), (4096, 1280)])
 def test_slices_fill_tiles(rows, tiles):
     """Of 8 groups of five heads, 64 rows of each: as many as rows and heads fill."""
-    form = served(
-        64, 1, 4096, 32768, 40, 8, 128, 128, torch.bfloat16, torch.bfloat16, 16
-    ).structure  # fmt: skip
+    form = plan_of(total_q=4096, keys=32768, heads=(40, 8)).structure
     assert tiles_of_rows(form, replace(CONFIG, pack_gqa=True), rows) == tiles
 
 
@@ -276,20 +270,14 @@ def test_mods_that_read_the_head_keep_one_head_a_consumer():
         (alibi(8, "cpu"), (True, 1)),
         (tilted, (True, 1)),
     ):
-        found = served(
-            1, 1, 999, 1024, 8, 2, 128, 128, torch.bfloat16, torch.bfloat16, 16,
-            score=bind(mod, "score"),
-        )  # fmt: skip
+        found = plan_of(1, total_q=999, keys=1024, heads=(8, 2), score=mod)
         first = next(ragged_defaults(found, H200))
         assert (first.pack_gqa, first.packed_heads) == tiled
         assert not violated(first, found.structure, H200)
 
 
 REFUSED = {
-    "mods of a head": {
-        "score": bind(alibi(4, "cpu"), "score"),
-        "config": replace(CONFIG, packed_heads=2),
-    },
+    "mods of a head": {"score": alibi(4, "cpu"), "config": replace(CONFIG, packed_heads=2)},
     "pages of 8": {
         "page": 8,
         "config": replace(CONFIG, consumers=3, BLOCK_N=64, consumer_regs=160),
@@ -308,11 +296,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("lacking", REFUSED)
 def test_what_the_template_has_not(lacking):
-    asked = {"page": 16, **REFUSED[lacking]}
-    page, config = asked.pop("page"), asked.pop("config", CONFIG)
-    found = served(
-        2, 1, 128, 1024, 4, 2, 128, 128, torch.bfloat16, torch.bfloat16, page, **asked
-    ).structure
+    asked = dict(REFUSED[lacking])
+    config = asked.pop("config", CONFIG)
+    found = plan_of(2, total_q=128, keys=1024, heads=(4, 2), **asked).structure
     (rule,) = violated(config, found, H200)
     assert rule.name == "serving"
     assert lacking in " ".join(family_of(config).limits.reasons(config, found, H200))
