@@ -208,7 +208,7 @@ def prepare_backward(
     first = (*before.kernels, *prepared(around.trim, trims))
     boxes = {name: box for name, box in boxes.items() if name in names and names[name].described}
     attend = choice.kernels[0].prepare(grid.programs, fixed, given, boxes, spare=(*fixed, *given))
-    last = (attend, *prepared(around.after))
+    last = (attend, *prepared(around.after), *(prepared(*around.sums) if around.sums else ()))
     plain, through_lse = ((*first, *prepared(each), *last) for each in around.before)
     return BackwardLaunch(
         plain,

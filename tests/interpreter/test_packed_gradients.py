@@ -112,7 +112,7 @@ def on_hopper(monkeypatch):
             return builder().kernel(source, target, -1)
 
     here = detect(torch.device("cpu"))
-    for name in ("render_before", "render_after", "render_key_tiles"):
+    for name in ("render_before", "render_after", "render_key_tiles", "render_sum_parts"):
         plain = getattr(family, name)
         monkeypatch.setattr(
             family, name,
@@ -200,6 +200,10 @@ CONFIGS = {
     "split": HopperBackwardConfig(64, 64, 2, remat=True),
     "in order": HopperBackwardConfig(64, 64, 2, dq_tma=True, deterministic=True, remat=True),
 }
+CONFIGS |= {
+    f"{name}, in parts": replace(CONFIGS[name], head_parts=2)
+    for name in ("persistent", "by product", "in order")
+}
 MASKS = {
     "full": {},
     "causal": {"mask_mod": causal},
@@ -225,6 +229,11 @@ CASES = [
     # The emulator holds each block to its turn.
     ("in order", "window", "odd", (4, 2)),
     ("in order", "full", "others", (2, 2)),
+    # Blocks have one query head each, and two.
+    ("persistent, in parts", "causal", "odd", (4, 2)),
+    ("persistent, in parts", "by position", "others", (4, 1)),
+    ("by product, in parts", "causal", "others", (4, 1)),
+    ("in order, in parts", "window", "odd", (4, 1)),
 ]
 
 

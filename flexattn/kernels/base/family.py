@@ -27,6 +27,7 @@ class Around(NamedTuple):
     memory that all share, of four bytes an element. blocks: rows and keys of the tiles that the
     kernel leaves out where their weights vanish; None where it visits all. trim: what finds the
     ends of its walks, where a mask's lists alone do not say them, or packed sequences' tiles.
+    sums: what adds up parts of dK and dV behind it, and its programs; None where they are whole.
     """
 
     before: tuple[Source, Source]
@@ -35,6 +36,7 @@ class Around(NamedTuple):
     scratch: tuple[tuple[str, tuple[int, ...]], ...] = ()
     blocks: tuple[int, int] | None = None
     trim: Source | None = None
+    sums: tuple[Source, int] | None = None
 
 
 class KernelFamily(ABC, Generic[_C]):

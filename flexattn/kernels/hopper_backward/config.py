@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import ClassVar
 
 from flexattn.device import Device
@@ -96,6 +97,9 @@ class HopperBackwardConfig:
     It takes dq_tma: a warp waits for a block's turn, not the consumers.
     remat: whether addresses of tiles are computed anew in each turn of the loop; default False.
     What is known from before it takes registers, which beside masks and counters are lacking.
+    head_parts: into how many blocks the query heads of a tile of keys are parted, of packed
+    sequences; default 1. Each stores its sums of dK and dV in float32, and a kernel behind adds
+    them. Where all blocks start at once, the longest is not alone at the end.
     by_product: whether one warpgroup makes scores, weights and dV of a tile, and the other dP, dS
     and dK; default False: they share each product. For tiles of 64 rows and keys, of which half a
     product of scores reads shared memory for longer than it multiplies. Without dropout and
@@ -125,6 +129,7 @@ class HopperBackwardConfig:
     deterministic: bool = knob(False, True, word="deterministic")
     remat: bool = knob(False, True, word="remat")
     by_product: bool = knob(False, True, word="by-product")
+    head_parts: int = knob(1, 2, 4, 8, word="parts", moves=lambda s: s.ragged_kv)
 
     # Fields of earlier versions, with the value that every kernel has now.
     retired: ClassVar[dict[str, object]] = {"dk_rs": True, "ex2_emulated": 0, "lpt": True}
@@ -192,9 +197,12 @@ def at_sizes(config: HopperBackwardConfig, problem: Problem) -> HopperBackwardCo
     key head has one: ptxas then spills less.
     """
     counts = problem.structure.dropout and (config.BLOCK_M == 128 or waits_meet())
+    heads = _shared_heads(problem)
+    parts = gcd(config.head_parts, heads) if problem.structure.ragged_kv else 1
     return replace(
         config,
-        mha=_shared_heads(problem) == 1 and not counts,
+        head_parts=parts,
+        mha=heads == parts and not counts,
         even_n=problem.kv_len % config.BLOCK_N == 0 and not problem.structure.ragged_kv,
     )
 
@@ -205,11 +213,16 @@ def backward_grid(problem: Problem, config: HopperBackwardConfig, device: Device
     Raises ConfigError for another form than a problem's.
     """
     allowed = at_sizes(config, problem)
-    if config.mha > allowed.mha or config.even_n > allowed.even_n:
+    if config != replace(
+        config,
+        mha=config.mha and allowed.mha,
+        even_n=config.even_n and allowed.even_n,
+        head_parts=allowed.head_parts,
+    ):
         raise ConfigError(
             f"{config} for {problem.describe()}",
             "mha is of problems with as many key heads as query heads, even_n of lengths "
-            "that BLOCK_N divides",
+            "that BLOCK_N divides, head_parts of packed sequences whose groups it divides",
             f"use {allowed}",
         )
     sizes = sizes_of_launch(problem, config)
@@ -222,7 +235,8 @@ def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str,
     """Numbers that the kernels take beside lengths and heads.
 
     num_queries: tiles of queries of a head, for which there is scratch memory: a mask's lists name
-    all tiles of a block. kv_units: key heads of all batches. section_heads: those whose tiles
+    all tiles of a block. kv_units: key heads of all batches, each as often as it has parts, which
+    num_heads counts, too. section_heads: those whose tiles
     start side by side, about as many as the device has SMs for, or a few times as many.
     shared_heads: query heads, of all batches, that read the same keys. num_requests: packed
     sequences. With these, num_tiles and num_queries are upper bounds. short_last: whether their
@@ -234,11 +248,13 @@ def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str,
         rows = sparsity.q_block
     num_tiles = -(-problem.kv_len // config.BLOCK_N)
     num_queries = -(-problem.q_len // rows) * (rows // config.BLOCK_M)
-    units, packed = problem.Hkv * _batches(problem), {}
+    parts = config.head_parts
+    heads, shared = problem.Hkv * parts, _shared_heads(problem) // parts
+    units, packed = heads * _batches(problem), {}
     if problem.structure.ragged_kv:  # each sequence may end within a tile
         num_tiles = problem.kv_len // config.BLOCK_N + problem.B
         num_queries = problem.q_len // config.BLOCK_M + problem.B
-        units, packed = problem.Hkv, {"num_requests": problem.B}
+        units, packed = heads, {"num_requests": problem.B, "group": shared}
     at_once = min(num_tiles, DETERMINISTIC_AT_ONCE) if config.deterministic else num_tiles
     section = max(1, BLOCKS_AT_ONCE * config.waves // at_once)
     if packed:
@@ -246,12 +262,12 @@ def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str,
         fits = section == 1 or section * problem.q_len * row <= SECTION_BYTES
         packed["short_last"] = int(fits)
     return {
-        "num_heads": problem.Hkv,
+        "num_heads": heads,
         "num_tiles": num_tiles,
         "num_queries": num_queries,
         "kv_units": units,
         "section_heads": section,
-        "shared_heads": _shared_heads(problem),
+        "shared_heads": shared,
         **packed,
     }
 

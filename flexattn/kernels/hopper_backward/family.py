@@ -14,6 +14,7 @@ from flexattn.kernels.base.arguments import skips_vanished
 from flexattn.kernels.base.config import Geometry, Language, turned, words
 from flexattn.kernels.base.family import Around, Effort, KernelFamily
 from flexattn.kernels.hopper_backward.config import (
+    BLOCKS_AT_ONCE,
     EARLY,
     PIPELINED,
     HopperBackwardConfig,
@@ -32,7 +33,13 @@ from flexattn.kernels.hopper_backward.masks import (
     reads_diagonals,
     sums_heads,
 )
-from flexattn.kernels.hopper_backward.ragged import KEY_TILE_WORDS, render_key_tiles
+from flexattn.kernels.hopper_backward.ragged import (
+    KEY_TILE_WORDS,
+    PART_ROWS,
+    PARTS,
+    render_key_tiles,
+    render_sum_parts,
+)
 from flexattn.kernels.hopper_backward.source import (
     SUMS_OF_A_ROW,
     flags_of,
@@ -53,6 +60,8 @@ _LEAN = replace(_WIDE, ds_stages=2, ds_first=True, remat=True)
 _SHORT, _LONG = 500, 800
 # Rows of a pack of windows up to which more heads start side by side.
 _FEW = 2**13
+# The most parts of a group of query heads.
+_MOST_PARTS = 8
 # The most keys of a row whose weights, where all are alike, are no subnormal numbers of float16.
 _FP16_KEYS = 2**14
 
@@ -146,6 +155,9 @@ def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
     Beside gradients of captured tensors more heads start side by side: else all blocks add to the
     same few places (0.69 of the time at 64 columns, 0.82 at 128). So they do in windows of few
     rows: 0.96 (64 columns) and 0.98 (96) for 8k rows, but 1.02 and 1.04 for 32k and 128k.
+    A group's query heads are parted where there is a tile an SM or less, of which the longest took
+    twice the mean: 0.67 (16:2 heads, 8k rows); with twice as many tiles parts take 1.03. Of 65 to
+    96 columns three stages take 0.985 to 1.0.
     """
     structure = problem.structure
     if columns(structure) > 128:
@@ -154,15 +166,18 @@ def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
             yield _by_product(config)
         yield config
         return
+    far = structure.score is None and _walks_far(structure)
     # With two bounds of a window, V in registers spills.
-    held = structure.score is None and _walks_far(structure) and not waits_meet()
+    held = far and not waits_meet()
     # Beside sums of heads, and what is read along diagonals, 128 columns leave none for lse.
     taken = reads_diagonals(structure) or sums_heads(structure)
     early = "" if taken and columns(structure) == 128 else "half"
     few = not _walks_far(structure) and problem.q_len <= _FEW
+    narrow = far and 64 < max(structure.head_dims) <= 96
     config = at_sizes(
         replace(
-            _WIDE, ds_stages=2, dq_tma=True, ds_first=True, persistent=True, remat=True,
+            _WIDE, num_stages=3 if narrow else 2, head_parts=_parts_of_groups(problem),
+            ds_stages=2, dq_tma=True, ds_first=True, persistent=True, remat=True,
             early_lse=early, dp_rs=held, waves=16 if structure.grads or few else 4,
         ),
         problem,
@@ -173,6 +188,14 @@ def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
             yield replace(config, BLOCK_M=_TALL.BLOCK_M, dp_rs=False)
         config = replace(config, dp_rs=rows >= _SHORT)
     yield config
+
+
+def _parts_of_groups(problem: Problem) -> int:
+    """Into how many parts a pack's groups of query heads go, for two tiles of keys an SM."""
+    tiles, parts = sizes_of_launch(problem, _WIDE)["num_tiles"] * problem.Hkv, 1
+    while tiles * parts < 2 * BLOCKS_AT_ONCE and parts < _MOST_PARTS:
+        parts *= 2
+    return parts
 
 
 def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> HopperBackwardConfig:
@@ -385,7 +408,14 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
             trim = render_key_tiles(structure, config, device)
             scratch.append(("KEY_TILES", (1, 1, 1 + sizes["num_tiles"], KEY_TILE_WORDS)))
             scratch.append(("ROW_TILES", (1, 1, sizes["num_queries"], 2)))
-        return Around((before, through_lse), tiles, after, tuple(scratch), blocks, trim)
+        sums = None
+        if config.head_parts > 1:
+            every = sizes["num_tiles"] * config.BLOCK_N
+            for name, width in zip(PARTS, structure.head_dims, strict=True):
+                scratch.append((name, (1, sizes["kv_units"], every, width)))
+            programs = every // PART_ROWS * problem.Hkv
+            sums = render_sum_parts(structure, config, device), programs
+        return Around((before, through_lse), tiles, after, tuple(scratch), blocks, trim, sums)
 
     def bind(
         self, problem: Problem, config: HopperBackwardConfig, grid: Geometry

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument, dense_stride_arguments, several
+from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.source import Source, make_source
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.hopper_backward.masks import band_of
@@ -12,14 +15,20 @@ from flexattn.problem import Structure
 
 # See templates/hopper_backward/key_tiles.py.jinja.
 KEY_TILES, ROW_TILES = Argument("KEY_TILES", "*i32", 16), Argument("ROW_TILES", "*i32", 8)
+# Sums of dK and dV of a part of a group's query heads.
+PARTS = "DK_PARTS", "DV_PARTS"
+# Rows of a tile that a program adds up.
+PART_ROWS = 32
 # Numbers of a tile of keys; tiles that a program ranks at a time, and sequences beside them.
 KEY_TILE_WORDS, _TILES, _REQUESTS = 16, 64, 64
 
 
-def row_arguments(structure: Structure) -> list[Argument]:
+def row_arguments(structure: Structure, config: HopperBackwardConfig) -> list[Argument]:
     """The arguments by which rows of dK and dV are stored where a tile ends with a sequence."""
     if not structure.ragged_kv:
         return []
+    if config.head_parts > 1:
+        return several("*fp32", *PARTS, divisible_by=16)
     element, found = f"*{signature_type(structure.dtype)}", []
     for name, width in zip(("DK", "DV"), structure.head_dims, strict=True):
         found.append(Argument(f"{name}_ROWS", element, 16))
@@ -49,6 +58,26 @@ def render_key_tiles(structure: Structure, config: HopperBackwardConfig, device:
     found += several("i32", "q_len", "kv_len", "num_requests", "num_tiles", "num_queries")
     found += several("i32", "kv_units", "section_heads", "short_last")
     template = "hopper_backward/key_tiles.py.jinja"
+    return make_source(template, device, [title_of(structure)], context, found)
+
+
+def render_sum_parts(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
+    """The kernel that adds up the parts of dK and dV: a program PART_ROWS keys of a tile's."""
+    settings = {
+        "BLOCK_N": config.BLOCK_N,
+        "ROWS": PART_ROWS,
+        "PARTS": config.head_parts,
+        "WORDS": KEY_TILE_WORDS,
+    }
+    one = replace(config, head_parts=1)
+    found = [KEY_TILES, *row_arguments(structure, config), *row_arguments(structure, one)]
+    found += several("i32", "num_heads")
+    widths = dict(zip(("dk", "dv"), structure.head_dims, strict=True))
+    context = {
+        "constants": settings,
+        "widths": {x: (n, power_above(n)) for x, n in widths.items()},
+    }
+    template = "hopper_backward/sum_parts.py.jinja"
     return make_source(template, device, [title_of(structure)], context, found)
 
 

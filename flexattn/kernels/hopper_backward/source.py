@@ -112,7 +112,7 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
         found.append(Argument(flags_of(config), "*i32", 16))
     found += [_COUNTER] * config.persistent
     found += dropout_arguments(structure)[:2]
-    found += row_arguments(structure)
+    found += row_arguments(structure, config)
     return (*found, *mod_arguments(structure, config))
 
 
@@ -259,7 +259,7 @@ def render(
         "masked_lse": rest is None or not (structure.score or structure.dropout),
         "indexed": score is not None or mask is not None,
         "ragged": structure.ragged_kv,
-        "row_arguments": [each.name for each in row_arguments(structure)],
+        "row_arguments": [each.name for each in row_arguments(structure, config)],
         "chunks": pieces,
         "listed": sparsity is not None or joined,
         "some_masked": sparsity is not None or band is not None or pieces is not None,

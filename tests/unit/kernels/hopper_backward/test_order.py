@@ -74,6 +74,24 @@ def test_short_tiles_of_packs_go_last_where_sections_stay_in_l2():
         assert sizes_of_launch(wanted, next(defaults(wanted)))["short_last"] == last
 
 
+@pytest.mark.parametrize(
+    ("rows", "heads", "parts"),
+    [
+        (8192, (16, 2), 2), (16384, (16, 2), 1), (1024, (16, 2), 8), (1024, (12, 2), 2),
+        (8192, (2, 2), 1),
+    ],
+)  # fmt: skip
+def test_query_heads_of_few_tiles_of_packs_are_parted(rows, heads, parts):
+    """Of 132 tiles on 132 SMs the longest took twice the mean. A group is parted evenly."""
+    q, k = (torch.empty(rows, each, 128, dtype=torch.bfloat16, device="meta") for each in heads)
+    wanted = packed_backward_problem(q, k, k, 6, None, bind(causal, "mask"), ())
+    config = next(defaults(wanted))
+    assert config.head_parts == parts and config.mha == (heads[0] == parts * heads[1])
+    sizes = sizes_of_launch(wanted, config)
+    assert sizes["kv_units"] == sizes["num_heads"] == parts * heads[1]
+    assert sizes["group"] == sizes["shared_heads"] == heads[0] // heads[1] // parts
+
+
 def test_sections_fill_the_device():
     for kv_len, heads in ((4096, 4), (16384, 1), (128, 128), (100_000, 1)):
         wanted = problem("backward", kv_len=kv_len)
