@@ -182,7 +182,7 @@ def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
         ),
         problem,
     )  # fmt: skip
-    if held and config.mha and columns(structure) == 64:
+    if held and problem.Hq == problem.Hkv and columns(structure) == 64:
         rows = problem.q_len // problem.B
         if rows >= _LONG:
             yield replace(config, BLOCK_M=_TALL.BLOCK_M, dp_rs=False)
