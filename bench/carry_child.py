@@ -111,6 +111,7 @@ def _facts(source: Any) -> dict[str, Any]:
         "text": source.text[source.text.index("import triton") :],
         "arguments": [[each.name, each.type, each.divisible_by] for each in source.arguments],
         "how": [source.num_warps, source.num_stages, source.language, source.registers],
+        "stages": [list(source.stages.passes), source.stages.ptxas],
     }
 
 

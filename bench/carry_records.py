@@ -6,7 +6,8 @@ A record holds in the environment it was measured in, whose hash covers all that
 revision in which the records are hits, as `HEAD`, or a branch before its merge. Both trees render
 each record's kernel for the preset's problem that has its key; where programs, arguments and all
 that is compiled with them are equal, the record moves to this tree's environment and is otherwise
-as it was measured. A program may have its own names changed, one for one (bench/same_programs.py).
+as it was measured. A program may have its own names changed, one for one (bench/same_programs.py);
+of one whose text differs otherwise, both are compiled, and their PTX is compared in that way.
 Its winner was raced beside the static default of its time. Where that is another config in this
 tree, the winner may be slower than what runs without a record, and the record does not move; one
 that holds here already is named too.
@@ -20,6 +21,7 @@ import ast
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -31,10 +33,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.same_programs import canonical, used_by
+from bench.same_programs import canonical, canonical_ptx, used_by
+from flexattn.device import named
+from flexattn.errors import BuildError
+from flexattn.kernels.base.arguments import Argument
+from flexattn.kernels.base.source import Source, digest_of
+from flexattn.kernels.ptx.stages import Stages
 from flexattn.records.codec import decode_record, encode
 from flexattn.records.layers import recorded_default, same_tiles
 from flexattn.records.store import Store
+from flexattn.runtime.build import compile_source
 
 ROOT = Path(__file__).resolve().parent.parent
 CHILD = Path(__file__).with_name("carry_child.py")
@@ -92,7 +100,7 @@ def verdict(path: Path, old: dict[str, Any], new: dict[str, Any]) -> tuple[str, 
         return "another default", template
     if template == new["template"]:
         return THERE, template
-    if programs(old["kernels"]) != programs(new["kernels"]):
+    if not same(old["kernels"], new["kernels"], record.environment.device):
         return "another kernel", template
     return CARRIED, new["template"]
 
@@ -112,6 +120,42 @@ def programs(kernels: dict[str, Any]) -> dict[str, Any]:
     texts = [each["text"] for each in kernels["sources"]]
     after = [ast.dump(used_by(each, texts)) for each in kernels["after"]]
     return {"sources": sources, "after": after}
+
+
+def same(old: dict[str, Any], new: dict[str, Any], device: str) -> bool:
+    """True if a record's kernels are the same programs, or become the same PTX on its device."""
+    before, after = programs(old), programs(new)
+    if before == after:
+        return True
+    beside = [
+        (each["after"], [{**source, "text": ""} for source in each["sources"]])
+        for each in (before, after)
+    ]
+    if beside[0] != beside[1]:
+        return False
+    try:
+        return all(
+            _ptx(one, device) == _ptx(other, device)
+            for one, other in zip(old["sources"], new["sources"], strict=True)
+            if one["text"] != other["text"]
+        )
+    except BuildError as error:
+        print(error)
+        return False
+
+
+def _ptx(kernel: dict[str, Any], device: str) -> str:
+    """A kernel's PTX without names, as bench.carry_child found the kernel."""
+    warps, stages, language, registers = kernel["how"]
+    passes, ptxas = kernel["stages"]
+    entry = re.findall(r"^def ((?:flexattn_|kernel)\w*)\(", kernel["text"], re.MULTILINE)[-1]
+    arguments = tuple(Argument(*each) for each in kernel["arguments"])
+    how = Stages(tuple(passes), ptxas)
+    source = Source(
+        kernel["text"], "", arguments, warps, stages, language, registers, how, entry=entry
+    )
+    source = replace(source, hash=digest_of(source))
+    return canonical_ptx(compile_source(source, named(device)).asm["ptx"])
 
 
 def _move(root: Path, path: Path, template: str) -> None:

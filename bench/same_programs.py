@@ -1,4 +1,4 @@
-"""The test that two kernels are one program whose names were changed.
+"""The test that two kernels are one program whose names were changed, by their text or their PTX.
 
 Two modules are equal up to the names that they bind themselves, if numbering these in the order
 in which a walk of the syntax tree meets them gives equal trees: alpha-equivalence, by de Bruijn's
@@ -8,6 +8,7 @@ idea of names that are numbers. Each function has numbers of its own.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -25,6 +26,24 @@ def canonical(text: str, former: Mapping[str, str] | None = None) -> str:
     folders that imports name are left out. A module with classes keeps all its names.
     """
     return _canonical(text, tuple((former or {}).items()))
+
+
+# Lines of PTX that say where it comes from, or how many registers of a kind there are.
+_ABOUT = re.compile(r"^\s*(?:\.(?:loc|file|reg)\b.*|\$L__(?:tmp|info|func)\w*:\s*)$", re.MULTILINE)
+_PTX_NAMES = re.compile(r"%[a-z]+\d+\b|\$L__BB\w+")
+
+
+def canonical_ptx(ptx: str) -> str:
+    """A kernel's PTX with its registers and labels as numbers, without what debuggers read."""
+    numbers: dict[str, str] = {}
+
+    def number(found: re.Match[str]) -> str:
+        kind = found[0].rstrip("0123456789") if found[0][0] == "%" else "$"
+        return numbers.setdefault(found[0], f"{kind}{len(numbers)}")
+
+    code = re.split(r"^\s*\.section\s+\.debug", ptx, maxsplit=1, flags=re.MULTILINE)[0]
+    code = _PTX_NAMES.sub(number, re.sub(r"//.*", "", _ABOUT.sub("", code)))
+    return "\n".join(line.strip() for line in code.splitlines() if line.strip())
 
 
 @lru_cache(maxsize=4096)

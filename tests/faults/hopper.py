@@ -130,7 +130,7 @@ HOPPER = (
     Fault(
         "Hopper: the head of a packed group",
         ROWS,
-        'return m_block, h{{ " * CONSUMERS" if config.pack_gqa }}, b',
+        "return m_block, h * HEADS, b",
         "return m_block, h, b",
         IN_WIDE + "::test_numbers[packed-full-dims15]",
     ),
@@ -151,16 +151,16 @@ HOPPER = (
     Fault(
         "Hopper: lse in base 2",
         EPILOGUE,
-        '"(%s + gl.log2(l_safe))" % ("m_all" if structure.sinks else "m_row")',
-        '"(%s + gl.log2(l_safe) * 1.01)" % ("m_all" if structure.sinks else "m_row")',
+        '"(%s + gl.log2(l_safe))")',
+        '"(%s + gl.log2(l_safe) * 1.01)")',
         IN_WIDE + "::test_numbers[default-full-dims0]",
     ),
     Fault(
         "Hopper: K is released before it is read",
         CONSUMER,
         "    qk = warpgroup_mma_wait(1, deps=[qk])\n"
-        "    consumer_release({{ shared.k_empty(config.k_parts - 1) }})",
-        "    consumer_release({{ shared.k_empty(config.k_parts - 1) }})\n"
+        "    consumer_release(K_EMPTY + stage * K_PARTS + K_PARTS - 1)",
+        "    consumer_release(K_EMPTY + stage * K_PARTS + K_PARTS - 1)\n"
         "    qk = warpgroup_mma_wait(1, deps=[qk])",
         # Whether a case shows it hangs on when threads run: several do in each run.
         IN_WIDE + "::test_numbers",

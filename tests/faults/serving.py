@@ -185,8 +185,8 @@ SERVING = (
     Fault(
         "queries of a packed sequence stand at its last keys",
         REQUESTS,
-        "    row_start = first_row\n",
-        "    row_start = gl.maximum(kv_len - q_len, 0) + first_row\n",
+        "    row_start = first_row ",
+        "    row_start = gl.maximum(kv_len - q_len, 0) + first_row ",
         IN_RAGGED + "::test_packed_sequences[more keys than queries]",
     ),
     Fault(

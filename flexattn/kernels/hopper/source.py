@@ -254,6 +254,9 @@ def render(
         "WARPS": CONSUMER_WARPS,
         "CONSUMERS": config.consumers,
         "STAGES": config.num_stages,
+        "Q_SLOTS": q_stages,
+        "K_PARTS": config.k_parts,
+        "V_PARTS": config.v_parts,
         "HEAD_DIM_QK": tiles.qk_padded,
         "HEAD_DIM_V": tiles.v_width,
         "V_TYPE": HOPPER.type(product),
@@ -270,20 +273,15 @@ def render(
         settings["ALL_KEYS"] = float(ALL_KEYS)
     if score is not None and score.strip:
         settings["STRIP"] = 1 << (CONSUMER_ROWS + config.BLOCK_N - 1).bit_length()
-    if config.q_in_regs:
-        settings["Q_IN_REGS"] = config.q_in_regs
     if structure.e4m3_weights:
         settings |= {"MAX_OFFSET": MAX_OFFSET, "UNRAISED": 2.0**-MAX_OFFSET}
     if tiles.out_chunks > 1:
         settings["OUT_WIDTH"] = tiles.out_width
     if config.v_box:
         settings |= {"V_BOX": tiles.v_box, "V_BOXES": tiles.v_boxes, "V_COLUMNS": tiles.v_columns}
-    if config.order == "sections":
-        settings["L2_SWIZZLE"] = max(1, config.l2_swizzle // config.heads)
-    if config.v_parts > 1:
-        settings["V_PARTS"] = config.v_parts
-    if config.k_parts > 1:
-        settings["K_PARTS"] = config.k_parts
+    if form is None:
+        settings |= {"HEADS": config.heads, "ORDER": repr(config.order)}
+    settings["L2_SWIZZLE"] = max(1, config.l2_swizzle // config.heads)
     v_empty = _HARDWARE_BARRIERS - config.num_stages
     k_empty = v_empty - config.num_stages * config.k_parts
     q_empty = k_empty - q_stages
@@ -392,6 +390,16 @@ def render(
         "max_rise": MAX_RISE,
         "far": structure.far or structure.sinks != "",
         "factors_in_smem": factors_in_smem,
+        # What each output row is multiplied by beside 1 / l_i.
+        "row_factors": [
+            name
+            for name, used in (
+                ("keep", structure.sinks != ""),
+                ("v_descale", structure.fp8 or (form is not None and form.scaled)),
+                ("keep_scale", structure.dropout),
+            )
+            if used
+        ],
         "consumer_arguments": consumer_arguments(
             found, work_tile_in_smem, structure.fp8, factors_in_smem
         ),
@@ -463,6 +471,9 @@ def _chunks(tiles: Tiles, config: HopperPrefillConfig) -> list[_Chunk]:
     found, held = [], 0
     for i, parts in enumerate(tiles.qk_parts):
         start, made = i * tiles.qk_width, []
+        held_here = config.q_in_regs - start
+        if not config.v_box and 0 < held_here < tiles.qk_width:
+            parts = ((0, held_here), (held_here, tiles.qk_width - held_here))
         for first, width in parts:
             cut = f".slice({first}, {width}, dim=1)" if width < tiles.qk_width else ""
             is_held = start + first + width <= config.q_in_regs

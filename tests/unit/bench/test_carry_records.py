@@ -56,7 +56,8 @@ def recorded_default(record):
 
 def compiled(text="def kernel(OUT):\n    a = 1\n    OUT[a] = a\n", after=""):
     """Kernels of a record."""
-    source = {"text": text, "arguments": [["OUT", "*fp32", 16]], "how": [4, 2, "triton", None]}
+    source = {"text": text, "arguments": [["OUT", "*fp32", 16]], "how": [4, 2, "triton", 0]}
+    source["stages"] = [[], ""]
     return {"sources": [source], "after": [after]}
 
 
@@ -86,6 +87,14 @@ def test_a_kernel_whose_names_were_changed_is_the_same(root):
     old = told(root)
     new = told(root, template="0123456789abcdef", kernels=renamed)
     assert carry(root, old, new, dry=True) == {CARRIED: 2}
+
+
+@pytest.mark.parametrize(("more", "what"), [(" + 0", CARRIED), (" + 1", "another kernel")])
+def test_a_kernel_of_another_text_that_becomes_the_same_ptx_is_the_same(root, more, what):
+    text = "import triton\n@triton.jit\ndef kernel(OUT):\n    triton.language.store(OUT{}, 1.0)\n"
+    old = told(root, kernels=compiled(text.format("")))
+    new = told(root, template="0123456789abcdef", kernels=compiled(text.format(more)))
+    assert carry(root, old, new, dry=True) == {what: 2}
 
 
 def test_an_argument_is_the_same_under_the_name_that_its_launcher_has_now(monkeypatch):

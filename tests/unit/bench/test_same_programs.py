@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.same_programs import canonical, used_by, without_docstrings
+from bench.same_programs import canonical, canonical_ptx, used_by, without_docstrings
 
 GOLDENS = sorted((Path(__file__).parents[2] / "golden/files").iterdir())
 BEFORE = """
@@ -72,6 +72,39 @@ def test_names_one_for_one_are_the_same_program(changes):
 )
 def test_all_else_is_another_program(changes):
     assert canonical(changed(BEFORE, changes)) != canonical(BEFORE)
+
+
+PTX = """.visible .entry kernel(.param .u64 kernel_param_0)
+{
+	.reg .b32 	%r<4>;
+	.loc	1 12 3
+	mov.u32 	%r1, %tid.x;
+$L__BB0_1:
+	add.s32 	%r2, %r1, 8; // eight places on
+	bra.uni 	$L__BB0_1;
+$L__tmp0:
+}
+	.section	.debug_line
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "equal"),
+    [
+        ("%r1", "%r3", True),
+        ("$L__BB0_1", "$L__BB0_7", True),
+        ("1 12 3", "1 99 3", True),
+        ("r<4>", "r<9>", True),
+        (" // eight places on", "", True),
+        ("debug_line", "debug_line of another file", True),
+        (", 8;", ", 16;", False),
+        ("add.s32 	%r2, %r1", "add.s32 	%r2, %r2", False),
+        ("%tid.x", "%tid.y", False),
+        ("%r2", "%rd2", False),
+    ],
+)
+def test_ptx_is_the_same_up_to_registers_labels_and_lines(old, new, equal):
+    assert (canonical_ptx(PTX.replace(old, new)) == canonical_ptx(PTX)) is equal
 
 
 def test_arguments_swapped_by_name_are_another_program():
