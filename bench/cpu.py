@@ -1,4 +1,4 @@
-"""On CPU tensors: our calls, compiled, eager and after install(), beside torch's compiled one.
+"""On CPU tensors: our calls, compiled and after install(), beside torch's compiled one.
 
     python -m bench.cpu --out cpu.json
 
@@ -9,7 +9,6 @@ median over rounds of our time over torch's in the same round; 1 where a bar is 
 from __future__ import annotations
 
 import argparse
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,12 +22,11 @@ from bench.results import Gate, Report, save
 from bench.runner import Kind, Method, Uncounted, run
 from bench.table import ratios
 from flexattn.catalogue import alibi, causal
-from flexattn.frontend import on_cpu
 from flexattn.frontend.install import torch_own
 
 TORCH = "torch"
 # At most so many times the time of torch's compiled call.
-BARS = {"compiled": 1.05, "installed": 1.05, "eager": 1.3}
+BARS = {"compiled": 1.05, "installed": 1.05}
 HEADS, WIDTH = 4, 64
 METHOD = Method(rounds=40, min_ms=2.0, clock="cpu", device="cpu")
 
@@ -60,7 +58,6 @@ ROWS = tuple(
 def _make(row: CpuRow, method: Method) -> dict[str, Callable[[], object]]:
     """A call of torch's, compiled, and ours, each compiled by now."""
     torch.compiler.reset()
-    on_cpu.forget()
     q, k, v = (torch.randn(1, HEADS, row.length, WIDTH).to(row.dtype) for _ in "qkv")
     score, lists = None, (None, None)
     if row.mods:
@@ -75,14 +72,9 @@ def _make(row: CpuRow, method: Method) -> dict[str, Callable[[], object]]:
         TORCH: lambda: plain(q, k, v, score, lists[0]),
         "compiled": lambda: compiled(q, k, v, score, lists[1]),
         "installed": lambda: installed(q, k, v, score, lists[0]),
-        "eager": lambda: flexattn.flex_attention(q, k, v, score, lists[1]),
     }
-    for _ in range(on_cpu.FIRST):
-        for call in calls.values():
-            call()
-    for thread in threading.enumerate():
-        if thread.name == on_cpu.THREAD:
-            thread.join()
+    for call in calls.values():
+        call()
     return calls
 
 

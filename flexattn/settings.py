@@ -41,7 +41,6 @@ class Settings:
     batch_invariant: rows are reduced in an order that depends on their own keys alone
         (FLEXATTN_BATCH_INVARIANT).
     mods: "module:function" of the mods that layers have in vLLM and SGLang (FLEXATTN_MODS).
-    cpu_compile: eager calls on the CPU whose mods come again are compiled (FLEXATTN_CPU_COMPILE).
     verify: which launches are held to plain torch (FLEXATTN_VERIFY).
     """
 
@@ -55,7 +54,6 @@ class Settings:
     strict: bool = False
     batch_invariant: bool = False
     mods: str = ""
-    cpu_compile: bool = True
     verify: Verify = "first"
 
     def __post_init__(self) -> None:
@@ -141,13 +139,6 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "module:function, for vLLM and SGLang. Each of their processes calls it once for each "
         "attention layer. It returns a dict with the layer's score_mod and mask_mod, or None",
     ),
-    (
-        "FLEXATTN_CPU_COMPILE",
-        "1",
-        "1: at the third call on CPU tensors without gradients and with the same mods, a thread"
-        " compiles torch's kernel for later calls. 0: plain torch computes all eager calls on "
-        "CPU tensors",
-    ),
 )
 
 
@@ -159,7 +150,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         raise SettingsError(
             f"FLEXATTN_INTERPRET={interpret!r}", "it is 0 or 1", "unset it, or set it to 1"
         )
-    flags = "CHECK", "STRICT", "BATCH_INVARIANT", "CPU_COMPILE"
+    flags = "CHECK", "STRICT", "BATCH_INVARIANT"
     for name in (f"FLEXATTN_{flag}" for flag in flags):
         if values[name] not in ("0", "1", ""):
             raise SettingsError(f"{name}={values[name]!r}", "it is 0 or 1")
@@ -183,7 +174,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     return Settings(
         interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries,
         values["FLEXATTN_CHECK"] == "1", values["FLEXATTN_STRICT"] == "1",
-        values["FLEXATTN_BATCH_INVARIANT"] == "1", mods, values["FLEXATTN_CPU_COMPILE"] != "0",
+        values["FLEXATTN_BATCH_INVARIANT"] == "1", mods,
         cast(Verify, verify),
     )  # fmt: skip
 

@@ -11,8 +11,6 @@ from zlib import crc32
 os.environ.setdefault("FLEXATTN_CHECK", "1")
 # A kernel that does not build is an error, and no other one passes its test in its place.
 os.environ.setdefault("FLEXATTN_STRICT", "1")
-# No thread compiles beside a test.
-os.environ.setdefault("FLEXATTN_CPU_COMPILE", "0")
 # Tests compare whole tensors themselves; those of the check of first launches ask for it.
 os.environ.setdefault("FLEXATTN_VERIFY", "off")
 

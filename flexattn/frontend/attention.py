@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flexattn.errors import UnsupportedError, WrongKernelError
-from flexattn.frontend import on_cpu
 from flexattn.frontend.autograd import prepared
 from flexattn.frontend.call import (
     NOT_ADMITTED,
@@ -209,7 +208,7 @@ def answer(
         entry, launch = known
         outputs = entry.run(launch, given)
     else:
-        outputs = on_cpu.run_compiled(given) or _serve(key, given)
+        outputs = _serve(key, given)
     if given.return_aux is not None:
         return outputs.out, AuxOutput(lse=outputs.lse, max_scores=outputs.max_scores)
     if given.return_lse:
@@ -231,10 +230,7 @@ def _serve(key: CallKey | None, given: Call) -> Outputs:
                 return _launched(key, given, call)
             except WrongKernelError as error:
                 route, why = _without_kernels(call, error)
-    found = _planless(route, why, call)
-    if route == "reference" and not wants_grad(call):
-        on_cpu.count_call(given)
-    return found
+    return _planless(route, why, call)
 
 
 def _launched(key: CallKey | None, given: Call, call: Call) -> Outputs:

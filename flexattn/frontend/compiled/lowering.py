@@ -30,7 +30,6 @@ from flexattn.frontend.compiled.op import (
 )
 from flexattn.frontend.compiled.spec import BARE, Spec, parsed, printed
 from flexattn.frontend.gradients import AskedGradients, check_backward, check_order
-from flexattn.frontend.on_cpu import CPU_DTYPES
 from flexattn.kernels.choose.options import Options, parse
 from flexattn.mods import Bound
 from flexattn.mods.derivative import derivatives
@@ -41,6 +40,8 @@ from flexattn.settings import current, say_once
 # Where a backward node has its mask, and its options.
 _MASK, _OPTIONS = 9, 11
 _LN_2 = math.log(2)
+# The dtypes of queries that Inductor's C++ kernel supports.
+_CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def lower(
@@ -184,7 +185,7 @@ def _torch_runs(query: Any, kernel_options: dict[str, Any], options: dict[str, A
     Not where statistics are asked, which it has none of, and not where what mods read is checked.
     """
     settings = current()
-    if query.get_device().type != "cpu" or query.get_dtype() not in CPU_DTYPES:
+    if query.get_device().type != "cpu" or query.get_dtype() not in _CPU_DTYPES:
         return False
     if settings.interpret or settings.check or parse(options).batch_invariant:
         return False
