@@ -11,8 +11,6 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -97,13 +95,13 @@ def trace(
     if recording is not None:
         recording.device = device
 
-    def run(mapped: bool, *inputs: torch.Tensor) -> Any:
+    def run(*inputs: torch.Tensor) -> Any:
         nonlocal dispatch, function
         dispatch, function = DispatchMode(is_known, inputs, stops=grad), FunctionMode()
         with (
             torch.set_grad_enabled(grad), _no_autocast(device), _no_hooks(), dispatch, function,
         ):  # fmt: skip
-            return (_mapped(fn) if mapped else fn)(*inputs)
+            return fn(*inputs)
 
     line: SourceLine | None = None
     try:
@@ -149,7 +147,8 @@ def _failed(
     inputs = [torch.zeros((), dtype=getattr(torch, VARS[name])) for name in ARGUMENTS[kind]]
     try:
         with DispatchMode(None, [*inputs, *known]), FunctionMode():
-            _mapped(fn)(*inputs)
+            # As torch's eager flex_attention maps it, over one position alone.
+            torch.vmap(fn)(*(x.unsqueeze(0) for x in inputs)).squeeze(0)
     except Refusal:
         pass
     except Exception as own:
@@ -189,28 +188,15 @@ def check_arity(fn: Any, kind: str) -> None:
 
 
 def _graph(run: Callable[..., Any], dtypes: Sequence[str], device: torch.device) -> GraphModule:
-    """The graph of `run`, where an autograd Function is its forward, else its vmap rule."""
+    """The graph of `run`, where an autograd Function is its forward."""
     inputs = [torch.zeros((), dtype=getattr(torch, t), device=device) for t in dtypes]
-
-    def traced(mapped: bool) -> GraphModule:
-        with _TRACER:
-            made = make_fx(
-                partial(run, mapped),
-                decomposition_table=decompositions(),
-                tracing_mode="fake",
-                _allow_non_fake_inputs=True,
-            )
-            return made(*inputs)
-
-    try:
-        return traced(mapped=False)
-    except Exception as error:
-        if not _in_function(error.__traceback__):
-            raise
-        try:
-            return traced(mapped=True)
-        except Exception:
-            raise error from None
+    with _TRACER:
+        return make_fx(
+            run,
+            decomposition_table=decompositions(),
+            tracing_mode="fake",
+            _allow_non_fake_inputs=True,
+        )(*inputs)
 
 
 @contextmanager
@@ -226,25 +212,6 @@ def _unsaid() -> Iterator[None]:
         yield
     finally:
         log.removeFilter(others)
-
-
-def _mapped(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` as torch's eager flex_attention maps it, over one position alone."""
-
-    def call(*inputs: torch.Tensor) -> Any:
-        return torch.vmap(fn)(*(x.unsqueeze(0) for x in inputs)).squeeze(0)
-
-    return call
-
-
-def _in_function(trace: TracebackType | None) -> bool:
-    """True if an error came out of a torch.autograd.Function."""
-    apply = torch.autograd.Function.apply.__code__
-    while trace is not None:
-        if trace.tb_frame.f_code is apply:
-            return True
-        trace = trace.tb_next
-    return False
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

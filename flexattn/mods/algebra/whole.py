@@ -249,20 +249,6 @@ def _floor_mod(x: Whole, y: Whole) -> Whole | None:
     return Whole(single(low, high, 0, y.number - 1))
 
 
-def _shr(x: Whole, y: Whole) -> Whole | None:
-    if y.number is None or not 0 <= y.number < 63:
-        return None
-    return _floor_div(x, Whole.of(2**y.number))
-
-
-def _and(x: Whole, y: Whole) -> Whole | None:
-    """The low bits are a remainder."""
-    for one, other in ((x, y), (y, x)):
-        if other.number is not None and other.number >= 0 and not other.number & other.number + 1:
-            return _floor_mod(one, Whole.of(other.number + 1))
-    return None
-
-
 _RULES: dict[str, _Rule] = {
     "add": lambda x, y: Whole(x.form.plus(y.form)),
     "sub": lambda x, y: Whole(x.form.plus(y.form, -1)),
@@ -273,8 +259,6 @@ _RULES: dict[str, _Rule] = {
     "maximum": _rising("maximum"),
     "floor_div": _floor_div,
     "floor_mod": _floor_mod,
-    "shr": _shr,
-    "and": _and,
     "cast": lambda x: x,
 }
 
@@ -341,10 +325,6 @@ def _any(x: Flag, y: Flag) -> Flag:
     return Flag(applied("or", x.must, y.must), applied("or", x.may, y.may))
 
 
-def _xor(x: Flag, y: Flag) -> Flag:
-    return _any(_all(x, _opposite(y)), _all(_opposite(x), y))
-
-
 def _chosen(condition: Flag, x: Flag, y: Flag) -> Flag:
     chosen = _any(_all(condition, x), _all(_opposite(condition), y))
     # Kept either way, whatever the condition is.
@@ -353,15 +333,7 @@ def _chosen(condition: Flag, x: Flag, y: Flag) -> Flag:
 
 _LOGIC: dict[str, Callable[..., Flag]] = {
     "and": _all,
-    "minimum": _all,
-    "mul": _all,
     "or": _any,
-    "maximum": _any,
-    "xor": _xor,
-    "ne": _xor,
-    "eq": lambda x, y: _opposite(_xor(x, y)),
-    "lt": lambda x, y: _all(_opposite(x), y),
-    "le": lambda x, y: _any(_opposite(x), y),
     "not": _opposite,
     "where": _chosen,
     "cast": lambda x: x,

@@ -55,20 +55,12 @@ class Approximate(torch.autograd.Function):
         return torch.tanh(x), 0
 
 
-class ByRule(Approximate):
-    """Its forward cannot be read, its vmap rule can."""
+class Opaque(Approximate):
+    """Its forward cannot be read, and a vmap rule is not looked at."""
 
     @staticmethod
     def forward(x):
         return torch.ops.flexattn_tests.opaque(x)
-
-
-class Neither(ByRule):
-    """Nor can its vmap rule."""
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return torch.ops.flexattn_tests.opaque(x), 0
 
 
 def capped(tanh):
@@ -92,7 +84,6 @@ def by_overload(score, b, h, q_idx, kv_idx):
 
 MODS = {
     "function": capped(Approximate.apply),
-    "vmap rule": capped(ByRule.apply),
     "packet": by_packet,
     "overload": by_overload,
 }
@@ -143,7 +134,7 @@ def test_an_operator_is_taught():
 
 def test_what_nothing_can_read_is_refused_by_its_forward():
     with pytest.raises(UnsupportedError, match=r"(?s)opaque\.default.*register_op"):
-        bind(capped(Neither.apply), "score")
+        bind(capped(Opaque.apply), "score")
 
 
 @pytest.mark.parametrize(
