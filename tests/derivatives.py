@@ -8,7 +8,7 @@ from flexattn.kernels.printers.torch_printer import to_torch
 from flexattn.mods import look
 from flexattn.mods.derivative import derivatives, loaded_floats
 from flexattn.mods.outside import read_places
-from flexattn.reference import at_points
+from flexattn.reference.oracle import watched
 
 
 def printed(expr):
@@ -56,6 +56,15 @@ def as_function(fn):
 
     wide = [bound.tensors[slot].detach().double().requires_grad_() for slot in slots]
     return Derived.apply, wide
+
+
+def at_points(score_mod, score, *index):
+    """A score_mod at points, all of one dimension, as the oracle maps it; differentiable.
+
+    index: b, h, q_idx, kv_idx. What it reads outside of a tensor is the nearest element.
+    """
+    value, _ = torch.vmap(watched(score_mod))(score, *index)
+    return value
 
 
 def points(sizes, count, draw):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
@@ -85,11 +85,11 @@ def install(*, eager: bool = True) -> Installed:
             "call flexattn.flex_attention itself",
         )
     served.clear()
-    theirs.__globals__[_NAME] = _serve if eager else _serve_compiled
+    theirs.__globals__[_NAME] = partial(_serve, eager)
     theirs.__code__ = _in_its_place.__code__
     varlen = _varlen_attn()
     varlen.__globals__[_OWN] = _copied(varlen)
-    varlen.__globals__[_NAME] = _serve_varlen if eager else _serve_compiled_varlen
+    varlen.__globals__[_NAME] = partial(_serve_varlen, eager)
     varlen.__code__ = _in_place_of_varlen.__code__
     return Installed(True)
 
@@ -121,9 +121,11 @@ def _in_its_place(
     )  # fmt: skip
 
 
-def _serve(*given: Any) -> Any:
+def _serve(eager: bool, *given: Any) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return _traced(given)
+    if not eager:
+        return torch_own(*given[:-1], return_aux=given[-1])
     try:
         found = ours(*given[:-1], return_aux=given[-1])
     except CaptureError:  # which the caller asked for, and torch would read where nothing is
@@ -133,12 +135,6 @@ def _serve(*given: Any) -> Any:
         return torch_own(*given[:-1], return_aux=given[-1])
     served["flexattn"] += 1
     return found
-
-
-def _serve_compiled(*given: Any) -> Any:
-    if torch.compiler.is_dynamo_compiling():
-        return _traced(given)
-    return torch_own(*given[:-1], return_aux=given[-1])
 
 
 def _traced(given: tuple[Any, ...]) -> Any:
@@ -161,7 +157,7 @@ def _in_place_of_varlen(
     return _flexattn_serve(_flexattn_own, given, rest)  # type: ignore[name-defined] # noqa: F821
 
 
-def _serve_varlen(own: Any, given: tuple[Any, ...], rest: dict[str, Any]) -> Any:
+def _serve_varlen(eager: bool, own: Any, given: tuple[Any, ...], rest: dict[str, Any]) -> Any:
     from flexattn.frontend.varlen import varlen_attn
 
     asked = rest.get("return_aux")
@@ -171,6 +167,8 @@ def _serve_varlen(own: Any, given: tuple[Any, ...], rest: dict[str, Any]) -> Any
         # Caches in pages, and the lengths that come with them, are torch's.
         paged = any(rest.get(name) is not None for name in ("block_table", "seqused_k"))
         return own(*given, **rest) if paged else varlen_attn(*given, **ours_too)
+    if not eager:
+        return own(*given, **rest)
     try:
         found = varlen_attn(*given, **ours_too)
     except CaptureError:
@@ -180,12 +178,6 @@ def _serve_varlen(own: Any, given: tuple[Any, ...], rest: dict[str, Any]) -> Any
         return own(*given, **rest)
     served["flexattn"] += 1
     return found
-
-
-def _serve_compiled_varlen(own: Any, given: tuple[Any, ...], rest: dict[str, Any]) -> Any:
-    if torch.compiler.is_dynamo_compiling():
-        return _serve_varlen(own, given, rest)
-    return own(*given, **rest)
 
 
 def _copied(fn: Any) -> Any:

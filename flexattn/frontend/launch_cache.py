@@ -120,14 +120,6 @@ class LaunchCache:
         """All launches of calls and of gradients that are held."""
         return [found for _, found in launches.items() if isinstance(found, Launch)]
 
-    def forget_lengths(self) -> None:
-        """Forget all launches, but not the entries: a decode is known by its next length."""
-        for _, entries in self._calls.items():
-            for entry in entries:
-                entry.launches.clear()
-                entry.last = None, None
-        launches.clear()
-
     def clear(self) -> None:
         """Forget all launches; kernels stay built."""
         self._calls.clear()

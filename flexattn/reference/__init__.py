@@ -3,7 +3,6 @@
 from flexattn.reference.oracle import (
     Reference,
     SomeRows,
-    at_points,
     attention,
     float_of_indices,
 )

@@ -18,20 +18,13 @@ _WEYL = 0x9E3779B9, 0xBB67AE85
 
 
 def philox4x32(
-    counter: tuple[Tensor, ...], key: tuple[Tensor, ...], rounds: int = _ROUNDS
-) -> tuple[Tensor, ...]:
-    """Four random words for four words of counter and two of key.
+    words: tuple[Tensor, ...], key: tuple[Tensor, ...], rounds: int = _ROUNDS
+) -> list[tuple[Tensor, ...]]:
+    """Four words of counter, and what each round makes of them with two words of key.
 
-    All are int64 tensors of numbers below 2^32, which broadcast.
+    All are int64 tensors of numbers below 2^32, which broadcast. Random are those of the last.
     Method: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC11).
     """
-    return _states(counter, key, rounds)[-1]
-
-
-def _states(
-    words: tuple[Tensor, ...], key: tuple[Tensor, ...], rounds: int
-) -> list[tuple[Tensor, ...]]:
-    """The words before each round, and those behind the last one."""
     c0, c1, c2, c3 = words
     k0, k1 = key
     found = [words]
@@ -60,8 +53,8 @@ def dropout_words(
     """
     counter = torch.broadcast_tensors(rows, keys, head + (seed >> 32) & _WORD, seed & _WORD)
     none = torch.zeros_like(seed)
-    found = _states(tuple(counter), (none, none), _ROUNDS)
-    return found[_ROUNDS], found[_ROUNDS - 2], found[_ROUNDS - 3][0]
+    *_, (shared, *_), extra, _, words = philox4x32(tuple(counter), (none, none))
+    return words, extra, shared
 
 
 def dropout_numbers(rows: Tensor, keys: Tensor, head: Tensor, seed: Tensor) -> Tensor:

@@ -376,15 +376,6 @@ def modded(
     return value.to(scores.dtype)
 
 
-def at_points(score_mod: ScoreMod, score: Tensor, *index: Tensor) -> Tensor:
-    """A score_mod at points, all of one dimension, as `attention` maps it; differentiable.
-
-    index: b, h, q_idx, kv_idx. What it reads outside of a tensor is the nearest element.
-    """
-    value, _ = torch.vmap(watched(score_mod))(score, *index)
-    return value
-
-
 def over_lanes(
     mod: Callable[..., tuple[Tensor, Tensor]], dense: tuple[Tensor, ...], lanes: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:

@@ -20,9 +20,6 @@ from flexattn.mods.expr import Expr, const, integer
 from flexattn.mods.ops import OPS, Range
 from flexattn.mods.simplify import applied, make
 
-# The least and the greatest value of something over a tile.
-_Ends = tuple[Expr, Expr]
-
 # Sums of numbers below this do not wrap in 64 bits.
 LARGEST = 2**61
 # A sum of more unknowns becomes one: of a recurrence each step may add another.
@@ -160,13 +157,6 @@ def apply(op: str, operands: Sequence[Whole | None]) -> Whole | None:
     )
 
 
-def _hull(op: str, x: Whole, y: Whole) -> _Ends:
-    """The ends of an operation that is monotone in each operand: they lie at corners."""
-    corners = [applied(op, i, j) for i in (x.low, x.high) for j in (y.low, y.high)]
-    low, high = (reduce(partial(applied, end), corners) for end in ("minimum", "maximum"))
-    return low, high
-
-
 def of_flag(flag: Flag) -> Whole:
     """0 or 1."""
     low, high = (make("cast", "int64", (end,)) for end in (flag.must, flag.may))
@@ -197,11 +187,11 @@ def _range(op: str, *operands: Whole) -> Range:
     return found
 
 
-def _mul(x: Whole, y: Whole) -> Whole:
+def _mul(x: Whole, y: Whole) -> Whole | None:
     for one, other in ((x, y), (y, x)):
         if other.number is not None:
             return Whole(one.form.times(other.number))
-    return Whole(single(*_hull("mul", x, y), *_range("mul", x, y)))
+    return None
 
 
 def _abs(x: Whole) -> Whole:

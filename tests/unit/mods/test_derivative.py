@@ -10,8 +10,7 @@ from flexattn.mods.derivative import derivatives, loaded_floats
 from flexattn.mods.expr import pretty, walk
 from flexattn.mods.outside import buffer_of, evaluated
 from flexattn.mods.simplify import plug
-from flexattn.reference import at_points
-from tests.derivatives import as_function, points as points_of
+from tests.derivatives import as_function, at_points, points as points_of
 from tests.random_mods.mods import random_mod
 
 SIZES = {"b": 2, "h": 3, "q_idx": 45, "kv_idx": 61}
