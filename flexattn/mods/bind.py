@@ -27,7 +27,6 @@ from flexattn.mods.ops import name_of
 from flexattn.mods.refusal import Refusal, captured, named_mod
 from flexattn.mods.simplify import plug, renumber
 from flexattn.mods.site import (
-    SIZE_ATTRIBUTES,
     Bound,
     Guards,
     Site,
@@ -112,8 +111,6 @@ def watch(
     found = site.find(identity) if site else None
     if site is None or found is None or found.mod is not bound.mod:
         return None
-    if not SIZE_ATTRIBUTES.issuperset(site.asked):  # guards look at sizes alone
-        return None
     same = all(map(operator.is_, found.tensors, bound.tensors))
     same = same and [*map(repr, found.scalars)] == [*map(repr, bound.scalars)]
     return guards(fn, identity) if same else None
@@ -138,9 +135,9 @@ def record(fn: Callable[..., Any], kind: str, root: Path) -> bool:
     """
     identity = identify(fn, kind)
     plain = _run(fn, kind, identity)
-    if plain.volatile or identity.reason or set(plain.asked) - SIZE_ATTRIBUTES:
+    if plain.volatile or identity.reason:
         return False
-    return recorded.write_variant(root, identity, variant_of(kind, plain), bool(plain.asked))
+    return recorded.write_variant(root, identity, variant_of(kind, plain), plain.sized)
 
 
 def _trace_once(
@@ -164,7 +161,7 @@ def _trace_site(
     known = None if root is None else recorded.read_variant(root, kind, identity)
     if known is not None:
         variant, sized = known
-        site.layout(frozenset(), ("shape",) if sized else ()).add(identity, variant)
+        site.layout(frozenset(), sized).add(identity, variant)
         _sites.put(key, site)
         return variant.of(identity.tensors)
     values = (*identity.scalars, *((t.shape, t.dtype) for t in identity.tensors))
@@ -202,7 +199,7 @@ def _chosen(
         result, arguments = replace(result, expr=plug(result.expr, now)), arguments - divisors
     site.arguments |= arguments
     general = not divisors.isdisjoint(arguments)
-    return site.layout(arguments, result.asked, general), result
+    return site.layout(arguments, result.sized, general), result
 
 
 def _lifted(

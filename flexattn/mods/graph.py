@@ -96,7 +96,7 @@ class GraphMod:
             found = variant.bound(tensors, scalars)
             if found is not None:
                 return found
-        read = Trace(self.mod.expr, tuple(tensors), (), "")
+        read = Trace(self.mod.expr, tuple(tensors), False, "")
         variant = variant_of(self.mod.kind, read, scalars, self.variants)
         self.variants.append(variant)
         found = variant.bound(tensors, scalars)

@@ -66,7 +66,7 @@ _KEPT = {
 class FunctionMode(TorchFunctionMode):
     """Indexes by 0-d tensors without reading them, and notes what the code asks about tensors.
 
-    `asked`: attributes of captured tensors for whose present values alone the trace holds.
+    `sized`: the trace holds for the present sizes of captured tensors alone.
     `volatile`: what the trace depends on that cannot be remembered. `hooked`: the code gives
     a tensor a hook, which may change its gradient.
     """
@@ -74,7 +74,7 @@ class FunctionMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.hooked = False
-        self.asked: set[str] = set()
+        self.sized = False
         self.volatile = ""
 
     def __torch_function__(
@@ -101,9 +101,7 @@ class FunctionMode(TorchFunctionMode):
             return asked(func, *args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func in _SIZES:
-            self.asked |= {"shape"} if args[0].dim() > 0 else set()
-        elif func == _TENSOR.requires_grad.__get__:
-            self.asked.add("requires_grad")
+            self.sized |= args[0].dim() > 0
         elif func == _TENSOR.grad.__get__ or (not _kept(func) and _tells(args, result)):
             self.volatile = f"it asks {getattr(func, '__name__', func)} of a tensor"
         return result

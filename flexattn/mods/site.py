@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import FunctionType
@@ -23,9 +23,6 @@ from flexattn.util.locks import Lru, renewed
 # a program are few, and what a compiler knows of a divisor saves instructions and registers for
 # each key; a kernel more costs a compile of a second, which is remembered.
 MAX_CONSTANT_DIVISORS = 8
-# What a record and guards tell of captured tensors, beside their dtypes and numbers of
-# dimensions: a trace that asked for more is found by bind alone.
-SIZE_ATTRIBUTES = frozenset(("shape",))
 _VARIANTS = 64
 _mods: weakref.WeakValueDictionary[str, Mod] = weakref.WeakValueDictionary()
 _interning = renewed(threading.Lock())
@@ -80,13 +77,13 @@ class Variant:
 class SiteLayout:
     """The constants among a site's scalars, and the variants by their values.
 
-    asked: attributes of the captured tensors that belong to the key, too, for a trace read them.
+    sized: sizes of the captured tensors belong to the key, too, for a trace read them.
     general: a divisor is an argument. Variants of one key differ by the range of their
     numbers; the first that holds them serves.
     """
 
     constants: tuple[int, ...]
-    asked: tuple[str, ...]
+    sized: bool
     general: bool = False
     variants: Lru[tuple[Any, ...], tuple[Variant, ...]] = field(
         default_factory=lambda: Lru(_VARIANTS), compare=False
@@ -94,13 +91,12 @@ class SiteLayout:
 
     def key(self, identity: Identity) -> tuple[Any, ...]:
         """The part of a variant's key that tells this call from others of the layout."""
-        if not self.constants and not self.asked:
+        if not self.constants and not self.sized:
             return ()
         scalars = identity.scalars
         # Zero by its text, which tells 0.0 from -0.0.
         values = tuple([scalars[i] or repr(scalars[i]) for i in self.constants])
-        tensors = identity.tensors
-        return (*values, *(getattr(t, name) for name in self.asked for t in tensors))
+        return (*values, *(t.shape for t in identity.tensors)) if self.sized else values
 
     def alike(self, identity: Identity) -> tuple[Variant, ...]:
         """The variants that have this call's constants, in the order in which they are tried."""
@@ -122,14 +118,14 @@ class Site:
 
     layouts: from the oldest on, general ones last. The variants of each hold for the values that
     they were traced with, and the oldest is found first: a call that comes back gets the Mod it
-    had, whose kernels are compiled. asked: what its traces asked of tensors. beyond: by numbers
+    had, whose kernels are compiled. sized: whether a trace read sizes. beyond: by numbers
     and sizes, why no kernel computes it. Plain torch does so each time, and no call is traced
     again.
     """
 
     first: tuple[int | float, ...]
     layouts: list[SiteLayout] = field(default_factory=list)
-    asked: set[str] = field(default_factory=set)
+    sized: bool = False
     arguments: set[int] = field(default_factory=set)
     fixed: set[int] = field(default_factory=set)
     divisors: set[tuple[int | float, ...]] = field(default_factory=set)
@@ -138,13 +134,13 @@ class Site:
     def layout(
         self,
         arguments: frozenset[int],
-        asked: Iterable[str],
+        sized: bool,
         general: bool = False,
     ) -> SiteLayout:
-        """The layout in which these scalars are arguments; it asks what earlier ones do, too."""
-        self.asked.update(asked)
+        """The layout in which these scalars are arguments; it is sized if an earlier one is."""
+        self.sized |= sized
         constants = tuple(i for i in range(len(self.first)) if i not in arguments)
-        found = SiteLayout(constants, tuple(sorted(self.asked)), general)
+        found = SiteLayout(constants, self.sized, general)
         if found in self.layouts:
             return self.layouts[self.layouts.index(found)]
         # In one step: other threads read them.

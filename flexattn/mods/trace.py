@@ -60,15 +60,15 @@ class Trace:
     """The result of one run of a callable.
 
     Buffer slots in `expr` index `tensors`: the known ones first, then those that only the
-    trace found. `asked`: attributes of tensors for whose present values alone it holds, in
-    order. `volatile`: why it holds for this call alone; empty where it holds for others. `texts`:
-    what the host computes for each slot of its scalars, which are the callable's own where there
-    are none. `graph`: what it was read from, with numbers at the precision that Python gave them.
+    trace found. `sized`: it holds for the present sizes of tensors alone. `volatile`: why it holds
+    for this call alone; empty where it holds for others. `texts`: what the host computes for each
+    slot of its scalars, which are the callable's own where there are none. `graph`: what it was
+    read from, with numbers at the precision that Python gave them.
     """
 
     expr: Expr
     tensors: tuple[torch.Tensor, ...]
-    asked: tuple[str, ...]
+    sized: bool
     volatile: str
     texts: tuple[str, ...] = ()
     graph: GraphModule | None = None
@@ -129,8 +129,8 @@ def trace(
     volatile = function.volatile
     if len(reader.tensors) > len(known):
         volatile = volatile or "it reads tensors that no walk through it finds"
-    asked = function.asked | ({"shape"} if reader.sized else set())
-    return Trace(expr, tuple(reader.tensors), tuple(sorted(asked)), volatile, graph=graph)
+    sized = function.sized or reader.sized
+    return Trace(expr, tuple(reader.tensors), sized, volatile, graph=graph)
 
 
 def _cause(error: Exception) -> Refusal | None:
