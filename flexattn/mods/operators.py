@@ -15,8 +15,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from flexattn.errors import InputError
 
 _TORCHS = ("aten", "prim", "prims")
-# By the operator's name as torch prints it. The first is attention-gym's, for soft-capping.
-_KNOWN: dict[str, Callable[..., Any]] = {"approx.tanh": torch.tanh}
+# By the operator's name as torch prints it. The first is attention-gym's, for soft-capping; the
+# second marks graphs of torch.compile.
+_KNOWN: dict[str, Callable[..., Any]] = {
+    "approx.tanh": torch.tanh, "flexattn.traced": lambda score, whole: score
+}  # fmt: skip
 _meanings = dict(_KNOWN)
 
 

@@ -14,7 +14,7 @@ from torch._inductor.virtualized import V
 
 from flexattn.device import detect
 from flexattn.errors import UnsupportedError
-from flexattn.frontend.compiled.joint import Examples, joint_agrees, with_gradients
+from flexattn.frontend.compiled.joint import Examples, is_followed, with_gradients
 from flexattn.frontend.compiled.node_data import (
     BY_KEY,
     LISTS,
@@ -132,7 +132,7 @@ def lower_backward(
         wanted = with_gradients(joint.graph_module)
         examples = Examples(node.captures)
         bound = examples.bound(node.score)
-        if not joint_agrees(joint.graph_module, bound, examples, _sizes(inputs)):
+        if not is_followed(subgraph.graph_module):
             raise Refusal("detaches something, or has an autograd Function with its own gradient")
         asked = _asked(bound, [examples.all[i] for i in wanted], chosen)
         derivatives(bound.mod, asked.slots)  # raises where there is none

@@ -18,6 +18,7 @@ from flexattn.block_mask.lists import lists_pending
 from flexattn.errors import FlexAttnError
 from flexattn.frontend.attention import answer
 from flexattn.frontend.call import Call, autocast
+from flexattn.frontend.compiled.joint import marked
 from flexattn.frontend.compiled.spec import (
     BARE,
     INSTALLED,
@@ -156,6 +157,7 @@ def open_seam() -> str:
         import_module("torch._inductor.kernel.flex")  # it registers torch's own
         from torch._inductor.lowering import lowerings
 
+        from flexattn.frontend.compiled.joint import TRACED_OP
         from flexattn.frontend.compiled.lowering import (
             lower,
             lower_backward,
@@ -171,7 +173,8 @@ def open_seam() -> str:
         why = f"torch {torch.__version__} has moved its lowering of flex_attention: {error}"
         say_once(f"{why}; under torch.compile, calls of flexattn break the graph")
         return why
-    _let_floats_change()
+    _mark_graphs()
+    lowerings[TRACED_OP] = lambda score, whole: score
     lowerings[node] = _ours(stock, lower, _OPTIONS)
     lowerings[backward] = _ours(
         stock_backward, lower_backward, _BACKWARD_OPTIONS, with_lists_by_key
@@ -179,14 +182,14 @@ def open_seam() -> str:
     return ""
 
 
-def _let_floats_change() -> None:
-    """Let a captured Python float that changes have a backward, of which torch 2.13 loses track.
+def _mark_graphs() -> None:
+    """Mark score_mods where torch traces them for a backward (joint.py).
 
-    Such a float is read from a tensor inside of the mod. torch traces the mod once more for its
-    backward, and the fake value of that read, which nobody uses, ends the trace with
-    PendingUnbackedSymbolNotFound.
+    A captured Python float that changes is read from a tensor inside of the mod. torch 2.13 traces
+    the mod once more for its backward, and the fake value of that read, which nobody uses, ends
+    the trace with PendingUnbackedSymbolNotFound: it is let be.
     """
-    # A torch that has moved these says so itself, where a float changes.
+    # Where torch has moved these, nothing is marked, and its own backward serves.
     with suppress(ImportError, AttributeError):
         module: Any = import_module("torch._higher_order_ops.flex_attention")
         fake_mode_of = import_module("torch._guards").detect_fake_mode
@@ -194,7 +197,7 @@ def _let_floats_change() -> None:
 
         @wraps(create)
         def created(score_mod: Any, index: Any, *rest: Any) -> Any:
-            mode = fake_mode_of(index)
+            score_mod, mode = marked(score_mod), fake_mode_of(index)
             if mode is None or mode.shape_env is None:
                 return create(score_mod, index, *rest)
             with mode.shape_env.ignore_fresh_unbacked_symbols():

@@ -54,10 +54,12 @@ _KEYS = reduce(
 library = torch.library.Library("flexattn", "FRAGMENT")
 
 
-def define_op(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
+def define_op(
+    schema: str, run: Callable[..., Any], shapes: Callable[..., Any], *tags: torch.Tag
+) -> Any:
     """An op of this library. run: its body. shapes: empty results, for tensors without values."""
     name = schema.partition("(")[0]
-    library.define(schema)
+    library.define(schema, tags=tags)
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flexattn::{name}", shapes, lib=library)
     return getattr(torch.ops.flexattn, name).default

@@ -202,7 +202,7 @@ def test_torchs_backward_is_given_lists_by_key_that_nobody_made(monkeypatch, ind
         taken.extend(given[9][6:10])
         raise Read
 
-    monkeypatch.setattr(lowering, "joint_agrees", lambda *_: False)
+    monkeypatch.setattr(lowering, "is_followed", lambda graph: False)
     monkeypatch.setitem(
         lowerings, hop, node._ours(stock, lowering.lower_backward, 11, lowering.with_lists_by_key)
     )

@@ -218,8 +218,8 @@ def test_the_grad_mode_is_read_beside_a_learned_tensor():
     assert stats().traces == 2
 
 
-def test_what_only_a_trace_asked_is_a_guard_and_costs_others_nothing():
-    """Two values of requires_grad are two traces; who does not ask has one, and its guards."""
+def test_what_only_a_trace_asked_costs_others_nothing():
+    """Who asks for requires_grad is traced at every call; who does not has one, and its guards."""
     learned = torch.ones(8, requires_grad=True)
     tables = [torch.ones(8), learned, tensor(loaded_by="a note")]
 
@@ -229,7 +229,7 @@ def test_what_only_a_trace_asked_is_a_guard_and_costs_others_nothing():
     def plain(t):
         return lambda s, b, h, q, k: s + t[h]
 
-    for make, traces, guarded in ((asking, 2, 0), (plain, 1, 6)):
+    for make, traces, guarded in ((asking, 6, 0), (plain, 1, 6)):
         clear()
         made = [make(t) for t in tables * 2]
         bounds = [bind(fn, "score") for fn in made]
