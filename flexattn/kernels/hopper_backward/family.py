@@ -203,10 +203,10 @@ def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> Hoppe
 
     Where a block walks most rows of a head, without a mask and with a causal one, each warpgroup
     hands on its half of dQ by itself. At 64 columns persistent blocks are faster than that: 0.92
-    to 0.98 of its time, without a mask with V in registers. At 128 columns half of V in
-    registers, half of lse read early and dS stored first take 0.96 of the time, and blocks of a
-    head that begin at different rows 0.98. Blocks of heads of up to 96 columns with a causal mask
-    are persistent beside V in registers: 0.97 (D 80 and 96). Beside a score_mod dS stored first
+    to 0.98 of its time, without a mask with V in registers. At 128 columns half of V in registers,
+    half of lse read early and dS stored first take 0.96 of the time, and blocks of a head that
+    begin at different rows 0.98. Blocks of heads of up to 96 columns are persistent beside V in
+    registers: 0.97 (D 80 and 96, causal) and 0.96 (D 96). Beside a score_mod dS stored first
     spills nothing: 0.77 (soft-capping) and 0.96 (ALiBi).
     Where a mask joins few rows to each key, as documents and windows do, blocks are persistent,
     more heads start side by side, and ends of runs that are blocks are trimmed: 0.88 (documents)
@@ -239,7 +239,7 @@ def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> Hoppe
             config = replace(config, dp_rs=True, early_lse="half", shift_rows=dense)
         # Without mods and V in registers the other order is faster.
         first = tall or config.dp_rs or not (plain and dense)
-        if config.dp_rs and not dense and config.mha and max(structure.head_dims) <= 96:
+        if config.dp_rs and config.mha and max(structure.head_dims) <= 96:
             return replace(config, persistent=True, ds_first=True)
         return replace(config, dq_halves=True, ds_first=first)
     if sparsity is None or not sparsity.runs or structure.mask is None:

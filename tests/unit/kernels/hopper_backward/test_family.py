@@ -236,12 +236,13 @@ def test_heads_of_192_columns_take_tiles_of_96_keys(monkeypatch):
     assert first_of(monkeypatch, 176).BLOCK_N == first_of(monkeypatch, 192, 200).BLOCK_N == 64
 
 
-def test_blocks_of_narrow_heads_are_persistent_with_a_causal_mask(monkeypatch):
+def test_blocks_of_narrow_heads_are_persistent(monkeypatch):
     walked = {"mask_mod": causal, "runs": True}
-    found = [first_of(monkeypatch, D, **walked) for D in (72, 80, 96, 112, 128)]
-    assert [each.persistent for each in found] == [True, True, True, False, False]
-    assert all(each.persistent != each.dq_halves for each in found)
-    for more in ({}, {"meets": True, **walked}, {"group": 4, **walked}):
+    for more in walked, {}:
+        found = [first_of(monkeypatch, D, **more) for D in (72, 80, 96, 112, 128)]
+        assert [each.persistent for each in found] == [True, True, True, False, False]
+        assert all(each.persistent != each.dq_halves for each in found)
+    for more in ({"meets": True, **walked}, {"group": 4, **walked}, {"group": 4}):
         assert not first_of(monkeypatch, 96, **more).persistent
 
 
