@@ -113,13 +113,14 @@ class Packed:
 def emulated(
     config, device, page, q_lens, kv_lens, heads=(4, 2), dims=(128, 128), score_mod=None,
     mask_mod=causal, sinks=None, seed=0, uniform=False, parts=1, workers=10**6, bad=(),
-    behind=False, kv_dtype=torch.bfloat16, scales=(), lost=(), run=run,
+    behind=False, kv_dtype=torch.bfloat16, scales=(), lost=(), unread=(), run=run,
 ):  # fmt: skip
     """(out, lse) of a kernel in bfloat16 that computes exactly, and of float64.
 
     run: what emulates the kernel of a config on a device. page: 0 of packed sequences; bad: whose
     keys and values are NaN; behind: cu_seqlens do not count the last one. scales: of K and of V,
-    each one number or one for each KV head. lost: (request, number): of its first page.
+    each one number or one for each KV head. lost: (request, number): of its first page. unread:
+    (request, page): pages of NaN.
     """
     (Hq, Hkv), (D, Dv), total = heads, dims, sum(q_lens)
     score, mask = bind(score_mod, "score"), bind(mask_mod, "mask")
@@ -140,6 +141,8 @@ def emulated(
         k, v = (x.transpose(0, 2, 1, 3) for x in (cache.k, cache.v))
         for request, number in lost:
             cache.table[request, 0] = number
+        for place in unread:
+            cache.k[cache.table[place]] = cache.v[cache.table[place]] = np.nan
         placed = {
             "SEQ_LENS": Pointer(np.array(kv_lens)), "max_keys": 1024,
             "TABLE": Pointer(cache.table.reshape(-1)), "stride_table": cache.table.shape[1],

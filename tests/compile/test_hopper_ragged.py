@@ -25,6 +25,7 @@ CONFIG = RaggedPrefillConfig(
 GATHERING = replace(CONFIG, consumer_regs=224)
 WINDOW = {"score": alibi(32, "cpu"), "mask": sliding_window(1000)}
 CAPPED = {"score": softcap(30.0), "mask": sliding_window(1000)}
+GAP = {"mask": lambda b, h, q, k: (q >= k) & ((k < 4) | (q - k < 1024))}
 E4M3 = {"kv": torch.float8_e4m3fn, "scaled": True}
 E5M2 = {"kv": torch.float8_e5m2}
 CASES = {
@@ -36,6 +37,14 @@ CASES = {
     "single keys of 256 columns": (256, 1, replace(GATHERING, BLOCK_N=64), {"lse": True}),
     "pages of 24 keys of 80 columns": (80, 24, replace(GATHERING, packed_heads=4), {}),
     "packed": (128, 16, replace(CONFIG, pack_gqa=True), {"lse": True}),
+    "slices": (128, 16, replace(CONFIG, pack_gqa=True, splits=True), {"heads": (28, 4)}),
+    "slices over single keys": (
+        128,
+        1,
+        replace(GATHERING, pack_gqa=True, splits=True),
+        {"heads": (40, 8)},
+    ),
+    "a gap": (128, 16, replace(CONFIG, packed_heads=4, splits=True), GAP),
     "heads in rows": (128, 16, replace(CONFIG, packed_heads=4, splits=True), {"lse": True}),
     "rows of no head": (
         128,

@@ -185,6 +185,9 @@ MODS = {
         "mask_mod": causal,
         "score_mod": lambda s, b, h, q, k: s + (k - q) / (32 * (h + 1)) + b,
     },
+    "first keys and a window": {
+        "mask_mod": lambda b, h, q, k: (q >= k) & ((k < 4) | (q - k < 200)),
+    },
     "holes": {"mask_mod": lambda b, h, q, k: ((q // 32 + k // 32) % 2 == 0) & (q >= k)},
 }
 

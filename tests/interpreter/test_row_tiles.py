@@ -214,6 +214,17 @@ def test_keys_that_a_window_leaves_are_cut():
     assert check_parts([100], [60000], [469 - low], **about) == [2]
 
 
+def test_keys_between_the_first_and_a_window_are_no_work():
+    """The rows see as many tiles as in a window, and the first one."""
+
+    def near(b, h, q, k):
+        return (q >= k) & ((k < 4) | (q - k < 2000))
+
+    low = (60000 - 100 - 1999) // 128
+    assert check_parts([100], [60000], [469 - low + 1], mask_mod=near) == [3]
+    assert check_parts([100], [1000], [8], mask_mod=near) == [1]
+
+
 @pytest.mark.parametrize(
     "q_lens,kv_lens,sms,which",
     [

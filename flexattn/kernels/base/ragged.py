@@ -163,19 +163,22 @@ def arguments(
     return (*found, *captured_arguments(form.score, form.mask))
 
 
-def request_context(form: ServingForm, traits: Traits) -> dict[str, object]:
+def request_context(form: ServingForm, traits: Traits, gaps: bool = False) -> dict[str, object]:
     """The variables of base/requests.jinja.
 
-    edges, free_edges: bounds of the keys that a mask keeps, and of those that it keeps of all
-    rows; None where nothing is known of these.
+    edges, free_edges, gap_edges: bounds of the keys that a mask keeps, of those that it keeps of
+    all rows, and of a gap between others; None where nothing is known of these. gaps: whether the
+    loop over keys leaves a gap out.
     """
-    edges, free_edges = print_key_bounds(form.mask, traits)
+    edges, free_edges, gap_edges = print_key_bounds(form.mask, traits)
+    gap_edges = gap_edges if gaps else None
     captured: list[str] = []
-    if any(edge.statements for edge in (*edges, *(free_edges or ()))):
+    if any(edge.statements for edge in (*edges, *(free_edges or ()), *(gap_edges or ()))):
         captured = [each.name for each in captured_arguments(form.mask)]
     return {
         "edges": edges,
         "free_edges": free_edges,
+        "gap_edges": gap_edges,
         "tile_words": TILE_WORDS,
         "request_arguments": ["Hq", *(each.name for each in request_arguments(form))],
         "range_arguments": ["b", "q_first", "rows_left", "kv_len", *captured],

@@ -48,7 +48,8 @@ from flexattn.kernels.hopper.config import (
 from flexattn.kernels.printers.mask_printer import print_key_bounds
 from flexattn.kernels.printers.spelling import signature_type, triton_type
 from flexattn.kernels.printers.triton_printer import Traits
-from flexattn.problem import Structure
+from flexattn.mods.analysis.mask_form import mask_form
+from flexattn.problem import INDEX_RANGES, Structure
 from flexattn.problem.serving import (
     DECODE_QUERIES,
     SERVING_ITEMSIZE,
@@ -83,6 +84,7 @@ _MERGE_ROWS, _MERGE_PARTS = 8, 4
 # Numbers of a tile that is cut, at most, and what the producer tells consumers of it.
 CUT_WORDS = 5
 REQUEST_WORDS = ("kv_len", "out_row", "rows_left", "slot")
+GAP_WORDS = ("gap_end", "gap")
 # What the producer alone reads, beside the tensors of K and V.
 _PRODUCED = ("group", "COUNTER")
 # Rows of a tile of eight bits that a warp widens at a time, and halves of K's tile and V's.
@@ -103,6 +105,15 @@ def narrow_bytes(structure: Structure, config: HopperPrefillConfig) -> int:
     """Bytes of shared memory that tiles of eight bits take beside those of sixteen."""
     boxes = -(-structure.head_dim_qk // BOX) + -(-structure.head_dim_v // BOX)
     return config.BLOCK_N * BOX * boxes if widens(structure) else 0
+
+
+def has_gap(form: ServingForm) -> bool:
+    """True if the loop over keys leaves out those between a mask's first keys and its window.
+
+    Where four warps copy keys, they find the pages of the next tile before it is known which.
+    """
+    known = form.mask is not None and mask_form(form.mask.mod.expr, INDEX_RANGES).gap_edges
+    return bool(known) and not gathers(form)
 
 
 def unserved(form: ServingForm, config: HopperPrefillConfig) -> str:
@@ -244,7 +255,7 @@ def ragged_context(
     form: ServingForm, found: Sequence[Argument], traits: Traits
 ) -> dict[str, object]:
     """The variables of the templates that a call's kernel does not have."""
-    context = base.request_context(form, traits)
+    context = base.request_context(form, traits, has_gap(form))
     listed = [each.name for each in request_arguments(form)]
     own = [*_PRODUCED, *(each.name for each in (*base.pages(form), *cache_sizes(form)))]
     read = ("K", "V", *own, *listed)
@@ -260,8 +271,9 @@ def ragged_context(
 def render_row_tiles(form: ServingForm, config: base.RaggedConfig, device: Device) -> Source:
     """The kernel that lists a batch's tiles of rows before attention, a program a request."""
     traits = traits_of(device, form)
-    edges, _ = print_key_bounds(form.mask, traits)
-    statements = [edge.statements for edge in edges]
+    edges, _, gap_edges = print_key_bounds(form.mask, traits)
+    gap_edges = gap_edges if has_gap(form) else None
+    statements = [edge.statements for edge in (*edges, *(gap_edges or ()))]
     captured = captured_arguments(form.mask) if any(statements) else ()
     settings = {
         "BLOCK_M": config.BLOCK_M,
@@ -303,6 +315,7 @@ def render_row_tiles(form: ServingForm, config: base.RaggedConfig, device: Devic
         **mod_context(statements, device),
         "constants": settings,
         "edges": edges,
+        "gap_edges": gap_edges,
         "form": form,
         "launch_pdl": device.backend == "cuda",
         "sliced": sliced,

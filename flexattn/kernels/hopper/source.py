@@ -232,7 +232,10 @@ def render(
     case = case_of(config, structure, device)
     separate_o_smem, q_stages = case.own_output, case.q_slots
     decay_skip = form is None and skips_far(structure, config)
-    request_words = ragged.REQUEST_WORDS[: 3 + config.splits] if form is not None else ()
+    request_words: tuple[str, ...] = ()
+    if form is not None:
+        request_words = ragged.REQUEST_WORDS[: 3 + config.splits]
+        request_words += ragged.GAP_WORDS * ragged.has_gap(form)
     work_tile_in_smem = persistent or sparsity is not None or decay_skip
     widened = ragged.widens(structure)
     gathered = form is not None and gathers(form)

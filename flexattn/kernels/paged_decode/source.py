@@ -261,7 +261,7 @@ def _shared(
 ) -> dict[str, Any]:
     """The variables of the templates of both kernels."""
     traits = _traits(form, device, dialect, rowwise=False)
-    found, free = print_key_bounds(None if form.prefix else form.mask, traits)
+    found, free, _ = print_key_bounds(None if form.prefix else form.mask, traits)
     free = None if form.unit else free
     captures = [argument.name for argument in captured_arguments(form.mask)]
     captured = captures if found else []

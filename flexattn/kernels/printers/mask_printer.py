@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
 from flexattn.mods.analysis.affine import Edge
@@ -208,16 +209,22 @@ def print_edges(
     return tuple(found)
 
 
-def print_key_bounds(
-    captures: Captures | None, traits: Traits
-) -> tuple[tuple[PrintedEdge, ...], tuple[PrintedEdge, ...] | None]:
-    """The edges of the keys that a mask_mod keeps, and of those that it keeps of all rows.
+class KeyBounds(NamedTuple):
+    """Edges of the keys that a mask_mod keeps, of those that it keeps of all rows, and of a gap of
+    keys that it does not keep. The last two are None if nothing is known of such keys."""
 
-    The second is None if nothing is known of these.
-    """
+    kept: tuple[PrintedEdge, ...] = ()
+    free: tuple[PrintedEdge, ...] | None = None
+    gap: tuple[PrintedEdge, ...] | None = None
+
+
+def print_key_bounds(captures: Captures | None, traits: Traits) -> KeyBounds:
+    """The bounds of a mask_mod; none where there is no mask_mod."""
     if captures is None:
-        return (), None
+        return KeyBounds()
     form = mask_form(captures.mod.expr, INDEX_RANGES)
-    free = form.free_edges
-    kept = print_edges(captures, form.edges, traits)
-    return kept, None if free is None else print_edges(captures, free, traits)
+    free, gap = (
+        None if each is None else print_edges(captures, each, traits)
+        for each in (form.free_edges, form.gap_edges)
+    )
+    return KeyBounds(print_edges(captures, form.edges, traits), free, gap)

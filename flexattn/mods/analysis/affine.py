@@ -169,15 +169,31 @@ def edges(mask: Expr, forms: Forms) -> tuple[Edge, ...]:
     return tuple(edge for term in terms_of(mask, "and") for edge in _edges(term, forms))
 
 
+def gap_edges(mask: Expr, forms: Forms) -> tuple[Edge, Edge] | None:
+    """Bounds between which a mask keeps no key: that of its first keys, and that of the keys that
+    it keeps again, as of a window; None where nothing is known of such. Both may be in any order.
+    """
+    for term in terms_of(mask, "and"):
+        arms = [edges(each, forms) for each in term.args] if term.op == "or" else []
+        for first, again in zip(arms, arms[::-1], strict=True):
+            high = next((edge for edge in first if not edge.lowest), None)
+            low = next((edge for edge in again if edge.lowest), None)
+            if high is not None and low is not None:
+                return high, low
+    return None
+
+
 def free_edges(mask: Expr, forms: Forms) -> tuple[Edge, ...] | None:
     """Bounds between which a mask keeps every key, None where there may be no such keys."""
     found: dict[Expr, tuple[Edge, ...] | None] = {}
     for node in walk(mask, enter=lambda node: node.op in ("and", "or")):
         if node.op not in ("and", "or") or node.dtype != "bool":
             found[node] = _edges(node, forms) or None
-        elif node.op == "or":  # one that holds is enough
-            able = (found[term] for term in node.args)
-            found[node] = next((each for each in able if each is not None), None)
+        elif node.op == "or":  # one that holds is enough: a window's, not that of first keys
+            able = [each for term in node.args if (each := found[term]) is not None]
+            window = gap_edges(node, forms) is not None
+            able.sort(key=lambda each: window and not any(edge.lowest for edge in each))
+            found[node] = able[0] if able else None
         else:
             x, y = (found[term] for term in node.args)
             found[node] = None if x is None or y is None else tuple(dict.fromkeys(x + y))

@@ -19,6 +19,7 @@ from flexattn.mods.analysis.affine import (
     comparison_of,
     edges,
     free_edges,
+    gap_edges,
 )
 from flexattn.mods.analysis.intervals import Intervals, dtype_range
 from flexattn.mods.expr import Expr, integer, once, reads, terms_of, walk
@@ -304,7 +305,8 @@ class MaskForm:
     span: the first key of each row and one past the last, and what is left to ask between them.
     documents: span.rest as an equality of document ids, None where it is none. terms: the mask
     is their conjunction. edges: affine bounds outside which no key is kept. free_edges: those
-    between which every key is kept, None where there may be no such keys. loads_by_key: whether
+    between which every key is kept, None where there may be no such keys; gap_edges: those of keys
+    of which none is kept, before others that are. loads_by_key: whether
     it reads memory for each key. rest_loads_keys_alone: whether span.rest does, and each
     time the same for all rows.
     """
@@ -314,6 +316,7 @@ class MaskForm:
     terms: tuple[MaskTerm, ...]
     edges: tuple[Edge, ...]
     free_edges: tuple[Edge, ...] | None
+    gap_edges: tuple[Edge, Edge] | None
     loads_by_key: bool
     rest_loads_keys_alone: bool
 
@@ -339,6 +342,7 @@ def _mask_form(expr: Expr, items: tuple[tuple[str, Range], ...]) -> MaskForm:
         terms,
         edges(expr, anywhere),
         free_edges(expr, anywhere),
+        gap_edges(expr, anywhere),
         bool(_loads(expr, "kv_idx")),
         span.rest is not None and _loads_keys_alone(span.rest),
     )

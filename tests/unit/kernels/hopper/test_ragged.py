@@ -122,6 +122,30 @@ def test_what_a_plan_asks(asked):
         check(1, [65, 130, 3], [300, 140, 40], **ASKED[asked], seed=4)
 
 
+def near(b, h, q_idx, kv_idx):
+    """A request's first keys, and a window."""
+    return (q_idx >= kv_idx) & ((kv_idx < 4) | (q_idx - kv_idx < 40))
+
+
+GAPS = {
+    "one head a tile": {},
+    "heads in a tile": {"config": {"packed_heads": 2}},
+    "slices": {"heads": (10, 2), "config": {"pack_gqa": True}},
+    "parts": {"config": {"splits": True}, "parts": 3},
+    "ping pong": {"config": {"ping_pong": True, "lazy_rescale": True}},
+}
+
+
+@pytest.mark.parametrize("asked", GAPS)
+def test_keys_between_the_first_and_a_window_are_not_read(asked):
+    """A loop over all keys took the time of causal attention and of the mask."""
+    more = dict(GAPS[asked])
+    config = replace(CONFIG, **more.pop("config", {}))
+    unread = [(0, page) for page in range(2, 8)]  # rows begin at 563, and their windows at 524
+    check(64, [130, 70, 3], [693, 100, 520], config=config, mask_mod=near, unread=unread, **more)
+    check(16, [300], [300], config=config, mask_mod=near, **more)
+
+
 CUT = {
     "causal": {},
     "no mask": {"mask_mod": None},

@@ -41,6 +41,7 @@ def test_known_bounds(mask_mod, expected):
         (causal, {(False, 1, 1)}),
         (sliding_window(7), {(False, 1, 1), (True, 1, -7)}),
         (lambda b, h, q, k: (k < 5) | ((k - q).abs() < 3), {(False, 0, 5)}),
+        (lambda b, h, q, k: (k < 5) | (q - k < 9), {(True, 1, -8)}),
         (lambda b, h, q, k: (((k - q) % 2 == 0) & (k < 9)) | ((k >= 4) & (k <= q)),
          {(True, 0, 4), (False, 1, 1)}),
         (lambda b, h, q, k: (k - q).abs() < 5, None),
@@ -50,6 +51,22 @@ def test_known_bounds(mask_mod, expected):
 def test_known_free_bounds(mask_mod, expected):
     found = mask_form(bind(mask_mod, "mask").mod.expr, INDEX_RANGES).free_edges
     assert shown(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "expected"),
+    [
+        (lambda b, h, q, k: (k <= q) & ((k < 4) | (q - k < 9)), [(False, 0, 4), (True, 1, -8)]),
+        (lambda b, h, q, k: ((q - k < 9) & (k <= q)) | (k < 4), [(False, 0, 4), (True, 1, -8)]),
+        (lambda b, h, q, k: (k < 4) | (k <= q), None),
+        (lambda b, h, q, k: (k < 4) | (k % 2 == 0), None),
+        (lambda b, h, q, k: (k < 4) & (q - k < 9), None),
+    ],
+)
+def test_known_gaps(mask_mod, expected):
+    found = mask_form(bind(mask_mod, "mask").mod.expr, INDEX_RANGES).gap_edges
+    told = found and [(each.lowest, each.slope, each.offset) for each in found]
+    assert told == expected
 
 
 def test_what_a_request_captures_bounds_and_what_a_head_does_not():

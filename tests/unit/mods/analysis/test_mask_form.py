@@ -106,6 +106,9 @@ def edges_are_sound(form, at, kept):
     for edge in form.free_edges or ():
         free &= within(edge)
     assert form.free_edges is None or (kept | ~free).all()
+    if form.gap_edges is not None:
+        first, again = form.gap_edges
+        assert not (kept & ~within(first) & ~within(again)).any()
 
 
 @pytest.mark.parametrize("entry", [e for e in CASES if e.make(2, 3, 3, 37, 53).mask_mod], ids=str)
