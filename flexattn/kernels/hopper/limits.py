@@ -45,15 +45,13 @@ NAMED_BARRIERS = 14
 # Registers of a consumer's thread beside scores, accumulator and weights. Addresses, loop state
 # and row statistics:
 REGISTER_SLACK = 28
-# what a score_mod holds, or a soft cap; what is read by key or diagonal, beside parts of Q or not,
-# and beside lists of blocks, which cost more than runs:
-SCORE_REGISTERS, CAP_REGISTERS = 8, 4
-WIDE_GATHER_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 16, 40, 16
-GATHER_SLACK = 8  # beside a value for each score
-# parts of 64 columns; lazy_rescale beside those, or beside a Q that is held:
-PARTS_REGISTERS, LAZY_REGISTERS = 16, 8
-# and the main loop beside lazy_rescale and a Q that is held by a block that stays.
-MAINLOOP_REGISTERS = 8
+# what a score_mod holds, or a soft cap, or numbers of documents, of keys of few tiles; what is
+# read by key or diagonal, beside parts of Q or not, and beside lists, which cost more than runs;
+# and beside a value for each score:
+SCORE_REGISTERS, CAP_REGISTERS, NUMBER_REGISTERS = 8, 4, 4
+WIDE_GATHER_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS, GATHER_SLACK = 16, 40, 16, 8
+# parts of 64 columns; lazy_rescale beside those or a held Q; the main loop beside both, to stay:
+PARTS_REGISTERS, LAZY_REGISTERS, MAINLOOP_REGISTERS = 16, 8, 8
 # Of 16 columns of Q in registers: four hold them, one of which gives way to the slack.
 HELD_OF_16_COLUMNS = 3
 
@@ -196,14 +194,16 @@ class ConfigCase:
     @property
     def gathered(self) -> int:
         """Registers for values that mods read, fitted to compiled kernels."""
-        sparsity = self.structure.sparsity
         if self.loads_tile:
             return self.config.BLOCK_N // 2 + GATHER_SLACK
         if not self.loads_keys:
             return 0
         if self.wide:
             return WIDE_GATHER_REGISTERS
-        lists = LISTS_REGISTERS if sparsity is not None and not sparsity.runs else 0
+        narrow = self.v_padded <= 128 and not self.config.q_in_regs
+        if narrow and features.compares_numbers(self.structure):
+            return NUMBER_REGISTERS
+        lists = LISTS_REGISTERS if (s := self.structure.sparsity) and not s.runs else 0
         return GATHER_REGISTERS + max(0, self.qk_padded - self.v_padded) // 4 + lists
 
     @cached_property

@@ -197,10 +197,10 @@ MODS = {
     ("D", "weights", "mods", "tile", "turns"),
     [
         (64, "exact", "window", (3, 128, 2), (True, False)),
-        (64, "exact", "documents", (3, 64, 3), (True, False)),
+        (64, "exact", "documents", (3, 128, 2), (True, False)),
         (64, "exact", "soft cap", (3, 128, 2), (True, True)),
         (128, "exact", "window", (3, 64, 3), (True, False)),
-        (128, "exact", "documents", (2, 128, 2), (False, False)),
+        (128, "exact", "documents", (3, 64, 3), (True, False)),
         (256, "e4m3", "full", (2, 128, 2), (True, False)),
         (256, "e4m3", "window", (2, 128, 2), (False, False)),
         (256, "e4m3", "soft cap", (2, 128, 2), (True, True)),
