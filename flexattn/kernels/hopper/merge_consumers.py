@@ -15,9 +15,9 @@ a comment of its inline assembly how many there are. The pass makes its PTX that
 What the compiler places in shared memory by itself has one place for all consumers: such a kernel
 allocates what its threads exchange, a place for each consumer.
 
-On an H200 with Triton 3.6 the plain kernels of 17 rows of the prefill grid take 1.016 of the time
-in the mean: 0.96 to 1.05 without mods, and 1.02 to 1.06 with (`h200-prefill-compilers.json` in
-bench/results).
+Without it 21 forwards on an H200 with Triton 3.6 take 1.016 of the time in the mean: 0.99 at 80
+columns, 1.00 to 1.01 at 128 and 256, 1.02 to 1.04 at 64, and 1.03 to 1.08 beside documents, a soft
+cap, ALiBi and a bias by distance (`h200-ptx-merge-consumers.json` in bench/results).
 
 The kernel's file, compiled without the pass, has one consumer and waits for the others for ever:
 the same config with merge_consumers=False has a partition for each consumer, and needs no pass.

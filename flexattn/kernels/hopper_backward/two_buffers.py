@@ -5,7 +5,9 @@ tiles of one allocation apart. Where two take turns, who has passed the barrier 
 tile's store has read the tile before it: the one in front of the store is one too many.
 
 A kernel that asks for this pass says so in inline assembly in front of the store. Without the pass
-the barrier stays, and nothing else changes.
+the barrier stays, and nothing else changes. Then 13 backwards on an H200 with Triton 3.6 take 1.02
+of the time in the mean: 1.03 at 64 columns without a mask and beside a soft cap, 1.05 at 96
+columns (`h200-ptx-two-buffers.json` in bench/results).
 """
 
 from __future__ import annotations
