@@ -200,8 +200,7 @@ class ConfigCase:
             return 0
         if self.wide:
             return WIDE_GATHER_REGISTERS
-        narrow = self.v_padded <= 128 and not self.config.q_in_regs
-        if narrow and features.compares_numbers(self.structure):
+        if not self.config.q_in_regs and features.compares_numbers(self.structure):
             return NUMBER_REGISTERS
         lists = LISTS_REGISTERS if (s := self.structure.sparsity) and not s.runs else 0
         return GATHER_REGISTERS + max(0, self.qk_padded - self.v_padded) // 4 + lists

@@ -203,6 +203,8 @@ MODS = {
         (128, "exact", "documents", (3, 64, 3), (True, False)),
         (256, "e4m3", "full", (2, 128, 2), (True, False)),
         (256, "e4m3", "window", (2, 128, 2), (False, False)),
+        (256, "e4m3", "documents", (2, 128, 2), (False, False)),
+        (256, "exact", "documents", (2, 64, 2), (False, False)),
         (256, "e4m3", "soft cap", (2, 128, 2), (True, True)),
     ],
 )
