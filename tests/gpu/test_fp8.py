@@ -58,6 +58,15 @@ def factors(q, k):
     return dict(zip(("q_descale", "k_descale", "v_descale"), found, strict=True))
 
 
+def alike(numbers):
+    """A score_mod that reads keys' numbers, and no score: a thread's weights are one number."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return torch.where(numbers[kv_idx] > numbers[kv_idx], score, -4.0)
+
+    return score_mod
+
+
 MODS = {
     "noop": lambda H, L, S: (None, None),
     "causal": lambda H, L, S: (None, causal),
@@ -68,6 +77,7 @@ MODS = {
         relative_bias(torch.randn(H, 2 * max(L, S), device="cuda"), max(L, S)),
         None,
     ),
+    "alike": lambda H, L, S: (alike(torch.randn(S, device="cuda")), None),
     "documents": lambda H, L, S: (
         None,
         and_masks(document((torch.arange(max(L, S), device="cuda") // 130).int()), causal),
@@ -79,7 +89,8 @@ READING = ("relative", "documents")
 
 
 @pytest.mark.parametrize(
-    ("D", "mod"), [(160, "causal"), (192, "softcap"), *((256, mod) for mod in MODS)]
+    ("D", "mod"),
+    [(160, "causal"), (160, "alike"), (192, "softcap"), *((256, mod) for mod in MODS)],
 )
 def test_rounded_weights(D, mod):
     """Held to the run that rounds weights to e4m3 as well, by the budget of its own."""
