@@ -58,15 +58,6 @@ def factors(q, k):
     return dict(zip(("q_descale", "k_descale", "v_descale"), found, strict=True))
 
 
-def alike(numbers):
-    """A score_mod that reads keys' numbers, and no score: a thread's weights are one number."""
-
-    def score_mod(score, b, h, q_idx, kv_idx):
-        return torch.where(numbers[kv_idx] > numbers[kv_idx], score, -4.0)
-
-    return score_mod
-
-
 MODS = {
     "noop": lambda H, L, S: (None, None),
     "causal": lambda H, L, S: (None, causal),
@@ -77,7 +68,6 @@ MODS = {
         relative_bias(torch.randn(H, 2 * max(L, S), device="cuda"), max(L, S)),
         None,
     ),
-    "alike": lambda H, L, S: (alike(torch.randn(S, device="cuda")), None),
     "documents": lambda H, L, S: (
         None,
         and_masks(document((torch.arange(max(L, S), device="cuda") // 130).int()), causal),
@@ -89,8 +79,7 @@ READING = ("relative", "documents")
 
 
 @pytest.mark.parametrize(
-    ("D", "mod"),
-    [(160, "causal"), (160, "alike"), (192, "softcap"), *((256, mod) for mod in MODS)],
+    ("D", "mod"), [(160, "causal"), (192, "softcap"), *((256, mod) for mod in MODS)]
 )
 def test_rounded_weights(D, mod):
     """Held to the run that rounds weights to e4m3 as well, by the budget of its own."""
@@ -105,6 +94,23 @@ def test_rounded_weights(D, mod):
     )
     verdict = judge(got, oracle, rounded, torch.bfloat16, E4M3_SHARE)
     assert verdict.passed, verdict.message()
+
+
+@pytest.mark.parametrize("D", [160, 256])
+def test_weights_that_are_one_number(D):
+    """A score_mod reads numbers of keys and no score: ptxas mixed weights of two tiles."""
+    q, k, v = tensors(2, 6, 2, 301, 419, D)
+    numbers = torch.randn(419, device="cuda")
+
+    def alike(score, b, h, q_idx, kv_idx):
+        return torch.where(numbers[kv_idx] > numbers[kv_idx], score, -4.0)
+
+    with torch.no_grad():
+        got = run(q, k, v, score_mod=alike, kernel_options={"FP8_WEIGHTS": "e4m3"})
+    wanted = v.double().mean(2, keepdim=True).repeat_interleave(3, 1)
+    torch.testing.assert_close(
+        got.out.double(), wanted.expand(got.out.shape), rtol=0.01, atol=1e-3
+    )
 
 
 # Each compiles a kernel.
