@@ -240,7 +240,9 @@ def _by_copy_engine(config: HopperBackwardConfig, structure: Structure) -> Hoppe
         # Without mods and V in registers the other order is faster.
         first = tall or config.dp_rs or not (plain and dense)
         if config.dp_rs and config.mha and max(structure.head_dims) <= 96:
-            return replace(config, persistent=True, ds_first=True)
+            # Causal and narrower still, all of lse: 0.986 to 0.99 (D 80, 16k, H200).
+            early = "all" if not dense and max(structure.head_dims) <= 80 else config.early_lse
+            return replace(config, persistent=True, ds_first=True, early_lse=early)
         return replace(config, dq_halves=True, ds_first=first)
     if sparsity is None or not sparsity.runs or structure.mask is None:
         return config
