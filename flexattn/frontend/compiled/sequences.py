@@ -62,7 +62,7 @@ def _attend_backward(
     packing = Packing(
         cu_q, cu_q if cu_k is None else cu_k, q.shape[0], k.shape[0], left, right, None
     )
-    numbers, documents = check_scale(scale, q.shape[2]), varlen.documents_of
+    numbers, documents = check_scale(scale, q.shape[2]), varlen.judged_with
     with torch.no_grad(), transforming(), torch.autocast("cuda", enabled=False):
         pack = Pack(
             None, varlen.window_mask(left, right), numbers,

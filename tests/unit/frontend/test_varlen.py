@@ -48,7 +48,7 @@ def test_another_window_is_a_band_too():
     1.1 to 1.4 times the time.
     """
     for left, right in (512, 0), (128, 0), (64, 3), (40, 9):
-        mask = varlen._window(left, right)
+        mask = varlen.window_mask(left, right)
         assert band_of(mask.mod.expr) == (-right, left) and not mask.scalars
 
 
