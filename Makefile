@@ -32,7 +32,7 @@ INTERPRETED := env TRITON_INTERPRET=1 FLEXATTN_INTERPRET=1
 PYTEST_ALONE := OMP_NUM_THREADS=1 $(PY) -m pytest -q --timeout 600
 PYTEST := $(PYTEST_ALONE) -n $(JOBS) --dist worksteal
 WITH_OLDEST := PYTHONPATH=$(OLDEST)
-ANYWHERE := not gpu and not neuron
+ANYWHERE := not gpu and not neuron and not full_autotune
 NO_DEVICE := $(ANYWHERE) and not full_matrix and not long
 
 help:
@@ -81,7 +81,7 @@ test-compile: env $(BETWEEN:%=$(VENV)/triton-%/.pins)
 	$(INTERPRETED) $(PYTEST) -m "long and $(ANYWHERE)" tests/interpreter
 	$(WITH_OLDEST) $(INTERPRETED) $(PYTEST) -m "oldest and long and $(ANYWHERE)" tests/interpreter
 	$(COMPILED) $(PYTEST) $(call half,first) -m full_matrix tests/compile
-	$(WITH_OLDEST) $(COMPILED) $(PYTEST) $(call half,second) -m "oldest and (full_matrix or not releases) and not gpu" tests/compile
+	$(WITH_OLDEST) $(COMPILED) $(PYTEST) $(call half,second) -m "oldest and (full_matrix or not releases) and not gpu and not full_autotune" tests/compile
 	for release in $(BETWEEN); do \
 		PYTHONPATH=$(VENV)/triton-$$release $(COMPILED) $(PYTEST) -m "releases and $(NO_DEVICE)" tests/compile || exit 1; \
 	done

@@ -42,6 +42,7 @@ class Settings:
         (FLEXATTN_BATCH_INVARIANT).
     mods: "module:function" of the mods that layers have in vLLM and SGLang (FLEXATTN_MODS).
     verify: which launches are held to plain torch (FLEXATTN_VERIFY).
+    nrtpy_python: of an environment with AWS's nrtpy (FLEXATTN_NRTPY_PYTHON).
     """
 
     interpret: bool
@@ -51,6 +52,7 @@ class Settings:
     mode: Mode = "replay"
     binaries: Path | None = None
     check: bool = False
+    nrtpy_python: Path | None = None
     strict: bool = False
     batch_invariant: bool = False
     mods: str = ""
@@ -139,6 +141,12 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "module:function, for vLLM and SGLang. Each of their processes calls it once for each "
         "attention layer. It returns a dict with the layer's score_mod and mask_mod, or None",
     ),
+    (
+        "FLEXATTN_NRTPY_PYTHON",
+        "",
+        "the python of an environment with AWS's nrtpy, which times kernels on a Neuron "
+        "instance and cannot share nki's environment. The default is the present python",
+    ),
 )
 
 
@@ -171,9 +179,10 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     named = filter(None, values["FLEXATTN_CACHE"].split(os.pathsep))
     cache = tuple(map(_path, named))
     binaries = _path(each) if (each := values["FLEXATTN_BINARIES"]) else None
+    nrtpy = _path(each) if (each := values["FLEXATTN_NRTPY_PYTHON"]) else None
     return Settings(
         interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries,
-        values["FLEXATTN_CHECK"] == "1", values["FLEXATTN_STRICT"] == "1",
+        values["FLEXATTN_CHECK"] == "1", nrtpy, values["FLEXATTN_STRICT"] == "1",
         values["FLEXATTN_BATCH_INVARIANT"] == "1", mods,
         cast(Verify, verify),
     )  # fmt: skip
@@ -311,6 +320,12 @@ def compiler_environment() -> dict[str, str]:
     return child_environment(interpret=False) | hidden | {"PYTHONPATH": _import_path()}
 
 
+def neuron_environment(artifacts: Path, target: str) -> dict[str, str]:
+    """The environment of a child that builds an NKI kernel for a target and leaves its files."""
+    own = {"NKI_ARTIFACTS_DIR": str(artifacts), "NEURON_PLATFORM_TARGET_OVERRIDE": target}
+    return dict(os.environ) | own | {"PYTHONPATH": _import_path()}
+
+
 def neuron_names() -> tuple[str, str]:
     """The target that the environment names for NKI, and the physical cores of a logical one."""
     names = ("NEURON_PLATFORM_TARGET_OVERRIDE", "NEURON_LOGICAL_NC_CONFIG")
@@ -322,6 +337,11 @@ def names_ptxas() -> bool:
     """True if the environment names a ptxas for Triton: the user then wants that one."""
     names = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
     return any(os.environ.get(name) for name in names)
+
+
+def nrtpy_python() -> str:
+    """The python that has nrtpy: the one that is named, else this one."""
+    return str(current().nrtpy_python or sys.executable)
 
 
 def _import_path() -> str:

@@ -1,15 +1,16 @@
-"""Stand-ins for AWS's nki and torch_neuronx: our interpreter as the device.
+"""Stand-ins for AWS's nki, torch_neuronx and nrtpy: our interpreter as the device.
 
 They have the calls that AWS documents and nothing else; what they prove is our side of them.
 """
 
 NKI = """
-import functools, inspect, os, pathlib
+import functools, inspect, json, os, pathlib
 import numpy, torch
 from flexattn.neuron.interpreter.interpret import interpret
 from flexattn.device.neuroncore import CORES
 
 __version__ = "0.7.0"
+ARTIFACTS = pathlib.Path(os.environ.get("NKI_ARTIFACTS_DIR", "nowhere"))  # at import, as AWS's
 
 
 def simulate(kernel):
@@ -21,12 +22,23 @@ def jit(function):
 
     def kernel(*arguments, lnc=1):
         text = pathlib.Path(inspect.getsourcefile(function)).read_text()
+        if os.environ.get("STAND_IN_REFUSES", "nothing at all") in text:
+            raise RuntimeError("the compiler refuses this kernel")
         given = [torch.from_numpy(a) if isinstance(a, numpy.ndarray) else a for a in arguments]
         core = CORES[os.environ["NEURON_PLATFORM_TARGET_OVERRIDE"]]
         if any(isinstance(a, torch.Tensor) for a in arguments):
             import torch_neuronx
             return torch_neuronx.on_device(text, given, core, lnc)
-        results = tuple(r.numpy() for r in interpret(text, given, core, programs=lnc).results)
+        run = interpret(text, given, core, programs=lnc)
+        ARTIFACTS.mkdir(parents=True)
+        tensors = [n for n, a in zip(names, arguments) if isinstance(a, numpy.ndarray)]
+        neff = {"ms": len(text) / 1e6, "inputs": tensors}
+        (ARTIFACTS / "kernel.neff").write_text(json.dumps(neff))
+        if os.environ.get("STAND_IN_CRASHES", "nothing at all") in text:
+            os.write(2, b"the device's last words")
+            os.abort()
+        wrong = float(os.environ.get("STAND_IN_IS_WRONG_BY", "0"))
+        results = tuple(r.numpy() + numpy.float32(wrong) for r in run.results)
         return results if len(results) > 1 else results[0]
 
     return Kernel(kernel)
@@ -102,15 +114,44 @@ def on_device(text, given, core, lnc):
     results = tuple(map(Neuron, interpret(text, found, core, programs=lnc).results))
     return results if len(results) > 1 else results[0]
 """
+NRTPY = """
+import json, types
 
 
-def install(folder):
+class NrtpyTensor:
+    @classmethod
+    def from_numpy(cls, array, name=None, core_id=0):
+        made = cls()
+        made.name = name
+        return made
+
+
+class NrtpyModel:
+    @classmethod
+    def load_from_neff(cls, neff_path, name=None, core_id=0):
+        made = cls()
+        with open(neff_path) as file:
+            made.neff = json.load(file)
+        made.input_tensors_info = dict.fromkeys(made.neff["inputs"])
+        made.calls = 0
+        return made
+
+    def benchmark(self, inputs, outputs=None, warmup_iter=5, benchmark_iter=5, mode="device"):
+        assert mode == "device" and sorted(inputs) == sorted(self.input_tensors_info)
+        self.calls += 1
+        return types.SimpleNamespace(mean_ms=self.neff["ms"] * (1 + 1e-3 * (self.calls % 3)))
+"""
+
+
+def install(folder, nrtpy=True):
     """The packages in a folder that PYTHONPATH may name."""
     (folder / "nki").mkdir(parents=True)
     (folder / "nki" / "__init__.py").write_text(NKI)
     for name in ("isa", "language"):
         (folder / "nki" / f"{name}.py").write_text("")
     (folder / "torch_neuronx.py").write_text(TORCH_NEURONX)
+    if nrtpy:
+        (folder / "nrtpy.py").write_text(NRTPY)
 
 
 def driver(folder, instance_type):

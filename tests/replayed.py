@@ -11,8 +11,6 @@ from flexattn.kernels.base.config import Config
 from flexattn.measure.task import Task
 from flexattn.records.record import Failed, Gated, Trial
 from flexattn.tuning.builds import BuiltConfig
-from flexattn.tuning.evaluator import SILENT, Evaluator, Method
-from flexattn.tuning.tuner import tuned
 
 # What a study does not know of a config that was never gated.
 _UNJUDGED = Gated("not judged in the study", 0.0, 0.0, 0.0, True)
@@ -105,8 +103,3 @@ class ReplayMeasurer:
             code_hash=f"replayed {place if twin is None else twin}",
             failed=failed,
         )
-
-
-def tune_subject(subject, measurer, build, method=None, *, seeds=(), progress=SILENT):
-    """Tune a subject whose task the measurer has open already. build: what its builds tell."""
-    return tuned(Evaluator(subject, measurer, build, method or Method(), progress), seeds)

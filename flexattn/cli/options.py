@@ -208,7 +208,8 @@ class CallOptions(CallSizes):
 class Tune(AskedProblems):
     """Tune problems; each record is kept as soon as its problem is done.
 
-    Ctrl-C keeps what is finished, and the same command goes on from there.
+    Ctrl-C keeps what is finished, and the same command goes on from there. It measures on the
+    device: a GPU, or a Neuron instance for trn1, trn2 and trn3.
     """
 
     list_presets: Annotated[
@@ -229,7 +230,7 @@ class Tune(AskedProblems):
         float | None,
         typer.Option("--time", min=0.0, help="Seconds after which no further problem begins."),
     ] = None
-    device: GpuName = None
+    device: DeviceName = None
     storage: Annotated[
         str | None, typer.Option(help="An Optuna storage URL that many machines share.")
     ] = None
@@ -422,7 +423,7 @@ class Render(CallOptions):
 
 @dataclass(frozen=True)
 class Devices:
-    """List what --device takes: GPUs, and Neuron's chips for `render` and `export`."""
+    """List what --device takes: GPUs, and Neuron's chips for `tune` and `render`."""
 
 
 @dataclass(frozen=True)

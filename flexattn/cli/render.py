@@ -176,7 +176,7 @@ def _rendered_nki(
         problem.describe(),
         f"{device.name} (NKI)",
         describe(kernel.config),
-        "the first that fits",
+        f"the first that fits; flexattn tune --device {device.name} --dry-run counts the others",
         str(kernel.path),
         None if kernel.combine is None else str(kernel.combine),
         mod_text(structure.score) if expr else None,

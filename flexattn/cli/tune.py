@@ -42,7 +42,8 @@ from flexattn.cli.terminal import (
 )
 from flexattn.cli.watch import Watch
 from flexattn.device import Device
-from flexattn.errors import DeviceError, InputError, UnsupportedError
+from flexattn.errors import DeviceError, FlexAttnError, InputError, UnsupportedError
+from flexattn.kernels.base.config import Fields
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose.defaults import survey
 from flexattn.kernels.choose.registry import short
@@ -59,11 +60,13 @@ from flexattn.tuning.campaign import (
     Campaign,
     TaskLocks,
     TuningOutcome,
+    Where,
+    environment_of,
     pending,
 )
 from flexattn.tuning.evaluator import Method, method_for
 from flexattn.tuning.tasks import NOTE, distinct, task_of, untuned_tasks
-from flexattn.tuning.tuner import GpuTuner, build_ahead
+from flexattn.tuning.tuner import GpuTuner, Plugin, build_ahead, plugin_of
 from flexattn.tuning.workload import read
 
 
@@ -73,7 +76,12 @@ def run(asked: options.Tune) -> None:
         _list_presets()
         return
     which = effort_of(asked.effort)
-    target = device_of(asked.device)
+    target = device_of(asked.device, neuron=True)
+    where: Where = environment_of
+    plugin = plugin_of(target.backend)
+    if plugin is not None:
+        plugin.check_tuning(target, which, asked.storage)
+        where = plugin.tuning_environment
     lists = [*map(Path, asked.problems or (untuned_path(),))] if asked.from_untuned else []
     for path in lists if asked.problems else ():
         if not path.exists():
@@ -92,8 +100,8 @@ def run(asked: options.Tune) -> None:
         )
     rows = []
     if not asked.from_untuned:
-        rows = asked_rows(asked)
-    if not asked.dry_run:
+        rows = asked_rows(asked, plans=plugin is None, backward=plugin is None)
+    if not asked.dry_run and plugin is None:
         _can_time(target)
     found = [task for path in lists for task in untuned_tasks(path, target)]
     found += [task_of(row, target, torch.device("cpu")) for row in rows]
@@ -101,16 +109,19 @@ def run(asked: options.Tune) -> None:
     store = Store(asked.out or users())
     if asked.dry_run:
         say_assumed(asked.device, target)
-        plan = plan_of(target, chosen, others, store, which, asked.again)
+        plan = plan_of(target, chosen, others, store, which, asked.again, where)
         say_json(plan) if asked.as_json else print_plan(plan)
         return
     method = method_for(which, asked.budget)
     if asked.from_untuned:
         method = replace(method, provenance="untuned", note=NOTE)
-    seconds = math.inf if asked.time is None else asked.time
-    ran = run_tuning(
-        chosen, store, method, asked.jobs, asked.again, asked.storage, seconds, asked.prune
-    )
+    if plugin is not None:
+        ran = run_plugin(plugin, target, chosen, store, which, method, asked.again)
+    else:
+        seconds = math.inf if asked.time is None else asked.time
+        ran = run_tuning(
+            chosen, store, method, asked.jobs, asked.again, asked.storage, seconds, asked.prune
+        )
     told = {
         "directory": str(store.root),
         "problems": [_told(outcome, store) for outcome in ran.outcomes],
@@ -191,12 +202,25 @@ def plan_of(
     store: Store,
     effort: Effort,
     again: bool,
+    where: Where = environment_of,
 ) -> dict[str, Any]:
     """The plan of a tuning: problems with their keys, configs and rejections by reason."""
-    open_titles = {task.title for task in pending(chosen, store, again)}
+    open_titles = {task.title for task in pending(chosen, store, again, where)}
     problems = []
     for task in chosen:
-        space = survey(task.problem, task.device, effort)
+        status, message = "to tune" if task.title in open_titles else "kept", ""
+        configs: Sequence[Fields] = ()
+        rejected: dict[str, int] = {}
+        plugin = plugin_of(task.device.backend)
+        if plugin is None:
+            space = survey(task.problem, task.device, effort)
+            configs, rejected = space.configs, dict(space.rejected)
+        else:
+            try:
+                fits = plugin.survey_of(task, effort)
+                configs, rejected = fits.configs, dict(fits.rejected)
+            except FlexAttnError as error:
+                status, message = "cannot", str(error)
         key = key_of(task.problem)
         problems.append({
             "title": task.title,
@@ -204,10 +228,11 @@ def plan_of(
             "key": asdict(key),
             "digest": key.digest(),
             "policy": asdict(task.policy),
-            "default": short(space.configs[0]),
-            "configs": len(space.configs),
-            "rejected": dict(space.rejected),
-            "status": "to tune" if task.title in open_titles else "kept",
+            "default": short(configs[0]) if configs else "",
+            "configs": len(configs),
+            "rejected": rejected,
+            "status": status,
+            "message": message,
         })  # fmt: skip
     return {
         "device": target.name,
@@ -251,6 +276,10 @@ def print_plan(plan: dict[str, Any]) -> None:
             "" if each["status"] == "to tune" else each["status"],
         )
     console.print(table)
+    for each in plan["problems"]:
+        if each["message"]:
+            text = f"{each['title']}: {each['message']}"
+            tell(console, text)
     for title, kept in plan["same_key"].items():
         tell(console, f"{title}: same key as {kept}")
     for name, meaning in _COLUMNS:
@@ -322,6 +351,24 @@ def run_tuning(
         tuners = [each.tune for each in on_gpus]
         run = Campaign(chosen, store, tuners, again, landed=landed, until=until, locks=locks)
         return _followed(run, [f"GPU {gpu}" for gpu in gpus], watch)
+
+
+def run_plugin(
+    plugin: Plugin,
+    device: Device,
+    chosen: Sequence[Task],
+    store: Store,
+    effort: Effort,
+    method: Method,
+    again: bool,
+) -> Ran:
+    """As `run_tuning`, for a device of a plug-in's."""
+    where = plugin.tuning_environment
+    todo = len(pending(chosen, store, again, where))
+    with Watch(todo, Console(stderr=True)) as watch:
+        tuner = plugin.tuner(device, watch.lane(), effort, method)
+        run = Campaign(chosen, store, [tuner], again, where)
+        return _followed(run, ["the instance"], watch)
 
 
 def _followed(run: Campaign, names: Sequence[str], watch: Watch) -> Ran:

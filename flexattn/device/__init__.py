@@ -8,6 +8,7 @@ from flexattn.device.device import (
     Device,
     Peaks,
     detect,
+    is_neuron,
     is_rdna,
     named,
     usable,

@@ -146,6 +146,11 @@ NEURON: dict[str, Device] = {
 INTERPRETER = Device("interpreter", "interpreter", "cpu", 4, 227 * KIB, 2**24, 2**16)
 
 
+def is_neuron(arch: str) -> bool:
+    """Whether it is a NeuronCore's."""
+    return arch in CORES
+
+
 def is_rdna(device: Device) -> bool:
     """Whether it is an AMD GPU with waves of 32 threads and 256 registers; CDNA's have 64 and 512.
 
@@ -163,7 +168,7 @@ def named(name: str) -> Device:
         raise InputError(
             f"{name} is a Neuron device",
             "this works on Triton's kernels",
-            "flexattn render and flexattn export take it",
+            "flexattn tune and flexattn render take it",
         )
     if name not in KNOWN:
         raise InputError(

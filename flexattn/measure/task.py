@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flexattn.device import Device
+from flexattn.errors import UnsupportedError
 from flexattn.kernels.base.config import Config
 from flexattn.mods import Bound
 from flexattn.problem import Kind, Problem
@@ -44,6 +45,17 @@ class Task:
     def kind(self) -> Kind:
         """The kind of its record."""
         return self.problem.structure.kind
+
+
+def call_of(task: Task) -> Task:
+    """The task, of a call's forward; raises UnsupportedError for others, which GPUs alone have."""
+    if task.kind in ("serving", "backward"):
+        raise UnsupportedError(
+            f"{task.title} for {task.device.name}",
+            "serving plans and gradients run on GPUs",
+            "leave rows with page_size, kind = 'serving' or backward = true out",
+        )
+    return task
 
 
 class Measurer(Protocol):

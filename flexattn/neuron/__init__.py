@@ -1,4 +1,4 @@
-"""AWS Neuron alone: kernels for Trainium, an interpreter of NKI, and a lint.
+"""AWS Neuron alone: kernels for Trainium, an interpreter of NKI, a lint and a cost model.
 
     attend = flexattn.neuron.kernel(score_mod, mask_mod, q.shape, k.shape)
 

@@ -1,11 +1,13 @@
-"""The config of a problem on a target, and why others cannot run."""
+"""The NKI family: the configs of a problem's space on a target, and why others cannot run."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import Any, Literal
 
 from flexattn.device.neuroncore import (
     CORES,
@@ -16,6 +18,7 @@ from flexattn.device.neuroncore import (
 )
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.base.limits import Limits, Rule, able
+from flexattn.kernels.choose.defaults import Survey
 from flexattn.neuron.config import (
     CHUNK,
     MaskSelect,
@@ -116,7 +119,23 @@ NKI_LIMITS: Limits[NkiCase] = Limits(
 )
 
 
+NkiEffort = Literal["quick", "full"]
 FORMS: tuple[MaskSelect, ...] = ("range", "affine", "select")
+
+
+class _Nki:
+    name = "nki"
+    kind = "nki"
+
+    def short(self, config: NkiConfig) -> str:
+        """128x512 k4096 is tiles of 512 keys, of 4096 that stay on the chip."""
+        parts = [f"{config.BLOCK_M}x{config.BLOCK_N} k{config.section}"]
+        parts += [f"x{config.num_splits}"] * (config.num_splits > 1)
+        parts += [config.mask] * (config.mask != "range")
+        return " ".join(parts)
+
+
+NKI = _Nki()
 
 
 class _Cases:
@@ -150,22 +169,29 @@ def _plain(problem: Problem, mask: MaskSelect) -> NkiConfig:
     return of_kind(128, 128, mask=mask)
 
 
+def broken_rules(config: NkiConfig, problem: Problem, target: str) -> list[Rule[NkiCase]]:
+    """The rules that a config breaks on a target such as "trn2".
+
+    Where the config's own numbers mean nothing, the rules of what it takes are not asked.
+    """
+    return NKI_LIMITS.broken(_Cases(problem, target).of(config))
+
+
 def target_reasons(config: NkiConfig, problem: Problem, target: str) -> list[str]:
     """Why a config cannot run for a problem on a target; an empty list when it can."""
     return NKI_LIMITS.said(_Cases(problem, target).of(config))
 
 
 def default_config(problem: Problem, target: str) -> NkiConfig:
-    """The config of a call: the first of a few that fits.
+    """The config to start from: the first of a few that fits; raises as `target_survey` does."""
+    return _first(problem, target, _Cases(problem, target))
 
-    Raises UnsupportedError naming the operation and the target for mods that cannot be expressed,
-    ConfigError with the reasons where no config fits.
-    """
-    cases = _Cases(problem, target)
+
+def _first(problem: Problem, target: str, cases: _Cases) -> NkiConfig:
     if all(cases.needs(form).refused for form in FORMS):
         # One error about a mod, instead of the same reason against every config.
         print_mods(problem, _plain(problem, FORMS[-1]), target)
-    forms = FORMS if problem.structure.mask is not None else FORMS[:1]
+    forms = _forms(problem)
     found = able(
         (replace(config, mask=form) for config in _preferences(problem) for form in forms),
         lambda config: NKI_LIMITS.said(cases.of(config)),
@@ -173,6 +199,26 @@ def default_config(problem: Problem, target: str) -> NkiConfig:
         "use smaller head dimensions, or a shorter mod",
     )
     return next(found)
+
+
+def target_survey(problem: Problem, target: str, effort: NkiEffort = "full") -> Survey:
+    """The configs of an effort that fit, each once, and the others counted by reason.
+
+    Raises UnsupportedError naming the operation and the target for mods that cannot be expressed,
+    ConfigError with the reasons where no config fits.
+    """
+    cases = _Cases(problem, target)
+    first = _first(problem, target, cases)
+    offered, rejected = [first], Counter[str]()
+    for config in dict.fromkeys(_grid(problem, effort)):
+        if config == first:
+            continue
+        broken = NKI_LIMITS.broken(cases.of(config))
+        if broken:
+            rejected[broken[0].name] += 1
+        else:
+            offered.append(config)
+    return Survey(tuple(offered), tuple(rejected.items()))  # type: ignore[arg-type]
 
 
 def _preferences(problem: Problem) -> Iterator[NkiConfig]:
@@ -188,3 +234,30 @@ def _preferences(problem: Problem) -> Iterator[NkiConfig]:
                 )
     if problem.structure.kind == "prefill":
         yield NkiPrefillConfig(32, 128, 128, 1, buffers=1)
+
+
+def _grid(problem: Problem, effort: NkiEffort) -> Iterator[NkiConfig]:
+    full, prefill = effort == "full", problem.structure.kind == "prefill"
+    # Beyond the keys that there are, a wider tile or section is the same one.
+    most = 2 * max(problem.kv_len, CHUNK)
+    widths = tuple(width for width in (128, 256, 512, 1024, 2048) if width < most)
+    depths = (1024, 4096, 8192) if full else (4096,)
+    sections = tuple(depth for depth in depths if depth < most) or depths[:1]
+    heights, counts = (64, 128) if full else (128,), (1, 2) if full else (1,)
+    axes = (heights, widths, sections, (1, 2), counts, _forms(problem))
+    for rows, width, section, scores, value, mask in product(*axes):
+        chosen: dict[str, Any] = {
+            "section": section, "score_buffers": scores, "value_buffers": value, "mask": mask,
+        }  # fmt: skip
+        if prefill:
+            ahead = full and problem.kv_len > section
+            for buffers in (1, 2)[: 1 + ahead]:
+                yield NkiPrefillConfig(rows, width, kv_buffers=buffers, **chosen)
+            continue
+        for splits in (1, 2, 4, 8) if full else (1, 2):
+            if splits * CHUNK <= max(problem.kv_len, CHUNK):
+                yield NkiDecodeConfig(rows, width, splits, **chosen)
+
+
+def _forms(problem: Problem) -> tuple[MaskSelect, ...]:
+    return FORMS if problem.structure.mask is not None else FORMS[:1]

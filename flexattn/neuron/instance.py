@@ -1,14 +1,27 @@
-"""AWS Neuron's tools on this machine, and the rungs of verification that they allow."""
+"""AWS Neuron's tools on this machine, the rungs of verification that they allow, and one run.
+
+Run as a module, it is a process that builds one NKI kernel and runs it once, standalone, as AWS
+documents it. `nki.jit` given numpy arrays compiles and executes without a framework, and leaves
+kernel.neff in NKI_ARTIFACTS_DIR, which must stand before nki is imported: hence a process for each
+kernel. [nrtpy] neuron-runtime/nrtpy/tutorial-debug-neff-nrtpy of the AWS Neuron documentation, SDK
+2.32.
+
+    python -m flexattn.neuron.instance JOB RESULTS INPUTS
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flexattn.errors import UnsupportedError
+from flexattn.runtime.codecache import module_of
 
 WHERE = (
     "the real packages are on the AWS Neuron repository: "
@@ -99,6 +112,14 @@ DRIVER = Path("/sys/devices/virtual/neuron_device")
 _TARGETS = {"trn1": "trn1", "inf2": "trn1", "trn2": "trn2", "trn3": "trn3"}
 
 
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A Neuron instance with AWS's package. target: of its cores. compiler: "nki" and version."""
+
+    target: str
+    compiler: str
+
+
 def driver_target(driver: Path | None = None) -> tuple[str, str]:
     """The target of this machine's cores by its driver; or "", and why there is none."""
     devices = sorted((driver or DRIVER).glob("neuron[0-9]*"))
@@ -112,3 +133,68 @@ def driver_target(driver: Path | None = None) -> tuple[str, str]:
     target = next((core for word, core in _TARGETS.items() if name.startswith(word)), "")
     why = f"the driver calls this instance {name!r}, and NKI has no such target"
     return target, "" if target else why
+
+
+def instance(driver: Path | None = None) -> tuple[Instance | None, str]:
+    """This machine as an instance; or None, and the reason why it can measure nothing."""
+    target, why = driver_target(driver)
+    if not target:
+        return None, why
+    simulate, why = real_package()
+    if simulate is None:
+        return None, why
+    import nki  # type: ignore[import-not-found]
+
+    return Instance(target, f"nki {getattr(nki, '__version__', 'of no version')}"), ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A kernel's file and text with its arguments by name, in order; tensors are torch's.
+
+    cores: physical ones that run it.
+    """
+
+    path: Path
+    text: str
+    cores: int
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run a job: its results as torch tensors, and its tensors by name as numpy has them."""
+    import numpy
+
+    job_path, results_path, inputs_path = map(Path, argv)
+    job: Job = torch.load(job_path, weights_only=False)
+    given = [_numpy(each) for each in job.values]
+    arrays = {
+        name: each.view(numpy.uint16) if each.dtype.itemsize == 2 else each
+        for name, each in zip(job.names, given, strict=True)
+        if isinstance(each, numpy.ndarray)
+    }
+    numpy.savez(inputs_path, **arrays)  # type: ignore[arg-type]
+    results = module_of(job.path, job.text).kernel[job.cores](*given)
+    results = results if isinstance(results, tuple) else (results,)
+    torch.save([_torch(each) for each in results], results_path)
+
+
+def _numpy(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dtype != torch.bfloat16:
+        return value.contiguous().numpy()
+    import ml_dtypes  # type: ignore[import-not-found]
+
+    return value.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+
+
+def _torch(value: Any) -> torch.Tensor:
+    if str(value.dtype) == "bfloat16":
+        return torch.from_numpy(value.view("uint16").copy()).view(torch.bfloat16)
+    return torch.from_numpy(value.copy())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -23,9 +23,10 @@ from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from flexattn.device import is_neuron
 from flexattn.errors import CacheError
 from flexattn.kernels.base.config import Config
-from flexattn.kernels.choose.registry import config_class, config_names, is_config
+from flexattn.kernels.choose.registry import backend_of, config_class, config_names, is_config
 from flexattn.records.record import SCHEMA, Answer, Environment, Key, Record, Sizes, Trial, is_time
 
 # The parts of a trial that repeat, with the field that names their kind.
@@ -221,6 +222,9 @@ def _answer(data: Any, *known: Key | Environment | None) -> Answer:
     name = type(answer.config).__name__
     if not name.lower().endswith(f"{answer.key.kind}config"):
         raise CacheError(f"a {name}", "it is of the key's kind")
+    wanted = "neuron" if is_neuron(answer.environment.arch) else "gpu"
+    if backend_of(answer.config) != wanted:
+        raise CacheError(f"a {name} for {answer.environment.arch}", "it is of the device's kind")
     return answer
 
 

@@ -24,6 +24,7 @@ from flexattn.util.files import try_lock
 
 Status = Literal["tuned", "kept", "failed"]
 TuneTask = Callable[[Task], Record]
+Where = Callable[[Task], Environment]
 
 # Seconds between two looks at problems that other tuners measure.
 _POLL_S = 0.3
@@ -46,13 +47,15 @@ def environment_of(task: Task) -> Environment:
     return environment(task.kind, task.device, task.policy)
 
 
-def pending(tasks: Sequence[Task], store: Store, again: bool) -> list[Task]:
+def pending(
+    tasks: Sequence[Task], store: Store, again: bool, where: Where = environment_of
+) -> list[Task]:
     """The tasks that the store has no sound record of, or all of them."""
-    return [task for task in tasks if again or _stored(task, store) is None]
+    return [task for task in tasks if again or _stored(task, store, where) is None]
 
 
-def _stored(task: Task, store: Store) -> Answer | None:
-    return store.answer(environment_of(task), key_of(task.problem))
+def _stored(task: Task, store: Store, where: Where) -> Answer | None:
+    return store.answer(where(task), key_of(task.problem))
 
 
 @dataclass
@@ -64,7 +67,7 @@ class Campaign:
     task goes to another one, and `lost` is told its number; what is left when all are lost has
     failed. KeyboardInterrupt goes through, and the same campaign later keeps what is there.
     again: tune and replace what is there instead, unless that would lose what was measured for
-    what was made up. landed: told of each
+    what was made up. where: the environment that the tuners' records hold in. landed: told of each
     record once the store has it, or a better one; it does not raise. until: of the monotonic
     clock; no task begins after it, and those that did not have no outcome. locks: shared with
     other campaigns of this store. A task that one of them tunes waits, while others go on, and is
@@ -76,6 +79,7 @@ class Campaign:
     store: Store
     tuners: Sequence[TuneTask]
     again: bool = False
+    where: Where = environment_of
     landed: Callable[[Record], None] = lambda record: None
     lost: Callable[[int, DeviceError], None] = lambda tuner, error: None
     until: float = math.inf
@@ -87,7 +91,7 @@ class Campaign:
         # Tasks that have not begun; those that other campaigns tune stand last.
         self._left: deque[Task] = deque()
         for task in self.tasks:
-            known = None if self.again else _stored(task, self.store)
+            known = None if self.again else _stored(task, self.store, self.where)
             if known is None:
                 self._left.append(task)
             else:
@@ -185,7 +189,7 @@ class Campaign:
             return None
         if self.again and written < self._begin:
             return None
-        return _stored(task, self.store)
+        return _stored(task, self.store, self.where)
 
     def _release(self, task: Task) -> None:
         """Let other campaigns have a task, or see its record."""
@@ -196,7 +200,7 @@ class Campaign:
         return str(self._path(task).relative_to(self.store.root))
 
     def _path(self, task: Task) -> Path:
-        return self.store.path(environment_of(task), key_of(task.problem))
+        return self.store.path(self.where(task), key_of(task.problem))
 
 
 def _ended(

@@ -101,6 +101,9 @@ class Method:
     note: str = ""
 
 
+USUAL = Method()
+
+
 def method_for(effort: Effort, budget_s: float | None = None) -> Method:
     """The usual method of an effort: quick ends within ten seconds, exhaustive leaves none out."""
     if effort == "quick":

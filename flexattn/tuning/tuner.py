@@ -16,19 +16,24 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexattn.device import Device
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.base.config import Config, Fields, describe
+from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose import registry
+from flexattn.kernels.choose.defaults import Survey
 from flexattn.measure.process import Closing
-from flexattn.measure.task import Task
+from flexattn.measure.task import Measurer, Task
 from flexattn.measure.worker import Worker
 from flexattn.mods import Bound
 from flexattn.problem import Problem
 from flexattn.records.layers import layers, ranked, transferred
-from flexattn.records.record import Record, Sizes, key_of
+from flexattn.records.record import Environment, Record, Sizes, key_of
 from flexattn.runtime.launch import Outputs
 from flexattn.tuning.builds import BuiltConfig, Pool, build_all, orders_for
-from flexattn.tuning.campaign import environment_of
+from flexattn.tuning.campaign import TuneTask, environment_of
 from flexattn.tuning.evaluator import (
     FOR_SCREENING,
+    SILENT,
+    USUAL,
+    BuildConfigs,
     Evaluator,
     Method,
     Progress,
@@ -125,11 +130,23 @@ class GpuTuner(Closing):
         self._measurer.open(task)
         if self.storage is not None:
             return SharedTuning(evaluator, self.storage, first=subject.index(first)).run()
-        return tuned(evaluator, first)
+        return _tuned(evaluator, first)
 
 
-def tuned(evaluator: Evaluator, seeds: Sequence[Config]) -> Record:
-    """The record of a subject whose task is open; seeds: configs that are measured first."""
+def tune_subject(
+    subject: Subject,
+    measurer: Measurer,
+    build: BuildConfigs,
+    method: Method = USUAL,
+    *,
+    seeds: Sequence[Config] = (),
+    progress: Progress = SILENT,
+) -> Record:
+    """Tune a subject whose task the measurer has open already. build: what its builds tell."""
+    return _tuned(Evaluator(subject, measurer, build, method, progress), seeds)
+
+
+def _tuned(evaluator: Evaluator, seeds: Sequence[Config]) -> Record:
     subject, method, progress = evaluator.subject, evaluator.method, evaluator.progress
     search = _search(subject, method, seeds)
     whole = isinstance(search, Everything)
@@ -169,6 +186,20 @@ class PluginKernel(NamedTuple):
 
 class Plugin(Protocol):
     """A module of these functions, flexattn.<backend>.plugin; they raise FlexAttnError."""
+
+    def check_tuning(self, device: Device, effort: Effort, storage: str | None) -> None:
+        """Refuse what a tuning for the device cannot be asked."""
+
+    def survey_of(self, task: Task, effort: Effort) -> Survey:
+        """The space of a task."""
+
+    def tuner(
+        self, device: Device, progress: Progress, effort: Effort, method: Method
+    ) -> TuneTask:
+        """A tuner for `campaign`; raises UnsupportedError where nothing can be measured."""
+
+    def tuning_environment(self, task: Task) -> Environment:
+        """The environment in which a record of `tuner` holds."""
 
     def render_kernel(self, problem: Problem, device: Device) -> PluginKernel:
         """The kernel of the first config that fits."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from flexattn.kernels.choose import registry
 from flexattn.kernels.choose.registry import ROWS
 from flexattn.tuning.tuner import Plugin, plugin_of
 from tests.package_files import FILES, PACKAGE, each_file
@@ -46,8 +45,8 @@ EDGES = {
     "measure": {"serving", "verify"},
     # It makes a workload's BlockMasks.
     "tuning": {"measure", "block_mask"},
-    # A plug-in: AWS Neuron's kernels and their interpreter. What the core knows of these devices
-    # is in device.neuroncore.
+    # A plug-in: AWS Neuron's kernels, their interpreter, cost model and Measurer. What the core
+    # knows of these devices is in device.neuroncore.
     "neuron": {"tuning"},
     "presets": {"catalogue"},
     # Attention of published models, as any user could write it.
@@ -69,7 +68,7 @@ LOOSE = {"__init__.py", "__main__.py", "errors.py", "settings.py", "gluon_api.py
 LISTED = {
     *("__init__.py", "catalogue/__init__.py", "serving/__init__.py", "sparse/__init__.py"),
 }
-# Folders that nothing imports but what is named: the registry finds the first by its name.
+# Folders that nothing imports but what is named: the registry's row finds the first by its name.
 PLUGINS = {"neuron": set(), "report": {"cli/report.py", "cli/bench.py", "cli/demo.py"}}
 REFERENCE_USERS = {"reference", "verify", "measure", "frontend", "serving"}
 
@@ -192,10 +191,10 @@ def test_a_plugin_is_imported_by_nothing_else(plugin):
 
 
 def test_the_registry_finds_the_plugin_of_a_backend():
-    (backend,) = registry.PLUGINS
-    assert backend in PLUGINS
+    (row,) = (row for row in ROWS if row.plugin)
+    assert row.folder in PLUGINS
     asked = {name for name in vars(Plugin) if not name.startswith("_")}
-    assert asked <= set(vars(plugin_of(backend)))
+    assert asked <= set(vars(plugin_of(row.folder)))
     assert plugin_of("cuda") is None
 
 
@@ -217,7 +216,8 @@ def test_families_import_neither_one_another_nor_what_chooses_between_them(folde
 
 def config_classes() -> dict[str, str]:
     """Config classes of families, each with its folder, as the registry has them."""
-    found = {name: row.folder for row in ROWS for name in row.configs}
+    rows = (row for row in ROWS if not row.plugin)
+    found = {name: row.folder for row in rows for name in row.configs}
     assert set(found.values()) <= FAMILIES
     return found
 

@@ -33,6 +33,7 @@ PROTOCOLS = (
     Protocol(
         "kernels/*/*.py", "announcement merged block_warps", "passes over PTX: ptx/stages.py"
     ),
+    Protocol("**/*.py", "main", "what a program starts with"),
     Protocol("integrations/*.py", "FlexattnBackend", "servers name a backend's class so"),
 )
 # Gluon's names, which a rendered kernel imports, and what stands for them in the interpreter.

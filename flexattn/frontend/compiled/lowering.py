@@ -26,6 +26,7 @@ from flexattn.frontend.compiled.op import (
     ATTEND_OP,
     BACKWARD_OP,
     BY_KEY_OP,
+    widened_sources,
 )
 from flexattn.frontend.compiled.spec import BARE, Spec, parsed, printed
 from flexattn.frontend.gradients import AskedGradients, check_backward, check_order
@@ -63,7 +64,9 @@ def lower(
     """
     options = _options(options)
     inputs: Any = V.graph.current_node.args
-    on_cpu = _torch_runs(query, kernel_options, options)
+    found = widened_sources((query, key, value), inputs[:3])
+    narrower = any(x is not y for (x, *_), y in zip(found, (query, key, value), strict=True))
+    on_cpu = not narrower and _torch_runs(query, kernel_options, options)
     try:
         node = NodeData.read(
             kernel_options, query, subgraph, block_mask, (score_captures, mask_captures),
@@ -89,9 +92,10 @@ def lower(
             said = "torch's own kernel serves a call of flexattn under torch.compile"
             say_once(f"{said}: a mod {why}")
         return None
+    given = [_as_traced(x, node) for x, node, _ in found]
     out, lse, maxima = _call(ATTEND_OP, [
-        *map(_as_traced, (query, key, value), inputs), list(node.lists), *node.tensors,
-        *node.integers, text, fixed_scale(scale),
+        *given, list(node.lists), *node.tensors, *node.integers, text, fixed_scale(scale),
+        *(factor for *_, factor in found),
     ])  # fmt: skip
     return out, _times(lse, 1 / _LN_2), _times(maxima, 1 / _LN_2)
 

@@ -19,6 +19,7 @@ from flexattn.errors import FlexAttnError
 from flexattn.frontend.attention import answer
 from flexattn.frontend.call import Call, autocast
 from flexattn.frontend.compiled.joint import marked
+from flexattn.frontend.compiled.op import widened
 from flexattn.frontend.compiled.spec import (
     BARE,
     INSTALLED,
@@ -33,6 +34,7 @@ from flexattn.frontend.compiled.spec import (
 from flexattn.frontend.install import served, torch_own
 from flexattn.kernels.choose import options
 from flexattn.mods.expr import ScoreMod
+from flexattn.problem import out_dtype
 from flexattn.problem.inputs import add_sinks
 from flexattn.settings import say_once
 
@@ -76,11 +78,16 @@ def node_of(given: Call, installed: bool = False) -> Any:
 
 
 def _taken(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value as torch's node takes them: of one batch."""
+    """Query, key and value as torch's node takes them: of one dtype, and of one batch."""
     q, k, v = autocast(call.q, call.k, call.v)
+    of_k, of_v = call.k_descale, call.v_descale
     if k.size(0) != q.size(0):
         k, v = k.expand(q.size(0), -1, -1, -1), v.expand(q.size(0), -1, -1, -1)
-    return q, k, v
+        of_k, of_v = (x if x is None else x.expand(q.size(0), -1) for x in (of_k, of_v))
+    dtype = out_dtype(q.dtype)
+    if k.dtype != dtype:
+        k, v = widened(k, of_k, dtype), widened(v, of_v, dtype)
+    return (q if q.dtype == dtype else widened(q, call.q_descale, dtype)), k, v
 
 
 def _marked(call: Call, installed: bool) -> dict[str, Any]:
@@ -163,6 +170,7 @@ def open_seam() -> str:
             lower_backward,
             with_lists_by_key,
         )
+        from flexattn.frontend.compiled.op import lower_widened
 
         node, backward = (getattr(torch.ops.higher_order, name) for name in (NODE, BACKWARD_NODE))
         stock, stock_backward = lowerings[node], lowerings[backward]
@@ -175,6 +183,7 @@ def open_seam() -> str:
         return why
     _mark_graphs()
     lowerings[TRACED_OP] = lambda score, whole: score
+    lowerings[torch.ops.flexattn.widened.default] = lower_widened
     lowerings[node] = _ours(stock, lower, _OPTIONS)
     lowerings[backward] = _ours(
         stock_backward, lower_backward, _BACKWARD_OPTIONS, with_lists_by_key

@@ -3,6 +3,10 @@
 They run it as eager code does.
 
 What was found in the lists of a mask serves later calls of the op that are given the same lists.
+flexattn::widened is what torch's node is given for inputs that it has no place for: an input of
+eight bits with its factors, or a key narrower than its query, is converted in the graph to the
+dtype of the output. Our lowering finds the input itself behind that, and nobody computes the
+conversion; wherever torch's node is run by others it is what they attend to.
 """
 
 from __future__ import annotations
@@ -33,8 +37,9 @@ from flexattn.frontend.gradients import (
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import Bound
 from flexattn.mods.expr import ScoreMod
-from flexattn.problem import checks
+from flexattn.problem import checks, out_dtype
 from flexattn.problem.mask_lists import keep_class, keep_runs, known_class, known_runs, mask_class
+from flexattn.problem.problem import NARROWER
 from flexattn.runtime.backward import like, slots_among
 from flexattn.runtime.key_lists import BothLists, has_more_rows, keep_by_key, made_by_key
 from flexattn.runtime.launch import Lists, dense_strides
@@ -76,6 +81,9 @@ def _attend(
     mask_integers: Sequence[int],
     spec: str,
     scale: float,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of q [B, Hq, L, E], k [B or 1, Hkv, S, E], v [B or 1, Hkv, S, Ev].
 
@@ -86,13 +94,15 @@ def _attend(
     """
     said = parsed(spec)
     checks.check_tensors(q, k, v, enable_gqa=True)
+    factors = (None if x is None else x.resolve_neg() for x in (q_descale, k_descale, v_descale))
+    of_q, of_k, of_v = factors
     with torch.no_grad(), transforming():
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         bound, score_mod = score_of(said, q, score, score_integers)
         kept, block_mask = mask_of(said, q, k, lists, mask, mask_integers)
         found = run_admitted(Call(
             q, k, v, score_mod, block_mask, checks.check_scale(scale, q.shape[3]), True, False,
-            said.options, said.statistics, score=bound, mask=kept, options=said.chosen,
+            said.options, said.statistics, None, of_q, of_k, of_v, 0.0, bound, kept, said.chosen,
         ))  # fmt: skip
     nothing = partial(q.new_empty, 0, dtype=torch.float32)
     lse, maxima = found.lse, found.max_scores
@@ -101,12 +111,12 @@ def _attend(
 
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, lists: Any, score: Any, mask: Any, score_integers: Any,
-    mask_integers: Any, spec: str, scale: float,
+    mask_integers: Any, spec: str, scale: float, *descales: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     said, rows = parsed(spec), q.shape[:3]
     shape = (*rows, v.shape[3])
     strides = dense_strides(q.stride(), shape)
-    out = q.new_empty_strided(shape, strides)
+    out = q.new_empty_strided(shape, strides, dtype=out_dtype(q.dtype))
     lse, maxima = (
         q.new_empty(rows if asked else (0,), dtype=torch.float32)
         for asked in (said.lse, said.max_scores)
@@ -116,7 +126,8 @@ def _fake(
 
 ATTEND_OP = define_op(
     "attend(Tensor q, Tensor k, Tensor v, Tensor[] lists, Tensor[] score, Tensor[] mask, "
-    "SymInt[] score_integers, SymInt[] mask_integers, str spec, float scale) "
+    "SymInt[] score_integers, SymInt[] mask_integers, str spec, float scale, "
+    "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None) "
     "-> (Tensor, Tensor, Tensor)",
     _attend,
     _fake,
@@ -238,6 +249,59 @@ def _known(lists: Sequence[Tensor]) -> _Look | None:
 def _written(lists: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     # Tensors of inference mode do not count, and have no runs.
     return tuple((0 if x.is_inference() else x._version, x.data_ptr()) for x in lists)
+
+
+# Where the lowering of an op keeps what it was given.
+_SOURCE = "_flexattn_source"
+
+
+def _widened(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if factor is None:
+        return x.to(dtype)
+    return (x.to(torch.float32) * factor[..., None, None]).to(dtype)
+
+
+WIDENED_OP = define_op(
+    "widened(Tensor x, Tensor? factor, ScalarType dtype) -> Tensor", _widened, _widened
+)
+
+
+def widened(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [B, H, S, D] times factor [B, H], where there is one, in a wider dtype."""
+    found: Tensor = torch.ops.flexattn.widened(x, factor, dtype)
+    return found
+
+
+def lower_widened(x: Any, factor: Any, dtype: torch.dtype) -> Any:
+    """The conversion in Inductor's program, which is left out where nobody asks for it."""
+    from torch._inductor.lowering import lowerings, to_dtype
+
+    if factor is None:
+        found = to_dtype(x, dtype, copy=True)
+    else:
+        each = factor
+        for _ in range(2):
+            each = lowerings[torch.ops.aten.unsqueeze.default](each, -1)
+        product = lowerings[torch.ops.aten.mul.Tensor](to_dtype(x, torch.float32), each)
+        found = to_dtype(product, dtype, copy=True)
+    setattr(found, _SOURCE, (x, factor))
+    return found
+
+
+def widened_sources(given: Any, nodes: Any) -> list[tuple[Any, Any, Any]]:
+    """The input itself, its node, and its factor, for each of query, key and value.
+
+    given, nodes: as a lowering of torch's node has them.
+    """
+    found = [(x, node, None) for x, node in zip(given, nodes, strict=True)]
+    for i, (x, node, _) in enumerate(found):
+        if getattr(node, "target", None) is WIDENED_OP and hasattr(x, _SOURCE):
+            source, factor = getattr(x, _SOURCE)
+            found[i] = source, node.args[0], factor
+    q, k, v = (x.get_dtype() for x, _, _ in found)
+    # What was copied or converted between has lost its source: then none is taken.
+    fits = k == v and (q == k or k in NARROWER.get(q, ()))
+    return found if fits else [(x, node, None) for x, node in zip(given, nodes, strict=True)]
 
 
 _TAKES = (

@@ -38,7 +38,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor | None,
     left: int, right: int, scale: float | None, in_order: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Both contiguous. cu_k: None where each sequence has as many keys as queries."""
+    # Both are contiguous. cu_k is None where each sequence has as many keys as queries.
     cu_k = cu_q if cu_k is None else cu_k
     with torch.no_grad(), transforming(), torch.autocast("cuda", enabled=False):
         out, lse = varlen.varlen_attn(
@@ -58,7 +58,7 @@ def _attend_backward(
     out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, left: int, right: int,
     scale: float | None, in_order: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v and sinks (empty without any), contiguous. out, lse: of `_attend`."""
+    # Gradients of q, k, v and sinks (empty without any), contiguous. out, lse: of `_attend`.
     packing = Packing(
         cu_q, cu_q if cu_k is None else cu_k, q.shape[0], k.shape[0], left, right, None
     )
@@ -86,7 +86,7 @@ def _by_documents(
     packing: Packing, tensors: tuple[Tensor | None, ...], grads: tuple[Tensor | None, ...],
     scale: float, in_order: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients with a document mask, where no kernel of packs is right."""
+    # The gradients with a document mask, where no kernel of packs is right.
     with torch.enable_grad():
         leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
         *qkv, sinks = leaves

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
@@ -24,7 +25,7 @@ from flexattn.kernels.choose.options import NONE, Options, parse
 from flexattn.mods.graph import GraphMod
 from flexattn.mods.recorded import from_data, to_data
 from flexattn.problem import FP8
-from flexattn.problem.checks import PLUGINS
+from flexattn.problem.checks import PLUGINS, mixes
 from flexattn.settings import current
 
 _NAMES = {"score", "mask", "block", "lse", "max_scores", "options", "looks", "backward", "grads"}
@@ -151,10 +152,17 @@ def breaks(call: Call) -> str:
         return "there is no query"
     if q.device.type in PLUGINS:
         return "a plug-in serves the device"
-    factors = call.q_descale, call.k_descale, call.v_descale
-    alike = q.dtype == k.dtype == v.dtype and q.dtype not in FP8
-    if not alike or any(x is not None for x in factors):
-        return "torch's node takes one dtype of 16 or more bits, and no factors of heads"
+    narrower = k.dtype != q.dtype or v.dtype != q.dtype
+    if narrower and (k.dtype != v.dtype or not mixes(q, k)):
+        return "query, key and value have dtypes that no kernel takes together"
+    if q.dtype in FP8 and torch.is_autocast_enabled(q.device.type):
+        return "autocast would convert what torch's node is given for float8"
+    descales = (call.q_descale, q), (call.k_descale, k), (call.v_descale, k)
+    for factor, like in descales:
+        if factor is not None and not _fits(factor, like, q):
+            return "a factor is no float32 tensor of [B, H], beside a query of float8"
+    if (narrower or q.dtype in FP8) and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return "attention of mixed dtypes, and of float8, has no backward"
     if call.dropout_p != 0.0:
         return "torch's node has no place for dropout"
     if call.scale is not None and not isinstance(call.scale, (int, float)):
@@ -172,6 +180,18 @@ def breaks(call: Call) -> str:
         if asked_statistics(call).max_scores:
             return "torch's node has no max_scores on the CPU"
     return ""
+
+
+def _fits(factor: Tensor, like: Tensor, q: Tensor) -> bool:
+    """True if a descale is one that `check_descales` takes."""
+    return (
+        isinstance(factor, Tensor)
+        and q.dtype in FP8
+        and factor.dtype == torch.float32
+        and tuple(factor.shape) == tuple(like.shape[:2])
+        and factor.device == q.device
+        and not factor.requires_grad
+    )
 
 
 def asked_statistics(call: Call) -> AuxRequest:

@@ -11,20 +11,21 @@ from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.family import KernelFamily
 from flexattn.problem import Kind, Structure
-from flexattn.problem.checks import PLUGINS
 
 
 class FamilyRow(NamedTuple):
     """The folder of a family in kernels/, which is imported on first use.
 
     family: the name of its object in the folder's module `family`. configs: its config classes,
-    in the folder's module `config`. measured: False if its kernels were never timed. Then only
-    kernel_options choose it.
+    in the folder's module `config`. plugin: the folder is one of flexattn/ itself
+    and has the name of a backend whose devices it serves; nothing but this row names it.
+    measured: False if its kernels were never timed. Then only kernel_options choose it.
     """
 
     folder: str
     family: str
     configs: tuple[str, ...]
+    plugin: bool = False
     measured: bool = True
 
 
@@ -37,17 +38,19 @@ ROWS = (
     FamilyRow("hopper_backward", "BACKWARD", ("HopperBackwardConfig",)),
     FamilyRow("triton_backward", "BACKWARD", ("BackwardConfig", "AmdBackwardConfig")),
     FamilyRow("paged_decode", "PAGED_DECODE", ("ServingConfig",)),
+    FamilyRow("neuron", "NKI", ("NkiPrefillConfig", "NkiDecodeConfig"), True),
 )
 _ROW_OF = {name: row for row in ROWS for name in row.configs}
 
 
 def _module(row: FamilyRow, name: str) -> Any:
-    return import_module(f"flexattn.kernels.{row.folder}.{name}")
+    return import_module(f"flexattn.{'' if row.plugin else 'kernels.'}{row.folder}.{name}")
 
 
 def plugin_module(backend: str) -> Any:
     """The module `plugin` of what serves a backend that is no GPU's; None for any other."""
-    return import_module(f"flexattn.{backend}.plugin") if backend in PLUGINS else None
+    row = next((row for row in ROWS if row.plugin and row.folder == backend), None)
+    return None if row is None else _module(row, "plugin")
 
 
 def config_names() -> tuple[str, ...]:
@@ -65,6 +68,12 @@ def is_config(value: object) -> bool:
     """True if a value is a config of any family."""
     name = type(value).__name__
     return name in _ROW_OF and type(value) is config_class(name)
+
+
+def backend_of(config: object) -> str:
+    """The backend of a config's records: "gpu", or a plug-in's."""
+    row = _ROW_OF[type(config).__name__]
+    return row.folder if row.plugin else "gpu"
 
 
 def _family(row: FamilyRow) -> Any:
@@ -89,7 +98,7 @@ def launch_key(config: Any) -> tuple[object, ...]:
 
 def _all(kind: Kind, measured: bool = True) -> list[KernelFamily[Any]]:
     """The families of a kind. measured: only those whose kernels somebody has timed."""
-    rows = (row for row in ROWS if row.measured >= measured)
+    rows = (row for row in ROWS if not row.plugin and row.measured >= measured)
     return [family for family in map(_family, rows) if family.kind == kind]
 
 

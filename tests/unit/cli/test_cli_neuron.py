@@ -1,4 +1,4 @@
-"""Neuron from the command line: exported and rendered with no device, and said for what it is."""
+"""Neuron from the command line: surveyed and rendered with no device, and said for what it is."""
 
 import json
 import re
@@ -23,6 +23,7 @@ name = "plain"
 mixes = [[1, 128, 128], [1, 1, 300]]
 """
 ALLOW = ("--allow-module", "waves_of_test_cli_neuron")
+TITLES = ("w plain B1 300", "w plain B1 128x128")
 WAVE = "import torch\n\ndef wave(score, b, h, q, k):\n    return torch.sin(score)\n"
 
 
@@ -35,6 +36,20 @@ def workload(tmp_path, monkeypatch):
     path.write_text(WORKLOAD)
     yield path
     sys.modules.pop("waves_of_test_cli_neuron", None)
+
+
+@pytest.mark.parametrize("target", CORES)
+def test_a_dry_run_counts_what_fits_and_names_what_cannot_be_expressed(flexattn, workload, target):
+    arguments = ("tune", workload, *ALLOW, "--device", target, "--dry-run")
+    full, quick = (
+        json.loads(flexattn(*arguments, "--json", "--effort", effort).stdout)["problems"]
+        for effort in ("full", "quick")
+    )
+    assert [each["status"] for each in full] == ["cannot", "to tune", "to tune"]
+    assert "sin of float32" in full[0]["message"] and target in full[0]["message"]
+    assert all(a["configs"] > b["configs"] > 0 for a, b in zip(full[1:], quick[1:], strict=True))
+    shown = flexattn(*arguments).stdout
+    assert f"{target}, effort full: nothing is built" in shown and "sin of float32" in shown
 
 
 def test_an_export_has_a_folder_for_each_kernel_and_names_what_has_none(
@@ -59,9 +74,10 @@ def test_an_export_has_a_folder_for_each_kernel_and_names_what_has_none(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["tune", "--preset", "sd21"], ["is a Neuron device"]),
-        (["tune", "--preset", "sd21", "--dry-run"], ["is a Neuron device"]),
-        (["why", "causal"], ["is a Neuron device", "flexattn render and flexattn export"]),
+        (["tune", "--preset", "sd21", "--effort", "exhaustive"], ["full leaves none out"]),
+        (["tune", "--preset", "sd21"], ["times come from the device itself", "--dry-run"]),
+        (["tune", "--preset", "sd21", "--storage", "sqlite://"], ["one instance tunes"]),
+        (["why", "causal"], ["is a Neuron device", "flexattn tune and flexattn render"]),
         (["build", "causal"], ["is a Neuron device"]),
         (["render", "causal", "--option", "BLOCK_M=64"], ["none of Triton's options"]),
         (["render", "causal", "--show", "ptx"], ["no compiler of it is installed"]),
@@ -94,7 +110,7 @@ def test_render_shows_the_kernel_of_a_target(flexattn, tmp_path, kind):
         sources.add(found["source"])
     assert len(sources) == len(CORES)
     shown = flexattn(*arguments, "trn2").stdout
-    assert "the first that fits" in shown and "score_mod (score + " in shown
+    assert "flexattn tune --device trn2" in shown and "score_mod (score + " in shown
 
 
 def test_devices_lists_the_limits_of_a_core(flexattn):

@@ -41,11 +41,15 @@ def tiny(tmp_path):
     return path
 
 
-def test_plans_are_listed(flexattn):
+def test_plans_are_listed_for_gpus_and_left_out_elsewhere(flexattn):
     arguments = ("tune", "--preset", "serving", "--preset", "sd21", "--dry-run", "--json")
     chosen = ("--only", "level 3 B2 256|decode B8", "--effort", "quick", "--device")
-    gpu = json.loads(flexattn(*arguments, *chosen, "nvidia-h200").stdout)["problems"]
+    gpu, neuron = (
+        json.loads(flexattn(*arguments, *chosen, device).stdout)["problems"]
+        for device in ("nvidia-h200", "trn2")
+    )
     assert [each["key"]["kind"] for each in gpu] == ["serving"] * 4 + ["prefill"]
+    assert [each["title"] for each in neuron] == ["sd21 level 3 B2 256x256"]
     assert gpu[0]["configs"] == 32 and gpu[0]["rejected"]["left out by quick"] > 100
     assert "only plans" in flexattn("bench", "--preset", "serving", status=2).stderr
 

@@ -75,6 +75,20 @@ def biased(table, score, b, h, q_idx, kv_idx):
     return torch.tanh(score) + table[h, q_idx - kv_idx + 40]
 
 
+def eight_bits():
+    q, k, v = inputs(1, 2, 2, 9, 9, 16)
+    return q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), {}
+
+
+def all_in_eight_bits():
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in inputs(2, 4, 2, 9, 9, 16, Bkv=1))
+    factors = {
+        f"{x}_descale": torch.rand(*n) + 0.5
+        for x, n in zip("qkv", [(2, 4), (1, 2), (1, 2)], strict=True)
+    }
+    return q, k, v, {"enable_gqa": True, **factors}
+
+
 CALLS = {
     "plain": lambda: (*inputs(1, 2, 2, 5, 9, 16), {}),
     "a mask and GQA": masked,
@@ -88,6 +102,8 @@ CALLS = {
     ),
     "one query": lambda: (*inputs(2, 4, 2, 1, 19, 16), {"enable_gqa": True}),
     "one batch of keys": lambda: (*inputs(3, 2, 2, 5, 9, 16, Bkv=1), {}),
+    "keys in eight bits": eight_bits,
+    "all in eight bits": all_in_eight_bits,
     "options of our own": lambda: (
         *inputs(1, 2, 2, 5, 9, 16), {"kernel_options": {"BACKEND": "GLUON", "SPLIT_KV": 2}}
     ),
@@ -112,7 +128,8 @@ def test_compiled_code_calls_our_op_with_what_an_eager_call_launches(inductor, n
 def test_statistics_sinks_and_autocast(monkeypatch):
     """As the graph has them around the node, whoever computes that."""
     q, k, v = inputs(1, 2, 2, 40, 40, 16)
-    logits = sinks(2)
+    logits, factors = sinks(2), torch.tensor([[0.5, 2.0]])
+    bits = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
 
     def layer(q, k, v):
         out, lse = flexattn.flex_attention(q, k, v, return_lse=True, sinks=logits)
@@ -120,7 +137,8 @@ def test_statistics_sinks_and_autocast(monkeypatch):
             narrow, aux = flexattn.flex_attention(
                 q, k, v, lambda s, b, h, i, j: s + i / 3, return_aux=AuxRequest(lse=True)
             )
-        return out, lse, narrow, aux.lse
+        eight = flexattn.flex_attention(*bits, q_descale=factors)
+        return out, lse, narrow, aux.lse, eight
 
     with compiling(monkeypatch, "aot_eager") as found:
         results = zip(found.compile(layer)(q, k, v), layer(q, k, v), strict=True)

@@ -48,30 +48,3 @@ def test_compiled_by_itself_it_is_no_graph_at_all(counter):
     wanted = flexattn.flex_attention(q, k, v, enable_gqa=True, return_lse=True)
     assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
     assert counter.frame_count == 0
-
-
-def eight_bits():
-    q, k, v = inputs(1, 2, 2, 9, 9, 16)
-    return q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), {}
-
-
-def all_in_eight_bits():
-    q, k, v = (x.to(torch.float8_e4m3fn) for x in inputs(2, 4, 2, 9, 9, 16, Bkv=1))
-    factors = {
-        f"{x}_descale": torch.rand(*n) + 0.5
-        for x, n in zip("qkv", [(2, 4), (1, 2), (1, 2)], strict=True)
-    }
-    return q, k, v, {"enable_gqa": True, **factors}
-
-
-@pytest.mark.parametrize("make", [eight_bits, all_in_eight_bits])
-def test_eight_bits_stand_between_two_graphs(counter, make):
-    q, k, v, call = make()
-
-    def layer(q, k, v):
-        return 2 * flexattn.flex_attention(q, k, v, **call)
-
-    compiled = torch.compile(layer, backend=counter)
-    assert torch.equal(compiled(q, k, v), layer(q, k, v))
-    assert counter.frame_count == 1
-    assert "factors of heads" in flexattn.explain(q, k, v, **call).breaks

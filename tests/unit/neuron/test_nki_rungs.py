@@ -7,10 +7,9 @@ import torch
 
 from flexattn.neuron import instance as module
 from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
-from flexattn.neuron.instance import driver_target, real_package, rungs
+from flexattn.neuron.instance import real_package, rungs
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape
-from tests import neuron_stand_ins as stand_ins
 from tests.cases import case
 from tests.nki import problem_of
 from tests.support import inputs
@@ -42,21 +41,6 @@ def test_a_package_that_simulates_is_the_real_one(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "nki", raising=False)
     assert real_package()[0] is not None and rungs()[2].available
     monkeypatch.delitem(sys.modules, "nki", raising=False)
-
-
-@pytest.mark.parametrize(
-    ("kind", "target"),
-    [("Trn1", "trn1"), ("Inf2", "trn1"), ("trn2", "trn2"), ("Trn3pds98", "trn3")],
-)
-def test_an_instance_is_known_by_its_driver(tmp_path, kind, target):
-    assert driver_target(stand_ins.driver(tmp_path, kind)) == (target, "")
-
-
-def test_what_is_no_instance_is_said(tmp_path):
-    assert "no Neuron instance" in driver_target(tmp_path)[1]
-    assert "no such target" in driver_target(stand_ins.driver(tmp_path / "old", "Inf1"))[1]
-    (tmp_path / "bare" / "neuron0").mkdir(parents=True)
-    assert "instance_type" in driver_target(tmp_path / "bare")[1]
 
 
 def test_the_ladder_claims_no_more_than_it_has():

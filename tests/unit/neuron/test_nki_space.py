@@ -1,15 +1,16 @@
-"""NKI configs: what a call uses fits, and each reason is one that the interpreter confirms."""
+"""The NKI space: what it offers fits, and each reason is one that the interpreter confirms."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
-from flexattn.catalogue import causal, head_bias
+from flexattn.catalogue import causal, head_bias, sliding_window
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import ConfigError, KernelError, UnsupportedError
 from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
-from flexattn.neuron.family import default_config, target_reasons
+from flexattn.neuron.family import broken_rules, default_config, target_reasons, target_survey
 from flexattn.neuron.interpreter.interpret import interpret
 from flexattn.neuron.run import lint, prepare
 from flexattn.neuron.source import render_nki
@@ -44,6 +45,8 @@ def broken(name):
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_reason_is_confirmed_by_force(name):
     config, target, problem, mods = broken(name)
+    found = broken_rules(config, problem, target)
+    assert [rule.name for rule in found] == [name.split(" of ")[0]]
     (said,) = target_reasons(config, problem, target)
     with pytest.raises(ConfigError, match=r"(?s)" + said[:12].replace("(", r"\(")):
         prepare(problem, config, target, **mods)
@@ -77,8 +80,24 @@ def test_a_mod_that_cannot_be_expressed_is_a_reason():
 
     problem, *_ = problem_of("prefill", WIDE, score_mod=score_mod)
     assert "sin" in target_reasons(NkiPrefillConfig(128, 512), problem, "trn2")[0]
-    with pytest.raises(UnsupportedError, match=r"(?s)sin of float32.*trn2"):
-        default_config(problem, "trn2")
+    for ask in (default_config, target_survey):
+        with pytest.raises(UnsupportedError, match=r"(?s)sin of float32.*trn2"):
+            ask(problem, "trn2")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_config_is_offered_once_or_counted(target):
+    problem, *_ = problem_of("prefill", WIDE, mask_mod=sliding_window(100))
+    found = target_survey(problem, target)
+    assert len(set(found.configs)) == len(found.configs)
+    assert found.configs[0] == default_config(problem, target)
+    assert ("range_select" in dict(found.rejected)) == (target == "trn1")
+    assert {config.BLOCK_N for config in found.configs} == {128, 256, 512, 1024, 2048}
+
+
+def test_short_keys_offer_no_tile_wider_than_they_are():
+    problem, *_ = problem_of("prefill", Shape(1, 1, 1, 64, 200, 64, 64))
+    assert {config.BLOCK_N for config in target_survey(problem, "trn2").configs} == {128, 256}
 
 
 def test_head_dimensions_that_leave_room_for_small_tiles_alone():
@@ -107,16 +126,31 @@ def preset_problems():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_config_of_each_preset_passes_lint_and_capacity(target):
-    """By an empty schedule: a kernel takes all its memory at its start."""
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "effort", ["quick", pytest.param("full", marks=pytest.mark.full_autotune)]
+)
+def test_every_config_offered_for_the_presets_passes_lint_and_capacity(effort):
+    """By an empty schedule: a kernel takes all its memory at its start.
+
+    Of the quick spaces each sixteenth, by which every target has its share.
+    """
     problems = preset_problems()
-    assert len(problems) > 10
-    for problem in problems:
+    assert len(problems) > 10 and len(TARGETS) % 2
+    linted, seen = set(), set()
+    spaces = list(product(problems, TARGETS))
+    for problem, target in spaces[:: 16 if effort == "quick" else 1]:
         s = problem.structure
         tensors = [torch.zeros(1, 1, 1, dim, dtype=getattr(torch, s.dtype)) for dim in
                    (s.head_dim_qk, s.head_dim_qk, s.head_dim_v)]  # fmt: skip
-        source = render_nki(problem, default_config(problem, target), target, "preset")
-        lint(source.text)
-        extra = [torch.zeros(1, 1, 1)] * (len(source.arguments) - 5)
-        interpret(source.text, (*tensors, 1.0, (), *extra), CORES[target])
+        for config in target_survey(problem, target, effort).configs:
+            source = render_nki(problem, config, target, "preset")
+            if source.hash not in linted:
+                lint(source.text)
+                linted.add(source.hash)
+            allocations = tuple(line for line in source.text.splitlines() if "buffer=" in line)
+            if (target, s.dtype, allocations) not in seen:
+                seen.add((target, s.dtype, allocations))
+                extra = [torch.zeros(1, 1, 1)] * (len(source.arguments) - 5)
+                given = (*tensors, 1.0, (), *extra)
+                interpret(source.text, given, CORES[target])

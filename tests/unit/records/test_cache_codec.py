@@ -146,9 +146,10 @@ HEAD = {
     "a config of the other template": put("config", {
         "type": "DecodeConfig", "BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2
     }),
-    "a config that has no records": put("config", {
+    "a config of another device": put("config", {
         "type": "NkiPrefillConfig", "BLOCK_M": 128, "BLOCK_N": 512
     }),
+    "a device of another config": put("environment.arch", "trn2"),
     "a tile that is no power of two": put("config.BLOCK_M", 96),
     "an absurd tile": put("config.BLOCK_N", 2**20),
     "an absurd number of warps": put("config.num_warps", 4096),

@@ -9,11 +9,12 @@ from typer.testing import CliRunner
 from flexattn import create_block_mask
 from flexattn.catalogue import causal, relative_bias
 from flexattn.cli.app import app
-from flexattn.errors import InputError
+from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.call import make_call
 from flexattn.frontend.gradients import choice_of
 from flexattn.kernels.choose.defaults import space
 from flexattn.kernels.choose.options import NONE
+from flexattn.measure.task import call_of
 from flexattn.mods.bind import clear
 from flexattn.records.environment import environment
 from flexattn.records.record import Decision, Gated, Record, Trial, key_of
@@ -139,5 +140,14 @@ def test_it_goes_by_the_registry():
 
 
 def test_neuron_has_no_gradients():
+    with pytest.raises(UnsupportedError, match="gradients run on GPUs"):
+        call_of(task_of(rows()[1], H200, CPU))
+    with override(cache=()):
+        done = CliRunner().invoke(
+            app,
+            ["tune", "--preset", "training", "--only", "bert", "--device", "trn2", *DRY],
+        )
+    titles = [each["title"] for each in json.loads(done.stdout)["problems"]]
+    assert len(titles) == 2 and not any("backward" in title for title in titles)
     done = CliRunner().invoke(app, ["render", "causal", "--kind", "backward", "--device", "trn2"])
     assert done.exit_code == 2 and "gradients run on GPUs" in done.output

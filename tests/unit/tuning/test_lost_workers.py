@@ -7,7 +7,7 @@ import pytest
 from flexattn.measure.worker import Deadlines, Worker
 from flexattn.tuning.builds import BuiltConfig
 from flexattn.tuning.evaluator import Method, Subject
-from tests.replayed import tune_subject
+from flexattn.tuning.tuner import tune_subject
 from tests.studies import ENVIRONMENT, POLICY, key
 from tests.unit.measure.runners import RUNNER, config, task
 

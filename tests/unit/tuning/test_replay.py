@@ -11,7 +11,8 @@ from flexattn.errors import CacheError
 from flexattn.records.codec import whole_trials
 from flexattn.tuning.evaluator import NOT_TRIED, Method
 from flexattn.tuning.race import cost
-from tests.replayed import ReplayMeasurer, tune_subject
+from flexattn.tuning.tuner import tune_subject
+from tests.replayed import ReplayMeasurer
 from tests.studies import decode_configs, study
 
 SMALL = study(5, decode_configs()[:24], batch=7)

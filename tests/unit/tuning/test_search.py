@@ -11,7 +11,8 @@ from bench.studies import load_study, stored
 from flexattn.tuning.evaluator import Method
 from flexattn.tuning.race import cost, replay_study
 from flexattn.tuning.search import Axes, Everything, Guided
-from tests.replayed import ReplayMeasurer, tune_subject
+from flexattn.tuning.tuner import tune_subject
+from tests.replayed import ReplayMeasurer
 from tests.studies import decode_configs, prefill_configs, study
 
 FOLDER = Path(__file__).parents[3] / "configs" / "studies"

@@ -11,7 +11,8 @@ from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.record import Failed, Gated
 from flexattn.tuning.evaluator import NOT_TRIED, Method, method_for
 from flexattn.tuning.race import HOPELESS, TrialTable, looks, replay_study
-from tests.replayed import ReplayMeasurer, tune_subject
+from flexattn.tuning.tuner import tune_subject
+from tests.replayed import ReplayMeasurer
 from tests.studies import FINE, decode_configs, study
 
 REPLAY = Method(rounds=3)
