@@ -11,9 +11,9 @@ LIMITS = {
     "": 8660,
     "configs/nvidia-h200": 560,
     "configs/studies": 160,
-    "bench/results": 420,
+    "bench/results": 450,
     "notebooks": 260,
-    "tests/golden/files": 300,
+    "tests/golden/files": 310,
     "docs/pictures": 80,
 }
 
