@@ -446,8 +446,6 @@ def _assembly(block, narrow, behind):
         "claim": claim,
         "release_semaphore": release_semaphore,
         "no_offset": lambda: 0,
-        "wait_for_delta": lambda: None,
-        "launch_dependents": lambda: None,
         "block_of_thread": lambda: block.number,
         "await_first": lambda: None,
         "let_second": lambda: None,

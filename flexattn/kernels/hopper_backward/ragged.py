@@ -16,7 +16,7 @@ from flexattn.problem import Structure
 # See templates/hopper_backward/key_tiles.py.jinja.
 KEY_TILES, ROW_TILES = Argument("KEY_TILES", "*i32", 16), Argument("ROW_TILES", "*i32", 8)
 # Sums of dK and dV of a part of a group's query heads.
-SUMS_OF_PARTS = "DK_PARTS", "DV_PARTS"
+PARTS = "DK_PARTS", "DV_PARTS"
 # Rows of a tile that a program adds up.
 PART_ROWS = 32
 # Numbers of a tile of keys; tiles that a program ranks at a time, and sequences beside them.
@@ -28,28 +28,12 @@ def row_arguments(structure: Structure, config: HopperBackwardConfig) -> list[Ar
     if not structure.ragged_kv:
         return []
     if config.head_parts > 1:
-        return several("*fp32", *SUMS_OF_PARTS, divisible_by=16)
+        return several("*fp32", *PARTS, divisible_by=16)
     element, found = f"*{signature_type(structure.dtype)}", []
     for name, width in zip(("DK", "DV"), structure.head_dims, strict=True):
         found.append(Argument(f"{name}_ROWS", element, 16))
         found += dense_stride_arguments(name.lower(), "hn", width)
     return found
-
-
-def begins_early(structure: Structure, config: HopperBackwardConfig, device: Device) -> bool:
-    """True if each kernel of a pack begins while the one before it ends.
-
-    0.94 to 0.95 of the time of packs of 8k rows (H200); beside three stages 1.0 and 1.12.
-    """
-    return structure.ragged_kv and config.num_stages == 2 and device.backend == "cuda"
-
-
-def of_packs(
-    structure: Structure, config: HopperBackwardConfig, device: Device
-) -> dict[str, object]:
-    """The variables of templates that say what a kernel of a pack has."""
-    early = begins_early(structure, config, device)
-    return {"ragged": structure.ragged_kv, "begins_early": early}
 
 
 def render_key_tiles(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
@@ -66,7 +50,6 @@ def render_key_tiles(structure: Structure, config: HopperBackwardConfig, device:
     context = {
         "constants": settings,
         "band": band,
-        "begins_early": begins_early(structure, config, device),
         # Whether later keys have fewer rows, and how many more rows than keys a tile has at most.
         "falls": low is not None,
         "reach": None if low is None or high is None else high - low,

@@ -58,7 +58,6 @@ from flexattn.kernels.hopper_backward.ragged import (
     KEY_TILE_WORDS,
     KEY_TILES,
     ROW_TILES,
-    of_packs,
     row_arguments,
     title_of,
 )
@@ -259,7 +258,7 @@ def render(
         # Beside a score_mod or dropout, what a mask asks for besides a band leaves none for lse.
         "masked_lse": rest is None or not (structure.score or structure.dropout),
         "indexed": score is not None or mask is not None,
-        **of_packs(structure, config, device),
+        "ragged": structure.ragged_kv,
         "row_arguments": [each.name for each in row_arguments(structure, config)],
         "chunks": pieces,
         "listed": sparsity is not None or joined,
@@ -331,7 +330,7 @@ def render_before(
         "dq_size": dq_size(structure),
         "v_pieces": named_pieces("v", structure.head_dim_v),
         "through_lse": through_lse,
-        **of_packs(structure, config, device),
+        "ragged": structure.ragged_kv,
         "config": config,
         "structure": structure,
         "flags": flags_of(config),
@@ -385,7 +384,7 @@ def render_after(structure: Structure, config: HopperBackwardConfig, device: Dev
         "dq_size": dq_size(structure),
         **_places(config, width),
         "used": _used(structure),
-        **of_packs(structure, config, device),
+        "ragged": structure.ragged_kv,
         "config": config,
         "flags": flags_of(config),
     }

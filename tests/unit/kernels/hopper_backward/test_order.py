@@ -101,19 +101,3 @@ def test_sections_fill_the_device():
     # The same machine code in another order: to a search it is no twin.
     more = replace(CONFIG, waves=4)
     assert family_of(CONFIG).launch_key(CONFIG) != family_of(CONFIG).launch_key(more)
-
-
-def test_kernels_of_packs_begin_while_those_before_them_end():
-    """The first one has none before it: the kernels of another call are to be done."""
-    packed, slow = (
-        packed_backward_problem(q, q, q, 3, None, bind(causal, "mask"), ())
-        for q in (torch.empty(300, 2, D, dtype=torch.bfloat16, device="meta") for D in (64, 96))
-    )
-    for wanted in packed, slow, problem("backward"):
-        config, begins = next(defaults(wanted)), wanted is packed
-        family = family_of(config)
-        around = family.around(wanted, config, H200)
-        sources = [family.render(wanted.structure, config, H200, "test"), around.after]
-        sources += around.before
-        assert [each.launch_pdl for each in sources] == [begins] * 4
-        assert around.trim is None or not around.trim.launch_pdl
