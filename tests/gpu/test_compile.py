@@ -1,7 +1,6 @@
 """Under torch.compile on a GPU: values, gradients, compiles, and CUDA graphs, against eager."""
 
 import random
-from argparse import Namespace
 
 import pytest
 import torch
@@ -143,7 +142,7 @@ def test_gradients_of_a_product_that_is_split(inductor, group, options):
 
 def test_a_block_of_the_bench_copies_nothing_for_its_attention(inductor):
     """No output is laid out anew, and no list of its mask is made."""
-    documents = Namespace(batch=2, length=1024, mean=300)
+    documents = training_step.TrainingRow("packs", batch=2, length=1024, mean=300)
     attend, mask = training_step.attends(documents, "cuda")[training_step.OURS]()
     block = training_step.GPT(1, attend).to("cuda", torch.bfloat16).blocks[0]
     x, grad = torch.randn(2, 2, 1024, training_step.WIDTH, device="cuda", dtype=torch.bfloat16)

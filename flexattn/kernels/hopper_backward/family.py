@@ -36,7 +36,7 @@ from flexattn.kernels.hopper_backward.masks import (
 from flexattn.kernels.hopper_backward.ragged import (
     KEY_TILE_WORDS,
     PART_ROWS,
-    PARTS,
+    PARTIAL_GRADIENTS,
     render_key_tiles,
     render_sum_parts,
 )
@@ -413,7 +413,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         sums = None
         if config.head_parts > 1:
             every = sizes["num_tiles"] * config.BLOCK_N
-            for name, width in zip(PARTS, structure.head_dims, strict=True):
+            for name, width in zip(PARTIAL_GRADIENTS, structure.head_dims, strict=True):
                 scratch.append((name, (1, sizes["kv_units"], every, width)))
             programs = every // PART_ROWS * problem.Hkv
             sums = render_sum_parts(structure, config, device), programs

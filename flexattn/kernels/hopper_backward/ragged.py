@@ -16,7 +16,7 @@ from flexattn.problem import Structure
 # See templates/hopper_backward/key_tiles.py.jinja.
 KEY_TILES, ROW_TILES = Argument("KEY_TILES", "*i32", 16), Argument("ROW_TILES", "*i32", 8)
 # Sums of dK and dV of a part of a group's query heads.
-PARTS = "DK_PARTS", "DV_PARTS"
+PARTIAL_GRADIENTS = "DK_PARTS", "DV_PARTS"
 # Rows of a tile that a program adds up.
 PART_ROWS = 32
 # Numbers of a tile of keys; tiles that a program ranks at a time, and sequences beside them.
@@ -28,7 +28,7 @@ def row_arguments(structure: Structure, config: HopperBackwardConfig) -> list[Ar
     if not structure.ragged_kv:
         return []
     if config.head_parts > 1:
-        return several("*fp32", *PARTS, divisible_by=16)
+        return several("*fp32", *PARTIAL_GRADIENTS, divisible_by=16)
     element, found = f"*{signature_type(structure.dtype)}", []
     for name, width in zip(("DK", "DV"), structure.head_dims, strict=True):
         found.append(Argument(f"{name}_ROWS", element, 16))
