@@ -145,8 +145,9 @@ def test_weights_of_eight_bits_are_an_operand_as_they_are(lazy_rescale):
         r"packed_element = 4 .* -> tensor<64x128xf8E4M3FN, (.*?)>", found.asm["ttgir"]
     )
     assert words and all("dot_op" in layout for layout in words)
-    # Words of weights are packed where they are converted.
-    assert code.count("PRMT") <= 16
+    # Words of weights are packed where they are converted; where they are converted at once, by
+    # prmt, for ptxas merges halves of weights that are one number wrongly.
+    assert code.count("PRMT") <= (16 if lazy_rescale else 32)
 
 
 def test_the_other_dtype():

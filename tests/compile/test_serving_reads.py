@@ -213,7 +213,7 @@ def test_a_token_of_fewer_numbers_than_are_rounded_at_a_time(heads, D, rounds):
 def test_whole_tensors_are_read_and_stored_in_vectors(name):
     device = named(name)
     compiled = compile_source(
-        render_quantize("bfloat16", 128, 64, True, True, True, device), device
+        render_quantize("bfloat16", 128, 64, True, True, True, True, device), device
     )
     ptx = compiled.asm["ptx"]
     assert resources(compiled, device).spills == 0

@@ -110,39 +110,3 @@ def test_descriptors_of_keys_that_batches_share_stay_in_their_memory():
         run_backward(
             planned, (q, *shared), out, torch.zeros(3, 2, 40), (dout, None), 0.1, (), None
         )
-
-
-@pytest.mark.parametrize("language", ["triton", "gluon"])
-def test_gradients_that_lie_in_one_tensor_are_written_by_its_strides(monkeypatch, language):
-    """By a descriptor's, which Hopper's kernel has for dk and dv, as by pointers'."""
-    whole = torch.empty(2, 300, 3, 4, 64, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4)
-    q, k, v = torch.randn(3, 2, 4, 300, 64, dtype=torch.bfloat16)
-    problem = _problem(AskedGradients(None, None, None, 0.1, NONE, ()), q, k, v, None, H200)
-    prepared = []
-
-    class Kernel(SimpleNamespace):
-        def prepare(self, programs, fixed, given, boxes=None, spare=()):
-            prepared.append((fixed, boxes or {}))
-            return SimpleNamespace(launch=lambda *_: None)
-
-    def choose(problem, target, index, options):
-        choice = next(candidates_of(problem, target, options)).choice()
-        return replace(choice, kernels=(Kernel(),))
-
-    monkeypatch.setattr(backward, "builder", lambda: SimpleNamespace(kernel=lambda *_: Kernel()))
-    launch = backward.prepare_backward(
-        problem, H200, q.device, SimpleNamespace(choose=choose), Options(language=language),
-        (q, k, v), q, q, None, tuple(whole),
-    )  # fmt: skip
-    assert launch.choice.config.language == language
-    fixed = next(each for each, _ in prepared if "stride_dkb" in each)
-    for name, x, axes in zip(("dq", "dk", "dv"), whole, ("bhm", "bhn", "bhn"), strict=True):
-        assert tuple(fixed[f"stride_{name}{axis}"] for axis in axes) == x.stride()[:3]
-    boxes = {name: box for _, found in prepared for name, box in found.items()}
-    assert ("DK" in boxes) == (language == "gluon")
-    for name, x in zip(("DK", "DV"), whole[1:], strict=True):
-        if name in boxes:
-            assert tuple(boxes[name]) == (tuple(x.shape), x.stride())
-    lse = torch.zeros(2, 4, 300)
-    found = launch.run((q, k, v), q, lse, (q, None), 0.1, (), (), tuple(whole))
-    assert all(x.data_ptr() == y.data_ptr() for x, y in zip(found[:3], whole, strict=True))
