@@ -98,7 +98,9 @@ class Reader:
         written = writes(target)
         into: Any = None
         if written:  # a whole temporary of the mod's, which later nodes read as this one's result
-            name, kwargs = name.removesuffix("_"), dict(kwargs)
+            inner = name.startswith("__i")  # __ilshift__
+            name = f"__{name[3:]}" if inner else name.removesuffix("_")
+            kwargs = dict(kwargs)
             into = kwargs.pop("out", args[0])
         if name not in TABLE:
             raise unknown(target)
@@ -205,14 +207,43 @@ def _refuse_mask_dtype(dtype: str) -> NoReturn:
 
 @lru_cache(maxsize=1)
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """torch's decompositions of every operation that the tables do not hold, and no write is."""
+    """torch's decompositions of every operation that the tables do not hold.
+
+    One that writes, in place or to `out=`, has that of its twin which does not.
+    """
     from torch._decomp import decomposition_table
 
-    return {
+    found = {
         op: decomposed
         for op, decomposed in decomposition_table.items()
         if isinstance(op, torch._ops.OpOverload) and op_name(op) not in TABLE and not writes(op)
     }
+    twins = {(op_name(op), _read(op)): decomposed for op, decomposed in found.items()}
+    for name in {op_name(op) for op in found}:
+        for packet in (getattr(torch.ops.aten, each, None) for each in (name, f"{name}_")):
+            for op in (getattr(packet, each) for each in packet.overloads()) if packet else ():
+                if writes(op) and (twin := twins.get((name, _read(op)))):
+                    found[op] = _writing(op, twin)
+    return found
+
+
+def _read(op: Any) -> tuple[str, ...]:
+    """The types of the arguments that an operator reads."""
+    return tuple(str(each.type) for each in op._schema.arguments if not _is_out(each))
+
+
+def _is_out(argument: Any) -> bool:
+    return bool(argument.kwarg_only and argument.alias_info and argument.alias_info.is_write)
+
+
+def _writing(op: Any, decomposed: Callable[..., Any]) -> Callable[..., Any]:
+    out = next((each.name for each in op._schema.arguments if _is_out(each)), None)
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        into = args[0] if out is None else kwargs.pop(out)
+        return into.copy_(decomposed(*args, **kwargs))
+
+    return write
 
 
 def is_known(op: Any) -> bool:
