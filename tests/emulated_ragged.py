@@ -35,8 +35,8 @@ def holes(b, h, q_idx, kv_idx):
 def row_tiles(q_lens, kv_lens, config, group, parts=1, workers=10**6):
     """How many tiles there are, and each one's request and first row, the most keys first.
 
-    Of slices the number of the first one stands for the row. parts: into which the keys of each
-    tile are cut, if they are many. workers: programs that take tiles.
+    With slices it is the number of the first slice, not the row. parts: the keys of a tile are
+    split into so many, if there are many keys. workers: programs that take tiles.
     """
     rows, step = config.BLOCK_M, config.BLOCK_M
     if config.sliced(group):

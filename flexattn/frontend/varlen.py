@@ -292,17 +292,20 @@ def _attended(
         mask_mod = and_masks(*terms, packing.mask_mod) if terms else packing.mask_mod
     scale = check_scale(rest["scale"], q.shape[2])
     lse = rest["return_lse"] or (aux is not None and aux.lse)
-    cu, documents = (packing.cu_q, packing.cu_k), judged_with(packing, score_mod, scale, sinks)
+    cu, documents = (
+        (packing.cu_q, packing.cu_k),
+        with_document_mask(packing, score_mod, scale, sinks),
+    )
     return attend_packed(
         q, k, v, cu, score_mod, mask_mod, scale, sinks, lse, documents,
         bool(rest["kernel_options"]),
     )  # fmt: skip
 
 
-def judged_with(
+def with_document_mask(
     packing: Packing, score_mod: ScoreMod | None, scale: float, sinks: Tensor | None
 ) -> Callable[[Tensor, Tensor, Tensor], Attended]:
-    """What makes of q, k and v the same call with a document mask."""
+    """A function of q, k and v that makes the same call with a document mask."""
 
     def as_documents(q: Tensor, k: Tensor, v: Tensor) -> Attended:
         mask, score = document_call(packing, score_mod)

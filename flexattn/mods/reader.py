@@ -98,8 +98,8 @@ class Reader:
         written = writes(target)
         into: Any = None
         if written:  # a whole temporary of the mod's, which later nodes read as this one's result
-            inner = name.startswith("__i")  # __ilshift__
-            name = f"__{name[3:]}" if inner else name.removesuffix("_")
+            # __ilshift__ is __lshift__ in place, and add_ is add.
+            name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
             kwargs = dict(kwargs)
             into = kwargs.pop("out", args[0])
         if name not in TABLE:
@@ -209,7 +209,8 @@ def _refuse_mask_dtype(dtype: str) -> NoReturn:
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """torch's decompositions of every operation that the tables do not hold.
 
-    One that writes, in place or to `out=`, has that of its twin which does not.
+    An operation that writes, in place or to `out=`, has the decomposition of the one that does
+    not write.
     """
     from torch._decomp import decomposition_table
 

@@ -96,7 +96,7 @@ class Rounding:
         for i in range(0, x.shape[-1], ADDED):
             left, right = x[..., i : i + ADDED], y[..., i : i + ADDED, :]
             whole = total + left @ right
-            # Their Euclidean norm stands for the largest product.
+            # The Euclidean norm of the products is used in place of the largest one.
             size = (left.square() @ right.square()).sqrt()
             size = torch.stack([size, whole.abs(), total.abs().expand_as(size)]).amax(0)
             unit = (size.clamp_min(2.0**-100).view(torch.int32) & _EXPONENT).view(

@@ -1,4 +1,4 @@
-"""What happens to kernels between PTX and machine code: the pass, which ptxas, lost negations."""
+"""Kernels between PTX and machine code: the pass, the choice of ptxas, lost negations."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What serving kernels read, and what stores keys: lengths, fine scales, new keys in vectors.
+"""Loads of serving kernels, and stores of new keys: lengths, scales, vectors.
 
 A length is loaded once, by one thread of a program. Another stream may change lengths while a
 launch reads them. Threads that load one length at two times then take different numbers of turns,
@@ -82,7 +82,7 @@ def assert_no_copy(kind, ttgir, threads):
 
 
 def assert_within_warps(ttgir):
-    """What is summed and found of requests needs no other warp: its vectors lie in one."""
+    """Sums and searches over requests exchange nothing between warps: a vector lies in one."""
     scalar = r"\(tensor<(\d+)xi32, (.*?)>\)? -> i32"
     scan = r'"tt\.scan".*?\n(?:.*\n)*?.*\(tensor<(\d+)xi32, (.*?)>\)'
     kinds = re.findall(scan, ttgir) + re.findall(scalar, ttgir)

@@ -22,7 +22,8 @@ from flexattn.mods.graph import Captured, GraphMod
 # A joint graph takes a score, its position and a gradient, then what the mod captures, and gives
 # the gradients of all but its sixth input.
 _POSITION = 5
-# Modules of functions whose gradients are those of what they compute, but for these names.
+# Autograd differentiates what functions of these modules compute, except if a name has one of
+# the words in _STOPS.
 _FOLLOWED = frozenset(
     (
         "_operator math torch torch._tensor torch.functional torch.nn.functional torch._C._nn "

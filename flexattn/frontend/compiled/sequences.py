@@ -62,11 +62,11 @@ def _attend_backward(
     packing = Packing(
         cu_q, cu_q if cu_k is None else cu_k, q.shape[0], k.shape[0], left, right, None
     )
-    numbers, documents = check_scale(scale, q.shape[2]), varlen.judged_with
+    factor = check_scale(scale, q.shape[2])
     with torch.no_grad(), transforming(), torch.autocast("cuda", enabled=False):
         pack = Pack(
-            None, varlen.window_mask(left, right), numbers,
-            documents(packing, None, numbers, sinks), in_order,
+            None, varlen.window_mask(left, right), factor,
+            varlen.with_document_mask(packing, None, factor, sinks), in_order,
         )  # fmt: skip
         cu = as_offsets(packing.cu_q), as_offsets(packing.cu_k)
         if is_readable(q, k, v, *cu, sinks) and pack.has_gradients(q, k, v, len(cu_q) - 1):
@@ -76,7 +76,7 @@ def _attend_backward(
             if sinks is not None:
                 given.append(of_sinks(sinks, lse.T[None], found.delta))
         else:
-            given = _by_documents(packing, (q, k, v, sinks), (dout, dlse), numbers, in_order)
+            given = _by_documents(packing, (q, k, v, sinks), (dout, dlse), factor, in_order)
     empty = [q.new_empty(0, dtype=torch.float32)] if sinks is None else []
     dq, dk, dv, dsinks = (x.contiguous() for x in given + empty)
     return dq, dk, dv, dsinks

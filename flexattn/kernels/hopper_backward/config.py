@@ -97,9 +97,9 @@ class HopperBackwardConfig:
     It takes dq_tma: a warp waits for a block's turn, not the consumers.
     remat: whether addresses of tiles are computed anew in each turn of the loop; default False.
     What is known from before it takes registers, which beside masks and counters are lacking.
-    head_parts: into how many blocks the query heads of a tile of keys are parted, of packed
-    sequences; default 1. Each stores its sums of dK and dV in float32, and a kernel behind adds
-    them. Where all blocks start at once, the longest is not alone at the end.
+    head_parts: the blocks over which the query heads of a tile of keys are split, with packed
+    sequences; default 1. Each block stores its sums of dK and dV in float32, and a later kernel
+    adds them. If all blocks start at once, the longest block decides the time, and is shorter so.
     by_product: whether one warpgroup makes scores, weights and dV of a tile, and the other dP, dS
     and dK; default False: they share each product. For tiles of 64 rows and keys, of which half a
     product of scores reads shared memory for longer than it multiplies. Without dropout and

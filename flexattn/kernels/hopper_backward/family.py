@@ -155,9 +155,9 @@ def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
     Beside gradients of captured tensors more heads start side by side: else all blocks add to the
     same few places (0.69 of the time at 64 columns, 0.82 at 128). So they do in windows of few
     rows: 0.96 (64 columns) and 0.98 (96) for 8k rows, but 1.02 and 1.04 for 32k and 128k.
-    A group's query heads are parted where there is a tile an SM or less, of which the longest took
-    twice the mean: 0.67 (16:2 heads, 8k rows); with twice as many tiles parts take 1.03. Of 65 to
-    96 columns three stages take 0.985 to 1.0.
+    The query heads of a group are split over blocks if there is at most one tile per SM, and the
+    longest tile took twice the mean: 0.67 of the time (16:2 heads, 8k rows). With twice as many
+    tiles the split takes 1.03. With 65 to 96 columns three stages take 0.985 to 1.0.
     """
     structure = problem.structure
     if columns(structure) > 128:
@@ -191,7 +191,7 @@ def _of_packs(problem: Problem) -> Iterator[HopperBackwardConfig]:
 
 
 def _parts_of_groups(problem: Problem) -> int:
-    """Into how many parts a pack's groups of query heads go, for two tiles of keys an SM."""
+    """The blocks over which a pack's groups of query heads are split, for two tiles per SM."""
     tiles, parts = sizes_of_launch(problem, _WIDE)["num_tiles"] * problem.Hkv, 1
     while tiles * parts < 2 * BLOCKS_AT_ONCE and parts < _MOST_PARTS:
         parts *= 2
