@@ -317,19 +317,20 @@ class Side:
 
     def __init__(self, device: str) -> None:
         self.device, self.clock = device, Clock(device)
+        self.case: Case | None = None  # a graph's replays read the tensors of its call
         self.sample: Any = None
 
     def build(self, row: RaceRow) -> dict[str, Any]:
         """Build the row's call, check what it computes, warm it up."""
-        self.sample = None
+        self.case = self.sample = None
         gc.collect()
         if self.device != "cpu":
             cuda.empty_cache()
         torch.manual_seed(zlib.crc32(row.name.encode()))
-        case = (process_case if row.first else case_of)(row, self.device)
-        found = case.check()
+        self.case = (process_case if row.first else case_of)(row, self.device)
+        found = self.case.check()
         if not found:
-            self.sample = self.clock.prepare(case.call, row.clock)
+            self.sample = self.clock.prepare(self.case.call, row.clock)
         return {"wrong": found}
 
     def answer(self, line: dict[str, Any]) -> dict[str, Any]:

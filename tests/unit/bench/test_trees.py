@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -140,6 +141,24 @@ def test_a_run_is_resumed_and_not_with_other_code(tmp_path):
     assert [row.name for row in trees.begun(out, report).rows] == ["host/a"]
     with pytest.raises(ValueError, match="another race"):
         trees.begun(out, replace(report, environments=({**here, "new": "c"},)))
+
+
+def test_a_side_keeps_the_tensors_of_a_call_whose_graph_is_replayed(monkeypatch):
+    """They were free while a graph read them: plans read lengths of 0, 8 us for 8k prompts."""
+    found = []
+
+    def case(row, device):
+        lens = torch.full((4,), 8192)
+        found.append(weakref.ref(lens))
+        return trees_child.Case(lens.sum, lambda: "")
+
+    monkeypatch.setattr(trees_child, "case_of", case)
+    monkeypatch.setattr(trees_child.Clock, "prepare", lambda *_: lambda calls: 0.0)
+    side = trees_child.Side("cpu")
+    for _ in range(2):
+        side.build(race_row(asdict(race_rows()["append/64-token_head"])))
+        assert found[-1]() is not None
+    assert found[0]() is None
 
 
 def test_this_checkout_beside_itself(tmp_path, monkeypatch, capsys):
