@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -193,9 +194,9 @@ class AttentionSlice:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, b: slice, h: slice, m: slice) -> Reference:
         q_work = descaled(self.rounding.load(q[b, h, m]), self._factor("q", b, h))
         keys = self._pieces("k", k, q, b, h)
-        products = [shared(self.rounding.product, q_work, each.mT) for _, each in keys]
-        product = products[0] if len(products) == 1 else torch.cat(products, -1)
-        scores = self.rounding.scores(product * self.scale)
+        product = partial(self.rounding.product, scale=self.scale)
+        made = [shared(product, q_work, each.mT) for _, each in keys]
+        scores = made[0] if len(made) == 1 else torch.cat(made, -1)
         values = self._pieces("v", v, q, b, h)
         if scores.numel() == 0:
             none = scores.new_full(scores.shape[:3], -math.inf)

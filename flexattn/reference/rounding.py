@@ -32,12 +32,13 @@ class Precision(enum.Enum):
     ORACLE computes and returns float64. ROUNDED is the reference run whose error sets the budget:
     QK^T and P are rounded to the inputs' dtype (tf32 where torch allows it), all else is fp32. For
     e4m3 QK^T is summed as Hopper sums it and rounded to bfloat16, the output's dtype: no kernel
-    has scores in eight bits. P, at most 1, takes e4m3's range, unless V has 16 bits. Its
-    gradients are those of a kernel that saves the output and lse: gradients of scores are rounded
-    where the scores were.
+    has scores in eight bits. No score errs by less than such sums do in the root mean square. P,
+    at most 1, takes e4m3's range, unless V has 16 bits. Its gradients are those of a kernel that
+    saves the output and lse: gradients of scores are rounded where the scores were.
     WORKING is the CPU path: fp32, or float64 for float64 inputs, with `out` in q's dtype, or
     bfloat16 for e4m3. STORED is what a kernel's forward leaves for a backward: as ROUNDED, but
     scores stay in fp32, as kernels keep them, so that weights made anew from lse add up to 1.
+    Those of e4m3 are too large, all of them, by what sums lose.
     """
 
     ORACLE = "oracle"
@@ -80,7 +81,7 @@ class Rounding:
         weight = q.dtype if widened else v.dtype
         if precision is Precision.STORED:  # kernels multiply tf32 three times, which is fp32
             score, tf32 = None, False
-        eight = q.dtype in FP8 and precision is Precision.ROUNDED
+        eight = q.dtype in FP8
         return cls(work, score, weight, out_dtype(q.dtype), tf32, True, eight)
 
     def load(self, x: Tensor) -> Tensor:
@@ -88,22 +89,17 @@ class Rounding:
             x = x.float()
         return self._tf32(x.to(self.work))
 
-    def product(self, x: Tensor, y: Tensor) -> Tensor:
-        """Q [.., m, i] times K [.., i, n]."""
+    def product(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+        """Q [.., m, i] times K [.., i, n], times the scale, as it is rounded."""
+        exact = x @ y * scale
         if not self.eight:
-            return x @ y
-        total = torch.zeros((), device=x.device)
-        for i in range(0, x.shape[-1], ADDED):
-            left, right = x[..., i : i + ADDED], y[..., i : i + ADDED, :]
-            whole = total + left @ right
-            # The Euclidean norm of the products is used in place of the largest one.
-            size = (left.square() @ right.square()).sqrt()
-            size = torch.stack([size, whole.abs(), total.abs().expand_as(size)]).amax(0)
-            unit = (size.clamp_min(2.0**-100).view(torch.int32) & _EXPONENT).view(
-                torch.float32
-            ) * KEPT
-            total = (whole / unit).trunc() * unit
-        return total
+            return self.scores(exact)
+        total, lost = sums_of_e4m3(x, y)
+        least = lost * abs(scale)
+        if self.score is None:  # errors of one sign, which cannot cancel in a row of two keys
+            return exact + least
+        error = self.scores(total * scale) - exact
+        return exact + torch.where(error.abs() < least, least.copysign(error), error)
 
     def scores(self, x: Tensor) -> Tensor:
         # The error is relative: rounding after the scale is the same, and fp16 does not overflow.
@@ -124,6 +120,26 @@ class Rounding:
         # Veltkamp's split: keeps 11 bits of significand, and autograd can follow it.
         split = x * (2.0**13 + 1)
         return split - (split - x)
+
+
+def sums_of_e4m3(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """x [.., m, i] times y [.., i, n] as Hopper sums it; what that loses, in the root mean square.
+
+    Each cut loses 0 to 1 unit, whose root mean square is 1 / sqrt(3). If scores could err by less,
+    a budget that few numbers set would be small by luck.
+    """
+    total, lost = torch.zeros((), device=x.device), torch.zeros((), device=x.device)
+    for i in range(0, x.shape[-1], ADDED):
+        left, right = x[..., i : i + ADDED], y[..., i : i + ADDED, :]
+        whole = total + left @ right
+        # The Euclidean norm of the products is used in place of the largest one.
+        size = (left.square() @ right.square()).sqrt()
+        size = torch.stack([size, whole.abs(), total.abs().expand_as(size)]).amax(0)
+        exponent = size.clamp_min(2.0**-100).view(torch.int32) & _EXPONENT
+        unit = exponent.view(torch.float32) * KEPT
+        total = (whole / unit).trunc() * unit
+        lost = lost + unit.square() / 3
+    return total, lost.sqrt()
 
 
 _LOG2E = 1.0 / math.log(2.0)
