@@ -39,7 +39,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
             f"number: here {narrower}",
             "convert them",
         )
-    _check_shapes(q, k, v, enable_gqa)
+    check_shapes(q, k, v, enable_gqa)
     if q.dtype != torch.float64:
         kernel_dtype(q.dtype)
 
@@ -94,7 +94,8 @@ def kernel_dtype(dtype: torch.dtype) -> str:
     return name
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
+    """Raises InputError if the sizes of query, key and value do not fit."""
     B, Hq, q_len, D = q.shape
     Bkv, Hkv, kv_len, Dk = k.shape
     *rows, Dv = v.shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -155,13 +155,13 @@ class Structure:
     head_dim_qk: int
     head_dim_v: int
     group: int
-    score: Captures | None
-    mask: Captures | None
-    sparsity: Sparsity | None
-    layout: Layout
-    lse: bool
-    max_scores: bool
-    positive_scale: bool
+    score: Captures | None = None
+    mask: Captures | None = None
+    sparsity: Sparsity | None = None
+    layout: Layout = DENSE
+    lse: bool = False
+    max_scores: bool = False
+    positive_scale: bool = True
     sinks: str = ""
     rules_off: tuple[str, ...] = ()
     tanh: Tanh = "auto"
@@ -355,45 +355,32 @@ def make_problem(
     layout: Layout = DENSE,
     *,
     mask_class: str = "",
-    lse: bool = False,
-    max_scores: bool = False,
-    fp32_products: Fp32Products = "ieee",
-    positive_scale: bool = True,
-    sinks: str = "",
+    broadcast_kv: bool = False,
     rules_off: tuple[str, ...] = (),
     tanh: Tanh = "auto",
     kv_dtype: str = "",
-    grads: tuple[int, ...] = (),
-    dropout: bool = False,
-    broadcast_kv: bool = False,
-    batch_invariant: bool = False,
-    fp8_weights: Fp8Weights = "exact",
+    **facts: Any,
 ) -> Problem:
-    """The one place where a call's facts become its Problem, when tuning and when dispatching."""
+    """The one place where a call's facts become its Problem, when tuning and when dispatching.
+
+    facts: other fields of its Structure.
+    """
+    s = shape
     structure = Structure(
         kind=kind,
         dtype=dtype,
-        head_dim_qk=shape.D,
-        head_dim_v=shape.Dv,
-        group=shape.Hq // shape.Hkv if kind == "decode" else 0,
+        head_dim_qk=s.D,
+        head_dim_v=s.Dv,
+        group=s.Hq // s.Hkv if kind == "decode" else 0,
         score=captures_of(score),
         mask=captures_of(mask),
         sparsity=sparsity,
         layout=layout,
-        lse=lse,
-        max_scores=max_scores,
-        fp32_products=fp32_products,
-        positive_scale=positive_scale,
-        sinks=sinks,
         rules_off=rules_off if score is not None else (),
         tanh=tanh if score is not None else "auto",
         kv_dtype="" if kv_dtype == dtype else kv_dtype,
-        grads=grads,
-        dropout=dropout,
-        batch_invariant=batch_invariant,
-        fp8_weights=fp8_weights,
+        **facts,
     )
-    s = shape
     return _near(Problem(structure, s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, mask_class, broadcast_kv))
 
 

@@ -10,14 +10,10 @@ import torch
 
 from flexattn.mods.analysis.intervals import reaches_end
 from flexattn.problem.problem import (
-    DENSE,
     DTYPES,
     ITEMSIZE,
-    Captures,
     Kind,
-    Layout,
     Problem,
-    Sparsity,
     Structure,
     rounded,
 )
@@ -61,13 +57,6 @@ class ServingForm(Structure):
     """
 
     kind: Kind = "serving"
-    score: Captures | None = None
-    mask: Captures | None = None
-    sparsity: Sparsity | None = None
-    layout: Layout = DENSE
-    lse: bool = False
-    max_scores: bool = False
-    positive_scale: bool = True
     kv_heads: int
     page: int
     requests: int

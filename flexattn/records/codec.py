@@ -287,7 +287,8 @@ def _decoder(kind: Any, most: int = MAX_OTHER_ITEMS) -> Decoder:
     if kind is Config or getattr(kind, "__name__", "") in config_names():
         return _config
     if is_dataclass(kind) and isinstance(kind, type):
-        return _fields(kind)
+        # What is known to be what the file has is given as it is; no JSON is of this type.
+        return lambda data: data if type(data) is kind else _fields(kind)(data)
     raise TypeError(f"{kind} has no decoder")
 
 
@@ -374,8 +375,6 @@ def _fields(cls: type) -> Decoder:
     needed = {f.name for f in fields(cls) if f.default is MISSING}
 
     def read(data: Any) -> Any:
-        if type(data) is cls:
-            return data  # known to be what the file has; no JSON is of this type
         if type(data) is not dict or not needed <= data.keys() <= decoders.keys():
             raise CacheError(" has other fields", f"it is an object of {', '.join(decoders)}")
         values, name = {}, ""

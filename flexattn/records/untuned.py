@@ -13,7 +13,7 @@ import re
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -30,11 +30,7 @@ from flexattn.problem import (
     MAX_LENGTH,
     NARROWER,
     Captures,
-    Fp32Products,
-    Kind,
-    Layout,
     Problem,
-    Sparsity,
     Structure,
 )
 from flexattn.records.codec import decode, encode
@@ -78,35 +74,11 @@ class Untuned:
     mask: UntunedMod | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """The fields of a line beside the mods."""
-
-    schema: int
-    device: str
-    how: str
-    made: str
-    kind: Kind
-    dtype: str
-    head_dim_qk: int
-    head_dim_v: int
-    group: int
-    B: int
-    Hq: int
-    Hkv: int
-    q_len: int
-    kv_len: int
-    mask_class: str
-    sparsity: Sparsity | None
-    layout: Layout
-    lse: bool
-    max_scores: bool
-    positive_scale: bool
-    sinks: Literal["", "float16", "bfloat16", "float32"] = ""
-    kv_dtype: Literal["", "float16", "bfloat16", "float8_e4m3fn"] = ""
-    grads: tuple[int, ...] = ()
-    broadcast_kv: bool = False
-    fp32_products: Fp32Products = "ieee"
+# Of the fields of a problem and its structure, those that a line has not as they are.
+_UNLISTED = frozenset(
+    ("structure score mask rules_off tanh dropout batch_invariant fp8_weights ragged_kv").split()
+)
+_SIZES = [field.name for field in fields(Problem) if field.name not in _UNLISTED]
 
 
 def untuned_path() -> Path:
@@ -202,10 +174,9 @@ def _line(
     s = problem.structure
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     known = {"schema": SCHEMA, "device": device.name, "how": how, "made": made}
-    for name in (field.name for field in fields(_Line)):
-        if name not in known:
-            source = s if hasattr(s, name) else problem
-            known[name] = encode(getattr(source, name))
+    for part in (problem, s):
+        names = {field.name for field in fields(part)} - _UNLISTED
+        known |= {name: encode(getattr(part, name)) for name in sorted(names)}
     mods = {"score": _captured(s.score, score), "mask": _captured(s.mask, mask)}
     return json.dumps({**known, **mods}, allow_nan=False).encode()
 
@@ -228,50 +199,51 @@ def _untuned(raw: bytes) -> Untuned:
         data = json.loads(raw)
     except (ValueError, RecursionError):
         raise CacheError("no JSON", "a line is one object") from None
-    if type(data) is not dict or data.get("schema") != SCHEMA:
+    if type(data) is not dict or data.pop("schema", None) != SCHEMA:
         raise CacheError("another schema", f"this version reads {SCHEMA}")
     score, mask = (_decoded(data.pop(name, None), name) for name in ("score", "mask"))
     if data.pop("tf32", False) is True:  # older lines have a flag
         data["fp32_products"] = "tf32x3"
-    line: _Line = decode(_Line, data, "line")
-    if line.dtype not in ITEMSIZE:
-        raise CacheError(f"dtype {line.dtype[:20]}", "kernels take half, bfloat16 and float")
-    if line.kv_dtype and line.kv_dtype not in _NARROWER.get(line.dtype, ()):
-        raise CacheError(f"kv_dtype {line.kv_dtype}", f"it is narrower than {line.dtype}")
-    _check_sizes(line)
-    told = {
-        each.name: getattr(line, each.name)
-        for each in fields(Structure)
-        if hasattr(line, each.name)
-    }
-    structure = Structure(score=_captures(score), mask=_captures(mask), **told)
-    if not set(line.grads) <= set(() if score is None else loaded_floats(score.mod)):
-        raise CacheError(f"gradients of {line.grads}", "they are of score's floating tensors")
-    sizes = (line.B, line.Hq, line.Hkv, line.q_len, line.kv_len)
-    problem = Problem(structure, *sizes, line.mask_class, line.broadcast_kv)
-    return Untuned(problem, line.device, line.how, line.made, score, mask)
+    names = "device", "how", "made"
+    device, how, made = (decode(str, data.pop(name, None), name) for name in names)
+    sizes = {name: data.pop(name) for name in _SIZES if name in data}
+    if not _UNLISTED.isdisjoint(data):
+        raise CacheError(f"{sorted(_UNLISTED & data.keys())}", "a line has no such fields")
+    mods = {"score": _captures(score), "mask": _captures(mask)}
+    structure: Structure = decode(Structure, data | mods, "line")
+    problem: Problem = decode(Problem, sizes | {"structure": structure}, "line")
+    _check_line(problem)
+    if not set(structure.grads) <= set(() if score is None else loaded_floats(score.mod)):
+        raise CacheError(f"gradients of {structure.grads}", "they are of score's floating tensors")
+    return Untuned(problem, device, how, made, score, mask)
 
 
-def _check_sizes(line: _Line) -> None:
-    """Raise CacheError for a line of sizes that no call has, or that could not be rebuilt."""
-    lengths, heads = (line.B, line.q_len, line.kv_len), (line.Hq, line.Hkv)
+def _check_line(p: Problem) -> None:
+    """Raise CacheError for a problem that no call has, or that could not be rebuilt."""
+    s, lengths, heads = p.structure, (p.B, p.q_len, p.kv_len), (p.Hq, p.Hkv)
+    if s.dtype not in ITEMSIZE:
+        raise CacheError(f"dtype {s.dtype[:20]}", "kernels take half, bfloat16 and float")
+    if s.kv_dtype and s.kv_dtype not in _NARROWER.get(s.dtype, ()):
+        raise CacheError(f"kv_dtype {s.kv_dtype[:20]}", f"it is narrower than {s.dtype}")
+    if s.sinks and s.sinks not in DTYPES.values():
+        raise CacheError(f"sinks {s.sinks[:20]}", "they have a dtype of 16 or 32 bits")
     if not (1 <= min(lengths) and max(lengths) <= MAX_LENGTH):
         raise CacheError(f"sizes {lengths}", f"they are from 1 to {MAX_LENGTH}")
-    if min(*heads, line.head_dim_qk, line.head_dim_v) < 1 or line.Hq % line.Hkv:
+    if min(*heads, *s.head_dims) < 1 or p.Hq % p.Hkv:
         raise CacheError("sizes", "heads are multiples, and dimensions at least 1")
     if max(heads) > MAX_HEADS:
         raise CacheError(f"{max(heads)} heads", f"at most {MAX_HEADS}")
-    if line.group != (line.Hq // line.Hkv if line.kind == "decode" else 0):
-        raise CacheError(f"group {line.group}", "it is decode's query heads for each KV head")
-    if _CLASS.fullmatch(line.mask_class) is None or bool(line.mask_class) != bool(line.sparsity):
-        raise CacheError(f"mask class {line.mask_class[:40]!r}", "it is that of its blocks")
-    if line.sparsity is None:
+    if s.group != (p.Hq // p.Hkv if s.kind == "decode" else 0):
+        raise CacheError(f"group {s.group}", "it is decode's query heads for each KV head")
+    if _CLASS.fullmatch(p.mask_class) is None or bool(p.mask_class) != bool(s.sparsity):
+        raise CacheError(f"mask class {p.mask_class[:40]!r}", "it is that of its blocks")
+    if s.sparsity is None:
         return
-    q_block, kv_block = line.sparsity.q_block, line.sparsity.kv_block
+    q_block, kv_block = s.sparsity.q_block, s.sparsity.kv_block
     if min(q_block, kv_block) < 1:
         raise CacheError(f"blocks of {q_block}x{kv_block}", "they are above 0")
-    blocks = -(-line.q_len // q_block) * -(-line.kv_len // kv_block)
-    if blocks * (line.Hq if line.sparsity.per_head else 1) > MAX_BLOCKS:
+    blocks = -(-p.q_len // q_block) * -(-p.kv_len // kv_block)
+    if blocks * (p.Hq if s.sparsity.per_head else 1) > MAX_BLOCKS:
         raise CacheError(f"{blocks} blocks", f"a mask of at most {MAX_BLOCKS} is rebuilt")
 
 

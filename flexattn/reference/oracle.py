@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from flexattn.errors import CaptureError, InputError
 from flexattn.mods.expr import MaskMod, ScoreMod
 from flexattn.mods.operators import meaning_of
+from flexattn.problem.checks import check_dense, check_shapes
 from flexattn.problem.inputs import NO_DESCALES, Descales, Dropout, add_sinks, descaled
 from flexattn.problem.mask_lists import dense_blocks, spread
 from flexattn.reference.dropout import kept_weights
@@ -97,7 +98,8 @@ def attention(
     reads a captured tensor out of range. Lanes that the mask removes may read anything.
     """
     if at is None:
-        _check_shapes(q, k, v)
+        check_dense(q, k, v)
+        check_shapes(q, k, v, enable_gqa=True)
     B, Hq, L, E = q.shape
     S, Ev = v.shape[-2:]
     blocks = None if block_mask is None else Blocks.of(block_mask, L, S, at)
@@ -118,18 +120,6 @@ def attention(
                 heads.append(_cat([run(q, k, v, b, h, m) for m in _spans(L, nm)], 2))
             batches.append(_cat(heads, 1))
     return _cat(batches, 0)
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    got = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise InputError(got, "q, k and v have four dimensions")
-    if k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
-        raise InputError(got, "k and v agree except in the last dimension, which q and k share")
-    if k.shape[0] not in (1, q.shape[0]):
-        raise InputError(got, "the batch of k and v is q's, or 1")
-    if q.shape[1] % max(k.shape[1], 1) or (q.shape[1] > 0 and k.shape[1] == 0):
-        raise InputError(got, "Hq is a multiple of Hkv")
 
 
 @contextlib.contextmanager

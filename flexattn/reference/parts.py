@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexattn.mods.expr import ScoreMod
 from flexattn.problem.inputs import Dropout
 from flexattn.reference.oracle import AttentionSlice, Blocks, SomeRows
-from flexattn.reference.rounding import Precision, Rounding
+from flexattn.reference.rounding import Precision, Rounding, saved_softmax
 
 # Scores of a piece, each in some ten tensors of the working dtype.
 _PIECE = 2**20
@@ -39,19 +40,10 @@ class SavedForward(NamedTuple):
 
 
 def gradient_of_rows(saved: SavedForward, at: SomeRows, precision: Precision) -> Tensor:
-    """dq [batches, heads, rows, E] of some rows, in the working dtype of the precision.
-
-    Method: as FlashAttention's backward (Dao, arXiv 2205.14135, algorithm 4): weights are made
-    anew from lse, and the mod is differentiated by autograd.
-    """
-    piece = _Piece.of(saved, at, precision)
+    """dq [batches, heads, rows, E] of some rows, in the working dtype of the precision."""
     keys = torch.arange(saved.k.shape[2], device=saved.q.device)
-    total: Tensor | None = None
-    for span in keys.split(max(1, _PIECE // (at.rows.numel() * at.h.numel() * at.b.numel()))):
-        found = piece.ds(span)[0] @ piece.of_keys(saved.k, span)
-        total = found if total is None else total + found
-    assert total is not None
-    return total * saved.scale
+    spans = keys.split(max(1, _PIECE // (at.rows.numel() * at.h.numel() * at.b.numel())))
+    return _total(_gradients(saved, at, span, precision)[:1] for span in spans)[0]
 
 
 def gradients_of_keys(
@@ -67,66 +59,36 @@ def gradients_of_keys(
     h = (kv_heads[:, None] * group + torch.arange(group, device=device)).flatten()
     batches = torch.arange(saved.q.shape[0], device=device) if shared_keys else b
     rows = torch.arange(saved.q.shape[2], device=device)
-    found: list[Tensor] = []
-    for span in rows.split(max(1, _PIECE // (keys.numel() * h.numel() * batches.numel()))):
-        piece = _Piece.of(saved, SomeRows(batches, h, span, heads), precision)
-        ds, weights = piece.ds(keys)
-        parts = [
-            (x.mT @ piece.of_rows(y)).unflatten(1, (-1, group)).sum(2)
-            for x, y in ((ds, saved.q), (weights, saved.dout))
-        ]
-        found = parts if not found else [x + y for x, y in zip(found, parts, strict=True)]
-    if shared_keys:
-        found = [x.sum(0, keepdim=True) for x in found]
-    return found[0] * saved.scale, found[1]
+    spans = rows.split(max(1, _PIECE // (keys.numel() * h.numel() * batches.numel())))
+    pieces = (SomeRows(batches, h, span, heads) for span in spans)
+    found = _total(_gradients(saved, at, keys, precision)[1:] for at in pieces)
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in found)
+    return (dk.sum(0, keepdim=True), dv.sum(0, keepdim=True)) if shared_keys else (dk, dv)
 
 
-class _Piece(NamedTuple):
-    """Some rows of a call, of which the scores with some keys are made."""
+def _total(pieces: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """The sums of the tensors of all pieces, place by place."""
+    return reduce(lambda one, other: tuple(map(torch.add, one, other)), pieces)
 
-    saved: SavedForward
-    at: SomeRows
-    run: AttentionSlice
 
-    @classmethod
-    def of(cls, saved: SavedForward, at: SomeRows, precision: Precision) -> _Piece:
-        mask, rounding = saved.block_mask, Rounding.of(precision, saved.q, saved.v)
-        blocks = None if mask is None else Blocks.of(mask, 0, saved.k.shape[2], at)
-        run = AttentionSlice(
-            saved.score_mod, blocks, saved.scale, rounding, saved.dropout, heads=at.heads, at=at
-        )
-        return cls(saved, at, run)
+def _gradients(
+    saved: SavedForward, at: SomeRows, keys: Tensor, precision: Precision
+) -> tuple[Tensor, ...]:
+    """dq of some rows by some keys alone, and dk and dv of these, for each query head.
 
-    def of_keys(self, x: Tensor, keys: Tensor) -> Tensor:
-        """Keys or values [batches, heads, keys, i]."""
-        return self.run.rounding.load(self.at.of_keys(x[:, :, keys]))
-
-    def of_rows(self, x: Tensor) -> Tensor:
-        """Rows of q, or of what is like the output, [batches, heads, rows, i]."""
-        return self.run.rounding.load(self.at.of(x))
-
-    def ds(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of the products q k^T times the scale, and the weights that v was given."""
-        saved, run, at = self.saved, self.run, self.at
-        lanes = at.b, at.h, at.rows, keys
-        product = self.of_rows(saved.q) @ self.of_keys(saved.k, keys).mT
-        with torch.enable_grad():
-            product = (product * saved.scale).detach().requires_grad_()
-            scores = run.modified(run.rounding.scores(product), lanes)
-        lse = at.of(saved.lse).to(run.rounding.work)
-        p = torch.exp(scores.detach() - torch.where(lse == -math.inf, 0.0, lse)[..., None])
-        dout, out = self.of_rows(saved.dout), self.of_rows(saved.out)
-        dp = dout @ self.of_keys(saved.v, keys).mT
-        weights = run.rounding.weights(p)
-        drop = run.drop(lanes, scores)
-        if drop is not None:
-            weights, dp = weights * drop, dp * drop
-        delta = (out * dout).sum(-1)
-        if saved.dlse is not None:
-            delta = delta - at.of(saved.dlse).to(run.rounding.work)
-        ds = torch.where(p == 0, 0.0, p * (dp - delta[..., None]))
-        found = None
-        if scores.requires_grad:
-            (found,) = torch.autograd.grad(scores, product, ds, allow_unused=True)
-        # A mod may ignore its score.
-        return torch.zeros_like(ds) if found is None else found, weights
+    Method: `saved_softmax` makes the weights anew from lse, and autograd does the rest.
+    """
+    mask, rounding = saved.block_mask, Rounding.of(precision, saved.q, saved.v)
+    blocks = None if mask is None else Blocks.of(mask, 0, saved.k.shape[2], at)
+    run = AttentionSlice(saved.score_mod, blocks, saved.scale, rounding, saved.dropout, at=at)
+    lanes = at.b, at.h, at.rows, keys
+    k, v = (at.of_keys(x[:, :, keys]) for x in (saved.k, saved.v))
+    inputs = [rounding.load(x).requires_grad_() for x in (at.of(saved.q), k, v)]
+    out, dout = (rounding.load(at.of(x)) for x in (saved.out, saved.dout))
+    lse = at.of(saved.lse).to(rounding.work)
+    dlse = torch.zeros_like(lse) if saved.dlse is None else at.of(saved.dlse).to(lse.dtype)
+    with torch.enable_grad():
+        q, k, v = inputs
+        scores = run.modified(rounding.scores(q @ k.mT * saved.scale), lanes)
+        made = saved_softmax(scores, v, None, out, lse, run.drop(lanes, scores), rounding)
+    return torch.autograd.grad(made, inputs, (dout, dlse), materialize_grads=True)

@@ -340,7 +340,7 @@ def test_shapes_that_do_not_fit():
     for bad in [(q[0], k, v), (q, k, v[:, :, 1:]), (q[:1], k, v), (q, k.repeat(1, 2, 1, 1), v)]:
         with pytest.raises(InputError):
             attention(*bad)
-    with pytest.raises(InputError, match="Hq is a multiple"):
+    with pytest.raises(InputError, match="is a multiple of the key heads"):
         attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))
     with pytest.raises(InputError, match="block_mask has 1 blocks"):
         attention(q, k, v, block_mask=block_mask(causal, L=7))
