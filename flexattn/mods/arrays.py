@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 
@@ -151,62 +149,30 @@ def reshape(array: Array, shape: Sequence[int]) -> Array:
 
 def index(array: Array, positions: Sequence[Array | None]) -> Array:
     """torch's advanced indexing by integer arrays; None leaves a dimension alone."""
-    where = _Joint.of(array, positions)
-    first, last = where.first, where.first + len(where.shape)
+    given = {dim: at for dim, at in enumerate(positions) if at is not None}
+    if any(position.dtype in ("bool", "uint8") for position in given.values()):
+        raise Refusal(
+            "indexes by a boolean mask",
+            "the result's size would depend on data",
+            "choose with torch.where",
+        )
+    joint = torch.broadcast_shapes(*(position.shape for position in given.values()))
+    parts = {dim: broadcast(position, joint) for dim, position in given.items()}
+    rest = [dim for dim in range(len(array.shape)) if dim not in parts]
+    # The dimensions of the positions stand where these do, or first if they are apart.
+    first = min(parts) if max(parts) - min(parts) + 1 == len(parts) else 0
+    last = first + len(joint)
 
     def at(index: Index) -> Expr:
-        here, others = index[first:last], index[:first] + index[last:]
-        full = dict(zip(where.rest, others, strict=True)) | where.at(here, array)
+        full = dict(zip(rest, index[:first] + index[last:], strict=True))
+        for dim, part in parts.items():
+            chosen = make("cast", "int64", (part.at(index[first:last]),))
+            full[dim] = chosen if array.wraps[dim] else _wrapped(chosen, array.shape[dim])
         return array.at(tuple(full[dim] for dim in range(len(full))))
 
-    return Array(
-        where.arranged(array.shape, where.shape),
-        array.dtype,
-        at,
-        wraps=where.arranged(array.wraps, [False] * len(where.shape)),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Joint:
-    """Integer arrays that index together: parts by dimension, of one shape.
-
-    rest: the dimensions that none of them indexes. first: where a result has theirs among these.
-    """
-
-    parts: dict[int, Array]
-    shape: tuple[int, ...]
-    rest: list[int]
-    first: int
-
-    @classmethod
-    def of(cls, array: Array, positions: Sequence[Array | None]) -> _Joint:
-        given = {dim: at for dim, at in enumerate(positions) if at is not None}
-        for position in given.values():
-            if position.dtype in ("bool", "uint8"):
-                raise Refusal(
-                    "indexes by a boolean mask",
-                    "the result's size would depend on data",
-                    "choose with torch.where",
-                )
-        joint = torch.broadcast_shapes(*(position.shape for position in given.values()))
-        parts = {dim: broadcast(position, joint) for dim, position in given.items()}
-        adjacent = max(parts) - min(parts) + 1 == len(parts)
-        rest = [dim for dim in range(len(array.shape)) if dim not in parts]
-        return cls(parts, tuple(joint), rest, min(parts) if adjacent else 0)
-
-    def at(self, here: Index, array: Array) -> dict[int, Expr]:
-        """An element's place in the array."""
-        found = {}
-        for dim, part in self.parts.items():
-            chosen = make("cast", "int64", (part.at(here),))
-            found[dim] = chosen if array.wraps[dim] else _wrapped(chosen, array.shape[dim])
-        return found
-
-    def arranged(self, of_array: Sequence[Any], of_joint: Sequence[Any]) -> tuple[Any, ...]:
-        """The values of a result's dimensions, from the array's and from theirs."""
-        kept = [of_array[dim] for dim in self.rest]
-        return (*kept[: self.first], *of_joint, *kept[self.first :])
+    sizes, wraps = [array.shape[dim] for dim in rest], [array.wraps[dim] for dim in rest]
+    sizes[first:first], wraps[first:first] = joint, [False] * len(joint)
+    return Array(sizes, array.dtype, at, wraps=wraps)
 
 
 def _wrapped(index: Expr, size: int) -> Expr:

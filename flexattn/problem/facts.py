@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, inf
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -121,22 +121,13 @@ def products_for(
 
 # At most so many query rows always decode: one tile holds them with all heads of a group.
 FEW_ROWS = 16
-# Rows of a tile of prefill's, and of decode's where there are more than 16; keys of a chunk for
-# each of its rows.
-_PREFILL_ROWS, _DECODE_ROWS, _CHUNKED = 128, 64, 8
-# Rows of prefill's tiles of up to 64 columns.
-_NARROW, _NARROW_ROWS = 64, 192
-# Microseconds that 128 keys take, fitted to 109 chunks on an H200
-# (bench/results/h200-chunks.json): in the mean the kind that they choose takes 1.009 of the faster
-# one's time. Of a tile of prefill's: at least the first, the second for each column; the third is
-# the factor where SMs have more than one tile. Of a tile of decode's, for each column, where a GPU
-# is full of them; the second is of more than 128 columns.
-_PREFILL, _PREFILL_COLUMN, _SEVERAL = 1.2, 0.0098, 1.2
-_DECODE_COLUMN, _DECODE_WIDE = 0.014, 0.031
-# What merges splits; bytes that memory gives in a microsecond.
-_MERGE, _BANDWIDTH = 8.0, 4.6e6
-# No head of more columns was measured.
-_WIDEST = 256
+# Rows of a tile of decode's where there are more than 16; keys of a chunk for each of its rows.
+_DECODE_ROWS, _CHUNKED, _PREFILL_ROWS = 64, 8, 128
+# Up to so many columns: rows of a tile of prefill's, and how many tiles of decode's an SM takes in
+# the time of one. By 109 chunks on an H200 (bench/results/h200-chunks.json): in the mean the kind
+# that these numbers choose takes 1.009 of the faster one's time. Where SMs have more than one tile
+# of prefill's, each takes longer.
+_TILES, _SEVERAL = ((64, 192, 1.1), (128, _PREFILL_ROWS, 0.7), (inf, _PREFILL_ROWS, 0.3)), 1.2
 
 
 def kind_for(
@@ -164,19 +155,14 @@ def kind_for(
         why = f"the mask has blocks of few rows ({sparsity.q_block}), whose heads share a tile"
         return "decode", why
     if sizes.kv_len >= _CHUNKED * max(q_len, _PREFILL_ROWS):
-        columns = min(_columns(sizes), _WIDEST)
-        rows = _NARROW_ROWS if columns <= _NARROW else _PREFILL_ROWS
+        columns = _columns(sizes)
+        rows, able = next(each[1:] for each in _TILES if columns <= each[0])
         tiles = sizes.B * sizes.Hq * ceil(q_len / rows)
         if packs and group % 2 == 0 and 2 * q_len <= _PREFILL_ROWS:
             tiles //= 2
-        packed = sizes.B * sizes.Hkv * ceil(q_len * group / _DECODE_ROWS)
-        waves, steps = ceil(tiles / num_sms), sizes.kv_len / 128
-        read = sizes.B * sizes.Hkv * sizes.kv_len * columns * 4 / _BANDWIDTH
-        prefill = waves * steps * max(_PREFILL, _PREFILL_COLUMN * columns)
-        prefill = max(prefill * (_SEVERAL if waves > 1 else 1), read)
-        each = _DECODE_COLUMN if columns <= 128 else _DECODE_WIDE
-        decode = max(packed / num_sms * steps * each * columns, read) + _MERGE
-        if decode < prefill:
+        waves = ceil(tiles / num_sms)
+        able *= num_sms * waves * (_SEVERAL if waves > 1 else 1)
+        if sizes.B * sizes.Hkv * ceil(q_len * group / _DECODE_ROWS) < able:
             return "decode", f"{tiles} prefill tiles would be empty or leave SMs of {num_sms} idle"
     return "prefill", f"q_len {q_len} fills prefill tiles"
 
