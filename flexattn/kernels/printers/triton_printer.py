@@ -27,6 +27,12 @@ from flexattn.problem import INDEX_RANGES, Captures
 # Of one text: how many operations lie within one another, and how many characters it has. Python's
 # parser ends at 200 parentheses, and compilers visit what is nested by recursion.
 _DEEPEST, _LONGEST = 24, 1000
+# What gives one of its operands, and what makes no error of an operand much larger.
+_CHOOSING = frozenset(("where", "minimum", "maximum", "clamp_min", "clamp_max"))
+_STEADY = _CHOOSING.union(
+    ("add", "sub", "mul", "div", "neg", "abs", "relu", "cast", "detach", "own_gradient"),
+    ("eq", "ne", "lt", "le", "gt", "ge"),
+)
 
 
 class _Nesting:
@@ -68,6 +74,27 @@ def _summed_halves(nodes: list[Expr]) -> frozenset[Expr]:
     return frozenset(found)
 
 
+def _rough_tanhs(nodes: list[Expr]) -> set[Expr]:
+    """Each tanh that may err by 2^-11, for the rounding of scores hides it; in walk's order.
+
+    It reads the score, whichever way a `where` goes: what reads none has no rounding. Nothing
+    reads the result that may magnify an error, as atanh and a divisor do.
+    """
+    scored, magnified = set[Expr](), set[Expr]()
+    for node in nodes:
+        held = [arg in scored for arg in node.args[node.op == "where" :]] or [
+            node.value == "score"
+        ]
+        if all(held) if node.op in _CHOOSING else any(held):
+            scored.add(node)
+    for node in reversed(nodes):
+        if node.op not in _STEADY or node in magnified:
+            magnified.update(node.args)
+        elif node.op == "div":
+            magnified.add(node.args[1])
+    return {node for node in scored - magnified if node.op == "tanh"}
+
+
 def _integer_power(text: str, exponent: Expr) -> str:
     """An integer's power as products; raises UnsupportedError unless the exponent is 0 to 16."""
     if exponent.op != "const" or not 0 <= int(exponent.value or 0) <= 16:
@@ -89,9 +116,9 @@ class Traits:
 
     interpreted: Triton's CPU interpreter. head_per_row: `h` is a column of heads, one a row, not
     a number; batch_per_row: `b` is one too. fast_tanh: the hardware's tanh is accurate enough
-    for the output's dtype. short_tanh: an exponential and a division are. predicated_loads: what
-    differs by key is read by the function for its dtype, which the template defines. dialect: the
-    language.
+    for the output's dtype. short_tanh: an exponential and a division are, also where no rounding
+    of scores hides the error of the hardware's. predicated_loads: what differs by key is read by
+    the function for its dtype, which the template defines. dialect: the language.
     """
 
     interpreted: bool = False
@@ -201,6 +228,7 @@ class MultiPrinter:
         self.ranges = intervals_of(self.roots[0], INDEX_RANGES, *self.roots[1:])
         self.ahead = _feeding_loads(nodes)
         self.summed = frozenset() if traits.interpreted else _summed_halves(nodes)
+        self.rough = _rough_tanhs(nodes) if traits.fast_tanh else set()
         self.node = self.roots[-1]
         per_key, per_row = depending(nodes, self.keyed), depending(nodes, self.rowed)
         # What is computed before the loop, or before the scores, for use after them.
@@ -337,7 +365,7 @@ class MultiPrinter:
             # does. It leaves an fma alone, and adding +0 changes nothing that a sum can see.
             return f"{self.tl}.fma({args[0]}, {args[1]}, 0.0)"
         if node.op == "tanh" and computed == "float32" and not self.traits.interpreted:
-            if self.traits.fast_tanh:
+            if self.traits.fast_tanh and (node in self.rough or not self.traits.short_tanh):
                 return f"fast_tanh({args[0]})"
             if self.traits.short_tanh:
                 return f"short_tanh({args[0]})"
