@@ -258,6 +258,14 @@ def test_decodes_have_sms_of_their_own():
     listed(q_lens, kv_lens, streaming=57, workers=132)
 
 
+def test_keys_below_a_number_are_counted():
+    """A second one in a process is an argument: the kernel did not have it."""
+    first_keys = lambda n: lambda b, h, q, k: k < n  # noqa: E731
+    for n in (12000, 20000):
+        found, _, _ = listed([100], [60000], mask_mod=first_keys(n), splits=True)
+        assert found[0][3] == min(264 // (HEADS * 4), -(-n // KEYS) // 6)
+
+
 def test_all_are_prefills_where_a_plan_says_so():
     batch = [130] * 3, [700, 0, 130]
     found, _, _ = listed(*batch, phase="", ragged=False)

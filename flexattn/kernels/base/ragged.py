@@ -173,7 +173,7 @@ def request_context(form: ServingForm, traits: Traits, gaps: bool = False) -> di
     edges, free_edges, gap_edges = print_key_bounds(form.mask, traits)
     gap_edges = gap_edges if gaps else None
     captured: list[str] = []
-    if any(edge.statements for edge in (*edges, *(free_edges or ()), *(gap_edges or ()))):
+    if not all(edge.is_affine for edge in (*edges, *(free_edges or ()), *(gap_edges or ()))):
         captured = [each.name for each in captured_arguments(form.mask)]
     return {
         "edges": edges,

@@ -273,8 +273,8 @@ def render_row_tiles(form: ServingForm, config: base.RaggedConfig, device: Devic
     traits = traits_of(device, form)
     edges, _, gap_edges = print_key_bounds(form.mask, traits)
     gap_edges = gap_edges if has_gap(form) else None
-    statements = [edge.statements for edge in (*edges, *(gap_edges or ()))]
-    captured = captured_arguments(form.mask) if any(statements) else ()
+    every = (*edges, *(gap_edges or ()))
+    captured = () if all(edge.is_affine for edge in every) else captured_arguments(form.mask)
     settings = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
@@ -312,7 +312,7 @@ def render_row_tiles(form: ServingForm, config: base.RaggedConfig, device: Devic
         }
     found += several("*i32", *names, divisible_by=4)
     context = {
-        **mod_context(statements, device),
+        **mod_context([edge.statements for edge in every], device),
         "constants": settings,
         "edges": edges,
         "gap_edges": gap_edges,

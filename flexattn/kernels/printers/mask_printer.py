@@ -184,6 +184,11 @@ class PrintedEdge:
     rest: str
 
     @property
+    def is_affine(self) -> bool:
+        """True if the bound is a number for each query, whatever the request and captures are."""
+        return self.rest == "0"
+
+    @property
     def query(self) -> str:
         """The end of a range of queries where the bound is loosest."""
         return "q_first" if self.lowest == (self.slope > 0) else "q_last"

@@ -146,6 +146,18 @@ def test_keys_between_the_first_and_a_window_are_not_read(asked):
     check(16, [300], [300], config=config, mask_mod=near, **more)
 
 
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("causal_too", [False, True])
+def test_a_number_alone_that_bounds_the_keys(page, causal_too):
+    """A second one in a process is an argument of the kernel: its bounds did not have it."""
+
+    def first_keys(n):
+        return lambda b, h, q_idx, kv_idx: (kv_idx < n) | (causal_too & (q_idx >= kv_idx))
+
+    for n in (30, 41):
+        check(page, [70, 3], [130, 40], mask_mod=first_keys(n))
+
+
 CUT = {
     "causal": {},
     "no mask": {"mask_mod": None},
