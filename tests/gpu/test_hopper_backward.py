@@ -74,9 +74,8 @@ def test_shapes(heads, mask_mod, D):
 
 
 FORMS = {
-    "ping_pong": {"ping_pong": True},
     "dk": {"pipelined": "dk", "remat": True},
-    "shifted": {"remat": True, "ping_pong": True, "shift_rows": True},
+    "shifted": {"remat": True, "shift_rows": True},
     "dq_tma": {"dq_tma": True},
     "dq_tma dk": {"dq_tma": True, "remat": True, "pipelined": "dk"},
     "deterministic": {"dq_tma": True, "deterministic": True, "remat": True},
@@ -86,7 +85,7 @@ FORMS = {
         "remat": True,
         "pipelined": "dk",
     },
-    "early": {"early_lse": "all", "ping_pong": True},
+    "early": {"early_lse": "all"},
     "half early": {"early_lse": "half"},
     "two buffers": {"ds_stages": 2, "early_lse": "half"},
     "dq_tma two buffers": {"dq_tma": True, "ds_stages": 2, "early_lse": "all", "remat": True},
@@ -187,7 +186,7 @@ def test_dropout_and_sums_in_order_have_the_same_bits_in_every_run(D):
         assert all(map(torch.equal, again, first))
 
 
-@pytest.mark.parametrize("name", ["ping_pong", "shifted"])
+@pytest.mark.parametrize("name", ["early", "shifted"])
 def test_scores_that_are_no_number_give_none(name, forced):
     """A maximum that takes the other operand made a number of them."""
     forced(HopperBackwardConfig(64, 128, 2, **FORMS[name]))
@@ -207,10 +206,10 @@ def test_tiles_wider_than_heads(D, Dv):
 
 
 NARROW = [
-    *(((48, 40), TILES[64][0], name) for name in ("dq_tma halves", "persistent", "ping_pong")),
+    *(((48, 40), TILES[64][0], name) for name in ("dq_tma halves", "persistent", "early")),
     *(((80, 80), TILES[128][0], name) for name in ("dq_tma halves", "deterministic", "early")),
     *(((160, 96), TILES[256][0], name) for name in ("by product", "dk")),
-    *(((192, 128), TILES[128][0], name) for name in ("ds first", "ping_pong", "two buffers")),
+    *(((192, 128), TILES[128][0], name) for name in ("ds first", "early", "two buffers")),
     ((136, 64), TILES[128][0], "ds first"),
 ]
 

@@ -49,9 +49,6 @@ class HopperBackwardConfig:
     pipelined: whose product goes on when the next tile begins; default "", nobody's. "dk": dK's,
     beside the next scores: 7 to 10 % faster at D 256 with a causal mask on an H200, slower at 64
     and 128. It takes two stages.
-    ping_pong: whether the second warpgroup's scores wait for the first one's; default False. One
-    then exponentiates beside the other's products (FlashAttention-3): 6 to 9 % slower at D 128 on
-    an H100, 2 % faster in the best forms of 64 and 256.
     dp_rs: whether dP's product reads 64 columns of V from registers, which hold them for all
     tiles; default False: from shared memory. They take 16 registers of each thread. At 64 columns
     such a product reads half as much of shared memory, at 128 three quarters: of all of V ptxas
@@ -73,7 +70,7 @@ class HopperBackwardConfig:
     persistent: whether one block an SM takes tiles of keys until there are none, as of Hopper's
     prefill; default False: a block has one. While its dK and dV are stored, by way of the tiles of
     dS and dQ, the next Q, dO, K and V are loaded. It takes dq_tma as a whole, and neither order,
-    dropout, pipelined nor ping_pong. 3 to 6 % faster at 64 columns and with short masks on an
+    dropout nor pipelined. 3 to 6 % faster at 64 columns and with short masks on an
     H200, within 1 % at 128 without a mask.
     early_lse: what is read of a tile's lse before the product of its scores is issued; default "",
     nothing. Issued behind it a read takes some 340 cycles (H100, by the profile). "all": 4 to 6 %
@@ -114,7 +111,6 @@ class HopperBackwardConfig:
     even_n: bool = False
     ds_stages: int = 1
     pipelined: str = knob(*PIPELINED, word="pipelined")
-    ping_pong: bool = knob(False, True, word="pingpong")
     dp_rs: bool = knob(False, True, word="dp-rs")
     shift_rows: bool = knob(False, True, word="shifted", moves=lambda s: s.sparsity is None)
     waves: int = knob(1, 4, 16, word="waves", moves=lambda s: s.sparsity is not None)
@@ -132,7 +128,9 @@ class HopperBackwardConfig:
     head_parts: int = knob(1, 2, 4, 8, word="parts", moves=lambda s: s.ragged_kv)
 
     # Fields of earlier versions, with the value that every kernel has now.
-    retired: ClassVar[dict[str, object]] = {"dk_rs": True, "ex2_emulated": 0, "lpt": True}
+    retired: ClassVar[dict[str, object]] = {
+        "dk_rs": True, "ex2_emulated": 0, "lpt": True, "ping_pong": False,
+    }  # fmt: skip
 
     heads: ClassVar[int] = 1
     num_warps: ClassVar[int] = BLOCK_WARPS

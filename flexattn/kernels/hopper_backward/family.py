@@ -72,7 +72,6 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     Addresses are computed in the loop where its registers would not hold them as well: beside
     counters, beside a mask's comparisons but at 128 columns, where a mod takes registers, and
     where weights are dropped (ptxas of Triton 3.6 then spills in the loop that draws).
-    Of 256 columns without a mask the form in turns was 2 % faster than the plain one (H100).
     Up to 128 columns the copy engine adds dQ, dS has two tiles, and lse is read early, as far as
     registers go: see _by_copy_engine for the rest.
     Above 128 columns by_product goes first, but with a score_mod, whose arithmetic would be one
@@ -97,10 +96,10 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     for each in tiles:
         config, masked = at_sizes(each, problem), structure.mask is not None
         bare = plain and config.mha and config.even_n
-        remat = structure.dropout or not (bare and (width == 128 or not masked))
-        config = replace(config, remat=remat, pipelined="dk" if masked and each is _SPLIT else "")
-        if bare and each is _SPLIT and not masked:
-            config = replace(config, remat=True, pipelined="dk", ping_pong=True)
+        split = each is _SPLIT
+        remat = split or structure.dropout or not (bare and (width == 128 or not masked))
+        pipelined = "dk" if split and (masked or bare) else ""
+        config = replace(config, remat=remat, pipelined=pipelined)
         # Tall tiles, a score_mod and a mask that is no band leave no registers for all of lse.
         # Where query heads are counted, the first two leave none for a second tile of dS either,
         # nor does Triton 3.9's loop. With dropout four warps that draw may take eight registers of
@@ -108,7 +107,7 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
         tight = each is _TALL or structure.score is not None
         tight_loop = not config.mha and (tight or waits_meet())
         half = tight or tight_loop or not plain or structure.dropout
-        early = "half" if each is not _SPLIT and half else "all"
+        early = "half" if half and not split else "all"
         # Nor are there any beside what is read along diagonals, at 128 columns.
         if reads_diagonals(structure) and width == 128:
             early = ""
@@ -270,7 +269,7 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperBackwardConfig]:
     starts = list(defaults(problem))
     yield from starts
     if _fits_tall_keys(problem.structure):
-        yield from (at_sizes(replace(_LEAN, ping_pong=turns), problem) for turns in (False, True))
+        yield at_sizes(_LEAN, problem)
         starts = [each for each in starts if each.BLOCK_N == 64]
     first = {each.BLOCK_M: each for each in reversed(starts)}
     tall = () if columns(problem.structure) > 64 else (_TALL.BLOCK_M,)
@@ -284,10 +283,8 @@ def _forms(start: HopperBackwardConfig, structure: Structure) -> Iterator[Hopper
     off_on = False, True
     if columns(structure) > 128:
         plain = replace(start, by_product=False)
-        for pipelined, early, turns, remat in product(PIPELINED, ("", "all"), off_on, off_on):
-            yield replace(
-                plain, pipelined=pipelined, early_lse=early, ping_pong=turns, remat=remat
-            )
+        for pipelined, early, remat in product(PIPELINED, ("", "all"), off_on):
+            yield replace(plain, pipelined=pipelined, early_lse=early, remat=remat)
         if not (structure.dropout or structure.grads):
             yield _by_product(plain)
         return
@@ -308,9 +305,7 @@ def _forms(start: HopperBackwardConfig, structure: Structure) -> Iterator[Hopper
 
 
 def _by_product(config: HopperBackwardConfig) -> HopperBackwardConfig:
-    return replace(
-        config, by_product=True, pipelined="", ping_pong=False, early_lse="", remat=True
-    )
+    return replace(config, by_product=True, pipelined="", early_lse="", remat=True)
 
 
 def _fits_tall_keys(structure: Structure) -> bool:

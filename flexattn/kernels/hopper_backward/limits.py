@@ -179,7 +179,7 @@ LIMITS: Limits[ConfigCase] = Limits(
                     and c.config.BLOCK_N in (64, TWO_BLOCKS_KEYS)
                     and c.config.num_stages <= 3
                     and (c.config.ds_stages == 1 or c.chunks is not None)
-                    and not (c.pipelined or c.config.ping_pong or c.config.dq_tma)
+                    and not (c.pipelined or c.config.dq_tma)
                 )
             ),
         ),
@@ -233,7 +233,7 @@ LIMITS: Limits[ConfigCase] = Limits(
         Rule(
             "persistent",
             "persistent takes dq_tma as a whole, and none of deterministic, pipelined, "
-            "ping_pong, by_product and dropout",
+            "by_product and dropout",
             lambda c: (
                 not c.config.persistent
                 or (
@@ -241,7 +241,6 @@ LIMITS: Limits[ConfigCase] = Limits(
                     and not c.config.dq_halves
                     and not c.config.deterministic
                     and not c.pipelined
-                    and not c.config.ping_pong
                     and not c.config.by_product
                     and not c.structure.dropout
                 )

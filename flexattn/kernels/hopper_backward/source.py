@@ -192,13 +192,11 @@ def _sparse(structure: Structure, config: HopperBackwardConfig) -> list[Argument
 _TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
 _TWO_BUFFERS = "hopper_backward.two_buffers"
 _HARDWARE_BARRIERS = 16
-# The one at which the second warpgroup waits for the first: below those of four stages.
-TURN = 7
 # Those at which the warps that add tiles of dq meet the consumers, below those of three stages: of
 # each there is one more where two warps do so. DQ_READ is used with dq_halves alone.
 DQ_STORED, DQ_READ = 5, 8
 # The first of two at which the loading warp of a persistent block waits until K and V have been
-# read; such a block has no turns.
+# read.
 KEYS_READ = 6
 # The flag of a tile of dQ that has sums. Before, it is 0, and 1 while the first block stores its
 # part.
@@ -417,8 +415,6 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
         settings["SUMS"] = summed(structure)
     if config.persistent:
         settings["KEYS_READ"] = KEYS_READ
-    if config.ping_pong:
-        settings["TURN"] = TURN
     if config.by_product:
         # Two of each: a warpgroup may be a tile ahead.
         settings |= {"W_STORED": free_q - 2, "DS_STORED": free_q - 4}
