@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from flexattn.block_mask.classify import FULL, PARTIAL
+from flexattn.block_mask.classify import FULL, PARTIAL, launch
 from flexattn.block_mask.lists import lazy_mask, lists_of
 from flexattn.device import detect
 from flexattn.kernels.base.config import power_above
@@ -30,7 +30,7 @@ from flexattn.problem.mask_lists import (
 )
 from flexattn.runtime.build import Launcher, blank, builder
 from flexattn.runtime.key_lists import turn_by
-from flexattn.runtime.launch import Lists, launches, raw_stream
+from flexattn.runtime.launch import Lists, launches
 from flexattn.settings import current
 
 _Places = tuple[tuple[int], tuple[Any, ...]]
@@ -71,7 +71,7 @@ class ChosenBlocks(NamedTuple):
         made = self._made(heads, lengths, index)
         num, idx, full_num, full_idx = given = _empty(made.places, index)
         counts = () if self.counts is None else (self.counts,)
-        _launch(made.launcher, made.gpu, (self.indices, *counts, *given))
+        launch(made.launcher, made.gpu, (self.indices, *counts, *given))
         mask = BlockMask.__new__(BlockMask)
         known = mask.__dict__
         known.update(made.known)
@@ -207,7 +207,7 @@ def map_choices(
     num = torch.empty((B, heads, blocks), dtype=torch.int32, device=where)
     idx = torch.empty((B, heads, blocks, kv_blocks), dtype=torch.int32, device=where)
     told = () if counts is None else (counts.to(torch.int32).contiguous(),)
-    _launch(launcher, index, (indices.contiguous(), *told, found, num, idx))
+    launch(launcher, index, (indices.contiguous(), *told, found, num, idx))
     return found, (num, idx)
 
 
@@ -232,7 +232,7 @@ class _Turn:
         if by_query.kv_idx.shape != self.shape or by_query.full_idx is None:
             return None
         found = _empty(self.places, by_query.kv_idx.get_device())
-        _launch(self.launcher, self.gpu, (*by_query[:4], *found))
+        launch(self.launcher, self.gpu, (*by_query[:4], *found))
         return Lists(*found)
 
 
@@ -287,10 +287,3 @@ def _places(shape: tuple[int, int, int], width: int) -> _Places:
     first = 0, lines, 2 * lines, (2 + width) * lines
     found = tuple((*form, at) for form, at in zip((num, num, idx, idx), first, strict=True))
     return (2 * lines * (1 + width),), found
-
-
-def _launch(launcher: Launcher, index: int, given: tuple[Any, ...]) -> None:
-    if index >= 0 and index != torch._C._cuda_getDevice():
-        with torch.cuda.device(index):
-            return _launch(launcher, index, given)
-    launcher.launch(raw_stream(index) if index >= 0 else -1, given)

@@ -6,7 +6,7 @@ A causal mask of 1M x 1M has 67M blocks, and all but 8192 of them follow from th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound
 from flexattn.mods.algebra import Bounds, SearchTable, bounds_of, tables_of, verdicts
 from flexattn.problem import Captures, all_captures
-from flexattn.runtime.build import builder
+from flexattn.runtime.build import Launcher, builder
+from flexattn.runtime.launch import raw_stream
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _OPEN = 3
@@ -231,7 +232,8 @@ class BlockClassifier:
         rows, columns = kinds.shape
         programs = rows * -(-columns // STRIP)
         given = {"KINDS": kinds, "first_row": first_row, **self._given}
-        _launch(self._source, self._target, self._index, programs, given)
+        kernel = builder().kernel(self._source, self._target, self._index)
+        launch(kernel.prepare(programs, {}, list(given)), self._index, list(given.values()))
 
 
 def _mask_source(captures: Captures, block: tuple[int, int], target: Device) -> Source:
@@ -246,13 +248,9 @@ def _place(device: torch.device) -> tuple[Device, int]:
     return detect(device), torch.cuda.current_device() if device.index is None else device.index
 
 
-def _launch(
-    source: Source, target: Device, index: int, programs: int, given: dict[str, Any]
-) -> None:
-    kernel = builder().kernel(source, target, index)
-    launcher, values = kernel.prepare(programs, {}, list(given)), list(given.values())
-    if index < 0:
-        launcher.launch(-1, values)
-        return
-    with torch.cuda.device(index):
-        launcher.launch(torch.cuda.current_stream(index).cuda_stream, values)
+def launch(launcher: Launcher, index: int, given: Sequence[Any]) -> None:
+    """Launch on a GPU's current stream, or for -1 in the interpreter."""
+    if index >= 0 and index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):
+            return launch(launcher, index, given)
+    launcher.launch(raw_stream(index) if index >= 0 else -1, given)

@@ -326,11 +326,17 @@ def _check_device(fn: Callable[..., Any], kind: str, bound: Bound, device: torch
         same = here.type == device.type and (device.index in (None, here.index))
         if same or (tensor.dim() == 0 and here.type == "cpu"):
             continue
-        raise Refusal(
-            f"captures {captured(fn, tensor)}, and is called on {device}",
-            "captured tensors are on the device of the query; 0-d ones may be on the CPU",
-            f"move it there: tensor.to('{device}')",
-        ).error(fn, kind)
+        raise _elsewhere(fn, kind, tensor, f"is called on {device}", device)
+
+
+def _elsewhere(
+    fn: Callable[..., Any], kind: str, tensor: torch.Tensor, other: str, device: torch.device
+) -> Exception:
+    return Refusal(
+        f"captures {captured(fn, tensor)}, and {other}",
+        "captured tensors are on the device of the query; 0-d ones may be on the CPU",
+        f"move it there: tensor.to('{device}')",
+    ).error(fn, kind)
 
 
 def _check_captures(fn: Callable[..., Any], kind: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -338,11 +344,7 @@ def _check_captures(fn: Callable[..., Any], kind: str, tensors: Sequence[torch.T
     rows = [tensor for tensor in tensors if tensor.dim()]
     apart = [tensor for tensor in rows if tensor.device != rows[0].device]
     if apart:
-        raise Refusal(
-            f"captures {captured(fn, rows[0])}, and {captured(fn, apart[0])}",
-            "captured tensors are on the device of the query; 0-d ones may be on the CPU",
-            f"move them there, as by tensor.to('{rows[0].device}')",
-        ).error(fn, kind)
+        raise _elsewhere(fn, kind, apart[0], captured(fn, rows[0]), rows[0].device)
     for tensor in tensors:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise Refusal(

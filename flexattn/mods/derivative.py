@@ -166,10 +166,6 @@ class _Tidy:
     def __init__(self, own: Iterable[Expr]) -> None:
         self.own = frozenset(own)
         self.done: dict[Expr, _Scaled] = {}
-        self.rules: dict[str, Callable[..., _Scaled]] = {
-            "neg": self._neg, "mul": self._mul, "div": self._div, "add": self._add,
-            "sub": self._sub, "where": self._where,
-        }  # fmt: skip
 
     def __call__(self, expr: Expr) -> Expr:
         for node in walk(expr, enter=lambda node: node not in self.done):
@@ -183,9 +179,9 @@ class _Tidy:
         if node in self.own or not is_float(node.dtype) or not node.args:
             return _Scaled(1.0, node)
         args = [self.done[arg] for arg in node.args]
-        rule = self.rules.get(node.op)
-        if rule is not None:
-            return rule(node.dtype, *args)
+        if node.op in ("neg", "mul", "div", "add", "sub", "where"):
+            scaled: _Scaled = getattr(self, f"_{node.op}")(node.dtype, *args)
+            return scaled
         whole = [_whole(x, arg.dtype) for x, arg in zip(args, node.args, strict=True)]
         return _Scaled(1.0, make(node.op, node.dtype, whole, node.value))
 

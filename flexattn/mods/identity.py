@@ -48,11 +48,6 @@ class Identity:
     code sees, on where it does not ask for it.
     """
 
-    __slots__ = (
-        "_seen", "bearers", "cells", "clocks", "functions", "generators", "grad", "key", "names",
-        "paths", "reason", "scalars", "shared", "tensors", "watchable",
-    )  # fmt: skip
-
     def __init__(self, kind: str) -> None:
         self.key: list[Any] = [kind, torch.get_default_dtype()]
         self.bearers: list[tuple[Any, Path]] = []

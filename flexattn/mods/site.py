@@ -54,9 +54,9 @@ class Variant:
     def __post_init__(self) -> None:
         object.__setattr__(self, "compute", program(self.texts))
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> Bound:
-        """The Mod of a trace that has no slots for numbers."""
-        return Bound(self.mod, tuple([tensors[i] for i in self.tensors]), ())
+    def of(self, tensors: Sequence[torch.Tensor], numbers: tuple[Any, ...] = ()) -> Bound:
+        """The Mod with these values of its slots."""
+        return Bound(self.mod, tuple([tensors[i] for i in self.tensors]), numbers)
 
     def bound(self, tensors: Any, scalars: Any) -> Bound | None:
         """The Mod with the values of its slots; None where it was made for other numbers."""
@@ -66,11 +66,8 @@ class Variant:
             scalars = host_values(self.compute, self.kinds, scalars)
             if scalars is None:
                 return None
-        values = [number.value(scalars) for number in self.numbers]
-        if None in values:
-            return None
-        found: Any = values
-        return Bound(self.mod, tuple([tensors[i] for i in self.tensors]), tuple(found))
+        values = tuple([number.value(scalars) for number in self.numbers])
+        return None if None in values else self.of(tensors, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +175,6 @@ class Guards:
     its Mod, its numbers and its tensors are those of before. The function itself is not kept
     alive.
     """
-
-    __slots__ = (
-        "_attributes", "_cells", "_default", "_functions", "_itself", "_names", "_tensors",
-    )  # fmt: skip
 
     def __init__(self, fn: FunctionType, identity: Identity) -> None:
         self._itself = fn.__code__, fn.__defaults__

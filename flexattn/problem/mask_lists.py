@@ -150,6 +150,13 @@ def dense_blocks(num_blocks: Tensor, indices: Tensor, cols: int) -> Tensor:
     return dense.scatter(-1, places, True)[..., :cols]
 
 
+def block_maps(mask: BlockMask, cols: int) -> list[Tensor]:
+    """A mask's partial blocks as a bool map, and its full ones if it lists such."""
+    num, idx, full_num, full_idx = query_lists(mask)
+    pairs = (num, idx), (full_num, full_idx)
+    return [dense_blocks(n, x, cols) for n, x in pairs if n is not None and x is not None]
+
+
 def spread(blocks: Tensor, block_size: tuple[int, int], lanes: tuple[Tensor, ...]) -> Tensor:
     """The map [B or 1, H or 1, q blocks, kv blocks] at batches, heads, rows, keys: [b, h, m, n].
 

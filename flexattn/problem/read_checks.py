@@ -22,7 +22,7 @@ from flexattn.mods.expr import Expr, reads
 from flexattn.mods.outside import buffer_of, evaluated, unproven
 from flexattn.mods.refusal import capture_name, named_mod
 from flexattn.mods.simplify import plug
-from flexattn.problem.mask_lists import dense_blocks, spread
+from flexattn.problem.mask_lists import block_maps, spread
 
 _Mod = Callable[..., Any]
 _Sizes = tuple[int, int, int, int]
@@ -78,12 +78,7 @@ class _Blocks:
     @cached_property
     def maps(self) -> list[Tensor]:
         """The partial blocks, in which mask_mod is called, and the full ones if there are any."""
-        mask, columns = self.blocks, -(-self.kv_len // self.blocks.BLOCK_SIZE[1])
-        pairs = (
-            (mask.kv_num_blocks, mask.kv_indices),
-            (mask.full_kv_num_blocks, mask.full_kv_indices),
-        )
-        return [dense_blocks(n, x, columns) for n, x in pairs if n is not None and x is not None]
+        return block_maps(self.blocks, -(-self.kv_len // self.blocks.BLOCK_SIZE[1]))
 
     def asked(self, lanes: Lanes) -> Tensor:
         """True at each element on which mask_mod is called, [b, h, m, n]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
@@ -116,8 +116,25 @@ class ServingForm(Structure):
         return replace(self, requests=1 if self.prefix else rounded(B), rows=rows)
 
 
+class _OfTorch:
+    """The dtypes of a structure, as torch has them."""
+
+    __slots__ = ()
+    structure: Any
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of queries, or of new keys and values."""
+        return _BY_NAME[self.structure.dtype]
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The dtype of the cache."""
+        return _BY_NAME[self.structure.kv_dtype]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServingProblem(Problem):
+class ServingProblem(Problem, _OfTorch):
     """The work of a plan: its kernels' structure and the largest batch.
 
     B: requests. q_len: query positions of one, or of all together where cu_seqlens_q cuts them.
@@ -140,19 +157,9 @@ class ServingProblem(Problem):
         return self.total_q or self.B * self.q_len
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of queries."""
-        return _BY_NAME[self.structure.dtype]
-
-    @property
     def out_dtype(self) -> torch.dtype:
         """The dtype of outputs."""
         return _BY_NAME[self.structure.out_dtype]
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        """The dtype of the cache."""
-        return _BY_NAME[self.structure.kv_dtype]
 
     @property
     def page(self) -> int:
@@ -274,21 +281,11 @@ class AppendForm:
 
 
 @dataclass(frozen=True, slots=True)
-class AppendProblem:
+class AppendProblem(_OfTorch):
     """The work of an AppendPlan: its kernel's structure, and the layout of the cache."""
 
     structure: AppendForm
     cache_layout: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of new keys and values."""
-        return _BY_NAME[self.structure.dtype]
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        """The dtype of the cache."""
-        return _BY_NAME[self.structure.kv_dtype]
 
     @property
     def slots(self) -> torch.dtype | None:

@@ -279,7 +279,7 @@ def _decoder(kind: Any, most: int = MAX_OTHER_ITEMS) -> Decoder:
     if kind in _PLAIN:
         return _PLAIN[kind]
     if origin is Literal:
-        return _literal(args)
+        return _plain(lambda data: type(data) is str and data in args, f"it is one of {args}")
     if origin is tuple:
         return _list(_decoder(args[0]), most) if args[1:] == (...,) else _fixed(args)
     if origin in (Union, UnionType):
@@ -292,47 +292,38 @@ def _decoder(kind: Any, most: int = MAX_OTHER_ITEMS) -> Decoder:
     raise TypeError(f"{kind} has no decoder")
 
 
-def _bool(data: Any) -> bool:
-    if type(data) is not bool:
-        raise CacheError(f" is a {type(data).__name__}", "it is true or false")
-    return data
+def _plain(
+    holds: Callable[[Any], bool], rule: str, value: Callable[[Any], Any] = lambda data: data
+) -> Decoder:
+    """The decoder of what this holds for."""
 
-
-def _int(data: Any) -> int:
-    if type(data) is not int or not 0 <= data <= MAX_INT:
-        raise CacheError(f" is {str(data)[:40]!r}", f"it is an integer from 0 to {MAX_INT}")
-    return data
-
-
-def _float(data: Any) -> float:
-    if type(data) not in (int, float) or not abs(data) <= sys.float_info.max:
-        raise CacheError(f" is {str(data)[:40]!r}", "it is a finite number")
-    return float(data)
-
-
-def _time(data: Any) -> float:
-    us = _float(data)
-    if not is_time(us):
-        raise CacheError(f" is {us:g} us", "a time is finite and above 0")
-    return us
-
-
-def _text(data: Any) -> str:
-    if type(data) is not str or len(data) > _MAX_TEXT:
-        raise CacheError(" is no such text", f"it is text of at most {_MAX_TEXT} characters")
-    return data
-
-
-_PLAIN: dict[Any, Decoder] = {bool: _bool, int: _int, float: _float, str: _text}
-
-
-def _literal(values: tuple[Any, ...]) -> Decoder:
     def read(data: Any) -> Any:
-        if type(data) is not str or data not in values:
-            raise CacheError(f" is {str(data)[:40]!r}", f"it is one of {values}")
-        return data
+        if not holds(data):
+            raise CacheError(f" is {str(data)[:40]!r}", rule)
+        return value(data)
 
     return read
+
+
+def _is_finite(data: Any) -> bool:
+    return type(data) in (int, float) and abs(data) <= sys.float_info.max
+
+
+_PLAIN: dict[Any, Decoder] = {
+    bool: _plain(lambda data: type(data) is bool, "it is true or false"),
+    int: _plain(
+        lambda data: type(data) is int and 0 <= data <= MAX_INT,
+        f"it is an integer from 0 to {MAX_INT}",
+    ),
+    float: _plain(_is_finite, "it is a finite number", float),
+    str: _plain(
+        lambda data: type(data) is str and len(data) <= _MAX_TEXT,
+        f"it is text of at most {_MAX_TEXT} characters",
+    ),
+}
+_time = _plain(
+    lambda data: _is_finite(data) and is_time(data), "a time is finite and above 0", float
+)
 
 
 def _list(item: Decoder, most: int) -> Decoder:

@@ -189,11 +189,6 @@ def former_default(
         today = first() if here and first is not None else default(measured, device)
     except ConfigError:
         return ""  # nothing runs without it
-    return passed_over(stored, today)
-
-
-def passed_over(stored: Stored, today: Config) -> str:
-    """Why a record does not hold beside today's static default of its sizes; also logged."""
     found = outdated(stored.record, today)
     if found:
         say_once(f"{stored.path}: not taken: {found}", logging.INFO)
