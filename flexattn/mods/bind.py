@@ -335,7 +335,7 @@ def _elsewhere(
     return Refusal(
         f"captures {captured(fn, tensor)}, and {other}",
         "captured tensors are on the device of the query; 0-d ones may be on the CPU",
-        f"move it there: tensor.to('{device}')",
+        f"move what is elsewhere: tensor.to('{device}')",
     ).error(fn, kind)
 
 
@@ -344,7 +344,7 @@ def _check_captures(fn: Callable[..., Any], kind: str, tensors: Sequence[torch.T
     rows = [tensor for tensor in tensors if tensor.dim()]
     apart = [tensor for tensor in rows if tensor.device != rows[0].device]
     if apart:
-        raise _elsewhere(fn, kind, apart[0], captured(fn, rows[0]), rows[0].device)
+        raise _elsewhere(fn, kind, rows[0], captured(fn, apart[0]), rows[0].device)
     for tensor in tensors:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise Refusal(

@@ -7,8 +7,8 @@ it, no expression says. Kernels of a forward have neither.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable
+from ctypes import c_float
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -267,12 +267,7 @@ def _whole(x: _Scaled, dtype: str) -> Expr:
 
 def _rounded(number: float, dtype: str) -> float:
     """A number as a dtype holds it."""
-    if dtype == "float64":
-        return number
-    try:
-        return float(struct.unpack("<f", struct.pack("<f", number))[0])
-    except OverflowError:
-        return number * float("inf")
+    return number if dtype == "float64" else c_float(number).value
 
 
 def gradient(node: Expr, place: int, grad: Expr) -> Expr:

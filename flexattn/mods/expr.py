@@ -33,8 +33,19 @@ _nodes: weakref.WeakValueDictionary[Any, Expr] = weakref.WeakValueDictionary()
 _lock = renewed(threading.Lock())
 
 
-class Expr:
-    """One operation on other expressions; it never changes.
+class _Interned:
+    """The slots of an Expr beside its fields; a slotted dataclass cannot declare these itself."""
+
+    __slots__ = ("__weakref__", "facts", "order", "variables")
+
+    facts: dict[Any, Any]
+    order: tuple[int, bytes, bytes]
+    variables: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, eq=False, init=False, repr=False)
+class Expr(_Interned):
+    """One operation on other expressions.
 
     Two equal expressions are the same object, so `is`, `==` and `hash` cost the same however
     much of the graph is shared. `value` is a variable's name ("var"), a number ("const"), or
@@ -44,15 +55,10 @@ class Expr:
     `once` functions found of it.
     """
 
-    __slots__ = ("__weakref__", "args", "dtype", "facts", "op", "order", "value", "variables")
-
     op: str
     dtype: str
-    args: tuple[Expr, ...]
-    value: Value
-    facts: dict[Any, Any]
-    order: tuple[int, bytes, bytes]
-    variables: frozenset[str]
+    args: tuple[Expr, ...] = ()
+    value: Value = None
 
     def __new__(
         cls, op: str, dtype: str, args: tuple[Expr, ...] = (), value: Value = None
@@ -63,9 +69,12 @@ class Expr:
             node = _nodes.get(key)
             if node is None:
                 node = object.__new__(cls)
-                node.op, node.dtype, node.args, node.value = op, dtype, args, value
-                node.order, node.variables = _order(node, bits), _variables(node)
-                node.facts = {}
+                fields = {"op": op, "dtype": dtype, "args": args, "value": value}
+                for name, field in fields.items():
+                    object.__setattr__(node, name, field)
+                object.__setattr__(node, "order", _order(node, bits))
+                object.__setattr__(node, "variables", _variables(node))
+                object.__setattr__(node, "facts", {})
                 _nodes[key] = node
         return node
 

@@ -185,9 +185,7 @@ class _GraphReader(Reader):
             return reduce(lambda x, y: _computed(operator.add, (x, y)), args[0])
         if any(isinstance(each, _Number) for each in args) and target in _OF_NUMBERS:
             return _computed(target, [each for each in args if each is not None])
-        if not hasattr(target, "namespace"):
-            if target is operator.getitem:
-                return args[0][args[1]]
+        if target is not operator.getitem and not hasattr(target, "namespace"):
             raise Refusal(f"uses {getattr(target, '__name__', target)} of Python's numbers")
         if target is _READ:
             if not isinstance(args[0], _Number):

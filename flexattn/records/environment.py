@@ -1,8 +1,8 @@
 """The environment in which records hold: this process, its device, and a hash of what renders.
 
-Each kind of kernels has roots, the modules and templates that render it. The hash covers all that
-these reach by imports and includes. A family that is not listed has its module `source` and all
-its templates for roots. It is coarser than it could be: one module renders prefill and decode.
+Each kind of kernels has roots, its templates and the modules that render them. The hash covers all
+that these reach by imports and includes. A family that is not listed has all its templates. It
+is coarser than it could be: one module renders prefill and decode.
 Imports are read from text by regular expressions, at the first lookup of every process: Python's
 own parser takes twenty times as long. tests/unit/records/test_closure.py compares the two.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,54 +25,27 @@ from flexattn.kernels.ptx.assembler import triton_version
 from flexattn.problem import Kind
 from flexattn.records.record import SCHEMA, Environment, Policy
 
-
-@dataclass(frozen=True, slots=True)
-class Renderer:
-    """The renderers of one kind's kernels: modules of this package, and templates."""
-
-    modules: tuple[str, ...]
-    templates: tuple[str, ...]
-
-
+# The templates of each kind's kernels, rendered by `source` of their folder in kernels/.
 _HELPERS = "base/helpers.jinja"
-RENDERERS: dict[str, Renderer] = {
-    "prefill": Renderer(
-        ("kernels.triton.source", "kernels.decay_skip.source"),
-        (
-            _HELPERS, "triton/prefill.py.jinja", "decay_skip/norms.py.jinja",
-            "decay_skip/window.py.jinja",
-        ),
+_NORMS, _WINDOW = "decay_skip/norms.py.jinja", "decay_skip/window.py.jinja"
+TEMPLATES: dict[str, tuple[str, ...]] = {
+    "prefill": (_HELPERS, "triton/prefill.py.jinja", _NORMS, _WINDOW),
+    "decode": (_HELPERS, "triton/decode.py.jinja", "triton/combine.py.jinja"),
+    "backward": (
+        _HELPERS, "triton_backward/backward.py.jinja", "triton_backward/delta.py.jinja", _NORMS,
+        _WINDOW, "decay_skip/blocks.py.jinja",
     ),
-    "decode": Renderer(
-        ("kernels.triton.source",), (_HELPERS, "triton/decode.py.jinja", "triton/combine.py.jinja")
-    ),
-    "backward": Renderer(
-        (
-            "kernels.triton_backward.source", "kernels.decay_skip.source",
-        ),
-        (
-            _HELPERS, "triton_backward/backward.py.jinja", "triton_backward/delta.py.jinja",
-            "decay_skip/norms.py.jinja", "decay_skip/window.py.jinja",
-            "decay_skip/blocks.py.jinja",
-        ),
-    ),
-    "serving": Renderer(
-        ("kernels.paged_decode.source",),
-        (
-            _HELPERS, "paged_decode/program.py.jinja", "paged_decode/combine.py.jinja",
-            "paged_decode/warp.py.jinja", "paged_decode/mla.py.jinja",
-            "paged_decode/mla_swap_ab.py.jinja", "paged_decode/warp_specialized.py.jinja",
-        ),
+    "serving": (
+        _HELPERS, "paged_decode/program.py.jinja", "paged_decode/combine.py.jinja",
+        "paged_decode/warp.py.jinja", "paged_decode/mla.py.jinja",
+        "paged_decode/mla_swap_ab.py.jinja", "paged_decode/warp_specialized.py.jinja",
     ),
     # Beside those of prefill, on devices that have the instructions.
-    "hopper": Renderer(
-        ("kernels.hopper.source",),
-        ("hopper/prefill.py.jinja", "hopper/transpose_v.py.jinja", "hopper/widen_v.py.jinja"),
+    "hopper": (
+        "hopper/prefill.py.jinja", "hopper/transpose_v.py.jinja", "hopper/widen_v.py.jinja",
     ),
 }  # fmt: skip
-
-# Families whose modules are among these.
-_LISTED = {module.split(".")[1] for each in RENDERERS.values() for module in each.modules}
+_LISTED = {each.split("/")[0] for templates in TEMPLATES.values() for each in templates}
 
 # What renderers import that decides no kernel of a record, and why.
 NO_TEXT = {
@@ -94,36 +67,37 @@ def source_hash(kind: Kind, device: Device) -> str:
         names.append("hopper")
     names += unlisted(kind, device)
     parts = [f"{name}\n{source}" for name, source in rendering(*names).items()]
-    parts += [template_hash(name) for each in names for name in renderer_of(each).templates]
+    parts += [template_hash(name) for each in names for name in templates_of(each)]
     parts.append(_facts(device))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def unlisted(kind: Kind, device: Device) -> list[str]:
-    """The folders of a kind's families that RENDERERS does not list, on a device that has them."""
+    """The folders of a kind's families that TEMPLATES does not list, on a device that has them."""
     found = (family.name for family in families(kind, device))
     return sorted(set(found) - _LISTED)
 
 
-def renderer_of(name: str) -> Renderer:
-    """For a name in RENDERERS, or a family's folder that is not listed there."""
-    if name in RENDERERS:
-        return RENDERERS[name]
+def templates_of(name: str) -> tuple[str, ...]:
+    """For a name in TEMPLATES, or a family's folder that is not listed there."""
+    if name in TEMPLATES:
+        return TEMPLATES[name]
     folder = templates_folder()
     texts = (each.relative_to(folder).as_posix() for each in (folder / name).glob("*.py.jinja"))
-    return Renderer((f"kernels.{name}.source",), tuple(sorted(texts)))
+    return tuple(sorted(texts))
+
+
+def roots_of(*names: str) -> set[str]:
+    """The modules that render these kinds' kernels, and those that their templates import."""
+    templates = [each for name in names for each in templates_of(name)]
+    found = {home(*each) for name in templates for each in imports_of(template_text(name))}
+    folders = {each.split("/")[0] for each in templates} - {"base"}
+    return found | {f"{_NAME}.kernels.{each}.source" for each in folders}
 
 
 def rendering(*names: str) -> dict[str, str]:
-    """Every module that decides the text of these kinds' kernels, with its bare source.
-
-    Those that their templates import are among them.
-    """
-    roots = {f"flexattn.{module}" for name in names for module in renderer_of(name).modules}
-    for name in names:
-        for template in renderer_of(name).templates:
-            roots |= {home(*each) for each in imports_of(template_text(template))}
-    return closure(roots, {f"flexattn.{name}" for name in NO_TEXT})
+    """Every module that decides the text of these kinds' kernels, with its bare source."""
+    return closure(roots_of(*names), {f"{_NAME}.{name}" for name in NO_TEXT})
 
 
 def _facts(device: Device) -> str:

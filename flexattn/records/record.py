@@ -8,10 +8,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
-from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from flexattn.kernels.base.config import Config
@@ -68,11 +67,11 @@ class Key:
 
         A field that has a default counts where it differs, so older records keep their names.
         """
-        return _digest(self, _FIELDS, _values)
+        return _digest(self, _FIELDS)
 
     def family(self) -> str:
         """The digest of all that is not a size: the keys of one family are neighbours."""
-        return _digest(self, _OF_A_FAMILY, _family_values)
+        return _digest(self, _OF_A_FAMILY)
 
     @property
     def sizes(self) -> Sizes:
@@ -83,13 +82,13 @@ class Key:
 _FIELDS = tuple(field.name for field in fields(Key))
 _OF_A_FAMILY = tuple(name for name in _FIELDS if name not in SIZES)
 _DEFAULTS = {field.name: field.default for field in fields(Key) if field.default is not MISSING}
-_values, _family_values = attrgetter(*_FIELDS), attrgetter(*_OF_A_FAMILY)
 
 
-def _digest(key: Key, names: tuple[str, ...], values: Callable[[Key], tuple[object, ...]]) -> str:
+def _digest(key: Key, names: tuple[str, ...]) -> str:
+    values = {name: getattr(key, name) for name in names}
     parts = [
         f"{name}={value!r}"
-        for name, value in zip(names, values(key), strict=True)
+        for name, value in values.items()
         if name not in _DEFAULTS or value != _DEFAULTS[name]
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]

@@ -110,9 +110,8 @@ class Store:
             names = [name for name in names if name.rpartition("-")[0] == slug(device)]
         return sorted(name for name in names if not name.startswith("."))
 
-    def sizes(self, environment: Environment | str, family: str) -> list[Sizes]:
-        """The sizes that a family has records for, from the names of their files."""
-        folder = environment if isinstance(environment, str) else environment.folder
+    def sizes(self, folder: str, family: str) -> list[Sizes]:
+        """The sizes that a family has records for in an environment's folder, by file names."""
         matches = map(_NAME.fullmatch, listing(self._base / folder / family))
         return sorted(Sizes(*map(int, match.groups())) for match in matches if match)
 

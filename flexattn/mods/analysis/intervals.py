@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import torch
+
 from flexattn.mods.expr import Expr, once, walk
-from flexattn.mods.ops import OPS, Range, is_float, is_int
+from flexattn.mods.ops import OPS, Range, dtype_of, is_float, is_int
 from flexattn.mods.simplify import clamped
 
 
@@ -52,8 +54,8 @@ def dtype_range(dtype: str) -> Range:
     """The smallest and largest value of an integer dtype or bool."""
     if dtype == "bool":
         return 0, 1
-    bits = int(dtype.lstrip("uint"))
-    return (0, 2**bits - 1) if dtype.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    info = torch.iinfo(dtype_of(dtype))
+    return info.min, info.max
 
 
 def _interval(node: Expr, args: list[Range | None], ranges: Mapping[str, Range]) -> Range | None:

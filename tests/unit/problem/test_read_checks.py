@@ -149,7 +149,7 @@ def test_what_bounds_prove_is_not_looked_at(monkeypatch):
     q, k, v = inputs()
     mask = block_mask(lambda b, h, q_idx, kv_idx: table[h, kv_idx + offset] == 0, q, k, 16)
     monkeypatch.setattr(read_checks, "_chunks", None)
-    monkeypatch.setattr(read_checks, "dense_blocks", None)
+    monkeypatch.setattr(read_checks, "block_maps", None)
     for offset in (7, 5):  # what is captured twice is a run-time number
 
         def score_mod(s, b, h, m, n, offset=offset):

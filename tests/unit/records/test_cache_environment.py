@@ -9,11 +9,11 @@ from flexattn.device import cuda_driver, named
 from flexattn.kernels.base.environment import templates_folder
 from flexattn.records import environment as module
 from flexattn.records.environment import (
-    RENDERERS,
+    TEMPLATES,
     environment,
-    renderer_of,
     serving_policy,
     source_hash,
+    templates_of,
     unlisted,
 )
 from flexattn.records.record import SCHEMA, Policy, slug
@@ -143,7 +143,7 @@ def test_decode_depends_on_the_kernel_that_merges_its_splits(monkeypatch):
 
 # Those listed, and those of families that are not.
 UNLISTED = [name for kind in ("prefill", "backward") for name in unlisted(kind, H200)]
-EACH = [renderer_of(name) for name in (*RENDERERS, *UNLISTED)]
+EACH = (*TEMPLATES, *UNLISTED)
 EVERY = {"prefill", "decode", "serving", "hopper", "amd"}
 
 
@@ -226,11 +226,8 @@ def test_what_a_device_can_do_counts():
 @pytest.mark.parametrize("name", module.NO_TEXT)
 def test_what_is_left_out_is_reached(name):
     """A module that no renderer reaches any more needs no reason to be left out."""
-    roots = [f"flexattn.{each}" for known in EACH for each in known.modules]
-    texts = [module.template_text(each) for known in EACH for each in known.templates]
-    roots += [module.home(*each) for text in texts for each in module.imports_of(text)]
     others = {f"flexattn.{each}" for each in module.NO_TEXT if each != name}
-    assert f"flexattn.{name}" in module.closure(roots, others)
+    assert f"flexattn.{name}" in module.closure(module.roots_of(*EACH), others)
 
 
 # Templates that no record's kernels are rendered of.
@@ -250,7 +247,7 @@ OF_NO_RECORD = {
 
 
 def test_every_template_is_some_kernels():
-    known = {each for renderer in EACH for each in renderer.templates}
+    known = {each for name in EACH for each in templates_of(name)}
     folder = templates_folder()
     texts = {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*.jinja")}
     included = {name for name in texts if any(f'"{name}"' in text for text in texts.values())}

@@ -51,7 +51,7 @@ def test_what_is_written_is_read(store, said):
     assert list(store.entries()) == [(path_of(store), RECORD)]
     assert list(store.answers()) == [(path_of(store), RECORD.answer)]
     assert store.folders("nvidia-h200") == [HERE.folder] and not store.folders("nvidia-h100")
-    assert store.sizes(HERE, RECORD.key.family()) == [RECORD.key.sizes]
+    assert store.sizes(HERE.folder, RECORD.key.family()) == [RECORD.key.sizes]
     manifest = json.loads((path_of(store).parent.parent / "manifest.json").read_text())
     assert manifest["torch"] == HERE.torch and not said() and not store.strays()
 
@@ -163,7 +163,7 @@ def test_names_that_are_no_sizes_are_not_looked_at(store):
         if name != "..":
             (folder / name).write_text("{}")
     (folder / f"b{'9' * 30}-q1-k1.json").write_text("{}")
-    assert store.sizes(HERE, RECORD.key.family()) == [RECORD.key.sizes]
+    assert store.sizes(HERE.folder, RECORD.key.family()) == [RECORD.key.sizes]
 
 
 def test_keys_with_paths_in_them_stay_inside(store):
