@@ -3,7 +3,7 @@
 The first says that every element of the tile is kept, the second that some element may be. They
 are expressions of the tile's corners (`q_lo`, `q_hi`, `kv_lo`, `kv_hi`, inclusive), of `b`, `h`,
 and of the least and the greatest value of captured tensors over ranges of indices. Range
-arithmetic over linear forms (flexattn.mods.algebra.whole); sound, never exact by promise: no
+arithmetic (flexattn.mods.algebra.whole); sound, never exact by promise: no
 element is kept where the second is false, and none is removed where the first is true.
 verdicts() computes both for many tiles with torch, on any device.
 
@@ -28,7 +28,6 @@ from flexattn.mods.algebra.whole import (
     Whole,
     both,
     settled,
-    single,
 )
 from flexattn.mods.analysis.intervals import dtype_range
 from flexattn.mods.expr import Expr, Mod, computed, const, integer, once, walk
@@ -145,7 +144,7 @@ class _Lowering:
         places: list[Expr] = []
         for dim, ((low, high), size) in enumerate(zip(ends, sizes, strict=True)):
             sure.append(applied("lt", high, size))
-            if known[dim].form.range[0] < 0:
+            if known[dim].range[0] < 0:
                 sure.append(applied("le", integer(0), low))
             if dim in wide and dim != searched:
                 sure.append(applied("eq", low, high))
@@ -164,12 +163,12 @@ class _Lowering:
 def _variable(name: str) -> Whole:
     ends = {"q_idx": ("q_lo", "q_hi"), "kv_idx": ("kv_lo", "kv_hi")}.get(name, (name, name))
     low, high = (Expr("var", "int64", (), end) for end in ends)
-    return Whole(single(low, high, 0, CORNERS[ends[1]]))
+    return Whole(low, high, (0, CORNERS[ends[1]]))
 
 
 def _ends(index: Whole, size: Expr) -> tuple[Expr, Expr]:
     """The ends of an index; a number below 0 counts from the tensor's end."""
-    low, high = index.form.low, index.form.high
+    low, high = index.low, index.high
     if index.number is not None and index.number < 0:
         low = high = applied("add", size, low)
     return low, high
@@ -188,7 +187,7 @@ def _limited(low: Expr, high: Expr, dtype: str, sure: Expr) -> Whole:
         point = low is high
         low = clamped(low, least, most)
         high = low if point else clamped(high, least, most)
-    return Whole(single(low, high, least, most), sure)
+    return Whole(low, high, (least, most), sure)
 
 
 def _inside(position: Expr, size: Expr) -> Expr:

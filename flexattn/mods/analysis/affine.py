@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, Generic, TypeVar
 
 from flexattn.mods.analysis.intervals import Intervals, dtype_range
 from flexattn.mods.expr import Expr, const, integer, reads, terms_of, walk
@@ -20,33 +19,24 @@ _MOVING = ("score", "q_idx", "kv_idx")
 _TERMS = 256
 
 
-_T = TypeVar("_T", bound=Hashable)
-_S = TypeVar("_S", bound="Sum[Any]")
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Sum(Generic[_T]):
-    """A whole number as a sum of others, each so many times, and a number that is known."""
+class Affine:
+    """An integer as a sum of int64 Exprs, each so many times, and a number that is known."""
 
-    terms: Mapping[_T, int]
+    terms: Mapping[Expr, int]
     number: int = 0
 
-    def plus(self: _S, other: _S, times: int = 1) -> _S:
+    def plus(self, other: Affine, times: int = 1) -> Affine:
         """self + times * other."""
         terms = dict(self.terms)
         for term, factor in other.terms.items():
             terms[term] = terms.get(term, 0) + times * factor
         kept = {term: factor for term, factor in terms.items() if factor}
-        return replace(self, terms=kept, number=self.number + times * other.number)
+        return Affine(kept, self.number + times * other.number)
 
-    def times(self: _S, factor: int) -> _S:
+    def times(self, factor: int) -> Affine:
         """factor * self."""
-        return replace(self, terms={}, number=0).plus(self, factor)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Affine(Sum[Expr]):
-    """An integer as a sum of int64 Exprs."""
+        return Affine({}).plus(self, factor)
 
     @property
     def q(self) -> int:
