@@ -150,42 +150,42 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
 )
 
 
+_FLAGS = tuple(f"FLEXATTN_{each}" for each in ("INTERPRET", "CHECK", "STRICT", "BATCH_INVARIANT"))
+# The words that a variable may be.
+_WORDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_FLAGS, ("0", "1")),
+    "FLEXATTN_DEBUG": tuple("0123456"),
+    "FLEXATTN_MODE": get_args(Mode),
+    "FLEXATTN_VERIFY": get_args(Verify),
+}
+
+
 def read_settings(environ: Mapping[str, str]) -> Settings:
     """Parse an environment; raises SettingsError for a value that is not understood."""
-    values = {name: environ.get(name, default) for name, default, _ in VARIABLES}
-    interpret = values["FLEXATTN_INTERPRET"]
-    if interpret not in ("0", "1", ""):
-        raise SettingsError(
-            f"FLEXATTN_INTERPRET={interpret!r}", "it is 0 or 1", "unset it, or set it to 1"
-        )
-    flags = "CHECK", "STRICT", "BATCH_INVARIANT"
-    for name in (f"FLEXATTN_{flag}" for flag in flags):
-        if values[name] not in ("0", "1", ""):
-            raise SettingsError(f"{name}={values[name]!r}", "it is 0 or 1")
-    debug = values["FLEXATTN_DEBUG"] or "0"
-    if debug not in tuple("0123456"):
-        raise SettingsError(f"FLEXATTN_DEBUG={debug!r}", "it is a level from 0 to 6")
-    mode = values["FLEXATTN_MODE"] or "replay"
-    if mode not in get_args(Mode):
-        raise SettingsError(f"FLEXATTN_MODE={mode!r}", f"it is one of {', '.join(get_args(Mode))}")
-    verify = values["FLEXATTN_VERIFY"] or "first"
-    if verify not in get_args(Verify):
-        ways = ", ".join(get_args(Verify))
-        raise SettingsError(f"FLEXATTN_VERIFY={verify!r}", f"it is one of {ways}")
+    # A variable that is empty is not set.
+    values = {name: environ.get(name) or default for name, default, _ in VARIABLES}
+    for name, words in _WORDS.items():
+        if values[name] not in words:
+            raise SettingsError(
+                f"{name}={values[name]!r}", f"it is {', '.join(words[:-1])} or {words[-1]}",
+                f"unset it, or set it to {words[-1]}",
+            )  # fmt: skip
     mods = values["FLEXATTN_MODS"]
     if mods and not all(mods.partition(":")):
         raise SettingsError(f"FLEXATTN_MODS={mods!r}", "it names a function as module:function")
-    cache_dir = _path(values["FLEXATTN_CACHE_DIR"])
-    named = filter(None, values["FLEXATTN_CACHE"].split(os.pathsep))
-    cache = tuple(map(_path, named))
-    binaries = _path(each) if (each := values["FLEXATTN_BINARIES"]) else None
-    nrtpy = _path(each) if (each := values["FLEXATTN_NRTPY_PYTHON"]) else None
+    binaries, nrtpy = values["FLEXATTN_BINARIES"], values["FLEXATTN_NRTPY_PYTHON"]
+    flags = {name.removeprefix("FLEXATTN_").lower(): values[name] == "1" for name in _FLAGS}
     return Settings(
-        interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries,
-        values["FLEXATTN_CHECK"] == "1", nrtpy, values["FLEXATTN_STRICT"] == "1",
-        values["FLEXATTN_BATCH_INVARIANT"] == "1", mods,
-        cast(Verify, verify),
-    )  # fmt: skip
+        debug=int(values["FLEXATTN_DEBUG"]),
+        cache_dir=_path(values["FLEXATTN_CACHE_DIR"]),
+        cache=tuple(map(_path, filter(None, values["FLEXATTN_CACHE"].split(os.pathsep)))),
+        mode=cast(Mode, values["FLEXATTN_MODE"]),
+        binaries=_path(binaries) if binaries else None,
+        nrtpy_python=_path(nrtpy) if nrtpy else None,
+        mods=mods,
+        verify=cast(Verify, values["FLEXATTN_VERIFY"]),
+        **flags,
+    )
 
 
 def _path(text: str) -> Path:

@@ -38,6 +38,7 @@ from flexattn.report.page import write_page
 from flexattn.report.rivals import BenchResults, from_verb, geometric_mean
 from flexattn.tuning.tasks import mods_of, task_from
 from flexattn.tuning.workload import Row
+from flexattn.verify.gate import Verdict
 from flexattn.verify.oracle import Judge, make_inputs, make_sinks, moved, oracle
 
 OURS, DEFAULT, TORCH = "flexattn", "default", "torch"
@@ -216,13 +217,16 @@ def race_call(
         {name: _number(each.median) for name, each in samples.items()},
         {name: _ratio(samples[name], samples[OURS]) for name in samples if name != OURS},
         verdict.passed,
-        *(
-            (verdict.rows[0].error, verdict.rows[0].budget)
-            if verdict.rows
-            else (math.nan, math.nan)
-        ),
+        *error_of(verdict),
         "; ".join(notes),
     )
+
+
+def error_of(verdict: Verdict) -> tuple[float, float]:
+    """The largest error of `out`, and what it may be; NaN where nothing was compared."""
+    if not verdict.rows:
+        return math.nan, math.nan
+    return verdict.rows[0].error, verdict.rows[0].budget
 
 
 def _causal() -> str:

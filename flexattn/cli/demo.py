@@ -5,10 +5,8 @@ Without one, a child process interprets the kernels, and others compile them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +17,14 @@ from rich.console import Console
 from flexattn.block_mask.visual import visualize
 from flexattn.catalogue import sliding_window
 from flexattn.cli import options as asking
-from flexattn.cli.bench import RivalChoice, RowInputs, print_rows, race_call, results_of
+from flexattn.cli.bench import (
+    RivalChoice,
+    RowInputs,
+    error_of,
+    print_rows,
+    race_call,
+    results_of,
+)
 from flexattn.cli.build import built_line
 from flexattn.cli.selection import writable
 from flexattn.cli.terminal import INTERRUPTED, tell
@@ -36,6 +41,7 @@ from flexattn.tuning.builds import BuiltConfig, Pool, build_all, compilers
 from flexattn.tuning.evaluator import Method, method_for
 from flexattn.tuning.tasks import task_of, tasks
 from flexattn.tuning.workload import ModPath, Row
+from flexattn.verify.gate import Verdict
 
 
 def demo_row(
@@ -129,15 +135,19 @@ def show_cpu(console: Console) -> bool:
         built = compile_rows()
         trials = interpreting.result()
     tell(console, "Run by Triton's interpreter, in float16 at small sizes:")
-    for trial in trials:
-        gate = "green" if trial.passed else f"RED: {trial.note}"
-        error = f"error {trial.error:.1e} of {trial.budget:.1e}"
-        tell(console, f"  {trial.title}: {error}, gate {gate}")
+    passed = [isinstance(each, Verdict) and each.passed for each in trials]
+    for row, found, good in zip(SMALL_ROWS, trials, passed, strict=False):
+        words = f"gate RED: {found}"
+        if isinstance(found, Verdict):
+            error, budget = error_of(found)
+            gate = "green" if good else f"RED: {found.message()}"
+            words = f"error {error:.1e} of {budget:.1e}, gate {gate}"
+        tell(console, f"  {row.title}: {words}")
     tell(console, f"Compiled for {DEMO_DEVICE} without one, in bfloat16 at full sizes:")
     for title, each in built:
         tell(console, f"  {title}, {built_line(each)}")
     tell(console, "Nothing was timed: torch sees no GPU here.")
-    return all(trial.passed for trial in trials)
+    return all(passed)
 
 
 def compile_rows() -> list[tuple[str, BuiltConfig]]:
@@ -151,40 +161,18 @@ def compile_rows() -> list[tuple[str, BuiltConfig]]:
     return found
 
 
-@dataclass(frozen=True)
-class DemoTrial:
-    """The gate's verdict on a row that was interpreted; note: what is wrong, "" if nothing is."""
-
-    title: str
-    error: float = math.nan
-    budget: float = math.nan
-    note: str = ""
-
-    @property
-    def passed(self) -> bool:
-        """True if its gate is green."""
-        return not self.note
-
-
-def run_trial(row: Row) -> DemoTrial:
+def run_trial(row: Row) -> Verdict:
     """Run a row's rendered kernel on CPU tensors, and judge it."""
     x = RowInputs.of(row, torch.device("cpu"))
     with torch.no_grad():
         out = flex_attention(
             x.q, x.k, x.v, score_mod=x.score_mod, block_mask=x.block_mask, enable_gqa=True
         )
-        verdict = x.judge()((out, None, None))
-    note = "" if verdict.passed else verdict.message()
-    if not verdict.rows:
-        return DemoTrial(row.title, note=note)
-    return DemoTrial(row.title, verdict.rows[0].error, verdict.rows[0].budget, note)
+        return x.judge()((out, None, None))
 
 
-def interpreted() -> list[DemoTrial]:
-    """The trials of a process that interprets."""
+def interpreted() -> list[Verdict | Failed]:
+    """The verdict on each small row, of a process that interprets, or why there is none."""
     with Pool(run_trial, 1, _DEADLINE, partial(child_environment, interpret=True)) as pool:
         found = dict(pool.run(SMALL_ROWS))
-    return [
-        DemoTrial(row.title, note=str(each)) if isinstance(each := found[i], Failed) else each
-        for i, row in enumerate(SMALL_ROWS)
-    ]
+    return [found[i] for i in range(len(SMALL_ROWS))]

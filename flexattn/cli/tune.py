@@ -43,9 +43,8 @@ from flexattn.cli.terminal import (
 from flexattn.cli.watch import Watch
 from flexattn.device import Device
 from flexattn.errors import DeviceError, FlexAttnError, InputError, UnsupportedError
-from flexattn.kernels.base.config import Fields
 from flexattn.kernels.base.family import Effort
-from flexattn.kernels.choose.defaults import survey
+from flexattn.kernels.choose.defaults import Survey, survey
 from flexattn.kernels.choose.registry import short
 from flexattn.measure.task import Task
 from flexattn.presets import files
@@ -209,16 +208,12 @@ def plan_of(
     problems = []
     for task in chosen:
         status, message = "to tune" if task.title in open_titles else "kept", ""
-        configs: Sequence[Fields] = ()
-        rejected: dict[str, int] = {}
-        plugin = plugin_of(task.device.backend)
+        plugin, space = plugin_of(task.device.backend), Survey((), ())
         if plugin is None:
             space = survey(task.problem, task.device, effort)
-            configs, rejected = space.configs, dict(space.rejected)
         else:
             try:
-                fits = plugin.survey_of(task, effort)
-                configs, rejected = fits.configs, dict(fits.rejected)
+                space = plugin.survey_of(task, effort)
             except FlexAttnError as error:
                 status, message = "cannot", str(error)
         key = key_of(task.problem)
@@ -228,9 +223,9 @@ def plan_of(
             "key": asdict(key),
             "digest": key.digest(),
             "policy": asdict(task.policy),
-            "default": short(configs[0]) if configs else "",
-            "configs": len(configs),
-            "rejected": rejected,
+            "default": short(space.configs[0]) if space.configs else "",
+            "configs": len(space.configs),
+            "rejected": dict(space.rejected),
             "status": status,
             "message": message,
         })  # fmt: skip

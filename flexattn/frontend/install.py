@@ -124,15 +124,23 @@ def _in_its_place(
 def _serve(eager: bool, *given: Any) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return _traced(given)
+    aux = {"return_aux": given[-1]}
+    return _counted(eager, ours, torch_own, given[:-1], aux, aux)
+
+
+def _counted(
+    eager: bool, here: Any, there: Any, given: Any, own: dict[str, Any], theirs: dict[str, Any]
+) -> Any:
+    """The results of our function, or of torch's where ours refuses a call; named: own, theirs."""
     if not eager:
-        return torch_own(*given[:-1], return_aux=given[-1])
+        return there(*given, **theirs)
     try:
-        found = ours(*given[:-1], return_aux=given[-1])
+        found = here(*given, **own)
     except CaptureError:  # which the caller asked for, and torch would read where nothing is
         raise
     except FlexAttnError as error:
         served[f"torch: {error}"] += 1
-        return torch_own(*given[:-1], return_aux=given[-1])
+        return there(*given, **theirs)
     served["flexattn"] += 1
     return found
 
@@ -167,17 +175,7 @@ def _serve_varlen(eager: bool, own: Any, given: tuple[Any, ...], rest: dict[str,
         # Caches in pages, and the lengths that come with them, are torch's.
         paged = any(rest.get(name) is not None for name in ("block_table", "seqused_k"))
         return own(*given, **rest) if paged else varlen_attn(*given, **ours_too)
-    if not eager:
-        return own(*given, **rest)
-    try:
-        found = varlen_attn(*given, **ours_too)
-    except CaptureError:
-        raise
-    except FlexAttnError as error:
-        served[f"torch: {error}"] += 1
-        return own(*given, **rest)
-    served["flexattn"] += 1
-    return found
+    return _counted(eager, varlen_attn, own, given, ours_too, rest)
 
 
 def _copied(fn: Any) -> Any:

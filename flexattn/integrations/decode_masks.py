@@ -101,19 +101,19 @@ def static_mask(
     if not (not_after(mask_function) and near):
         # Of a cache that grows as well, to whose next length no tables would be of use.
         kept = None if here is None else pad(here, (0, keys - here.shape[1]))
-        mask_mod = _moved(mask_function, _own(at, device), _number(offset, device))
-        return few_rows(_padded(mask_mod, kept), B, 1, keys, device)
+        mask_mod = moved_mask(mask_function, _own(at, device), _number(offset, device))
+        return few_rows(and_padding(mask_mod, kept), B, 1, keys, device)
     tables = kept_tensors(_Tables.of, (B, keys), device)
     kept = None
     if here is not None:
         kept = torch.cat((here, tables.unseen[:, here.shape[1] :]), 1)
     if isinstance(at, Tensor) and not offset:
         place = tables.places.index_select(0, at.view(1))
-        mask_mod = _padded(_placed(mask_function, place[0, 0]), kept)
+        mask_mod = and_padding(_placed(mask_function, place[0, 0]), kept)
         lists = _lists(tables, place[:, 4:], kept if B * keys > FEW_KEYS else None)
         return with_lists((1, keys), lists, mask_mod)
-    mask_mod = _moved(mask_function, _own(at, device), _number(offset, device))
-    mask_mod = _padded(mask_mod, kept)
+    mask_mod = moved_mask(mask_function, _own(at, device), _number(offset, device))
+    mask_mod = and_padding(mask_mod, kept)
     if isinstance(at, Tensor):
         return few_rows(mask_mod, B, 1, keys, device)
     blocks = min(max((at - offset) // KEY_BLOCK + 1, 0), tables.order.shape[3])
@@ -193,14 +193,19 @@ def _placed(mask_function: MaskFunction, first: Tensor) -> MaskFunction:
     return placed
 
 
-def _moved(mask_function: MaskFunction, first: Tensor, offset: Tensor) -> MaskFunction:
+def moved_mask(
+    mask_function: MaskFunction, first: int | Tensor, offset: int | Tensor
+) -> MaskFunction:
+    """A function of positions in the sequence as a mask_mod of rows and keys from these on."""
+
     def moved(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return mask_function(b, h, q_idx + first, kv_idx + offset)
 
     return moved
 
 
-def _padded(whole: MaskFunction, kept: Tensor | None) -> MaskFunction:
+def and_padding(whole: MaskFunction, kept: Tensor | None) -> MaskFunction:
+    """A mask_mod that also removes the keys where kept [B, keys], bool, is False."""
     if kept is None:
         return whole
 
@@ -224,12 +229,39 @@ def _lists(tables: _Tables, counts: Tensor, kept: Tensor | None) -> tuple[Tensor
 
 
 # Masks of one table that are kept, one a length.
-_TABLE_MASKS = 1024
+_MASKS = 1024
 # Tables of a batch size. A forward may need two, for full layers and for windows; others are for
 # masks that somebody still holds.
 _TABLES = 4
 _CHECK = -2  # In place of a position: the next step checks whether anything is padded.
 _SHARED = "_flexattn_shared"
+
+
+class _Masks:
+    """Masks of one table by their lengths. made: the mask of so many blocks, which has the lists.
+
+    Its lists serve each length that ends in the last block, whose other keys are kept.
+    """
+
+    def __init__(self, made: Callable[[int], BlockMask]) -> None:
+        self._made = made
+        self._listed: Lru[int, BlockMask] = Lru(_MASKS)
+        self._masks: Lru[int, BlockMask] = Lru(_MASKS)
+
+    def of(self, keys: int) -> BlockMask:
+        """The mask of so many keys, not to be written to."""
+        found = self._masks.get(keys)
+        if found is None:
+            blocks = -(-keys // KEY_BLOCK)
+            listed = self._listed.get(blocks)
+            if listed is None:
+                # Of tensors made in inference mode autograd can save none.
+                with torch.inference_mode(False):
+                    listed = self._made(blocks)
+                self._listed.put(blocks, listed)
+            found = relisted(listed, keys)
+            self._masks.put(keys, found)
+        return found
 
 
 class _Table:
@@ -241,8 +273,8 @@ class _Table:
         with torch.inference_mode(False):
             self._seen = torch.ones(B, keys, dtype=torch.bool, device=device)
         self._mask_mod = _reads(self._seen)
-        self._masks: Lru[int, tuple[Tensor, BlockMask]] = Lru(_TABLE_MASKS)
-        self._listed: dict[int, BlockMask] = {}
+        self._masks = _Masks(self._whole)
+        self._parts: Lru[int, Tensor] = Lru(_MASKS)
         self._last_mask_mod: Callable[[], object] = lambda: None
 
     @property
@@ -253,11 +285,10 @@ class _Table:
     def write(self, seen: Tensor) -> BlockMask:
         """The mask of these keys, with a mask_mod of its own, which lives while it is held."""
         keys = seen.shape[1]
-        found = self._masks.get(keys)
-        if found is None:
-            found = self._seen[:, :keys], self._made(keys)
-            self._masks.put(keys, found)
-        part, shared = found
+        shared, part = self._masks.of(keys), self._parts.get(keys)
+        if part is None:
+            part = self._seen[:, :keys]
+            self._parts.put(keys, part)
         part.copy_(seen)
         mask_mod = _reads(self._seen)
         self._last_mask_mod = weakref.ref(mask_mod)
@@ -265,17 +296,12 @@ class _Table:
         mask.__dict__.update(shared.__dict__, mask_mod=mask_mod, **{_SHARED: (shared, mask_mod)})
         return mask
 
-    def _made(self, keys: int) -> BlockMask:
+    def _whole(self, blocks: int) -> BlockMask:
         """All blocks are listed: few keys are read in less time than it takes to find which."""
-        device, blocks = self._seen.device, -(-keys // KEY_BLOCK)
-        found = self._listed.get(blocks)
-        if found is not None:
-            return relisted(found, keys)
-        with torch.inference_mode(False):
-            order = torch.arange(blocks, dtype=torch.int32, device=device).view(1, 1, 1, -1)
-            count = torch.full((1, 1, 1), blocks, dtype=torch.int32, device=device)
-        found = self._listed[blocks] = with_lists((1, keys), (count, order), self._mask_mod)
-        return found
+        numbers: Any = {"dtype": torch.int32, "device": self._seen.device}
+        order = torch.arange(blocks, **numbers).view(1, 1, 1, -1)
+        count = torch.full((1, 1, 1), blocks, **numbers)
+        return with_lists((1, blocks * KEY_BLOCK), (count, order), self._mask_mod)
 
 
 class _Batch:
@@ -361,43 +387,21 @@ def _reads(table: Tensor) -> Callable[..., Tensor]:
 
 # Keys that a padding has room for beside those of its first step.
 _ROOM = 1024
-# Masks of one padding that are kept, for prompts that are answered again.
-_MASKS = 256
 
 
 class _Padding(NamedTuple):
     """A padding and its masks, which nobody writes to.
 
-    table: bool [B, room], True behind the keys of the step that it was made in; mask_mod reads it.
-    listed: a mask for each number of blocks. masks: the mask for each number of keys.
+    table: bool [B, room], True behind the keys of the step that it was made in; masks read it.
     """
 
     table: Tensor
-    mask_mod: Callable[..., Tensor]
-    listed: Lru[int, BlockMask]
-    masks: Lru[int, BlockMask]
+    masks: _Masks
 
     def is_of(self, seen: Tensor) -> bool:
         """True where `seen` removes these keys and no others; waits for the device."""
         length = seen.shape[1]
         return length <= self.table.shape[1] and torch.equal(seen, self.table[:, :length])
-
-    def mask(self, length: int) -> BlockMask:
-        found = self.masks.get(length)
-        if found is None:
-            found = relisted(self._listed(-(-length // KEY_BLOCK)), length)
-            self.masks.put(length, found)
-        return found
-
-    def _listed(self, blocks: int) -> BlockMask:
-        """Its lists serve each length that ends in the last block, whose other keys are kept."""
-        found = self.listed.get(blocks)
-        if found is None:
-            device = self.table.device
-            with torch.inference_mode(False):
-                found = few_rows(self.mask_mod, len(self.table), 1, blocks * KEY_BLOCK, device)
-            self.listed.put(blocks, found)
-        return found
 
 
 def decoding_mask(seen: Tensor) -> BlockMask | None:
@@ -409,7 +413,7 @@ def decoding_mask(seen: Tensor) -> BlockMask | None:
     batch = _batch_of(seen)
     known = batch.padding
     if known is not None and known.is_of(seen):
-        return known.mask(seen.shape[1])
+        return known.masks.of(seen.shape[1])
     if bool(seen.all()):
         return None
     # Of tensors made in inference mode autograd can save none.
@@ -417,9 +421,10 @@ def decoding_mask(seen: Tensor) -> BlockMask | None:
         room = -(-(seen.shape[1] + _ROOM) // KEY_BLOCK) * KEY_BLOCK
         table = seen.new_ones((len(seen), room))
         table[:, : seen.shape[1]] = seen
+    kept = _reads(table)
 
-    def kept(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return table[b, kv_idx]
+    def listed(blocks: int) -> BlockMask:
+        return few_rows(kept, len(table), 1, blocks * KEY_BLOCK, table.device)
 
-    known = batch.padding = _Padding(table, kept, Lru(_MASKS), Lru(_MASKS))
-    return known.mask(seen.shape[1])
+    known = batch.padding = _Padding(table, _Masks(listed))
+    return known.masks.of(seen.shape[1])

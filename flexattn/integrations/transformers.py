@@ -20,9 +20,11 @@ from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.varlen import varlen_attn
 from flexattn.integrations.decode_masks import (
     MaskFunction,
+    and_padding,
     check_again,
     decoding_mask,
     is_few,
+    moved_mask,
     padded_mask,
     shared_mask,
     static_mask,
@@ -151,16 +153,7 @@ def make_mask(
         return None
     # A static cache gives the very tensor that it counts in, and counts on before the kernel runs.
     first = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
-
-    def placed(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return mask_function(b, h, q_idx + first, kv_idx + kv_offset)
-
-    def padded(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        assert padding is not None
-        place = kv_idx + kv_offset
-        return mask_function(b, h, q_idx + first, place) & padding[b, place]
-
-    mask_mod = placed if padding is None else padded
+    mask_mod = and_padding(moved_mask(mask_function, first, kv_offset), padding)
     if q_length <= MOST_ROWS and kv_length and not compiling:
         return _contiguous(
             few_rows(mask_mod, batch_size, q_length, kv_length, torch.device(device))
@@ -283,9 +276,9 @@ def _asks(mask: Tensor | None, shape: tuple[int, int]) -> bool:
 
 
 def _padding(mask: Tensor | None, offset: int, keys: int, whole: bool) -> Tensor | None:
-    """The padding mask up to the last key, or None where it is known to remove none of these keys.
+    """The padding mask of these keys, or None where it is known to remove none of them.
 
-    offset: the position of the first of them; what stood before has left the cache. whole: whether
+    offset: the position of the first one; what stood before has left the cache. whole: whether
     rows see the keys behind the mask's end too, which it removes.
     """
     if mask is None:
@@ -294,7 +287,8 @@ def _padding(mask: Tensor | None, offset: int, keys: int, whole: bool) -> Tensor
     if not short and not _graphed(mask) and bool(mask[:, offset : offset + keys].all()):
         return None
     missing = offset + keys - mask.shape[-1]
-    return torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask
+    mask = torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask
+    return mask[:, offset:] if offset else mask
 
 
 def _causes(module: torch.nn.Module) -> bool:

@@ -39,12 +39,10 @@ from flexattn.records.record import (
     Gated,
     Record,
     Stage,
-    key_of,
-    sizes_of,
 )
 from flexattn.settings import neuron_environment, nrtpy_python
 from flexattn.tuning.builds import BuiltConfig
-from flexattn.tuning.evaluator import SILENT, Method, Progress, Subject
+from flexattn.tuning.evaluator import SILENT, Method, Progress, surveyed
 from flexattn.tuning.tuner import tune_subject
 from flexattn.verify.oracle import Judge, make_inputs, oracle
 
@@ -66,16 +64,7 @@ def measured(
     what the target cannot express.
     """
     found = target_survey(task.problem, task.device.name, effort)
-    subject = Subject(
-        key=key_of(task.problem),
-        sizes=sizes_of(task.problem),
-        environment=environment_of_target(task, here.compiler),
-        policy=task.policy,
-        configs=found.configs,
-        default=0,
-        rejected=found.rejected,
-        title=task.title,
-    )
+    subject = surveyed(task, environment_of_target(task, here.compiler), found)
     limit = _BUILT[effort]
     with tempfile.TemporaryDirectory() as folder, NeuronMeasurer(Path(folder)) as measurer:
         measurer.start()

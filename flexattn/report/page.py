@@ -20,8 +20,8 @@ from flexattn.kernels.base.environment import templates_folder
 from flexattn.records.record import Record, slug
 from flexattn.report.drawing import Drawing, png, svg, three_figures
 from flexattn.report.figures import pictures, rivals_beside
+from flexattn.report.numbers import Summary, summarize
 from flexattn.report.rivals import BenchResults, geometric_mean
-from flexattn.report.summary import Summary, summarize
 from flexattn.util.text import printable
 
 PAGE = "index.html"

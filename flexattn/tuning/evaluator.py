@@ -13,7 +13,7 @@ from flexattn import __version__
 from flexattn.errors import MeasureError
 from flexattn.kernels.base.config import Config, describe
 from flexattn.kernels.base.family import Effort
-from flexattn.kernels.choose.defaults import reasons, survey
+from flexattn.kernels.choose.defaults import Survey, reasons, survey
 from flexattn.measure.task import Measurer, Task
 from flexattn.records.record import (
     Decision,
@@ -59,14 +59,21 @@ def subject_of(
 ) -> Subject:
     """The space of a task at an effort, with the default and the seeds that can run in it."""
     problem, device = task.problem, task.device
-    found = survey(problem, device, effort)
     fitting = (each for each in seeds if not reasons(each, problem.structure, device))
+    return surveyed(task, environment, survey(problem, device, effort), fitting)
+
+
+def surveyed(
+    task: Task, environment: Environment, found: Survey, more: Iterable[Config] = ()
+) -> Subject:
+    """The subject of a task whose space was found, with more configs that can run."""
+    problem = task.problem
     return Subject(
         key=key_of(problem),
         sizes=sizes_of(problem),
         environment=environment,
         policy=task.policy,
-        configs=tuple(dict.fromkeys([*found.configs, *fitting])),
+        configs=tuple(dict.fromkeys([*found.configs, *more])),
         default=0,
         rejected=found.rejected,
         title=task.title,

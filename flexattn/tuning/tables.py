@@ -133,11 +133,11 @@ class Table:
         shown = shown if len(shown) <= 200 else f"{shown[:200]}…"
         return InputError(f"{self.where}: {key} = {shown}", rule, do)
 
-    def text(self, key: str, default: str = "") -> str:
-        """A string."""
-        value = self._data.get(key, default)
-        if not isinstance(value, str):
-            raise self.wrong(key, "it is a string")
+    def _one(self, key: str, good: Callable[[Any], bool], rule: str) -> Any:
+        """A value that is good, or None where the key is missing."""
+        value = self._data.get(key)
+        if value is not None and not good(value):
+            raise self.wrong(key, rule)
         return value
 
     def _list(self, key: str, good: Callable[[Any], bool], rule: str) -> tuple[Any, ...]:
@@ -147,10 +147,17 @@ class Table:
             raise self.wrong(key, rule)
         return found
 
+    def text(self, key: str, default: str = "") -> str:
+        """A string."""
+        value = self._data.get(key, default)
+        if not _is_text(value):
+            raise self.wrong(key, "it is a string")
+        return str(value)
+
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of strings, or one of them."""
         rule = "it is a string, or a list of strings"
-        return self._list(key, lambda each: isinstance(each, str), rule)
+        return self._list(key, _is_text, rule)
 
     def numbers(self, key: str, least: int = 1) -> tuple[int, ...]:
         """A list of integers, or one of them; () where the key is missing."""
@@ -159,17 +166,13 @@ class Table:
 
     def number(self, key: str) -> float | None:
         """A number, or None where the key is missing."""
-        value = self._data.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise self.wrong(key, "it is a number")
-        return None if value is None else float(value)
+        found = self._one(key, lambda x: type(x) in (int, float), "it is a number")
+        return None if found is None else float(found)
 
     def flag(self, key: str) -> bool | None:
         """True, False, or None where the key is missing."""
-        value = self._data.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self.wrong(key, "it is true or false")
-        return value
+        found: bool | None = self._one(key, lambda x: type(x) is bool, "it is true or false")
+        return found
 
     def rows(self, key: str, width: int) -> tuple[tuple[int, ...], ...]:
         """A list of lists of `width` integers."""
@@ -196,5 +199,9 @@ def _listed(value: object) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else (value,)
 
 
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
 def _integer(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return type(value) is int and value >= least

@@ -202,20 +202,15 @@ def serving_task(
     score: Bound | None,
     mask: Bound | None,
     *,
-    page: int,
     lengths: Lengths = "uniform",
-    layout: str = "NHD",
     kv_dtype: str = "",
     scaled: str = "",
-    sinks: bool = False,
-    shared_kv: bool = False,
-    batch_invariant: bool = False,
-    selection: tuple[int, int] = (0, 0),
+    **plan: Any,
 ) -> Task:
     """A plan whose maxima are the sizes of a shape, with a batch of this class.
 
-    kv_dtype: "" for dtype; a cache of eight bits has scales, of what `scaled` says. Raises
-    InputError for what no plan is made for.
+    kv_dtype: "" for dtype; a cache of eight bits has scales, of what `scaled` says. plan: more of
+    what `plan_problem` takes. Raises InputError for what no plan is made for.
     """
     named = {name: each for each, name in KV_DTYPES.items()}
     kv = named.get(kv_dtype or dtype)
@@ -230,9 +225,8 @@ def serving_task(
         batch=shape.B, kv_len=shape.kv_len, heads=(shape.Hq, shape.Hkv),
         head_dim=(shape.D, shape.Dv), q_len=shape.q_len,
         total_q=sum(q_lens) if lengths == "mixed" else 0, dtype=widths[dtype], kv_dtype=kv,
-        page=page, layout=layout, score=score, mask=mask, sinks=sinks,
-        scaled=scaled or kv.itemsize == 1, shared_kv=shared_kv, positive_scale=scale > 0,
-        batch_invariant=batch_invariant, lengths=lengths, selection=selection,
+        score=score, mask=mask, scaled=scaled or kv.itemsize == 1, positive_scale=scale > 0,
+        lengths=lengths, **plan,
     )  # fmt: skip
     return Task(title, problem, device, policy, scale, score, mask, q_lens=q_lens, kv_lens=kv_lens)
 

@@ -42,7 +42,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from flexattn.device import Device
 from flexattn.errors import InputError, InputTypeError
@@ -286,14 +286,10 @@ def _mixes(call: Table) -> list[tuple[int, ...]]:
 
 def _kind(call: Table) -> Kind | None:
     kind = call.text("kind")
-    if kind == "prefill":
-        return "prefill"
-    if kind == "decode":
-        return "decode"
-    if kind and kind != "serving":
+    if kind not in ("", "prefill", "decode", "serving"):
         rule = "it is prefill, decode or serving; without it the lengths decide"
         raise call.wrong("kind", rule)
-    return None
+    return cast(Kind, kind) if kind in ("prefill", "decode") else None
 
 
 def _mod(table: Table, role: str, allow: Sequence[str]) -> ModPath | None:

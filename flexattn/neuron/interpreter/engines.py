@@ -10,13 +10,15 @@ import torch
 from torch import Tensor as Array
 
 from flexattn.device.neuroncore import PARTITIONS, STATIONARY_MAX
-from flexattn.neuron.interpreter.machine import NKI_DTYPES, Tensor, current_machine
-from flexattn.neuron.interpreter.rules import (
+from flexattn.neuron.interpreter.machine import (
+    NKI_DTYPES,
     Computed,
     Operator,
+    Tensor,
     binary,
     check,
     column,
+    current_machine,
     engine_of,
     instruction,
     lies_in,

@@ -17,6 +17,7 @@ from flexattn.errors import KernelError
 from flexattn.neuron.interpreter import engines
 from flexattn.neuron.interpreter.machine import (
     NKI_DTYPES,
+    OPERATORS,
     Machine,
     Storage,
     Tensor,
@@ -24,7 +25,6 @@ from flexattn.neuron.interpreter.machine import (
     fault,
     running,
 )
-from flexattn.neuron.interpreter.rules import OPERATORS
 
 Engine = enum.Enum("Engine", "unknown tensor scalar gpsimd dma vector sync")
 ReduceCmd = enum.Enum("ReduceCmd", "idle reset reduce reset_reduce load_reduce")

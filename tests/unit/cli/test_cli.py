@@ -10,8 +10,10 @@ from flexattn.cli import demo
 from flexattn.cli.app import app
 from flexattn.device import KNOWN
 from flexattn.mods.bind import clear
+from flexattn.records.record import Failed
 from flexattn.settings import override
 from flexattn.tuning.builds import BuiltConfig
+from flexattn.verify.gate import ErrorRow, Verdict
 from tests.processes import python
 from tests.records import decode_record
 
@@ -159,14 +161,17 @@ def test_the_demo_runs_the_same_calls_small_and_full():
 def test_a_demo_without_a_gpu_fails_by_a_wrong_result_and_by_a_process_that_died(
     flexattn, monkeypatch
 ):
-    right = demo.DemoTrial("right", 1e-4, 2e-4)
+    right = Verdict((ErrorRow("out", 1e-4, 2e-4, 1e-4),), (), ())
+    over, died = Verdict((), ("over budget",), ()), Failed("crash", "SIGSEGV", "ended")
     built = [("c", BuiltConfig(decode_record().config, 168))]
     monkeypatch.setattr(demo, "compile_rows", lambda: built)
-    for other, status in (("", 0), ("over budget", 1), ("crash: SIGSEGV: ended", 1)):
-        trials = [right, demo.DemoTrial("other", note=other)]
+    for found, other, status in (
+        (right, "", 0), (over, "over budget", 1), (died, "crash: SIGSEGV: ended", 1)
+    ):  # fmt: skip
+        trials = [right, found]
         monkeypatch.setattr(demo, "interpreted", lambda trials=trials: trials)
         shown = flexattn("demo", status=status).stdout
-        assert "right: error 1.0e-04 of 2.0e-04, gate green" in shown and "168 registers" in shown
+        assert "error 1.0e-04 of 2.0e-04, gate green" in shown and "168 registers" in shown
         assert other in shown and ("The demo passed" in shown) == (not status)
 
 

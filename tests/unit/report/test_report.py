@@ -14,9 +14,9 @@ from flexattn.report import numbers, rivals
 from flexattn.report.numbers import (
     limits_of,
     reach,
+    summarize,
     work,
 )
-from flexattn.report.summary import summarize
 from tests.processes import ROOT
 from tests.records import HERE, decode_record, key, prefill_record
 
