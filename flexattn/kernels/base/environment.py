@@ -116,12 +116,16 @@ def render_template(name: str, context: dict[str, object]) -> str:
 
 
 def render_tidy(name: str, context: dict[str, object]) -> str:
-    """As render_template, without spaces at the ends of lines and without needless empty lines."""
+    """As render_template, without spaces at the ends of lines, and with Python's empty lines.
+
+    None stands inside a function, two stand around each: a template has one there.
+    """
     lines = render_template(name, context).split("\n")
     text = "\n".join(line.rstrip() for line in lines).rstrip("\n") + "\n"
     # What a macro left out leaves an empty line: none stands inside a function.
     text = re.sub(r"\n+(\n {4})", r"\1", text)
-    return re.sub(r"\n{4,}", "\n\n\n", text)
+    text = re.sub(r"\n{4,}", "\n\n\n", text)
+    return re.sub(r"\n\n+(?=@)|(?<=\n)( {4}.*)\n\n+(?=\S)", r"\1\n\n\n", text)
 
 
 _MARKED = re.compile(r"^(\s*(?:for|while) .*:)  # body: (\w+)$")

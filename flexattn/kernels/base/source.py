@@ -174,7 +174,7 @@ def mod_context(
     helpers, functions = "", []
     if called:
         every = render_template("base/helpers.jinja", {"dialect": dialect})
-        functions = every.strip().split("\n\n\n")
+        functions = every.strip().split("\n\n")
     for function in reversed(functions):
         name = function[function.index("def ") + 4 : function.index("(")]
         # `tl.sigmoid(` calls no helper.
