@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 
 import torch
+from torch._prims_common import infer_size
 
 from flexattn.errors import NoKernelError
 from flexattn.mods.analysis.intervals import Intervals
@@ -136,10 +137,7 @@ def broadcast(array: Array, shape: Sequence[int]) -> Array:
 
 def reshape(array: Array, shape: Sequence[int]) -> Array:
     """The same elements in row-major order under another shape."""
-    shape = list(shape)
-    if -1 in shape:
-        known = math.prod(size for size in shape if size != -1)
-        shape[shape.index(-1)] = math.prod(array.shape) // max(known, 1)
+    shape = infer_size(tuple(shape), math.prod(array.shape))
 
     def at(index: Index) -> Expr:
         return array.at(_unflatten(_flatten(index, shape), array.shape))

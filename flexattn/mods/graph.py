@@ -19,7 +19,7 @@ from flexattn.mods.arrays import Array, buffer
 from flexattn.mods.bind import variant_of
 from flexattn.mods.derivative import without_idle_stops
 from flexattn.mods.expr import RESULTS, VARS, Buffer, Expr, Mod, integer
-from flexattn.mods.host_numbers import MATHS, TEXTS, HostProgram, host_values, program
+from flexattn.mods.host_numbers import MATHS, TEXTS, host_values, program
 from flexattn.mods.operators import meaning_of
 from flexattn.mods.ops import dtype_of
 from flexattn.mods.pointwise import cast
@@ -71,10 +71,6 @@ class GraphMod:
     numbers: tuple[str, ...]
     sources: tuple[tuple[str, int], ...]
     variants: list[Variant] = field(default_factory=list)
-    compute: HostProgram = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        self.compute = program(self.numbers)
 
     def bound(self, tensors: Sequence[Tensor], integers: Sequence[int]) -> Bound:
         """The Mod that kernels know, with the values of its slots, as `bind` gives it.
@@ -85,7 +81,7 @@ class GraphMod:
             tensors[i].item() if kind == "tensor" else integers[i] for kind, i in self.sources
         ]
         kinds = tuple(float if each == "float64" else int for each in self.mod.scalars)
-        scalars = host_values(self.compute, kinds, captured)
+        scalars = host_values(self.numbers, kinds, captured)
         if scalars is None:
             raise UnsupportedError(
                 f"a mod under torch.compile computes {', '.join(self.numbers)} of s = {captured}",

@@ -12,6 +12,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ _OPTIONS = ("alpha", "rounding_mode")
 _ALIKE |= {f"{side}{name}" for side in "ri" for name in _ALIKE}
 
 
+@lru_cache(maxsize=1024)
 def program(texts: tuple[str, ...]) -> HostProgram:
     """A function of a callable's scalars, `s` in these texts, that computes them."""
     found: HostProgram = eval(
@@ -104,14 +106,14 @@ def scalar_of(text: str) -> int | None:
 
 
 def host_values(
-    compute: HostProgram, kinds: tuple[type, ...], scalars: Sequence[int | float]
+    texts: tuple[str, ...], kinds: tuple[type, ...], scalars: Sequence[int | float]
 ) -> tuple[int | float, ...] | None:
-    """The numbers that a program of texts of these types computes now.
+    """The numbers that texts of these types compute now.
 
     None where Python raises, or gives another type, or where torch would not take one.
     """
     try:
-        found: tuple[int | float, ...] = compute(scalars)
+        found: tuple[int | float, ...] = program(texts)(scalars)
     except _UNDEFINED:
         return None
     if tuple(map(type, found)) != kinds:

@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from flexattn.errors import UnsupportedError
@@ -153,7 +154,7 @@ class DispatchMode(TorchDispatchMode):
                 marks["stop"] = OWN_GRADIENT if _applied(sys._getframe(1)) else DETACH
             mark(before, marks)
         if views(func) and not all(isinstance(x, FakeTensor) for x in _tensors(args)):
-            self.views += _tensors((result,))
+            self.views += _tensors(result)
         self.running = None
         return result
 
@@ -239,9 +240,8 @@ def _tells(args: tuple[Any, ...], result: Any) -> bool:
     return given and not any(isinstance(each, torch.Tensor) for each in found)
 
 
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    flat = (x for v in values for x in (v if isinstance(v, (list, tuple)) else (v,)))
-    return [x for x in flat if isinstance(x, torch.Tensor)]
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 
 def _getitem(x: torch.Tensor, position: Any) -> torch.Tensor:

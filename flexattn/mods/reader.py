@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_leaves
 
 from flexattn.errors import SignatureError, UnsupportedError
 from flexattn.mods.arrays import Array, broadcast, buffer, literal_array
@@ -104,7 +105,7 @@ class Reader:
             into = kwargs.pop("out", args[0])
         if name not in TABLE:
             raise unknown(target)
-        captured = [a for a in _arrays((*args, *kwargs.values())) if a.captured]
+        captured = [a for a in _arrays((args, kwargs)) if a.captured]
         self.sized |= bool(captured) and reads_sizes(name, args)
         try:
             result = TABLE[name](*args, **kwargs)
@@ -136,9 +137,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _arrays(values: Any) -> list[Array]:
-    if isinstance(values, Array):
-        return [values]
-    return [a for v in values for a in _arrays(v)] if isinstance(values, (tuple, list)) else []
+    return [each for each in tree_leaves(values) if isinstance(each, Array)]
 
 
 def _compare(node: Node, ours: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from flexattn.errors import NoKernelError
 from flexattn.mods.expr import Buffer, Expr, Mod, fingerprint
-from flexattn.mods.host_numbers import HostProgram, host_values, program
+from flexattn.mods.host_numbers import host_values
 from flexattn.mods.identity import MISSING, Identity
 from flexattn.mods.numbers import Number
 from flexattn.util.locks import Lru, renewed
@@ -49,10 +49,6 @@ class Variant:
     numbers: tuple[Number, ...]
     texts: tuple[str, ...] = ()
     kinds: tuple[type, ...] = ()
-    compute: HostProgram = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "compute", program(self.texts))
 
     def of(self, tensors: Sequence[torch.Tensor], numbers: tuple[Any, ...] = ()) -> Bound:
         """The Mod with these values of its slots."""
@@ -63,7 +59,7 @@ class Variant:
         if not self.numbers:
             return self.of(tensors)
         if self.texts:
-            scalars = host_values(self.compute, self.kinds, scalars)
+            scalars = host_values(self.texts, self.kinds, scalars)
             if scalars is None:
                 return None
         values = tuple([number.value(scalars) for number in self.numbers])

@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch._prims_common import reduction_dims
 
 from flexattn.errors import NoKernelError
 from flexattn.mods.arrays import (
@@ -58,10 +59,8 @@ def _rearranged(x: Array, order: Sequence[int | None]) -> Array:
 
 def dims_of(x: Array, dims: int | Sequence[int] | None) -> list[int]:
     """The dimensions that an operation names, none of them negative; all where it names none."""
-    rank = len(x.shape)
-    if dims is None or (not isinstance(dims, int) and not dims):
-        return list(range(rank))
-    return [dim % max(rank, 1) for dim in ([dims] if isinstance(dims, int) else dims)][:rank]
+    named = [dims] if isinstance(dims, int) else dims
+    return list(reduction_dims(x.shape, named or None))[: len(x.shape)]
 
 
 def unsqueeze(x: Array, dim: int) -> Array:
