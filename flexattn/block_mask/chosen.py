@@ -71,7 +71,7 @@ class ChosenBlocks(NamedTuple):
         made = self._made(heads, lengths, index)
         num, idx, full_num, full_idx = given = _empty(made.places, index)
         counts = () if self.counts is None else (self.counts,)
-        launch(made.launcher, made.gpu, (self.indices, *counts, *given))
+        launch(made.launcher, index, (self.indices, *counts, *given))
         mask = BlockMask.__new__(BlockMask)
         known = mask.__dict__
         known.update(made.known)
@@ -113,8 +113,8 @@ class ChosenBlocks(NamedTuple):
             ]
             few = {name: fixed[name] for name in ("rows", "k", "kv_blocks")}
             turn = _Turn(
-                kernels[1].prepare(B * heads * blocks, few, by_key), index,
-                (B, heads, rows, k), _places((B, heads, blocks), rows),
+                kernels[1].prepare(B * heads * blocks, few, by_key), (B, heads, rows, k),
+                _places((B, heads, blocks), rows),
             )  # fmt: skip
             places = _places((B, heads, rows), k)
             # Its lists are not kept, only its other attributes.
@@ -125,7 +125,7 @@ class ChosenBlocks(NamedTuple):
             keep_class(first, _class_of(k, blocks))
             turn_by(first, turn)
             found = _Made(
-                kernels[0].prepare(B * heads * rows, fixed, by_query), index, places,
+                kernels[0].prepare(B * heads * rows, fixed, by_query), places,
                 shared_form(first), first.__dict__,
             )  # fmt: skip
             launches.put(key, found)
@@ -223,7 +223,6 @@ class _Turn:
     """Makes lists by key, at `places`, of lists by query with indices of `shape`."""
 
     launcher: Launcher
-    gpu: int
     shape: tuple[int, ...]
     places: _Places
 
@@ -231,8 +230,9 @@ class _Turn:
         """None if somebody has given the mask lists of another shape."""
         if by_query.kv_idx.shape != self.shape or by_query.full_idx is None:
             return None
-        found = _empty(self.places, by_query.kv_idx.get_device())
-        launch(self.launcher, self.gpu, (*by_query[:4], *found))
+        gpu = by_query.kv_idx.get_device()
+        found = _empty(self.places, gpu)
+        launch(self.launcher, gpu, (*by_query[:4], *found))
         return Lists(*found)
 
 
@@ -245,7 +245,6 @@ class _Made(NamedTuple):
     """
 
     launcher: Launcher
-    gpu: int
     places: _Places
     form: tuple[Any, ...]
     known: dict[str, Any]

@@ -40,10 +40,10 @@ class Picture:
     lengths: tuple[int, int]
     block: tuple[int, int]
     text: str
-    share: Tensor | None
-    classes: Tensor | None
-    per_cell: int
-    scores: Tensor | None
+    share: Tensor | None = None
+    classes: Tensor | None = None
+    per_cell: int = 1
+    scores: Tensor | None = None
 
     def __str__(self) -> str:
         """Characters, darker where more is kept or the score is higher, and what was counted."""
@@ -85,7 +85,7 @@ class Picture:
                 "matplotlib draws what is saved and what a notebook shows",
                 "pip install 'flexattn[viz]'; print(picture) draws with characters",
             ) from error
-        panels = 2 if self.classes is not None else 1
+        panels = 1 + (self.classes is not None)
         figure = Figure(figsize=(5.4 * panels, 5.0), layout="constrained")
         axes = figure.subplots(1, panels, squeeze=False)[0]
         extent = (0, self.lengths[1], self.lengths[0], 0)
@@ -246,9 +246,7 @@ def visualize(
         "name": name, "lengths": lengths, "block": block, "text": pretty(bound.mod.expr),
     }  # fmt: skip
     if kind == "score":
-        return Picture(**facts, share=None, classes=None, per_cell=1, scores=view.scores(
-            rows, columns, score
-        ))  # fmt: skip
+        return Picture(**facts, scores=view.scores(rows, columns, score))
     counts = [-(-length // size) for length, size in zip(lengths, block, strict=True)]
     per_cell = -(-max(counts) // cells)
     if per_cell == 1:
@@ -260,7 +258,7 @@ def visualize(
         share = view.share(*tiles)
         classes = torch.where(share == 1, FULL, torch.where(share == 0, 0, PARTIAL))
     share = view.share(rows, columns)
-    return Picture(**facts, share=share, classes=classes, per_cell=per_cell, scores=None)
+    return Picture(**facts, share=share, classes=classes, per_cell=per_cell)
 
 
 class _View:

@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from flexattn.errors import DeviceError, FlexAttnError, MeasureError
 from flexattn.kernels.base.config import Config
-from flexattn.measure.process import Begun, ChildProcess, Closing, Died, ErrorReply, Reply, Request
+from flexattn.measure.process import ChildProcess, Closing, Died, ErrorReply, Reply, Request
 from flexattn.measure.task import Task
 from flexattn.measure.timing import Dropped, RoundTime, Started
 from flexattn.problem import Problem
@@ -193,23 +194,18 @@ class Worker(Closing):
     def _exchange(
         self, child: ChildProcess, request: Request, patience: float, leg: _Leg
     ) -> Reply | ErrorReply:
-        last: Reply | ErrorReply | None = None
-        begun = False
+        message: Any = None
         try:
             for message in child.exchange(request, patience):
-                if isinstance(message, (Reply, ErrorReply)):
-                    last = message
-                elif isinstance(message, Begun):
-                    begun = True
-                else:
-                    leg.add(message)
+                leg.add(message)
         except Died as died:
-            last = ErrorReply(died.failed, lost=True, index=leg.current, begun=begun)
+            begun = message is not None
+            message = ErrorReply(died.failed, lost=True, index=leg.current, begun=begun)
         except BaseException:
             # Ctrl-C in the middle: an answer is still to come, which nobody would ask for.
             self._end()
             raise
-        assert last is not None
+        last: Reply | ErrorReply = message
         if isinstance(last, ErrorReply) and last.lost:
             self._end()
         return last
@@ -236,12 +232,13 @@ class _Leg:
     def __post_init__(self) -> None:
         self.took = [[] for _ in range(self.size)]
 
-    def add(self, event: Started | RoundTime | Dropped) -> None:
+    def add(self, event: object) -> None:
+        """Note what an event of the race says; other messages say nothing of it."""
         if isinstance(event, Started):
             self.current = event.index
         elif isinstance(event, RoundTime):
             self.took[event.index].append(event.us)
-        else:
+        elif isinstance(event, Dropped):
             self.out[event.index] = event.failure
 
 
