@@ -21,7 +21,7 @@ from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Config, describe
 from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.registry import family_of
-from flexattn.problem import Problem, Structure
+from flexattn.problem import Problem
 from flexattn.records.codec import encode
 from flexattn.records.environment import environment
 from flexattn.records.record import Answer, Environment, Key, Record, Sizes, key_of, sizes_of, slug
@@ -161,7 +161,7 @@ def _first(
         config, measured = stored.answer.config, problem.at(*stored.sizes)
         if not family_of(config).serves(config, measured, problem, device):
             continue
-        found = infeasible(stored, problem.structure, device)
+        found = reasons(config, problem.structure, device)
         if found:
             # Of a plan's neighbour that is no wonder: it was measured for another structure.
             if stored.how != "nearest" or measured.structure == problem.structure:
@@ -193,11 +193,6 @@ def former_default(
     if found:
         say_once(f"{stored.path}: not taken: {found}", logging.INFO)
     return found
-
-
-def infeasible(stored: Stored, structure: Structure, device: Device) -> list[str]:
-    """Why the config of a record cannot run here; nothing if it can."""
-    return reasons(stored.answer.config, structure, device)
 
 
 def ranked(key: Key, here: Environment, places: tuple[RecordLayer, ...]) -> Iterator[Stored]:

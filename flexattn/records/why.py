@@ -11,7 +11,7 @@ from typing import Any, Literal
 from flexattn.device import Device
 from flexattn.errors import CacheError
 from flexattn.kernels.base.config import Config
-from flexattn.kernels.choose.defaults import default
+from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.problem import Problem
 from flexattn.records.environment import environment
 from flexattn.records.layers import (
@@ -21,7 +21,6 @@ from flexattn.records.layers import (
     distance,
     find,
     former_default,
-    infeasible,
     layers,
     ranked,
 )
@@ -88,8 +87,8 @@ def why(problem: Problem, device: Device) -> ConfigExplanation:
     found = None if off else find(problem, device)
     refused: dict[Path, str] = {}
     for stored in ranked(key, here, places):
-        reasons = infeasible(stored, problem.structure, device)
-        refusal = f"its config cannot run here: {'; '.join(reasons)}" if reasons else ""
+        why_not = reasons(stored.answer.config, problem.structure, device)
+        refusal = f"its config cannot run here: {'; '.join(why_not)}" if why_not else ""
         refusal = refusal or former_default(stored, problem, device)
         if not refusal:
             break
