@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError, RenderError
@@ -270,8 +270,7 @@ def _rendered(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(NamedTuple):
     """A candidate in words, with what became of it; None where nobody has tried it.
 
     remembered: an earlier call or process tried it.

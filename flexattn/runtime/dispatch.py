@@ -90,7 +90,7 @@ class Dispatcher:
         key = first.kernel, index, current().binaries
         known = self._served.get(key)
         if known is not None:
-            attempt = replace(known.attempts[0], candidate=first.describe())
+            attempt = known.attempts[0]._replace(candidate=first.describe())
             return replace(
                 known, problem=problem, config=first.config, how=first.how, origin=first.origin,
                 attempts=(attempt,),

@@ -12,7 +12,13 @@ from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.cache_append.source import append_programs, render_append
 from flexattn.problem.serving import LAYOUTS
 from flexattn.runtime.build import Launcher, builder
-from flexattn.serving.append_checks import Rope, admitted, append_problem, inspect_append
+from flexattn.serving.append_checks import (
+    NAMES,
+    Rope,
+    admitted,
+    append_problem,
+    inspect_append,
+)
 from flexattn.serving.cache import KVCache, Scaled, halves
 from flexattn.serving.checks import pair, refuse_types, whole
 from flexattn.serving.launching import facts, kept_plans, launch_here, making
@@ -137,11 +143,7 @@ class AppendPlan:
                 given["K_CACHE"] = kv_cache
             key = tuple([None if each is None else facts(each) for each in given.values()])
         except (AttributeError, TypeError, ValueError):
-            refuse_types(
-                kv_cache, (), k=k, v=v, slot_mapping=slot_mapping, positions=positions,
-                block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
-                k_scale=k_scale, v_scale=v_scale, cos=cos, sin=sin,
-            )  # fmt: skip
+            refuse_types(kv_cache, (), **{NAMES[name]: each for name, each in given.items()})
             raise
         launcher = self._ready.get(key, _UNKNOWN)
         if launcher is _UNKNOWN:

@@ -68,25 +68,21 @@ class KeptKeys:
     def score(self, score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A score_mod of positions as one of the cache's places."""
         place, evicted = self._place(), self.evicted
-
-        def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
-            return score_mod(score, b, h, q_idx + evicted[b], place(b, h, kv_idx)[0])
-
-        return score
+        return lambda score, b, h, q_idx, kv_idx: score_mod(
+            score, b, h, q_idx + evicted[b], place(b, h, kv_idx)[0]
+        )
 
     def mask(self, mask_mod: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
         """A mask_mod of positions as one of places; of None, what hides empty pages."""
         place, evicted = self._place(), self.evicted
-
-        def holds(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
-            return place(b, h, kv_idx)[1]
+        if mask_mod is None:
+            return lambda b, h, q_idx, kv_idx: place(b, h, kv_idx)[1]
 
         def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
-            assert mask_mod is not None
             position, held = place(b, h, kv_idx)
             return held & mask_mod(b, h, q_idx + evicted[b], position)
 
-        return holds if mask_mod is None else mask
+        return mask
 
     def _place(self) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
         """The position of the key at a place, and whether there is one."""

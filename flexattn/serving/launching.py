@@ -6,8 +6,7 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +23,7 @@ making = renewed(threading.Lock())
 _KNOWN = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """Two tensors, not kept alive, and their facts."""
 
     first: Callable[[], Tensor | None]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -155,8 +155,7 @@ class ReadCost:
         return keys * self.key * (1 + self.again * (tiles - 1)) + requests * self.state
 
 
-@dataclass(frozen=True, slots=True)
-class SharedRead:
+class SharedRead(NamedTuple):
     """Keys [first, end) on the path to a node, read once for the requests below it."""
 
     node: int
@@ -248,8 +247,7 @@ def choose_reads(tree: PrefixTree, cost: ReadCost, levels: int) -> TreeReads:
 _ALIGNED = 4
 
 
-@dataclass(frozen=True, slots=True)
-class TreeTables:
+class TreeTables(NamedTuple):
     """The tables of any tree that a plan serves, by the plan's m.
 
     A shared read is a request of the first launch, whose rows are those of all requests below it,
@@ -337,15 +335,9 @@ _Mod = Callable[..., Any]
 
 def from_first(first: Tensor, mask_mod: _Mod | None) -> _Mod:
     """A mask of the keys from first[b] on, which bounds the loop over a request's keys."""
-
-    def later(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
-        return kv_idx >= first[b]
-
-    def both(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
-        assert mask_mod is not None
-        return (kv_idx >= first[b]) & mask_mod(b, h, q_idx, kv_idx)
-
-    return later if mask_mod is None else both
+    if mask_mod is None:
+        return lambda b, h, q_idx, kv_idx: kv_idx >= first[b]
+    return lambda b, h, q_idx, kv_idx: (kv_idx >= first[b]) & mask_mod(b, h, q_idx, kv_idx)
 
 
 @dataclass(frozen=True, slots=True)

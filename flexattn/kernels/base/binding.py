@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,8 +12,7 @@ from flexattn.kernels.base.arguments import Argument
 from flexattn.util.locks import Lru
 
 
-@dataclass(frozen=True, slots=True)
-class Binding:
+class Binding(NamedTuple):
     """The arguments of a kernel in its order, and what a launch needs to fill them.
 
     fixed: a value for each, None where a launch gives it. given: (argument, place) of those, where

@@ -7,9 +7,9 @@ neither a config's tiles nor the memory and registers that limits count.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from itertools import islice, product
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 from flexattn.errors import ConfigError
 from flexattn.problem import Problem, Structure
@@ -79,8 +79,7 @@ def padded(head_dim: int, least: int = 16) -> int:
     return sum(tile for _, tile, _ in pieces(head_dim, least))
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(NamedTuple):
     """The grid of a launch: programs, row tiles, work tiles, and splits of the keys (1: prefill).
 
     num_tiles: of one head, or of heads that share their tiles. num_work_tiles: row tiles of all
@@ -143,8 +142,7 @@ _C = TypeVar("_C", bound=Config)
 _Order = TypeVar("_Order", bound=str)
 
 
-@dataclass(frozen=True, slots=True)
-class _Knob:
+class _Knob(NamedTuple):
     others: tuple[object, ...]
     word: str
     moves: Callable[[Structure], bool]

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import floor
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import describe, padded
+from flexattn.kernels.base.features import tma_layout
 from flexattn.problem import Structure
 
 _C = TypeVar("_C")
@@ -32,8 +33,7 @@ class _Case(Protocol):
     def config(self) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Rule(Generic[CaseT]):
+class Rule(NamedTuple, Generic[CaseT]):
     """One condition: a short name that reports count by, the words for where it is broken, and it.
 
     says: a format string over the case, `c`, and its config in words, `config`.
@@ -62,8 +62,8 @@ class Limits(Generic[CaseT]):
     """
 
     case_of: Callable[[Any, Any, Any], CaseT]
-    shape: tuple[Rule[CaseT], ...]
     fit: tuple[Rule[CaseT], ...]
+    shape: tuple[Rule[CaseT], ...] = ()
     worth: tuple[Rule[CaseT], ...] = ()
 
     def broken(self, case: CaseT) -> list[Rule[CaseT]]:
@@ -148,6 +148,11 @@ KEYS_OF_BLOCK: Rule[Any] = Rule(
         c.structure.sparsity is None or c.structure.sparsity.kv_block % c.config.BLOCK_N == 0
     ),
 )
+TMA_LAYOUT: Rule[Any] = Rule(
+    "tma",
+    "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
+    lambda c: tma_layout(c.structure),
+)
 NUM_WARPS: Rule[Any] = Rule(
     "warps",
     "num_warps={c.config.num_warps} is not one of 1, 2, 4, 8, 16",
@@ -188,8 +193,7 @@ VARIED: dict[str, tuple[int, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(NamedTuple):
     """The largest value of one number of a config while the others stay.
 
     largest: with which no rule is broken. formula: bytes of shared memory, of the number.

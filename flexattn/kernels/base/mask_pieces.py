@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from flexattn.kernels.base.features import Unit, asked_once
 from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
@@ -14,8 +15,7 @@ from flexattn.problem import INDEX_RANGES, Captures
 _BY_KEY = "_by_key"
 
 
-@dataclass(frozen=True, slots=True)
-class MaskPieces:
+class MaskPieces(NamedTuple):
     """A mask_mod as bounds on the keys of a row, and what else it asks.
 
     low, high: the first key of each row, and one past the last, as columns of int32; None where
@@ -85,25 +85,25 @@ def print_mask(
     def piece(name: str, expr: Expr | None, view: View) -> Printed | None:
         if expr is None:
             return None
-        return print_mod(captures, traits, replace(view, prefix=name), expr)
+        return print_mod(captures, traits, view._replace(prefix=name), expr)
 
     column = View(dtype="int32")
     first = View(q_idx="row_start", by_row=False, dtype="int32")
-    last = replace(first, q_idx=f"(row_start + {positions} - 1)")
+    last = first._replace(q_idx=f"(row_start + {positions} - 1)")
     once = span.rest is not None and asked_once(span.rest, tile)
     # What is the same for all keys of a tile is asked of the first one, in each row.
     by_tile = span.rest is not None and tile is not None and asked_once(span.rest, (0, tile[1]))
     asked = View(kv_idx="start_n") if by_tile else View()
     pieces = MaskPieces(
-        piece("mask", span.rest, replace(first, kv_idx="start_n", dtype="") if once else asked),
+        piece("mask", span.rest, first._replace(kv_idx="start_n", dtype="") if once else asked),
         piece("low", span.low, column),
         piece("high", span.high, column),
         piece("last_low", span.low, last),
         piece("first_high", span.high, first),
     )
     if span.is_prefix:
-        of_run = replace(first, q_idx="first_row", by_key=False)
-        pieces = replace(pieces, under=piece("under", span.high, of_run))
+        of_run = first._replace(q_idx="first_row", by_key=False)
+        pieces = pieces._replace(under=piece("under", span.high, of_run))
     if once or by_tile or not exchanges or not form.rest_loads_keys_alone:
         return pieces
     by_thread = piece("mask", span.rest, View(kv_idx="key_of_thread"))
@@ -112,4 +112,4 @@ def print_mask(
     read = "\n".join((*later.body, later.result))
     made = dict.fromkeys(line.split(" = ")[0] for line in by_thread.early)
     names = tuple(name for name in made if f"{name}{_BY_KEY}" in read)
-    return replace(pieces, rest=replace(later, early=by_thread.early), exchanged=names)
+    return pieces._replace(rest=replace(later, early=by_thread.early), exchanged=names)

@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexattn.device import Device
 from flexattn.kernels.base.amd import AmdHints, options_of
@@ -62,8 +62,7 @@ class Source:
         return "griddepcontrol.wait" in self.text
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     """One power-of-two tile of a head dimension, as the templates name it."""
 
     name: str

@@ -11,11 +11,11 @@ from flexattn.device import Device
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Geometry, Language
 from flexattn.kernels.base.family import Effort, KernelFamily
-from flexattn.kernels.base.features import tma_layout
 from flexattn.kernels.base.limits import (
     KEYS_OF_BLOCK,
     NUM_STAGES,
     SHARED_MEMORY,
+    TMA_LAYOUT,
     Limits,
     Rule,
     StructureCase,
@@ -128,11 +128,7 @@ LIMITS: Limits[ConfigCase] = Limits(
             "head dimension {c.structure.head_dim_v} of V is not one of 64, 128, 256",
             lambda c: c.structure.head_dim_v in _V_DIMS,
         ),
-        Rule(
-            "tma",
-            "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
-            lambda c: tma_layout(c.structure),
-        ),
+        TMA_LAYOUT,
         Rule(
             "dropout",
             "the Gluon template for Blackwell has no dropout",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import starmap
+from typing import NamedTuple
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument, attention_arguments, descriptor
@@ -51,8 +52,7 @@ PIECE = 32
 ROUNDER = 12582912.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     """Columns of one copy of Q or K."""
 
     start: int
@@ -103,13 +103,13 @@ def render(
 ) -> Source:
     """The Blackwell prefill kernel of a structure with a config; title goes into its header."""
     found = arguments(structure, config)
-    traits = replace(traits_of(device, structure), dialect=BLACKWELL)
+    traits = traits_of(device, structure)._replace(dialect=BLACKWELL)
     form = form_of(structure)
     score = None
     if structure.score is not None:
         # A thread has all keys of a row: it shares no values of diagonals.
         apart = replace(structure, rules_off=tuple({*structure.rules_off, "diagonal"}))
-        score = replace(print_score(apart, traits, even_columns=True), limits=None)
+        score = print_score(apart, traits)._replace(limits=None)
     mask = None
     if structure.mask is not None:
         # Rows of requests begin at any position, and several may be of one.

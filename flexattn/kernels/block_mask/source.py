@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument, captured_arguments, several
@@ -27,8 +26,7 @@ from flexattn.mods.ops import OPS, Range
 from flexattn.problem import Captures
 
 
-@dataclass(frozen=True, slots=True)
-class PrintedBounds:
+class PrintedBounds(NamedTuple):
     """Statements, and the names of the two verdicts: int1, as wide as what they depend on."""
 
     statements: tuple[str, ...]

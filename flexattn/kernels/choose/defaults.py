@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import islice
 from math import log2
+from typing import NamedTuple
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Config, Language
@@ -87,8 +88,7 @@ ALTERNATIVES = 3
 LEFT_OUT = "left out by quick"
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(NamedTuple):
     """A space with what it leaves out: each config of the grid is in `configs` or counted once.
 
     configs: the static default first. rejected: how many others broke each rule; a config that

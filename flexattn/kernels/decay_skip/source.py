@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import (
     M_BLOCK_MAX,
@@ -71,7 +69,7 @@ def render_window(structure: Structure, device: Device) -> Source:
     last = View("", "q_len", "kv_len", by_row=False, by_key=False)
     traits = traits_of(device, structure)
     printed = [
-        print_mod(captures, traits, replace(last, prefix=name), expr)
+        print_mod(captures, traits, last._replace(prefix=name), expr)
         for name, expr in (("step", step), ("span", terms.rise.span))
     ]
     settings = {

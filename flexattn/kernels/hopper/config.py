@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
@@ -197,8 +197,7 @@ WIDEST = 256
 MMA_K = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiles(NamedTuple):
     """Sizes in elements, head dimensions as shared memory holds them.
 
     qk_width: head dimensions of one copy of Q or K; a tile is cut into qk_chunks of them where its

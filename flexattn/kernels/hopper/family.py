@@ -8,7 +8,7 @@ from typing import Any
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
-from flexattn.kernels.base.config import Geometry, Language, at_rest, words
+from flexattn.kernels.base.config import Geometry, Language
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.features import FEW_BY_KEY, values_by_key
 from flexattn.kernels.base.source import Source
@@ -25,7 +25,7 @@ from flexattn.kernels.hopper.config import (
 from flexattn.kernels.hopper.limits import LIMITS
 from flexattn.kernels.hopper.source import render, render_transposed_values, render_wide_values
 from flexattn.kernels.hopper.space import alternatives, sized
-from flexattn.kernels.ptx.assembler import preferred
+from flexattn.kernels.ptx.assembler import offered, preferred
 from flexattn.problem import Kind, Problem, Structure
 from flexattn.problem.serving import ServingProblem
 
@@ -53,7 +53,7 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
     limits = LIMITS
 
     def offered(self, device: Device) -> bool:
-        return space.offered() and device.has_wgmma
+        return device.has_wgmma and offered()
 
     def leads(self, structure: Structure, device: Device) -> bool:
         if structure.fp8:
@@ -84,9 +84,9 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         return space.axes(problem, effort == "exhaustive")
 
     def tile(self, config: HopperPrefillConfig) -> HopperPrefillConfig:
-        """Without what a search turns on the same tiles; at_rest resets its knobs."""
+        """Without what a search turns on the same tiles."""
         return replace(
-            at_rest(config),
+            config,
             ping_pong=False,
             tile_scheduler="grid",
             l2_swizzle=8,
@@ -163,7 +163,7 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         parts += [config.tile_scheduler] * (config.tile_scheduler != "grid")
         if config.order != "last":
             parts.append(config.order + str(config.l2_swizzle) * (config.order == "sections"))
-        return " ".join(parts + words(config))
+        return " ".join(parts)
 
 
 PREFILL = _Prefill()

@@ -8,7 +8,14 @@ from math import floor
 
 from flexattn.device import Device
 from flexattn.kernels.base import features
-from flexattn.kernels.base.limits import KEYS_OF_BLOCK, NUM_STAGES, SHARED_MEMORY, Limits, Rule
+from flexattn.kernels.base.limits import (
+    KEYS_OF_BLOCK,
+    NUM_STAGES,
+    SHARED_MEMORY,
+    TMA_LAYOUT,
+    Limits,
+    Rule,
+)
 from flexattn.kernels.base.ragged import form_of
 from flexattn.kernels.hopper import ragged
 from flexattn.kernels.hopper.config import (
@@ -452,11 +459,7 @@ LIMITS: Limits[ConfigCase] = Limits(
             "v_box={c.config.v_box}: any head dimensions are served in 16 bits alone",
             lambda c: not c.boxed or c.structure.itemsize == 2 or ragged.widens(c.structure),
         ),
-        Rule(
-            "tma",
-            "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
-            lambda c: features.tma_layout(c.structure),
-        ),
+        TMA_LAYOUT,
         Rule(
             "q_in_regs",
             "q_in_regs={c.config.q_in_regs} is not 0, all {c.qk_padded} columns of Q, or half of "

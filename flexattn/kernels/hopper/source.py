@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import (
@@ -123,7 +123,7 @@ HOPPER = gluon_dialect(
     "MMA_S", diagonal=TensorForm("[STRIP]", "BLOCKED_1D"), over_diagonals="BLOCKED_1D"
 )
 # Consumers read a request's keys behind the first tile's scores.
-_OF_REQUESTS = replace(HOPPER, within="row_start >= 0")
+_OF_REQUESTS = HOPPER._replace(within="row_start >= 0")
 
 
 def _dialect(structure: Structure) -> Dialect:
@@ -141,11 +141,9 @@ def print_consumer_score(
     lazy_rescale: the softmax is the one that does what it can of it by itself. tile: a consumer's
     rows and keys, where they begin at multiples of both.
     """
-    traits = replace(traits, dialect=_dialect(structure))
-    found = triton_score(
-        structure, traits, even_columns=True, fuses=lazy_rescale, exchanges=True, tile=tile
-    )
-    return replace(found, limits=None)
+    traits = traits._replace(dialect=_dialect(structure))
+    found = triton_score(structure, traits, fuses=lazy_rescale, tile=tile)
+    return found._replace(limits=None)
 
 
 _TEMPLATE = "hopper/prefill.py.jinja"
@@ -176,16 +174,14 @@ LIMIT = 0.16
 LEAST_SPARE_REGISTERS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """cut: what follows a tile's name. held: Q's part in registers, "" where it is not there."""
 
     cut: str
     held: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     """One copy of Q or K, and what wgmma multiplies of it.
 
     of_part: which of K's parts it belongs to; k_part: the same of a part's first copy, else None.
@@ -217,7 +213,7 @@ def render(
     if structure.mask is not None:
         positions = "ROWS" if form is None else "TOKENS"
         mask = print_mask(
-            structure.mask, replace(traits, dialect=_dialect(structure)), tile, positions
+            structure.mask, traits._replace(dialect=_dialect(structure)), tile, positions
         )
     mods = printed_context((score, mask), device, HOPPER)
     sparsity = structure.sparsity
@@ -411,7 +407,7 @@ def render(
         ),
     }
     if form is not None:
-        context |= ragged.ragged_context(form, found, replace(traits, dialect=HOPPER))
+        context |= ragged.ragged_context(form, found, traits._replace(dialect=HOPPER))
     header = [title, f"config: {describe(config)}", *expressions(structure)]
     passes = (PASS,) if config.merges else ()
     if narrowed:

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, product
 from math import ceil
-from pathlib import Path
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import orders, turned
+from flexattn.kernels.base.config import orders
 from flexattn.kernels.base.features import loads_by_key, loads_tiles, without_blocks
 from flexattn.kernels.base.sizes import key_steps, waves
 from flexattn.kernels.hopper.config import (
@@ -28,25 +27,12 @@ from flexattn.kernels.hopper.config import (
     whole_boxes,
 )
 from flexattn.kernels.hopper.limits import LIMITS, QK_DIMS, V_DIMS
-from flexattn.kernels.ptx.assembler import assemblers, preferred, triton_package
+from flexattn.kernels.ptx.assembler import assemblers, preferred
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Problem, Structure
 
 # Heads of a section where tiles of all heads are to lie side by side.
 EVERY_HEAD = 64
-
-
-# What the template is written in, inside the package that is installed: no import of it needed.
-_API = Path("experimental/gluon/language/nvidia/hopper")
-
-
-def offered() -> bool:
-    """True if the installed Triton has the language of this template.
-
-    What it makes of a kernel is seen when the kernel is compiled: see flexattn.runtime.dispatch.
-    """
-    package = triton_package()
-    return package is not None and (package / _API).is_dir()
 
 
 def config(
@@ -336,8 +322,7 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
         for order, other in product(worth, (False, True)[: 1 + every]):
             section = tile.l2_swizzle if order == "sections" else 8
             lazy = tile.lazy_rescale != other
-            found = replace(tile, order=order, l2_swizzle=section, lazy_rescale=lazy)
-            yield from turned(found, structure)
+            yield replace(tile, order=order, l2_swizzle=section, lazy_rescale=lazy)
 
 
 # Tiles of 128 keys up to which softmaxes are rescaled at once: of 64 columns or without a mask, of

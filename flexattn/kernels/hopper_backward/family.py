@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from flexattn.device import Device
@@ -48,7 +46,7 @@ from flexattn.kernels.hopper_backward.source import (
     render_before,
     render_trim,
 )
-from flexattn.kernels.ptx.assembler import bounds_views, waits_meet
+from flexattn.kernels.ptx.assembler import bounds_views, offered, waits_meet
 from flexattn.problem import Kind, Problem, Structure
 
 _TALL = HopperBackwardConfig(128, 128, 2)
@@ -343,9 +341,6 @@ def _few_registers(structure: Structure) -> bool:
     return structure.score is None and (mask is None or band_of(mask.mod.expr) is not None)
 
 
-_API = "experimental/gluon/language/nvidia/hopper"
-
-
 class _Backward(KernelFamily[HopperBackwardConfig]):
     name = "hopper_backward"
     kind: Kind = "backward"
@@ -353,9 +348,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
     limits = LIMITS
 
     def offered(self, device: Device) -> bool:
-        found = find_spec("triton")
-        places = () if found is None else found.submodule_search_locations or ()
-        return device.has_wgmma and any((Path(each) / _API).is_dir() for each in places)
+        return device.has_wgmma and offered()
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[HopperBackwardConfig]:
         return defaults(problem)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from flexattn.kernels.base.config import TWO_BLOCKS_KEYS
-from flexattn.kernels.base.features import tma_layout
-from flexattn.kernels.base.limits import SHARED_MEMORY, Limits, Rule, StructureCase
+from flexattn.kernels.base.limits import SHARED_MEMORY, TMA_LAYOUT, Limits, Rule, StructureCase
 from flexattn.kernels.hopper_backward.config import (
     BACKWARD_REGISTERS,
     EARLY,
@@ -267,11 +266,7 @@ LIMITS: Limits[ConfigCase] = Limits(
                 not c.structure.dropout or c.config.num_stages <= (2 if c.config.dq_tma else 3)
             ),
         ),
-        Rule(
-            "layout",
-            "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
-            lambda c: tma_layout(c.structure),
-        ),
+        TMA_LAYOUT,
         Rule(
             "mask block",
             "the mask's blocks of {c.mask_blocks[0]}x{c.mask_blocks[1]} are no whole tiles of "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
+from typing import NamedTuple
 
 from flexattn.kernels.hopper_backward.config import (
     HopperBackwardConfig,
@@ -35,8 +36,7 @@ class Boxes:
 _WHOLE = Boxes(1, (((0, 0),), ()), False)
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
+class Sums(NamedTuple):
     """What threads add of a product of dq.
 
     values: sums of a thread. eights: groups of 8 columns that each calling warpgroup adds.

@@ -225,12 +225,12 @@ def render(
     # behind such a selection.
     spills = waits_meet() or config.BLOCK_N == 64
     end = "" if spills else "start_m + BLOCK_M"
-    traits = replace(traits_of(device, structure), dialect=replace(TRANSPOSED, end=end))
+    traits = traits_of(device, structure)._replace(dialect=TRANSPOSED._replace(end=end))
     band, rest = None, None
     if structure.mask is not None:
         band, rest = band_and_rest(structure.mask.mod.expr)
     asked = replace(structure, mask=_remaining(structure.mask, rest))
-    score, mask = print_with_gradients(asked, traits, structure.grads, diagonals=True)
+    score, mask = print_with_gradients(asked, traits, structure.grads)
     if asked.mask is not None and asked_by_row(structure, config.BLOCK_N):
         mask = print_mod(asked.mask, traits, View(kv_idx="start_n", by_row=False))
     sparsity, stages = structure.sparsity, _stages(structure, config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from flexattn.device import Device
 from flexattn.errors import InputTypeError
@@ -290,8 +290,7 @@ LEAST_COLUMNS = 128
 _PROGRAMS_AN_SM = 4
 
 
-@dataclass(frozen=True, slots=True)
-class MergeShape:
+class MergeShape(NamedTuple):
     """rows, columns: of a work tile that a program merges; parts: that it holds at a time.
 
     row_parts, column_parts: programs of a work tile. work_tiles: of the largest batch, each with

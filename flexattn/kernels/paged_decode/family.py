@@ -138,8 +138,8 @@ def warps_space(form: ServingForm) -> Iterator[ServingConfig]:
         yield ServingConfig(height, warps * keys, warps, 1, per_sm, least, "await", policy)
 
 
-def serving_axes(problem: ServingProblem, device: Device) -> Iterator[ServingConfig]:
-    """Every combination that a search may try; some cannot run."""
+def serving_axes(problem: Any, device: Device, effort: Effort) -> Iterator[ServingConfig]:
+    """Every combination that a search of any effort may try; some cannot run."""
     form, starts = problem.structure, serving_defaults(problem, device)
     first = [each for each in starts if not serving_reasons(each, form, device)]
     if form.split_keys:
@@ -155,7 +155,7 @@ def serving_axes(problem: ServingProblem, device: Device) -> Iterator[ServingCon
     yield from starmap(ServingConfig, product(*axes))
 
 
-def serving_defaults(problem: ServingProblem, device: Device) -> Iterator[ServingConfig]:
+def serving_defaults(problem: Any, device: Device) -> Iterator[ServingConfig]:
     """The static defaults, best first; some may not run.
 
     One token of a group of at most 16 heads takes the 16-row matrix instruction, which needs no
@@ -309,11 +309,8 @@ class _PagedDecode(KernelFamily[ServingConfig]):
     limits = SERVING_LIMITS
     quick = 32
 
-    def defaults(self, problem: Any, device: Device) -> Iterator[ServingConfig]:
-        return serving_defaults(problem, device)
-
-    def axes(self, problem: Any, device: Device, effort: Effort) -> Iterator[ServingConfig]:
-        return serving_axes(problem, device)
+    defaults = staticmethod(serving_defaults)
+    axes = staticmethod(serving_axes)
 
     def template(self, config: ServingConfig) -> str:
         return config.template

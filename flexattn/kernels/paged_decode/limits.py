@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, get_args
+from typing import get_args
 
 from flexattn.device import Device
 from flexattn.kernels.base.limits import (
@@ -157,7 +157,6 @@ _ALL_KEYS: Rule[ConfigCase] = Rule(
 # All warps of a program share a tile: program.py.jinja.
 PROGRAMS_LIMITS: Limits[ConfigCase] = Limits(
     ConfigCase,
-    shape=(),
     fit=(
         Rule(
             "combine",
@@ -201,7 +200,6 @@ PROGRAMS_LIMITS: Limits[ConfigCase] = Limits(
 # Each warp has keys of a tile for itself: warp.py.jinja.
 WARPS_LIMITS: Limits[ConfigCase] = Limits(
     ConfigCase,
-    shape=(),
     fit=(
         _ALL_KEYS,
         Rule(
@@ -360,7 +358,6 @@ def _mla_tile(c: ConfigCase) -> bool:
 # Keys are values too, and a warp loads them: py.jinja and mla_swap_ab.py.jinja.
 MLA_LIMITS: Limits[ConfigCase] = Limits(
     ConfigCase,
-    shape=(),
     fit=(
         *_by_tma("MLA"),
         Rule(
@@ -390,7 +387,6 @@ MLA_LIMITS: Limits[ConfigCase] = Limits(
 # A warp loads keys and values: py.jinja.
 SPECIALIZED_LIMITS: Limits[ConfigCase] = Limits(
     ConfigCase,
-    shape=(),
     fit=(
         *_by_tma("warp-specialised"),
         Rule(
@@ -461,7 +457,6 @@ def _as_fixed(name: str) -> Rule[ConfigCase]:
 # What would give a batch-invariant form other bits than its family has.
 INVARIANT_LIMITS: Limits[ConfigCase] = Limits(
     ConfigCase,
-    shape=(),
     fit=(
         *map(_as_fixed, ("BLOCK_N", "num_warps", "combine", "split_policy")),
         Rule(
@@ -476,23 +471,17 @@ INVARIANT_LIMITS: Limits[ConfigCase] = Limits(
 class _OfTemplates(Limits[ConfigCase]):
     """The limits of each template, by the config."""
 
-    def violated(self, config: Any, structure: Any, device: Any) -> list[Rule[ConfigCase]]:
-        every = _asked(config, structure)
-        return [rule for each in every for rule in each.violated(config, structure, device)]
-
-    def reasons(self, config: Any, structure: Any, device: Any) -> list[str]:
-        every = _asked(config, structure)
-        return [said for each in every for said in each.reasons(config, structure, device)]
-
-
-def _asked(config: ServingConfig, form: ServingForm) -> list[Limits[ConfigCase]]:
-    found: list[Limits[ConfigCase]] = [INVARIANT_LIMITS] if form.split_keys else []
-    if config.warp_private:
-        return [WARPS_LIMITS, *found]
-    mine = SPECIALIZED_LIMITS if config.warp_specialized else PROGRAMS_LIMITS
-    return found or [MLA_LIMITS if config.for_mla else mine]
+    def broken(self, case: ConfigCase) -> list[Rule[ConfigCase]]:
+        config = case.config
+        found: list[Limits[ConfigCase]] = [INVARIANT_LIMITS] if case.form.split_keys else []
+        if config.warp_private:
+            found = [WARPS_LIMITS, *found]
+        elif not found:
+            mine = SPECIALIZED_LIMITS if config.warp_specialized else PROGRAMS_LIMITS
+            found = [MLA_LIMITS if config.for_mla else mine]
+        return [rule for each in found for rule in each.broken(case)]
 
 
-SERVING_LIMITS = _OfTemplates(ConfigCase, (), ())
+SERVING_LIMITS = _OfTemplates(ConfigCase, ())
 # Why a config cannot run for a form on a device; empty where it can.
 serving_reasons = SERVING_LIMITS.reasons

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument, several
@@ -89,8 +89,7 @@ def by_head(form: ServingForm) -> bool:
 AHEAD = 16
 
 
-@dataclass(frozen=True, slots=True)
-class PredicatedLoad:
+class PredicatedLoad(NamedTuple):
     """A function of a kernel that reads elements of a dtype where they lie.
 
     read: PTX's load. register: the letter of what it fills, bits: how wide that is. value: the
@@ -104,8 +103,7 @@ class PredicatedLoad:
     value: str
 
 
-@dataclass(frozen=True, slots=True)
-class Prefetched:
+class Prefetched(NamedTuple):
     """Elements of a captured tensor whose lines of memory a kernel asks for at its start.
 
     Texts of the element's address and of whether it exists, for numbers named `line`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from flexattn.device import Device
@@ -117,7 +117,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     late = not (form.prefix or form.unit) and form.mask is not None and reads_last_keys(form.mask)
     # In PTX, or as the interpreter reads.
     if late and dialect is TRITON and device.backend != "hip":
-        mask = _printed(form.mask, form, replace(traits, predicated_loads=True))
+        mask = _printed(form.mask, form, traits._replace(predicated_loads=True))
     qk, v = (
         rendering.named_pieces(name, dim, least=least_tile(form))
         for name, dim in (("qk", form.head_dim_qk), ("v", form.head_dim_v))
@@ -164,24 +164,18 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         if captures is not None:
             header.append(f"{name}: {rendering.expression_line(captures)}")
     found = serving_arguments(form, config.boxed(form), config.gathers(form), config.sifts(form))
-    if config.by_tma:
-        # Of the first warpgroup's warps, which start the others.
-        most = engines.first_registers(form, config)
-        return rendering.make_source(
-            f"paged_decode/{config.template}.py.jinja", device, header, context, found,
-            language="gluon", registers=most,
-        )  # fmt: skip
-    if config.warp_private:
-        warp = rendering.make_source(
-            "paged_decode/warp.py.jinja", device, header, context, found, config.num_warps,
-            language="triton" if device.backend == "interpreter" else "gluon",
-            registers=config.registers(form, device),
-        )  # fmt: skip
-        return rendering.hinted(warp, rendering.UNFUSED if form.split_keys else ())
-    return rendering.make_source(
-        "paged_decode/program.py.jinja", device, header, context, found, config.num_warps,
-        config.num_stages, registers=config.registers(form, device),
+    interpreted = config.warp_private and device.backend == "interpreter"
+    # Of the first warpgroup's warps, which start the others, where a warp loads by TMA.
+    most = engines.first_registers(form, config)
+    source = rendering.make_source(
+        f"paged_decode/{config.template}.py.jinja", device, header, context, found,
+        4 if config.by_tma else config.num_warps,
+        config.num_stages if config.template == "program" else 1,
+        "triton" if interpreted else config.language,
+        most if config.by_tma else config.registers(form, device),
     )  # fmt: skip
+    unfused = config.warp_private and form.split_keys > 0
+    return rendering.hinted(source, rendering.UNFUSED if unfused else ())
 
 
 def render_serving_combine(form: ServingForm, config: ServingConfig, device: Device) -> Source:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from flexattn.kernels.printers.spelling import Dialect, TensorForm, buffer_names
 from flexattn.kernels.printers.triton_printer import (
@@ -48,8 +48,7 @@ def reads_in_steps(load: Expr) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Along:
+class Along(NamedTuple):
     """The places that a load reads along diagonals.
 
     checked: statements that make its indices. places: these, each with whether it is inside.
@@ -104,14 +103,14 @@ class DiagonalPrinter(MultiPrinter):
         first, lines = self._at(last, f"{prefix}_first", f"{lanes}_first", f"is_{lanes}")
         step = "" if slope == 1 else f"{slope} * "
         index = f"{first.values[last].text} + {step}{lanes}_offset"
-        return replace(found, within=self.within[load], first=lines, last=index)
+        return found._replace(within=self.within[load], first=lines, last=index)
 
     def _at(
         self, root: Expr, prefix: str, q_idx: str, kept: str
     ) -> tuple[_AlongPrinter, tuple[str, ...]]:
         view = View(prefix, q_idx, "start_n", by_row=False)
-        dialect = replace(self.dialect, key=TensorForm("[BLOCK_N, BLOCK_M // 2]", "DIAGONALS"))
-        traits = replace(self.traits, dialect=dialect)
+        dialect = self.dialect._replace(key=TensorForm("[BLOCK_N, BLOCK_M // 2]", "DIAGONALS"))
+        traits = self.traits._replace(dialect=dialect)
         printer = _AlongPrinter(kept, self.captures, traits, view, (root,))
         printed = printer.run()
         self.hoisted += printed.hoisted
@@ -155,7 +154,7 @@ class DiagonalPrinter(MultiPrinter):
         if not any(node in other.args for other in self.ahead):
             self.ahead = self.ahead - {node}
         text = f"broadcast_diagonals({read}, {base})"
-        return self._name(replace(along.value, text=text, row=True, key=True))
+        return self._name(along.value._replace(text=text, row=True, key=True))
 
 
 class _AlongPrinter(MultiPrinter):
@@ -206,8 +205,7 @@ OVER_ROWS = Dialect(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Scatter:
+class Scatter(NamedTuple):
     """The statements that add the gradient of one load to a captured tensor's.
 
     before, inside, after: the loop over keys, in which `ds` is the gradient of the tile's modified
@@ -235,7 +233,7 @@ class PrintedGradient(Printed):
     @property
     def lines(self) -> tuple[str, ...]:
         """Every statement."""
-        scattered = (line for each in self.scatters for part in astuple(each) for line in part)
+        scattered = (line for each in self.scatters for part in each for line in part)
         own = (*self.hoisted, *self.early, *self.body, self.result, self.factor)
         return (*own, *scattered)
 
@@ -257,13 +255,10 @@ def adds_along_diagonals(structure: Structure) -> bool:
     return any(map(on_diagonals, learned_loads(structure)))
 
 
-def print_gradient(
-    captures: Captures, slots: tuple[int, ...], traits: Traits, diagonals: bool = True
-) -> PrintedGradient:
+def print_gradient(captures: Captures, slots: tuple[int, ...], traits: Traits) -> PrintedGradient:
     """A score_mod of one half, whose dialect the traits have, with its derivatives.
 
     slots: the captured tensors whose gradients this half adds up, which is one that holds rows.
-    diagonals: of a tile's diagonals, where these have one place each, the sums are added.
     Raises UnsupportedError as `derivatives` and `print_mod` do.
     """
     found = derivatives(captures.mod, slots)
@@ -273,9 +268,7 @@ def print_gradient(
     printed = printer.run()
     result = _as_tile(printer, captures.mod.expr, printed.result)
     factor = "0" if found.score is None else _factor(printer, found.score)
-    scatters = tuple(
-        _Scatter(printer, i, each, diagonals).run(found) for i, each in enumerate(found.loads)
-    )
+    scatters = tuple(_Scatter(printer, i, each).run(found) for i, each in enumerate(found.loads))
     steps = [line for slot in sorted({int(each.load.value or 0) for each in found.loads})
              for line in _steps(slot, captures.mod.buffers[slot].rank)]  # fmt: skip
     hoisted = (*printer.hoisted, *steps)
@@ -283,15 +276,15 @@ def print_gradient(
 
 
 def print_with_gradients(
-    structure: Structure, traits: Traits, slots: tuple[int, ...] = (), diagonals: bool = False
+    structure: Structure, traits: Traits, slots: tuple[int, ...] = ()
 ) -> tuple[PrintedGradient | None, Printed | None]:
     """The score_mod with its derivatives and the mask_mod of a half; None where there is none.
 
-    slots, diagonals, and what is raised: as of `print_gradient`.
+    slots, and what is raised: as of `print_gradient`.
     """
     score = mask = None
     if structure.score is not None:
-        score = print_gradient(structure.score, slots, traits, diagonals)
+        score = print_gradient(structure.score, slots, traits)
     if structure.mask is not None:
         mask = print_mod(structure.mask, traits)
     return score, mask
@@ -335,8 +328,8 @@ class _PlacePrinter(MultiPrinter):
 def _along_diagonals(printer: MultiPrinter, load: Expr, prefix: str) -> _PlacePrinter:
     """The places of a load on a tile's diagonals: of its first row, and keys `diagonal_kv`."""
     view = View(prefix, q_idx="start_m", kv_idx="diagonal_kv", by_row=False)
-    dialect = replace(printer.dialect, key=TensorForm("[BLOCK_N2]"))
-    traits = replace(printer.traits, dialect=dialect)
+    dialect = printer.dialect._replace(key=TensorForm("[BLOCK_N2]"))
+    traits = printer.traits._replace(dialect=dialect)
     found = _PlacePrinter(printer.captures, traits, view, (load,))
     found.run()
     return found
@@ -350,9 +343,7 @@ class _Scatter:
     and many terms that cancel would lose float32's digits.
     """
 
-    def __init__(
-        self, printer: MultiPrinter, number: int, each: LoadDerivative, diagonals: bool
-    ) -> None:
+    def __init__(self, printer: MultiPrinter, number: int, each: LoadDerivative) -> None:
         self.slot = int(each.load.value or 0)
         self.base = buffer_names("score", self.slot, 0)[0]
         self.places = printer.places[each.load]
@@ -369,7 +360,7 @@ class _Scatter:
         if isinstance(printer, DiagonalPrinter) and reads_by_diagonal(each.load):
             self.warps = printer.along(each.load, f"{self.base}_added{number}", SUMS)
             self.places = self.warps.places
-        if diagonals and self.warps is None and self.row and self.key and on_diagonals(each.load):
+        if self.warps is None and self.row and self.key and on_diagonals(each.load):
             self.along = _along_diagonals(printer, each.load, f"{self.base}_along{number}")
 
     def run(self, found: Derivatives) -> Scatter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
@@ -14,8 +14,7 @@ from flexattn.mods.simplify import make
 from flexattn.problem import INDEX_RANGES, Captures
 
 
-@dataclass(frozen=True, slots=True)
-class MaskPart:
+class MaskPart(NamedTuple):
     """Statements that mask a tile; needed: what a tile is asked.
 
     All of them stand behind that condition: with loads of keys before the scores, ptxas turns the
@@ -32,8 +31,7 @@ class MaskPart:
         return any("kv_idx" in line for line in self.printed.lines)
 
 
-@dataclass(frozen=True, slots=True)
-class SpanEnd:
+class SpanEnd(NamedTuple):
     """A bound on the keys of a tile's rows, for its first and for its last row.
 
     A later row's bound is never lower. first, last: what they are called. divides: whether some
@@ -46,8 +44,7 @@ class SpanEnd:
     divides: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
+class Segments(NamedTuple):
     """DocumentIds of rows and keys that must be equal, looked at before the loop.
 
     Where the rows of a tile have one number, and its keys follow one another in the blocks that
@@ -64,8 +61,7 @@ class Segments:
     tail: str
 
 
-@dataclass(frozen=True, slots=True)
-class MaskParts:
+class MaskParts(NamedTuple):
     """The parts of a mask_mod, and where the keys of a row begin and end, None if unknown.
 
     upto: the mask keeps all keys under `high`, and no others.
@@ -162,15 +158,14 @@ def _bound(
     number = View(h="head" if traits.head_per_row else "h", by_row=False, dtype="int32")
     first, last = (
         print_mod(
-            captures, traits, replace(number, prefix=f"{name}_{row}", q_idx=f"{row}_row"), expr
+            captures, traits, number._replace(prefix=f"{name}_{row}", q_idx=f"{row}_row"), expr
         )
         for row in ("first", "last")
     )
     return SpanEnd((*first.hoisted, *last.hoisted), first.result, last.result, part is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class PrintedEdge:
+class PrintedEdge(NamedTuple):
     """A bound of the keys that a mask keeps: slope * q_idx + offset + rest.
 
     lowest: no key below it is kept; else: no key from it on. statements, rest: Triton's text for

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from flexattn.kernels.printers.spelling import in_base_2
 from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
@@ -18,8 +18,7 @@ from flexattn.problem import Captures, Structure
 Fused = Literal["", "blocks", "ramp", "columns", "diagonals", "softcap"]
 
 
-@dataclass(frozen=True, slots=True)
-class KeyLimits:
+class KeyLimits(NamedTuple):
     """The keys that a prefill tile can need, where the score_mod's own mask says so.
 
     lines: statements on row_start. first, last: the first key, and one past the last.
@@ -30,8 +29,7 @@ class KeyLimits:
     last: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ramp:
+class Ramp(NamedTuple):
     """A column that rises by the same step from key to key: the tile's first key has `lift`.
 
     step: a number before the loop. Both in base 2, texts.
@@ -41,8 +39,7 @@ class Ramp:
     lift: str
 
 
-@dataclass(frozen=True, slots=True)
-class PrintedScore:
+class PrintedScore(NamedTuple):
     """Statements of a score_mod, and of what it leaves for later.
 
     hoisted: before the loop over keys. early: inside it, on the keys alone. body: after the
@@ -89,21 +86,19 @@ LOG2E = const(1.4426950216293335, FLOAT)
 def print_score(
     structure: Structure,
     traits: Traits,
-    even_columns: bool = False,
     ramps: bool = False,
     fuses: bool = False,
-    exchanges: bool = False,
     tile: tuple[int, int] | None = None,
 ) -> PrintedScore:
     """The score_mod of a structure that has one; raises as `print_mod` does.
 
-    even_columns: what is added grows evenly from key to key where it can, which a layout like that
-    of Hopper's scores makes cheap. ramps: the template adds what grows evenly by a product.
-    fuses: its softmax adds columns, or caps scores, by itself. exchanges: its threads
-    exchange the values of diagonals by a function of the template's own. tile: rows and keys,
-    where tiles begin at multiples of both: factors of their blocks are computed once a tile.
+    In Gluon what is added grows evenly from key to key where it can, which the layout of scores
+    makes cheap, and threads exchange the values of diagonals by a function of the template's own.
+    ramps: the template adds what grows evenly by a product. fuses: its softmax adds columns, or
+    caps scores, by itself. tile: rows and keys, where tiles begin at multiples of both: factors of
+    their blocks are computed once a tile.
     """
-    return _Score(structure, traits, even_columns, ramps, fuses, exchanges, tile).run()
+    return _Score(structure, traits, ramps, fuses, tile).run()
 
 
 def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
@@ -121,10 +116,8 @@ def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
 class _Score:
     structure: Structure
     traits: Traits
-    even_columns: bool
     ramps: bool
     fuses: bool
-    exchanges: bool
     tile: tuple[int, int] | None
     hoisted: list[str] = field(default_factory=list)
     early: list[str] = field(default_factory=list)
@@ -309,7 +302,7 @@ class _Score:
         terms, found = self.terms, []
         if terms.column is not None:
             view = View("column", q_idx=f"({reference})", by_row=self.structure.kind == "decode")
-            slope = self._slope() if self.even_columns else None
+            slope = self._slope() if self.dialect.gluon else None
             if slope is None:
                 found.append(self._placed(terms.column, view))
             else:
@@ -363,7 +356,7 @@ class _Score:
         lanes = dialect.arange("STRIP", dialect.over_diagonals)
         self.early.append(f"strip_kv = start_n + (BLOCK_N - 1) - {lanes}")
         strip = self._placed(expr, view)
-        if self.exchanges:
+        if self.dialect.gluon:
             self.body.append(f"strip = along_diagonals(exchange.index(consumer), {strip})")
             return "strip"
         # In the layouts of matrix instructions a thread's places differ from another's in row bits
@@ -391,7 +384,7 @@ class _Score:
             lines += printed.hoisted
             texts.append(printed.result)
         if terms.row_slope is not None:
-            printed = self._print(terms.row_slope, replace(view, prefix="row_slope"))
+            printed = self._print(terms.row_slope, view._replace(prefix="row_slope"))
             lines += printed.hoisted
             texts.append(f"{printed.result} * (row_q - {reference}).to({self.tl}.float32)")
         zeros = self.dialect.zeros(self.dialect.row, FLOAT)

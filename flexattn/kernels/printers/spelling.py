@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexattn.mods.expr import Expr
 from flexattn.mods.numbers import divisor_of
@@ -17,34 +16,21 @@ HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 # Of these, what numpy has no dtype for.
 NARROW = HALVES[1:]
 
-# name in torch: (name in triton.language, name in a kernel's signature)
-_TYPES = {
-    "bool": ("int1", "i1"),
-    "uint8": ("uint8", "u8"),
-    "uint16": ("uint16", "u16"),
-    "uint32": ("uint32", "u32"),
-    "uint64": ("uint64", "u64"),
-    "int8": ("int8", "i8"),
-    "int16": ("int16", "i16"),
-    "int32": ("int32", "i32"),
-    "int64": ("int64", "i64"),
-    "float16": ("float16", "fp16"),
-    "bfloat16": ("bfloat16", "bf16"),
-    "float32": ("float32", "fp32"),
-    "float64": ("float64", "fp64"),
-    "float8_e4m3fn": ("float8e4nv", "fp8e4nv"),
-    "float8_e5m2": ("float8e5", "fp8e5"),
-}
+# What triton.language names otherwise than torch.
+_NAMED = {"bool": "int1", "float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}
+# What a kernel's signature writes for a kind of numbers.
+_SIGNED = {"bfloat": "bf", "float": "fp", "uint": "u", "int": "i"}
 
 
 def triton_type(dtype: str, module: str = "tl") -> str:
     """`tl.float32` for "float32", in a module of that name."""
-    return f"{module}.{_TYPES[dtype][0]}"
+    return f"{module}.{_NAMED.get(dtype, dtype)}"
 
 
 def signature_type(dtype: str) -> str:
     """`fp32` for "float32", as a kernel's signature names it."""
-    return _TYPES[dtype][1]
+    kind, rest = re.split(r"(?=\d)", _NAMED.get(dtype, dtype), maxsplit=1)
+    return _SIGNED[kind] + rest
 
 
 def itemsize(dtype: str) -> int:
@@ -139,16 +125,14 @@ def sink_in_base_2(text: str, tl: str = "tl") -> str:
     return f"{tl}.minimum({in_base_2(text, True, tl)}, {_FINITE})"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorForm:
+class TensorForm(NamedTuple):
     """A tensor as a template names its sizes, and the layout that Gluon wants said."""
 
     shape: str
     layout: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
+class Dialect(NamedTuple):
     """The spelling of statements in one kind of template.
 
     module: the language's name. jit: its decorator. gluon: whether it is Gluon.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.printers.spelling import (
@@ -110,8 +111,7 @@ def _integer_power(text: str, exponent: Expr) -> str:
 INT32: Range = (-(2**31), 2**31 - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Traits:
+class Traits(NamedTuple):
     """The features of the target's language that change how a function is spelled.
 
     interpreted: Triton's CPU interpreter. head_per_row: `h` is a column of heads, one a row, not
@@ -130,8 +130,7 @@ class Traits:
     dialect: Dialect = TRITON
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """The place where an expression is computed, which decides the names of its variables.
 
     prefix: of the names given to statements; "" is the mod's kind. q_idx, kv_idx, h: texts; a name
@@ -174,8 +173,7 @@ class Printed:
         return (*self.hoisted, *self.early, *self.body, self.result)
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
+class _Value(NamedTuple):
     """A printed operand: its text, its dtype in the kernel, whether it differs by row and key."""
 
     text: str
@@ -255,7 +253,7 @@ class MultiPrinter:
         inside = self.body if value.row and self.node not in self.ahead else self.early
         (inside if value.key else self.hoisted).append(f"{name} = {value.text}")
         early = value.key and inside is self.early
-        return replace(value, text=name + self.view.early * early)
+        return value._replace(text=name + self.view.early * early)
 
     def _node(self, node: Expr) -> _Value:
         if node.op == "var":
@@ -297,7 +295,7 @@ class MultiPrinter:
             return _Value(text, dtype, row, key)
         spelled = by_invariant(node, self.mod.kind, self.ranges[node.args[0]])
         if spelled:
-            above = replace(args[0], text=self._as(args[0], "int32"), dtype="int32")
+            above = args[0]._replace(text=self._as(args[0], "int32"), dtype="int32")
             above = above if above.text.isidentifier() else self._name(above)
             return _Value(spelled.format(above.text, args[1].text), "int32", row, key)
         operand = node.args[0].dtype
@@ -416,7 +414,7 @@ class MultiPrinter:
         if whole and not row:
             rest = [each for each in checks[True] if each != check]
             text = self._read(buffer.dtype, address, " & ".join(rest), key)
-            return self._of_two(whole, replace(loaded, text=text), loaded)
+            return self._of_two(whole, loaded._replace(text=text), loaded)
         # A mask_mod stands behind a condition already, and a value for every score comes alone.
         guarded = key and not (row or self.view.uniform) and self.mod.kind == "score"
         return self._guarded(loaded) if guarded else self._name(loaded)
@@ -440,7 +438,7 @@ class MultiPrinter:
             found = self.ranges[arg]
             if found is None or found[0] < 0:
                 wrapped = f"{self.tl}.where({index.text} < 0, {index.text} + {size}, {index.text})"
-                index = self._name(replace(index, text=wrapped))
+                index = self._name(index._replace(text=wrapped))
                 # As an unsigned number a negative index is above every size: one comparison.
                 unsigned = self.dialect.type(index.dtype.replace("int", "uint"))
                 inside = f"({index.text}.to({unsigned}) < {size}.to({unsigned}))"
@@ -480,6 +478,6 @@ class MultiPrinter:
         """
         like = self.dialect.diagonal if self.view.diagonals else self.dialect.key
         zeros = self.dialect.zeros(like, load.dtype)
-        value = self._name(replace(load, text=zeros))
+        value = self._name(load._replace(text=zeros))
         self.early += [f"if {self.dialect.within}:", f"    {value.text} = {load.text}"]
         return value

@@ -83,6 +83,19 @@ def triton_package() -> Path | None:
     return _installed()[0]
 
 
+# What templates for Hopper are written in, inside the package: no import of it needed.
+_GLUON = Path("experimental/gluon/language/nvidia/hopper")
+
+
+def offered() -> bool:
+    """True if the installed Triton has the language of the templates for Hopper.
+
+    What it makes of a kernel is seen when the kernel is compiled: see flexattn.runtime.dispatch.
+    """
+    package = triton_package()
+    return package is not None and (package / _GLUON).is_dir()
+
+
 def triton_version() -> str:
     """Triton's version: a process that compiles nothing need not import it."""
     return _installed()[1]

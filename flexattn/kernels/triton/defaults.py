@@ -10,8 +10,8 @@ from typing import TypeAlias
 from flexattn.device import Device, is_rdna
 from flexattn.errors import ConfigError
 from flexattn.kernels.base import features
-from flexattn.kernels.base.amd import as_kind, each_hinted
-from flexattn.kernels.base.config import orders, power_above, turned
+from flexattn.kernels.base.amd import as_kind
+from flexattn.kernels.base.config import orders, power_above
 from flexattn.kernels.base.features import fp32_products
 from flexattn.kernels.triton.config import (
     ORDERS,
@@ -283,20 +283,6 @@ WAVES = (0.5, 1.5, 2, 3)
 MORE_WAVES = (0.25, 0.5, 0.75, 1.5, 2, 3, 4)
 
 
-def prefill_axes(problem: Problem, device: Device, every: bool) -> Iterator[PrefillConfig]:
-    """Every combination for prefill, with tiles cut to the mask's blocks; some cannot run."""
-    grid = _prefill_grid(problem, device, every)
-    return each_hinted(grid, AmdPrefillConfig, device, every)
-
-
-def decode_axes(
-    problem: Problem, device: Device, every: bool, height: int
-) -> Iterator[DecodeConfig]:
-    """The same for decode. height: of the static default's tiles, the only one without `every`."""
-    grid = _decode_grid(problem, device, every, height)
-    return each_hinted(grid, AmdDecodeConfig, device, every)
-
-
 def split_counts(problem: Problem, config: DecodeConfig, device: Device, every: bool) -> list[int]:
     """Numbers of splits that differ from each other and leave none without a tile of keys.
 
@@ -322,7 +308,8 @@ def _published(structure: Structure) -> list[tuple[int, ...]]:
     return []
 
 
-def _prefill_grid(problem: Problem, device: Device, every: bool) -> Iterator[PrefillConfig]:
+def prefill_axes(problem: Problem, device: Device, every: bool) -> Iterator[PrefillConfig]:
+    """Every combination for prefill, with tiles cut to the mask's blocks; some cannot run."""
     structure = problem.structure
     # One stage loads nothing ahead, and on NVIDIA spills where two do not.
     depths = (1, 2) if device.backend == "hip" else (2, 3)
@@ -340,12 +327,13 @@ def _prefill_grid(problem: Problem, device: Device, every: bool) -> Iterator[Pre
     for (rows, width, warps, stages), use_tma in product(tiles, tma):
         tile = fit_to_mask(PrefillConfig(rows, width, warps, stages, use_tma), structure)
         for order in orders(ORDERS, problem, tile.BLOCK_M, every):
-            yield from turned(replace(tile, order=order), structure)
+            yield replace(tile, order=order)
 
 
-def _decode_grid(
+def decode_axes(
     problem: Problem, device: Device, every: bool, height: int
 ) -> Iterator[DecodeConfig]:
+    """The same for decode. height: of the static default's tiles, the only one without `every`."""
     structure = problem.structure
     # Two warps would hold all keys of a tile in too few registers.
     axes: tuple[tuple[int, ...], ...] = ((height,), (32, 64, 128), (4, 8), (2, 3, 4))
@@ -360,4 +348,4 @@ def _decode_grid(
     for rows, width, warps, stages in product(*axes):
         tile = fit_to_mask(DecodeConfig(rows, width, warps, stages), structure)
         for splits in split_counts(problem, tile, device, every):
-            yield from turned(replace(tile, num_splits=splits), structure)
+            yield replace(tile, num_splits=splits)

@@ -8,8 +8,8 @@ from itertools import islice
 from typing import Any
 
 from flexattn.device import Device
-from flexattn.kernels.base.amd import hint_words
-from flexattn.kernels.base.config import Geometry, Language, at_rest, words
+from flexattn.kernels.base.amd import each_hinted, hint_words
+from flexattn.kernels.base.config import Geometry, Language
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.limits import Limits
 from flexattn.kernels.base.source import UNFUSED, Source, hinted, with_hints
@@ -21,6 +21,8 @@ from flexattn.kernels.triton.by_sizes import (
     was_raced,
 )
 from flexattn.kernels.triton.config import (
+    AmdDecodeConfig,
+    AmdPrefillConfig,
     DecodeConfig,
     PrefillConfig,
     TritonConfigT,
@@ -73,7 +75,7 @@ class _Family(KernelFamily[TritonConfigT]):
 
     def _short(self, config: TritonConfigT, own: list[str]) -> str:
         parts = [f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"]
-        return " ".join(parts + own + hint_words(config) + words(config))
+        return " ".join(parts + own + hint_words(config))
 
 
 class _Prefill(_Family[PrefillConfig]):
@@ -97,12 +99,14 @@ class _Prefill(_Family[PrefillConfig]):
                 yield from other_tiles(first)
 
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[PrefillConfig]:
-        return prefill_axes(problem, device, effort == "exhaustive")
+        every = effort == "exhaustive"
+        found = prefill_axes(problem, device, every)
+        return each_hinted(found, AmdPrefillConfig, device, every)
 
     invariant = staticmethod(invariant_config)
 
     def tile(self, config: PrefillConfig) -> PrefillConfig:
-        return replace(at_rest(config), order="last")
+        return replace(config, order="last")
 
     def without_hints(
         self, config: PrefillConfig, structure: Structure, device: Device
@@ -141,15 +145,14 @@ class _Decode(_Family[DecodeConfig]):
         return self._put_first(decode_rules(problem, device), by_sizes, problem, device)
 
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[DecodeConfig]:
-        return decode_axes(
-            problem, device, effort == "exhaustive", next(self.able(problem, device)).BLOCK_M
-        )
+        every, height = effort == "exhaustive", next(self.able(problem, device)).BLOCK_M
+        found = decode_axes(problem, device, every, height)
+        return each_hinted(found, AmdDecodeConfig, device, every)
 
     def tile(self, config: DecodeConfig) -> DecodeConfig:
-        return replace(at_rest(config), num_splits=0)
-
-    def as_rendered(self, config: DecodeConfig) -> DecodeConfig:
         return replace(config, num_splits=0)
+
+    as_rendered = tile
 
     def options_of(self, config: DecodeConfig) -> dict[str, int | bool | str]:
         splits = {"SPLIT_KV": config.num_splits}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from flexattn.device import Device, is_rdna
 from flexattn.kernels.base.arguments import (
     M_BLOCK_MAX,
@@ -130,9 +128,9 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
     """The backward kernel of a structure with a config; title goes into its header."""
     traits, reload = traits_of(device, structure), _reloads(structure, device)
     over_keys, mask_over_keys = print_with_gradients(
-        structure, replace(traits, dialect=OVER_KEYS), structure.grads, diagonals=True
+        structure, traits._replace(dialect=OVER_KEYS), structure.grads
     )
-    over_rows, mask_over_rows = print_with_gradients(structure, replace(traits, dialect=OVER_ROWS))
+    over_rows, mask_over_rows = print_with_gradients(structure, traits._replace(dialect=OVER_ROWS))
     sparsity, skipped = structure.sparsity, skips_blocks(structure, config)
     settings: dict[str, int] = dict(config.tiles)
     if sparsity is not None:

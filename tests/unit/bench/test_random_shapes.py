@@ -22,7 +22,6 @@ from bench.serving_rows import ServingRow
 from flexattn.errors import InputError
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import family_of, short
-from flexattn.kernels.hopper import space
 from flexattn.kernels.paged_decode.source import render_serving
 from flexattn.measure.timing import Samples
 from flexattn.records.record import Decision, Failed, Gated, Trial
@@ -130,7 +129,7 @@ def test_the_command_lists_and_refuses(capsys):
 
 @pytest.mark.parametrize("name", RACED)
 def test_defaults_of_prompts_are_those_that_were_raced(name, monkeypatch):
-    monkeypatch.setattr(space, "offered", lambda: True)
+    monkeypatch.setattr("flexattn.kernels.hopper.family.offered", lambda: True)
     case = next(case for case in CASES.values() if case.name.startswith(f"{name}-"))
     config = default(task_of_case(case, H200, "cpu").problem, H200)
     assert short(config) == RACED[name]

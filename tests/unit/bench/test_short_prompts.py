@@ -7,14 +7,13 @@ from bench.results import RowResult
 from bench.runner import Method
 from bench.tasks import task
 from flexattn.kernels.choose.defaults import reasons
-from flexattn.kernels.hopper import space
 from flexattn.measure.timing import Samples
 from tests.problems import H200
 
 
 @pytest.fixture(autouse=True)
 def a_triton_that_has_it(monkeypatch):
-    monkeypatch.setattr(space, "offered", lambda: True)
+    monkeypatch.setattr("flexattn.kernels.hopper.family.offered", lambda: True)
 
 
 def test_each_row_has_configs_of_both_templates_that_can_run():

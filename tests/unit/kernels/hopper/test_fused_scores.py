@@ -11,7 +11,6 @@ from flexattn.catalogue import alibi, causal, relative_bias, sliding_window, sof
 from flexattn.frontend.quantize import Quantized
 from flexattn.kernels.base.source import traits_of
 from flexattn.kernels.choose.defaults import default
-from flexattn.kernels.hopper import space as gluon
 from flexattn.kernels.hopper.source import COEFFICIENTS, LIMIT, float_bits, print_consumer_score
 from tests.families import render
 from tests.problems import H200, problem
@@ -151,7 +150,7 @@ def recomputed(lines):
 )
 def test_a_mask_is_followed_by_new_early_weights(mods, monkeypatch):
     """Early weights are exp2 of the exponents before a mask."""
-    monkeypatch.setattr(gluon, "offered", lambda: True)
+    monkeypatch.setattr("flexattn.kernels.hopper.family.offered", lambda: True)
     wanted = problem(**mods)
     text = render(wanted.structure, default(wanted, H200, "gluon"), H200, "early").text
     # One copy with cross_tile_pipeline; else a work tile's first KV tile has one of its own.

@@ -260,7 +260,7 @@ def test_what_is_read_by_key_is_asked_for_before_the_products_of_the_scores():
 
 def test_a_triton_without_gluon_is_offered_none(monkeypatch):
     """Its release alone once decided: 3.9 was offered none, whatever it makes of a kernel."""
-    monkeypatch.setattr(gluon, "offered", lambda: False)
+    monkeypatch.setattr("flexattn.kernels.hopper.family.offered", lambda: False)
     wanted = problem(mask_mod=causal)
     assert {each.language for each in survey(wanted, H200, "full").configs} == {"triton"}
     assert "no Gluon" in gluon_refused(wanted, H200)

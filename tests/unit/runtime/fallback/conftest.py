@@ -11,7 +11,7 @@ from flexattn.settings import override
 def place(tmp_path, monkeypatch):
     """A user's directory of this test's own, no records, and nothing that an earlier test knew."""
     memory().forget()
-    monkeypatch.setattr("flexattn.kernels.hopper.space.offered", lambda: True)
+    monkeypatch.setattr("flexattn.kernels.hopper.family.offered", lambda: True)
     with override(cache_dir=tmp_path, cache=(), mode="off", strict=False):
         yield tmp_path
     memory().forget()
