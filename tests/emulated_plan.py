@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from flexattn.device import detect
-from flexattn.kernels.block_mask.chosen import render_chosen
+from flexattn.kernels.block_mask.source import render_chosen
 from flexattn.kernels.paged_decode import family
 from flexattn.kernels.paged_decode.source import render_serving_combine
 from flexattn.runtime.build import DESCRIPTOR, builder

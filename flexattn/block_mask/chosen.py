@@ -14,7 +14,7 @@ from flexattn.block_mask.classify import FULL, PARTIAL, launch
 from flexattn.block_mask.lists import lazy_mask, lists_of
 from flexattn.device import detect
 from flexattn.kernels.base.config import power_above
-from flexattn.kernels.block_mask.chosen import (
+from flexattn.kernels.block_mask.source import (
     MOST_CHOSEN,
     ChosenForm,
     render_by_key,

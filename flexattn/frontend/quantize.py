@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn.device import detect
 from flexattn.errors import InputError
 from flexattn.frontend.call import PLAIN
-from flexattn.kernels.cache_append.quantize import render_quantize, rows_at_once
+from flexattn.kernels.cache_append.source import render_quantize, rows_at_once
 from flexattn.mods.expr import ScoreMod
 from flexattn.problem import DTYPES
 from flexattn.runtime.build import builder

@@ -13,7 +13,7 @@ from flexattn.block_mask.chosen import ChosenBlocks, dense_choices, map_choices
 from flexattn.block_mask.lists import kept_tensors, lazy_mask, lists_of
 from flexattn.catalogue.masks import causal as causal_mask
 from flexattn.errors import InputError, InputTypeError, PlaceError, UnsupportedError
-from flexattn.kernels.block_mask.chosen import MOST_CHOSEN
+from flexattn.kernels.block_mask.source import MOST_CHOSEN
 from flexattn.mods.expr import MaskMod
 from flexattn.problem import DTYPES
 from flexattn.problem.mask_lists import keep_class

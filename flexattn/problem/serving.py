@@ -72,6 +72,11 @@ class ServingForm(Structure):
     chosen: int = 0
 
     @property
+    def kv_itemsize(self) -> int:
+        """Bytes of an element of the cache."""
+        return SERVING_ITEMSIZE[self.kv_dtype]
+
+    @property
     def aligned(self) -> bool:
         """True if addresses and strides are multiples of 16 bytes."""
         return self.layout.aligned

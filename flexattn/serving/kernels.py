@@ -13,7 +13,7 @@ from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, InputError, InputTypeError, UnsupportedError
 from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.block_mask.chosen import MOST_LISTED, ChosenForm, render_chosen
+from flexattn.kernels.block_mask.source import MOST_LISTED, ChosenForm, render_chosen
 from flexattn.kernels.choose.registry import by_language
 from flexattn.kernels.hopper.config import CONSUMER_ROWS
 from flexattn.kernels.paged_decode.config import SPLIT_KEYS, ServingConfig

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from flexattn.device import named
-from flexattn.kernels.block_mask.chosen import (
+from flexattn.kernels.block_mask.source import (
     ChosenForm,
+    render_block_mask,
     render_by_key,
     render_chosen,
     render_mapped,
 )
-from flexattn.kernels.block_mask.source import render_block_mask
 from flexattn.mods import bind
 from flexattn.problem import Captures
 from flexattn.runtime.build import compile_source

@@ -13,8 +13,7 @@ import torch
 
 from flexattn.catalogue import causal, sliding_window
 from flexattn.device import named
-from flexattn.kernels.cache_append.quantize import render_quantize
-from flexattn.kernels.cache_append.source import render_append
+from flexattn.kernels.cache_append.source import render_append, render_quantize
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
 from flexattn.problem.serving import AppendForm, RopeForm

@@ -22,8 +22,7 @@ from flexattn.catalogue import (
 )
 from flexattn.device import named
 from flexattn.kernels.block_mask.source import render_block_mask
-from flexattn.kernels.cache_append.quantize import render_quantize
-from flexattn.kernels.cache_append.source import render_append
+from flexattn.kernels.cache_append.source import render_append, render_quantize
 from flexattn.kernels.decay_skip.source import render_blocks, render_norms, render_window
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.source import render_transposed_values, render_wide_values

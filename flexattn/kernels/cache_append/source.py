@@ -1,13 +1,17 @@
-"""The kernel that stores new keys and values in a cache: rotated, scaled and rounded."""
+"""The kernel that stores new keys and values in a cache, and the one that makes tensors e4m3.
+
+What is stored is rotated, scaled and rounded. q, k or v of 16 or 32 bits become e4m3 with factors
+of heads or of blocks.
+"""
 
 from __future__ import annotations
 
 import struct
 
 from flexattn.device import Device
-from flexattn.kernels.base import source as rendering
 from flexattn.kernels.base.arguments import Argument, several, stride_arguments
-from flexattn.kernels.base.source import Source
+from flexattn.kernels.base.config import power_above
+from flexattn.kernels.base.source import Source, make_source
 from flexattn.kernels.printers.spelling import itemsize, signature_type, triton_type
 from flexattn.problem.serving import AXES, AppendForm
 
@@ -112,7 +116,7 @@ def render_append(form: AppendForm, device: Device) -> Source:
         f"append to a cache {form.dtype} as {form.kv_dtype} "
         f"D={form.head_dim_qk}/{form.head_dim_v} page={form.page} for {device.arch}"
     )
-    return rendering.make_source(
+    return make_source(
         "cache_append/cache_append.py.jinja", device, [title], context, append_arguments(form)
     )
 
@@ -157,3 +161,55 @@ def _bits(number: float) -> int:
 
 def _power(size: int) -> int:
     return 1 << (size - 1).bit_length()
+
+
+# Numbers that a program has at a time, and a warp: 32 a thread. With 128 a thread they spill.
+_MOST, _OF_WARP = 8192, 1024
+
+
+def rows_at_once(head_dim: int, rows: int) -> int:
+    """Rows of a head, at most `rows`, that a program has at a time."""
+    return min(rows, _MOST // power_above(head_dim))
+
+
+def render_quantize(
+    dtype: str,
+    head_dim: int,
+    rows: int,
+    aligned: bool,
+    by_block: bool,
+    smooth: bool,
+    stores: bool,
+    device: Device,
+) -> Source:
+    """The kernel of tensors of a dtype, a program for each block of rows of a head.
+
+    rows: of a block; where heads have factors, as many as a program has at a time. aligned:
+    addresses and strides are multiples of 16 bytes. by_block: blocks have factors, which it
+    computes. smooth: a mean is taken off first. stores: whether it makes numbers, or only finds
+    the largest magnitudes.
+    """
+    wide = 16 if aligned else 1
+    found = [
+        Argument("X", f"*{signature_type(dtype)}", wide),
+        *[Argument("OUT", "*u8", 16)] * stores,
+    ]
+    found += several("*fp32", *("MEAN",) * smooth, "FACTOR", divisible_by=4)
+    found += stride_arguments("x", "bhn", 16 // itemsize(dtype) if aligned else 1)
+    found += several("i32", "heads", "length", "num_tiles")
+    width, at_once = power_above(head_dim), rows_at_once(head_dim, rows)
+    elements = at_once * width
+    settings = {"BLOCK_N": rows, "ROWS": at_once, "HEAD_DIM": head_dim, "TILE_D": width}
+    large = elements >= ROUNDED
+    context = {
+        "parts": rows // at_once,
+        "constants": settings | rounding("float8_e4m3fn"),
+        "by_block": by_block,
+        "smooth": smooth,
+        "stores": stores,
+        "cvt": rounding_instruction("float8_e4m3fn", device) if large else "",
+    }
+    header = [f"{dtype} of {head_dim} columns in e4m3 for {device.arch}"]
+    name = "cache_append/quantize.py.jinja"
+    warps = max(4, elements // _OF_WARP)
+    return make_source(name, device, header, context, found, warps)

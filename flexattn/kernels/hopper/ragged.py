@@ -52,7 +52,6 @@ from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Structure
 from flexattn.problem.serving import (
     DECODE_QUERIES,
-    SERVING_ITEMSIZE,
     ServingForm,
     ServingProblem,
 )
@@ -98,7 +97,7 @@ _COPY = 8
 def widens(structure: Structure) -> bool:
     """True if K and V have eight bits, which warps of their own widen to float16."""
     form = form_of(structure)
-    return form is not None and SERVING_ITEMSIZE[form.kv_dtype] == 1
+    return form is not None and form.kv_itemsize == 1
 
 
 def narrow_bytes(structure: Structure, config: HopperPrefillConfig) -> int:
@@ -123,7 +122,7 @@ def unserved(form: ServingForm, config: HopperPrefillConfig) -> str:
         f"pages of {form.page}": gathers(form) and (widens(form) or config.consumers > 2),
         "scales of 16 bits": form.scaled and not widens(form),
         "packed sequences of eight bits": form.ragged_kv and widens(form),
-        "queries of eight bits": SERVING_ITEMSIZE[form.dtype] == 1,
+        "queries of eight bits": form.itemsize == 1,
         # Pages are copied in boxes, and the device lists the tiles of rows.
         "a v_box other than 64": config.v_box != BOX,
         "an order of tiles other than sections": config.order != "sections",

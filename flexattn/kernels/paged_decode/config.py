@@ -110,7 +110,7 @@ class ServingConfig:
 
         These are means of unscaled values of 8 bits, of which the largest is 57344.
         """
-        return self.gathers(form) and SERVING_ITEMSIZE[form.kv_dtype] == 1 and not self.swap_ab
+        return self.gathers(form) and form.kv_itemsize == 1 and not self.swap_ab
 
     @property
     def swap_ab(self) -> bool:
@@ -173,7 +173,7 @@ def fits_l2(problem: ServingProblem) -> bool:
     """
     form, q_rows = problem.structure, problem.rows if problem.structure.prefix else problem.q_len
     columns = form.head_dim_qk + (0 if form.shared_kv else form.head_dim_v)
-    each = columns * SERVING_ITEMSIZE[form.kv_dtype] * form.kv_heads
+    each = columns * form.kv_itemsize * form.kv_heads
     keys = problem.B * problem.kv_len * -(-q_rows * form.group // TILE_ROWS)
     return not form.ragged and keys * each <= L2_BYTES
 
@@ -194,7 +194,7 @@ def least_tile(form: ServingForm) -> int:
     Tiles of 64 keys and 16 or 32 columns that were widened from 8 bits gave wrong numbers, or read
     out of bounds, on an H200 under Triton 3.6.
     """
-    return 64 if SERVING_ITEMSIZE[form.kv_dtype] == 1 else 16
+    return 64 if form.kv_itemsize == 1 else 16
 
 
 def tile_columns(form: ServingForm, head_dim: int) -> int:
@@ -209,12 +209,12 @@ def serving_shared_memory(config: ServingConfig, form: ServingForm) -> int:
     if config.warp_specialized:
         queries = config.num_warps // 4 * config.BLOCK_M * form.head_dim_qk
         tiles = config.num_stages * config.BLOCK_N * (form.head_dim_qk + form.head_dim_v)
-        return (queries + tiles) * SERVING_ITEMSIZE[form.kv_dtype]
+        return (queries + tiles) * form.kv_itemsize
     if config.swap_ab:
         columns = config.BLOCK_M * form.head_dim_qk + config.BLOCK_N * (
             config.num_stages * form.head_dim_v + 2 * (form.head_dim_qk - form.head_dim_v)
         )
-        return columns * SERVING_ITEMSIZE[form.kv_dtype]
+        return columns * form.kv_itemsize
     if config.for_mla:
         numbers_of_rows = 4 * config.BLOCK_M * 4
         width = form.head_dim_qk * SERVING_ITEMSIZE[form.product_dtype]
@@ -222,12 +222,10 @@ def serving_shared_memory(config: ServingConfig, form: ServingForm) -> int:
         return tiles + numbers_of_rows
     keys, values = (tile_columns(form, dim) for dim in (form.head_dim_qk, form.head_dim_v))
     width = keys + (0 if form.shared_kv else values)
-    tiles = (
-        max(1, config.num_stages - 1) * config.BLOCK_N * width * SERVING_ITEMSIZE[form.kv_dtype]
-    )
-    if SERVING_ITEMSIZE[form.kv_dtype] == 1:
+    tiles = max(1, config.num_stages - 1) * config.BLOCK_N * width * form.kv_itemsize
+    if form.kv_itemsize == 1:
         tiles += 2 * config.BLOCK_N * width
-    return tiles + config.BLOCK_M * keys * SERVING_ITEMSIZE[form.dtype]
+    return tiles + config.BLOCK_M * keys * form.itemsize
 
 
 def workspace(
@@ -258,10 +256,7 @@ def invariant_config(form: ServingForm) -> ServingConfig:
     Each warp has 16 keys of a tile, so that K, V and outputs of 16 rows fit its registers; of
     64 columns of 16 bits 32, for as many bytes under way, and of 256 columns 8, and 8 rows.
     """
-    narrow = (
-        SERVING_ITEMSIZE[form.kv_dtype] * form.head_dim_v == 128
-        and SERVING_ITEMSIZE[form.kv_dtype] > 1
-    )
+    narrow = form.kv_itemsize * form.head_dim_v == 128 and form.kv_itemsize > 1
     height = SHORT_ROWS // form.chunks
     short = 0 < form.rows <= height
     keys, per_sm = (32, 3 if short else 2) if narrow else (16 // form.chunks, 2)

@@ -15,7 +15,7 @@ from flexattn.kernels.printers.spelling import (
     signature_type,
     triton_type,
 )
-from flexattn.problem.serving import SERVING_ITEMSIZE, WARP_COLUMNS, ServingForm
+from flexattn.problem.serving import WARP_COLUMNS, ServingForm
 
 # Of a word as a signed number: a NaN, but not the one that arithmetic gives, 0x7FFFFFFF.
 UNWRITTEN = -1
@@ -149,7 +149,7 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
         shape = warps, own // inside, inside
         return linear(kept, [split(base) for base in lanes], *shape)
 
-    in_word = 4 // SERVING_ITEMSIZE[form.kv_dtype]
+    in_word = 4 // form.kv_itemsize
     # Elements that a thread reads side by side of K, and so of Q, and of V: 8 threads have a row.
     k_side = 4 * in_word
     v_side = min(k_side, form.head_dim_v // (8 * form.chunks))

@@ -30,7 +30,7 @@ from flexattn.kernels.paged_decode.engines import (
 from flexattn.kernels.paged_decode.limits import SERVING_LIMITS, overlaps, serving_reasons
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
 from flexattn.problem import Kind
-from flexattn.problem.serving import SERVING_ITEMSIZE, ServingForm, ServingProblem
+from flexattn.problem.serving import ServingForm, ServingProblem
 
 
 def warps_defaults(problem: ServingProblem) -> Iterator[ServingConfig]:
@@ -45,7 +45,7 @@ def warps_defaults(problem: ServingProblem) -> Iterator[ServingConfig]:
     if form.offset:
         # Few keys of a request's own: a cascade's passes end 6 % earlier than with the next one.
         yield ServingConfig(8, 64, 4, 1, 2, 1, "await", "heads")
-    if SERVING_ITEMSIZE[form.kv_dtype] == 1:
+    if form.kv_itemsize == 1:
         # Within 0.7 % of the next one where requests are long, 3 to 7 % ahead where few or short.
         yield ServingConfig(8, 64, 2, 1, 4, 1, "await", "heads")
     if form.head_dim_v == 128 and form.kv_heads >= 16 and form.requests > 8:
@@ -72,7 +72,7 @@ def _wide_defaults(form: ServingForm) -> Iterator[ServingConfig]:
     if form.requests == 1:
         policy: SplitPolicy = "round" if form.mask is None else "heads"
         yield ServingConfig(4, 64, 8, 1, 1, 1, "await", policy)
-    if SERVING_ITEMSIZE[form.kv_dtype] == 1:
+    if form.kv_itemsize == 1:
         yield ServingConfig(4, 64, 4, 1, 2, 1, "await", "heads")
     # 8 keys a warp; of 16 32 x 4k keys take as long, 8 x 8k 0.7 % more.
     yield ServingConfig(4, 32, 4, 1, 2, 1, "await", "heads")
@@ -89,7 +89,7 @@ def tall_defaults(problem: ServingProblem) -> Iterator[ServingConfig]:
     form = problem.structure
     widest = max(form.head_dim_qk, form.head_dim_v)
     one = 0 < form.rows <= 2 * SHORT_ROWS
-    if widest > 128 or form.mask is not None or SERVING_ITEMSIZE[form.kv_dtype] != 2:
+    if widest > 128 or form.mask is not None or form.kv_itemsize != 2:
         return
     if one or fits_l2(problem):
         few = form.requests == 1 or (widest > 64 and form.requests * form.kv_heads <= 8)
@@ -194,7 +194,7 @@ def serving_defaults(problem: Any, device: Device) -> Iterator[ServingConfig]:
             # way, 465 with 32 (64 x 4k, an H200). Where the first two spill they give way.
             if form.unit and height > 16:
                 # Places of chosen keys take registers, and keys that are widened take more.
-                wide = SERVING_ITEMSIZE[form.kv_dtype] > 1
+                wide = form.kv_itemsize > 1
                 if wide:
                     yield ServingConfig(height, 32, warps, 2, 1, 1, combine)
                 height = 32 if wide else 16

@@ -31,7 +31,7 @@ from flexattn.kernels.paged_decode.engines import (
     TMA_ROWS,
     first_registers,
 )
-from flexattn.problem.serving import SERVING_ITEMSIZE, ServingForm
+from flexattn.problem.serving import ServingForm
 
 COMBINES: tuple[Combine, ...] = get_args(Combine)
 # Of a thread's registers, what does not accumulate where warps share a tile; what addresses and
@@ -54,16 +54,6 @@ class ConfigCase:
     config: ServingConfig
     form: ServingForm
     device: Device
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of Q."""
-        return SERVING_ITEMSIZE[self.form.dtype]
-
-    @property
-    def kv_itemsize(self) -> int:
-        """Bytes of an element of the cache."""
-        return SERVING_ITEMSIZE[self.form.kv_dtype]
 
     @property
     def interpreted(self) -> bool:
@@ -105,8 +95,8 @@ class ConfigCase:
         """Registers of a thread for a tile, K, V and Q in words, and the ends of requests."""
         c, form = self.config, self.form
         columns = form.head_dim_qk + form.head_dim_v
-        kv_tiles = c.keys_per_warp * columns * self.kv_itemsize // 128
-        widened = WIDENED_REGISTERS if self.kv_itemsize == 1 else 0
+        kv_tiles = c.keys_per_warp * columns * self.form.kv_itemsize // 128
+        widened = WIDENED_REGISTERS if self.form.kv_itemsize == 1 else 0
         scores = self.product_keys * self.product_rows // 16
         q_and_output = c.BLOCK_M * (form.head_dim_qk // 2 + form.head_dim_v) // 32
         ends = form.requests // 32 * (1 if form.mask is None else 2)
@@ -248,12 +238,15 @@ WARPS_LIMITS: Limits[ConfigCase] = Limits(
         Rule(
             "dtype",
             "q has 16 bits, K and V are as q or have 8",
-            lambda c: c.itemsize == 2 and (c.kv_itemsize == 1 or c.form.kv_dtype == c.form.dtype),
+            lambda c: (
+                c.form.itemsize == 2
+                and (c.form.kv_itemsize == 1 or c.form.kv_dtype == c.form.dtype)
+            ),
         ),
         Rule(
             "dtype",
             "K and V of 8 bits are widened by instructions of sm_89 and newer",
-            lambda c: c.kv_itemsize != 1 or c.interpreted or c.device.capability >= 89,
+            lambda c: c.form.kv_itemsize != 1 or c.interpreted or c.device.capability >= 89,
         ),
         Rule(
             "head dimension",
@@ -318,7 +311,9 @@ def _by_tma(name: str) -> tuple[Rule[ConfigCase], ...]:
         Rule(
             "dtype",
             f"the {name} template multiplies 16 bits",
-            lambda c: c.itemsize == 2 and (c.kv_itemsize == 2 or c.config.gathers(c.form)),
+            lambda c: (
+                c.form.itemsize == 2 and (c.form.kv_itemsize == 2 or c.config.gathers(c.form))
+            ),
         ),
         Rule(
             "scales",

@@ -40,7 +40,7 @@ from flexattn.kernels.printers.spelling import TRITON, Dialect, signature_type, 
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Captures
-from flexattn.problem.serving import SERVING_ITEMSIZE, ServingForm
+from flexattn.problem.serving import ServingForm
 
 
 def tied(form: ServingForm) -> bool:
@@ -87,8 +87,8 @@ def serving_arguments(
     if form.scaled:
         found.append(Argument("K_SCALE", "*fp32", 4))
     found += scale_arguments(form)
-    q_step = 16 // SERVING_ITEMSIZE[form.dtype] if form.aligned else 1
-    kv_step = 16 // SERVING_ITEMSIZE[form.kv_dtype] if form.aligned else 1
+    q_step = 16 // form.itemsize if form.aligned else 1
+    kv_step = 16 // form.kv_itemsize if form.aligned else 1
     found += [Argument(f"stride_q{axis}", "u32", q_step) for axis in "mh"]
     for tensor in "k" if tied(form) else "kv":
         axes = stepped_axes(form, described)
@@ -122,7 +122,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         rendering.named_pieces(name, dim, least=least_tile(form))
         for name, dim in (("qk", form.head_dim_qk), ("v", form.head_dim_v))
     )
-    eight = SERVING_ITEMSIZE[form.kv_dtype] == 1
+    eight = form.kv_itemsize == 1
     product = triton_type(form.product_dtype)
     of_pages = form.page > 0 and config.BLOCK_N % form.page == 0 and not form.unit
     context = {
@@ -276,8 +276,8 @@ def _shared(
         "MERGE_ROWS": merged.rows,
         "MERGE_PARTS": merged.parts,
         "LANES": 32 * config.num_warps,
-        "Q_LINES": -(-form.head_dim_qk * SERVING_ITEMSIZE[form.dtype] // LINE),
-        "Q_LINE": LINE // SERVING_ITEMSIZE[form.dtype],
+        "Q_LINES": -(-form.head_dim_qk * form.itemsize // LINE),
+        "Q_LINE": LINE // form.itemsize,
     }
     settings |= engines.sizes(form, config, device) | scale_constants(form)
     if form.unit:

@@ -13,13 +13,6 @@ from flexattn.kernels.base.config import Geometry, Language
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.limits import Limits
 from flexattn.kernels.base.source import UNFUSED, Source, hinted, with_hints
-from flexattn.kernels.triton.by_sizes import (
-    beats_hopper,
-    best_splits,
-    of_short_prompt,
-    other_tiles,
-    was_raced,
-)
 from flexattn.kernels.triton.config import (
     AmdDecodeConfig,
     AmdPrefillConfig,
@@ -31,11 +24,16 @@ from flexattn.kernels.triton.config import (
     prefill_grid,
 )
 from flexattn.kernels.triton.defaults import (
+    beats_hopper,
+    best_splits,
     decode_axes,
     decode_rules,
     invariant_config,
+    of_short_prompt,
+    other_tiles,
     prefill_axes,
     prefill_rules,
+    was_raced,
 )
 from flexattn.kernels.triton.limits import LIMITS, ConfigCase
 from flexattn.kernels.triton.source import render, render_combine

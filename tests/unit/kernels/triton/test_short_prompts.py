@@ -13,8 +13,8 @@ from flexattn.catalogue.scores import softcap
 from flexattn.deploy.warm import at_other_sizes
 from flexattn.kernels.choose.defaults import candidates, default
 from flexattn.kernels.hopper.config import HopperPrefillConfig
-from flexattn.kernels.triton.by_sizes import beats_hopper
 from flexattn.kernels.triton.config import PrefillConfig
+from flexattn.kernels.triton.defaults import beats_hopper
 from tests.problems import A100, H200, problem
 
 CAUSAL = "d1/2 i2 runs"
