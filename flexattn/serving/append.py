@@ -13,7 +13,7 @@ from flexattn.kernels.cache_append.source import append_programs, render_append
 from flexattn.problem.serving import LAYOUTS
 from flexattn.runtime.build import Launcher, builder
 from flexattn.serving.append_checks import (
-    NAMES,
+    RUN_NAMES,
     Rope,
     admitted,
     append_problem,
@@ -143,7 +143,7 @@ class AppendPlan:
                 given["K_CACHE"] = kv_cache
             key = tuple([None if each is None else facts(each) for each in given.values()])
         except (AttributeError, TypeError, ValueError):
-            refuse_types(kv_cache, (), **{NAMES[name]: each for name, each in given.items()})
+            refuse_types(kv_cache, (), **{RUN_NAMES[name]: each for name, each in given.items()})
             raise
         launcher = self._ready.get(key, _UNKNOWN)
         if launcher is _UNKNOWN:

@@ -78,7 +78,7 @@ class Rope:
 
 _SLOTS: dict[torch.dtype, Slots] = {torch.int64: "int64", torch.int32: "int32"}
 # Arguments of `run` by the names that the kernel has for them.
-NAMES = {
+RUN_NAMES = {
     "K": "k", "V": "v", "K_CACHE": "K of the cache", "V_CACHE": "V of the cache",
     "SLOTS": "slot_mapping", "POSITIONS": "positions", "TABLE": "block_table",
     "SEQ_LENS": "seq_lens", "CU_SEQLENS": "cu_seqlens_q", "K_SCALE": "k_scale",
@@ -153,22 +153,22 @@ def admitted(
 ) -> dict[str, Any]:
     """Check a run's tensors; the numbers that its launch takes. Raises InputError."""
     form = m.structure
-    present({NAMES[name]: each for name, each in given.items()}, _wanted(form))
-    there = {NAMES[name]: each for name, each in given.items() if each is not None}
+    present({RUN_NAMES[name]: each for name, each in given.items()}, _wanted(form))
+    there = {RUN_NAMES[name]: each for name, each in given.items() if each is not None}
     devices(device, there)
-    gradients({NAMES[name]: given[name] for name in ("K", "V", "K_CACHE", "V_CACHE")})
+    gradients({RUN_NAMES[name]: given[name] for name in ("K", "V", "K_CACHE", "V_CACHE")})
     tensors = [("K", form.head_dim_qk)] + [("V", form.head_dim_v)] * (form.head_dim_v > 0)
     keys_at, heads_at = LAYOUTS[m.cache_layout]
     for name in ("K", "K_CACHE"):
         if not (each := cast(Tensor, given[name])).dim():
-            raise InputError(f"{NAMES[name]} is {list(each.shape)}", "it has tokens, or pages")
+            raise InputError(f"{RUN_NAMES[name]} is {list(each.shape)}", "it has tokens, or pages")
     tokens, pages = cast(Tensor, given["K"]).shape[0], cast(Tensor, given["K_CACHE"]).shape[0]
     found = {"num_tokens": tokens, "num_pages": pages}
     for name, dim in tensors:
         new, cache = cast(Tensor, given[name]), cast(Tensor, given[f"{name}_CACHE"])
         sizes = [*cache_shape(m.cache_layout, pages, form.page, form.heads), dim]
-        _shaped(NAMES[name], new, [tokens, form.heads, dim], m.dtype, form.aligned)
-        _shaped(NAMES[f"{name}_CACHE"], cache, sizes, m.kv_dtype, form.aligned)
+        _shaped(RUN_NAMES[name], new, [tokens, form.heads, dim], m.dtype, form.aligned)
+        _shaped(RUN_NAMES[f"{name}_CACHE"], cache, sizes, m.kv_dtype, form.aligned)
         axes = {"t": new.stride(0), "h": new.stride(1), "cp": cache.stride(0)}
         axes |= {"cn": cache.stride(keys_at), "ch": cache.stride(heads_at)}
         found |= {f"stride_{name.lower()}{axis}": step for axis, step in axes.items()}
@@ -263,7 +263,7 @@ def _wanted(form: AppendForm) -> dict[str, bool]:
         "K_SCALE": form.scales != "", "V_SCALE": form.scales != "" and values, "COS": tables,
         "SIN": tables,
     }  # fmt: skip
-    return {NAMES[name]: each for name, each in wanted.items()}
+    return {RUN_NAMES[name]: each for name, each in wanted.items()}
 
 
 def _shaped(
@@ -293,7 +293,7 @@ def _places(m: AppendProblem, given: Mapping[str, Tensor | None], tokens: int) -
                 each.dtype != m.slots or each.shape != (tokens,) or not each.is_contiguous()
             ):
                 raise InputError(
-                    f"{NAMES[name]} is {each.dtype} {list(each.shape)}",
+                    f"{RUN_NAMES[name]} is {each.dtype} {list(each.shape)}",
                     f"it is contiguous {m.slots} [{tokens}]",
                 )
         return {}
@@ -319,7 +319,9 @@ def _places(m: AppendProblem, given: Mapping[str, Tensor | None], tokens: int) -
 def _scales(m: AppendProblem, given: Mapping[str, Tensor | None], pages: int) -> dict[str, Any]:
     """The steps between scales."""
     named = {
-        NAMES[name]: each for name in ("K_SCALE", "V_SCALE") if (each := given[name]) is not None
+        RUN_NAMES[name]: each
+        for name in ("K_SCALE", "V_SCALE")
+        if (each := given[name]) is not None
     }
     if not named:
         return {}

@@ -62,7 +62,9 @@ def attention_arguments(
     family's kernels alone have, behind the outputs and behind the numbers that all have.
     """
     found = [pointer(tensor, structure) for tensor in "qkv"]
-    found += [*outputs(structure), *results, *_strides(structure)]
+    found += [*outputs(structure), *results]
+    found += [each for tensor in "qkv" for each in strides_of(tensor, structure)]
+    found += output_strides(structure)
     found += several("i32", "Hq", "group", "q_len", "kv_len", "num_tiles")
     found += [*sizes, Argument("sm_scale", "fp32"), *sinks(structure), *_descales(structure)]
     if skips_far(structure, config):
@@ -115,11 +117,6 @@ def outputs(structure: Structure) -> list[Argument]:
     found = [Argument("OUT", f"*{signature_type(structure.out_dtype)}", 16)]
     statistics = ("LSE",) * structure.lse + ("MAX",) * structure.max_scores
     return found + several("*fp32", *statistics, divisible_by=16)
-
-
-def _strides(structure: Structure) -> list[Argument]:
-    found = [each for tensor in "qkv" for each in strides_of(tensor, structure)]
-    return found + output_strides(structure)
 
 
 def strides_of(tensor: str, structure: Structure) -> list[Argument]:

@@ -252,8 +252,13 @@ def _known_dim(c: ConfigCase, dim: int, among: tuple[int, ...]) -> bool:
     return c.boxed or dim in among or in_parts
 
 
-def _in_boxes(c: ConfigCase, dim: int) -> bool:
-    return not c.boxed or (16 <= dim <= WIDEST and dim % 8 == 0)
+def _in_boxes(name: str) -> Rule[ConfigCase]:
+    def holds(c: ConfigCase) -> bool:
+        dim = getattr(c.structure, name)
+        return not c.boxed or (16 <= dim <= WIDEST and dim % 8 == 0)
+
+    says = f"head dimension {{c.structure.{name}}} is no multiple of 8 from 16 to 256"
+    return Rule("head dimension", says, holds)
 
 
 def _holds_q(c: ConfigCase) -> bool:
@@ -363,9 +368,7 @@ LIMITS: Limits[ConfigCase] = Limits(
             lambda c: c.device.has_wgmma,
         ),
         Rule(
-            "prefill",
-            "the Gluon template is for prefill",
-            lambda c: c.structure.kind != "decode",
+            "prefill", "the Gluon template is for prefill", lambda c: c.structure.kind != "decode"
         ),
         Rule(
             "dtype",
@@ -444,16 +447,7 @@ LIMITS: Limits[ConfigCase] = Limits(
                 )
             ),
         ),
-        Rule(
-            "head dimension",
-            "head dimension {c.structure.head_dim_qk} is no multiple of 8 from 16 to 256",
-            lambda c: _in_boxes(c, c.structure.head_dim_qk),
-        ),
-        Rule(
-            "head dimension",
-            "head dimension {c.structure.head_dim_v} is no multiple of 8 from 16 to 256",
-            lambda c: _in_boxes(c, c.structure.head_dim_v),
-        ),
+        *map(_in_boxes, ("head_dim_qk", "head_dim_v")),
         Rule(
             "v_box",
             "v_box={c.config.v_box}: any head dimensions are served in 16 bits alone",

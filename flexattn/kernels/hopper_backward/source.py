@@ -381,18 +381,14 @@ def render_after(structure: Structure, config: HopperBackwardConfig, device: Dev
         "cut": cut,
         "dq_size": dq_size(structure),
         **_places(config, width),
-        "used": _used(structure),
+        # The columns of dq, where its tiles have more.
+        "used": structure.head_dim_qk if structure.head_dim_qk < width else 0,
         "ragged": structure.ragged_kv,
         "config": config,
         "flags": flags_of(config),
     }
     template, found = "hopper_backward/after.py.jinja", after_arguments(structure, config)
     return make_source(template, device, [title_of(structure)], context, found)
-
-
-def _used(structure: Structure) -> int:
-    """The columns of dq, where its tiles have more; else 0."""
-    return structure.head_dim_qk if structure.head_dim_qk < columns(structure) else 0
 
 
 def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, object]:

@@ -61,14 +61,9 @@ def stepped_axes(form: ServingForm, described: bool) -> str:
     return "" if form.page else "p"
 
 
-def serving_arguments(
-    form: ServingForm, described: bool = False, gathers: bool = False, sifts: bool = False
-) -> tuple[Argument, ...]:
-    """Arguments of the serving kernel, in order; None of them depends on a length.
-
-    described: K and V are tensor descriptors. gathers: it reads a choice as it is given, too;
-    sifts: nothing else of it.
-    """
+def serving_arguments(form: ServingForm, config: ServingConfig) -> tuple[Argument, ...]:
+    """Arguments of the serving kernel, in order; None of them depends on a length."""
+    described, gathers = config.boxed(form), config.gathers(form)
     q, kv = signature_type(form.dtype), signature_type(form.kv_dtype)
     wide = 16 if form.aligned else 1
     found = [Argument("Q", f"*{q}", wide)]
@@ -80,7 +75,7 @@ def serving_arguments(
     if form.page:
         found.append(Argument("TABLE", "*i32", 4))
     if form.unit:
-        names = (*("LISTED", "LISTED_NUM") * (not sifts), *("INDICES",) * gathers)
+        names = (*("LISTED", "LISTED_NUM") * (not config.sifts(form)), *("INDICES",) * gathers)
         found += several("*i32", *names, divisible_by=4)
     if form.prefix:
         found.append(Argument("ROW_LENS", "*i32", 4))
@@ -101,11 +96,6 @@ def serving_arguments(
     if form.split_keys:
         found.append(Argument("part_slots", "i32"))
     return (*found, *captured_arguments(form.score, form.mask))
-
-
-def _combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
-    """Arguments of the kernel that merges the parts of work tiles."""
-    return (*_written(form), *_described(form), *captured_arguments(form.mask))
 
 
 def render_serving(form: ServingForm, config: ServingConfig, device: Device, title: str) -> Source:
@@ -163,7 +153,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:
             header.append(f"{name}: {rendering.expression_line(captures)}")
-    found = serving_arguments(form, config.boxed(form), config.gathers(form), config.sifts(form))
+    found = serving_arguments(form, config)
     interpreted = config.warp_private and device.backend == "interpreter"
     # Of the first warpgroup's warps, which start the others, where a warp loads by TMA.
     most = engines.first_registers(form, config)
@@ -205,7 +195,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         device,
         [title],
         context,
-        _combine_arguments(form),
+        (*_written(form), *_described(form), *captured_arguments(form.mask)),
         COMBINE_WARPS,
         registers=most,
     )

@@ -56,11 +56,6 @@ def prefill_arguments(structure: Structure, config: PrefillConfig) -> tuple[Argu
     return attention_arguments(structure, config, dict(described))
 
 
-def decode_arguments(structure: Structure, config: DecodeConfig) -> tuple[Argument, ...]:
-    """Arguments of the decode kernel, in order."""
-    return attention_arguments(structure, config, {}, (_WORKSPACE,), _SPLITS)
-
-
 def combine_arguments(structure: Structure) -> tuple[Argument, ...]:
     """Arguments of the kernel that merges the partial results of decode's splits."""
     sizes = (*several("i32", "Hq", "q_len"), *_SPLITS)
@@ -118,7 +113,8 @@ def render(
     if isinstance(config, PrefillConfig):
         found, context["use_tma"] = prefill_arguments(structure, config), config.use_tma
     else:
-        found, context["use_tma"] = decode_arguments(structure, config), False
+        found = attention_arguments(structure, config, {}, (_WORKSPACE,), _SPLITS)
+        context["use_tma"] = False
     return make_source(
         f"triton/{structure.kind}.py.jinja",
         device,
