@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from pkgutil import resolve_name
 from typing import Annotated, Any, get_type_hints
@@ -94,12 +95,14 @@ def _front(kind: type, where: str) -> Callable[..., None]:
     def called(**given: Any) -> None:
         resolve_name(f"flexattn.cli.{where}")(kind(**given))
 
-    hints = get_type_hints(kind, include_extras=True)
-    fields = inspect.signature(kind).parameters.values()
+    hints = get_type_hints(kind)
     spelled = [
-        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default,
-                  annotation=hints[each.name])
-        for each in fields
+        Parameter(
+            each.name, Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if each.default is MISSING else each.default,
+            annotation=Annotated[hints[each.name], each.metadata[options.TYPER]],
+        )
+        for each in fields(kind)
     ]  # fmt: skip
     called.__signature__ = Signature(spelled)  # type: ignore[attr-defined]
     called.__annotations__ = {each.name: each.annotation for each in spelled}

@@ -8,9 +8,9 @@ tests/unit/cli/test_front.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -31,6 +31,8 @@ DEVICES = (*GPUS, *NEURON)
 LENGTH = 4096
 # The device that is assumed where none is named and none is here.
 OFFLINE = "nvidia-h200"
+# Where a field has what typer reads of it.
+TYPER = "typer"
 
 
 def choice(option: str, word: str, names: Sequence[str], others: Mapping[str, str] = {}) -> str:
@@ -64,11 +66,17 @@ def device_name(word: str) -> str:
     return names[asked]
 
 
-def option(*flags: str, of: Sequence[str], help: str, shown: str | None = None) -> Any:
-    """A typer option that shows its choices, and completes them; shown: in their place."""
-    return typer.Option(
-        *flags, help=help, metavar=shown or "|".join(of), autocompletion=completing(of)
-    )
+def option(default: Any, help: str, *flags: str, of: Sequence[str] = (), **about: Any) -> Any:
+    """A field that is an option. of: its choices, which help shows and TAB completes."""
+    if of:
+        about = {"metavar": "|".join(of), "autocompletion": completing(of)} | about
+    made = typer.Option(*flags, help=help, **about)
+    return field(default=default, metadata={TYPER: made})
+
+
+def argument(help: str, default: Any = MISSING, **about: Any) -> Any:
+    """A field that is an argument; without a default it has to be given."""
+    return field(default=default, metadata={TYPER: typer.Argument(help=help, **about)})
 
 
 def completing(names: Sequence[str]) -> Callable[[str], list[str]]:
@@ -81,81 +89,40 @@ def completing(names: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 MOD = "A name of the catalogue, package.module:function, or ./file.py:function."
-ModName = Annotated[str, typer.Argument(metavar="MOD", help=MOD)]
-ModArguments = Annotated[
-    list[str] | None, typer.Option("--arg", help="An argument of a factory; repeatable.")
-]
-RoleName = Annotated[
-    str | None, option("--as", of=ROLES, help="The role of MOD, where its arity cannot tell.")
-]
-KindName = Annotated[str, option("--kind", of=KIND_CHOICES, help="The kind of kernel.")]
-AnyKind = Annotated[
-    str | None, option("--kind", of=KIND_CHOICES, help="The lengths decide by default.")
-]
-HeadDim = Annotated[int, typer.Option(help="Head dimension of query and key.")]
-HeadDimV = Annotated[
-    int | None, typer.Option(help="Head dimension of value; the same by default.")
-]
-Dtype = Annotated[
-    str,
-    option("--dtype", of=DTYPE_CHOICES, help="bf16, fp16, fp32 and fp8 are understood, too."),
-]
-HeadPair = Annotated[
-    str,
-    typer.Option(metavar="Hq:Hkv", help="Query and key heads: 32:8, or 32 if they are equal."),
-]
-BlockSize = Annotated[int, typer.Option(help="Block size of a mask's BlockMask.")]
-BatchSize = Annotated[int, typer.Option("--B", help="Batch; decode's splits depend on it.")]
-QueryLength = Annotated[
-    int | None, typer.Option(help=f"Query length; by default 1 for decode, else {LENGTH}.")
-]
-Problems = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[MOD|FILE]...", show_default=False,
-        help=f"MODs, or workload files (TOML, YAML or JSON). A MOD: {MOD[0].lower()}{MOD[1:]}",
-    ),
-]  # fmt: skip
-WorkloadFiles = Annotated[
-    list[Path] | None, typer.Option("--workload", help="A workload file's problems; repeatable.")
-]
-AllowedModules = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow-module",
-        help="A module whose functions workload files may name, which runs its code; repeatable.",
-    ),
-]
-Presets = Annotated[
-    list[str] | None,
-    option("--preset", of=PRESETS, shown="NAME",
-           help="A shipped workload, repeatable; `flexattn tune --list-presets` has them."),
-]  # fmt: skip
-Only = Annotated[str | None, typer.Option(help="A regular expression that titles match.")]
-EffortName = Annotated[str, option("--effort", of=EFFORTS, help="The part of the space to try.")]
+JOBS = "Processes that compile; 0 for all cores."
 
 
 def _device(names: Sequence[str]) -> Any:
     return option(
-        "--device", of=names, shown="NAME",
-        help="By default this machine's; `flexattn devices` lists the names, and a GPU's "
-             "maker may be left out: h200.",
+        None,
+        "By default this machine's; `flexattn devices` lists the names, and a GPU's maker may be "
+        "left out: h200.",
+        of=names, metavar="NAME",
     )  # fmt: skip
 
 
-DeviceName = Annotated[str | None, _device(DEVICES)]
-GpuName = Annotated[str | None, _device(GPUS)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+def _effort() -> Any:
+    return option("full", "The part of the space to try.", of=EFFORTS)
+
+
+def _as_json() -> Any:
+    return option(False, "Print one JSON object.", "--json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
     """Problems of workload files and presets, of all or of those whose titles match."""
 
-    workload: WorkloadFiles = None
-    preset: Presets = None
-    only: Only = None
-    allow_module: AllowedModules = None
+    workload: list[Path] | None = option(None, "A workload file's problems; repeatable.")
+    preset: list[str] | None = option(
+        None, "A shipped workload, repeatable; `flexattn tune --list-presets` has them.",
+        of=PRESETS, metavar="NAME",
+    )  # fmt: skip
+    only: str | None = option(None, "A regular expression that titles match.")
+    allow_module: list[str] | None = option(
+        None,
+        "A module whose functions workload files may name, which runs its code; repeatable.",
+    )
 
     @property
     def named(self) -> bool:
@@ -167,24 +134,33 @@ class Chosen:
 class CallSizes:
     """The sizes and options of a MOD's call."""
 
-    arg: ModArguments = None
-    role: RoleName = None
-    batch: BatchSize = 1
-    heads: HeadPair = "32:8"
-    head_dim: HeadDim = 128
-    head_dim_v: HeadDimV = None
-    dtype: Dtype = "bfloat16"
-    block_size: BlockSize = 128
+    arg: list[str] | None = option(None, "An argument of a factory; repeatable.")
+    role: str | None = option(
+        None, "The role of MOD, where its arity cannot tell.", "--as", of=ROLES
+    )
+    batch: int = option(1, "Batch; decode's splits depend on it.", "--B")
+    heads: str = option(
+        "32:8", "Query and key heads: 32:8, or 32 if they are equal.", metavar="Hq:Hkv"
+    )
+    head_dim: int = option(128, "Head dimension of query and key.")
+    head_dim_v: int | None = option(None, "Head dimension of value; the same by default.")
+    dtype: str = option(
+        "bfloat16", "bf16, fp16, fp32 and fp8 are understood, too.", of=DTYPE_CHOICES
+    )
+    block_size: int = option(128, "Block size of a mask's BlockMask.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskedProblems(CallSizes, Chosen):
     """Problems of MODs with these sizes too."""
 
-    problems: Problems = None
-    kind: AnyKind = None
-    q_len: Annotated[int, typer.Option(help="Queries.")] = LENGTH
-    kv_len: Annotated[int | None, typer.Option(help="Keys; as many as queries.")] = None
+    problems: list[str] | None = argument(
+        f"MODs, or workload files (TOML, YAML or JSON). A MOD: {MOD[0].lower()}{MOD[1:]}",
+        None, metavar="[MOD|FILE]...", show_default=False,
+    )  # fmt: skip
+    kind: str | None = option(None, "The lengths decide by default.", of=KIND_CHOICES)
+    q_len: int = option(LENGTH, "Queries.")
+    kv_len: int | None = option(None, "Keys; as many as queries.")
 
     @property
     def sized(self) -> bool:
@@ -198,10 +174,10 @@ class AskedProblems(CallSizes, Chosen):
 class CallOptions(CallSizes):
     """The call of a problem without its keys: an argument or an option each."""
 
-    mod: ModName
-    kind: KindName = "prefill"
-    device: DeviceName = None
-    q_len: QueryLength = None
+    mod: str = argument(MOD, metavar="MOD")
+    kind: str = option("prefill", "The kind of kernel.", of=KIND_CHOICES)
+    device: str | None = _device(DEVICES)
+    q_len: int | None = option(None, f"Query length; by default 1 for decode, else {LENGTH}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,47 +188,25 @@ class Tune(AskedProblems):
     device: a GPU, or a Neuron instance for trn1, trn2 and trn3.
     """
 
-    list_presets: Annotated[
-        bool, typer.Option("--list-presets", help="List the presets and stop.")
-    ] = False
-    from_untuned: Annotated[
-        bool,
-        typer.Option(
-            "--from-untuned",
-            help="Tune what dispatch listed in untuned.jsonl, or in lists in the files' place.",
-        ),
-    ] = False
-    effort: EffortName = "full"
-    budget: Annotated[
-        float | None, typer.Option(min=0.0, help="Seconds of measuring for each problem.")
-    ] = None
-    time: Annotated[
-        float | None,
-        typer.Option("--time", min=0.0, help="Seconds after which no further problem begins."),
-    ] = None
-    device: DeviceName = None
-    storage: Annotated[
-        str | None, typer.Option(help="An Optuna storage URL that many machines share.")
-    ] = None
-    jobs: Annotated[int, typer.Option(min=0, help="Processes that compile; 0 for all cores.")] = 0
-    out: Annotated[
-        Path | None, typer.Option(help="Directory of the records; the user's own by default.")
-    ] = None
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List problems and spaces; needs no GPU.")
-    ] = False
-    prune: Annotated[
-        bool,
-        typer.Option(
-            "--prune",
-            help="Each new record replaces older ones of its problem that the same Triton made.",
-        ),
-    ] = False
-    again: Annotated[
-        bool,
-        typer.Option("--again", help="Tune what has a record already, too."),
-    ] = False
-    as_json: AsJson = False
+    list_presets: bool = option(False, "List the presets and stop.", "--list-presets")
+    from_untuned: bool = option(
+        False, "Tune what dispatch listed in untuned.jsonl, or in lists in the files' place.",
+        "--from-untuned",
+    )  # fmt: skip
+    effort: str = _effort()
+    budget: float | None = option(None, "Seconds of measuring for each problem.", min=0.0)
+    time: float | None = option(None, "Seconds after which no further problem begins.", min=0.0)
+    device: str | None = _device(DEVICES)
+    storage: str | None = option(None, "An Optuna storage URL that many machines share.")
+    jobs: int = option(0, JOBS, min=0)
+    out: Path | None = option(None, "Directory of the records; the user's own by default.")
+    dry_run: bool = option(False, "List problems and spaces; needs no GPU.", "--dry-run")
+    prune: bool = option(
+        False, "Each new record replaces older ones of its problem that the same Triton made.",
+        "--prune",
+    )  # fmt: skip
+    again: bool = option(False, "Tune what has a record already, too.", "--again")
+    as_json: bool = _as_json()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,31 +216,22 @@ class Build(CallOptions):
     The status is 1 where the compiler failed on one, or nothing is left to time.
     """
 
-    device: GpuName = None
-    kv_len: Annotated[int, typer.Option(help="Key length.")] = LENGTH
-    effort: EffortName = "full"
-    jobs: Annotated[int, typer.Option(help="Processes that compile; 0 for all cores.")] = 0
-    deadline: Annotated[
-        float, typer.Option(help="Seconds after which one config's compiler is killed.")
-    ] = 120.0
+    device: str | None = _device(GPUS)
+    kv_len: int = option(LENGTH, "Key length.")
+    effort: str = _effort()
+    jobs: int = option(0, JOBS)
+    deadline: float = option(120.0, "Seconds after which one config's compiler is killed.")
 
 
 @dataclass(frozen=True)
 class Show:
     """List tuned records: speedup over the static default, how sure it is, winner and sizes."""
 
-    folders: Annotated[
-        list[Path] | None, typer.Argument(help="Directories of records; by default every layer.")
-    ] = None
-    kind: Annotated[
-        str | None,
-        option("--kind", of=RECORDED_CHOICES, help="Records of one kind alone."),
-    ] = None
-    device: Annotated[str | None, typer.Option(help="A device's name, or part of it.")] = None
-    model: Annotated[str | None, typer.Option(help="A regular expression that titles match.")] = (
-        None
-    )
-    as_json: AsJson = False
+    folders: list[Path] | None = argument("Directories of records; by default every layer.", None)
+    kind: str | None = option(None, "Records of one kind alone.", of=RECORDED_CHOICES)
+    device: str | None = option(None, "A device's name, or part of it.")
+    model: str | None = option(None, "A regular expression that titles match.")
+    as_json: bool = _as_json()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,18 +241,16 @@ class Why(AskedProblems):
     `explain` is another name of `why`.
     """
 
-    device: GpuName = None
-    as_json: AsJson = False
+    device: str | None = _device(GPUS)
+    as_json: bool = _as_json()
 
 
 @dataclass(frozen=True)
 class Merge:
     """Merge directories of records; it keeps the better of two for one key, and prints which."""
 
-    sources: Annotated[list[Path], typer.Argument(help="Directories of records.")]
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the merged records; the user's own by default.")
-    ] = None
+    sources: list[Path] = argument("Directories of records.")
+    out: Path | None = option(None, "Folder of the merged records; the user's own by default.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,15 +262,12 @@ class Export(Chosen):
     tables.
     """
 
-    out: Annotated[Path, typer.Argument(help="The directory; what lies there stays.")]
-    source: Annotated[
-        list[Path] | None,
-        typer.Option("--from", help="A directory of records; every layer by default."),
-    ] = None
-    device: DeviceName = None
-    with_binaries: Annotated[
-        bool, typer.Option("--with-binaries", help="Compiled kernels too, of a workload.")
-    ] = False
+    out: Path = argument("The directory; what lies there stays.")
+    source: list[Path] | None = option(
+        None, "A directory of records; every layer by default.", "--from"
+    )
+    device: str | None = _device(DEVICES)
+    with_binaries: bool = option(False, "Compiled kernels too, of a workload.", "--with-binaries")
 
 
 @dataclass(frozen=True)
@@ -337,24 +277,19 @@ class Report:
     It has its pictures inside, and needs no other file.
     """
 
-    records: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Record files, or directories of records; by default every layer."),
-    ] = None
-    out: Annotated[Path, typer.Option(help="Folder for the page.")] = Path("report")
-    bench: Annotated[
-        list[Path] | None, typer.Option(help="JSON of a bench: ours beside torch; repeatable.")
-    ] = None
-    png: Annotated[
-        bool, typer.Option("--png", help="The pictures as PNG files beside the page, too.")
-    ] = False
+    records: list[Path] | None = argument(
+        "Record files, or directories of records; by default every layer.", None
+    )
+    out: Path = option(Path("report"), "Folder for the page.")
+    bench: list[Path] | None = option(None, "JSON of a bench: ours beside torch; repeatable.")
+    png: bool = option(False, "The pictures as PNG files beside the page, too.", "--png")
 
 
 @dataclass(frozen=True)
 class ReplayStudy:
     """Recompute decisions from their samples; the status is 1 if one comes out differently."""
 
-    paths: Annotated[list[Path], typer.Argument(help="Record files, or directories of records.")]
+    paths: list[Path] = argument("Record files, or directories of records.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,18 +303,13 @@ class Bench(AskedProblems):
     prints what it would time. Gradients are left out.
     """
 
-    rounds: Annotated[int, typer.Option(min=3, help="Rounds of each interleaved race.")] = 20
-    min_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds that each value fills.")] = (
-        5.0
+    rounds: int = option(20, "Rounds of each interleaved race.", min=3)
+    min_ms: float = option(5.0, "Milliseconds that each value fills.", min=0.0)
+    rivals: bool = option(
+        True, "Time torch's kernel and other libraries too.", "--torch/--no-torch"
     )
-    rivals: Annotated[
-        bool,
-        typer.Option("--torch/--no-torch", help="Time torch's kernel and other libraries too."),
-    ] = True
-    out: Annotated[Path, typer.Option(help="Folder for the page with a chart.")] = Path(
-        "bench-report"
-    )
-    as_json: AsJson = False
+    out: Path = option(Path("bench-report"), "Folder for the page with a chart.")
+    as_json: bool = _as_json()
 
 
 @dataclass(frozen=True)
@@ -389,36 +319,22 @@ class Doctor:
     The status is 1 if something is broken.
     """
 
-    device: GpuName = None
-    clear_outcomes: Annotated[
-        bool,
-        typer.Option("--clear-outcomes", help="Forget what was refused."),
-    ] = False
+    device: str | None = _device(GPUS)
+    clear_outcomes: bool = option(False, "Forget what was refused.", "--clear-outcomes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Render(CallOptions):
     """Show the expression, the kernel's source, its PTX's path or the resources it takes."""
 
-    kv_len: Annotated[
-        int | None,
-        typer.Option(help=f"Key length; a prefill's query length, else {LENGTH}."),
-    ] = None
-    kernel_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option", metavar="NAME=VALUE",
-            help="One of `kernel_options`, as BLOCK_M=64 or TANH=fast; repeatable.",
-        ),
-    ] = None  # fmt: skip
-    show: Annotated[
-        list[str] | None,
-        option("--show", of=PARTS, help="Repeatable; by default expr and source."),
-    ] = None
-    explain: Annotated[
-        bool, typer.Option(help="Print the rules that rewrote the score_mod, and its terms.")
-    ] = False
-    as_json: AsJson = False
+    kv_len: int | None = option(None, f"Key length; a prefill's query length, else {LENGTH}.")
+    kernel_option: list[str] | None = option(
+        None, "One of `kernel_options`, as BLOCK_M=64 or TANH=fast; repeatable.", "--option",
+        metavar="NAME=VALUE",
+    )  # fmt: skip
+    show: list[str] | None = option(None, "Repeatable; by default expr and source.", of=PARTS)
+    explain: bool = option(False, "Print the rules that rewrote the score_mod, and its terms.")
+    as_json: bool = _as_json()
 
 
 @dataclass(frozen=True)
@@ -433,4 +349,4 @@ class Demo:
     Without a GPU the kernels run in Triton's interpreter and are compiled for an H200.
     """
 
-    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("demo-out")
+    out: Path = option(Path("demo-out"), "Folder for the pictures.")
