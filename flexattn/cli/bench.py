@@ -22,8 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flexattn.block_mask.create import create_block_mask
 from flexattn.catalogue import causal
 from flexattn.cli import options
-from flexattn.cli.offline import asked_rows
-from flexattn.cli.selection import writable
+from flexattn.cli.selection import asked_rows, writable
 from flexattn.cli.terminal import say, say_json, tell
 from flexattn.device import detect
 from flexattn.frontend.attention import flex_attention

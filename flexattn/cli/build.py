@@ -5,8 +5,7 @@ from __future__ import annotations
 import typer
 
 from flexattn.cli import options
-from flexattn.cli.offline import problem_called
-from flexattn.cli.selection import device_of, effort_of, say_assumed
+from flexattn.cli.selection import device_of, effort_of, problem_called, say_assumed
 from flexattn.cli.terminal import INTERRUPTED, say, say_text
 from flexattn.errors import InputError
 from flexattn.kernels.choose.defaults import survey

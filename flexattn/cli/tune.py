@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flexattn.cli import options
-from flexattn.cli.offline import asked_rows
 from flexattn.cli.selection import (
+    asked_rows,
     device_here,
     device_of,
     effort_of,

@@ -8,13 +8,13 @@ No kernel of it has run on a device.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flexattn.neuron.call import kernel as kernel
+    from flexattn.neuron.run import kernel as kernel
 
 
 def __getattr__(name: str) -> object:
     """`kernel`, imported at its first use: a record of a config needs nothing of it."""
     if name == "kernel":
-        from flexattn.neuron.call import kernel
+        from flexattn.neuron.run import kernel
 
         return kernel
     raise AttributeError(f"module 'flexattn.neuron' has no attribute {name!r}")

@@ -26,10 +26,9 @@ from flexattn.measure.process import Closing, Died, clipped
 from flexattn.measure.runner import gated
 from flexattn.measure.task import Task, call_of
 from flexattn.neuron import nrt_bench
-from flexattn.neuron.call import cores_of
 from flexattn.neuron.family import NkiEffort, target_survey
 from flexattn.neuron.instance import Instance, Job
-from flexattn.neuron.run import nki_path, prepare
+from flexattn.neuron.run import cores_of, nki_path, prepare
 from flexattn.neuron.source import NkiSource
 from flexattn.records.environment import NO_TEXT, closure
 from flexattn.records.record import (

@@ -9,11 +9,10 @@ from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose.defaults import Survey
 from flexattn.measure.task import Task, call_of
-from flexattn.neuron.call import attend as attend, cores_of, first_config
 from flexattn.neuron.family import NkiEffort, default_config, target_survey
 from flexattn.neuron.instance import instance, rungs as rungs
 from flexattn.neuron.measure import environment_of_target, measured
-from flexattn.neuron.run import lint, nki_path, prepare
+from flexattn.neuron.run import attend as attend, cores_of, first_config, lint, nki_path, prepare
 from flexattn.neuron.source import render_nki, render_nki_combine
 from flexattn.problem import Problem
 from flexattn.records.record import Environment, Record

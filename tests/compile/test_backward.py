@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexattn.catalogue import causal, relative_bias, softcap
-from flexattn.cli.offline import compiled as compiled_for
+from flexattn.cli.selection import compiled as compiled_for
 from flexattn.device import KNOWN, named
 from flexattn.kernels.choose.defaults import candidates
 from flexattn.kernels.choose.options import Options

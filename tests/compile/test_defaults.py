@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import alibi, causal, document, relative_bias, softcap
-from flexattn.cli.offline import compiled as compiled_for
+from flexattn.cli.selection import compiled as compiled_for
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.options import NONE

@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from flexattn.catalogue import causal
-from flexattn.cli.offline import compiled as compiled_for
+from flexattn.cli.selection import compiled as compiled_for
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.options import parse

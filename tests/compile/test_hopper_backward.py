@@ -19,7 +19,7 @@ from flexattn.catalogue import (
     softcap,
     t5_bias,
 )
-from flexattn.cli.offline import compiled as compiled_for
+from flexattn.cli.selection import compiled as compiled_for
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.defaults import space
 from flexattn.kernels.choose.options import Options

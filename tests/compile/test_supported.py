@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from flexattn.catalogue import causal, softcap
-from flexattn.cli.offline import compiled
+from flexattn.cli.selection import compiled
 from flexattn.device import KNOWN, named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.options import NONE

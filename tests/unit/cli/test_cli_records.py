@@ -371,7 +371,7 @@ def test_bench_times_other_libraries_where_they_can_be_imported(monkeypatch):
 
 
 def test_a_failed_winner_is_not_shipped(user):
-    from flexattn.cli.export import _faults
+    from flexattn.cli.records import _faults
 
     record = next(entry for _, entry in user.entries())
     trials = list(record.trials)

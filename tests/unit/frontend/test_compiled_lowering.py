@@ -20,7 +20,6 @@ from flexattn.frontend.call import Call
 from flexattn.frontend.compiled import (
     lowering,
     node,
-    node_data,
     op,
     spec,
 )  # fmt: skip
@@ -264,7 +263,7 @@ def test_a_mod_that_no_kernel_computes_is_left_to_torch(inductor, monkeypatch, c
     def refuse(*_):
         raise Refusal("uses an operation of tomorrow")
 
-    monkeypatch.setattr(node_data, "read_graph", refuse)
+    monkeypatch.setattr(lowering, "read_graph", refuse)
     q, k, v = inputs(1, 2, 2, 9, 9, 16)
     with caplog.at_level(logging.WARNING, "flexattn"):
         inductor.compile(flexattn.flex_attention)(q, k, v)
@@ -294,8 +293,8 @@ def test_a_table_on_another_device_is_left_to_torch():
     elsewhere = types.SimpleNamespace(meta={"val": torch.empty(8, device="meta")})
     number = types.SimpleNamespace(meta={"val": torch.empty(())})
     with pytest.raises(Refusal, match="a tensor on meta, and is called on cpu"):
-        node_data._captured(given, elsewhere, torch.device("cpu"))
-    assert node_data._captured(given, number, torch.device("meta")).on_cpu
+        lowering._captured(given, elsewhere, torch.device("cpu"))
+    assert lowering._captured(given, number, torch.device("meta")).on_cpu
 
 
 def test_a_graph_that_other_code_of_ours_read_is_not_taken_from_a_cache(monkeypatch, tmp_path):

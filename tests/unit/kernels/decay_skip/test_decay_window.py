@@ -15,7 +15,7 @@ from flexattn.catalogue import (
     sliding_window,
     softcap,
 )
-from flexattn.cli.render import rewrites
+from flexattn.cli.explain import rewrites
 from flexattn.device import named
 from flexattn.frontend.gradients import AskedGradients, _problem
 from flexattn.kernels.base.arguments import skips_vanished

@@ -1,7 +1,8 @@
-"""`flexattn render`: what a mod becomes, for any device, without one."""
+"""`flexattn why`: what a problem's config rests on. `flexattn render`: what its mods become."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -9,9 +10,15 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from flexattn.cli import options as asking
-from flexattn.cli.offline import compiled, problem_called, word_value
 from flexattn.cli.options import LENGTH, PARTS, choice
-from flexattn.cli.selection import device_of, say_assumed
+from flexattn.cli.selection import (
+    asked_rows,
+    compiled,
+    device_of,
+    problem_called,
+    say_assumed,
+    word_value,
+)
 from flexattn.cli.terminal import indented, say, say_json, say_text
 from flexattn.device import Device
 from flexattn.errors import InputError
@@ -19,16 +26,124 @@ from flexattn.frontend.explain import mod_text
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.features import decays
 from flexattn.kernels.choose import options
-from flexattn.mods.expr import in_a_line
+from flexattn.measure.task import Task
+from flexattn.mods.expr import in_a_line, pretty
 from flexattn.mods.rules import ONE, REWRITES
-from flexattn.problem import Problem, Structure
+from flexattn.problem import Captures, Problem, Structure
+from flexattn.records.layers import origin
+from flexattn.records.record import Answer, Sizes
+from flexattn.records.why import Closest, ConfigExplanation, Difference, why as explained
 from flexattn.runtime import build
-from flexattn.runtime.candidates import Choice, candidates_of
+from flexattn.runtime.candidates import Attempt, Choice, candidates_of
 from flexattn.runtime.codecache import text_file
 from flexattn.runtime.dispatch import told
 from flexattn.runtime.outcomes import memory
 from flexattn.runtime.resources import resources
+from flexattn.tuning.tasks import tasks
 from flexattn.tuning.tuner import Plugin, plugin_of
+
+
+def why(args: asking.Why) -> None:
+    """Run `flexattn why`."""
+    target = device_of(args.device)
+    if not (args.problems or args.named):
+        args = replace(args, problems=["noop"])
+    found = list(tasks(asked_rows(args), target))
+    say_assumed(args.device, target)
+    kept = memory().entries(target)
+    answers = [
+        (task, explained(task.problem, target), _tried(task, target) if kept else [])
+        for task in found
+    ]
+    if args.as_json:
+        say_json({"problems": [_told(*each) for each in answers]})
+    else:
+        _print_answers(answers)
+
+
+def _tried(task: Task, device: Device) -> list[Attempt]:
+    """The known outcomes of the configs that may serve a problem."""
+    return told(candidates_of(task.problem, device, options.NONE), device, memory())
+
+
+def _told(task: Task, found: ConfigExplanation, tried: Sequence[Attempt]) -> dict[str, Any]:
+    return {
+        "title": task.title,
+        "problem": found.problem,
+        "key": asdict(found.key),
+        "digest": found.key.digest(),
+        "environment": asdict(found.environment),
+        "how": found.how,
+        "config": asdict(found.config),
+        "origin": None if found.found is None else found.found.origin,
+        "expected": [{"layer": layer, "path": str(path)} for layer, path in found.expected],
+        "passed": [{"path": str(path), "reasons": [why]} for path, why in found.passed],
+        "closest": [_compared(each) for each in found.closest],
+        "broken": [{"path": str(path), "error": error} for path, error in found.broken],
+        "candidates": [str(each) for each in tried],
+    }
+
+
+def _compared(closest: Closest) -> dict[str, Any]:
+    return {
+        "path": str(closest.path),
+        "layer": closest.layer,
+        "title": closest.answer.title,
+        "config": asdict(closest.answer.config),
+        "key": [asdict(each) for each in closest.key],
+        "environment": [asdict(each) for each in closest.environment],
+        "untaken": closest.untaken,
+    }
+
+
+def _print_answers(answers: Sequence[tuple[Task, ConfigExplanation, Sequence[Attempt]]]) -> None:
+    for task, found, tried in answers:
+        structure = task.problem.structure
+        mods = {"score": structure.score, "mask": structure.mask}
+        say(f"{task.title}: {found.how}")
+        say(f"  problem   {found.problem}")
+        for name, captures in mods.items():
+            if captures is not None:
+                say_text(indented(f"  {name}_mod".ljust(12), pretty(captures.mod.expr)))
+        say(f"  config    {describe(found.config)}")
+        if found.found is not None:
+            stored = found.found.stored
+            say(f"            {origin(stored, repr(stored.answer.title))}")
+        for attempt in tried:
+            say(f"  candidate {attempt}")
+        looked = (f"{layer} ({path.parents[3]})" for layer, path in found.expected)
+        say(f"  looked in {', '.join(looked)}")
+        for path, reason in found.passed:
+            say(f"  passed    {path}: {reason}")
+        if not found.closest:
+            say(f"  closest   none: no record of this kind was made on {found.environment.device}")
+        for each in found.closest:
+            _print_closest(each, mods)
+        for path, error in found.broken:
+            say(f"  no record {path}: {error}")
+
+
+def _print_closest(each: Closest, mods: Mapping[str, Captures | None]) -> None:
+    answer = each.answer
+    made = f" of {answer.made[:10]}" if answer.made else ""
+    say(f"  closest   {each.layer} record {answer.title!r}{made}, {Sizes(*answer.sizes)}")
+    say(f"            {f'not taken: {each.untaken}' if each.untaken else 'taken'}")
+    for difference in (*each.key, *each.environment):
+        say_text(indented(" " * 12, _difference(difference, answer, mods)))
+
+
+def _difference(each: Difference, answer: Answer, mods: Mapping[str, Captures | None]) -> str:
+    """One field in which a record differs; a mod as the expression that was asked for."""
+    if each.field in mods:
+        mine = mods[each.field]
+        ours = "none" if mine is None else pretty(mine.mod.expr)
+        theirs = f"another, that of {answer.title!r}" if each.stored else "none"
+        return f"{each.field}_mod is {ours}, the record's is {theirs}"
+    if each.field == "template":
+        return "the kernels' source is not what it was when the record was made"
+    ours, theirs = (str(value) or "none" for value in (each.asked, each.stored))
+    return f"{each.field} is {ours}, the record's {theirs}"
+
 
 # What a term is called, and where it is computed.
 _PLACES = {
@@ -64,7 +179,7 @@ class Rendered:
     rewrites: list[Rewrite] | None = None
 
 
-def run(args: asking.Render) -> None:
+def render(args: asking.Render) -> None:
     """Run `flexattn render`."""
     named = [each.partition("=") for each in args.kernel_option or ()]
     for name, sign, _ in named:
@@ -91,7 +206,7 @@ def run(args: asking.Render) -> None:
     if args.as_json:
         say_json(asdict(found))
     else:
-        _print(found)
+        _print_rendered(found)
 
 
 def _expected(problem: Problem, device: Device, chosen: options.Options) -> Choice:
@@ -192,7 +307,7 @@ def _assembly(choice: Choice, kernel: Any, device: Device) -> str:
     return str(text_file(f"{stem}.{device.arch}.{kind}", kernel.asm[kind]))
 
 
-def _print(found: Rendered) -> None:
+def _print_rendered(found: Rendered) -> None:
     console = Console()
     for name in ("score_mod", "mask_mod"):
         if (expression := getattr(found, name)) is not None:
