@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flexattn.block_mask.visual import Picture as Mask
-from flexattn.report.drawing import (
+from flexattn.report.figures import (
     COLORS,
     Box,
     Drawing,

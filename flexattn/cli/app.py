@@ -22,7 +22,7 @@ from flexattn.settings import current
 # raises FlexAttnError if a request is bad.
 VERBS: dict[str, tuple[type, str]] = {
     "tune": (options.Tune, "tune:run"),
-    "build": (options.Build, "build:run"),
+    "build": (options.Build, "tune:build"),
     "show": (options.Show, "records:show_records"),
     "why": (options.Why, "explain:why"),
     "explain": (options.Why, "explain:why"),

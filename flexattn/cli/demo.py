@@ -25,10 +25,9 @@ from flexattn.cli.bench import (
     race_call,
     results_of,
 )
-from flexattn.cli.build import built_line
 from flexattn.cli.selection import writable
 from flexattn.cli.terminal import INTERRUPTED, tell
-from flexattn.cli.tune import run_tuning
+from flexattn.cli.tune import built_line, run_tuning
 from flexattn.device import detect, named
 from flexattn.frontend.attention import flex_attention
 from flexattn.kernels.choose.defaults import survey

@@ -1,4 +1,4 @@
-"""`flexattn tune`: find the fastest config of every problem of a workload, and keep it."""
+"""`flexattn tune`: problems become records. `flexattn build`: a space compiled anywhere."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from flexattn.cli.selection import (
     device_of,
     effort_of,
     gpus_like,
+    problem_called,
     recorded_kind,
     say_assumed,
     users,
@@ -54,7 +55,7 @@ from flexattn.records.layers import layers
 from flexattn.records.record import Record, key_of
 from flexattn.records.store import Store
 from flexattn.records.untuned import untuned_path
-from flexattn.tuning.builds import compilers, default_jobs
+from flexattn.tuning.builds import BuiltConfig, build_all, compilers, default_jobs
 from flexattn.tuning.campaign import (
     Campaign,
     TaskLocks,
@@ -393,3 +394,54 @@ def outcome_line(outcome: TuningOutcome) -> str:
     gain = "the static default" if decision.winner == decision.default else config
     took = f" in {outcome.seconds:.0f} s" if outcome.status == "tuned" else ", kept"
     return f"{outcome.title}: {gain}, {decision.speedup:.3f}x{took}"
+
+
+def build(args: options.Build) -> None:
+    """Run `flexattn build`: a line for each config as it ends, and what was not built by rule."""
+    if args.jobs < 0 or args.deadline <= 0:
+        got = f"--jobs {args.jobs} --deadline {args.deadline:g}"
+        raise InputError(got, "neither is below 0")
+    effort, device = effort_of(args.effort), device_of(args.device, compiled=True)
+    problem = problem_called(args, args.kv_len)
+    say_assumed(args.device, device)
+    space = survey(problem, device, effort)
+    count, done = len(space.configs), 0
+    say(f"{problem.describe()} for {device.name} ({device.arch}), effort {effort}")
+
+    def tell_of(built: BuiltConfig) -> None:
+        nonlocal done
+        done += 1
+        say(f"{done}/{count} {built_line(built)}")
+
+    try:
+        found = build_all(
+            problem, space.configs, device, args.jobs, deadline=args.deadline, say=tell_of
+        )
+    except KeyboardInterrupt:
+        say(
+            f"interrupted with {done} of {count} configs compiled; Triton's cache keeps those, "
+            "and the same command goes on from there",
+            err=True,
+        )
+        raise typer.Exit(INTERRUPTED) from None
+    broken = [each.failed for each in found if each.failed and each.failed.stage != "resources"]
+    for failed in broken:
+        say_text(failed.message, err=True)
+    # A device cannot tell configs of one code apart.
+    timed = len({each.code for each in found if each.failed is None})
+    rejected = ", ".join(f"{number} {name}" for name, number in space.rejected) or "none"
+    say(f"{count} configs, {timed} worth timing; rejected: {rejected}")
+    if broken or not timed:
+        raise typer.Exit(1)
+
+
+def built_line(built: BuiltConfig) -> str:
+    """One line: the resources of a config's kernel, or why it is not timed."""
+    name, failed = short(built.config), built.failed
+    if failed is not None:
+        text = failed.message if failed.stage == "resources" else failed.error
+        return f"{name}: {failed.stage}: {text}"
+    return (
+        f"{name}: {built.registers} registers, {built.spills} spills, {built.shared_memory} bytes "
+        f"shared, {built.matrix_instructions} matrix instructions, {built.seconds:.1f} s"
+    )

@@ -18,8 +18,7 @@ from markupsafe import Markup
 from flexattn.errors import InputError
 from flexattn.kernels.base.environment import templates_folder
 from flexattn.records.record import Record, slug
-from flexattn.report.drawing import Drawing, png, svg, three_figures
-from flexattn.report.figures import pictures, rivals_beside
+from flexattn.report.figures import Drawing, pictures, png, rivals_beside, svg, three_figures
 from flexattn.report.numbers import Summary, summarize
 from flexattn.report.rivals import BenchResults, geometric_mean
 from flexattn.util.text import printable

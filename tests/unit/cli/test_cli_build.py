@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from flexattn.cli import build as verb
+from flexattn.cli import tune as verb
 from flexattn.cli.app import app
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.records.record import Failed

@@ -10,10 +10,10 @@ import torch
 
 from flexattn.catalogue import alibi
 from flexattn.errors import MeasureError
-from flexattn.neuron import measure, plugin
+from flexattn.neuron import plugin
 from flexattn.neuron.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.neuron.instance import Instance, instance
-from flexattn.neuron.measure import NeuronMeasurer, measured
+from flexattn.neuron.plugin import NeuronMeasurer, measured
 from flexattn.problem import Shape
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.record import Failed, Gated
@@ -130,7 +130,7 @@ def test_without_nrtpy_the_error_names_the_variable(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.long
 def test_some_configs_are_measured_and_the_record_says_so(packages, monkeypatch):
-    monkeypatch.setattr(measure, "_BUILT", {"quick": 3, "full": 3})
+    monkeypatch.setattr(plugin, "_BUILT", {"quick": 3, "full": 3})
     record = measured(task(), HERE, method_for("quick", 300.0), "quick")
     assert record.provenance == "measured" and record.environment.triton == "nki 0.7.0"
     assert "on the device" in record.note and len(record.trials) == 3
@@ -143,7 +143,7 @@ def test_some_configs_are_measured_and_the_record_says_so(packages, monkeypatch)
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_command_measures_on_an_instance_alone(flexattn, packages, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "_BUILT", {"quick": 2, "full": 2})
+    monkeypatch.setattr(plugin, "_BUILT", {"quick": 2, "full": 2})
     workload = tmp_path / "w.toml"
     workload.write_text(
         'dtype = "float32"\n[[layers]]\nheads = [2, 1]\nhead_dim = 16\n'

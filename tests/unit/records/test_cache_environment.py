@@ -240,7 +240,7 @@ OF_NO_RECORD = {
     "hopper/row_tiles.py.jinja",
     "hopper/merge_parts.py.jinja",
     "blackwell/prefill.py.jinja",  # nobody has measured it
-    # Its environments are those of neuron/measure.py, which names its templates.
+    # Its environments are those of neuron/plugin.py, which names its templates.
     "nki/prefill.py.jinja", "nki/decode.py.jinja", "nki/combine.py.jinja",
     "report/page.html.jinja", "report/script.js.jinja",
 }  # fmt: skip
