@@ -38,6 +38,8 @@ from flexattn.verify.gate import Verdict
 from flexattn.verify.made_up import borders_of
 
 PACKED_DTYPES = (torch.bfloat16, torch.float16)
+# q [total_q, Hq, D], k [total_k, Hkv, D] and v [total_k, Hkv, Dv].
+Rows = tuple[Tensor, Tensor, Tensor]
 
 
 def attend_packed(
@@ -78,11 +80,11 @@ def attend_packed(
     cu_k = cu_q if cu_seqlens[1] is cu_seqlens[0] else as_offsets(cu_seqlens[1])
     in_order = in_order or torch.are_deterministic_algorithms_enabled()
     sequences = cu_q.shape[0] - 1
-    known = _facts(q, k, v, sequences)
+    known = _facts((q, k, v), sequences)
     call = Pack(score, mask, scale, as_documents, in_order, slots, known)
-    if graded and not call.has_gradients(q, k, v, sequences):
+    if graded and not call.has_gradients((q, k, v), sequences):
         return None
-    found = call.attended(q, k, v, cu_q, cu_k, sinks, lse or graded)
+    found = call.attended((q, k, v), (cu_q, cu_k), sinks, lse or graded)
     if found is None or not graded:
         return found
     apply: Any = _Attention.apply
@@ -94,9 +96,8 @@ class Pack(NamedTuple):
     """The bound mods and the scale of a call, and the same call with a document mask.
 
     in_order: sums of gradients have the same bits in every run. slots: of the score_mod's tensors
-    that get a gradient. known: `_facts` of q, k and v, () where they are found anew.
-    q [total_q, Hq, D], k and v [total_k, Hkv, D or Dv], cu_seqlens int32 [sequences + 1]: all
-    have passed `is_readable`.
+    that get a gradient. known: `_facts` of q, k and v, () where they are found anew. Tensors, and
+    cu_seqlens int32 [sequences + 1], have passed `is_readable`.
     """
 
     score: Bound | None
@@ -116,57 +117,47 @@ class Pack(NamedTuple):
         return tuple(x for mod in (self.score, self.mask) if mod is not None for x in mod.tensors)
 
     def attended(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        sinks: Tensor | None,
-        lse: bool,
+        self, inputs: Rows, cu: tuple[Tensor, Tensor], sinks: Tensor | None, lse: bool
     ) -> Outputs | None:
         """out, and lse [total_q, Hq] where asked for; None where no kernel is right."""
         score, mask = self.score and without_stops(self.score), self.mask
-        known = self.known or _facts(q, k, v, cu_q.shape[0] - 1)
+        known = self.known or _facts(inputs, cu[0].shape[0] - 1)
         while True:
-            made = _launch(q, k, v, known, score, mask, self.scale, sinks, lse)
+            made = _launch(inputs, known, score, mask, self.scale, sinks, lse)
             if made is None:
                 return None
             launch, subject = made
             rest = launch.rest_of(None, score, mask)
-            found = launch.run(q, k, v, cu_q, cu_k, self.scale, rest, sinks)
-            if accepted(subject, self._ways(launch, found, q, k, v)):
+            found = launch.run(*inputs, *cu, self.scale, rest, sinks)
+            if accepted(subject, self._ways(launch, found, inputs)):
                 return found
 
-    def _ways(
-        self, launch: PackedLaunch, found: Outputs, q: Tensor, k: Tensor, v: Tensor
-    ) -> Iterator[Way]:
+    def _ways(self, launch: PackedLaunch, found: Outputs, inputs: Rows) -> Iterator[Way]:
         """The check of a first launch. It is called only if a check is due."""
-        if not judged_apart(q):
-            yield partial(_judge, launch, found, partial(self.as_documents, q, k, v))
+        if not judged_apart(inputs[0]):
+            yield partial(_judge, launch, found, partial(self.as_documents, *inputs))
 
     def gradients(
         self,
-        inputs: tuple[Tensor, Tensor, Tensor],
+        inputs: Rows,
         results: tuple[Tensor, Tensor],
         grads: tuple[Tensor | None, Tensor | None],
-        cu_q: Tensor,
-        cu_k: Tensor,
+        cu: tuple[Tensor, Tensor],
         sinks: Tensor | None = None,
     ) -> Gradients:
         """Those of q, k and v in their shapes, of `learned`, and delta [1, Hq, total_q].
 
         results: out and lse [1, Hq, total_q]; grads: theirs, None where nothing depends on one.
         """
-        (q, k, v), sequences = inputs, cu_q.shape[0] - 1
+        sequences = cu[0].shape[0] - 1
         out, lse = results
         # Saved tensors may come back with other strides.
-        call = self._replace(known=_facts(q, k, v, sequences))
+        call = self._replace(known=_facts(inputs, sequences))
         dout, dlse = grads
         dout = torch.zeros_like(out) if dout is None else dout
 
         def planned(*tensors: Tensor) -> BackwardPlan:
-            chosen = call._backward(q, k, v, sequences)
+            chosen = call._backward(inputs, sequences)
             if chosen is None:
                 raise WrongKernelError(
                     "no kernel of Hopper's backward is right for these packed sequences",
@@ -176,39 +167,42 @@ class Pack(NamedTuple):
             facts = (*call.known, *map(facts_of, tensors[3:]))
             key = ("packed backward", chosen.choice.source.hash, *facts)
             launch = launch_cache.prepared(key, lambda: chosen.prepare(*tensors))
-            return BackwardPlan(launch, (cu_q, cu_k, *launch.rest_of(None, self.score, self.mask)))
+            return BackwardPlan(launch, (*cu, *launch.rest_of(None, self.score, self.mask)))
 
+        q, k, v = map(_heads, inputs)
         found = run_backward(
-            planned, (_heads(q), _heads(k), _heads(v)), _heads(out), lse, (_heads(dout), dlse),
-            self.scale, self.learned(), partial(self._asked, q, k, v, sequences), sinks,
+            planned, (q, k, v), _heads(out), lse, (_heads(dout), dlse),
+            self.scale, self.learned(), partial(self._asked, inputs, sequences), sinks,
         )  # fmt: skip
         return found._replace(dq=_rows(found.dq), dk=_rows(found.dk), dv=_rows(found.dv))
 
-    def has_gradients(self, q: Tensor, k: Tensor, v: Tensor, sequences: int) -> bool:
+    def has_gradients(self, inputs: Rows, sequences: int) -> bool:
         """True if a kernel of gradients serves."""
-        return self._backward(q, k, v, sequences) is not None
+        return self._backward(inputs, sequences) is not None
 
-    def _backward(self, q: Tensor, k: Tensor, v: Tensor, sequences: int) -> PackedBackward | None:
+    def _backward(self, inputs: Rows, sequences: int) -> PackedBackward | None:
         """The kernel of the gradients, found or chosen; None where none serves."""
 
         def prepared() -> tuple[PackedBackward | None]:
-            given = q, k, v, sequences, self.score, self.mask, self.slots
-            problem = packed_backward_problem(*given)
-            return (PackedBackward.of(problem, detect(q.device), q.device, self.in_order),)
+            where = inputs[0].device
+            problem = packed_backward_problem(
+                *inputs, sequences, self.score, self.mask, self.slots
+            )
+            return (PackedBackward.of(problem, detect(where), where, self.in_order),)
 
         key = (
-            "packed gradients", *(self.known or _facts(q, k, v, sequences)), identity(self.score),
+            "packed gradients", *(self.known or _facts(inputs, sequences)), identity(self.score),
             identity(self.mask), self.in_order, self.slots,
         )  # fmt: skip
         return launch_cache.prepared(key, prepared)[0]
 
-    def _asked(self, q: Tensor, k: Tensor, v: Tensor, sequences: int) -> AskedGradients:
+    def _asked(self, inputs: Rows, sequences: int) -> AskedGradients:
         """The call with a document mask; without one where nothing is judged by it."""
         pack = self.score, self.mask
-        if judged_apart(q) and self.has_gradients(q, k, v, sequences):
+        if judged_apart(inputs[0]) and self.has_gradients(inputs, sequences):
             return AskedGradients(None, None, None, self.scale, NONE, self.slots, pack=pack)
-        call = self.as_documents(q, k, v)
-        score = call.score_mod and bind_on(call.score_mod, "score", q)[0]
+        call = self.as_documents(*inputs)
+        score = call.score_mod and bind_on(call.score_mod, "score", inputs[0])[0]
         given = score, None, call.block_mask, self.scale, NONE, self.slots
         return AskedGradients(*given, pack=pack)
 
@@ -242,10 +236,10 @@ class _Attention(torch.autograd.Function):
         wanted, call = ctx.needs_input_grad[2:6], ctx.call
         if dout is None and dlse is None:
             return (None,) * (8 + len(call.slots))
-        q, k, v, out, lse, sinks, cu_q, cu_k = ctx.saved_tensors[:8]
+        *inputs, out, lse, sinks, cu_q, cu_k = ctx.saved_tensors[:8]
         sums = lse.T[None]
         grads = dout, None if dlse is None else dlse.T[None]
-        found = call.gradients((q, k, v), (out, sums), grads, cu_q, cu_k, sinks)
+        found = call.gradients(tuple(inputs), (out, sums), grads, (cu_q, cu_k), sinks)
         dsinks = of_sinks(sinks, sums, found.delta) if wanted[3] else None
         given = (x if want else None for x, want in zip((*found[:3], dsinks), wanted, strict=True))
         return (None, None, *given, None, None, *found.captured)
@@ -256,8 +250,9 @@ def as_offsets(cu: Tensor) -> Tensor:
     return cu if cu.dtype is torch.int32 and cu.is_contiguous() else cu.int().contiguous()
 
 
-def _facts(q: Tensor, k: Tensor, v: Tensor, sequences: int) -> tuple[Any, ...]:
+def _facts(inputs: Rows, sequences: int) -> tuple[Any, ...]:
     """The facts of a pack's tensors that decide which launch is used."""
+    q, k, v = inputs
     return facts_of(q), facts_of(k), facts_of(v), sequences
 
 
@@ -275,9 +270,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: Rows,
     known: tuple[Any, ...],
     score: Bound | None,
     mask: Bound | None,
@@ -292,10 +285,11 @@ def _launch(
 
     def prepared() -> tuple[tuple[PackedLaunch, LaunchedKernels] | None]:
         problem = packed_problem(
-            q, k, v, known[3], score, mask, lse=lse, positive_scale=scale > 0,
+            *inputs, known[3], score, mask, lse=lse, positive_scale=scale > 0,
             sinks=sinks is not None,
         )  # fmt: skip
-        launch = prepare_packed(problem, detect(q.device), q.device, q, k, v)
+        where = inputs[0].device
+        launch = prepare_packed(problem, detect(where), where, *inputs)
         if launch is None:
             return (None,)
         subject = LaunchedKernels.of(launch.choice)
@@ -307,10 +301,10 @@ def _launch(
     return launch_cache.prepared(key, prepared)[0]
 
 
-def _is_plain(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
+def _is_plain(*tensors: Tensor | None) -> bool:
     """True of tensors that nothing traces, transforms or casts."""
     return (
-        PLAIN.issuperset(map(type, (q, k, v, *others)))
+        PLAIN.issuperset(map(type, tensors))
         and not torch.is_autocast_enabled("cuda")
         and forward_ad._current_level < 0
         and functorch.peek_interpreter_stack() is None

@@ -29,31 +29,18 @@ from flexattn.neuron.config import (
     memory_of,
     shape_of,
 )
-from flexattn.neuron.source import print_mods
+from flexattn.neuron.source import NkiMods, print_mods
 from flexattn.problem import Problem
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """The needs of a problem's mods, with masks applied in one way.
-
-    tiles: of each pool. range_select: whether the mask uses it. refused: why they cannot be
-    expressed, "" if they can.
-    """
-
-    tiles: tuple[tuple[str, int], ...] = ()
-    range_select: bool = False
-    refused: str = ""
 
 
 @dataclass(eq=False)
 class NkiCase:
-    """A config for a problem on a core, whose mods need what `needs` says."""
+    """A config for a problem on a core. mods: as printed, or why they cannot be expressed."""
 
     config: NkiConfig
     problem: Problem
     core: NeuronCore
-    needs: Needs = Needs()
+    mods: NkiMods | str = ""
 
     @cached_property
     def shape(self) -> NkiShape:
@@ -63,7 +50,14 @@ class NkiCase:
     @cached_property
     def memory(self) -> tuple[int, int]:
         """Bytes of a partition of SBUF, and banks of PSUM."""
-        return memory_of(self.problem, self.config, dict(self.needs.tiles), self.shape)
+        tiles = self.mods.tiles if isinstance(self.mods, NkiMods) else {}
+        return memory_of(self.problem, self.config, tiles, self.shape)
+
+    @property
+    def selects_ranges(self) -> bool:
+        """True if the mask uses range_select."""
+        mask = self.mods.mask if isinstance(self.mods, NkiMods) else None
+        return mask is not None and mask.reduces
 
 
 def _at_least_one(name: str) -> Rule[NkiCase]:
@@ -99,7 +93,7 @@ NKI_LIMITS: Limits[NkiCase] = Limits(
         ),
     ),
     fit=(
-        Rule("mods", "{c.needs.refused}", lambda c: not c.needs.refused),
+        Rule("mods", "{c.mods}", lambda c: isinstance(c.mods, NkiMods)),
         Rule(
             "sbuf",
             "SBUF: {c.memory[0]} bytes of a partition, {c.core.name} has {c.core.sbuf_bytes}",
@@ -113,7 +107,7 @@ NKI_LIMITS: Limits[NkiCase] = Limits(
         Rule(
             "range_select",
             "mask=range: {c.core.name} has no range_select",
-            lambda c: not c.needs.range_select or c.core.has_range_select,
+            lambda c: not c.selects_ranges or c.core.has_range_select,
         ),
     ),
 )
@@ -139,29 +133,25 @@ NKI = _Nki()
 
 
 class _Cases:
-    """The cases of a problem's configs on a target; what its mods need is found once a mask."""
+    """The cases of a problem's configs on a target; its mods are printed once a form of masks."""
 
     def __init__(self, problem: Problem, target: str) -> None:
         self._problem, self._target = problem, target
-        self._found: dict[MaskSelect, Needs] = {}
+        self._found: dict[MaskSelect, NkiMods | str] = {}
 
     def of(self, config: NkiConfig) -> NkiCase:
         """A config's."""
-        return NkiCase(config, self._problem, CORES[self._target], self.needs(config.mask))
+        return NkiCase(config, self._problem, CORES[self._target], self.mods(config.mask))
 
-    def needs(self, mask: MaskSelect) -> Needs:
-        """The tensors and ranges that the mods need with masks applied in this way."""
+    def mods(self, mask: MaskSelect) -> NkiMods | str:
+        """The mods with masks applied in this way, or why they cannot be expressed."""
         if mask not in self._found:
-            self._found[mask] = self._printed(_plain(self._problem, mask))
+            config = _plain(self._problem, mask)
+            try:
+                self._found[mask] = print_mods(self._problem, config, self._target)
+            except UnsupportedError as error:
+                self._found[mask] = str(error)
         return self._found[mask]
-
-    def _printed(self, config: NkiConfig) -> Needs:
-        try:
-            mods = print_mods(self._problem, config, self._target)
-        except UnsupportedError as error:
-            return Needs(refused=str(error))
-        ranged = mods.mask is not None and mods.mask.reduces
-        return Needs(tuple(sorted(mods.tiles.items())), ranged)
 
 
 def _plain(problem: Problem, mask: MaskSelect) -> NkiConfig:
@@ -188,7 +178,7 @@ def default_config(problem: Problem, target: str) -> NkiConfig:
 
 
 def _first(problem: Problem, target: str, cases: _Cases) -> NkiConfig:
-    if all(cases.needs(form).refused for form in FORMS):
+    if all(isinstance(cases.mods(form), str) for form in FORMS):
         # One error about a mod, instead of the same reason against every config.
         print_mods(problem, _plain(problem, FORMS[-1]), target)
     forms = _forms(problem)

@@ -69,9 +69,9 @@ def _attend_backward(
             varlen.with_document_mask(packing, None, factor, sinks), in_order,
         )  # fmt: skip
         cu = as_offsets(packing.cu_q), as_offsets(packing.cu_k)
-        if is_readable(q, k, v, *cu, sinks) and pack.has_gradients(q, k, v, len(cu_q) - 1):
+        if is_readable(q, k, v, *cu, sinks) and pack.has_gradients((q, k, v), len(cu_q) - 1):
             grads = dout, None if dlse is None else dlse.T[None]
-            found = pack.gradients((q, k, v), (out, lse.T[None]), grads, *cu, sinks)
+            found = pack.gradients((q, k, v), (out, lse.T[None]), grads, cu, sinks)
             given = [*found[:3]]
             if sinks is not None:
                 given.append(of_sinks(sinks, lse.T[None], found.delta))
