@@ -45,6 +45,9 @@ from flexattn.runtime.key_lists import BothLists
 from flexattn.settings import say_once
 from flexattn.verify.made_up import ChosenKernels
 
+# Query, key and value.
+Inputs = tuple[Tensor, Tensor, Tensor]
+
 
 class AskedGradients(NamedTuple):
     """The data that a backward keeps of its call beside the saved tensors.
@@ -95,7 +98,7 @@ def check_gradients(call: Call) -> AskedGradients:
     )  # fmt: skip
 
     def check() -> bool:
-        check_backward(asked, call.q, call.k, call.v, asked.lists(), detect(call.q.device))
+        check_backward(asked, call[:3], asked.lists(), detect(call.q.device))
         return True
 
     launch_cache.prepared(("has a backward", *key), check)
@@ -103,12 +106,12 @@ def check_gradients(call: Call) -> AskedGradients:
 
 
 def check_backward(
-    asked: AskedGradients, q: Tensor, k: Tensor, v: Tensor, lists: BothLists | None, target: Device
+    asked: AskedGradients, inputs: Inputs, lists: BothLists | None, target: Device
 ) -> None:
     """Raises as `check_gradients` if there is no kernel for these gradients. Reads no values."""
     if asked.score is not None:
         derivatives(asked.score.mod, asked.slots)
-    problem = _problem(asked, q, k, v, lists, target)
+    problem = _problem(asked, inputs, lists, target)
     # Where the caller's numbers cannot run, or no config can, the forward is not run for nothing.
     config = _options(asked.options, problem, target).exact or default(problem, target)
     if broken := reasons(config, problem.structure, target):
@@ -147,14 +150,14 @@ def choice_of(call: Call) -> tuple[Problem, Choice]:
     """The problem and the choice of an admitted call's backward; it is built, not launched."""
     target, index = detect(call.q.device), call.q.device.index if call.q.is_cuda else -1
     asked = AskedGradients.of(call)
-    problem = _problem(asked, call.q, call.k, call.v, asked.lists(), target)
+    problem = _problem(asked, call[:3], asked.lists(), target)
     options = _options(call.options, problem, target)
     return problem, dispatcher().choose(problem, target, index, options)
 
 
 def run_backward(
     planned: Callable[..., BackwardPlan],
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: Inputs,
     out: Tensor,
     lse: Tensor,
     grads: tuple[Tensor | None, Tensor | None],
@@ -192,7 +195,7 @@ def run_backward(
 
 def _plain(
     asked: AskedGradients,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: Inputs,
     out: Tensor,
     grads: tuple[Tensor, Tensor | None],
     summed: Sequence[Tensor],
@@ -206,7 +209,7 @@ def _plain(
         tensors=tuple(own.get(id(x), x) for x in asked.score.tensors)
     )
     dq, dk, dv, captured = by_autograd(
-        *inputs, score_callable(score), asked.block_mask, asked.scale, learned, grads,
+        inputs, score_callable(score), asked.block_mask, asked.scale, learned, grads,
         asked.dropout, sinks,
     )  # fmt: skip
     delta = (out.float() * grads[0].float()).sum(-1)
@@ -215,9 +218,7 @@ def _plain(
 
 
 def by_autograd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: Inputs,
     score_mod: ScoreMod | None,
     block_mask: BlockMask | None,
     scale: float,
@@ -232,15 +233,15 @@ def by_autograd(
     grads: of the output and of lse, None where nothing depends on one.
     """
     with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        own = [x.detach().requires_grad_() for x in inputs]
         found = attention(
-            *inputs, score_mod=score_mod, block_mask=block_mask, scale=scale, sinks=sinks,
+            *own, score_mod=score_mod, block_mask=block_mask, scale=scale, sinks=sinks,
             dropout=dropout,
         )  # fmt: skip
         pairs = [
             (x, g) for x, g in zip((found.out, found.lse), grads, strict=True) if g is not None
         ]
-        leaves = [*inputs, *learned]
+        leaves = [*own, *learned]
         given = torch.autograd.grad(
             [x for x, _ in pairs], leaves, [g.to(x.dtype) for x, g in pairs], allow_unused=True
         )
@@ -257,7 +258,7 @@ def zeros_of(x: Tensor) -> Tensor:
 def _as_given(
     asked_of: Callable[[], AskedGradients],
     launch: BackwardLaunch,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: Inputs,
     results: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor | None],
 ) -> tuple[SavedForward, ChosenKernels]:
@@ -316,7 +317,7 @@ def plan_backward(
 
     def prepare() -> BackwardLaunch:
         target = detect(q.device)
-        problem = _problem(asked, q, k, v, lists, target)
+        problem = _problem(asked, (q, k, v), lists, target)
         options = _options(asked.options, problem, target)
         launch = prepare_backward(
             problem, target, q.device, dispatcher(), options, (q, k, v), out, dout, lists
@@ -331,13 +332,9 @@ def plan_backward(
 
 
 def _problem(
-    asked: AskedGradients,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lists: BothLists | None,
-    target: Device,
+    asked: AskedGradients, inputs: Inputs, lists: BothLists | None, target: Device
 ) -> Problem:
+    q, k, v = inputs
     B, Hq, q_len, D = q.shape
     Hkv, kv_len, Dv = v.shape[1:]
     sparsity, masked = None, ""

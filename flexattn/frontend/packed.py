@@ -15,7 +15,7 @@ from flexattn.device import detect
 from flexattn.errors import FlexAttnError, WrongKernelError
 from flexattn.frontend.autograd import of_sinks
 from flexattn.frontend.call import PLAIN, bind_on, functorch, identity, is_traced
-from flexattn.frontend.gradients import AskedGradients, BackwardPlan, run_backward
+from flexattn.frontend.gradients import AskedGradients, BackwardPlan, Inputs, run_backward
 from flexattn.frontend.launch_cache import launch_cache
 from flexattn.frontend.plan import judged_apart
 from flexattn.kernels.choose.options import NONE
@@ -38,8 +38,6 @@ from flexattn.verify.gate import Verdict
 from flexattn.verify.made_up import borders_of
 
 PACKED_DTYPES = (torch.bfloat16, torch.float16)
-# q [total_q, Hq, D], k [total_k, Hkv, D] and v [total_k, Hkv, Dv].
-Rows = tuple[Tensor, Tensor, Tensor]
 
 
 def attend_packed(
@@ -96,8 +94,9 @@ class Pack(NamedTuple):
     """The bound mods and the scale of a call, and the same call with a document mask.
 
     in_order: sums of gradients have the same bits in every run. slots: of the score_mod's tensors
-    that get a gradient. known: `_facts` of q, k and v, () where they are found anew. Tensors, and
-    cu_seqlens int32 [sequences + 1], have passed `is_readable`.
+    that get a gradient. known: `_facts` of q, k and v, () where they are found anew. inputs:
+    q [total_q, Hq, D], k [total_k, Hkv, D] and v [total_k, Hkv, Dv]. They, and cu_seqlens int32
+    [sequences + 1], have passed `is_readable`.
     """
 
     score: Bound | None
@@ -117,7 +116,7 @@ class Pack(NamedTuple):
         return tuple(x for mod in (self.score, self.mask) if mod is not None for x in mod.tensors)
 
     def attended(
-        self, inputs: Rows, cu: tuple[Tensor, Tensor], sinks: Tensor | None, lse: bool
+        self, inputs: Inputs, cu: tuple[Tensor, Tensor], sinks: Tensor | None, lse: bool
     ) -> Outputs | None:
         """out, and lse [total_q, Hq] where asked for; None where no kernel is right."""
         score, mask = self.score and without_stops(self.score), self.mask
@@ -132,14 +131,14 @@ class Pack(NamedTuple):
             if accepted(subject, self._ways(launch, found, inputs)):
                 return found
 
-    def _ways(self, launch: PackedLaunch, found: Outputs, inputs: Rows) -> Iterator[Way]:
+    def _ways(self, launch: PackedLaunch, found: Outputs, inputs: Inputs) -> Iterator[Way]:
         """The check of a first launch. It is called only if a check is due."""
         if not judged_apart(inputs[0]):
             yield partial(_judge, launch, found, partial(self.as_documents, *inputs))
 
     def gradients(
         self,
-        inputs: Rows,
+        inputs: Inputs,
         results: tuple[Tensor, Tensor],
         grads: tuple[Tensor | None, Tensor | None],
         cu: tuple[Tensor, Tensor],
@@ -176,11 +175,11 @@ class Pack(NamedTuple):
         )  # fmt: skip
         return found._replace(dq=_rows(found.dq), dk=_rows(found.dk), dv=_rows(found.dv))
 
-    def has_gradients(self, inputs: Rows, sequences: int) -> bool:
+    def has_gradients(self, inputs: Inputs, sequences: int) -> bool:
         """True if a kernel of gradients serves."""
         return self._backward(inputs, sequences) is not None
 
-    def _backward(self, inputs: Rows, sequences: int) -> PackedBackward | None:
+    def _backward(self, inputs: Inputs, sequences: int) -> PackedBackward | None:
         """The kernel of the gradients, found or chosen; None where none serves."""
 
         def prepared() -> tuple[PackedBackward | None]:
@@ -196,7 +195,7 @@ class Pack(NamedTuple):
         )  # fmt: skip
         return launch_cache.prepared(key, prepared)[0]
 
-    def _asked(self, inputs: Rows, sequences: int) -> AskedGradients:
+    def _asked(self, inputs: Inputs, sequences: int) -> AskedGradients:
         """The call with a document mask; without one where nothing is judged by it."""
         pack = self.score, self.mask
         if judged_apart(inputs[0]) and self.has_gradients(inputs, sequences):
@@ -250,7 +249,7 @@ def as_offsets(cu: Tensor) -> Tensor:
     return cu if cu.dtype is torch.int32 and cu.is_contiguous() else cu.int().contiguous()
 
 
-def _facts(inputs: Rows, sequences: int) -> tuple[Any, ...]:
+def _facts(inputs: Inputs, sequences: int) -> tuple[Any, ...]:
     """The facts of a pack's tensors that decide which launch is used."""
     q, k, v = inputs
     return facts_of(q), facts_of(k), facts_of(v), sequences
@@ -270,7 +269,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _launch(
-    inputs: Rows,
+    inputs: Inputs,
     known: tuple[Any, ...],
     score: Bound | None,
     mask: Bound | None,

@@ -21,6 +21,7 @@ from flexattn.errors import InputError, InputTypeError, LayoutError, PlaceError,
 from flexattn.frontend.attention import Extras, flex_attention
 from flexattn.frontend.call import check_transforms
 from flexattn.frontend.documents import Packing, Positions, document_mask, sided
+from flexattn.frontend.gradients import Inputs
 from flexattn.frontend.packed import PACKED_DTYPES, attend_packed, reads_packs
 from flexattn.mods import Bound, bind
 from flexattn.mods.expr import MaskMod, ScoreMod
@@ -199,35 +200,29 @@ def varlen_attn(
         "dropout_p": dropout_p,
     }  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], left, right, mask_mod)
-    return _serve(q, k, v, packing, score_mod, rest)  # type: ignore[no-any-return]
+    return _serve((q, k, v), packing, score_mod, rest)  # type: ignore[no-any-return]
 
 
 def _serve(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: Packing,
-    score_mod: ScoreMod | None,
-    rest: dict[str, Any],
+    inputs: Inputs, packing: Packing, score_mod: ScoreMod | None, rest: dict[str, Any]
 ) -> Any:
     """The results of a call by the engine that serves it: Hopper's kernels, or a document mask."""
-    plain = _is_plain(q, k, packing, rest)
+    plain = _is_plain(inputs, packing, rest)
     done = None
     if torch.compiler.is_dynamo_compiling():
-        if plain and score_mod is None and _is_read_in_graphs(q, k, v, packing, rest):
+        if plain and score_mod is None and _is_read_in_graphs(inputs, packing, rest):
             from flexattn.frontend.compiled.sequences import attend_sequences
 
-            done = attend_sequences(q, k, v, packing, rest)
+            done = attend_sequences(*inputs, packing, rest)
     elif plain:
-        done = _attended(q, k, v, packing, score_mod, rest)
+        done = _attended(inputs, packing, score_mod, rest)
     if done is not None:
         sums = None if done.lse is None else done.lse.T
         if rest["return_aux"] is not None:
             return done.out, AuxOutput(sums, None)
         return (done.out, sums) if rest["return_lse"] else done.out
     mask, score_mod = document_call(packing, score_mod)
-    heads = heads_of(q, k, v)
-    found = flex_attention(*heads, score_mod=score_mod, block_mask=mask, **rest)
+    found = flex_attention(*heads_of(*inputs), score_mod=score_mod, block_mask=mask, **rest)
     if rest["return_aux"] is not None:
         out, aux = found
         sides = (None if x is None else x[0] for x in (aux.lse, aux.max_scores))
@@ -243,7 +238,7 @@ def heads_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
 
-def _is_plain(q: Tensor, k: Tensor, packing: Packing, rest: dict[str, Any]) -> bool:
+def _is_plain(inputs: Inputs, packing: Packing, rest: dict[str, Any]) -> bool:
     """True of calls that ask for nothing that kernels which read cu_seqlens do not have.
 
     They have no dropout and no descales, and where queries and keys differ in their lengths they
@@ -255,15 +250,14 @@ def _is_plain(q: Tensor, k: Tensor, packing: Packing, rest: dict[str, Any]) -> b
     unserved = unserved or len(given) > 1 or given.get("DETERMINISTIC") is not True
     unserved = unserved or rest["dropout_p"] != 0.0
     unserved = unserved or (aux is not None and aux.max_scores)
-    one_key_head = rest["enable_gqa"] or q.shape[1] == k.shape[1]
+    one_key_head = rest["enable_gqa"] or inputs[0].shape[1] == inputs[1].shape[1]
     sided = max(packing.left, packing.right) >= 0
     return not unserved and one_key_head and (packing.alike or not sided)
 
 
-def _is_read_in_graphs(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, rest: dict[str, Any]
-) -> bool:
+def _is_read_in_graphs(inputs: Inputs, packing: Packing, rest: dict[str, Any]) -> bool:
     """True of a plain call without mods that is traced, if kernels that read cu_seqlens serve."""
+    q, k, v = inputs
     return (
         reads_packs(q.device)
         and packing.mask_mod is None
@@ -277,12 +271,7 @@ def _is_read_in_graphs(
 
 
 def _attended(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: Packing,
-    score_mod: ScoreMod | None,
-    rest: dict[str, Any],
+    inputs: Inputs, packing: Packing, score_mod: ScoreMod | None, rest: dict[str, Any]
 ) -> Outputs | None:
     """The results of the kernel that reads cu_seqlens; None of a call that it does not serve."""
     aux, sinks = rest["return_aux"], rest["sinks"]
@@ -290,15 +279,11 @@ def _attended(
     if packing.mask_mod is not None:
         terms = sided(packing.left, packing.right)
         mask_mod = and_masks(*terms, packing.mask_mod) if terms else packing.mask_mod
-    scale = check_scale(rest["scale"], q.shape[2])
+    scale = check_scale(rest["scale"], inputs[0].shape[2])
     lse = rest["return_lse"] or (aux is not None and aux.lse)
-    cu, documents = (
-        (packing.cu_q, packing.cu_k),
-        with_document_mask(packing, score_mod, scale, sinks),
-    )
     return attend_packed(
-        q, k, v, cu, score_mod, mask_mod, scale, sinks, lse, documents,
-        bool(rest["kernel_options"]),
+        *inputs, (packing.cu_q, packing.cu_k), score_mod, mask_mod, scale, sinks, lse,
+        with_document_mask(packing, score_mod, scale, sinks), bool(rest["kernel_options"]),
     )  # fmt: skip
 
 

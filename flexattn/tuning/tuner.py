@@ -10,9 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
-from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
-
 from flexattn.device import Device
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.base.config import Config, Fields, describe
@@ -22,7 +19,6 @@ from flexattn.kernels.choose.defaults import Survey
 from flexattn.measure.process import Closing
 from flexattn.measure.task import Measurer, Task
 from flexattn.measure.worker import Worker
-from flexattn.mods import Bound
 from flexattn.problem import Problem
 from flexattn.records.layers import layers, ranked, transferred
 from flexattn.records.record import Environment, Record, Sizes, key_of
@@ -207,20 +203,11 @@ class Plugin(Protocol):
     def write_kernel(self, task: Task, folder: Path) -> None:
         """Write the kernel of the first config that fits, with all that it is called with."""
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        score: Bound | None,
-        mask: Bound | None,
-        block_mask: BlockMask | None,
-        scale: float,
-        statistics: tuple[bool, bool],
-    ) -> Outputs:
+    def attend(self, *call: Any) -> Outputs:
         """flex_attention of tensors on the device: an admitted call without gradients.
 
-        statistics: whether lse and max_scores are asked for.
+        call: q, k, v, the bound score_mod and mask_mod, block_mask, scale, and whether lse and
+        max_scores are asked for, as a pair.
         """
 
     def rungs(self) -> Sequence[Any]:

@@ -327,12 +327,9 @@ def _asked(bound: Bound, wanted: Sequence[Any], chosen: Options) -> AskedGradien
 
 def _check(asked: AskedGradients, inputs: Any) -> None:
     """Raises, as an eager call does, if there is no kernel for these gradients."""
-    q, k, v = (node.meta["val"] for node in inputs[:3])
-    device = torch.device(q.device)
-    q, k, v = (
-        torch.empty(expected_sizes(x.shape), dtype=x.dtype, device="meta") for x in (q, k, v)
-    )
-    check_backward(asked, q, k, v, None, detect(device))
+    given = [node.meta["val"] for node in inputs[:3]]
+    q, k, v = (torch.empty(expected_sizes(x.shape), dtype=x.dtype, device="meta") for x in given)
+    check_backward(asked, (q, k, v), None, detect(torch.device(given[0].device)))
 
 
 def _sizes(inputs: Any) -> list[int]:

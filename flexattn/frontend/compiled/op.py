@@ -351,8 +351,7 @@ def _attend_backward(
         call = Call(q, k, v, score_mod, block_mask, scale, score=bound, mask=kept)
         grads = [leaves[i] for i in said.grads]
         if route_of(call)[0] == "reference":
-            given = call.q, call.k, call.v, score_mod, block_mask, scale
-            found = by_autograd(*given, grads, (dout, dlse))
+            found = by_autograd(call[:3], score_mod, block_mask, scale, grads, (dout, dlse))
         else:
             if block_mask is not None:
                 remember_by_key(block_mask, lists, by_key)
@@ -372,11 +371,10 @@ def _by_kernel(
     slots = slots_among(tensors, grads)
     asked = AskedGradients(call.score, call.mask, block_mask, call.scale, said.chosen, slots)
     learned = [tensors[slot] for slot in slots]
-    planned = partial(plan_backward, asked)
-    inputs = call.q, call.k, call.v
     found = run_backward(
-        planned, inputs, out, lse, (dout, dlse), call.scale, learned, lambda: asked
-    )
+        partial(plan_backward, asked), call[:3], out, lse, (dout, dlse), call.scale, learned,
+        lambda: asked,
+    )  # fmt: skip
     by_tensor = dict(zip(map(id, learned), found.captured, strict=True))
     captured = [by_tensor[id(x)] if id(x) in by_tensor else zeros_of(x) for x in grads]
     return found.dq, found.dk, found.dv, captured
