@@ -151,12 +151,12 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
 
 
 _FLAGS = tuple(f"FLEXATTN_{each}" for each in ("INTERPRET", "CHECK", "STRICT", "BATCH_INVARIANT"))
-# The words that a variable may be.
-_WORDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(_FLAGS, ("0", "1")),
-    "FLEXATTN_DEBUG": tuple("0123456"),
-    "FLEXATTN_MODE": get_args(Mode),
-    "FLEXATTN_VERIFY": get_args(Verify),
+# The words that a variable may be, and the same in one sentence.
+_WORDS: dict[str, tuple[tuple[str, ...], str]] = {
+    **dict.fromkeys(_FLAGS, (("0", "1"), "0 or 1")),
+    "FLEXATTN_DEBUG": (tuple("0123456"), "a level from 0 to 6"),
+    "FLEXATTN_MODE": (get_args(Mode), f"one of {', '.join(get_args(Mode))}"),
+    "FLEXATTN_VERIFY": (get_args(Verify), f"one of {', '.join(get_args(Verify))}"),
 }
 
 
@@ -164,12 +164,10 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     """Parse an environment; raises SettingsError for a value that is not understood."""
     # A variable that is empty is not set.
     values = {name: environ.get(name) or default for name, default, _ in VARIABLES}
-    for name, words in _WORDS.items():
+    for name, (words, rule) in _WORDS.items():
         if values[name] not in words:
-            raise SettingsError(
-                f"{name}={values[name]!r}", f"it is {', '.join(words[:-1])} or {words[-1]}",
-                f"unset it, or set it to {words[-1]}",
-            )  # fmt: skip
+            got, do = f"{name}={values[name]!r}", f"unset it, or set it to {words[-1]}"
+            raise SettingsError(got, f"it is {rule}", do)
     mods = values["FLEXATTN_MODS"]
     if mods and not all(mods.partition(":")):
         raise SettingsError(f"FLEXATTN_MODS={mods!r}", "it names a function as module:function")

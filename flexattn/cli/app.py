@@ -22,17 +22,17 @@ from flexattn.settings import current
 # raises FlexAttnError if a request is bad.
 VERBS: dict[str, tuple[type, str]] = {
     "tune": (options.Tune, "tune:run"),
-    "build": (options.Build, "tune:build"),
+    "build": (options.Build, "tune:build_space"),
     "show": (options.Show, "records:show_records"),
-    "why": (options.Why, "explain:why"),
-    "explain": (options.Why, "explain:why"),
+    "why": (options.Why, "explain:say_why"),
+    "explain": (options.Why, "explain:say_why"),
     "merge": (options.Merge, "records:merge_records"),
     "export": (options.Export, "records:export_records"),
     "report": (options.Report, "records:report_records"),
     "replay-study": (options.ReplayStudy, "records:replay_records"),
     "bench": (options.Bench, "bench:run"),
     "doctor": (options.Doctor, "doctor:run"),
-    "render": (options.Render, "explain:render"),
+    "render": (options.Render, "explain:render_mods"),
     "devices": (options.Devices, "doctor:print_devices"),
     "demo": (options.Demo, "demo:run"),
 }

@@ -43,7 +43,7 @@ from flexattn.tuning.tasks import tasks
 from flexattn.tuning.tuner import Plugin, plugin_of
 
 
-def why(args: asking.Why) -> None:
+def say_why(args: asking.Why) -> None:
     """Run `flexattn why`."""
     target = device_of(args.device)
     if not (args.problems or args.named):
@@ -179,7 +179,7 @@ class Rendered:
     rewrites: list[Rewrite] | None = None
 
 
-def render(args: asking.Render) -> None:
+def render_mods(args: asking.Render) -> None:
     """Run `flexattn render`."""
     named = [each.partition("=") for each in args.kernel_option or ()]
     for name, sign, _ in named:

@@ -396,7 +396,7 @@ def outcome_line(outcome: TuningOutcome) -> str:
     return f"{outcome.title}: {gain}, {decision.speedup:.3f}x{took}"
 
 
-def build(args: options.Build) -> None:
+def build_space(args: options.Build) -> None:
     """Run `flexattn build`: a line for each config as it ends, and what was not built by rule."""
     if args.jobs < 0 or args.deadline <= 0:
         got = f"--jobs {args.jobs} --deadline {args.deadline:g}"

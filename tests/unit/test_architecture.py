@@ -69,7 +69,7 @@ LISTED = {
     *("__init__.py", "catalogue/__init__.py", "serving/__init__.py", "sparse/__init__.py"),
 }
 # Folders that nothing imports but what is named: the registry's row finds the first by its name.
-PLUGINS = {"neuron": set(), "report": {"cli/report.py", "cli/bench.py", "cli/demo.py"}}
+PLUGINS = {"neuron": set(), "report": {"cli/records.py", "cli/bench.py", "cli/demo.py"}}
 REFERENCE_USERS = {"reference", "verify", "measure", "frontend", "serving"}
 
 KERNELS = PACKAGE / "kernels"
