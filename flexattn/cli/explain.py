@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -161,24 +161,6 @@ _PLACES = {
 Rewrite = dict[str, str]
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """Everything render can say; what was not args for is None."""
-
-    problem: str
-    device: str
-    config: str
-    origin: str
-    path: str
-    combine_path: str | None
-    score_mod: str | None = None
-    mask_mod: str | None = None
-    source: str | None = None
-    ptx: str | None = None
-    resources: dict[str, Any] | None = None
-    rewrites: list[Rewrite] | None = None
-
-
 def render_mods(args: asking.Render) -> None:
     """Run `flexattn render`."""
     named = [each.partition("=") for each in args.kernel_option or ()]
@@ -196,15 +178,27 @@ def render_mods(args: asking.Render) -> None:
     wanted = {choice("--show", each, PARTS) for each in shown}
     target = device_of(args.device, neuron=True, compiled=True)
     say_assumed(args.device, target)
-    if (plugin := plugin_of(target.backend)) is not None:
-        forced_here = chosen != options.NONE
-        found = _rendered_nki(plugin, problem, target, forced_here, args.explain, wanted)
+    structure, plugin = problem.structure, plugin_of(target.backend)
+    if plugin is not None:
+        forced = chosen != options.NONE or args.explain
+        found = _rendered_nki(plugin, problem, target, forced, wanted)
     else:
         found = _rendered(problem, target, chosen, wanted)
-        if args.explain:
-            found = replace(found, rewrites=rewrites(problem.structure))
+    # What was not asked for is None.
+    expr = "expr" in wanted
+    found = {
+        "problem": problem.describe(),
+        "device": f"{target.name} ({target.arch if plugin is None else 'NKI'})",
+        **found,
+        "score_mod": mod_text(structure.score) if expr else None,
+        "mask_mod": mod_text(structure.mask) if expr else None,
+        "source": found["source"] if "source" in wanted else None,
+        "ptx": found.get("ptx"),
+        "resources": found.get("resources"),
+        "rewrites": rewrites(structure) if args.explain else None,
+    }
     if args.as_json:
-        say_json(asdict(found))
+        say_json(found)
     else:
         _print_rendered(found)
 
@@ -222,30 +216,25 @@ def _expected(problem: Problem, device: Device, chosen: options.Options) -> Choi
 
 def _rendered(
     problem: Problem, device: Device, chosen: options.Options, wanted: set[str]
-) -> Rendered:
-    ptx, taken = None, None
+) -> dict[str, Any]:
+    """The config that serves, and files; what is asked of a kernel that is compiled."""
+    more: dict[str, Any] = {}
     if wanted & {"ptx", "resources"}:
         choice, kernel = compiled(problem, device, chosen)
         if "ptx" in wanted:
-            ptx = _assembly(choice, kernel, device)
+            more["ptx"] = _assembly(choice, kernel, device)
         if "resources" in wanted:
-            taken = asdict(resources(kernel, device))
+            more["resources"] = asdict(resources(kernel, device))
     else:
         choice = _expected(problem, device, chosen)
-    structure, expr = problem.structure, "expr" in wanted
-    return Rendered(
-        problem.describe(),
-        f"{device.name} ({device.arch})",
-        describe(choice.config),
-        choice.origin,
-        str(build.path_of(choice.source)),
-        None if choice.combine is None else str(build.path_of(choice.combine)),
-        mod_text(structure.score) if expr else None,
-        mod_text(structure.mask) if expr else None,
-        choice.source.text if "source" in wanted else None,
-        ptx,
-        taken,
-    )
+    return {
+        "config": describe(choice.config),
+        "origin": choice.origin,
+        "path": str(build.path_of(choice.source)),
+        "combine_path": choice.combine and str(build.path_of(choice.combine)),
+        "source": choice.source.text,
+        **more,
+    }
 
 
 def rewrites(structure: Structure) -> list[Rewrite]:
@@ -270,14 +259,9 @@ def rewrites(structure: Structure) -> list[Rewrite]:
 
 
 def _rendered_nki(
-    plugin: Plugin,
-    problem: Problem,
-    device: Device,
-    forced: bool,
-    explain: bool,
-    wanted: set[str],
-) -> Rendered:
-    if forced or explain or wanted & {"ptx", "resources"}:
+    plugin: Plugin, problem: Problem, device: Device, forced: bool, wanted: set[str]
+) -> dict[str, Any]:
+    if forced or wanted & {"ptx", "resources"}:
         raise InputError(
             f"kernel options, --explain, ptx or resources for {device.name}",
             "an NKI kernel has none of Triton's options, and no compiler of it is installed",
@@ -286,18 +270,16 @@ def _rendered_nki(
     if problem.structure.kind == "backward":
         raise InputError(f"--kind backward for {device.name}", "gradients run on GPUs")
     kernel = plugin.render_kernel(problem, device)
-    structure, expr = problem.structure, "expr" in wanted
-    return Rendered(
-        problem.describe(),
-        f"{device.name} (NKI)",
-        describe(kernel.config),
-        f"the first that fits; flexattn tune --device {device.name} --dry-run counts the others",
-        str(kernel.path),
-        None if kernel.combine is None else str(kernel.combine),
-        mod_text(structure.score) if expr else None,
-        mod_text(structure.mask) if expr else None,
-        kernel.text if "source" in wanted else None,
+    first = (
+        f"the first that fits; flexattn tune --device {device.name} --dry-run counts the others"
     )
+    return {
+        "config": describe(kernel.config),
+        "origin": first,
+        "path": str(kernel.path),
+        "combine_path": kernel.combine and str(kernel.combine),
+        "source": kernel.text,
+    }
 
 
 def _assembly(choice: Choice, kernel: Any, device: Device) -> str:
@@ -307,29 +289,28 @@ def _assembly(choice: Choice, kernel: Any, device: Device) -> str:
     return str(text_file(f"{stem}.{device.arch}.{kind}", kernel.asm[kind]))
 
 
-def _print_rendered(found: Rendered) -> None:
+def _print_rendered(found: Mapping[str, Any]) -> None:
     console = Console()
     for name in ("score_mod", "mask_mod"):
-        if (expression := getattr(found, name)) is not None:
+        if (expression := found[name]) is not None:
             say_text(indented(f"{name:<10}", expression))
-    say(f"{'problem':<10}{found.problem}")
-    say(f"{'device':<10}{found.device}")
-    say(f"{'config':<10}{found.config}")
-    say(f"{'':<10}{found.origin}")
-    say(f"{'source':<10}{found.path}")
-    if found.combine_path is not None:
-        say(f"{'combine':<10}{found.combine_path}")
-    if found.ptx is not None:
-        say(f"{'assembly':<10}{found.ptx}")
-    if found.resources is not None:
-        text = " ".join(f"{name}={value}" for name, value in found.resources.items())
-        say(f"{'resources':<10}{text}")
-    for row in found.rewrites or ():
+    lines = {
+        "problem": found["problem"], "device": found["device"], "config": found["config"],
+        "": found["origin"], "source": found["path"], "combine": found["combine_path"],
+        "assembly": found["ptx"],
+    }  # fmt: skip
+    if found["resources"] is not None:
+        pairs = found["resources"].items()
+        lines["resources"] = " ".join(f"{name}={value}" for name, value in pairs)
+    for name, text in lines.items():
+        if text is not None:
+            say(f"{name:<10}{text}")
+    for row in found["rewrites"] or ():
         say(f"{row['what']:<10}{row['name']}: {row['says']}")
         say(f"{'':<12}{row['to']}")
-    if found.source is not None:
+    if (source := found["source"]) is not None:
         say("")
         if console.is_terminal:
-            console.print(Syntax(found.source, "python", background_color="default"))
+            console.print(Syntax(source, "python", background_color="default"))
         else:
-            say_text(found.source, nl=False)
+            say_text(source, nl=False)
