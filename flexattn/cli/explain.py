@@ -185,14 +185,14 @@ def render_mods(args: asking.Render) -> None:
     else:
         found = _rendered(problem, target, chosen, wanted)
     # What was not asked for is None.
-    expr = "expr" in wanted
+    expr, source = "expr" in wanted, found.pop("source")
     found = {
         "problem": problem.describe(),
         "device": f"{target.name} ({target.arch if plugin is None else 'NKI'})",
         **found,
         "score_mod": mod_text(structure.score) if expr else None,
         "mask_mod": mod_text(structure.mask) if expr else None,
-        "source": found["source"] if "source" in wanted else None,
+        "source": source if "source" in wanted else None,
         "ptx": found.get("ptx"),
         "resources": found.get("resources"),
         "rewrites": rewrites(structure) if args.explain else None,
