@@ -33,9 +33,9 @@ from flexattn.problem import Shape as Sizes
 from flexattn.records.record import Record, key_of
 from flexattn.records.store import Store
 from flexattn.settings import override
-from flexattn.tuning.campaign import environment_of
 from flexattn.tuning.evaluator import method_for
 from flexattn.tuning.tasks import plan_task
+from flexattn.tuning.tuner import environment_of
 from flexattn.tuning.workload import Row as Call, ServedRow
 
 BENCH = "random-shapes"

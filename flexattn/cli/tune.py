@@ -56,17 +56,20 @@ from flexattn.records.record import Record, key_of
 from flexattn.records.store import Store
 from flexattn.records.untuned import untuned_path
 from flexattn.tuning.builds import BuiltConfig, build_all, compilers, default_jobs
-from flexattn.tuning.campaign import (
+from flexattn.tuning.evaluator import Method, method_for
+from flexattn.tuning.tasks import NOTE, distinct, task_of, untuned_tasks
+from flexattn.tuning.tuner import (
     Campaign,
+    GpuTuner,
+    Plugin,
     TaskLocks,
     TuningOutcome,
     Where,
+    build_ahead,
     environment_of,
     pending,
+    plugin_of,
 )
-from flexattn.tuning.evaluator import Method, method_for
-from flexattn.tuning.tasks import NOTE, distinct, task_of, untuned_tasks
-from flexattn.tuning.tuner import GpuTuner, Plugin, build_ahead, plugin_of
 from flexattn.tuning.workload import read
 
 

@@ -46,9 +46,8 @@ from flexattn.records.record import (
 )
 from flexattn.settings import neuron_environment, nrtpy_python
 from flexattn.tuning.builds import BuiltConfig
-from flexattn.tuning.campaign import TuneTask
 from flexattn.tuning.evaluator import SILENT, Method, Progress, surveyed
-from flexattn.tuning.tuner import PluginKernel, tune_subject
+from flexattn.tuning.tuner import PluginKernel, TuneTask, tune_subject
 from flexattn.verify.oracle import Judge, make_inputs, oracle
 
 

@@ -10,9 +10,9 @@ import torch
 from flexattn.errors import DeviceError, MeasureError
 from flexattn.records.record import key_of, sizes_of
 from flexattn.records.store import Store
-from flexattn.tuning.campaign import Campaign, TaskLocks, environment_of, pending
 from flexattn.tuning.race import replay_study
 from flexattn.tuning.tasks import task_of
+from flexattn.tuning.tuner import Campaign, TaskLocks, environment_of, pending
 from flexattn.tuning.workload import parse_workload
 from tests import records
 from tests.problems import H200
