@@ -77,10 +77,8 @@ def _prepare(call: Call, masked: str, lists: Lists | None) -> ForwardLaunch:
     call = call._replace(score=call.score and without_stops(call.score))
     target, chosen = detect(call.q.device), call.options
     problem = _problem(call, masked, lists, target)
-    if problem.structure.fp8:
-        _check_fp8(problem, target, chosen)
-    if problem.structure.kv_dtype:
-        _check_mixed(problem, target, chosen)
+    if problem.structure.fp8 or problem.structure.kv_dtype:
+        _check_narrow(problem, target, chosen)
     launch = prepare_launch(
         problem, target, call.q.device, dispatcher(), chosen, call.q, call.k, call.v, lists,
         call.descales,
@@ -139,35 +137,28 @@ def _problem(call: Call, masked: str, lists: Lists | None, target: Device) -> Pr
     )
 
 
-def _check_fp8(problem: Problem, target: Device, chosen: options.Options) -> None:
-    """Raise UnsupportedError unless Hopper's template, the only one for fp8, can serve a call."""
-    why = ""
-    if problem.structure.kind == "decode" or chosen.language == "triton":
-        why = "kernel_options ask for a Triton template"
-    elif not chosen.overrides:
-        why = refused(problem, target, "gluon")
-    if why:
-        raise UnsupportedError(
-            f"{problem.describe()} on {target.name}: {why}",
-            "float8_e4m3fn is multiplied by the prefill template for Hopper alone",
-            "multiply q, k and v by their descales and pass them in bfloat16",
-        )
-
-
-def _check_mixed(problem: Problem, target: Device, chosen: options.Options) -> None:
-    """Raise UnsupportedError unless a Triton template can convert a call's keys and values."""
-    why = ""
-    if problem.structure.kv_dtype in FP8.values() and 0 < target.capability < 89:
-        why = f"Triton converts eight bits on sm_89 and newer, not on {target.arch}"
-    elif chosen.language == "gluon":
-        why = "kernel_options ask for the Gluon template"
-    if why:
-        raise UnsupportedError(
-            f"{problem.describe()} on {target.name}: {why}",
+def _check_narrow(problem: Problem, target: Device, chosen: options.Options) -> None:
+    """Raise UnsupportedError unless a template can serve eight bits, or keys narrower than q."""
+    structure, why = problem.structure, ""
+    if structure.fp8:
+        rule = "float8_e4m3fn is multiplied by the prefill template for Hopper alone"
+        do = "multiply q, k and v by their descales and pass them in bfloat16"
+        if structure.kind == "decode" or chosen.language == "triton":
+            why = "kernel_options ask for a Triton template"
+        elif not chosen.overrides:
+            why = refused(problem, target, "gluon")
+    else:
+        rule = (
             "keys and values that are narrower than the queries are converted by Triton's "
-            "templates alone",
-            f"pass key and value in {problem.structure.dtype}",
+            "templates alone"
         )
+        do = f"pass key and value in {structure.dtype}"
+        if structure.kv_dtype in FP8.values() and 0 < target.capability < 89:
+            why = f"Triton converts eight bits on sm_89 and newer, not on {target.arch}"
+        elif chosen.language == "gluon":
+            why = "kernel_options ask for the Gluon template"
+    if why:
+        raise UnsupportedError(f"{problem.describe()} on {target.name}: {why}", rule, do)
 
 
 class Plan(NamedTuple):

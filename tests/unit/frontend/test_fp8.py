@@ -195,7 +195,7 @@ def test_every_config_that_is_offered_is_gluon(D, mods):
 def test_what_hopper_does_not_take(about, device, words):
     wanted = problem(dtype="float8_e4m3fn", **about)
     with pytest.raises(UnsupportedError, match=words) as error:
-        plans._check_fp8(wanted, device, NONE)
+        plans._check_narrow(wanted, device, NONE)
     assert "bfloat16" in str(error.value), "it says what to do"
     with pytest.raises(ConfigError):
         default(wanted, device)
@@ -205,7 +205,7 @@ def test_no_triton_template_takes_it():
     wanted = problem(dtype="float8_e4m3fn").structure
     assert "Gluon template alone" in reasons(PrefillConfig(64, 64, 4, 2), wanted, H200)[0]
     with pytest.raises(UnsupportedError, match="Triton template"):
-        plans._check_fp8(problem(dtype="float8_e4m3fn"), H200, Options(language="triton"))
+        plans._check_narrow(problem(dtype="float8_e4m3fn"), H200, Options(language="triton"))
 
 
 @pytest.mark.parametrize("tile_scheduler", ["grid", "dynamic"])

@@ -120,15 +120,15 @@ def test_the_hopper_template_refuses_it():
     config = HopperPrefillConfig(2, 128, 2, 240)
     assert "in the dtype of q" in reasons(config, wanted.structure, H200)[0]
     with pytest.raises(UnsupportedError, match="Gluon template"):
-        plans._check_mixed(wanted, H200, Options(language="gluon"))
+        plans._check_narrow(wanted, H200, Options(language="gluon"))
 
 
 def test_eight_bits_need_the_instructions_that_convert_them():
     eight, sixteen = (problem(dtype="float32", kv_dtype=kv) for kv in ("float8_e4m3fn", "float16"))
     with pytest.raises(UnsupportedError, match=r"sm_89[^$]*pass key and value in float32"):
-        plans._check_mixed(eight, A100, NONE)
+        plans._check_narrow(eight, A100, NONE)
     for wanted, device in ((sixteen, A100), (eight, H200), (eight, MI300X)):
-        plans._check_mixed(wanted, device, NONE)
+        plans._check_narrow(wanted, device, NONE)
 
 
 def test_what_is_measured_and_listed_has_the_dtypes_of_the_problem(tmp_path):
