@@ -70,16 +70,8 @@ NKI_LIMITS: Limits[NkiCase] = Limits(
     shape=(
         *map(
             _at_least_one,
-            (
-                "BLOCK_M",
-                "BLOCK_N",
-                "num_splits",
-                "section",
-                "score_buffers",
-                "value_buffers",
-                "buffers",
-                "kv_buffers",
-            ),
+            "BLOCK_M BLOCK_N num_splits section score_buffers value_buffers buffers "
+            "kv_buffers".split(),
         ),
         Rule(
             "rows",

@@ -54,9 +54,7 @@ from flexattn.records.record import Policy
 from flexattn.tuning.tables import Table, check_values, read_file
 from flexattn.util.text import DTYPE_NAMES, did_you_mean
 
-OF_PLANS = (
-    "page_size", "lengths", "kv_dtype", "scaled", "shared_kv", "batch_invariant", "selection",
-)  # fmt: skip
+OF_PLANS = tuple("page_size lengths kv_dtype scaled shared_kv batch_invariant selection".split())
 _SHARED = (
     "dtype", "score", "mask", "sinks", "block_size", *OF_PLANS, "scale", "policy", "backward",
 )  # fmt: skip
