@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraph
 import flexattn
 from flexattn.catalogue import softcap
 from flexattn.frontend import varlen
+from flexattn.frontend.compiled import sequences  # noqa: F401  # it defines the op
 from tests.packs import KEYS, LENGTHS, offsets, pack
 
 # Arguments, and the lengths of keys where these are others.
