@@ -64,7 +64,7 @@ def tiles_of(mask_mod, mask, lengths, windows, tile):
     lists = None if mask is None else BothLists(*[Lists.of(mask)] * 2)
     score, bound = bind(alibi, "score"), mask_mod and bind(mask_mod, "mask")
     asked = AskedGradients(score, bound, mask, 1.0, NONE, ())
-    structure = _problem(asked, q, k, k, lists, H200).structure
+    structure = _problem(asked, (q, k, k), lists, H200).structure
     source = render_blocks(structure, *tile, CPU)
     sizes = [-(-n // block) for n, block in zip(lengths, tile, strict=True)]
     first, last = (torch.full((HEADS, n), -7, dtype=torch.int32) for n in sizes)

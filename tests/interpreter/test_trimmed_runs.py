@@ -51,7 +51,7 @@ def test_runs_end_where_the_mask_keeps_something(name, tile):
     mask = create_block_mask(mask_mod, *sizes, ROWS, KEYS, device="cpu")
     lists, bound = BothLists.of(mask), bind(mask_mod, "mask")
     q, k = (torch.zeros(B, HEADS, n, 64, dtype=torch.bfloat16) for n in (ROWS, KEYS))
-    problem = _problem(AskedGradients(None, bound, mask, 1.0, NONE, ()), q, k, k, lists, H200)
+    problem = _problem(AskedGradients(None, bound, mask, 1.0, NONE, ()), (q, k, k), lists, H200)
     config = HopperBackwardConfig(*tile, 2, trimmed=True)
     source = render_trim(problem.structure, config, CPU)
     tiles = -(-KEYS // keys)

@@ -58,7 +58,7 @@ def test_every_argument_has_a_value(language, mask_mod, batch, monkeypatch):
     lists = None if mask is None else BothLists.of(mask)
     score = bound(softcap(20.0), "score")
     asked = AskedGradients(score, bound(mask_mod, "mask"), mask, 0.1, NONE, ())
-    problem, launched = _problem(asked, q, k, v, lists, H200), []
+    problem, launched = _problem(asked, (q, k, v), lists, H200), []
 
     def choose(problem, target, index, options):
         choice = next(candidates_of(problem, target, options)).choice()

@@ -143,7 +143,7 @@ def test_a_backward_is_told_which_rules_are_off():
     for given, off in (("", ()), ("row,decay_skip", ("decay_skip",)), ("row", ())):
         chosen = parse({"RULES_OFF": given})
         asked = AskedGradients(bind(ALIBI, "score"), None, None, 1.0, chosen, ())
-        assert _problem(asked, q, q, q, None, DEVICE).structure.rules_off == off
+        assert _problem(asked, (q, q, q), None, DEVICE).structure.rules_off == off
 
 
 def test_tiles_wider_than_a_block_walk_lists():

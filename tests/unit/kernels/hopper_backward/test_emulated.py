@@ -161,7 +161,7 @@ def gradients(
     slots = tuple(range(len(learned)))
     asked = AskedGradients(score, bound(mask_mod, "mask"), mask, 0.1, NONE, slots, dropout)
     like = [x.bfloat16() for x in (q, k, v)]
-    problem = _problem(asked, *like, lists, H200)
+    problem = _problem(asked, like, lists, H200)
     seen = {"tiles": tiles, "mask_mod": mask_mod}
     config, structure = at_sizes(config, problem), problem.structure
     # Fewer than there are tiles of keys.
