@@ -321,16 +321,6 @@ class Terms:
         return tuple(term for term in terms if term is not None)
 
     @property
-    def step(self) -> Expr | None:
-        """The difference of each key's term from the one before, if it is the same along a tile.
-
-        None too where the score is more than scaled, or where something else is added in the loop.
-        """
-        if self.column is None or self.added != (self.column,) or not self.linear:
-            return None
-        return slope_of(self.column, "kv_idx") if self.positive(self.outer) else None
-
-    @property
     def rise(self) -> Rise | None:
         """The rise of scores from each key of a row to the next, where they are else only scaled.
 

@@ -29,16 +29,6 @@ class KeyLimits(NamedTuple):
     last: str
 
 
-class Ramp(NamedTuple):
-    """A column that rises by the same step from key to key: the tile's first key has `lift`.
-
-    step: a number before the loop. Both in base 2, texts.
-    """
-
-    step: str
-    lift: str
-
-
 class PrintedScore(NamedTuple):
     """Statements of a score_mod, and of what it leaves for later.
 
@@ -46,8 +36,7 @@ class PrintedScore(NamedTuple):
     scores; it turns `qk`, the bare product, into base-2 scores, except a factor `qk_scale` where
     `folded`. strip: whether a vector of STRIP diagonals is read. rows: statements after the loop
     whose last one is `shift`, what each row adds to its scores in base 2. empties: whether -inf
-    may be among that. limits: of the keys. ramp: what the product with the keys adds, and their
-    softmax, instead of body; only with `folded`. fused: what the softmax does by itself: "ramp",
+    may be among that. limits: of the keys. fused: what the softmax does by itself: "ramp",
     with the numbers `slope` and `column`, the first key's; "columns" and "diagonals", with one
     `column` a key or a score; "softcap", with `score_scale` inside of tanh; "blocks", with a
     `qk_scale` of any sign that is computed for each tile; "" nothing. Only with `folded`.
@@ -62,7 +51,6 @@ class PrintedScore(NamedTuple):
     rows: tuple[str, ...] = ()
     empties: bool = False
     limits: KeyLimits | None = None
-    ramp: Ramp | None = None
     fused: Fused = ""
     halves: bool = False
 
@@ -86,7 +74,6 @@ LOG2E = const(1.4426950216293335, FLOAT)
 def print_score(
     structure: Structure,
     traits: Traits,
-    ramps: bool = False,
     fuses: bool = False,
     tile: tuple[int, int] | None = None,
 ) -> PrintedScore:
@@ -94,11 +81,10 @@ def print_score(
 
     In Gluon what is added grows evenly from key to key where it can, which the layout of scores
     makes cheap, and threads exchange the values of diagonals by a function of the template's own.
-    ramps: the template adds what grows evenly by a product. fuses: its softmax adds columns, or
-    caps scores, by itself. tile: rows and keys, where tiles begin at multiples of both: factors of
-    their blocks are computed once a tile.
+    fuses: the template's softmax adds columns, or caps scores, by itself. tile: rows and keys,
+    where tiles begin at multiples of both: factors of their blocks are computed once a tile.
     """
-    return _Score(structure, traits, ramps, fuses, tile).run()
+    return _Score(structure, traits, fuses, tile).run()
 
 
 def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
@@ -116,7 +102,6 @@ def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
 class _Score:
     structure: Structure
     traits: Traits
-    ramps: bool
     fuses: bool
     tile: tuple[int, int] | None
     hoisted: list[str] = field(default_factory=list)
@@ -139,15 +124,14 @@ class _Score:
         folded = "scale" not in structure.rules_off
         folded = folded and terms.core is not None and terms.positive(terms.outer)
         folded = folded and (structure.positive_scale or not terms.linear)
-        ramp = self._ramp(reference) if self.ramps else None
         fused = self._fused(folded) if self.fuses else ""
-        folded = folded and (ramp is not None or fused != "" or not (terms.added or blocks))
+        folded = folded and (fused != "" or not (terms.added or blocks))
         far = terms.core is not None and reaches_end(make("mul", FLOAT, (terms.outer, terms.core)))
         folded = folded and not far
         if fused:
             self._fuse(fused, reference)
         else:
-            self._scored(folded, far, self._added(reference) if ramp is None else [])
+            self._scored(folded, far, self._added(reference))
         limits = None
         if terms.keep is not None:
             self._masked(terms.keep)
@@ -163,7 +147,6 @@ class _Score:
             rows=rows,
             empties=terms.row is not None,
             limits=limits,
-            ramp=ramp,
             fused=fused,
             halves=self.halves,
         )
@@ -207,21 +190,6 @@ class _Score:
         """The rise of a column from key to key, where it is always the same; else None."""
         column = self.terms.column
         return None if column is None else slope_of(column, "kv_idx")
-
-    def _ramp(self, reference: str) -> Ramp | None:
-        """The term added to the scores, where it rises evenly along the keys of a tile; else None.
-
-        Then it needs no instruction for each score: see the template.
-        """
-        column, slope = self.terms.column, self.terms.step
-        if column is None or slope is None:
-            return None
-        view = View("lift", q_idx=f"({reference})", kv_idx="start_n", by_row=False)
-        lift = self._place(self._base_2(column), view)
-        step = self._place(
-            make("mul", FLOAT, (make("cast", FLOAT, (slope,)), LOG2E)), View("step")
-        )
-        return Ramp(step, lift)
 
     def _print(self, expr: Expr, view: View) -> Printed:
         return print_mod(self.captures, self.traits, view, expr)

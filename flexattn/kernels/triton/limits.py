@@ -30,9 +30,8 @@ TMA_WIDEST = 256
 
 # Bytes of barriers, and of scratch of reductions and layout changes, beside the tiles.
 SHARED_SLACK = 2048
-# Bytes of a float32 number as three of bfloat16, and of a key in a product that adds a ramp: 16
-# numbers of bfloat16.
-SPLIT_BYTES, RAMP_BYTES = 6, 32
+# Bytes of a float32 number as three of bfloat16.
+SPLIT_BYTES = 6
 
 # Registers of addresses, loop state, row statistics and what the mods hold, beside the tiles, by
 # the instruction that multiplies.
@@ -155,8 +154,7 @@ class ConfigCase(StructureCase[PrefillConfig | DecodeConfig]):
         # What is split lies there a second time, as three parts of bfloat16; without wgmma
         # fragments of rows and keys do, of which this is enough.
         parts = SPLIT_BYTES * wider if self.splits else 0
-        ramp = RAMP_BYTES if features.multiplies_ramp(self.structure, self.device) else 0
-        return c.BLOCK_N * (held * itemsize + parts + ramp)
+        return c.BLOCK_N * (held * itemsize + parts)
 
     @cached_property
     def shared_memory(self) -> int:

@@ -23,7 +23,6 @@ from flexattn.kernels.base.config import (
 from flexattn.kernels.base.features import (
     keys_aligned,
     loads_tiles,
-    multiplies_ramp,
     skips_far,
 )
 from flexattn.kernels.base.source import (
@@ -70,7 +69,7 @@ def render(
     traits, runs = traits_of(device, structure), walks_runs(structure, config)
     score = mask = None
     if structure.score is not None:
-        score = print_score(structure, traits, ramps=multiplies_ramp(structure, device))
+        score = print_score(structure, traits)
     if structure.mask is not None and runs:
         heads = structure.packed_heads
         mask = mask_parts(structure.mask, traits, heads, _compares_ends(structure), prefill)
