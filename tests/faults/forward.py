@@ -55,8 +55,8 @@ FORWARD = (
     Fault(
         "a row without keys takes -inf from -inf",
         SHARED,
-        'm_safe = tl.where(m_new == float("-inf"), 0.0, m_new)\n{% set shift',
-        "m_safe = m_new\n{% set shift",
+        'm_safe = tl.where(m_new == float("-inf"), 0.0, m_new)\np = ',
+        "m_safe = m_new\np = ",
         IN_BLOCKS + "::test_block_sizes[(48, 80)-384-prefill]",
     ),
     Fault(

@@ -8,7 +8,7 @@ from typing import Any
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
-from flexattn.kernels.base.config import Geometry, Language
+from flexattn.kernels.base.config import Geometry, Language, at_rest, words
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.features import FEW_BY_KEY, values_by_key
 from flexattn.kernels.base.source import Source
@@ -84,9 +84,9 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         return space.axes(problem, effort == "exhaustive")
 
     def tile(self, config: HopperPrefillConfig) -> HopperPrefillConfig:
-        """Without what a search turns on the same tiles."""
+        """Without what a search turns on the same tiles; at_rest resets its knobs."""
         return replace(
-            config,
+            at_rest(config),
             ping_pong=False,
             tile_scheduler="grid",
             l2_swizzle=8,
@@ -163,7 +163,7 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         parts += [config.tile_scheduler] * (config.tile_scheduler != "grid")
         if config.order != "last":
             parts.append(config.order + str(config.l2_swizzle) * (config.order == "sections"))
-        return " ".join(parts)
+        return " ".join(parts + words(config))
 
 
 PREFILL = _Prefill()

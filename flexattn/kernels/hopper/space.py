@@ -8,7 +8,7 @@ from itertools import islice, product
 from math import ceil
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import orders
+from flexattn.kernels.base.config import orders, turned
 from flexattn.kernels.base.features import loads_by_key, loads_tiles, without_blocks
 from flexattn.kernels.base.sizes import key_steps, waves
 from flexattn.kernels.hopper.config import (
@@ -322,7 +322,8 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
         for order, other in product(worth, (False, True)[: 1 + every]):
             section = tile.l2_swizzle if order == "sections" else 8
             lazy = tile.lazy_rescale != other
-            yield replace(tile, order=order, l2_swizzle=section, lazy_rescale=lazy)
+            found = replace(tile, order=order, l2_swizzle=section, lazy_rescale=lazy)
+            yield from turned(found, structure)
 
 
 # Tiles of 128 keys up to which softmaxes are rescaled at once: of 64 columns or without a mask, of

@@ -12,7 +12,7 @@ from flexattn.device import Device, is_rdna
 from flexattn.errors import ConfigError
 from flexattn.kernels.base import features
 from flexattn.kernels.base.amd import as_kind
-from flexattn.kernels.base.config import orders, power_above
+from flexattn.kernels.base.config import orders, power_above, turned
 from flexattn.kernels.base.sizes import key_steps, waves
 from flexattn.kernels.triton.config import (
     ORDERS,
@@ -418,7 +418,7 @@ def prefill_axes(problem: Problem, device: Device, every: bool) -> Iterator[Pref
     for (rows, width, warps, stages), use_tma in product(tiles, tma):
         tile = fit_to_mask(PrefillConfig(rows, width, warps, stages, use_tma), structure)
         for order in orders(ORDERS, problem, tile.BLOCK_M, every):
-            yield replace(tile, order=order)
+            yield from turned(replace(tile, order=order), structure)
 
 
 def decode_axes(
@@ -439,4 +439,4 @@ def decode_axes(
     for rows, width, warps, stages in product(*axes):
         tile = fit_to_mask(DecodeConfig(rows, width, warps, stages), structure)
         for splits in split_counts(problem, tile, device, every):
-            yield replace(tile, num_splits=splits)
+            yield from turned(replace(tile, num_splits=splits), structure)

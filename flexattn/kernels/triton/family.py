@@ -9,7 +9,7 @@ from typing import Any
 
 from flexattn.device import Device
 from flexattn.kernels.base.amd import each_hinted, hint_words
-from flexattn.kernels.base.config import Geometry, Language
+from flexattn.kernels.base.config import Geometry, Language, at_rest, words
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.limits import Limits
 from flexattn.kernels.base.source import UNFUSED, Source, hinted, with_hints
@@ -73,7 +73,7 @@ class _Family(KernelFamily[TritonConfigT]):
 
     def _short(self, config: TritonConfigT, own: list[str]) -> str:
         parts = [f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"]
-        return " ".join(parts + own + hint_words(config))
+        return " ".join(parts + own + hint_words(config) + words(config))
 
 
 class _Prefill(_Family[PrefillConfig]):
@@ -104,7 +104,7 @@ class _Prefill(_Family[PrefillConfig]):
     invariant = staticmethod(invariant_config)
 
     def tile(self, config: PrefillConfig) -> PrefillConfig:
-        return replace(config, order="last")
+        return replace(at_rest(config), order="last")
 
     def without_hints(
         self, config: PrefillConfig, structure: Structure, device: Device
@@ -148,9 +148,10 @@ class _Decode(_Family[DecodeConfig]):
         return each_hinted(found, AmdDecodeConfig, device, every)
 
     def tile(self, config: DecodeConfig) -> DecodeConfig:
-        return replace(config, num_splits=0)
+        return replace(at_rest(config), num_splits=0)
 
-    as_rendered = tile
+    def as_rendered(self, config: DecodeConfig) -> DecodeConfig:
+        return replace(config, num_splits=0)
 
     def options_of(self, config: DecodeConfig) -> dict[str, int | bool | str]:
         splits = {"SPLIT_KV": config.num_splits}
