@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 from flexattn.device import Device
@@ -93,6 +94,7 @@ def make_source(
         f"pass: {name} (flexattn/kernels/{name.replace('.', '/')}.py)" for name in stages.passes
     ]
     entry = entry_of(template)
+    names = [argument.name for argument in found]
     text = render_tidy(
         template,
         {
@@ -102,7 +104,8 @@ def make_source(
             "entry": entry,
             "interpreted": device.backend == "interpreter",
             "header": "\n".join(f"# {line}" for line in lines),
-            "arguments": [argument.name for argument in found],
+            "arguments": names,
+            "parameters": "\n    ".join(["", *wrap(", ".join(names), 94)]) + ",\n",
         },
     )
     source = Source(
