@@ -10,7 +10,6 @@ from flexattn.device import detect
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.narrow import dq_boxes
-from flexattn.kernels.hopper_backward.source import flags_of
 from flexattn.runtime.build import builder
 from tests.families import render
 from tests.problems import H200, problem
@@ -138,7 +137,7 @@ def check(config, D, Dv):
     )
     dq = torch.randn(len(tiles), config.BLOCK_M, D)
     tiles[:, place] = dq[:, row, column]
-    flags = flags_of(config)
+    flags = config.flags
     given = {"DQ_ACC": sums, "DQ": torch.full((1, 1, LENGTH, D), torch.nan).bfloat16()}
     if flags in scratch:
         given[flags] = torch.full(scratch[flags], 2.0).int()

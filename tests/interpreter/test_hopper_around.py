@@ -8,7 +8,6 @@ import torch
 from flexattn.device import detect
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, multiplied_columns
-from flexattn.kernels.hopper_backward.source import flags_of
 from flexattn.runtime.build import builder
 from tests.covering import each_choice
 from tests.problems import problem
@@ -59,7 +58,7 @@ def test_delta_is_made_and_sums_are_cleared(form, sizes):
     made = torch.where(lse == -inf, 0.0, made)
     torch.testing.assert_close(delta, made.float())
     assert nan["DQ_ACC"].numel() == B * HEADS * tiles * rows * multiplied_columns(D)
-    cleared = nan[flags_of(config) if config.dq_tma else "DQ_ACC"]
+    cleared = nan[config.flags if config.dq_tma else "DQ_ACC"]
     assert cleared.numel() and not cleared.view(torch.int32).any()
     if config.persistent:
         assert nan["WORK_COUNTER"].view(torch.int32).flatten()[0] == 0

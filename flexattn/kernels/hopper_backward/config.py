@@ -141,6 +141,11 @@ class HopperBackwardConfig:
         """True if the warpgroups share the columns of a tile, not its keys."""
         return self.BLOCK_N == 64 and not self.by_product
 
+    @property
+    def flags(self) -> str:
+        """The tensor that says how far a tile's sums are, where the copy engine adds dQ."""
+        return "DQ_SEMAPHORES" if self.deterministic else "DQ_FLAGS"
+
 
 def columns(structure: Structure) -> int:
     """Columns of every tile: a power of two of at least 64, past a head's the copy engine gives 0.
@@ -211,12 +216,8 @@ def backward_grid(problem: Problem, config: HopperBackwardConfig, device: Device
     Raises ConfigError for another form than a problem's.
     """
     allowed = at_sizes(config, problem)
-    if config != replace(
-        config,
-        mha=config.mha and allowed.mha,
-        even_n=config.even_n and allowed.even_n,
-        head_parts=allowed.head_parts,
-    ):
+    excess = config.mha > allowed.mha or config.even_n > allowed.even_n
+    if excess or config.head_parts != allowed.head_parts:
         raise ConfigError(
             f"{config} for {problem.describe()}",
             "mha is of problems with as many key heads as query heads, even_n of lengths "

@@ -40,7 +40,6 @@ from flexattn.kernels.hopper_backward.ragged import (
 )
 from flexattn.kernels.hopper_backward.source import (
     SUMS_OF_A_ROW,
-    flags_of,
     render,
     render_after,
     render_before,
@@ -384,7 +383,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
             ("DQ_ACC", (1, tiles, rows, SUMS_OF_A_ROW)),
         ]
         if config.dq_tma:
-            scratch.append((flags_of(config), (1, 1, tiles, 1 + config.dq_halves)))
+            scratch.append((config.flags, (1, 1, tiles, 1 + config.dq_halves)))
         if config.persistent:
             scratch.append(("WORK_COUNTER", (1, 1, 1, 4)))
         before, through_lse = (

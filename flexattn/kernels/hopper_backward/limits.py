@@ -42,11 +42,6 @@ BOX_ROWS, BOX_COLUMNS = 256, 32
 class ConfigCase(StructureCase[HopperBackwardConfig]):
     """A config for a structure on a device."""
 
-    @property
-    def pipelined(self) -> bool:
-        """True if dK's product goes on when the next tile begins."""
-        return self.config.pipelined != ""
-
     @cached_property
     def columns(self) -> int:
         """Columns of every tile."""
@@ -154,7 +149,7 @@ LIMITS: Limits[ConfigCase] = Limits(
             "pipelined",
             "pipelined takes two stages or more: the next Q is awaited before this one is "
             "released",
-            lambda c: not c.pipelined or c.config.num_stages >= 2,
+            lambda c: not c.config.pipelined or c.config.num_stages >= 2,
         ),
         Rule(
             "deterministic",
@@ -178,7 +173,7 @@ LIMITS: Limits[ConfigCase] = Limits(
                     and c.config.BLOCK_N in (64, TWO_BLOCKS_KEYS)
                     and c.config.num_stages <= 3
                     and (c.config.ds_stages == 1 or c.chunks is not None)
-                    and not (c.pipelined or c.config.dq_tma)
+                    and not (c.config.pipelined or c.config.dq_tma)
                 )
             ),
         ),
@@ -237,11 +232,8 @@ LIMITS: Limits[ConfigCase] = Limits(
                 not c.config.persistent
                 or (
                     c.config.dq_tma
-                    and not c.config.dq_halves
-                    and not c.config.deterministic
-                    and not c.pipelined
-                    and not c.config.by_product
-                    and not c.structure.dropout
+                    and not (c.config.dq_halves or c.config.deterministic or c.config.pipelined)
+                    and not (c.config.by_product or c.structure.dropout)
                 )
             ),
         ),
@@ -320,7 +312,7 @@ LIMITS: Limits[ConfigCase] = Limits(
                     and c.structure.head_dim_qk <= LEAN_COLUMNS
                     and c.structure.head_dim_v <= 128
                     and not (c.structure.score or c.structure.dropout or c.structure.ragged_kv)
-                    and not (c.config.dq_tma or c.pipelined or c.config.dp_rs)
+                    and not (c.config.dq_tma or c.config.pipelined or c.config.dp_rs)
                 )
             ),
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flexattn.device import Device
@@ -48,7 +49,6 @@ def render_key_tiles(structure: Structure, config: HopperBackwardConfig, device:
     }
     low, high = (None, None) if band is None else band
     context = {
-        "constants": settings,
         "band": band,
         # Whether later keys have fewer rows, and how many more rows than keys a tile has at most.
         "falls": low is not None,
@@ -57,8 +57,7 @@ def render_key_tiles(structure: Structure, config: HopperBackwardConfig, device:
     found = [*several("*i32", "CU_SEQLENS", "CU_SEQLENS_K", divisible_by=4), KEY_TILES, ROW_TILES]
     found += several("i32", "q_len", "kv_len", "num_requests", "num_tiles", "num_queries")
     found += several("i32", "kv_units", "section_heads", "short_last")
-    template = "hopper_backward/key_tiles.py.jinja"
-    return make_source(template, device, [title_of(structure)], context, found)
+    return make_small("key_tiles", structure, device, found, settings, context)
 
 
 def render_sum_parts(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
@@ -73,14 +72,19 @@ def render_sum_parts(structure: Structure, config: HopperBackwardConfig, device:
     found = [KEY_TILES, *row_arguments(structure, config), *row_arguments(structure, one)]
     found += several("i32", "num_heads")
     widths = dict(zip(("dk", "dv"), structure.head_dims, strict=True))
-    context = {
-        "constants": settings,
-        "widths": {x: (n, power_above(n)) for x, n in widths.items()},
-    }
-    template = "hopper_backward/sum_parts.py.jinja"
-    return make_source(template, device, [title_of(structure)], context, found)
+    context = {"widths": {x: (n, power_above(n)) for x, n in widths.items()}}
+    return make_small("sum_parts", structure, device, found, settings, context)
 
 
-def title_of(structure: Structure) -> str:
-    """The first line of a kernel around the backward's own."""
-    return f"backward {structure.dtype} D={structure.head_dim_qk}"
+def make_small(
+    name: str,
+    structure: Structure,
+    device: Device,
+    found: Sequence[Argument],
+    settings: Mapping[str, object],
+    context: Mapping[str, object],
+) -> Source:
+    """A kernel around the backward's own; name: its template's, settings: the constants there."""
+    context = {"constants": settings, "structure": structure, **context}
+    title = f"backward {structure.dtype} D={structure.head_dim_qk}"
+    return make_source(f"hopper_backward/{name}.py.jinja", device, [title], context, found)

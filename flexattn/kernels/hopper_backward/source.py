@@ -58,8 +58,8 @@ from flexattn.kernels.hopper_backward.ragged import (
     KEY_TILE_WORDS,
     KEY_TILES,
     ROW_TILES,
+    make_small,
     row_arguments,
-    title_of,
 )
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
 from flexattn.kernels.printers.gradient_printer import (
@@ -72,7 +72,7 @@ from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.kernels.ptx.narrow_products import NARROW_PRODUCTS
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.mods.expr import Expr, reads
-from flexattn.problem import Captures, Structure
+from flexattn.problem import Structure
 
 _SIZES = (
     "num_heads", "num_tiles", "num_queries", "kv_units", "section_heads", "group", "shared_heads",
@@ -84,11 +84,6 @@ _COUNTER = Argument("WORK_COUNTER", "*i32", 16)
 _SUMS = Argument("DQ_ACC", "*fp32", 16)
 # Of a tile of dQ as the copy engine adds it.
 SUMS_OF_A_ROW = 32
-
-
-def flags_of(config: HopperBackwardConfig) -> str:
-    """The tensor that says how far the sums of a tile are, where the copy engine adds dQ."""
-    return "DQ_SEMAPHORES" if config.deterministic else "DQ_FLAGS"
 
 
 def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
@@ -109,7 +104,7 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
     found += [sums, *several("i32", *_sizes(structure))]
     found.append(Argument("sm_scale", "fp32"))
     if config.dq_tma:
-        found.append(Argument(flags_of(config), "*i32", 16))
+        found.append(Argument(config.flags, "*i32", 16))
     found += [_COUNTER] * config.persistent
     found += dropout_arguments(structure)[:2]
     found += row_arguments(structure, config)
@@ -143,7 +138,7 @@ def before_arguments(
 ) -> tuple[Argument, ...]:
     """The arguments of the kernel that makes delta and STATS, and clears DQ_ACC, or its flags."""
     found = delta_arguments(structure, through_lse)
-    cleared = Argument(flags_of(config), "*i32", 16) if config.dq_tma else _SUMS
+    cleared = Argument(config.flags, "*i32", 16) if config.dq_tma else _SUMS
     found += [Argument("STATS", "*fp32", 16), cleared]
     found += several("i32", "Hq", "q_len", "num_queries")
     found += [_COUNTER] * config.persistent + [ROW_TILES] * structure.ragged_kv
@@ -160,7 +155,7 @@ def trim_arguments(structure: Structure) -> tuple[Argument, ...]:
 
 def after_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
     """The arguments of the kernel that makes DQ of DQ_ACC."""
-    found = [Argument(flags_of(config), "*i32", 16)] if config.dq_tma else []
+    found = [Argument(config.flags, "*i32", 16)] if config.dq_tma else []
     found += [_SUMS, Argument("DQ", f"*{signature_type(structure.dtype)}", 16)]
     found += dense_stride_arguments("dq", "bhm", structure.head_dim_qk)
     found += several("i32", "Hq", "q_len", "num_queries")
@@ -226,10 +221,13 @@ def render(
     spills = waits_meet() or config.BLOCK_N == 64
     end = "" if spills else "start_m + BLOCK_M"
     traits = traits_of(device, structure)._replace(dialect=TRANSPOSED._replace(end=end))
-    band, rest = None, None
+    (band, rest), asked = (None, None), structure
     if structure.mask is not None:
-        band, rest = band_and_rest(structure.mask.mod.expr)
-    asked = replace(structure, mask=_remaining(structure.mask, rest))
+        # A mask_mod that asks for no more than the rest.
+        mod = structure.mask.mod
+        band, rest = band_and_rest(mod.expr)
+        left = None if rest is None else replace(structure.mask, mod=replace(mod, expr=rest))
+        asked = replace(structure, mask=left)
     score, mask = print_with_gradients(asked, traits, structure.grads)
     if asked.mask is not None and asked_by_row(structure, config.BLOCK_N):
         mask = print_mod(asked.mask, traits, View(kv_idx="start_n", by_row=False))
@@ -266,7 +264,6 @@ def render(
         "trimmed": trims_runs(structure, config),
         "decay_skip": skips_vanished(structure, config),
         "has_full": sparsity is not None and sparsity.has_full,
-        "waits_meet": waits_meet(),
         "dp_rs": config.dp_rs and config.BLOCK_N == 128,
         "v_half": holds_half(structure, config),
         "narrow": narrow,
@@ -275,12 +272,9 @@ def render(
         "dq_boxes": dq_boxes(structure, config),
         "added": added_sums(structure, config),
         "dq_size": dq_size(structure),
-        # The warpgroup that weighs computes the exponentials, too, so it gets fewer columns of dq.
-        "swapped": config.by_product and bool(added_sums(structure, config)),
         "shift_rows": config.shift_rows
         and sparsity is None
         and not (config.deterministic or structure.ragged_kv),
-        "flags": flags_of(config),
         "announcement": ANNOUNCED,
         "adding_warps": _adding_warps(config),
         "drawing_warps": _drawing_warps(config),
@@ -288,7 +282,6 @@ def render(
         "beside_warps": [4] * config.by_product + _beside(structure, config),
         "beside_registers": [240] * config.by_product + [24] * len(_beside(structure, config)),
         "half": "bf16" if structure.dtype == "bfloat16" else "f16",
-        "grouped": not config.mha,
         "found_ahead": config.persistent
         and config.mha
         and (sparsity is not None or structure.ragged_kv),
@@ -323,26 +316,15 @@ def render_before(
     settings = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": columns(structure)}
     cut = {} if config.dq_tma else cut_sums(structure)
     context = {
-        "constants": settings | cut | BASE_2,
         "cut": cut,
         "dq_size": dq_size(structure),
         "v_pieces": named_pieces("v", structure.head_dim_v),
         "through_lse": through_lse,
         "ragged": structure.ragged_kv,
         "config": config,
-        "structure": structure,
-        "flags": flags_of(config),
     }
-    template = "hopper_backward/before.py.jinja"
     found = before_arguments(structure, config, through_lse)
-    return make_source(template, device, [title_of(structure)], context, found)
-
-
-def _remaining(mask: Captures | None, rest: Expr | None) -> Captures | None:
-    """A mask_mod that asks for no more than the rest."""
-    if mask is None or rest is None:
-        return None
-    return replace(mask, mod=replace(mask.mod, expr=rest))
+    return make_small("before", structure, device, found, {**settings, **cut, **BASE_2}, context)
 
 
 def _selects_twice(band: Band | None, rest: Expr | None) -> bool:
@@ -363,32 +345,25 @@ def render_trim(structure: Structure, config: HopperBackwardConfig, device: Devi
         "SPARSE_KV": structure.sparsity.kv_block,
         "TILES_PER_Q": structure.sparsity.q_block // config.BLOCK_M,
     }
-    context = {
-        **printed_context((mask,), device),
-        "constants": settings,
-        "mask": mask,
-    }
-    template, found = "hopper_backward/trim.py.jinja", trim_arguments(structure)
-    return make_source(template, device, [title_of(structure)], context, found)
+    context = {**printed_context((mask,), device), "mask": mask}
+    return make_small("trim", structure, device, trim_arguments(structure), settings, context)
 
 
 def render_after(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
     """The kernel that makes DQ of DQ_ACC: a program a tile of a head."""
-    width, cut = columns(structure), cut_sums(structure)
-    settings = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": width}
+    width, cut, dim = columns(structure), cut_sums(structure), structure.head_dim_qk
     context = {
-        "constants": settings | cut,
         "cut": cut,
         "dq_size": dq_size(structure),
         **_places(config, width),
         # The columns of dq, where its tiles have more.
-        "used": structure.head_dim_qk if structure.head_dim_qk < width else 0,
+        "used": dim if dim < width else 0,
         "ragged": structure.ragged_kv,
         "config": config,
-        "flags": flags_of(config),
     }
-    template, found = "hopper_backward/after.py.jinja", after_arguments(structure, config)
-    return make_source(template, device, [title_of(structure)], context, found)
+    found = after_arguments(structure, config)
+    settings = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": width, **cut}
+    return make_small("after", structure, device, found, settings, context)
 
 
 def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, object]:

@@ -22,7 +22,6 @@ from flexattn.kernels.hopper_backward.config import (
     value_columns,
 )
 from flexattn.kernels.hopper_backward.family import defaults
-from flexattn.kernels.hopper_backward.source import flags_of
 from flexattn.mods import bind as bound
 from flexattn.problem.inputs import Dropout
 from flexattn.reference import attention
@@ -112,7 +111,7 @@ class Emulated(Recorded):
 
     def flags(self, told):
         """What says which tiles of dq have sums; None where those begin with zeros."""
-        return told[flags_of(self.config)] if self.config.dq_tma else None
+        return told[self.config.flags] if self.config.dq_tma else None
 
     def by_row(self, sums):
         """Tiles in the order of rows, of those in the order in which threads hold them."""
