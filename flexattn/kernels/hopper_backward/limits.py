@@ -219,7 +219,7 @@ LIMITS: Limits[ConfigCase] = Limits(
                     and not c.config.deterministic
                     and (
                         not c.structure.dropout
-                        or (c.config.BLOCK_M == 64 and c.config.BLOCK_N == 128)
+                        or (c.config.BLOCK_M, c.config.BLOCK_N) == (64, 128)
                     )
                 )
             ),
