@@ -38,7 +38,7 @@ from flexattn.runtime.outcomes import compiler_of, memory
 from flexattn.settings import current
 from flexattn.tuning.tuner import plugin_of
 
-PACKAGES = tuple("jinja2 sympy typer rich optuna matplotlib".split())
+PACKAGES = ("jinja2", "sympy", "typer", "rich", "optuna", "matplotlib")
 SAMPLES: tuple[tuple[Kind, Shape], ...] = (
     ("prefill", Shape(1, 32, 8, 8192, 8192, 128, 128)),
     ("decode", Shape(8, 32, 8, 1, 8192, 128, 128)),

@@ -39,7 +39,7 @@ from flexattn.settings import current, say_once
 from flexattn.util.locks import Lru
 
 # flex_attention's names for `Call.tensors`.
-TENSORS = tuple("query key value sinks q_descale k_descale v_descale".split())
+TENSORS = ("query", "key", "value", "sinks", "q_descale", "k_descale", "v_descale")
 
 # A tensor of another class may mean more than its memory: its calls are not remembered.
 PLAIN = frozenset((Tensor, Parameter, NoneType))

@@ -17,10 +17,10 @@ from flexattn.errors import CaptureError, FlexAttnError, UnsupportedError
 from flexattn.frontend.attention import flex_attention as ours
 from flexattn.frontend.call import Call
 
-_TAKES = tuple(
-    "query key value score_mod block_mask scale enable_gqa return_lse kernel_options "
-    "return_aux".split()
-)
+_TAKES = (
+    "query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse",
+    "kernel_options", "return_aux",
+)  # fmt: skip
 # The name by which torch's function finds ours, among its module's.
 _NAME = "_flexattn_serve"
 # The name by which torch's varlen_attn, served, finds a copy of what it was.

@@ -70,8 +70,16 @@ NKI_LIMITS: Limits[NkiCase] = Limits(
     shape=(
         *map(
             _at_least_one,
-            "BLOCK_M BLOCK_N num_splits section score_buffers value_buffers buffers "
-            "kv_buffers".split(),
+            (
+                "BLOCK_M",
+                "BLOCK_N",
+                "num_splits",
+                "section",
+                "score_buffers",
+                "value_buffers",
+                "buffers",
+                "kv_buffers",
+            ),
         ),
         Rule(
             "rows",

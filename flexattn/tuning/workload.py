@@ -54,7 +54,9 @@ from flexattn.records.record import Policy
 from flexattn.tuning.tables import Table, check_values, read_file
 from flexattn.util.text import DTYPE_NAMES, did_you_mean
 
-OF_PLANS = tuple("page_size lengths kv_dtype scaled shared_kv batch_invariant selection".split())
+OF_PLANS = (
+    "page_size", "lengths", "kv_dtype", "scaled", "shared_kv", "batch_invariant", "selection",
+)  # fmt: skip
 _SHARED = (
     "dtype", "score", "mask", "sinks", "block_size", *OF_PLANS, "scale", "policy", "backward",
 )  # fmt: skip

@@ -151,10 +151,10 @@ def outside(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 NODE, BACKWARD_NODE = "flex_attention", "flex_attention_backward"
 # What torch's lowering takes, in 2.11 and 2.13.
-_TAKES = tuple(
-    "query key value subgraph block_mask scale kernel_options score_mod_other_buffers "
-    "mask_mod_other_buffers".split()
-)
+_TAKES = (
+    "query", "key", "value", "subgraph", "block_mask", "scale", "kernel_options",
+    "score_mod_other_buffers", "mask_mod_other_buffers",
+)  # fmt: skip
 _OPTIONS, _BACKWARD_OPTIONS = _TAKES.index("kernel_options"), 11
 
 

@@ -28,7 +28,7 @@ from flexattn.problem import FP8
 from flexattn.problem.checks import PLUGINS, mixes
 from flexattn.settings import current
 
-_NAMES = set("score mask block lse max_scores options looks backward grads".split())
+_NAMES = {"score", "mask", "block", "lse", "max_scores", "options", "looks", "backward", "grads"}
 
 
 @dataclass(frozen=True, slots=True)
