@@ -2,7 +2,6 @@
 
 import ctypes
 import struct
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -86,7 +85,7 @@ def drive(monkeypatch):
         described = {f"a{i}": box for i, box in zip(found, boxes, strict=False)}
         bound = bind_arguments(arguments, kept, given, described)
         # What a binary may have other than its source says.
-        bound = replace(bound, boxes=bound.boxes + tuple(boxes[len(found) :]))
+        bound = bound._replace(boxes=bound.boxes + tuple(boxes[len(found) :]))
         return CudaLaunch(binary, 42, bound, 0, 6, **more), driver
 
     return make
