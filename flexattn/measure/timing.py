@@ -287,7 +287,7 @@ def _sample(clock: CpuClock, call: TimedCall, calls: int) -> float:
             return given[-1]
     raise MeasureError(
         f"the clock gave {', '.join(f'{us:g}' for us in given)} us for {calls} calls",
-        "a time is finite and above 0",
+        "a time is a finite number above 0",
         "look at the device's clock (nvidia-smi, dmesg), then measure again",
     )
 

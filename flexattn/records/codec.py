@@ -322,7 +322,7 @@ _PLAIN: dict[Any, Decoder] = {
     ),
 }
 _time = _plain(
-    lambda data: _is_finite(data) and is_time(data), "a time is finite and above 0", float
+    lambda data: _is_finite(data) and is_time(data), "a time is a finite number above 0", float
 )
 
 

@@ -11,7 +11,7 @@ LIMITS = {
     "": 8660,
     "configs/nvidia-h200": 560,
     "configs/studies": 160,
-    "bench/results": 510,
+    "bench/results": 520,
     "notebooks": 260,
     "tests/golden/files": 310,
     "docs/pictures": 80,

@@ -228,7 +228,7 @@ def test_a_record_with_a_sample_of_0_is_refused_in_words(flexattn, user, tmp_pat
     trials = list(record.trials)
     trials[winner] = replace(trials[winner], finals=(0.0, *trials[winner].finals[1:]))
     path.write_text(encode_record(replace(record, trials=tuple(trials))))
-    rule = "a time is finite and above 0"
+    rule = "a time is a finite number above 0"
     for given in (path, user.root):
         said = flexattn("replay-study", given, status=2).stderr
         assert str(path) in said and rule in said

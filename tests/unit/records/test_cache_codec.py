@@ -103,7 +103,7 @@ def forged(change):
 def test_a_sample_that_is_no_time_is_refused(samples, us):
     """Whoever read such a record divided by it: a report or a replay ended in a traceback."""
     change = put(f"trials.2.{samples}", [800.0, us])
-    with pytest.raises(CacheError, match="a time is finite and above 0"):
+    with pytest.raises(CacheError, match="a time is a finite number above 0"):
         decode_record(forged(change))
     assert decode_answer(forged(change)) == RECORD.answer, "dispatch reads no samples"
 
