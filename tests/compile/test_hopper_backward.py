@@ -262,7 +262,7 @@ def test_forms_that_a_search_tries_fit(D, pytestconfig):
     wanted = problem("backward", D, group=1, **MODS["causal"])
     found = [c for c in space(wanted, H200) if isinstance(c, HopperBackwardConfig)]
     forms = dict.fromkeys(found)
-    assert len(forms) >= 16
+    assert len(forms) >= (16 if D <= 128 else 9)  # wide tiles have fewer knobs
     for config in part(pytestconfig, forms, 4):
         compiled = compile_source(render(wanted.structure, config, H200, "matrix"), H200)
         taken = resources(compiled, H200)
