@@ -217,7 +217,7 @@ def _expected(problem: Problem, device: Device, chosen: options.Options) -> Choi
 def _rendered(
     problem: Problem, device: Device, chosen: options.Options, wanted: set[str]
 ) -> dict[str, Any]:
-    """The config that serves, and files; what is asked of a kernel that is compiled."""
+    """The config that a call uses, and its files; PTX and resources, if wanted, by compiling."""
     more: dict[str, Any] = {}
     if wanted & {"ptx", "resources"}:
         choice, kernel = compiled(problem, device, chosen)

@@ -91,17 +91,16 @@ def _stored(task: Task, store: Store, where: Where) -> Answer | None:
 class Campaign:
     """Tasks that are tuned, one at a time on each tuner; iterating says what became of each.
 
-    A record is published when its problem is done. A task that raises a FlexAttnError or an
-    OSError has failed and the others go on. A tuner that raises DeviceError is asked no more: its
-    task goes to another one, and `lost` is told its number; what is left when all are lost has
-    failed. KeyboardInterrupt goes through, and the same campaign later keeps what is there.
-    again: tune and replace what is there instead, unless that would lose what was measured for
-    what was made up. where: the environment that the tuners' records hold in. landed: told of each
-    record once the store has it, or a better one; it does not raise. until: of the monotonic
-    clock; no task begins after it, and those that did not have no outcome. locks: shared with
-    other campaigns of this store. A task that one of them tunes waits, while others go on, and is
-    kept if its record is there then; `say` is told of waiting. None where the tuners themselves
-    share each task.
+    A record is published when its problem is done. If a task raises a FlexAttnError or an OSError,
+    it has failed, and the others go on. If a tuner raises DeviceError, it gets no more tasks:
+    another tuner gets its task, and `lost` gets its number. When no tuner is left, the other tasks
+    have failed. KeyboardInterrupt is not caught, and the same campaign later keeps what is there.
+    again: whether records that are there are replaced, except measured ones by made-up ones.
+    where: the environment of the tuners' records. landed: called with each record when the store
+    has it, or a better one; it does not raise. until: a time of the monotonic clock, after which
+    no task begins; those tasks have no outcome. locks: shared with other campaigns of this store.
+    If another campaign tunes a task, this one waits for its record and goes on with other tasks,
+    and calls `say` when it waits. None if the tuners themselves share each task.
     """
 
     tasks: Sequence[Task]

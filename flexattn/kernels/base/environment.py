@@ -118,7 +118,7 @@ def render_template(name: str, context: dict[str, object]) -> str:
 def render_tidy(name: str, context: dict[str, object]) -> str:
     """As render_template, without spaces at the ends of lines, and with Python's empty lines.
 
-    None stands inside a function, two stand around each: a template has one there.
+    A function has two empty lines around it, and none inside. A template has one around it.
     """
     lines = render_template(name, context).split("\n")
     text = "\n".join(line.rstrip() for line in lines).rstrip("\n") + "\n"

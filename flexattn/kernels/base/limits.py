@@ -33,7 +33,8 @@ class _Case(Protocol):
     def config(self) -> Any: ...
 
 
-class Rule(NamedTuple, Generic[CaseT]):
+@dataclass(frozen=True, slots=True)
+class Rule(Generic[CaseT]):
     """One condition: a short name that reports count by, the words for where it is broken, and it.
 
     says: a format string over the case, `c`, and its config in words, `config`.

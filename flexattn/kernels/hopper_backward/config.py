@@ -216,8 +216,8 @@ def backward_grid(problem: Problem, config: HopperBackwardConfig, device: Device
     Raises ConfigError for another form than a problem's.
     """
     allowed = at_sizes(config, problem)
-    excess = config.mha > allowed.mha or config.even_n > allowed.even_n
-    if excess or config.head_parts != allowed.head_parts:
+    unlike = (config.mha and not allowed.mha) or (config.even_n and not allowed.even_n)
+    if unlike or config.head_parts != allowed.head_parts:
         raise ConfigError(
             f"{config} for {problem.describe()}",
             "mha is of problems with as many key heads as query heads, even_n of lengths "

@@ -76,10 +76,10 @@ def _summed_halves(nodes: list[Expr]) -> frozenset[Expr]:
 
 
 def _rough_tanhs(nodes: list[Expr]) -> set[Expr]:
-    """Each tanh that may err by 2^-11, for the rounding of scores hides it; in walk's order.
+    """Each tanh that may err by 2^-11, because the rounding of scores hides it.
 
-    It reads the score, whichever way a `where` goes: what reads none has no rounding. Nothing
-    reads the result that may magnify an error, as atanh and a divisor do.
+    nodes: in walk's order. Such a tanh reads the score in both branches of each `where`, and no
+    operation that may magnify an error, such as atanh or a division by it, reads its result.
     """
     scored, magnified = set[Expr](), set[Expr]()
     for node in nodes:
