@@ -131,7 +131,7 @@ def _serve(eager: bool, *given: Any) -> Any:
 def _counted(
     eager: bool, here: Any, there: Any, given: Any, own: dict[str, Any], theirs: dict[str, Any]
 ) -> Any:
-    """The results of our function, or of torch's where ours refuses a call; named: own, theirs."""
+    """The results of our function, or of torch's if ours refuses; own, theirs: named arguments."""
     if not eager:
         return there(*given, **theirs)
     try:

@@ -287,7 +287,7 @@ def _decoder(kind: Any, most: int = MAX_OTHER_ITEMS) -> Decoder:
     if kind is Config or getattr(kind, "__name__", "") in config_names():
         return _config
     if is_dataclass(kind) and isinstance(kind, type):
-        # What is known to be what the file has is given as it is; no JSON is of this type.
+        # A value that is decoded already stays as it is: JSON has no such type.
         return lambda data: data if type(data) is kind else _fields(kind)(data)
     raise TypeError(f"{kind} has no decoder")
 

@@ -79,7 +79,7 @@ def unlisted(kind: Kind, device: Device) -> list[str]:
 
 
 def templates_of(name: str) -> tuple[str, ...]:
-    """For a name in TEMPLATES, or a family's folder that is not listed there."""
+    """The templates of a name in TEMPLATES, or of a family's folder that is not listed there."""
     if name in TEMPLATES:
         return TEMPLATES[name]
     folder = templates_folder()
